@@ -1,0 +1,134 @@
+"""Strict TOML: a file becomes a frozen dataclass, or an error that lists the legal names."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from llmcond.errors import UserError, did_you_mean, nearest
+
+T = TypeVar("T")
+
+#: ``__pydantic_config__`` of every dataclass that is read from a file.
+STRICT: dict[str, Any] = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Raises:
+        UserError: the file is missing, not UTF-8 or not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_bytes().decode("utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error.reason}.") from error
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path} cannot be read as TOML: {error}.") from error
+
+
+def build(cls: type[T], values: dict[str, Any], source: str) -> T:
+    """Check ``values`` against the dataclass ``cls`` and return an instance.
+
+    Args:
+        cls: a dataclass whose ``__pydantic_config__`` is :data:`STRICT`.
+        values: the keys and values, as TOML or JSON gives them.
+        source: what the values came from, named in errors.
+
+    Raises:
+        UserError: an unknown key, a missing key, or a value of the wrong type or range.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        text = json.dumps(values)
+    except TypeError as error:  # TOML has dates and times, which no setting of ours uses
+        raise UserError(f"{source}: {error}.") from error
+    try:
+        return TypeAdapter(cls).validate_json(text)
+    except ValidationError as error:
+        problems = [_explain(cls, dict(problem)) for problem in error.errors()]
+        raise UserError(f"{source}: {'; '.join(problems)}") from error
+
+
+def _explain(cls: type[Any], problem: dict[str, Any]) -> str:
+    location = [str(part) for part in problem["loc"]]
+    key = ".".join(location)
+    legal = _legal_keys(cls, location[:-1])
+    if problem["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:
+        hint = did_you_mean(location[-1], legal)
+        known = f"Legal keys: {', '.join(legal) or 'none'}."
+        return " ".join(filter(None, (f"unknown key {key!r}.", hint, known)))
+    if problem["type"] in {"missing", "missing_argument"}:
+        return f"missing key {key!r}. Legal keys: {', '.join(legal)}."
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    return f"{key!r} is {problem['input']!r}: {message[:1].lower()}{message[1:]}."
+
+
+def _legal_keys(cls: type[Any], location: list[str]) -> list[str]:
+    for part in location:
+        if not dataclasses.is_dataclass(cls):
+            return []
+        cls = get_type_hints(cls).get(part, object)
+    return (
+        [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+    )
+
+
+def bundled(kind: str) -> Path:
+    """Return the folder of bundled ``prompts`` or ``heads``.
+
+    They stand at the repository's top level and are copied into the package when a wheel is
+    built, so a development checkout and an installed package look in different places.
+    """
+    package = Path(__file__).resolve().parent
+    installed = package / "_bundled" / kind
+    return installed if installed.is_dir() else package.parent / kind
+
+
+def find_toml(name_or_file: str, kind: str) -> Path:
+    """Return the TOML file that a name (``mlp``) or a path (``my/head.toml``) stands for.
+
+    Raises:
+        UserError: no such file, or no bundled file of that name; the nearest names are given.
+    """
+    path = Path(name_or_file)
+    if path.suffix == ".toml":
+        if not path.is_file():
+            raise UserError(f"the {kind[:-1]} file {name_or_file} does not exist.")
+        return Path(path.parent, f"{check_name(path.stem, f'the {kind[:-1]} file')}.toml")
+    known = bundled_names(kind)
+    if name_or_file not in known:
+        raise UserError(
+            f"unknown {kind[:-1]} {name_or_file!r}. {nearest(name_or_file, known)} "
+            f"A file is named by a path that ends in .toml; `llmcond {kind}` lists what is bundled."
+        )
+    return bundled(kind) / f"{name_or_file}.toml"
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+=-]*")
+
+
+def check_name(name: str, what: str) -> str:
+    """Return a name that can be a folder's on any system.
+
+    Raises:
+        UserError: it cannot; ``what`` says whose name it is.
+    """
+    if not _NAME.fullmatch(name):
+        raise UserError(
+            f"{what} cannot be called {name!r}. Use letters, digits and . _ @ + = -, beginning "
+            "with a letter or digit."
+        )
+    return name
+
+
+def bundled_names(kind: str) -> list[str]:
+    """Return the names of the bundled ``prompts`` or ``heads``, sorted."""
+    return sorted(path.stem for path in bundled(kind).glob("*.toml"))

@@ -1,0 +1,49 @@
+"""Errors that are meant for people: what was got, what was expected, what to do."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class LlmcondError(Exception):
+    """Something failed that is not the user's input. The command line exits with 1."""
+
+    exit_code = 1
+
+
+class UserError(LlmcondError):
+    """The user's input was wrong. The message is one line; the command line exits with 2."""
+
+    exit_code = 2
+
+
+class DiskFullError(UserError):
+    """The disk has no room for what was to be written; nothing already stored is lost."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question naming the known spellings nearest to ``name``; empty if none is near."""
+    matches = get_close_matches(name, sorted(known), n=3, cutoff=0.5)
+    return f"Did you mean {' or '.join(map(repr, matches))}?" if matches else ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a sentence naming the known spellings nearest to ``name``, or all that are known."""
+    names = sorted(known)
+    return did_you_mean(name, names) or f"Known: {', '.join(names) or 'none'}."
+
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Tell whether ``error`` says that the disk is full.
+
+    Lance reports the operating system's error inside a message of its own, so the text is
+    looked at where there is no ``errno``.
+    """
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return True
+    return any(f"(os error {code})" in str(error) for code in _NO_ROOM)

@@ -1,0 +1,121 @@
+"""Writing files so that each is complete or absent, and digests of what they hold."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary sibling of ``path`` that takes its place when the block succeeds.
+
+    A reader sees the old file or the new one, never a part. On any error the temporary file is
+    removed and ``path`` is as it was.
+
+    Raises:
+        DiskFullError: the disk has no room.
+        UserError: the folder cannot be written.
+    """
+    # Not tempfile: its files can be read by their owner alone, and would stay so.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.touch(exist_ok=False)
+        yield temporary
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise _write_error(path, error) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _write_error(path: Path, error: OSError) -> UserError:
+    if is_disk_full(error):
+        return DiskFullError(
+            f"the disk is full: {path} could not be written. Free some space and run the same "
+            "command again; what was stored before is kept."
+        )
+    return UserError(
+        f"cannot write {path}: {error.strerror or error}. Name a place that can be written."
+    )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` as UTF-8, atomically."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write ``value`` as indented JSON, atomically. NaN and infinity are refused."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        UserError: the file is missing or holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not a readable JSON file: {error}.") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a JSON {type(value).__name__}, not an object.")
+    return value
+
+
+def check_format(record: dict[str, Any], supported: int, what: str) -> None:
+    """Refuse what a newer version wrote.
+
+    Raises:
+        UserError: its format is newer than ``supported``.
+        LlmcondError: it states no format.
+    """
+    found = record.get("format")
+    if not isinstance(found, int):
+        raise LlmcondError(f"{what} states no format version; it was damaged or is not ours.")
+    if found > supported:
+        raise UserError(
+            f"{what} was written by a newer version of llmcond (format {found}; this one reads up "
+            f"to {supported}). Upgrade: pip install --upgrade llmcond"
+        )
+
+
+def digest_text(*parts: str, size: int = 16) -> str:
+    """Return a hexadecimal BLAKE2b digest of ``size`` bytes; the boundaries of parts count."""
+    return digest_bytes(json.dumps(parts).encode(), size=size).hex()
+
+
+def digest_bytes(data: bytes, *, size: int) -> bytes:
+    """Return the BLAKE2b digest of ``data`` with ``size`` bytes."""
+    return hashlib.blake2b(data, digest_size=size).digest()
+
+
+def digest_file(path: Path) -> str:
+    """Return the hexadecimal SHA-256 of a file's content."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def digest_files(root: Path, paths: Iterable[Path]) -> str:
+    """Return one SHA-256 over the names (relative to ``root``) and contents of ``paths``."""
+    total = hashlib.sha256()
+    for path in sorted(paths):
+        total.update(f"{path.relative_to(root).as_posix()}\0{digest_file(path)}\n".encode())
+    return total.hexdigest()
