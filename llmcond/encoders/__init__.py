@@ -1,0 +1,19 @@
+"""Frozen encoders: found by name, loaded with stock transformers, fed by a token budget.
+
+Importing this package imports neither torch nor transformers; ``encoder`` and ``loading`` do.
+"""
+
+from llmcond.encoders.models import MODELS, KnownModel, find_model
+from llmcond.encoders.resolve import EncoderOptions, ResolvedEncoder, resolve
+from llmcond.encoders.spec import EncoderIdentity, EncoderInput
+
+__all__ = [
+    "MODELS",
+    "EncoderIdentity",
+    "EncoderInput",
+    "EncoderOptions",
+    "KnownModel",
+    "ResolvedEncoder",
+    "find_model",
+    "resolve",
+]

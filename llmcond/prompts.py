@@ -1,0 +1,149 @@
+"""Prompt templates: a sentence and a condition become what the encoder reads.
+
+A template is one TOML file. It holds the task instruction and the encoded text, for the
+conditional embedding f(c; I(s)) and for the unconditional one f(c; I(∅)) that is subtracted from
+it (CASE, section 3.1, equation 1). Sentences are put in as text: braces in them mean nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from string import Formatter
+from typing import Any, ClassVar
+
+from llmcond.config import STRICT, build, find_toml, read_toml
+from llmcond.encoders.spec import EncoderInput, fill
+from llmcond.errors import UserError, nearest
+from llmcond.files import digest_text
+
+PLACEHOLDERS = ("sentence", "condition")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One input of a template: the task instruction, and the text that is encoded."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    text: str
+    instruction: str = ""
+
+    def render(self, sentence: str, condition: str) -> EncoderInput:
+        """Return the encoder input with both texts put in."""
+        values = {"sentence": sentence, "condition": condition}
+        return EncoderInput(
+            instruction=fill(self.instruction, values), text=fill(self.text, values)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A template file, checked.
+
+    Attributes:
+        name: the file's name without ``.toml``.
+        description: one line for listings.
+        source: where the wording comes from.
+        conditional: the input for e(s|c); names both ``{sentence}`` and ``{condition}``.
+        unconditional: the input that is subtracted; names exactly one of them.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    description: str
+    source: str
+    conditional: Part
+    unconditional: Part
+    name: str = field(default="", kw_only=True)
+
+    @property
+    def digest(self) -> str:
+        """Identify everything in the template that changes an encoder's input."""
+        parts = (self.conditional, self.unconditional)
+        return digest_text(*(value for part in parts for value in (part.instruction, part.text)))
+
+    @property
+    def uses_instruction(self) -> bool:
+        """Tell whether the encoder must be one that takes instructions."""
+        return bool(self.conditional.instruction or self.unconditional.instruction)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the template with its digest, as manifests record it."""
+        return {**asdict(self), "digest": self.digest}
+
+
+def prompt_from_json(values: dict[str, Any], source: str) -> Prompt:
+    """Return the template that :meth:`Prompt.to_json` recorded.
+
+    Raises:
+        UserError: the record was changed by hand.
+    """
+    recorded = {key: value for key, value in values.items() if key != "digest"}
+    prompt = build(Prompt, recorded, source)
+    _check(prompt, source)
+    if prompt.digest != values.get("digest"):
+        raise UserError(f"{source}: the prompt's text does not match its recorded digest.")
+    return prompt
+
+
+def load_prompt(name_or_file: str) -> Prompt:
+    """Read a template by its bundled name or by the path of a ``.toml`` file.
+
+    Raises:
+        UserError: no such template, an unknown or missing key, an unknown or missing placeholder.
+    """
+    path = find_toml(name_or_file, "prompts")
+    values = read_toml(path)
+    if "name" in values:
+        raise UserError(f"{path}: unknown key 'name': a prompt is named by its file.")
+    prompt = build(Prompt, {**values, "name": path.stem}, str(path))
+    _check(prompt, str(path))
+    return prompt
+
+
+def _check(prompt: Prompt, source: str) -> None:
+    conditional = _placeholders(prompt.conditional, f"{source}: [conditional]")
+    missing = [name for name in PLACEHOLDERS if name not in conditional]
+    if missing:
+        raise UserError(
+            f"{source}: [conditional] lacks the placeholder {{{missing[0]}}}. Its instruction and "
+            f"text must name {{sentence}} and {{condition}} between them."
+        )
+    unconditional = _placeholders(prompt.unconditional, f"{source}: [unconditional]")
+    if len(unconditional) != 1:
+        got = " and ".join(f"{{{name}}}" for name in sorted(unconditional)) or "none"
+        raise UserError(
+            f"{source}: [unconditional] names {got}. It must name exactly one placeholder, "
+            "{sentence} or {condition}: the text whose own embedding is subtracted."
+        )
+
+
+def _placeholders(part: Part, source: str) -> set[str]:
+    found: set[str] = set()
+    for key, template in (("instruction", part.instruction), ("text", part.text)):
+        try:
+            fields = list(Formatter().parse(template))
+        except ValueError as error:
+            raise UserError(
+                f"{source} {key}: {error}. Write {{{{ and }}}} for braces that are text."
+            ) from error
+        for _, name, spec, conversion in fields:
+            if name is None:
+                continue
+            if name in PLACEHOLDERS and (spec or conversion):
+                written = (
+                    name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
+                )
+                raise UserError(
+                    f"{source} {key} has {{{written}}}, but texts are put in as they are; write "
+                    f"{{{name}}}."
+                )
+            if name not in PLACEHOLDERS:
+                raise UserError(
+                    f"{source} {key} has the unknown placeholder {{{name}}}. "
+                    f"{nearest(name, PLACEHOLDERS)} Legal: {{sentence}}, {{condition}}."
+                )
+            found.add(name)
+    if not part.text.strip():
+        raise UserError(f"{source} text is empty: there is nothing to encode.")
+    return found

@@ -1,0 +1,140 @@
+"""What tests share: the real small encoder, checkpoints made on the spot, and small data."""
+
+import csv
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmcond.encoders.encoder import Encoder, load_encoder
+
+ROOT = Path(__file__).resolve().parent.parent
+
+WORDS = (
+    "a the two three men women children dogs ride play read sit walk in on at park beach kitchen "
+    "street red blue green hat coat morning night happy sad rain sun colour number of people "
+    "activity place time mood instruct query retrieve : . ,"
+).split()
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Encoder:
+    """The real all-MiniLM-L6-v2, in float32 on the CPU."""
+    return load_encoder("minilm", dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A maker of real checkpoints with random weights: a small BERT or a small Mistral."""
+
+    def make(kind: str = "bert", seed: int = 0, hidden: int = 32) -> Path:
+        import torch
+        from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+        from transformers import (
+            BertConfig,
+            BertModel,
+            MistralConfig,
+            MistralModel,
+            PreTrainedTokenizerFast,
+        )
+
+        torch.manual_seed(seed)
+        special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+        vocabulary = {token: i for i, token in enumerate([*special, *dict.fromkeys(WORDS)])}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+        tokenizer.normalizer = normalizers.Lowercase()
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            pad_token="[PAD]",
+            unk_token="[UNK]",
+            cls_token="[CLS]",
+            sep_token="[SEP]",
+            model_max_length=64,
+        )
+        shape = {
+            "vocab_size": len(vocabulary),
+            "hidden_size": hidden,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 64,
+            "max_position_embeddings": 64,
+            "pad_token_id": 0,
+        }
+        if kind == "bert":
+            model = BertModel(BertConfig(**shape), add_pooling_layer=False)
+        else:
+            model = MistralModel(MistralConfig(**shape, num_key_value_heads=2))
+        folder = tmp_path_factory.mktemp(kind)
+        model.save_pretrained(folder)
+        fast.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def write_rows(tmp_path: Path) -> Callable[..., Path]:
+    """A writer of CSV files with the standard columns."""
+
+    def write(
+        rows: list[tuple[object, ...]], name: str = "rows.csv", header: str | None = None
+    ) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", newline="", encoding="utf-8") as stream:
+            writer = csv.writer(stream)
+            writer.writerow((header or "sentence1,sentence2,condition,label").split(","))
+            writer.writerows(rows)
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def csts() -> Path:
+    """The re-annotated C-STS data, which is measured on and never committed."""
+    folder = os.environ.get("LLMCOND_DATA")
+    if not folder:
+        pytest.skip("LLMCOND_DATA is not set: the folder that holds csts/")
+    return Path(folder) / "csts"
+
+
+@pytest.fixture(scope="session")
+def small_rows() -> list[tuple[str, str, str, int]]:
+    """Forty sentence pairs under two conditions each, with ratings that mirror each other."""
+    people = ["two men", "three women", "children", "two dogs"]
+    places = ["in the park", "at the beach", "in the kitchen", "on the street", "in the rain"]
+    rows: list[tuple[str, str, str, int]] = []
+    for i in range(40):
+        first = f"{people[i % 4]} play {places[i % 5]} number {i}"
+        second = f"{people[(i + i // 4) % 4]} sit {places[(i + i // 5) % 5]} number {i}"
+        rating = 1 + i % 5
+        rows.append((first, second, "the number of people", rating))
+        rows.append((first, second, "the place", 6 - rating))
+    return rows
+
+
+@pytest.fixture(scope="session")
+def tiny_run(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_checkpoint: Callable[..., Path],
+    small_rows: list[tuple[str, str, str, int]],
+) -> Path:
+    """A run with extracted features of a tiny random encoder. Copy it before changing it."""
+    from llmcond.encoders import EncoderOptions
+    from llmcond.workflows import DataOptions, extract
+
+    folder = tmp_path_factory.mktemp("runs")
+    data = folder / "rows.csv"
+    lines = ["sentence1,sentence2,condition,label"]
+    lines += [",".join(str(value) for value in row) for row in small_rows]
+    data.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    options = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
+    model = str(tiny_checkpoint())
+    extract(model, options, folder / "run", DataOptions(str(data)), ["concat-sent-cond"])
+    return folder / "run"

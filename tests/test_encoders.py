@@ -1,0 +1,284 @@
+"""Vectors: against sentence-transformers, against hidden states, and whatever the batch."""
+
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+
+from llmcond.encoders import EncoderInput
+from llmcond.encoders.encoder import load_encoder
+from llmcond.encoders.pooling import pool
+from llmcond.errors import LlmcondError, UserError
+
+FORMAT = "Instruct: {instruction}\nQuery: {text}"
+TEXTS = [
+    "",
+    "A man plays the guitar.",
+    "Two dogs 🐕🐕 run across a field 🌾!",
+    "東京は日本の首都です。今日は雨が降っています。",
+    " ".join(f"word{i % 97} sentence" for i in range(1_000)),
+    "the number of people",
+    "A café in Zürich – naïve, isn't it?",
+    "Three children read a book in the kitchen while it rains outside.",
+    "\n\t  spaces \u00a0 and {braces} \n",
+]
+
+
+def plain(texts):
+    return [EncoderInput("", text) for text in texts]
+
+
+def cosines(first, second):
+    norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
+    return (first * second).sum(axis=1) / norms
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_checkpoint):
+    return load_encoder(str(tiny_checkpoint()), dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def tiny_mistral(tiny_checkpoint):
+    folder = str(tiny_checkpoint("mistral"))
+    return load_encoder(folder, dtype="float32", device="cpu", pooling="last")
+
+
+@pytest.fixture(scope="module")
+def minilm_vectors(minilm):
+    with pytest.warns(UserWarning, match="1 of 9 inputs were cut to 256 tokens"):
+        return minilm.encode(plain(TEXTS))
+
+
+def test_vectors_equal_those_of_sentence_transformers(minilm, minilm_vectors):
+    from sentence_transformers import SentenceTransformer
+
+    peer = SentenceTransformer(str(minilm.resolved.checkpoint.folder), device="cpu").float()
+    expected = peer.encode(TEXTS, convert_to_numpy=True)
+    assert cosines(minilm_vectors, expected).min() >= 0.99999
+    np.testing.assert_allclose(minilm_vectors, expected, atol=1e-5)
+
+
+def test_vectors_are_float32_and_of_unit_norm(minilm, minilm_vectors):
+    assert minilm_vectors.dtype == np.float32
+    assert minilm_vectors.shape == (len(TEXTS), minilm.dim)
+    np.testing.assert_allclose(np.linalg.norm(minilm_vectors, axis=1), 1, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*inputs were cut")
+def test_minilm_vector_does_not_depend_on_its_batch_mates(minilm, minilm_vectors):
+    alone = np.concatenate([minilm.encode(plain([text])) for text in TEXTS])
+    np.testing.assert_allclose(alone, minilm_vectors, atol=1e-5)
+
+
+def test_last_token_vector_does_not_depend_on_its_batch_mates(tiny_mistral):
+    texts = ["red", "two dogs play in the park at night", "", "the colour of the hat", "rain ."]
+    together = tiny_mistral.encode(plain(texts))
+    alone = np.concatenate([tiny_mistral.encode(plain([text])) for text in texts])
+    np.testing.assert_allclose(alone, together, atol=1e-5)
+    assert np.abs(together[0] - together[1]).max() > 0.01
+
+
+@pytest.mark.filterwarnings("ignore:.*inputs were cut")
+def test_order_of_the_inputs_is_restored(minilm, minilm_vectors):
+    np.testing.assert_allclose(minilm.encode(plain(TEXTS[::-1])), minilm_vectors[::-1], atol=1e-5)
+
+
+def test_vector_does_not_depend_on_the_token_budget(tiny, tiny_checkpoint):
+    texts = ["red " * n for n in (3, 1, 9, 4, 1, 20)]
+    small = load_encoder(
+        str(tiny_checkpoint()), dtype="float32", device="cpu", max_tokens_per_batch=1
+    )
+    np.testing.assert_allclose(small.encode(plain(texts)), tiny.encode(plain(texts)), atol=1e-5)
+
+
+def test_repeated_texts_get_equal_vectors(tiny):
+    vectors = tiny.encode(plain(["red hat", "two dogs", "red hat", "red hat"]))
+    np.testing.assert_array_equal(vectors[[2, 3]], vectors[[0, 0]])
+    assert np.abs(vectors[0] - vectors[1]).max() > 0.01
+
+
+def test_no_inputs_give_an_empty_array(tiny):
+    vectors = tiny.encode([])
+    assert vectors.shape == (0, tiny.dim)
+    assert vectors.dtype == np.float32
+
+
+@pytest.mark.filterwarnings("ignore:.*inputs were cut")
+def test_bfloat16_is_close_to_float32(minilm_vectors):
+    encoder = load_encoder("minilm", dtype="bfloat16", device="cpu")
+    vectors = encoder.encode(plain(TEXTS))
+    assert vectors.dtype == np.float32
+    assert cosines(vectors, minilm_vectors).min() >= 0.999
+    assert np.abs(vectors - minilm_vectors).max() > 1e-4  # it was computed in bfloat16 indeed
+
+
+@pytest.mark.parametrize("kind", ["bert", "mistral"])
+@pytest.mark.parametrize(
+    ("pooling", "expected"),
+    [
+        ("cls", lambda hidden: hidden[0]),
+        ("mean", lambda hidden: hidden.mean(dim=0)),
+        ("last", lambda hidden: hidden[-1]),
+    ],
+)
+def test_pooling_equals_hidden_states_computed_directly(tiny_checkpoint, kind, pooling, expected):
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = tiny_checkpoint(kind)
+    encoder = load_encoder(
+        str(folder), dtype="float32", device="cpu", pooling=pooling, normalize=False
+    )
+    texts = ["two dogs play in the rain", "red", "the number of people at the beach ."]
+    vectors = encoder.encode(plain(texts))
+    model, tokenizer = (
+        AutoModel.from_pretrained(folder).eval(),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    for text, vector in zip(texts, vectors, strict=True):
+        with torch.no_grad():
+            hidden = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+        np.testing.assert_allclose(vector, expected(hidden).numpy(), atol=1e-5)
+
+
+def test_mean_is_summed_in_float32():
+    # 257 ones: the sum that bfloat16 cannot hold.
+    hidden = torch.ones(1, 257, 1, dtype=torch.bfloat16)
+    assert pool(hidden, torch.ones(1, 257, dtype=torch.bool), "mean").item() == 1
+
+
+@pytest.fixture(scope="module")
+def short(tiny_checkpoint):
+    return load_encoder(str(tiny_checkpoint()), dtype="float32", device="cpu", max_length=8)
+
+
+def test_truncated_inputs_are_counted(short):
+    encoded = short.encode_counted(plain(["red hat", "red " * 20, "red " * 6, "red " * 7]))
+    assert encoded.n_tokens.tolist() == [4, 22, 8, 9]  # [CLS] and [SEP] included
+    assert encoded.truncated.tolist() == [False, True, False, True]
+
+
+def test_truncated_text_keeps_its_special_tokens(short):
+    cut = short.encode_counted(plain(["red green blue hat coat rain sun dogs people"])).vectors
+    whole = short.encode_counted(plain(["red green blue hat coat rain"])).vectors
+    np.testing.assert_array_equal(cut, whole)
+
+
+def test_encode_warns_about_truncation_and_counts_it(short):
+    with pytest.warns(UserWarning, match="2 of 3 inputs were cut to 8 tokens"):
+        short.encode(plain(["red", "red " * 20, "red " * 9]))
+
+
+@pytest.mark.filterwarnings("error")
+def test_encode_is_silent_where_nothing_is_truncated(short):
+    short.encode(plain(["red", "red " * 6]))
+
+
+def test_empty_text_gets_a_vector_without_special_tokens(tiny_checkpoint, tmp_path):
+    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "post_processor": None}))
+    encoder = load_encoder(str(folder), dtype="float32", device="cpu")
+    encoded = encoder.encode_counted(plain(["", "red hat"]))
+    assert encoded.n_tokens.tolist() == [0, 2]
+    np.testing.assert_allclose(np.linalg.norm(encoded.vectors, axis=1), 1, atol=1e-5)
+
+
+def test_instruction_format_stands_around_the_text(tiny_checkpoint):
+    encoder = load_encoder(
+        str(tiny_checkpoint()), dtype="float32", device="cpu", instruction_format=FORMAT
+    )
+    item = EncoderInput("retrieve the colour", "red hat")
+    assert encoder.format(item) == "Instruct: retrieve the colour\nQuery: red hat"
+    formatted = EncoderInput("", "Instruct: retrieve the colour\nQuery: red hat")
+    np.testing.assert_array_equal(encoder.encode([item]), encoder.encode([formatted]))
+
+
+def test_braces_in_instruction_and_text_stay_text(tiny_checkpoint):
+    encoder = load_encoder(str(tiny_checkpoint()), device="cpu", instruction_format=FORMAT)
+    item = EncoderInput("find {text} }{ {0}", "{instruction} {{x}}")
+    assert encoder.format(item) == "Instruct: find {text} }{ {0}\nQuery: {instruction} {{x}}"
+
+
+def test_input_without_instruction_is_encoded_as_it_is(tiny_checkpoint):
+    encoder = load_encoder(str(tiny_checkpoint()), device="cpu", instruction_format=FORMAT)
+    assert encoder.format(EncoderInput("", "red hat")) == "red hat"
+
+
+def test_encoder_without_a_format_refuses_an_instruction(tiny):
+    with pytest.raises(UserError, match=r"takes no instruction.*--instruction-format"):
+        tiny.encode([EncoderInput("retrieve", "red hat")])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{instruction}",
+        "{text}",
+        "{text} {text} {instruction}",
+        "{instruction} {text} {other}",
+        "{instruction} {text",
+        "{instruction} text}",
+        "{instruction.x} {text}",
+        "{} {}",
+        "no names",
+    ],
+)
+def test_bad_instruction_format_is_refused(tiny_checkpoint, template):
+    with pytest.raises(UserError, match="instruction format"):
+        load_encoder(str(tiny_checkpoint()), device="cpu", instruction_format=template)
+
+
+def test_checkpoint_that_lacks_weights_is_refused(tiny_checkpoint, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    del weights["encoder.layer.1.output.dense.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(LlmcondError, match=r"lacks 1 weights.*encoder\.layer\.1\.output\.dense"):
+        load_encoder(str(folder), device="cpu")
+
+
+def test_encoders_import_without_the_storage_libraries():
+    script = textwrap.dedent("""
+        import sys
+        sys.modules["lance"] = sys.modules["pyarrow"] = None  # importing them raises
+        import llmcond.encoders
+        import llmcond.encoders.encoder
+    """)
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("quantize", ["8bit", "4bit"])
+def test_quantised_encoder_gives_vectors_near_the_full_ones(tiny_checkpoint, quantize):
+    pytest.importorskip("bitsandbytes")
+    folder = str(tiny_checkpoint(hidden=64))
+    texts = plain(["two dogs play", "a red hat", "rain"])
+    full = load_encoder(folder, dtype="float32", device="cpu").encode(texts)
+    encoder = load_encoder(folder, dtype="float32", device="cpu", quantize=quantize)
+    vectors = encoder.encode(texts)
+    assert np.isfinite(vectors).all()
+    assert cosines(vectors, full).min() > 0.95
+    assert np.abs(vectors - full).max() > 1e-5  # its weights were quantised indeed
+
+
+def test_quantising_without_its_library_names_the_extra(tiny_checkpoint):
+    script = textwrap.dedent("""
+        import sys
+        sys.modules["bitsandbytes"] = None  # as if it were not installed
+        from llmcond.encoders.encoder import load_encoder
+        from llmcond.errors import UserError
+        try:
+            load_encoder(sys.argv[1], device="cpu", quantize="8bit")
+        except UserError as error:
+            assert "pip install 'llmcond[quantize]'" in str(error), error
+        else:
+            raise AssertionError("loaded")
+    """)
+    subprocess.run([sys.executable, "-c", script, str(tiny_checkpoint())], check=True)

@@ -1,0 +1,208 @@
+"""Prompt templates: what they render to, and what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmcond.encoders.spec import EncoderInput
+from llmcond.errors import UserError
+from llmcond.prompts import Part, Prompt, load_prompt, prompt_from_json
+
+SENTENCE, CONDITION = "Two men ride.", "the number of people"
+TEMPLATE = """
+description = "d"
+source = "s"
+[conditional]
+instruction = "Given {condition}"
+text = "{sentence}"
+[unconditional]
+text = "{condition}"
+"""
+
+
+def load(tmp_path: Path, text: str) -> Prompt:
+    path = tmp_path / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    return load_prompt(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "conditional", "unconditional"),
+    [
+        (
+            "cond",
+            (
+                "Retrieve semantically similar texts to the Condition, given the Sentence: "
+                "Two men ride.",
+                "the number of people",
+            ),
+            (
+                "Retrieve semantically similar texts to a given Sentence",
+                "the number of people",
+            ),
+        ),
+        (
+            "sent",
+            (
+                "Retrieve semantically similar texts to the Sentence, given the Condition: "
+                "the number of people",
+                "Two men ride.",
+            ),
+            (
+                "Retrieve semantically similar texts to a given Sentence",
+                "the number of people",
+            ),
+        ),
+        (
+            "concat-cond-sent",
+            ("", "the number of people Two men ride."),
+            ("", "the number of people"),
+        ),
+        (
+            "concat-sent-cond",
+            ("", "Two men ride. the number of people"),
+            ("", "the number of people"),
+        ),
+    ],
+)
+def test_bundled_prompts_render_the_wording_of_case(
+    name: str, conditional: tuple[str, str], unconditional: tuple[str, str]
+):
+    prompt = load_prompt(name)
+    assert prompt.conditional.render(SENTENCE, CONDITION) == EncoderInput(*conditional)
+    assert prompt.unconditional.render(SENTENCE, CONDITION) == EncoderInput(*unconditional)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("cond", True), ("sent", True), ("concat-cond-sent", False), ("concat-sent-cond", False)],
+)
+def test_a_prompt_knows_whether_the_encoder_must_take_instructions(name: str, expected: bool):
+    assert load_prompt(name).uses_instruction is expected
+
+
+def test_an_instruction_in_the_unconditional_part_alone_counts_as_one():
+    prompt = Prompt("d", "s", Part("{sentence} {condition}"), Part("{condition}", "Embed"))
+    assert prompt.uses_instruction
+
+
+@given(st.text(), st.text())
+def test_texts_are_put_in_untouched_whatever_braces_they_hold(sentence: str, condition: str):
+    part = Part(text="{condition}|{sentence}", instruction="I: {sentence}")
+    expected = EncoderInput(f"I: {sentence}", f"{condition}|{sentence}")
+    assert part.render(sentence, condition) == expected
+
+
+def test_placeholders_inside_a_sentence_are_text():
+    rendered = load_prompt("cond").conditional.render("a {condition} {{b}} {", "{sentence}")
+    assert rendered.instruction.endswith("given the Sentence: a {condition} {{b}} {")
+    assert rendered.text == "{sentence}"
+
+
+def test_doubled_braces_in_a_template_are_single_braces_of_text(tmp_path: Path):
+    prompt = load(tmp_path, TEMPLATE.replace('"{sentence}"', '"{{x}} {sentence}"'))
+    assert prompt.conditional.render("s", "c").text == "{x} s"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("{sentence}", "{sentense}", ["{sentense}", "Did you mean 'sentence'", "{condition}"]),
+        ("{sentence}", "{}", ["unknown placeholder {}"]),
+        ("{sentence}", "{0}", ["unknown placeholder {0}"]),
+        ("{sentence}", "{sentence.upper}", ["unknown placeholder {sentence.upper}"]),
+        ("{sentence}", "{sentence[0]}", ["unknown placeholder {sentence[0]}"]),
+        ("Given {condition}", "Given {x}", ["[conditional] instruction", "{x}"]),
+        ('"{sentence}"', '"no place"', ["[conditional] lacks the placeholder {sentence}"]),
+        ("Given {condition}", "Given", ["[conditional] lacks the placeholder {condition}"]),
+        ('"{condition}"', '"{condition} {sentence}"', ["names {condition} and {sentence}"]),
+        ('"{condition}"', '"nothing"', ["[unconditional] names none", "exactly one"]),
+        ("{sentence}", "{sentence", ["[conditional] text", "{{ and }}"]),
+        ("{sentence}", "sentence}", ["[conditional] text", "{{ and }}"]),
+        ('text = "{condition}"', 'text = " "', ["[unconditional] text is empty"]),
+        (
+            'instruction = "Given {condition}"\ntext = "{sentence}"',
+            'instruction = "{sentence} {condition}"\ntext = ""',
+            ["[conditional] text is empty"],
+        ),
+        ('source = "s"', 'sauce = "s"', ["missing key 'source'", "unknown key 'sauce'"]),
+        ('description = "d"', "", ["missing key 'description'"]),
+        ('description = "d"', "description = 1", ["'description' is 1", "string"]),
+        (
+            "[unconditional]\n",
+            '[unconditional]\ntxt = ""\n',
+            ["unknown key 'unconditional.txt'", "Did you mean 'text'", "text, instruction"],
+        ),
+        ('text = "{condition}"', "", ["missing key 'unconditional.text'"]),
+        ('source = "s"', 'source = "s"\nname = "n"', ["'name'", "named by its file"]),
+    ],
+)
+def test_a_faulty_template_is_refused_with_its_place(
+    tmp_path: Path, old: str, new: str, words: list[str]
+):
+    assert old in TEMPLATE
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, TEMPLATE.replace(old, new))
+    message = str(caught.value)
+    assert message.startswith(str(tmp_path / "mine.toml"))
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "placeholder", ["{sentence!r}", "{sentence:>10}", "{sentence:{condition}}"]
+)
+def test_a_conversion_or_format_spec_is_refused_as_it_was_written(tmp_path: Path, placeholder: str):
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, TEMPLATE.replace("{sentence}", placeholder))
+    assert placeholder in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("Given {condition}", "Given: {condition}"),
+        ('"{sentence}"', '"{sentence}."'),
+        ('"{condition}"', '"{condition}."'),
+        ("[unconditional]\n", '[unconditional]\ninstruction = "I"\n'),
+    ],
+)
+def test_the_digest_changes_with_every_string_that_is_encoded(tmp_path: Path, old: str, new: str):
+    assert load(tmp_path, TEMPLATE).digest != load(tmp_path, TEMPLATE.replace(old, new)).digest
+
+
+def test_the_digest_tells_an_instruction_from_a_text():
+    both, swapped = Part("a", "b"), Part("b", "a")
+    assert Prompt("d", "s", both, both).digest != Prompt("d", "s", swapped, swapped).digest
+
+
+def test_the_digest_stays_with_another_description_source_and_name():
+    prompt = load_prompt("cond")
+    renamed = replace(prompt, name="n", description="d", source="s")
+    assert renamed.digest == prompt.digest
+
+
+@pytest.mark.parametrize("name", ["cond", "sent", "concat-cond-sent", "concat-sent-cond"])
+def test_a_record_gives_the_prompt_back(name: str):
+    prompt = load_prompt(name)
+    assert prompt_from_json(prompt.to_json(), "manifest.json") == prompt
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"conditional": {"text": "{sentence} {condition}", "instruction": ""}}, "digest"),
+        ({"unconditional": {"text": "{sentence}", "instruction": ""}}, "digest"),
+        ({"digest": "0" * 32}, "digest"),
+        ({"digest": None}, "digest"),
+        ({"colour": "red"}, "unknown key 'colour'"),
+        ({"unconditional": {"text": "{word}", "instruction": ""}}, "unknown placeholder"),
+    ],
+)
+def test_a_changed_record_is_refused(change: dict[str, object], words: str):
+    record = {**load_prompt("cond").to_json(), **change}
+    with pytest.raises(UserError, match=words) as caught:
+        prompt_from_json(record, "manifest.json")
+    assert str(caught.value).startswith("manifest.json")
