@@ -1,0 +1,623 @@
+"""Write the bundled sample data: sentence pairs rated 1 to 5 under a condition.
+
+    python scripts/make_sample.py [--out llmcond/sample] [--check]
+
+Every sentence describes a small invented scene (who, how many, doing what, where, ...), and
+every sentence pair is rated twice, under two conditions that ask about two different slots.
+The rating is looked up in the tables below: 5 same value, 4 close, 3 related, 2 loosely
+related, 1 different.
+
+The data is built so that only reading *both sentences and the condition* helps:
+
+* The two ratings of a pair mirror each other around 3 (see ``BLOCKS``), so a score that does
+  not depend on the condition is right on one row and wrong on the other.
+* Ratings are symmetric around 3 for every slot and every wording of its condition, within
+  every split, so the condition alone predicts nothing.
+* All that is not asked about is drawn without looking at the ratings.
+* A sentence is used in one pair only, so no sentence is shared between splits.
+
+Generation needs the standard library only and gives the same bytes on every Python version.
+With ``--check`` nothing is written: the files are compared with a fresh generation and the
+fairness figures are printed; the exit status is 1 on a mismatch or a leak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import re
+import statistics
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from random import Random
+from types import MappingProxyType
+from typing import Final, TypeVar
+
+T = TypeVar("T")
+
+SEED: Final = 20240229
+HEADER: Final = ("sentence1", "sentence2", "condition", "label")
+# Split name -> smallest number of sentence pairs (each gives two rows).
+SPLIT_PAIRS: Final[Mapping[str, int]] = MappingProxyType({"train": 1400, "dev": 200, "test": 300})
+MIN_WORDS: Final = 12
+MAX_WORDS: Final = 28
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value of a slot: its wordings, and its rating against each earlier value and itself."""
+
+    forms: tuple[str, ...]
+    ratings: str
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One aspect of a scene, with the wordings of the condition that asks about it."""
+
+    name: str
+    conditions: tuple[str, ...]
+    values: tuple[Value, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse a table of ratings that is not a lower triangle with 5 on the diagonal."""
+        for index, value in enumerate(self.values):
+            if not re.fullmatch(rf"[1-4]{{{index}}}5", value.ratings):
+                raise ValueError(f"{self.name}: bad ratings for {value.forms[0]!r}")
+
+    def rating(self, first: int, second: int) -> int:
+        """Return how alike two values are, from 1 to 5."""
+        low, high = sorted((first, second))
+        return int(self.values[high].ratings[low])
+
+    def value_pairs(self, rating: int) -> dict[int, list[int]]:
+        """Map each value that has partners at this rating to those partners."""
+        indices = range(len(self.values))
+        found = {i: [j for j in indices if self.rating(i, j) == rating] for i in indices}
+        return {i: partners for i, partners in found.items() if partners}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A slot asked about in a pair, and the rating the pair must have there."""
+
+    slot: Slot
+    rating: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the data files."""
+
+    sentence1: str
+    sentence2: str
+    condition: str
+    label: int
+
+
+# --- Vocabulary -------------------------------------------------------------------------------
+# The digits of a value rate it against the values above it in its table, itself (5) last.
+# Inflected forms are separated by "/": nouns as singular/plural, activities as
+# third person/plural/participle.
+
+PEOPLE: Final = Slot(
+    "people",
+    (
+        "the age and gender of the people",
+        "what kind of people they are",
+        "who the people are",
+    ),
+    (
+        Value(("woman/women", "lady/ladies"), "5"),
+        Value(("man/men", "gentleman/gentlemen"), "35"),
+        Value(("girl/girls", "schoolgirl/schoolgirls"), "315"),
+        Value(("boy/boys", "schoolboy/schoolboys"), "1345"),
+        Value(("grandmother/grandmothers", "elderly woman/elderly women"), "42215"),
+        Value(("grandfather/grandfathers", "elderly man/elderly men"), "241235"),
+    ),
+)
+
+NUMBER: Final = Slot(
+    "number",
+    ("the number of people", "how many people there are", "the size of the group of people"),
+    (
+        Value(("a", "one", "a lone"), "5"),
+        Value(("two", "a pair of"), "45"),
+        Value(("three", "a trio of"), "345"),
+        Value(("four", "a group of four"), "2345"),
+        Value(("six", "half a dozen"), "12345"),
+        Value(("twelve", "a dozen"), "112235"),
+        Value(("a large crowd of", "a huge crowd of"), "1111245"),
+    ),
+)
+
+# Laid out as a colour wheel: neighbours are close, opposites are different.
+COLOUR: Final = Slot(
+    "colour",
+    ("the colour of the clothing", "what colour someone is wearing", "the clothing colour"),
+    (
+        Value(("red", "scarlet"), "5"),
+        Value(("orange", "bright orange"), "45"),
+        Value(("yellow", "lemon yellow"), "345"),
+        Value(("green", "emerald green"), "2345"),
+        Value(("turquoise", "teal"), "12345"),
+        Value(("blue", "deep blue"), "212345"),
+        Value(("purple", "violet"), "3212345"),
+        Value(("pink", "rose pink"), "43212345"),
+    ),
+)
+
+ACTIVITY: Final = Slot(
+    "activity",
+    ("the activity", "what the people are doing", "how the time is being spent"),
+    (
+        Value(("sings a song/sing a song/singing a song", "sings/sing/singing"), "5"),
+        Value(
+            (
+                "plays the guitar/play the guitar/playing the guitar",
+                "strums a guitar/strum a guitar/strumming a guitar",
+            ),
+            "45",
+        ),
+        Value(("dances/dance/dancing", "dances a waltz/dance a waltz/dancing a waltz"), "335"),
+        Value(("plays chess/play chess/playing chess",), "1115"),
+        Value(("plays cards/play cards/playing cards",), "11145"),
+        Value(
+            (
+                "does a jigsaw puzzle/do a jigsaw puzzle/doing a jigsaw puzzle",
+                "solves a jigsaw/solve a jigsaw/solving a jigsaw",
+            ),
+            "111335",
+        ),
+        Value(
+            (
+                "reads a book/read a book/reading a book",
+                "reads a novel/read a novel/reading a novel",
+            ),
+            "1112225",
+        ),
+        Value(
+            (
+                "writes a letter/write a letter/writing a letter",
+                "writes in a notebook/write in a notebook/writing in a notebook",
+            ),
+            "11111245",
+        ),
+        Value(
+            (
+                "draws a picture/draw a picture/drawing a picture",
+                "sketches/sketch/sketching",
+            ),
+            "222112235",
+        ),
+        Value(
+            (
+                "eats a meal/eat a meal/eating a meal",
+                "eats sandwiches/eat sandwiches/eating sandwiches",
+            ),
+            "1111211115",
+        ),
+        Value(("drinks tea/drink tea/drinking tea", "sips tea/sip tea/sipping tea"), "11112121145"),
+    ),
+)
+
+PLACE: Final = Slot(
+    "place",
+    ("the place", "where the scene takes place", "the location"),
+    (
+        Value(("in the park", "in a city park"), "5"),
+        Value(("in a garden", "in the back garden"), "45"),
+        Value(("in the forest", "in the woods"), "335"),
+        Value(("on the beach", "at the seaside"), "2225"),
+        Value(("by the lake", "on the shore of a lake"), "32345"),
+        Value(("in a coffee shop", "in a café"), "111115"),
+        Value(("in a restaurant", "in a diner"), "1111145"),
+        Value(("in the kitchen", "in a farmhouse kitchen"), "12111335"),
+        Value(("in the living room", "in the sitting room"), "121112245"),
+    ),
+)
+
+TIME: Final = Slot(
+    "time",
+    ("the time of day", "what time of day it is", "when in the day it happens"),
+    (
+        Value(("at sunrise", "at dawn"), "5"),
+        Value(("in the morning", "during the morning"), "45"),
+        Value(("at noon", "at midday"), "345"),
+        Value(("in the afternoon", "during the afternoon"), "1345"),
+        Value(("at sunset", "at dusk"), "21235"),
+        Value(("in the evening", "during the evening"), "112345"),
+        Value(("at night", "late at night"), "2112345"),
+    ),
+)
+
+WEATHER: Final = Slot(
+    "weather",
+    ("the weather", "what the weather is like", "the weather conditions"),
+    (
+        Value(("on a sunny day", "in bright sunny weather"), "5"),
+        Value(("on a scorching hot day", "during a heatwave"), "45"),
+        Value(("on a partly cloudy day", "on a day with a few clouds"), "325"),
+        Value(("on an overcast day", "on a dull, cloudy day"), "2145"),
+        Value(("on a drizzly day", "on a day of light rain"), "11235"),
+        Value(("on a day of heavy rain", "on a day of pouring rain"), "111245"),
+        Value(("on a stormy day", "during a thunderstorm"), "1112345"),
+        Value(("on a snowy day", "on a day of heavy snow"), "11122335"),
+    ),
+)
+
+MOOD: Final = Slot(
+    "mood",
+    ("the mood of the people", "how the people feel", "the emotion shown"),
+    (
+        Value(("excited", "thrilled"), "5"),
+        Value(("happy", "cheerful"), "45"),
+        Value(("contented", "satisfied"), "345"),
+        Value(("calm", "relaxed"), "2345"),
+        Value(("bored", "uninterested"), "12235"),
+        Value(("sad", "unhappy"), "111235"),
+        Value(("worried", "anxious"), "2111245"),
+        Value(("angry", "furious"), "11112335"),
+    ),
+)
+
+ANIMAL: Final = Slot(
+    "animal",
+    ("the animal", "what kind of animal is there", "which pet is present"),
+    (
+        Value(("dog", "big dog"), "5"),
+        Value(("puppy", "playful puppy"), "45"),
+        Value(("cat", "tabby cat"), "325"),
+        Value(("kitten", "fluffy kitten"), "2345"),
+        Value(("rabbit", "bunny"), "22225"),
+        Value(("hamster", "tiny hamster"), "222235"),
+        Value(("guinea pig", "little guinea pig"), "2222345"),
+        Value(("parrot", "talking parrot"), "11111225"),
+        Value(("canary", "little canary"), "111112245"),
+    ),
+)
+
+SLOTS: Final = (PEOPLE, NUMBER, COLOUR, ACTIVITY, PLACE, TIME, WEATHER, MOOD, ANIMAL)
+# Every sentence shows these; the other slots only when asked about or drawn as extras.
+ALWAYS_SHOWN: Final = frozenset({"people", "number", "activity"})
+# Never together in a sentence: "a sunny day at midnight".
+CLASHING: Final = frozenset({"time", "weather"})
+
+GARMENTS: Final = (
+    ("jacket", "jackets"),
+    ("coat", "coats"),
+    ("sweater", "sweaters"),
+    ("shirt", "shirts"),
+    ("hat", "hats"),
+    ("scarf", "scarves"),
+)
+OPENERS: Final = ("The picture shows", "This photo shows", "Here we see", "In this scene we see")
+ANIMAL_LEADS: Final = ("With {} close by", "Next to {}", "Accompanied by {}", "As {} looks on")
+ANIMAL_TAILS: Final = ("while {} looks on", "as {} watches", "with {} close by", "next to {}")
+COLOUR_MODIFIERS: Final = ("in {}", "wearing {}", "dressed in {}")
+COLOUR_LEADS: Final = ("Wearing {}", "Dressed in {}")
+MOOD_LEADS: Final = ("Looking {}", "Feeling {}", "Clearly {}")
+MOOD_TAILS: Final = ("looking {}", "clearly {}", "feeling {}")
+
+# --- Plan: which slots are asked about, with which ratings ------------------------------------
+
+Block = tuple[tuple[int, int], ...]
+
+
+def _both_ways(*ratings: tuple[int, int]) -> Block:
+    """Return rating pairs together with their swapped counterparts."""
+    return ratings + tuple((second, first) for first, second in ratings)
+
+
+# A block is dealt to one pair of slots as a whole. Within a block each slot sees every rating
+# as often as its mirror image (6 - rating), which keeps any number of blocks balanced.
+BLOCKS: Final[tuple[Block, ...]] = (
+    *[_both_ways((5, 1))] * 6,
+    *[_both_ways((4, 2))] * 4,
+    *[_both_ways((5, 2), (4, 1))] * 2,
+    *[_both_ways((4, 3), (3, 2))] * 2,
+    *[((3, 3),)] * 2,
+)
+
+
+def _pick(rng: Random, items: Sequence[T]) -> T:
+    """Draw one item; unlike Random.choice its bytes cannot change between Python versions."""
+    return items[int(rng.random() * len(items))]
+
+
+def _shuffled(rng: Random, items: Iterable[T]) -> list[T]:
+    """Return the items in random order, again independent of the Python version."""
+    result = list(items)
+    for last in range(len(result) - 1, 0, -1):
+        other = int(rng.random() * (last + 1))
+        result[last], result[other] = result[other], result[last]
+    return result
+
+
+def _slot_pairs() -> list[tuple[Slot, Slot]]:
+    """Return the pairs of slots that can be asked about together."""
+    return [(a, b) for a, b in combinations(SLOTS, 2) if {a.name, b.name} != CLASHING]
+
+
+def _plan(rng: Random, minimum: int) -> list[tuple[Question, Question]]:
+    """Deal whole blocks to slot pairs in turn until there are enough sentence pairs."""
+    plan: list[tuple[Question, Question]] = []
+    blocks: list[Block] = []
+    slot_pairs: list[tuple[Slot, Slot]] = []
+    while len(plan) < minimum:
+        blocks = blocks or _shuffled(rng, BLOCKS)
+        slot_pairs = slot_pairs or _shuffled(rng, _slot_pairs())
+        first, second = slot_pairs.pop()
+        plan += [(Question(first, a), Question(second, b)) for a, b in blocks.pop()]
+    return _shuffled(rng, plan)
+
+
+# --- Scenes: a wording for every slot shown ---------------------------------------------------
+
+
+def _draw_values(rng: Random, slot: Slot, rating: int | None) -> tuple[int, int]:
+    """Draw the two values of a slot, at a rating or (None) freely."""
+    if rating is None:
+        value = int(rng.random() * len(slot.values))
+        other = value if rng.random() < 0.3 else int(rng.random() * len(slot.values))
+        return value, other
+    partners = slot.value_pairs(rating)
+    value = _pick(rng, sorted(partners))
+    other = _pick(rng, partners[value])
+    return (value, other) if rng.random() < 0.5 else (other, value)
+
+
+def _shown_slots(rng: Random, asked: frozenset[str]) -> frozenset[str]:
+    """Choose the slots one sentence mentions: those asked about and up to three others."""
+    wanted = 2 if rng.random() < 0.6 else 3
+    shown = set(asked - ALWAYS_SHOWN)
+    for slot in _shuffled(rng, SLOTS):
+        clashes = slot.name in CLASHING and shown & CLASHING
+        if len(shown) < wanted and slot.name not in ALWAYS_SHOWN and not clashes:
+            shown.add(slot.name)
+    return frozenset(shown | ALWAYS_SHOWN)
+
+
+def _draw_scenes(
+    rng: Random, questions: tuple[Question, Question]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Draw two scenes (slot name -> wording) that meet the ratings asked for."""
+    ratings = {question.slot.name: question.rating for question in questions}
+    scenes: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    shown = [_shown_slots(rng, frozenset(ratings)) for _ in scenes]
+    for slot in SLOTS:
+        values = _draw_values(rng, slot, ratings.get(slot.name))
+        for scene, names, value in zip(scenes, shown, values, strict=True):
+            form = _pick(rng, slot.values[value].forms)
+            if slot.name in names:
+                scene[slot.name] = form
+    return scenes
+
+
+# --- Sentences --------------------------------------------------------------------------------
+
+
+def _with_article(noun: str) -> str:
+    """Put "a" or "an" before a noun phrase (the vocabulary has no silent h or long u)."""
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
+def _clothes(rng: Random, colour: str, *, plural: bool) -> str:
+    """Return a garment of the colour, or several."""
+    singular_noun, plural_noun = _pick(rng, GARMENTS)
+    return f"{colour} {plural_noun}" if plural else _with_article(f"{colour} {singular_noun}")
+
+
+def _lead(rng: Random, parts: dict[str, str]) -> str:
+    """Move one optional part to the front of the sentence, or none; return the opening."""
+    movable = ["", *sorted(parts)]
+    name = _pick(rng, movable)
+    if not name:
+        return ""
+    part = parts.pop(name)
+    templates = {"animal": ANIMAL_LEADS, "colour": COLOUR_LEADS, "mood": MOOD_LEADS}
+    opening = _pick(rng, templates.get(name, ("{}",))).format(part)
+    return opening[0].upper() + opening[1:] + ", "
+
+
+def _subject(rng: Random, scene: Mapping[str, str], parts: dict[str, str]) -> str:
+    """Return the people as a noun phrase, taking up the colour and perhaps mood or place."""
+    noun = scene["people"].split("/")[_is_plural(scene)]
+    if "mood" in parts and rng.random() < 0.5:
+        noun = f"{parts.pop('mood')} {noun}"
+    count = scene["number"]
+    phrase = _with_article(noun) if count == "a" else f"{count} {noun}"
+    if "colour" in parts:
+        phrase += " " + _pick(rng, COLOUR_MODIFIERS).format(parts.pop("colour"))
+    elif "place" in parts and rng.random() < 0.3:
+        phrase += " " + parts.pop("place")
+    return phrase
+
+
+def _tail(rng: Random, parts: Mapping[str, str]) -> str:
+    """Return what follows the activity."""
+    settings = [parts[name] for name in ("place", "time", "weather") if name in parts]
+    tail = "".join(f" {setting}" for setting in _shuffled(rng, settings))
+    comma = ""
+    if "mood" in parts:
+        tail += ", " + _pick(rng, MOOD_TAILS).format(parts["mood"])
+        comma = ","
+    if "animal" in parts:
+        tail += f"{comma} " + _pick(rng, ANIMAL_TAILS).format(parts["animal"])
+    return tail
+
+
+def _is_plural(scene: Mapping[str, str]) -> bool:
+    """Tell whether the scene shows more than one person."""
+    return scene["number"] not in NUMBER.values[0].forms
+
+
+def _sentence(rng: Random, scene: Mapping[str, str]) -> str:
+    """Word a scene as a sentence."""
+    plural = _is_plural(scene)
+    parts = {name: form for name, form in scene.items() if name not in ALWAYS_SHOWN}
+    if "colour" in parts:
+        parts["colour"] = _clothes(rng, parts["colour"], plural=plural)
+    if "animal" in parts:
+        parts["animal"] = _with_article(parts["animal"])
+    third_person, base, participle = scene["activity"].split("/")
+    lead = _lead(rng, parts)
+    subject = _subject(rng, scene, parts)
+    style = rng.random()
+    if not lead and style < 0.5:
+        core = f"{_pick(rng, OPENERS)} {subject} {participle}"
+    elif style < 0.75:
+        core = f"{subject} {'are' if plural else 'is'} {participle}"
+    else:
+        core = f"{subject} {base if plural else third_person}"
+    text = lead + core + _tail(rng, parts) + "."
+    return text[0].upper() + text[1:]
+
+
+def _new_sentences(
+    rng: Random, questions: tuple[Question, Question], used: AbstractSet[str]
+) -> tuple[str, str]:
+    """Draw two fresh sentences of fitting length for the questions."""
+    while True:
+        scene1, scene2 = _draw_scenes(rng, questions)
+        sentences = _sentence(rng, scene1), _sentence(rng, scene2)
+        lengths_fit = all(MIN_WORDS <= len(s.split()) <= MAX_WORDS for s in sentences)
+        if lengths_fit and len(set(sentences)) == 2 and used.isdisjoint(sentences):
+            return sentences
+
+
+# --- Data -------------------------------------------------------------------------------------
+
+
+def _make_split(rng: Random, minimum: int, used: set[str]) -> list[Row]:
+    """Return the rows of one split and add its sentences to those used."""
+    rows: list[Row] = []
+    # The n-th row of a slot and rating takes the n-th condition wording in turn, so that every
+    # wording sees the same symmetric ratings as its slot.
+    turns: Counter[tuple[str, int]] = Counter()
+    for questions in _plan(rng, minimum):
+        sentence1, sentence2 = _new_sentences(rng, questions, used)
+        used.update((sentence1, sentence2))
+        for question in _shuffled(rng, questions):
+            slot, rating = question.slot, question.rating
+            condition = slot.conditions[turns[slot.name, rating] % len(slot.conditions)]
+            turns[slot.name, rating] += 1
+            rows.append(Row(sentence1, sentence2, condition, rating))
+    return rows
+
+
+def make_splits(seed: int = SEED) -> dict[str, list[Row]]:
+    """Return the rows of every split."""
+    rng = Random(seed)
+    used: set[str] = set()
+    return {name: _make_split(rng, pairs, used) for name, pairs in SPLIT_PAIRS.items()}
+
+
+def to_csv(rows: Iterable[Row]) -> bytes:
+    """Return rows as the bytes of a CSV file."""
+    buffer = io.StringIO(newline="")
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(HEADER)
+    writer.writerows((row.sentence1, row.sentence2, row.condition, row.label) for row in rows)
+    return buffer.getvalue().encode("utf-8")
+
+
+# --- Check ------------------------------------------------------------------------------------
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Return ranks, ties sharing their mean rank."""
+    positions: defaultdict[float, list[int]] = defaultdict(list)
+    for position, value in enumerate(sorted(values)):
+        positions[value].append(position)
+    return [statistics.fmean(positions[value]) for value in values]
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return the rank correlation; 0 where one side is constant and so predicts nothing."""
+    if len(set(first)) < 2 or len(set(second)) < 2:
+        return 0.0
+    return statistics.correlation(_ranks(first), _ranks(second))
+
+
+def jaccard(first: str, second: str) -> float:
+    """Return the share of words two sentences have in common."""
+    words1, words2 = (set(re.findall(r"\w+", text.lower())) for text in (first, second))
+    return len(words1 & words2) / len(words1 | words2)
+
+
+def condition_only(train: Iterable[Row], test: Sequence[Row]) -> float:
+    """Return how well the mean training rating of a condition text predicts test ratings."""
+    ratings: defaultdict[str, list[int]] = defaultdict(list)
+    for row in train:
+        ratings[row.condition].append(row.label)
+    means = {condition: statistics.fmean(labels) for condition, labels in ratings.items()}
+    return spearman([means.get(row.condition, 3.0) for row in test], [row.label for row in test])
+
+
+def leaks(splits: Mapping[str, Sequence[Row]]) -> dict[str, int]:
+    """Count sentences shared between splits, and sentences used in more than one pair."""
+    sentences = {
+        name: {text for row in rows for text in (row.sentence1, row.sentence2)}
+        for name, rows in splits.items()
+    }
+    found = {f"{a}/{b}": len(sentences[a] & sentences[b]) for a, b in combinations(splits, 2)}
+    pairs = {(row.sentence1, row.sentence2) for rows in splits.values() for row in rows}
+    uses = Counter(text for pair in pairs for text in pair)
+    found["reused"] = sum(count > 1 for count in uses.values())
+    return found
+
+
+def _report(splits: Mapping[str, Sequence[Row]]) -> None:
+    """Print the figures that need no encoder."""
+    for name, rows in splits.items():
+        histogram = sorted(Counter(row.label for row in rows).items())
+        ties = sum(a.label == b.label for a, b in zip(rows[::2], rows[1::2], strict=True))
+        overlap = [jaccard(row.sentence1, row.sentence2) for row in rows]
+        print(
+            f"{name}: {len(rows)} rows, labels {dict(histogram)}, tied pairs {ties}, "
+            f"Jaccard Spearman {spearman(overlap, [row.label for row in rows]):+.3f}"
+        )
+    from_condition = condition_only(splits["train"], splits["test"])
+    print(f"condition-only Spearman on test: {from_condition:+.3f}")
+    print(f"leaked sentences: {leaks(splits)}")
+
+
+def check(splits: Mapping[str, Sequence[Row]], folder: Path) -> bool:
+    """Print the figures and tell whether the files are up to date and free of leaks."""
+    _report(splits)
+    good = not any(leaks(splits).values())
+    for name, rows in splits.items():
+        path = folder / f"{name}.csv"
+        if not path.is_file() or path.read_bytes() != to_csv(rows):
+            print(f"{path}: missing or not what this script writes")
+            good = False
+    return good
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write or check the sample files."""
+    parser = argparse.ArgumentParser(description="Write the bundled sample data.")
+    default = Path(__file__).resolve().parents[1] / "llmcond" / "sample"
+    parser.add_argument("--out", type=Path, default=default, help="folder of the CSV files")
+    parser.add_argument("--check", action="store_true", help="compare and report, write nothing")
+    args = parser.parse_args(argv)
+    folder: Path = args.out
+    splits = make_splits()
+    if args.check:
+        return 0 if check(splits, folder) else 1
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in splits.items():
+        (folder / f"{name}.csv").write_bytes(to_csv(rows))
+        print(f"{folder / name}.csv: {len(rows)} rows")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
