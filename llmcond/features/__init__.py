@@ -1,0 +1,1 @@
+"""Features: extracted once, kept on disk, read back as arrays."""

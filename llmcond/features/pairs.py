@@ -1,0 +1,97 @@
+"""From rows and a prompt to inputs, and from a store to the arrays that a head is fitted on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcond.datasets import Rows
+from llmcond.encoders.spec import EncoderInput
+from llmcond.features.store import FeatureStore
+from llmcond.prompts import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class RowInputs:
+    """The inputs of rows, as columns: conditional and unconditional, for both sentences."""
+
+    first: Sequence[EncoderInput]
+    second: Sequence[EncoderInput]
+    first_unconditional: Sequence[EncoderInput]
+    second_unconditional: Sequence[EncoderInput]
+
+    def all(self) -> list[EncoderInput]:
+        """Return every input, repeats included."""
+        return [
+            *self.first,
+            *self.second,
+            *self.first_unconditional,
+            *self.second_unconditional,
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class PairFeatures:
+    """The features of rows: f(c; I(s)) and f(c; I(∅)) for both sentences (CASE, section 3.1).
+
+    Attributes:
+        first, second: (n, dim) float32, conditional.
+        first_unconditional, second_unconditional: (n, dim) float32.
+    """
+
+    first: NDArray[np.float32]
+    second: NDArray[np.float32]
+    first_unconditional: NDArray[np.float32]
+    second_unconditional: NDArray[np.float32]
+
+    def joint(self, subtract: bool) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return the features that heads take, with the unconditional ones subtracted or not."""
+        if not subtract:
+            return self.first, self.second
+        return self.first - self.first_unconditional, self.second - self.second_unconditional
+
+
+def row_inputs(rows: Rows, prompt: Prompt) -> RowInputs:
+    """Put every row's texts into a prompt."""
+    first = list(zip(rows.sentence1, rows.condition, strict=True))
+    second = list(zip(rows.sentence2, rows.condition, strict=True))
+    return RowInputs(
+        first=[prompt.conditional.render(*texts) for texts in first],
+        second=[prompt.conditional.render(*texts) for texts in second],
+        first_unconditional=[prompt.unconditional.render(*texts) for texts in first],
+        second_unconditional=[prompt.unconditional.render(*texts) for texts in second],
+    )
+
+
+def read_features(rows: Rows, prompt: Prompt, store: FeatureStore) -> PairFeatures:
+    """Read the features of rows from a store.
+
+    Raises:
+        UserError: some were not extracted yet.
+    """
+    inputs = row_inputs(rows, prompt)
+    first = store.read(inputs.first_unconditional)
+    # With f(c; I(∅)) the unconditional input is the same for both sentences.
+    same = list(inputs.first_unconditional) == list(inputs.second_unconditional)
+    return PairFeatures(
+        first=store.read(inputs.first),
+        second=store.read(inputs.second),
+        first_unconditional=first,
+        second_unconditional=first if same else store.read(inputs.second_unconditional),
+    )
+
+
+def find_row(rows: Rows, prompt: Prompt, item: EncoderInput) -> int | None:
+    """Return the position of the first row that needs ``item``; None if no row does."""
+    inputs = row_inputs(rows, prompt)
+    columns = zip(
+        inputs.first,
+        inputs.second,
+        inputs.first_unconditional,
+        inputs.second_unconditional,
+        strict=True,
+    )
+    return next((position for position, row in enumerate(columns) if item in row), None)
