@@ -1,0 +1,157 @@
+"""Recipes: one TOML file a head, with its kind and settings."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from importlib import import_module
+from typing import Any, ClassVar
+
+from llmcond.config import STRICT, build, find_toml, read_toml
+from llmcond.errors import UserError, nearest
+from llmcond.heads.base import Family, FittedHead, OnEpoch, PairArrays
+
+#: Where each kind of head lives: a new one is a new file and a line here.
+_FAMILIES = {
+    "none": ("llmcond.heads.identity", "NONE"),
+    "linear": ("llmcond.heads.siamese", "LINEAR"),
+    "mlp": ("llmcond.heads.siamese", "MLP"),
+    "pca": ("llmcond.heads.projection", "PCA"),
+    "ica": ("llmcond.heads.projection", "ICA"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _About:
+    """The keys that every recipe has; all others are settings of its kind."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    kind: str
+    description: str
+    source: str
+
+
+_ABOUT = tuple(item.name for item in fields(_About))
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A head's recipe, checked.
+
+    Attributes:
+        name: the file's name without ``.toml``.
+        description: one line for listings.
+        source: the paper's section or equation.
+        family: the kind of head.
+        settings: an instance of the family's settings.
+    """
+
+    name: str
+    description: str
+    source: str
+    family: Family
+    settings: Any
+
+    @property
+    def dim(self) -> int | None:
+        """Return the size of the embeddings; None where the head keeps that of the features."""
+        dim: int | None = getattr(self.settings, "dim", None)
+        return dim
+
+    def with_settings(self, changes: dict[str, Any], source: str) -> Recipe:
+        """Return the recipe with some settings changed.
+
+        Raises:
+            UserError: an unknown setting, or a value of the wrong type or range.
+        """
+        settings = build(self.family.settings, {**asdict(self.settings), **changes}, source)
+        return Recipe(self.name, self.description, self.source, self.family, settings)
+
+    def parse_changes(self, changes: dict[str, str], source: str) -> dict[str, Any]:
+        """Return ``--set`` values, given as text, in the types of the settings.
+
+        Raises:
+            UserError: an unknown setting, or text that is no such number.
+        """
+        kinds = {item.name: str(item.type) for item in fields(self.family.settings)}
+        parsed: dict[str, Any] = {}
+        for key, text in changes.items():
+            if key not in kinds:
+                raise UserError(
+                    f"{source}: the head {self.name} has no setting {key!r}. {nearest(key, kinds)} "
+                    f"Settings: {', '.join(kinds) or 'none'}."
+                )
+            try:
+                parsed[key] = int(text) if kinds[key] == "int" else float(text)
+            except ValueError as error:
+                raise UserError(f"{source}: {key} is {text!r}, not {kinds[key]}.") from error
+        return parsed
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the recipe as head.json records it."""
+        about = {"name": self.name, "description": self.description, "source": self.source}
+        return {**about, "kind": self.family.kind, "settings": asdict(self.settings)}
+
+
+def load_recipe(name_or_file: str) -> Recipe:
+    """Read a recipe by its bundled name or by the path of a ``.toml`` file.
+
+    Raises:
+        UserError: no such recipe, an unknown kind or key, or a bad value.
+    """
+    path = find_toml(name_or_file, "heads")
+    values = read_toml(path)
+    about = {key: value for key, value in values.items() if key in _ABOUT}
+    described = build(_About, about, str(path))
+    family = find_family(described.kind, str(path))
+    settings = {key: value for key, value in values.items() if key not in _ABOUT}
+    return Recipe(
+        name=path.stem,
+        description=described.description,
+        source=described.source,
+        family=family,
+        settings=build(family.settings, settings, str(path)),
+    )
+
+
+def find_family(kind: str, source: str) -> Family:
+    """Return the family of a kind of head; its module is imported only now.
+
+    Raises:
+        UserError: no such kind.
+    """
+    if kind not in _FAMILIES:
+        raise UserError(f"{source}: unknown kind of head {kind!r}. {nearest(kind, _FAMILIES)}")
+    module, name = _FAMILIES[kind]
+    family: Family = getattr(import_module(module), name)
+    return family
+
+
+def fit_recipe(
+    recipe: Recipe, pairs: PairArrays, dev: PairArrays | None, seed: int, on_epoch: OnEpoch
+) -> FittedHead:
+    """Fit a head.
+
+    Args:
+        recipe: what to fit.
+        pairs: rated training pairs.
+        dev: rated pairs that choose the epoch, where the head has epochs.
+        seed: of everything random.
+        on_epoch: told of each epoch.
+
+    Raises:
+        UserError: a dimension above that of the features, too few ratings, or a loss that
+            diverges.
+    """
+    if recipe.dim is not None and recipe.dim > pairs.dim:
+        raise UserError(
+            f"dim is {recipe.dim}, but the features have {pairs.dim}: a head never enlarges them. "
+            f"Give --dim {pairs.dim} or less."
+        )
+    if recipe.family.kind != "none" and len(set(pairs.rating.tolist())) < 2:
+        raise UserError(
+            f"the training split has {len(set(pairs.rating.tolist()))} distinct ratings over "
+            f"{len(pairs)} rated rows; at least 2 are needed to fit a head."
+        )
+    fit = recipe.family.fit(pairs, dev, recipe.settings, seed, on_epoch)
+    return FittedHead(recipe.family, recipe.settings, seed, pairs.dim, fit)

@@ -1,0 +1,100 @@
+"""A fitted head on disk: a folder with head.json and head.safetensors, never a pickle."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as save_tensors
+
+from llmcond.config import build
+from llmcond.errors import LlmcondError
+from llmcond.files import check_format, digest_file, read_json, replacing, write_json
+from llmcond.heads.base import Fit, FittedHead
+from llmcond.heads.recipes import find_family
+
+FORMAT = 1
+_REQUIRED = ("kind", "settings", "seed", "dim_in", "fit")
+
+
+def save_head(head: FittedHead, folder: Path, record: dict[str, Any]) -> None:
+    """Write a head's folder; it is complete or, after a failure, as it was before.
+
+    Args:
+        head: what to write.
+        folder: where; an older head of that name is replaced.
+        record: what made it: recipe, encoder, prompt, data, versions.
+
+    Raises:
+        DiskFullError: no room.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        tensors = {name: np.ascontiguousarray(value) for name, value in head.fit.tensors.items()}
+        with replacing(temporary / "head.safetensors") as path:
+            path.write_bytes(save_tensors(tensors))
+        description = {
+            "format": FORMAT,
+            "kind": head.family.kind,
+            "settings": asdict(head.settings),
+            "seed": head.seed,
+            "dim_in": head.dim_in,
+            "dim_out": head.dim_out,
+            "weights_sha256": digest_file(temporary / "head.safetensors"),
+            "fit": dict(head.fit.record),
+            **record,
+        }
+        write_json(temporary / "head.json", description)
+        _swap(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _swap(new: Path, folder: Path) -> None:
+    """Put ``new`` in the place of ``folder``; a head that was there goes last."""
+    new.chmod(0o755)
+    if not folder.exists():
+        new.rename(folder)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+    folder.rename(old / "head")
+    new.rename(folder)
+    shutil.rmtree(old)
+
+
+def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
+    """Read a head's folder.
+
+    Returns:
+        The head, and everything that head.json records.
+
+    Raises:
+        UserError: no head there, or one written by a newer version.
+        LlmcondError: its files were damaged.
+    """
+    description = read_json(folder / "head.json")
+    check_format(description, FORMAT, str(folder))
+    weights = folder / "head.safetensors"
+    if not weights.is_file() or digest_file(weights) != description.get("weights_sha256"):
+        raise LlmcondError(f"{weights} is missing or damaged; fit the head again.")
+    try:
+        tensors = load_tensors(weights.read_bytes())
+    except SafetensorError as error:
+        raise LlmcondError(f"{weights} is damaged: {error}; fit the head again.") from error
+    missing = [
+        key for key in ("kind", "settings", "seed", "dim_in", "fit") if key not in description
+    ]
+    if missing:
+        raise LlmcondError(f"{folder}/head.json lacks {missing[0]!r}; fit the head again.")
+    family = find_family(description["kind"], str(folder / "head.json"))
+    settings = build(family.settings, description["settings"], str(folder / "head.json"))
+    fit = Fit(tensors, description["fit"])
+    head = FittedHead(family, settings, description["seed"], description["dim_in"], fit)
+    return head, description

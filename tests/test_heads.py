@@ -1,0 +1,460 @@
+"""Heads: the paper's equations, fits that can be repeated, and files that can be trusted."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import spearmanr
+
+from llmcond.errors import LlmcondError, UserError
+from llmcond.heads import PairArrays, cosine, fit_recipe, load_head, load_recipe, save_head
+
+DIM = 24
+
+
+def quiet(epoch, epochs, score):
+    pass
+
+
+def recipe(kind, **changes):
+    return load_recipe(kind).with_settings(changes, "test")
+
+
+def fit(kind, pairs, dev=None, seed=0, **changes):
+    return fit_recipe(recipe(kind, **changes), pairs, dev, seed, quiet)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Products this small are slower on two threads, much slower where the cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def planted(n, seed):
+    """Pairs whose rating is the cosine in 4 of 24 directions; 20 wider ones drown it."""
+    rng = np.random.default_rng(seed)
+    directions, _ = np.linalg.qr(np.random.default_rng(99).normal(size=(DIM, DIM)))
+    parts = rng.normal(size=(2, n, DIM)) * np.where(np.arange(DIM) < 4, 1, 1.5)
+    first, second = (parts @ directions).astype(np.float32)
+    return PairArrays(first, second, (1 + cosine(parts[0, :, :4], parts[1, :, :4])) / 2)
+
+
+@pytest.fixture(scope="module")
+def train():
+    return planted(1_500, seed=1)
+
+
+@pytest.fixture(scope="module")
+def dev():
+    return planted(300, seed=2)
+
+
+SHORT = {"dim": 4, "epochs": 5, "batch_size": 64, "patience": 5}
+KINDS = ["linear", "mlp"]
+FITTED = {
+    "none": {},
+    "linear": SHORT,
+    "mlp": {**SHORT, "hidden": 8},
+    "pca": {"dim": 4},
+    "ica": {"dim": 4},
+}
+
+
+def tensors(head):
+    return {name: value.tobytes() for name, value in head.fit.tensors.items()}
+
+
+def test_linear_head_is_equation_3(train, dev):
+    head = fit("linear", train, **{**SHORT, "dropout": 0.5})
+    expected = dev.first @ head.fit.tensors["weight"].T
+    assert expected.shape == (300, 4)
+    np.testing.assert_allclose(head.transform(dev.first), expected, rtol=1e-6)
+
+
+def test_mlp_head_is_equations_4_and_5(train, dev):
+    head = fit("mlp", train, **{**SHORT, "hidden": 8, "dropout": 0.5})
+    weight1, weight2 = head.fit.tensors["weight1"], head.fit.tensors["weight2"]
+    assert (weight1.shape, weight2.shape) == ((8, DIM), (4, 8))
+    hidden = np.where(dev.first @ weight1.T > 0, dev.first @ weight1.T, 0)
+    expected = np.where(hidden @ weight2.T > 0, hidden @ weight2.T, 0)
+    embedded = head.transform(dev.first)
+    np.testing.assert_allclose(embedded, expected, rtol=1e-5, atol=1e-5)
+    assert (embedded == 0).any()
+    assert (embedded > 0).any()
+
+
+def test_hidden_layer_is_as_wide_as_the_embeddings_where_none_is_set(train):
+    head = fit("mlp", train, **{**SHORT, "hidden": 0})
+    assert head.fit.tensors["weight1"].shape == (4, DIM)
+
+
+def test_no_head_leaves_features_as_they_are(train, dev):
+    head = fit("none", train)
+    np.testing.assert_array_equal(head.transform(dev.first), dev.first)
+    assert head.dim_out == DIM
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_is_off_at_inference_and_on_in_training(train, dev, kind):
+    head = fit(kind, train, **{**SHORT, "dropout": 0.5})
+    np.testing.assert_array_equal(head.transform(dev.first), head.transform(dev.first))
+    assert tensors(head) != tensors(fit(kind, train, **{**SHORT, "dropout": 0.0}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_seed_gives_the_same_bits(train, dev, kind):
+    first, again = (fit(kind, train, dev, seed=3, **SHORT) for _ in range(2))
+    assert tensors(first) == tensors(again)
+    assert first.fit.record == again.fit.record
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_seed_gives_another_head(train, dev, kind):
+    assert tensors(fit(kind, train, dev, 3, **SHORT)) != tensors(fit(kind, train, dev, 4, **SHORT))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "ica"])
+def test_fit_neither_reads_nor_moves_the_global_generators(train, kind):
+    torch.manual_seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    first = fit(kind, train, **FITTED[kind])
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1]  # noqa: NPY002
+    assert torch.equal(torch_state, torch.manual_seed(1).get_state())
+    torch.manual_seed(2)
+    np.random.seed(2)  # noqa: NPY002
+    assert tensors(fit(kind, train, **FITTED[kind])) == tensors(first)
+    np.random.seed(1)  # noqa: NPY002
+    np.testing.assert_array_equal(np.random.get_state()[1], numpy_state)  # noqa: NPY002
+
+
+def dev_score(head, dev):
+    return spearmanr(head.similarity(dev.first, dev.second), dev.rating).statistic
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_epoch_that_is_best_on_dev_is_kept(dev, kind):
+    few = planted(60, seed=3)  # overfitted long before the last epoch
+    settings = {"dim": 8, "epochs": 60, "patience": 60, "batch_size": 64, "dropout": 0.0}
+    head = fit(kind, few, dev, **settings, learning_rate=0.01)
+    scores = [epoch["dev_spearman"] for epoch in head.fit.record["curve"]]
+    assert head.fit.record["selected_on"] == "dev"
+    assert head.fit.record["best_epoch"] == 1 + int(np.argmax(scores)) < 60
+    assert dev_score(head, dev) == pytest.approx(max(scores), abs=1e-4)
+    assert max(scores) - scores[-1] > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_dev_the_last_epoch_is_kept(train, kind):
+    record = fit(kind, train, **SHORT).fit.record
+    assert record["selected_on"] is None
+    assert record["best_epoch"] == 5
+    assert [epoch["dev_spearman"] for epoch in record["curve"]] == [None] * 5
+
+
+def test_fitting_stops_when_patience_ends(train, dev):
+    settings = {**SHORT, "epochs": 200, "patience": 3, "learning_rate": 0.05}
+    record = fit("linear", train, dev, **settings).fit.record
+    assert len(record["curve"]) == record["best_epoch"] + 3 < 200
+
+
+def test_each_epoch_is_told(train, dev):
+    told = []
+    head = fit_recipe(recipe("linear", **SHORT), train, dev, 0, lambda *epoch: told.append(epoch))
+    scores = [epoch["dev_spearman"] for epoch in head.fit.record["curve"]]
+    assert told == [(number, 5, scores[number - 1]) for number in range(1, 6)]
+
+
+def test_linear_head_learns_a_planted_relation(train, dev):
+    assert spearmanr(cosine(dev.first, dev.second), dev.rating).statistic < 0.3
+    head = fit(
+        "linear", train, dev, dim=4, epochs=60, batch_size=64, dropout=0.0, learning_rate=0.1
+    )
+    assert dev_score(head, dev) > 0.8
+
+
+def test_mlp_learns_what_no_linear_head_can():
+    rng = np.random.default_rng(5)
+    # Alike is what has the same magnitude, whatever its sign: cosine of |x|.
+    first, second = rng.normal(size=(2, 2_000, 8)).astype(np.float32)
+    rating = cosine(np.abs(first), np.abs(second)).astype(float)
+    pairs, dev = (
+        PairArrays(first[part], second[part], rating[part])
+        for part in (slice(500, None), slice(500))
+    )
+    settings = {"dim": 8, "epochs": 40, "batch_size": 64, "dropout": 0.0, "learning_rate": 0.01}
+    linear = fit("linear", pairs, dev, **settings)
+    mlp = fit("mlp", pairs, dev, **settings, hidden=64)
+    assert dev_score(mlp, dev) > dev_score(linear, dev) + 0.3
+
+
+def test_loss_is_the_mean_squared_error_of_the_cosine(train):
+    head = fit("linear", train, **{**SHORT, "epochs": 1, "batch_size": 1_500, "dropout": 0.0})
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.empty(4, DIM).uniform_(-(DIM**-0.5), DIM**-0.5, generator=generator).numpy()
+    similarity = cosine(train.first @ weight.T, train.second @ weight.T)
+    loss = np.square(similarity - train.rating).mean()
+    assert head.fit.record["curve"][0]["loss"] == pytest.approx(loss, rel=1e-4)
+
+
+def test_diverging_loss_is_an_error(train):
+    broken = replace(train, first=np.where(train.first > 5, np.float32(np.inf), train.first))
+    with pytest.raises(UserError, match=r"loss became nan in epoch 1.*learning_rate=0\.0001"):
+        fit("linear", broken, **SHORT)
+
+
+def test_pca_equals_that_of_scikit_learn(train, dev):
+    from sklearn.decomposition import PCA
+
+    head = fit("pca", train, dev, dim=5)
+    peer = PCA(5, svd_solver="full").fit(np.concatenate([train.first, train.second]))
+    np.testing.assert_allclose(head.transform(dev.first), peer.transform(dev.first), atol=1e-3)
+    explained = peer.explained_variance_ratio_.sum()
+    assert head.fit.record["explained_variance"] == pytest.approx(explained, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["pca", "ica"])
+def test_projections_are_fitted_on_training_vectors_only(train, dev, kind):
+    assert tensors(fit(kind, train, dev, dim=3)) == tensors(fit(kind, train, dim=3))
+    assert fit(kind, train, dev, dim=3).fit.record["selected_on"] is None
+
+
+def test_ica_finds_planted_sources():
+    rng = np.random.default_rng(3)
+    sources = rng.uniform(-1, 1, size=(4_000, 3)) ** 3
+    mixed = (sources @ rng.normal(size=(3, 3))).astype(np.float32)
+    pairs = PairArrays(mixed[:2_000], mixed[2_000:], rng.uniform(size=2_000))
+    head = fit("ica", pairs, dim=3)
+    found = np.abs(np.corrcoef(head.transform(mixed).T, sources.T)[:3, 3:])
+    assert head.fit.record["converged"]
+    assert found.max(axis=1).min() > 0.99
+    assert sorted(found.argmax(axis=1)) == [0, 1, 2]
+
+
+def test_ica_of_features_of_low_rank_gives_fewer_components_and_says_so(train):
+    low = np.random.default_rng(0).normal(size=(3, DIM)).astype(np.float32)
+    pairs = replace(train, first=train.first[:, :3] @ low, second=train.second[:, :3] @ low)
+    head = fit("ica", pairs, dim=10)
+    assert head.dim_out == 3
+    assert "3 components instead of 10" in head.fit.notes[0]
+    assert np.isfinite(head.transform(pairs.first)).all()
+
+
+def test_ica_that_has_not_converged_says_so(train):
+    head = fit("ica", train, dim=10, max_iterations=1)
+    assert head.fit.record["converged"] is False
+    assert "--set max_iterations=2" in head.fit.notes[0]
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp", "pca", "ica"])
+def test_a_head_never_enlarges_the_features(train, kind):
+    with pytest.raises(UserError, match=r"dim is 25, but the features have 24.*--dim 24 or less"):
+        fit(kind, train, dim=DIM + 1)
+
+
+def test_pca_needs_as_many_vectors_as_components():
+    few = planted(3, seed=0)
+    with pytest.raises(UserError, match=r"at least 7 training vectors; there are 6"):
+        fit("pca", few, dim=7)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 50])
+@pytest.mark.parametrize("kind", ["linear", "mlp", "pca", "ica"])
+def test_fewer_than_two_distinct_ratings_are_refused(train, kind, rows):
+    pairs = PairArrays(train.first[:rows], train.second[:rows], np.full(rows, 0.5))
+    with pytest.raises(UserError, match=rf"{min(rows, 1)} distinct ratings over {rows} rated"):
+        fit(kind, pairs, dim=1)
+
+
+def test_head_cuts_long_inputs_into_blocks_of_equal_result(train, dev, monkeypatch):
+    head = fit("mlp", train, **SHORT)
+    whole = head.transform(dev.first)
+    monkeypatch.setattr("llmcond.heads.base._BLOCK", 7)
+    np.testing.assert_allclose(head.transform(dev.first), whole, rtol=1e-5, atol=1e-6)
+    assert head.transform(dev.first[:0]).shape == (0, 4)
+
+
+def test_cosine_equals_its_definition(dev):
+    norms = np.linalg.norm(dev.first, axis=1) * np.linalg.norm(dev.second, axis=1)
+    expected = (dev.first * dev.second).sum(axis=1) / norms
+    np.testing.assert_allclose(cosine(dev.first, dev.second), expected, atol=1e-6)
+
+
+def test_cosine_of_a_zero_vector_is_zero():
+    first = np.array([[0, 0], [1, 2], [0, 0]], dtype=np.float32)
+    second = np.array([[3, 4], [0, 0], [0, 0]], dtype=np.float32)
+    np.testing.assert_array_equal(cosine(first, second), [0, 0, 0])
+
+
+def test_cosine_holds_for_tiny_and_huge_vectors():
+    tiny = np.full((1, 3), 1e-25, dtype=np.float32)
+    huge = np.full((1, 3), 1e25, dtype=np.float32)
+    assert cosine(tiny, tiny)[0] == pytest.approx(1)
+    assert cosine(huge, huge)[0] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("mlp", {"dimm": 4}, "unknown key 'dimm'.*Did you mean 'dim'"),
+        ("linear", {"hidden": 4}, "unknown key 'hidden'"),
+        ("none", {"dim": 4}, "unknown key 'dim'"),
+        ("mlp", {"dim": "4"}, "'dim' is '4'"),
+        ("mlp", {"dim": 4.5}, "'dim' is 4.5"),
+        ("mlp", {"dim": True}, "'dim' is True"),
+        ("mlp", {"dropout": 1.0}, "dropout must be at least 0 and below 1"),
+        ("mlp", {"dropout": -0.1}, "dropout must be at least 0 and below 1"),
+        ("mlp", {"learning_rate": 0.0}, "learning_rate must be above 0"),
+        ("mlp", {"epochs": 0}, "epochs must be at least 1"),
+        ("mlp", {"batch_size": 0}, "batch_size must be at least 1"),
+        ("mlp", {"patience": 0}, "patience must be at least 1"),
+        ("mlp", {"dim": 0}, "dim must be at least 1"),
+        ("pca", {"dim": 0}, "dim must be at least 1"),
+        ("mlp", {"hidden": -1}, "hidden must be at least 0"),
+        ("ica", {"max_iterations": 0}, "max_iterations must be at least 1"),
+        ("ica", {"tolerance": 0.0}, "tolerance must be above 0"),
+        ("mlp", {"learning_rate": float("inf")}, "learning_rate"),
+    ],
+)
+def test_bad_settings_are_refused(kind, changes, message):
+    with pytest.raises(UserError, match=message):
+        recipe(kind, **changes)
+
+
+def test_set_values_are_read_in_the_types_of_the_settings():
+    changes = {"epochs": "7", "learning_rate": "1e-2", "dropout": "0"}
+    parsed = load_recipe("mlp").parse_changes(changes, "--set")
+    assert parsed == {"epochs": 7, "learning_rate": 0.01, "dropout": 0.0}
+    assert [type(value) for value in parsed.values()] == [int, float, float]
+    assert load_recipe("mlp").with_settings(parsed, "--set").settings.epochs == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epoch": "7"}, r"--set: the head mlp has no setting 'epoch'. Did you mean 'epochs'"),
+        ({"epochs": "7.5"}, "epochs is '7.5', not int"),
+        ({"dropout": "much"}, "dropout is 'much', not float"),
+    ],
+)
+def test_bad_set_values_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        load_recipe("mlp").parse_changes(changes, "--set")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('kind = "mlpp"\ndescription = ""\nsource = ""', "unknown kind of head 'mlpp'.*'mlp'"),
+        ('kind = "none"\nsource = ""', "missing key 'description'"),
+        ('kind = "pca"\ndescription = ""\nsource = ""', "missing key 'dim'"),
+        ("kind = ", "cannot be read as TOML"),
+    ],
+)
+def test_bad_recipe_files_are_refused(tmp_path, text, message):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_recipe(str(path))
+
+
+def test_recipe_of_a_file_is_named_after_it(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('kind = "pca"\ndescription = "d"\nsource = "s"\ndim = 3\n')
+    mine = load_recipe(str(path))
+    assert (mine.name, mine.family.kind, mine.dim) == ("mine", "pca", 3)
+
+
+def test_unknown_recipe_is_answered_with_the_nearest():
+    with pytest.raises(UserError, match=r"unknown head 'linaer'. Did you mean 'linear'"):
+        load_recipe("linaer")
+
+
+@pytest.mark.parametrize("kind", FITTED)
+def test_saved_head_is_loaded_with_the_same_transform(tmp_path, train, dev, kind):
+    head = fit(kind, train, dev, seed=5, **FITTED[kind])
+    save_head(head, tmp_path / "head", {"prompt": "cond"})
+    loaded, description = load_head(tmp_path / "head")
+    np.testing.assert_array_equal(loaded.transform(dev.first), head.transform(dev.first))
+    assert (loaded.settings, loaded.seed, loaded.dim_in) == (head.settings, 5, DIM)
+    assert loaded.fit.record == head.fit.record
+    assert description["prompt"] == "cond"
+
+
+@pytest.fixture
+def saved(tmp_path, train):
+    save_head(fit("linear", train, **SHORT), tmp_path / "head", {})
+    return tmp_path / "head"
+
+
+def test_head_folder_holds_no_pickle(saved):
+    assert {path.name for path in saved.iterdir()} == {"head.json", "head.safetensors"}
+    json.loads((saved / "head.json").read_text())
+    header = (saved / "head.safetensors").read_bytes()
+    length = int.from_bytes(header[:8], "little")
+    assert set(json.loads(header[8 : 8 + length])) == {"weight"}
+
+
+def test_changed_weights_are_refused(saved):
+    path = saved / "head.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(LlmcondError, match="missing or damaged; fit the head again"):
+        load_head(saved)
+
+
+def test_missing_weights_are_refused(saved):
+    (saved / "head.safetensors").unlink()
+    with pytest.raises(LlmcondError, match="missing or damaged"):
+        load_head(saved)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, r"newer version of llmcond \(format 2.*pip install --upgrade"),
+        ({"format": None}, "states no format version"),
+        ({"kind": "hypernet"}, "unknown kind of head 'hypernet'"),
+        ({"settings": {"dim": 4}}, "missing key 'dropout'"),
+    ],
+)
+def test_description_that_does_not_fit_is_refused(saved, changes, message):
+    path = saved / "head.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(LlmcondError, match=message):
+        load_head(saved)
+
+
+@pytest.mark.parametrize("key", ["kind", "settings", "seed", "dim_in", "fit"])
+def test_description_that_lacks_a_key_is_refused(saved, key):
+    path = saved / "head.json"
+    description = json.loads(path.read_text())
+    del description[key]
+    path.write_text(json.dumps(description))
+    with pytest.raises(LlmcondError, match=f"lacks '{key}'; fit the head again"):
+        load_head(saved)
+
+
+def test_folder_without_a_head_is_refused(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        load_head(tmp_path / "nothing")
+
+
+def test_saving_over_a_head_replaces_it(saved, train):
+    save_head(fit("pca", train, dim=2), saved, {})
+    head, _ = load_head(saved)
+    assert (head.family.kind, head.dim_out) == ("pca", 2)
+    assert list(saved.parent.iterdir()) == [saved]
+
+
+def test_a_failed_save_leaves_the_old_head(saved, train):
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    with pytest.raises(ValueError, match="JSON"):
+        save_head(fit("pca", train, dim=2), saved, {"share": float("nan")})
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+    assert list(saved.parent.iterdir()) == [saved]
