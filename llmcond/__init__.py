@@ -1,5 +1,45 @@
-"""Condition-aware text embeddings on frozen encoders."""
+"""Condition-aware text embeddings on frozen encoders.
+
+The public names are imported when they are first used, so that the command line starts at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from llmcond.version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from llmcond.embedder import Embedder, load_embedder
+    from llmcond.encoders.encoder import Encoder, load_encoder
+    from llmcond.encoders.spec import EncoderInput
+    from llmcond.errors import LlmcondError, UserError
+
+__all__ = [
+    "Embedder",
+    "Encoder",
+    "EncoderInput",
+    "LlmcondError",
+    "UserError",
+    "__version__",
+    "load_embedder",
+    "load_encoder",
+]
+
+_HOMES = {
+    "Embedder": "llmcond.embedder",
+    "Encoder": "llmcond.encoders.encoder",
+    "EncoderInput": "llmcond.encoders.spec",
+    "LlmcondError": "llmcond.errors",
+    "UserError": "llmcond.errors",
+    "load_embedder": "llmcond.embedder",
+    "load_encoder": "llmcond.encoders.encoder",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'llmcond' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,85 @@
+"""Messages and progress on standard error; results, elsewhere, on standard output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+_CONSOLE = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Print a message for the user on standard error."""
+    _CONSOLE.print(escape(text))
+
+
+class ExtractionBar:
+    """A progress bar for extraction: inputs, tokens a second, time left.
+
+    Time left is reckoned by characters, since long inputs come first. It is quiet where standard
+    error is not a terminal.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("encoding", total=None, visible=False, detail="")
+        self._total = self._done = self._tokens = 0
+
+    def start(self, inputs: int, characters: int) -> None:
+        """Show the bar for so many inputs still to encode."""
+        self._total = inputs
+        self._progress.update(
+            self._task, total=characters, visible=True, detail=f"{inputs:,} inputs, loading"
+        )
+
+    def advance(self, inputs: int, characters: int, tokens: int) -> None:
+        """Show that so many more inputs are stored."""
+        self._done += inputs
+        self._tokens += tokens
+        elapsed = self._progress.tasks[self._task].elapsed or 1e-9
+        detail = f"{self._done:,}/{self._total:,} inputs, {self._tokens / elapsed:,.0f} tokens/s"
+        self._progress.update(self._task, advance=characters, detail=detail)
+
+
+class FitBar:
+    """A progress bar for fitting: epochs and the score on dev."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("fitting", total=None, detail="")
+
+    def on_epoch(self, epoch: int, epochs: int, score: float) -> None:
+        """Show the epoch that is done."""
+        detail = f"epoch {epoch}, dev Spearman {100 * score:.1f}"
+        self._progress.update(self._task, completed=epoch, total=epochs, detail=detail)
+
+
+@contextmanager
+def extraction_bar() -> Iterator[ExtractionBar]:
+    """Show a bar for one extraction."""
+    with _progress() as progress:
+        yield ExtractionBar(progress)
+
+
+@contextmanager
+def fit_bar() -> Iterator[FitBar]:
+    """Show a bar for one fit."""
+    with _progress() as progress:
+        yield FitBar(progress)
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[detail]}"),
+        TimeRemainingColumn(),
+        console=_CONSOLE,
+        transient=True,
+        disable=not _CONSOLE.is_terminal,
+    )

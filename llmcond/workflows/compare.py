@@ -1,0 +1,89 @@
+"""Compare prompts on the same rows, splits and seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmcond.config import bundled_names
+from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
+from llmcond.files import write_json
+from llmcond.heads import load_recipe
+from llmcond.prompts import load_prompt
+from llmcond.provenance import provenance
+from llmcond.report.console import note
+from llmcond.runs import SavedHead, head_name, open_run
+from llmcond.workflows.evaluate import Zeroshot, check_scorable, predict, result_of
+from llmcond.workflows.extract import DataOptions, extract
+from llmcond.workflows.features import Features
+from llmcond.workflows.fit import fit_with_bar, sized
+
+
+def compare_prompts(
+    model: str,
+    options: EncoderOptions,
+    run_folder: Path,
+    data: DataOptions,
+    prompts: Sequence[str] = (),
+    heads: Sequence[str] = ("linear", "mlp"),
+    split: str | None = None,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Compare prompts on the same rows, splits and seed: zero-shot and fitted, with and without c.
+
+    The results are kept in the run as ``compare-prompts.json``; no head of the run is touched.
+
+    Args:
+        model: as in :func:`extract`.
+        options: as in :func:`extract`.
+        run_folder: as in :func:`extract`.
+        data: as in :func:`extract`.
+        prompts: names or files; none is every bundled prompt that the encoder can use.
+        heads: recipes to fit beside zero-shot.
+        split: what is scored; None: test if there is one, else dev.
+        seed: of every fit.
+
+    Returns:
+        A result for each prompt, head and subtraction, best Spearman first.
+
+    Raises:
+        UserError: as :func:`extract` and :func:`fit_head`.
+    """
+    recipes = [load_recipe(name) for name in dict.fromkeys(heads) if name != "none"]
+    names = list(prompts) or _usable_prompts(resolve(model, options))
+    extract(model, options, run_folder, data, names)
+    run = open_run(run_folder)
+    split = split or run.default_split()
+    rows = run.rows(split)
+    check_scorable(rows, run, other=False)
+    results = []
+    for prompt in (load_prompt(name) for name in names):
+        # Anew for each prompt: memory holds one prompt's features at a time.
+        features = Features(run)
+        pairs = features.pairs(prompt, split)
+        for subtract in (False, True):
+            zeroshot = Zeroshot(prompt, subtract)
+            results.append(result_of(zeroshot, predict(zeroshot, pairs), rows, split))
+            train, dev = (features.rated(prompt, s, subtract) for s in ("train", "dev"))
+            for recipe in recipes:
+                head = fit_with_bar(sized(recipe, None, train.dim), train, dev, seed)
+                record = {"recipe": recipe.to_json()}
+                name = head_name(recipe.name, prompt.name, subtract)
+                saved = SavedHead(name, head, prompt, subtract, record)
+                results.append(result_of(saved, predict(saved, pairs), rows, split))
+                note(f"{name}: Spearman {100 * (results[-1]['spearman'] or 0):.1f} on {split}")
+    results.sort(key=lambda result: -(result["spearman"] if result["spearman"] is not None else -2))
+    report = {"results": results, "seed": seed, "data": run.manifest["data"], **provenance()}
+    write_json(run.folder / "compare-prompts.json", report)
+    return results
+
+
+def _usable_prompts(resolved: ResolvedEncoder) -> list[str]:
+    usable = []
+    for name in bundled_names("prompts"):
+        if load_prompt(name).uses_instruction and not resolved.identity.instruction_format:
+            note(f"{name} is left out: {resolved.checkpoint.name} takes no instruction")
+        else:
+            usable.append(name)
+    return usable

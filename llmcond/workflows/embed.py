@@ -1,0 +1,149 @@
+"""Embed a file of sentences: in order, resumable, and written whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from llmcond.datasets import Texts, read_texts
+from llmcond.embedder import choose_head
+from llmcond.encoders import EncoderInput
+from llmcond.errors import UserError
+from llmcond.features.extract import NonFiniteError, extract
+from llmcond.files import replacing, write_text
+from llmcond.report.console import extraction_bar, note
+from llmcond.runs import open_run
+from llmcond.workflows.extract import LazyEncoder, extraction_note
+
+#: Rows whose vectors are in memory at a time.
+_BLOCK = 8_192
+
+Blocks = Iterator[NDArray[np.float32]]
+
+
+def embed_file(
+    run_folder: Path,
+    source: str,
+    out: Path,
+    sentence: str = "sentence",
+    condition: str = "condition",
+    head: str | None = None,
+    prompt: str | None = None,
+    device: str = "auto",
+) -> dict[str, Any]:
+    """Write one condition-aware embedding for each row of a file.
+
+    Features go through the run's store, so an interrupted call resumes where it stopped, and a
+    second head on the same file encodes nothing.
+
+    Args:
+        run_folder: a run.
+        source: a .csv, .tsv, .jsonl or .parquet file.
+        out: a .parquet file (sentence, condition, embedding) or a .npy file ((n, k) float32).
+        sentence: the sentences' column.
+        condition: the conditions' column, or one text for every row.
+        head: as in :func:`llmcond.embedder.load_embedder`.
+        prompt: for zero-shot; a head has its own.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Returns:
+        What was written.
+
+    Raises:
+        UserError: wrong input, or an output that cannot be written.
+        LlmcondError: the encoder fails.
+    """
+    writers = {".parquet": _write_parquet, ".npy": _write_npy}
+    if out.suffix not in writers:
+        raise UserError(f"{out} ends in {out.suffix or 'nothing'}; name a .parquet or .npy file.")
+    _check_writable(out)
+    run = open_run(run_folder)
+    chosen = choose_head(run, head)
+    template = chosen.prompt if chosen else run.prompt(prompt)
+    subtract = chosen.subtract if chosen else True
+    texts = read_texts(source, sentence, condition)
+    if not texts.from_column:
+        note(f"{texts.file} has no column {condition!r}: that is every row's condition")
+    rows = list(zip(texts.sentences, texts.conditions, strict=True))
+    conditional = [template.conditional.render(*row) for row in rows]
+    unconditional = [template.unconditional.render(*row) for row in rows] if subtract else []
+    store = run.store()
+    resolved = run.resolve_encoder(device)
+    try:
+        with extraction_bar() as bar:
+            done = extract([*conditional, *unconditional], store, LazyEncoder(resolved), bar)
+    except NonFiniteError as error:
+        number = _row_of(error.item, conditional, unconditional)
+        raise UserError(f"row {number} of {texts.file}: {error}") from error
+    note(extraction_note(template.name, done, resolved.identity.max_length))
+
+    def blocks() -> Blocks:
+        for start in range(0, len(rows), _BLOCK):
+            part = slice(start, start + _BLOCK)
+            features = store.read(conditional[part])
+            if subtract:
+                features = features - store.read(unconditional[part])
+            yield chosen.head.transform(features) if chosen else features
+
+    dim = writers[out.suffix](out, texts, blocks)
+    name = chosen.name if chosen else "none"
+    note(f"{len(rows):,} embeddings of {dim} dimensions by {name} -> {out}")
+    return {"out": str(out), "rows": len(rows), "dim": dim, "head": name, "prompt": template.name}
+
+
+def _check_writable(out: Path) -> None:
+    """Find out before hours of extraction that the result cannot be written."""
+    if out.is_dir():
+        raise UserError(f"{out} is a folder; name a file.")
+    if not out.exists():
+        write_text(out, "")
+        out.unlink()
+
+
+def _row_of(item: EncoderInput, *columns: list[EncoderInput]) -> int:
+    return 1 + min(column.index(item) for column in columns if item in column)
+
+
+def _write_parquet(out: Path, texts: Texts, blocks: Callable[[], Blocks]) -> int:
+    writer: pq.ParquetWriter | None = None
+    start = dim = 0
+    with replacing(out) as temporary:
+        try:
+            for vectors in blocks():
+                stop, dim = start + len(vectors), vectors.shape[1]
+                flat = pa.array(np.ascontiguousarray(vectors).reshape(-1), pa.float32())
+                table = pa.table(
+                    {
+                        "sentence": texts.sentences[start:stop],
+                        "condition": texts.conditions[start:stop],
+                        "embedding": pa.FixedSizeListArray.from_arrays(flat, dim),
+                    }
+                )
+                writer = writer or pq.ParquetWriter(temporary, table.schema)
+                writer.write_table(table)
+                start = stop
+        finally:
+            if writer is not None:
+                writer.close()
+    return dim
+
+
+def _write_npy(out: Path, texts: Texts, blocks: Callable[[], Blocks]) -> int:
+    start = dim = 0
+    array: Any = None
+    with replacing(out) as temporary:
+        for vectors in blocks():
+            if array is None:
+                dim = vectors.shape[1]
+                shape = (len(texts.sentences), dim)
+                array = np.lib.format.open_memmap(temporary, "w+", np.dtype(np.float32), shape)
+            array[start : start + len(vectors)] = vectors
+            start += len(vectors)
+        array.flush()
+    return dim

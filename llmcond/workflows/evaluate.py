@@ -1,0 +1,173 @@
+"""Score predictions against ratings: fitted heads, with zero-shot beside them."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcond.datasets import Rows, leaked_pairs, read_rows
+from llmcond.errors import UserError
+from llmcond.evaluation.metrics import Estimate, score
+from llmcond.features.pairs import PairFeatures, read_features
+from llmcond.files import replacing
+from llmcond.heads import cosine
+from llmcond.prompts import Prompt
+from llmcond.report.console import note
+from llmcond.report.tables import finite
+from llmcond.runs import Run, SavedHead, head_name, open_run
+from llmcond.workflows.extract import DataOptions, LazyEncoder, extract_rows, extraction_note
+from llmcond.workflows.features import Features
+
+
+@dataclass(frozen=True, slots=True)
+class Zeroshot:
+    """The features of a prompt, compared as they are."""
+
+    prompt: Prompt
+    subtract: bool
+
+
+def evaluate(
+    run_folder: Path,
+    heads: Sequence[str] = (),
+    split: str | None = None,
+    data: DataOptions = DataOptions(),
+    predictions: Path | None = None,
+    device: str = "auto",
+) -> list[dict[str, Any]]:
+    """Score a run's heads, with the zero-shot rows of their prompts beside them.
+
+    Args:
+        run_folder: a run with extracted features.
+        heads: names of fitted heads or recipes; none is every head. ``none`` is zero-shot only.
+        split: ``train``, ``dev`` or ``test``; None: test if the run has one, else dev.
+        data: other rows to score, extracted into the run's store; all rows of a single file.
+        predictions: a .csv file for each row's predicted similarities.
+        device: for extracting other rows.
+
+    Returns:
+        A result for each way of predicting.
+
+    Raises:
+        UserError: no run, no such head or split, no rated rows.
+    """
+    run = open_run(run_folder)
+    fitted = (
+        run.find_heads([name for name in heads if name != "none"]) if set(heads) != {"none"} else []
+    )
+    prompts = list({head.prompt.name: head.prompt for head in fitted}.values())
+    if not fitted or not heads:
+        prompts = list(run.prompts().values())
+    if not prompts:
+        raise UserError(f"{run_folder} has no extracted features yet. Run `llmcond extract` first.")
+    if data.source is None:
+        split = split or run.default_split()
+        rows = run.rows(split)
+        cache = Features(run)
+        features = {prompt.name: cache.pairs(prompt, split) for prompt in prompts}
+    else:
+        rows = read_rows(data.source, split, data.columns or run.columns, data.scale or run.scale)
+        split = split or "test"
+        note(f"scoring all {len(rows):,} rows of {rows.file}, as {split}")
+        features = _features_of(run, prompts, rows, device)
+    check_scorable(rows, run, other=data.source is not None)
+    ways: list[SavedHead | Zeroshot] = [Zeroshot(p, s) for p in prompts for s in (False, True)]
+    ways += fitted
+    similarity = {_label(way): predict(way, features[way.prompt.name]) for way in ways}
+    if predictions is not None:
+        _write_predictions(predictions, rows, similarity)
+        note(f"predictions for {len(rows):,} rows -> {predictions}")
+    return [result_of(way, similarity[_label(way)], rows, split) for way in ways]
+
+
+def _features_of(
+    run: Run, prompts: Sequence[Prompt], rows: Rows, device: str
+) -> dict[str, PairFeatures]:
+    store = run.store()
+    encoder = LazyEncoder(run.resolve_encoder(device))
+    for prompt in prompts:
+        done = extract_rows(store, encoder, prompt, [rows])
+        note(extraction_note(prompt.name, done, run.identity.max_length))
+    return {prompt.name: read_features(rows, prompt, store) for prompt in prompts}
+
+
+def check_scorable(rows: Rows, run: Run, other: bool) -> None:
+    """Refuse rows without a rating; warn of pairs in ``other`` rows that the run trained on."""
+    if not rows.rated.any():
+        raise UserError(
+            f"none of the {len(rows):,} rows of {rows.file} is rated; there is nothing to score."
+        )
+    leaked = leaked_pairs(rows, run.rows("train")) if other else 0
+    if leaked:
+        note(f"warning: {leaked:,} sentence pairs of {rows.file} are in the run's train split")
+
+
+def _label(way: SavedHead | Zeroshot) -> str:
+    if isinstance(way, SavedHead):
+        return way.name
+    return head_name("none", way.prompt.name, way.subtract)
+
+
+def predict(way: SavedHead | Zeroshot, features: PairFeatures) -> NDArray[np.float32]:
+    """Return the predicted similarity of each row, (n,) float32."""
+    first, second = features.joint(way.subtract)
+    if isinstance(way, SavedHead):
+        return way.head.similarity(first, second)
+    return cosine(first, second)
+
+
+def result_of(
+    way: SavedHead | Zeroshot, similarity: NDArray[np.float32], rows: Rows, split: str
+) -> dict[str, Any]:
+    """Return one row of results: what predicted, on what, and how well."""
+    head = way.head if isinstance(way, SavedHead) else None
+    return {
+        "name": _label(way),
+        "head": way.recipe if isinstance(way, SavedHead) else "none",
+        "prompt": way.prompt.name,
+        "subtract": way.subtract,
+        "split": split,
+        **_scores(similarity, rows),
+        "dim": head.dim_out if head else None,
+        "seed": head.seed if head else None,
+        "selected_on": head.fit.record.get("selected_on") if head else None,
+    }
+
+
+def _scores(similarity: NDArray[np.float32], rows: Rows) -> dict[str, Any]:
+    rated = rows.rated
+    scores = score(similarity[rated], rows.rating[rated], rows.pair[rated])
+    return {
+        "n": scores.n,
+        "n_dropped": int((~rated).sum()),
+        "n_pairs": scores.n_pairs,
+        **_estimate("spearman", scores.spearman),
+        **_estimate("pearson", scores.pearson),
+        **_estimate("accuracy", scores.accuracy),
+        "n_compared": scores.n_compared,
+        "n_tied": scores.n_tied,
+    }
+
+
+def _estimate(name: str, estimate: Estimate) -> dict[str, Any]:
+    interval = [finite(estimate.low), finite(estimate.high)]
+    return {name: finite(estimate.value), f"{name}_ci": interval}
+
+
+def _write_predictions(
+    path: Path, rows: Rows, similarity: Mapping[str, NDArray[np.float32]]
+) -> None:
+    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(["row", "sentence1", "sentence2", "condition", "rating", *similarity])
+        for i in range(len(rows)):
+            rating = "" if np.isnan(rows.rating[i]) else f"{rows.rating[i]:g}"
+            texts = [rows.sentence1[i], rows.sentence2[i], rows.condition[i]]
+            predicted = [f"{column[i]:.6f}" for column in similarity.values()]
+            writer.writerow([rows.number[i], *texts, rating, *predicted])

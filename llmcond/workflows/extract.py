@@ -1,0 +1,230 @@
+"""Extract the features of a data set under prompts into a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmcond.datasets import Columns, Dataset, RatingScale, Rows, leaked_pairs, read_dataset
+from llmcond.encoders import EncoderInput, EncoderOptions, ResolvedEncoder, resolve
+from llmcond.errors import UserError
+from llmcond.features.extract import Extraction, NonFiniteError
+from llmcond.features.extract import extract as extract_inputs
+from llmcond.features.pairs import find_row, row_inputs
+from llmcond.features.store import FeatureStore, StoreDtype
+from llmcond.prompts import Prompt, load_prompt
+from llmcond.report.console import extraction_bar, note
+from llmcond.runs import Run, RunExistsError, create_run, open_run, run_exists
+
+
+@dataclass(frozen=True, slots=True)
+class DataOptions:
+    """Where rows come from, and how they are read.
+
+    Attributes:
+        source: None: the run's own data, or the bundled sample for a new run.
+        columns: None: the default names, or those of the run.
+        scale: None: 1 to 5, or that of the run.
+        split_seed: decides how a single file is split. None: 0, or that of the run.
+    """
+
+    source: str | None = None
+    columns: Columns | None = None
+    scale: RatingScale | None = None
+    split_seed: int | None = None
+
+    def read(self) -> Dataset:
+        """Read and split the rows."""
+        return read_dataset(
+            self.source,
+            self.columns or Columns(),
+            self.scale or RatingScale(),
+            self.split_seed or 0,
+        )
+
+    def like(self, run: Run) -> DataOptions:
+        """Return the options with what was not given taken from a run."""
+        seed = run.manifest["data"]["split_seed"] if self.split_seed is None else self.split_seed
+        return DataOptions(self.source, self.columns or run.columns, self.scale or run.scale, seed)
+
+
+def extract(
+    model: str,
+    options: EncoderOptions,
+    run_folder: Path,
+    data: DataOptions,
+    prompts: Sequence[str] = (),
+    store_dtype: StoreDtype | None = None,
+) -> dict[str, Any]:
+    """Extract the features of a data set under prompts into a run; what is there is not redone.
+
+    Args:
+        model: alias, hub name or folder.
+        options: how the encoder computes.
+        run_folder: made if it is not there.
+        data: the rows; must be the run's own if it exists.
+        prompts: names or files; none is the one that suits the encoder.
+        store_dtype: type that vectors are stored in; None: the run's, or float16 for a new run.
+
+    Returns:
+        What was done, for each prompt.
+
+    Raises:
+        UserError: wrong input, or a run of another encoder or other data.
+        LlmcondError: the hub cannot be reached, or the encoder fails.
+    """
+    existing = open_run(run_folder) if run_exists(run_folder) else None
+    resolved = resolve(model, options)
+    for assumption in resolved.assumed:
+        note(f"assumed: {assumption}")
+    chosen = [load_prompt(name) for name in prompts or [resolved.default_prompt]]
+    _check_prompts(chosen, resolved)
+    run = _run_for(existing, run_folder, model, resolved, data, store_dtype)
+    note(
+        f"{resolved.checkpoint.name} in {resolved.identity.dtype} on {resolved.device}, "
+        f"{resolved.identity.pooling} pooling -> {run_folder}"
+    )
+    return _extract_prompts(run, resolved, chosen)
+
+
+def _check_prompts(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None:
+    names = [prompt.name for prompt in prompts]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"the prompt {name} was given {names.count(name)} times; give it once.")
+    for prompt in prompts:
+        if prompt.uses_instruction and not resolved.identity.instruction_format:
+            raise UserError(
+                f"the prompt {prompt.name} gives an instruction, and {resolved.checkpoint.name} "
+                "takes none. Use a prompt without one (concat-sent-cond, concat-cond-sent), or "
+                "say how to put it in: --instruction-format 'Instruct: {instruction}\\nQuery: "
+                "{text}'"
+            )
+
+
+def _run_for(
+    existing: Run | None,
+    folder: Path,
+    model: str,
+    resolved: ResolvedEncoder,
+    data: DataOptions,
+    store_dtype: StoreDtype | None,
+) -> Run:
+    """Return the run that is there, if it is of this encoder and data, or a new one."""
+    if existing is None:
+        dataset = data.read()
+        for text in (*dataset.notes, *_data_notes(dataset)):
+            note(text)
+        try:
+            return create_run(folder, model, resolved, dataset, store_dtype or "float16")
+        except RunExistsError:
+            existing = open_run(folder)
+    existing.check_encoder(resolved)
+    if store_dtype not in (None, existing.manifest["store_dtype"]):
+        raise UserError(
+            f"{folder} stores features as {existing.manifest['store_dtype']}, not {store_dtype}. "
+            "Use another --run."
+        )
+    recorded = existing.manifest["data"]
+    if data.source is not None:
+        digest = data.like(existing).read().digest
+        if digest != recorded["digest"]:
+            raise UserError(
+                f"{folder} holds the data {recorded['source']} (digest {recorded['digest']}), and "
+                f"{data.source} has other rows or ratings (digest {digest}). Use another --run."
+            )
+    return existing
+
+
+def _data_notes(dataset: Dataset) -> Iterable[str]:
+    for name, rows in dataset.splits.items():
+        unrated = int((~rows.rated).sum())
+        if unrated:
+            yield f"{name}: {unrated:,} of {len(rows):,} rows are unrated and not used"
+        leaked = leaked_pairs(rows, dataset.splits["train"]) if name != "train" else 0
+        if leaked:
+            yield f"warning: {leaked:,} sentence pairs of {name} are in train too"
+
+
+def _extract_prompts(
+    run: Run, resolved: ResolvedEncoder, prompts: Sequence[Prompt]
+) -> dict[str, Any]:
+    done: dict[str, Any] = {}
+    encoder = LazyEncoder(resolved)
+    for prompt in prompts:
+        splits = {name: run.rows(name) for name in run.splits}
+        extraction = extract_rows(run.store(), encoder, prompt, splits.values())
+        record = {
+            "n_inputs": extraction.n_inputs,
+            "n_truncated": extraction.n_truncated,
+            "max_length": resolved.identity.max_length,
+            "device": resolved.device,
+        }
+        run.record_prompt(prompt, record)
+        done[prompt.name] = {
+            **record,
+            "n_computed": extraction.n_computed,
+            "n_tokens": extraction.n_tokens,
+            "seconds": round(extraction.seconds, 3),
+        }
+        note(extraction_note(prompt.name, extraction, resolved.identity.max_length))
+    return {
+        "run": str(run.folder),
+        "encoder": run.encoder_name,
+        "fingerprint": run.identity.fingerprint,
+        "dtype": resolved.identity.dtype,
+        "prompts": done,
+    }
+
+
+def extraction_note(name: str, done: Extraction, max_length: int) -> str:
+    """Say what an extraction did, truncation included."""
+    rate = f", {done.n_tokens / done.seconds:,.0f} tokens/s" if done.n_computed else ""
+    cut = (
+        f"; {done.n_truncated:,} inputs are longer than {max_length} tokens and were cut"
+        if done.n_truncated
+        else ""
+    )
+    return (
+        f"{name}: {done.n_computed:,} of {done.n_inputs:,} inputs encoded in {done.seconds:.1f} s"
+        f"{rate}{cut}"
+    )
+
+
+class LazyEncoder:
+    """Loads an encoder when it is first needed, and keeps it."""
+
+    def __init__(self, resolved: ResolvedEncoder) -> None:
+        self.resolved = resolved
+        self._encoder: Any = None
+
+    def __call__(self) -> Any:
+        """Return the encoder, loading it the first time."""
+        if self._encoder is None:
+            from llmcond.encoders.encoder import Encoder
+
+            self._encoder = Encoder(self.resolved)
+        return self._encoder
+
+
+def extract_rows(
+    store: FeatureStore, encoder: LazyEncoder, prompt: Prompt, splits: Iterable[Rows]
+) -> Extraction:
+    """Extract all inputs of rows; an encoder's NaN is reported with the row that made it."""
+    splits = list(splits)
+    inputs: list[EncoderInput] = [
+        item for rows in splits for item in row_inputs(rows, prompt).all()
+    ]
+    with extraction_bar() as bar:
+        try:
+            return extract_inputs(inputs, store, encoder, bar)
+        except NonFiniteError as error:
+            for rows in splits:
+                position = find_row(rows, prompt, error.item)
+                if position is not None:
+                    raise UserError(
+                        f"{rows.describe(position)}, prompt {prompt.name}: {error}"
+                    ) from error
+            raise

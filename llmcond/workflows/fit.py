@@ -1,0 +1,127 @@
+"""Fit a head on a run's training features."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmcond.errors import UserError
+from llmcond.evaluation.metrics import score
+from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe, load_recipe, save_head
+from llmcond.report.console import fit_bar, note
+from llmcond.report.tables import finite
+from llmcond.runs import head_name, head_record, open_run
+from llmcond.workflows.features import Features
+
+
+def fit_head(
+    run_folder: Path,
+    head: str,
+    dim: int | None = None,
+    prompt: str | None = None,
+    subtract: bool = True,
+    seed: int = 0,
+    changes: Mapping[str, str] | None = None,
+    name: str | None = None,
+) -> dict[str, Any]:
+    """Fit a head on a run's training features and save it in the run.
+
+    Args:
+        run_folder: a run with extracted features.
+        head: a recipe's name or file.
+        dim: size of the embeddings; None: the recipe's, at most that of the features.
+        prompt: whose features; None: the run's only one, or the one that suits its encoder.
+        subtract: whether unconditional features are subtracted.
+        seed: of everything random.
+        changes: other settings of the recipe, as text.
+        name: of the head in the run; None: ``RECIPE@PROMPT``, with ``+c`` where nothing is
+            subtracted.
+
+    Returns:
+        The head's name, folder, dimension, epoch and score on dev.
+
+    Raises:
+        UserError: no run, no features, or settings that cannot be.
+    """
+    run = open_run(run_folder)
+    recipe = load_recipe(head)
+    if changes:
+        recipe = recipe.with_settings(recipe.parse_changes(dict(changes), "--set"), "--set")
+    chosen = run.prompt(prompt)
+    name = name or head_name(recipe.name, chosen.name, subtract)
+    folder = run.head_folder(name)
+    features = Features(run)
+    train = features.rated(chosen, "train", subtract)
+    dev = features.rated(chosen, "dev", subtract)
+    recipe = sized(recipe, dim, train.dim)
+    began = time.monotonic()
+    fitted = fit_with_bar(recipe, train, dev, seed)
+    seconds = time.monotonic() - began
+    for text in fitted.fit.notes:
+        note(text)
+    counts = {"n_train": len(train), "n_dev": len(dev), "n_dropped": features.dropped("train")}
+    record = head_record(run, chosen, subtract, recipe.to_json())
+    replaced = folder.exists()
+    save_head(fitted, folder, {**record, "counts": counts})
+    summary = {
+        "name": name,
+        "folder": str(folder),
+        "head": recipe.name,
+        "prompt": chosen.name,
+        "subtract": subtract,
+        "seed": seed,
+        "dim_in": fitted.dim_in,
+        "dim": fitted.dim_out,
+        **counts,
+        **{key: value for key, value in fitted.fit.record.items() if key != "curve"},
+        "dev_spearman": finite(_dev_spearman(fitted, dev)),
+        "seconds": round(seconds, 3),
+    }
+    note(_fit_note(summary, replaced))
+    return summary
+
+
+def sized(recipe: Recipe, dim: int | None, dim_in: int) -> Recipe:
+    """Return a recipe with the dimension asked for, or its own, at most that of the features.
+
+    Raises:
+        UserError: a dimension for a head that has none.
+    """
+    if dim is not None:
+        if recipe.dim is None:
+            raise UserError(f"the head {recipe.name} keeps the features' size; leave out --dim.")
+        return recipe.with_settings({"dim": dim}, "--dim")
+    if recipe.dim is not None and recipe.dim > dim_in:
+        note(f"{recipe.name}: dim {dim_in} instead of {recipe.dim}, the features have no more")
+        return recipe.with_settings({"dim": dim_in}, recipe.name)
+    return recipe
+
+
+def fit_with_bar(recipe: Recipe, train: PairArrays, dev: PairArrays, seed: int) -> FittedHead:
+    """Fit a head with a progress bar; an empty dev chooses nothing."""
+    with fit_bar() as bar:
+        return fit_recipe(recipe, train, dev if len(dev) else None, seed, bar.on_epoch)
+
+
+def _dev_spearman(head: FittedHead, dev: PairArrays) -> float:
+    if not len(dev):
+        return float("nan")
+    similarity = head.similarity(dev.first, dev.second)
+    return score(similarity, dev.rating, np.arange(len(dev)), resamples=0).spearman.value
+
+
+def _fit_note(summary: Mapping[str, Any], replaced: bool) -> str:
+    epoch = f", epoch {summary['best_epoch']}" if "best_epoch" in summary else ""
+    chosen = " chosen on dev" if summary["selected_on"] == "dev" else ""
+    dev = summary["dev_spearman"]
+    shown = "undefined" if dev is None else f"{100 * dev:.1f}"
+    again = " (replaced)" if replaced else ""
+    return (
+        f"{summary['name']}{again}: {summary['dim_in']} -> {summary['dim']} dimensions on "
+        f"{summary['n_train']:,} rows in {summary['seconds']:.1f} s{epoch}{chosen}; dev Spearman "
+        f"{shown}"
+    )
