@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,20 +21,22 @@ def run(arguments: Sequence[str]) -> int:
     try:
         options = _parser().parse_args(arguments)
         options.command(options)
+        sys.stdout.flush()
     except LlmcondError as error:
         return _complain(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _complain("interrupted; what was stored is kept, and the same command resumes.", 1)
     except BrokenPipeError:
         # The reader of a pipe left (`| head`); nothing more can be said on standard output.
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
         if is_disk_full(error):
             return _complain(
                 f"the disk is full: {error}. What was stored is kept.", DiskFullError.exit_code
             )
-        raise
+        code = UserError.exit_code if isinstance(error, PermissionError) else LlmcondError.exit_code
+        return _complain(f"{error}. What was stored is kept.", code)
     return 0
 
 
@@ -62,6 +65,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="llmcond",
+        allow_abbrev=False,
         description="Condition-aware text embeddings: small heads on frozen LLM encoders.",
         epilog="First steps: `llmcond extract --model minilm`, `llmcond fit-head --head mlp`, "
         "`llmcond evaluate`. Exit codes: 0 done, 2 wrong input, 1 anything else.",
@@ -85,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_command(commands: Any, name: str, summary: str, command: Any, example: str) -> Any:
     parser = commands.add_parser(
-        name, help=summary, description=summary, epilog=f"Example: {example}"
+        name, allow_abbrev=False, help=summary, description=summary, epilog=f"Example: {example}"
     )
     parser.set_defaults(command=command)
     parser.add_argument(
@@ -516,9 +520,8 @@ def _add_embed(commands: Any) -> None:
     parser.add_argument("--sentence", default="sentence", metavar="COL", help="(default: sentence)")
     parser.add_argument(
         "--condition",
-        default="condition",
         metavar="COL_OR_TEXT",
-        help="a column, or one condition for every row (default: condition)",
+        help="a column, or one condition for every row (default: the column called condition)",
     )
     _add_run(parser)
     _add_head(parser)

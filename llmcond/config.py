@@ -60,6 +60,10 @@ def build(cls: type[T], values: dict[str, Any], source: str) -> T:
 def _explain(cls: type[Any], problem: dict[str, Any]) -> str:
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    if not location:  # a check of several settings together; it names them itself
+        return f"{message}."
     legal = _legal_keys(cls, location[:-1])
     if problem["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:
         hint = did_you_mean(location[-1], legal)
@@ -67,8 +71,7 @@ def _explain(cls: type[Any], problem: dict[str, Any]) -> str:
         return " ".join(filter(None, (f"unknown key {key!r}.", hint, known)))
     if problem["type"] in {"missing", "missing_argument"}:
         return f"missing key {key!r}. Legal keys: {', '.join(legal)}."
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    return f"{key!r} is {problem['input']!r}: {message[:1].lower()}{message[1:]}."
+    return f"{key!r} is {problem['input']!r}: {message}."
 
 
 def _legal_keys(cls: type[Any], location: list[str]) -> list[str]:
@@ -112,19 +115,22 @@ def find_toml(name_or_file: str, kind: str) -> Path:
     return bundled(kind) / f"{name_or_file}.toml"
 
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+=-]*")
+def check_name(name: str, what: str, joiners: str = "") -> str:
+    """Return a name that can be a folder's on any system, or part of one.
 
-
-def check_name(name: str, what: str) -> str:
-    """Return a name that can be a folder's on any system.
+    Args:
+        name: to check.
+        what: whose name it is, for the message.
+        joiners: characters that join several names into one, so are legal in the whole only.
 
     Raises:
-        UserError: it cannot; ``what`` says whose name it is.
+        UserError: it cannot be.
     """
-    if not _NAME.fullmatch(name):
+    legal = f"._=-{joiners}"
+    if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9{re.escape(legal)}]*", name):
         raise UserError(
-            f"{what} cannot be called {name!r}. Use letters, digits and . _ @ + = -, beginning "
-            "with a letter or digit."
+            f"{what} cannot be called {name!r}. Use letters, digits and {' '.join(legal)}, "
+            "beginning with a letter or digit."
         )
     return name
 

@@ -236,8 +236,12 @@ def read_rows(
     split: str | None = None,
     columns: Columns = Columns(),
     scale: RatingScale = RatingScale(),
-) -> Rows:
+) -> tuple[Rows, str]:
     """Read the rows of a single file, all of them, or of one split of a folder.
+
+    Returns:
+        The rows, and the split they are: the one asked for; else test, or for a folder without
+        test dev.
 
     Raises:
         UserError: as :func:`read_dataset`, or a folder without that split.
@@ -245,11 +249,11 @@ def read_rows(
     scale.check()
     opened = open_source(source)
     if opened.splits is None:
-        return _read_rows(opened, opened.files, columns, scale)
+        return _read_rows(opened, opened.files, columns, scale), split or "test"
     wanted = split or ("test" if "test" in opened.splits else "dev")
     if wanted not in opened.splits:
         raise UserError(f"{source} has no {wanted} file; it has {', '.join(opened.splits)}.")
-    return _read_rows(opened, opened.splits[wanted], columns, scale)
+    return _read_rows(opened, opened.splits[wanted], columns, scale), wanted
 
 
 def _complete(
@@ -387,25 +391,27 @@ class Texts:
     from_column: bool
 
 
-def read_texts(source: str, sentence: str, condition: str) -> Texts:
+def read_texts(source: str, sentence: str, condition: str | None) -> Texts:
     """Read sentences with their conditions from one file.
 
     Args:
         source: a single file.
         sentence: the name of the sentences' column.
         condition: the name of a column, or, where the file has no such column, the one condition
-            that every sentence gets.
+            that every sentence gets. None: the column called condition, which must be there.
 
     Raises:
         UserError: a folder, a missing column, an empty file or an empty text.
     """
-    if not condition.strip():
+    if condition is not None and not condition.strip():
         raise UserError("the condition is empty; name a column or give a text.")
     opened = open_source(source)
     if opened.splits is not None:
         raise UserError(f"{source} is a folder; name one file.")
     file = opened.files[0]
-    texts = Texts([], [], Path(file).name, has_column(opened, file, condition))
+    is_column = condition is None or has_column(opened, file, condition)
+    condition = condition or "condition"
+    texts = Texts([], [], Path(file).name, is_column)
     problems = Problems(texts.file)
     wanted = [sentence, condition] if texts.from_column else [sentence]
     for number, record in enumerate(read_records(opened, file, wanted), 1):

@@ -31,12 +31,14 @@ class Embedder:
         prompt: I, for both cases.
         subtract: whether the second term is subtracted.
         head: g; None: zero-shot, the features as they are.
+        name: of the head in its run.
     """
 
     encoder: Encoder
     prompt: Prompt
     subtract: bool = True
     head: FittedHead | None = None
+    name: str = "none"
 
     @property
     def dim(self) -> int:
@@ -107,7 +109,11 @@ def _rows(sentences: Sequence[str], conditions: str | Sequence[str]) -> list[tup
             "many, or one condition for all."
         )
     rows = list(zip(sentences, given, strict=True))
-    for number, (sentence, condition) in enumerate(rows):
+    for number, texts in enumerate(rows):
+        wrong = [text for text in texts if not isinstance(text, str)]
+        if wrong:
+            raise UserError(f"position {number} holds {wrong[0]!r}, which is not a text.")
+        sentence, condition = texts
         if not sentence.strip() or not condition.strip():
             empty = "condition" if sentence.strip() else "sentence"
             raise UserError(f"the {empty} at position {number} is empty.")
@@ -135,19 +141,29 @@ def load_embedder(
         LlmcondError: the encoder cannot be loaded.
     """
     opened = open_run(Path(run))
-    chosen = choose_head(opened, head)
+    chosen = choose_head(opened, head, prompt)
     resolved = opened.resolve_encoder(device)
     if chosen is None:
         return Embedder(Encoder(resolved), opened.prompt(prompt))
-    return Embedder(Encoder(resolved), chosen.prompt, chosen.subtract, chosen.head)
+    return Embedder(Encoder(resolved), chosen.prompt, chosen.subtract, chosen.head, chosen.name)
 
 
-def choose_head(run: Run, name: str | None) -> SavedHead | None:
+def choose_head(run: Run, name: str | None, prompt: str | None = None) -> SavedHead | None:
     """Return the head that a name stands for; None for zero-shot.
 
     Raises:
-        UserError: no such head, or several.
+        UserError: no such head, several, or one that was fitted on another prompt than asked for.
     """
+    chosen = _find_head(run, name)
+    if chosen is not None and prompt not in (None, chosen.prompt.name):
+        raise UserError(
+            f"the head {chosen.name} was fitted on the prompt {chosen.prompt.name}, not {prompt}. "
+            "Leave out --prompt, or choose another --head."
+        )
+    return chosen
+
+
+def _find_head(run: Run, name: str | None) -> SavedHead | None:
     fitted = run.head_names()
     if name == "none" or (name is None and not fitted):
         return None
@@ -170,6 +186,6 @@ def describe(embedder: Embedder) -> dict[str, Any]:
         "fingerprint": embedder.encoder.identity.fingerprint,
         "prompt": embedder.prompt.name,
         "subtract": embedder.subtract,
-        "head": "none" if embedder.head is None else embedder.head.family.kind,
+        "head": embedder.name,
         "dim": embedder.dim,
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock
 
-from llmcond.config import check_name
+from llmcond.config import bundled_names, check_name
 from llmcond.datasets import Columns, Dataset, RatingScale, Rows
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, resolve
-from llmcond.errors import DiskFullError, UserError, is_disk_full, nearest
+from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full, nearest
 from llmcond.features.store import FeatureStore, StoreDtype
 from llmcond.files import check_format, read_json, write_json
 from llmcond.heads import FittedHead, load_head
@@ -56,6 +56,10 @@ class SavedHead:
         return str(self.record["recipe"]["name"])
 
 
+class StaleHeadError(UserError):
+    """A head was fitted on features of another encoder, prompt or setting than the run's."""
+
+
 class RunExistsError(UserError):
     """Another process made the run in the meantime."""
 
@@ -78,7 +82,8 @@ class Run:
     @property
     def identity(self) -> EncoderIdentity:
         """Return the identity of the run's encoder."""
-        return EncoderIdentity(**self.manifest["encoder"]["identity"])
+        where = str(self.folder / "run.json")
+        return EncoderIdentity.from_json(self.manifest["encoder"]["identity"], where)
 
     @property
     def encoder_name(self) -> str:
@@ -116,7 +121,14 @@ class Run:
         )
         resolved = resolve(self.manifest["encoder"]["model"], options)
         self.check_encoder(resolved)
-        return resolved
+        return replace(resolved, checkpoint=replace(resolved.checkpoint, name=self.encoder_name))
+
+    def record_model(self, model: str) -> None:
+        """Note where the encoder is found now; its identity is checked to be the run's."""
+        with FileLock(self.folder / ".lock"):
+            self.manifest = read_json(self.folder / "run.json")
+            self.manifest["encoder"]["model"] = model
+            write_json(self.folder / "run.json", self.manifest)
 
     def check_encoder(self, resolved: ResolvedEncoder) -> None:
         """Refuse an encoder that is not the one the run's features were made with.
@@ -216,6 +228,9 @@ class Run:
         """Note in the manifest that a prompt's features were extracted."""
         with FileLock(self.folder / ".lock"):
             self.manifest = read_json(self.folder / "run.json")
+            known = self.manifest["prompts"].get(prompt.name)
+            if known and known["prompt"] == prompt.to_json() and not extraction["n_computed"]:
+                return  # nothing is new, so what made it has not changed either
             self.manifest["prompts"][prompt.name] = {
                 "prompt": prompt.to_json(),
                 "extraction": {**extraction, **provenance()},
@@ -230,7 +245,7 @@ class Run:
         Raises:
             UserError: the name cannot be a folder's.
         """
-        return self.folder / "heads" / check_name(name, "a head")
+        return self.folder / "heads" / check_name(name, "a head", "@+")
 
     def head_names(self) -> list[str]:
         """Return the names of the fitted heads, oldest first."""
@@ -251,18 +266,19 @@ class Run:
         """
         head, record = load_head(self.head_folder(name))
         where = f"the head {name} of {self.folder}"
+        _require(record, ("prompt", "subtract", "recipe", "encoder", "store_dtype"), where)
         prompt = prompt_from_json(record["prompt"], where)
         self._check_head(where, record, prompt)
         return SavedHead(name, head, prompt, bool(record["subtract"]), record)
 
     def _check_head(self, where: str, record: Mapping[str, Any], prompt: Prompt) -> None:
-        theirs = EncoderIdentity(**record["encoder"]["identity"])
+        theirs = EncoderIdentity.from_json(record["encoder"]["identity"], where)
         differences = theirs.differences(self.identity)
         if record["store_dtype"] != self.manifest["store_dtype"]:
             mine = self.manifest["store_dtype"]
             differences.append(f"features stored as {record['store_dtype']!r}, not {mine!r}")
         if differences:
-            raise UserError(
+            raise StaleHeadError(
                 f"{where} was fitted on features of {record['encoder']['name']} "
                 f"({theirs.fingerprint}), and the run holds features of {self.encoder_name} "
                 f"({self.identity.fingerprint}): {'; '.join(differences)}. Fit it again here."
@@ -270,7 +286,7 @@ class Run:
         recorded = self.prompts().get(prompt.name)
         if recorded is None or recorded.digest != prompt.digest:
             now = f"is {recorded.digest}" if recorded else "is missing"
-            raise UserError(
+            raise StaleHeadError(
                 f"{where} was fitted on the prompt {prompt.name} with digest {prompt.digest}, "
                 f"which in the run {now}. Extract that prompt and fit the head again."
             )
@@ -293,10 +309,11 @@ class Run:
             matches = [k for k in known if name in (k, self._recipe_of(k))]
             if not matches:
                 fitted = f"fitted: {', '.join(known)}" if known else "none is fitted yet"
-                raise UserError(
-                    f"{self.folder} has no fitted head {name!r} ({fitted}). Fit it: llmcond "
-                    f"fit-head --head {name.split('@')[0]} --run {self.folder}"
-                )
+                recipe = name.split("@")[0]
+                names = bundled_names("heads")
+                fit = f"Fit it: llmcond fit-head --head {recipe} --run {self.folder}"
+                remedy = fit if recipe in names else nearest(name, [*known, *names])
+                raise UserError(f"{self.folder} has no fitted head {name!r} ({fitted}). {remedy}")
             chosen += matches
         return [self.load_head(name) for name in dict.fromkeys(chosen)]
 
@@ -319,7 +336,14 @@ def open_run(folder: Path) -> Run:
         )
     manifest = read_json(folder / "run.json")
     check_format(manifest, FORMAT, str(folder))
+    _require(manifest, ("encoder", "store_dtype", "data", "prompts"), str(folder / "run.json"))
     return Run(folder, manifest)
+
+
+def _require(record: Mapping[str, Any], keys: Sequence[str], what: str) -> None:
+    missing = [key for key in keys if key not in record]
+    if missing:
+        raise LlmcondError(f"{what} lacks {missing[0]!r}; it was damaged.")
 
 
 def run_exists(folder: Path) -> bool:
@@ -346,14 +370,11 @@ def create_run(
     """
     identity = resolved.identity
     commit = identity.weights.partition("@")[2] if identity.weights.startswith("hub:") else None
-    local = Path(model).expanduser()
     manifest = {
         "format": FORMAT,
         "encoder": {
             "name": resolved.checkpoint.name,
-            "model": str(local.resolve())
-            if resolved.checkpoint.known is None and local.is_dir()
-            else model,
+            "model": where_model(model, resolved),
             "revision": commit,
             "fingerprint": identity.fingerprint,
             "identity": identity.to_json(),
@@ -386,6 +407,13 @@ def create_run(
     return Run(folder, manifest)
 
 
+def where_model(model: str, resolved: ResolvedEncoder) -> str:
+    """Return what finds a model again from any working folder: its name, or an absolute path."""
+    local = Path(model).expanduser()
+    known = resolved.checkpoint.known is not None
+    return str(local.resolve()) if not known and local.is_dir() else model
+
+
 def _write_rows(path: Path, splits: Mapping[str, Rows]) -> None:
     tables = [
         pa.table(
@@ -406,7 +434,8 @@ def _write_rows(path: Path, splits: Mapping[str, Rows]) -> None:
 
 def _read_rows(path: Path) -> dict[str, Rows]:
     try:
-        table = pq.read_table(path)
+        # Absolute: in a relative one with a colon Arrow sees the name of a file system.
+        table = pq.read_table(path.absolute())
     except (OSError, pa.ArrowInvalid) as error:
         raise UserError(f"{path} cannot be read: {error}. Extract into a new --run.") from error
     columns = table.to_pydict()

@@ -170,8 +170,9 @@ def _check_columns(name: str, got: Sequence[str], columns: Sequence[str]) -> Non
     if missing:
         raise UserError(
             f"{name} has no column {missing[0]!r}; it has {', '.join(map(repr, got)) or 'none'}. "
-            f"{nearest(missing[0], got)} Name your columns with --columns "
-            "sentence1=YOURS (also sentence2=, condition=, label=)."
+            f"{nearest(missing[0], got)} Say which columns to read: "
+            "--columns sentence1=YOURS (also sentence2=, condition=, label=), or for embed "
+            "--sentence and --condition."
         )
 
 

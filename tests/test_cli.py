@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -89,7 +90,7 @@ def test_sample_from_extract_to_similarity(capsys):
         "the place",
     )
     values = {row["condition"]: row["similarity"] for row in alike["similarities"]}
-    assert alike["head"] == "mlp"
+    assert alike["head"] == "mlp@concat-sent-cond"
     assert values["the number of people"] > values["the place"]
 
 
@@ -232,6 +233,79 @@ def test_an_artefact_says_what_made_it(capsys, own_run):
     assert len(record["data"]["digest"]) == 32
     assert record["versions"]["llmcond"] == llmcond.__version__
     assert len(record["fit"]["curve"]) == 2
+
+
+def test_names_never_collide(capsys, own_run, tiny):
+    """A prompt called x and the head of another without subtraction have different names."""
+    bundled = (llmcond.config.bundled("prompts") / "concat-sent-cond.toml").read_text()
+    Path("x+c.toml").write_text(bundled)
+    extract = ("extract", "--model", tiny, "--run", own_run, "--dtype", "float32")
+    assert "cannot be called 'x+c'" in refused(capsys, *extract, "--prompt", "x+c.toml")
+    line = refused(capsys, "fit-head", "--head", "pca", "--name", "none@x", "--run", own_run)
+    assert "taken for zero-shot" in line
+
+
+def test_none_can_be_fitted_and_is_listed_once(capsys, own_run):
+    ok(capsys, "fit-head", "--head", "none", "--run", own_run)
+    rows = ok(capsys, "evaluate", "--run", own_run)["results"]
+    assert [(row["head"], row["subtract"]) for row in rows] == [("none", False), ("none", True)]
+
+
+def test_an_undefined_dev_score_keeps_the_last_epoch(capsys, tiny, write_rows, small_rows):
+    write_rows(small_rows, "d/train.csv")
+    write_rows([(*row[:3], 3) for row in small_rows[:6]], "d/dev.csv")
+    ok(capsys, "extract", "--model", tiny, "--data", "d")
+    fitted = ok(capsys, "fit-head", "--head", "mlp", "--set", "epochs=4")
+    assert (fitted["best_epoch"], fitted["selected_on"], fitted["dev_spearman"]) == (4, None, None)
+
+
+def test_a_hidden_test_split_is_predicted(capsys, tiny, write_rows, small_rows):
+    for split in ("train", "dev"):
+        write_rows(small_rows, f"d/{split}.csv")
+    write_rows([(*row[:3], -1) for row in small_rows[:6]], "d/test.csv")
+    ok(capsys, "extract", "--model", tiny, "--data", "d")
+    assert ok(capsys, "evaluate")["results"][0]["split"] == "dev"
+    assert "there is nothing to score" in refused(capsys, "evaluate", "--split", "test")
+    rows = ok(capsys, "evaluate", "--split", "test", "--predictions", "p.csv")["results"]
+    assert [(row["n"], row["spearman"]) for row in rows] == [(0, None), (0, None)]
+    assert len(Path("p.csv").read_text().splitlines()) == 7
+
+
+def test_evaluate_leaves_out_a_head_whose_prompt_has_changed(capsys, own_run, tiny):
+    ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", own_run)
+    prompt = Path("concat-sent-cond.toml")
+    bundled = (llmcond.config.bundled("prompts") / prompt.name).read_text()
+    prompt.write_text(bundled.replace("{sentence} {condition}", "{sentence}: {condition}"))
+    extract = ["extract", "--model", tiny, "--run", str(own_run), "--dtype", "float32"]
+    assert run([*extract, "--prompt", str(prompt)]) == 0
+    assert "the prompt concat-sent-cond has changed" in capsys.readouterr().err
+    assert run(["evaluate", "--run", str(own_run), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "left out: the head pca@concat-sent-cond" in captured.err
+    assert {row["head"] for row in json.loads(captured.out)["results"]} == {"none"}
+
+
+def test_an_extraction_that_does_nothing_changes_nothing(capsys, own_run, tiny):
+    before = (own_run / "run.json").read_bytes()
+    ok(capsys, "extract", "--model", tiny, "--run", own_run, "--dtype", "float32")
+    assert (own_run / "run.json").read_bytes() == before
+
+
+def test_a_moved_checkpoint_is_found_again_once_it_was_named(capsys, own_run, tiny):
+    moved = shutil.copytree(tiny, "moved")
+    manifest = own_run / "run.json"
+    manifest.write_text(manifest.read_text().replace(tiny, "/gone/checkpoint"))
+    similarity = ("similarity", "a", "b", "--condition", "c", "--run", own_run)
+    assert "/gone/checkpoint" in refused(capsys, *similarity)
+    ok(capsys, "extract", "--model", moved, "--run", own_run, "--dtype", "float32")
+    assert ok(capsys, *similarity)["head"] == "none"
+
+
+@pytest.mark.parametrize("name", ["exp:1", "r[/x]", "with space"])
+def test_any_folder_name_will_do_for_a_run(capsys, tiny, write_rows, small_rows, name):
+    data = write_rows(small_rows)
+    ok(capsys, "extract", "--model", tiny, "--data", data, "--run", name)
+    assert run(["evaluate", "--run", name]) == 0
 
 
 # -- start-up ----------------------------------------------------------------------------------
@@ -384,6 +458,57 @@ def test_fits_that_cannot_be(capsys, own_run, arguments, expected):
     assert not (own_run / "heads").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["evaluate", "--rating-range", "0", "10"], "belong to --data"),
+        (["evaluate", "--head", "mpl"], "Did you mean 'mlp'"),
+        (["similarity", "a", "b", "--condition", " "], "condition at position 0 is empty"),
+        (["similarity", "a", "b", "--condition", "c", "--head", "p", "--prompt", "q"], "not q"),
+        (["embed", "texts.csv", "--out", "v.npy"], "no column 'condition'"),
+        (["embed", "texts.csv", "--out", "no/v.npy", "--sentence", "x"], "no column 'x'"),
+        (["embed", "t.parquet", "--out", "t.parquet", "--condition", "c"], "the file that is read"),
+        (["fit-head", "--head", "ica", "--seed", "-1"], "the seed is -1"),
+        (["fit-head", "--head", "mlp", "--set", "hidden=10000000000"], "at most 65,536"),
+    ],
+)
+def test_what_a_run_cannot_do(capsys, own_run, write_rows, arguments, expected):
+    write_rows([("two men", "park")], "texts.csv", "sentence,place")
+    pq.write_table(pa.table({"sentence": ["two men"]}), "t.parquet")
+    ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", own_run)
+    assert expected in refused(capsys, *arguments, "--run", own_run)
+    assert not Path("no").exists()
+
+
+def test_options_of_the_data_that_would_be_ignored(capsys, own_run, tiny):
+    extract = ("extract", "--model", tiny, "--run", own_run, "--dtype", "float32")
+    assert "in another way" in refused(capsys, *extract, "--split-seed", "9")
+    assert "in another way" in refused(capsys, *extract, "--rating-range", "0", "10")
+
+
+def test_an_encoder_that_cannot_be_loaded_leaves_no_run(capsys, tiny, write_rows, small_rows):
+    broken = Path(shutil.copytree(tiny, "broken"))
+    weights = (broken / "model.safetensors").read_bytes()
+    data = write_rows(small_rows)
+    (broken / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert run(["extract", "--model", "broken", "--data", str(data)]) == 1
+    assert "cannot be loaded" in capsys.readouterr().err
+    (broken / "model.safetensors").write_bytes(weights)
+    (broken / "tokenizer.json").unlink()
+    assert "no tokenizer" in refused(capsys, "extract", "--model", "broken", "--data", data)
+    assert not Path("runs/default").exists()
+
+
+@pytest.mark.parametrize("file", ["run.json", "heads/p/head.json"])
+def test_a_damaged_record_is_one_line(capsys, own_run, file):
+    ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", own_run)
+    (own_run / file).write_text('{"format": 1}')
+    assert run(["evaluate", "--run", str(own_run)]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("llmcond: error: ")
+    assert err.count("\n") == 1
+
+
 def test_one_distinct_rating_is_not_enough(capsys, tiny, write_rows, small_rows):
     data = write_rows([(*row[:3], 3) for row in small_rows])
     ok(capsys, "extract", "--model", tiny, "--data", data)
@@ -400,7 +525,7 @@ def test_a_head_of_another_prompt_or_encoder_is_refused(capsys, own_run, tiny, t
     good = json.loads(record.read_text())
     identity = {**good["encoder"]["identity"], "pooling": "cls"}
     record.write_text(json.dumps({**good, "encoder": {**good["encoder"], "identity": identity}}))
-    line = refused(capsys, "evaluate", "--run", own_run)
+    line = refused(capsys, "evaluate", "--head", "pca", "--run", own_run)
     assert "pooling: 'cls', not 'mean'" in line
 
     record.write_text(json.dumps(good))
@@ -421,7 +546,7 @@ def test_a_head_of_another_prompt_or_encoder_is_refused(capsys, own_run, tiny, t
         "--prompt",
         prompt,
     )
-    line = refused(capsys, "evaluate", "--run", own_run)
+    line = refused(capsys, "evaluate", "--head", "pca", "--run", own_run)
     assert good["prompt"]["digest"] in line
 
 

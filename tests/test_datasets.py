@@ -32,6 +32,10 @@ Write = Callable[..., Path]
 NAMES = ("sentence1", "sentence2", "condition", "label")
 
 
+def rows_of(*arguments: Any, **options: Any) -> Rows:
+    return read_rows(*arguments, **options)[0]
+
+
 def write_json_lines(path: Path, *labels: str) -> str:
     start = '{"sentence1": "a", "sentence2": "b", "condition": "c", "label": '
     path.write_text("".join(f"{start}{label}}}\n" for label in labels))
@@ -72,7 +76,7 @@ def test_ratings_are_scaled_by_the_range_and_not_by_what_the_file_holds(
     write_rows: Write, scale: RatingScale, labels: list[object], expected: list[float]
 ):
     path = write_rows([("a", "b", "c", label) for label in labels])
-    rows = read_rows(str(path), scale=scale)
+    rows = rows_of(str(path), scale=scale)
     np.testing.assert_allclose(rows.rating, expected, rtol=0, atol=1e-15)
     assert rows.rated.tolist() == [not np.isnan(value) for value in expected]
 
@@ -96,7 +100,7 @@ def test_a_label_that_is_no_rating_is_refused_with_its_row(
 ):
     path = write_rows([("a", "b", "c", 1), ("a", "b", "c", label)])
     with pytest.raises(UserError) as caught:
-        read_rows(str(path))
+        rows_of(str(path))
     assert f"row 2 of rows.csv: {words}" in str(caught.value)
 
 
@@ -104,13 +108,13 @@ def test_a_label_that_is_no_rating_is_refused_with_its_row(
 def test_a_json_value_that_is_no_number_is_refused_with_its_row(tmp_path: Path, label: str):
     path = write_json_lines(tmp_path / "rows.jsonl", "1", label)
     with pytest.raises(UserError, match=r"row 2 of rows.jsonl: label is .*, not a number"):
-        read_rows(path)
+        rows_of(path)
 
 
 def test_a_rating_out_of_range_tells_how_to_name_the_range_and_unrated_rows(write_rows: Write):
     path = write_rows([("a", "b", "c", 7)])
     with pytest.raises(UserError, match=r"-1, which marks unrated rows.*--rating-range"):
-        read_rows(str(path))
+        rows_of(str(path))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +134,7 @@ def test_a_scale_that_maps_nothing_or_hides_ratings_is_refused(
 ):
     path = write_rows([("a", "b", "c", 1)])
     with pytest.raises(UserError, match=words):
-        read_rows(str(path), scale=scale)
+        rows_of(str(path), scale=scale)
     with pytest.raises(UserError, match=words):
         read_dataset(str(path), scale=scale)
 
@@ -165,7 +169,7 @@ def test_the_first_wrong_row_is_named_and_the_others_are_counted(
     write_rows: Write, rows: list[tuple[object, ...]], words: str
 ):
     with pytest.raises(UserError) as caught:
-        read_rows(str(write_rows(rows)))
+        rows_of(str(write_rows(rows)))
     assert words in str(caught.value)
 
 
@@ -184,7 +188,7 @@ def test_a_json_value_that_is_no_text_is_refused(tmp_path: Path, value: object, 
     record = {"sentence1": value, "sentence2": "b", "condition": "c", "label": 1}
     path.write_text(json.dumps(record) + "\n")
     with pytest.raises(UserError) as caught:
-        read_rows(str(path))
+        rows_of(str(path))
     assert f"row 1 of rows.jsonl: {words}" in str(caught.value)
 
 
@@ -193,18 +197,18 @@ def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path):
     path.write_text(
         '{"sentence1": "\\ud83d\\ude42", "sentence2": "b", "condition": "c", "label": 1}'
     )
-    assert read_rows(str(path)).sentence1 == ["🙂"]
+    assert rows_of(str(path)).sentence1 == ["🙂"]
 
 
 def test_columns_are_read_by_the_names_given(write_rows: Write):
     path = write_rows([("a", "b", "c", 3)], header="text_a,text_b,aspect,score")
     columns = Columns("text_b", "text_a", "aspect", "score")
-    rows = read_rows(str(path), columns=columns)
+    rows = rows_of(str(path), columns=columns)
     assert (rows.sentence1, rows.sentence2, rows.condition) == (["b"], ["a"], ["c"])
     assert rows.rating.tolist() == [0.5]
     write_rows([("a", "b", "", 3)], header="text_a,text_b,aspect,score")
     with pytest.raises(UserError, match=r"row 1 of rows.csv: aspect is empty"):
-        read_rows(str(path), None, columns)
+        rows_of(str(path), None, columns)
 
 
 # --- Splits -----------------------------------------------------------------------------------
@@ -364,10 +368,10 @@ def test_the_digest_is_that_of_the_rows_whatever_file_they_come_from(
 def test_the_digest_changes_with_every_text_and_rating(
     write_rows: Write, position: int, column: int, value: Any
 ):
-    before = rows_digest(read_rows(str(write_rows(ROWS))))
+    before = rows_digest(rows_of(str(write_rows(ROWS))))
     changed = [list(row) for row in ROWS]
     changed[position][column] = value
-    assert rows_digest(read_rows(str(write_rows([tuple(row) for row in changed])))) != before
+    assert rows_digest(rows_of(str(write_rows([tuple(row) for row in changed])))) != before
 
 
 def test_the_digest_tells_which_rows_are_in_which_split(tmp_path: Path, write_rows: Write):
@@ -376,3 +380,17 @@ def test_the_digest_tells_which_rows_are_in_which_split(tmp_path: Path, write_ro
         write_rows(dev, f"{folder}/dev.csv")
     one, two = (read_dataset(str(tmp_path / folder)).digest for folder in ("one", "two"))
     assert one != two
+
+
+def test_a_folder_says_which_split_its_rows_are(tmp_path: Path, write_rows: Write):
+    for name in ("train", "dev"):
+        write_rows([("a", "b", "c", 1)], f"{name}.csv")
+    assert read_rows(str(tmp_path))[1] == "dev"
+    assert read_rows(str(tmp_path / "train.csv"))[1] == "test"
+    assert read_rows(str(tmp_path / "train.csv"), "dev")[1] == "dev"
+
+
+def test_without_a_condition_the_column_of_that_name_must_be_there(write_rows: Write):
+    path = str(write_rows([("a", "x")], header="sentence,place"))
+    with pytest.raises(UserError, match="no column 'condition'"):
+        read_texts(path, "sentence", None)

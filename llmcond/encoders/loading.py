@@ -6,6 +6,7 @@ import importlib.util
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils import logging as transformers_logging
 
@@ -17,6 +18,7 @@ _TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+_VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 #: Said each time: left out, transformers asks on the terminal, and a "y" runs a checkpoint's code.
 _NO_REMOTE_CODE = {"trust_remote_code": False}
 
@@ -27,6 +29,13 @@ def load_tokenizer(resolved: ResolvedEncoder) -> Any:
     Raises:
         UserError: the checkpoint has none that transformers knows.
     """
+    folder = resolved.checkpoint.folder
+    if not any(path for pattern in _VOCABULARIES for path in folder.glob(pattern)):
+        # transformers would make one that knows no word, and every text would look alike.
+        raise UserError(
+            f"{resolved.checkpoint.name} has no tokenizer ({', '.join(_VOCABULARIES)}). Save it "
+            "beside the weights: tokenizer.save_pretrained(FOLDER)"
+        )
     try:
         return AutoTokenizer.from_pretrained(str(resolved.checkpoint.folder), **_NO_REMOTE_CODE)
     except (OSError, ValueError, KeyError) as error:
@@ -49,12 +58,17 @@ def load_model(resolved: ResolvedEncoder) -> Any:
         arguments["device_map"] = resolved.device
     try:
         config = AutoConfig.from_pretrained(str(checkpoint.folder), **_NO_REMOTE_CODE)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{checkpoint.name} has an architecture that transformers does not have itself. It "
             "may need code from its own repository, which llmcond never runs. "
             f"{_first_line(error)}"
         ) from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(
+            f"{checkpoint.name} is an encoder-decoder ({config.model_type}), which is not "
+            "supported; use an encoder or a decoder."
+        )
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
@@ -66,7 +80,7 @@ def load_model(resolved: ResolvedEncoder) -> Any:
             f"{checkpoint.name} does not fit into the memory of {resolved.device} as "
             f"{identity.dtype}. Try --quantize 8bit or 4bit, or --device cpu."
         ) from error
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise LlmcondError(
             f"the weights of {checkpoint.name} cannot be loaded: {_first_line(error)}"
         ) from error

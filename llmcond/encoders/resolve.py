@@ -150,11 +150,15 @@ class _SettingsFiles:
 
 def _read(path: Path, default: Any) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return default
     except (OSError, ValueError) as error:
         raise UserError(f"{path} of the checkpoint cannot be read as JSON: {error}.") from error
+    entries = value if isinstance(value, list) else [value]
+    if type(value) is not type(default) or not all(isinstance(entry, dict) for entry in entries):
+        raise UserError(f"{path} of the checkpoint holds something else than settings.")
+    return value
 
 
 def _check_modules(checkpoint: Checkpoint, files: _SettingsFiles) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from string import Formatter
 from typing import Any, Literal
 
-from llmcond.errors import UserError
+from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_bytes
 
 Pooling = Literal["cls", "mean", "last"]
@@ -79,6 +79,18 @@ class EncoderIdentity:
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], source: str) -> EncoderIdentity:
+        """Return the identity that :meth:`to_json` recorded in ``source``.
+
+        Raises:
+            LlmcondError: the record was damaged.
+        """
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise LlmcondError(f"{source} records no encoder identity of ours: {error}.") from error
 
     def differences(self, other: EncoderIdentity) -> list[str]:
         """Return ``field: mine, not theirs`` for each field that differs."""

@@ -51,7 +51,8 @@ class FeatureStore:
         self.folder = root / f"{identity.fingerprint}-{dtype}"
         self.identity = identity
         self.dtype = dtype
-        self._uri = str(self.folder / "vectors.lance")
+        # Absolute: in a relative one with a colon Lance sees the name of a storage service.
+        self._uri = str(self.folder.absolute() / "vectors.lance")
         self._dataset: Any = None
         self._keys = pa.array([], _KEY)
         description = self.folder / "store.json"

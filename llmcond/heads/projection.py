@@ -115,8 +115,10 @@ def _training_vectors(pairs: PairArrays, dim: int, kind: str) -> Array:
     if dim > len(features):
         raise UserError(
             f"{kind} with dim {dim} needs at least {dim} training vectors; there are "
-            f"{len(features)}. Lower --dim."
+            f"{len(features)}. Lower it: --dim {len(features)}."
         )
+    if not np.ptp(features, axis=0).any():
+        raise UserError(f"all {len(features)} training vectors are equal; {kind} finds nothing.")
     return features
 
 

@@ -12,6 +12,8 @@ from llmcond.config import STRICT
 from llmcond.heads.base import Array, Family, Fit, OnEpoch, PairArrays, Tensors
 from llmcond.heads.training import Dropout, TrainingSettings, Weights, train
 
+_WIDEST = 65_536
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSettings(TrainingSettings):
@@ -29,8 +31,8 @@ class MlpSettings(TrainingSettings):
         """Refuse values that no fit can have."""
         # Not super(): a dataclass with slots is a new class, which super() does not know.
         TrainingSettings.__post_init__(self)
-        if self.hidden < 0:
-            raise ValueError("hidden must be at least 0")
+        if not 0 <= self.hidden <= _WIDEST:
+            raise ValueError(f"hidden must be at least 0 and at most {_WIDEST:,}")
 
 
 def _linear_forward(weights: Weights, features: Tensor, dropout: Dropout) -> Tensor:

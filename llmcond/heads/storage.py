@@ -65,8 +65,13 @@ def _swap(new: Path, folder: Path) -> None:
         return
     old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
     folder.rename(old / "head")
-    new.rename(folder)
-    shutil.rmtree(old)
+    try:
+        new.rename(folder)
+    except OSError:
+        (old / "head").rename(folder)
+        raise
+    finally:
+        shutil.rmtree(old)
 
 
 def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
@@ -88,9 +93,7 @@ def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
         tensors = load_tensors(weights.read_bytes())
     except SafetensorError as error:
         raise LlmcondError(f"{weights} is damaged: {error}; fit the head again.") from error
-    missing = [
-        key for key in ("kind", "settings", "seed", "dim_in", "fit") if key not in description
-    ]
+    missing = [key for key in _REQUIRED if key not in description]
     if missing:
         raise LlmcondError(f"{folder}/head.json lacks {missing[0]!r}; fit the head again.")
     family = find_family(description["kind"], str(folder / "head.json"))

@@ -23,6 +23,10 @@ Dropout = Callable[[Tensor], Tensor]
 Forward = Callable[[Weights, Tensor, Dropout], Tensor]
 
 
+#: Beyond any use, and below what overflows.
+_LARGEST = 1_000_000
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSettings:
     """What the recipe of any head trained by gradient may say.
@@ -52,6 +56,8 @@ class TrainingSettings:
                 raise ValueError(f"{name} must be at least 1")
         if not 0 <= self.dropout < 1:
             raise ValueError("dropout must be at least 0 and below 1")
+        if max(self.dim, self.batch_size) > _LARGEST:
+            raise ValueError(f"dim and batch_size must be at most {_LARGEST:,}")
         if not self.learning_rate > 0:
             raise ValueError("learning_rate must be above 0")
 
@@ -109,9 +115,8 @@ def train(
                 f"--set learning_rate={settings.learning_rate / 10:g}"
             )
         score = math.nan if dev is None else dev_spearman(weights, forward, dev)
-        curve.append(
-            {"epoch": number, "loss": loss, "dev_spearman": None if dev is None else score}
-        )
+        defined = None if math.isnan(score) else score
+        curve.append({"epoch": number, "loss": loss, "dev_spearman": defined})
         on_epoch(number, settings.epochs, score)
         # An undefined score (all embeddings alike) is never better than what there is.
         if dev is None or math.isnan(best.score) or score > best.score:
@@ -119,12 +124,20 @@ def train(
             best = _Epoch(number, score, copies)
         elif number - best.number >= settings.patience:
             break
+    chosen = dev is not None and not math.isnan(best.score)
     record = {
         "best_epoch": best.number,
-        "selected_on": None if dev is None else "dev",
+        "selected_on": "dev" if chosen else None,
         "curve": curve,
     }
-    return Fit({name: weight.numpy() for name, weight in best.weights.items()}, record)
+    notes = () if chosen or dev is None else (_UNDEFINED,)
+    return Fit({name: weight.numpy() for name, weight in best.weights.items()}, record, notes)
+
+
+_UNDEFINED = (
+    "the dev score is undefined (all ratings or all predictions there are equal), so it chose no "
+    "epoch: the last one is kept"
+)
 
 
 def _initial(shape: tuple[int, int], generator: torch.Generator) -> Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 _CONSOLE = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -14,7 +13,7 @@ _CONSOLE = Console(stderr=True, highlight=False, soft_wrap=True)
 
 def note(text: str) -> None:
     """Print a message for the user on standard error."""
-    _CONSOLE.print(escape(text))
+    _CONSOLE.print(text, markup=False, emoji=False)
 
 
 class ExtractionBar:

@@ -13,11 +13,11 @@ from rich.text import Text
 
 def results_table(results: Sequence[Mapping[str, Any]], title: str) -> Table:
     """Return evaluation results, a row each, with intervals; correlations are times 100."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=Text(title), title_justify="left")
     for heading in ("head", "prompt", "minus c"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for heading in ("Spearman", "Pearson", "accuracy", "rows", "dropped", "tied"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     for result in results:
         table.add_row(
             Text(str(result["name"])),

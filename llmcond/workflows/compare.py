@@ -17,7 +17,7 @@ from llmcond.runs import SavedHead, head_name, open_run
 from llmcond.workflows.evaluate import Zeroshot, check_scorable, predict, result_of
 from llmcond.workflows.extract import DataOptions, extract
 from llmcond.workflows.features import Features
-from llmcond.workflows.fit import fit_with_bar, sized
+from llmcond.workflows.fit import check_seed, fit_with_bar, sized
 
 
 def compare_prompts(
@@ -50,6 +50,7 @@ def compare_prompts(
     Raises:
         UserError: as :func:`extract` and :func:`fit_head`.
     """
+    check_seed(seed)
     recipes = [load_recipe(name) for name in dict.fromkeys(heads) if name != "none"]
     names = list(prompts) or _usable_prompts(resolve(model, options))
     extract(model, options, run_folder, data, names)
@@ -72,7 +73,9 @@ def compare_prompts(
                 name = head_name(recipe.name, prompt.name, subtract)
                 saved = SavedHead(name, head, prompt, subtract, record)
                 results.append(result_of(saved, predict(saved, pairs), rows, split))
-                note(f"{name}: Spearman {100 * (results[-1]['spearman'] or 0):.1f} on {split}")
+                value = results[-1]["spearman"]
+                shown = "undefined" if value is None else f"{100 * value:.1f}"
+                note(f"{name}: Spearman {shown} on {split}")
     results.sort(key=lambda result: -(result["spearman"] if result["spearman"] is not None else -2))
     report = {"results": results, "seed": seed, "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "compare-prompts.json", report)

@@ -32,7 +32,7 @@ def embed_file(
     source: str,
     out: Path,
     sentence: str = "sentence",
-    condition: str = "condition",
+    condition: str | None = None,
     head: str | None = None,
     prompt: str | None = None,
     device: str = "auto",
@@ -47,7 +47,8 @@ def embed_file(
         source: a .csv, .tsv, .jsonl or .parquet file.
         out: a .parquet file (sentence, condition, embedding) or a .npy file ((n, k) float32).
         sentence: the sentences' column.
-        condition: the conditions' column, or one text for every row.
+        condition: the conditions' column, or one text for every row. None: the column called
+            condition.
         head: as in :func:`llmcond.embedder.load_embedder`.
         prompt: for zero-shot; a head has its own.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
@@ -62,14 +63,14 @@ def embed_file(
     writers = {".parquet": _write_parquet, ".npy": _write_npy}
     if out.suffix not in writers:
         raise UserError(f"{out} ends in {out.suffix or 'nothing'}; name a .parquet or .npy file.")
-    _check_writable(out)
     run = open_run(run_folder)
-    chosen = choose_head(run, head)
+    chosen = choose_head(run, head, prompt)
     template = chosen.prompt if chosen else run.prompt(prompt)
     subtract = chosen.subtract if chosen else True
     texts = read_texts(source, sentence, condition)
     if not texts.from_column:
         note(f"{texts.file} has no column {condition!r}: that is every row's condition")
+    _check_writable(out, source)
     rows = list(zip(texts.sentences, texts.conditions, strict=True))
     conditional = [template.conditional.render(*row) for row in rows]
     unconditional = [template.unconditional.render(*row) for row in rows] if subtract else []
@@ -97,8 +98,10 @@ def embed_file(
     return {"out": str(out), "rows": len(rows), "dim": dim, "head": name, "prompt": template.name}
 
 
-def _check_writable(out: Path) -> None:
+def _check_writable(out: Path, source: str) -> None:
     """Find out before hours of extraction that the result cannot be written."""
+    if out.absolute() == Path(source).absolute():
+        raise UserError(f"{out} is the file that is read; name another --out.")
     if out.is_dir():
         raise UserError(f"{out} is a folder; name a file.")
     if not out.exists():

@@ -20,7 +20,7 @@ from llmcond.heads import cosine
 from llmcond.prompts import Prompt
 from llmcond.report.console import note
 from llmcond.report.tables import finite
-from llmcond.runs import Run, SavedHead, head_name, open_run
+from llmcond.runs import Run, SavedHead, StaleHeadError, head_name, open_run
 from llmcond.workflows.extract import DataOptions, LazyEncoder, extract_rows, extraction_note
 from llmcond.workflows.features import Features
 
@@ -58,25 +58,26 @@ def evaluate(
         UserError: no run, no such head or split, no rated rows.
     """
     run = open_run(run_folder)
-    fitted = (
-        run.find_heads([name for name in heads if name != "none"]) if set(heads) != {"none"} else []
-    )
+    fitted = _heads_to_score(run, heads)
     prompts = list({head.prompt.name: head.prompt for head in fitted}.values())
     if not fitted or not heads:
         prompts = list(run.prompts().values())
     if not prompts:
         raise UserError(f"{run_folder} has no extracted features yet. Run `llmcond extract` first.")
     if data.source is None:
+        if data.columns or data.scale:
+            raise UserError("columns and rating range belong to --data, which was not given.")
         split = split or run.default_split()
         rows = run.rows(split)
+        check_scorable(rows, run, other=False, predictions=predictions is not None)
         cache = Features(run)
         features = {prompt.name: cache.pairs(prompt, split) for prompt in prompts}
     else:
-        rows = read_rows(data.source, split, data.columns or run.columns, data.scale or run.scale)
-        split = split or "test"
+        columns, scale = data.columns or run.columns, data.scale or run.scale
+        rows, split = read_rows(data.source, split, columns, scale)
+        check_scorable(rows, run, other=True, predictions=predictions is not None)
         note(f"scoring all {len(rows):,} rows of {rows.file}, as {split}")
         features = _features_of(run, prompts, rows, device)
-    check_scorable(rows, run, other=data.source is not None)
     ways: list[SavedHead | Zeroshot] = [Zeroshot(p, s) for p in prompts for s in (False, True)]
     ways += fitted
     similarity = {_label(way): predict(way, features[way.prompt.name]) for way in ways}
@@ -97,9 +98,27 @@ def _features_of(
     return {prompt.name: read_features(rows, prompt, store) for prompt in prompts}
 
 
-def check_scorable(rows: Rows, run: Run, other: bool) -> None:
-    """Refuse rows without a rating; warn of pairs in ``other`` rows that the run trained on."""
-    if not rows.rated.any():
+def _heads_to_score(run: Run, names: Sequence[str]) -> list[SavedHead]:
+    """Return the heads named, or all that fit the run's features; zero-shot rows come anyway."""
+    if names:
+        wanted = [name for name in names if name != "none"]
+        found = run.find_heads(wanted) if wanted else []
+    else:
+        found = []
+        for name in run.head_names():
+            try:
+                found.append(run.load_head(name))
+            except StaleHeadError as error:
+                note(f"left out: {error}")
+    return [head for head in found if head.head.family.kind != "none"]
+
+
+def check_scorable(rows: Rows, run: Run, other: bool, predictions: bool = False) -> None:
+    """Refuse rows without a rating; warn of pairs in ``other`` rows that the run trained on.
+
+    Where predictions are to be written, rows without a rating have their use: a hidden test.
+    """
+    if not rows.rated.any() and not predictions:
         raise UserError(
             f"none of the {len(rows):,} rows of {rows.file} is rated; there is nothing to score."
         )
@@ -142,6 +161,11 @@ def result_of(
 
 def _scores(similarity: NDArray[np.float32], rows: Rows) -> dict[str, Any]:
     rated = rows.rated
+    if not rated.any():
+        nothing = dict.fromkeys(("spearman", "pearson", "accuracy"))
+        intervals = {f"{name}_ci": [None, None] for name in nothing}
+        counts = {"n": 0, "n_dropped": len(rows), "n_pairs": 0, "n_compared": 0, "n_tied": 0}
+        return {**counts, **nothing, **intervals}
     scores = score(similarity[rated], rows.rating[rated], rows.pair[rated])
     return {
         "n": scores.n,

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llmcond.datasets import Columns, Dataset, RatingScale, Rows, leaked_pairs, read_dataset
 from llmcond.encoders import EncoderInput, EncoderOptions, ResolvedEncoder, resolve
-from llmcond.errors import UserError
+from llmcond.errors import LlmcondError, UserError
 from llmcond.features.extract import Extraction, NonFiniteError
 from llmcond.features.extract import extract as extract_inputs
 from llmcond.features.pairs import find_row, row_inputs
 from llmcond.features.store import FeatureStore, StoreDtype
 from llmcond.prompts import Prompt, load_prompt
 from llmcond.report.console import extraction_bar, note
-from llmcond.runs import Run, RunExistsError, create_run, open_run, run_exists
+from llmcond.runs import Run, RunExistsError, create_run, open_run, run_exists, where_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +77,48 @@ def extract(
         LlmcondError: the hub cannot be reached, or the encoder fails.
     """
     existing = open_run(run_folder) if run_exists(run_folder) else None
+    # All that can be wrong in files is found before a model is looked for, or downloaded.
+    named = [load_prompt(name) for name in prompts]
+    if existing is None:
+        dataset = data.read()
+        for text in (*dataset.notes, *_data_notes(dataset)):
+            note(text)
     resolved = resolve(model, options)
     for assumption in resolved.assumed:
         note(f"assumed: {assumption}")
-    chosen = [load_prompt(name) for name in prompts or [resolved.default_prompt]]
+    chosen = named or [load_prompt(resolved.default_prompt)]
     _check_prompts(chosen, resolved)
-    run = _run_for(existing, run_folder, model, resolved, data, store_dtype)
+    if existing is None:
+        try:
+            run = create_run(run_folder, model, resolved, dataset, store_dtype or "float16")
+        except RunExistsError:
+            existing = open_run(run_folder)
+    if existing is not None:
+        run = existing
+        _check_run(run, resolved, data, store_dtype)
+        if where_model(model, resolved) != run.manifest["encoder"]["model"]:
+            run.record_model(where_model(model, resolved))
     note(
         f"{resolved.checkpoint.name} in {resolved.identity.dtype} on {resolved.device}, "
         f"{resolved.identity.pooling} pooling -> {run_folder}"
     )
-    return _extract_prompts(run, resolved, chosen)
+    try:
+        return _extract_prompts(run, resolved, chosen)
+    except LlmcondError:
+        if existing is None and not len(run.store()):
+            # Nothing came of it, and what is left would bind the folder to this encoder.
+            shutil.rmtree(run_folder, ignore_errors=True)
+        raise
 
 
 def _check_prompts(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None:
     names = [prompt.name for prompt in prompts]
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"the prompt {name} was given {names.count(name)} times; give it once.")
+            raise UserError(
+                f"the prompt {name} was given {names.count(name)} times. Give it once; files of "
+                "the same name in different folders must be renamed."
+            )
     for prompt in prompts:
         if prompt.uses_instruction and not resolved.identity.instruction_format:
             raise UserError(
@@ -104,38 +129,32 @@ def _check_prompts(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None
             )
 
 
-def _run_for(
-    existing: Run | None,
-    folder: Path,
-    model: str,
-    resolved: ResolvedEncoder,
-    data: DataOptions,
-    store_dtype: StoreDtype | None,
-) -> Run:
-    """Return the run that is there, if it is of this encoder and data, or a new one."""
-    if existing is None:
-        dataset = data.read()
-        for text in (*dataset.notes, *_data_notes(dataset)):
-            note(text)
-        try:
-            return create_run(folder, model, resolved, dataset, store_dtype or "float16")
-        except RunExistsError:
-            existing = open_run(folder)
-    existing.check_encoder(resolved)
-    if store_dtype not in (None, existing.manifest["store_dtype"]):
+def _check_run(
+    run: Run, resolved: ResolvedEncoder, data: DataOptions, store_dtype: StoreDtype | None
+) -> None:
+    """Refuse a run of another encoder, another storage type or other data."""
+    run.check_encoder(resolved)
+    if store_dtype not in (None, run.manifest["store_dtype"]):
         raise UserError(
-            f"{folder} stores features as {existing.manifest['store_dtype']}, not {store_dtype}. "
+            f"{run.folder} stores features as {run.manifest['store_dtype']}, not {store_dtype}. "
             "Use another --run."
         )
-    recorded = existing.manifest["data"]
-    if data.source is not None:
-        digest = data.like(existing).read().digest
-        if digest != recorded["digest"]:
+    recorded = run.manifest["data"]
+    if data.source is None:
+        if data.like(run) != replace(
+            DataOptions(), columns=run.columns, scale=run.scale, split_seed=recorded["split_seed"]
+        ):
             raise UserError(
-                f"{folder} holds the data {recorded['source']} (digest {recorded['digest']}), and "
-                f"{data.source} has other rows or ratings (digest {digest}). Use another --run."
+                f"{run.folder} holds the data {recorded['source']}, read in another way than asked "
+                "for. Name the --data too, and another --run."
             )
-    return existing
+        return
+    digest = data.like(run).read().digest
+    if digest != recorded["digest"]:
+        raise UserError(
+            f"{run.folder} holds the data {recorded['source']} (digest {recorded['digest']}), and "
+            f"{data.source} has other rows or ratings (digest {digest}). Use another --run."
+        )
 
 
 def _data_notes(dataset: Dataset) -> Iterable[str]:
@@ -156,8 +175,12 @@ def _extract_prompts(
     for prompt in prompts:
         splits = {name: run.rows(name) for name in run.splits}
         extraction = extract_rows(run.store(), encoder, prompt, splits.values())
+        before = run.manifest["prompts"].get(prompt.name)
+        if before and before["prompt"]["digest"] != prompt.digest:
+            note(f"the prompt {prompt.name} has changed; fit its heads again")
         record = {
             "n_inputs": extraction.n_inputs,
+            "n_computed": extraction.n_computed,
             "n_truncated": extraction.n_truncated,
             "max_length": resolved.identity.max_length,
             "device": resolved.device,
@@ -165,7 +188,6 @@ def _extract_prompts(
         run.record_prompt(prompt, record)
         done[prompt.name] = {
             **record,
-            "n_computed": extraction.n_computed,
             "n_tokens": extraction.n_tokens,
             "seconds": round(extraction.seconds, 3),
         }

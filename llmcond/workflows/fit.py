@@ -48,10 +48,13 @@ def fit_head(
         UserError: no run, no features, or settings that cannot be.
     """
     run = open_run(run_folder)
+    check_seed(seed)
     recipe = load_recipe(head)
     if changes:
         recipe = recipe.with_settings(recipe.parse_changes(dict(changes), "--set"), "--set")
     chosen = run.prompt(prompt)
+    if name is not None and name.split("@")[0] == "none" and recipe.family.kind != "none":
+        raise UserError(f"{name!r} would be taken for zero-shot. Give the head another --name.")
     name = name or head_name(recipe.name, chosen.name, subtract)
     folder = run.head_folder(name)
     features = Features(run)
@@ -83,6 +86,12 @@ def fit_head(
     }
     note(_fit_note(summary, replaced))
     return summary
+
+
+def check_seed(seed: int) -> None:
+    """Raise a UserError unless every library that draws numbers takes the seed."""
+    if not 0 <= seed < 2**32:
+        raise UserError(f"the seed is {seed}; it must be at least 0 and below 2^32.")
 
 
 def sized(recipe: Recipe, dim: int | None, dim_in: int) -> Recipe:
