@@ -1,8 +1,7 @@
-"""Rows of two sentences, a condition and a rating: read, checked, and split by sentence pair."""
+"""Reading data sets: files become rows, checked, on a stated scale, in splits."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmcond.errors import UserError
-from llmcond.files import digest_bytes, digest_text
+from llmcond.files import digest_text
+from llmcond.rows import Rows, rows_digest, split_by_pair
 from llmcond.tables import Source, has_column, open_source, read_records, without_shard
 
 SPLITS = ("train", "dev", "test")
@@ -85,66 +84,6 @@ class RatingScale:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows of one split, as columns of equal length.
-
-    Attributes:
-        sentence1, sentence2, condition: texts, never empty.
-        rating: (n,) float64 on 0 to 1; NaN where the row is unrated or ill-defined.
-        number: (n,) the row's number in its file, from 1.
-        file: the name of the file they came from.
-    """
-
-    sentence1: Sequence[str]
-    sentence2: Sequence[str]
-    condition: Sequence[str]
-    rating: NDArray[np.float64]
-    number: NDArray[np.int64]
-    file: str
-
-    def __len__(self) -> int:
-        return len(self.rating)
-
-    @property
-    def rated(self) -> NDArray[np.bool_]:
-        """Return (n,) whether a row has a rating."""
-        return ~np.isnan(self.rating)
-
-    @cached_property
-    def pair(self) -> NDArray[np.int64]:
-        """Return (n,) the number of each row's sentence pair, whichever sentence comes first."""
-        numbers: dict[tuple[str, str], int] = {}
-        pairs = zip(self.sentence1, self.sentence2, strict=True)
-        found = [numbers.setdefault(_unordered(a, b), len(numbers)) for a, b in pairs]
-        return np.array(found, dtype=np.int64)
-
-    def pair_keys(self) -> list[tuple[str, str]]:
-        """Return each distinct sentence pair once, in the order of ``pair``."""
-        pairs = zip(self.sentence1, self.sentence2, strict=True)
-        return list(dict.fromkeys(_unordered(a, b) for a, b in pairs))
-
-    def take(self, chosen: NDArray[Any]) -> Rows:
-        """Return the rows at the chosen positions (numbers or a mask)."""
-        positions = np.arange(len(self))[chosen]
-        return Rows(
-            sentence1=[self.sentence1[i] for i in positions],
-            sentence2=[self.sentence2[i] for i in positions],
-            condition=[self.condition[i] for i in positions],
-            rating=self.rating[positions],
-            number=self.number[positions],
-            file=self.file,
-        )
-
-    def describe(self, position: int) -> str:
-        """Name the row at a position for a message: ``row 17 of train.csv``."""
-        return f"row {self.number[position]} of {self.file}"
-
-
-def _unordered(first: str, second: str) -> tuple[str, str]:
-    return (first, second) if first <= second else (second, first)
-
-
-@dataclass(frozen=True)
 class Dataset:
     """Splits of rows, and what they came from.
 
@@ -181,13 +120,6 @@ class Dataset:
             "unrated": {name: int((~rows.rated).sum()) for name, rows in self.splits.items()},
             "notes": list(self.notes),
         }
-
-
-def rows_digest(rows: Rows) -> str:
-    """Identify rows by their texts and ratings, in their order."""
-    ratings = [None if np.isnan(r) else float(r) for r in rows.rating]
-    columns = [list(rows.sentence1), list(rows.sentence2), list(rows.condition), ratings]
-    return digest_bytes(json.dumps(columns).encode(), size=16).hex()
 
 
 def sample_folder() -> Path:
@@ -267,33 +199,6 @@ def _complete(
     complete = {**splits, **parts}
     note = f"no dev file: {DEV_FRACTION:.0%} of the training pairs are dev, chosen with seed {seed}"
     return {name: complete[name] for name in SPLITS if name in complete}, (note,)
-
-
-def split_by_pair(rows: Rows, fractions: Mapping[str, float], seed: int) -> dict[str, Rows]:
-    """Divide rows so that all rows of a sentence pair are in one split.
-
-    Args:
-        rows: what to divide.
-        fractions: share of the pairs for each split, adding up to 1.
-        seed: decides, with the sentences themselves, which pairs go where.
-
-    Raises:
-        UserError: fewer pairs than splits.
-    """
-    keys = rows.pair_keys()
-    if len(keys) < len(fractions):
-        raise UserError(
-            f"{rows.file} has {len(keys)} distinct sentence pairs; {len(fractions)} at least are "
-            f"needed to make {', '.join(fractions)}."
-        )
-    order = sorted(range(len(keys)), key=lambda i: digest_text(str(seed), *keys[i]))
-    # Every split gets one pair at least, however few there are.
-    sizes = {name: max(1, int(share * len(keys))) for name, share in fractions.items()}
-    first = next(iter(sizes))
-    sizes[first] += len(keys) - sum(sizes.values())
-    split_of_pair = np.empty(len(keys), dtype=np.int64)
-    split_of_pair[order] = np.repeat(np.arange(len(sizes)), list(sizes.values()))
-    return {name: rows.take(split_of_pair[rows.pair] == index) for index, name in enumerate(sizes)}
 
 
 def _read_rows(source: Source, files: Sequence[str], columns: Columns, scale: RatingScale) -> Rows:
@@ -420,8 +325,3 @@ def read_texts(source: str, sentence: str, condition: str | None) -> Texts:
         texts.conditions.append(problems.text(number, condition, given))
     problems.raise_if_any()
     return texts
-
-
-def leaked_pairs(rows: Rows, train: Rows) -> int:
-    """Count the sentence pairs of ``rows`` that occur in ``train`` too."""
-    return len(set(rows.pair_keys()) & set(train.pair_keys()))

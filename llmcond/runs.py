@@ -14,13 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from filelock import FileLock
 
 from llmcond.config import bundled_names, check_name
-from llmcond.datasets import Columns, Dataset, RatingScale, Rows
+from llmcond.datasets import Columns, Dataset, RatingScale
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full, nearest
 from llmcond.features.store import FeatureStore, StoreDtype
@@ -28,6 +25,7 @@ from llmcond.files import check_format, read_json, write_json
 from llmcond.heads import FittedHead, load_head
 from llmcond.prompts import Prompt, prompt_from_json
 from llmcond.provenance import provenance
+from llmcond.rows import Rows, load_rows, save_rows
 
 FORMAT = 1
 
@@ -169,7 +167,7 @@ class Run:
             UserError: the run has no such split.
         """
         if self._rows is None:
-            self._rows = _read_rows(self.folder / "rows.parquet")
+            self._rows = load_rows(self.folder / "rows.parquet")
         if split not in self._rows:
             raise UserError(f"{self.folder} has no {split} split; it has {', '.join(self.splits)}.")
         return self._rows[split]
@@ -390,7 +388,7 @@ def create_run(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        _write_rows(temporary / "rows.parquet", dataset.splits)
+        save_rows(temporary / "rows.parquet", dataset.splits)
         write_json(temporary / "run.json", manifest)
         temporary.chmod(0o755)
         # Atomic, also over an empty folder that the user made beforehand.
@@ -412,55 +410,6 @@ def where_model(model: str, resolved: ResolvedEncoder) -> str:
     local = Path(model).expanduser()
     known = resolved.checkpoint.known is not None
     return str(local.resolve()) if not known and local.is_dir() else model
-
-
-def _write_rows(path: Path, splits: Mapping[str, Rows]) -> None:
-    tables = [
-        pa.table(
-            {
-                "split": [name] * len(rows),
-                "file": [rows.file] * len(rows),
-                "number": rows.number,
-                "sentence1": list(rows.sentence1),
-                "sentence2": list(rows.sentence2),
-                "condition": list(rows.condition),
-                "rating": rows.rating,
-            }
-        )
-        for name, rows in splits.items()
-    ]
-    pq.write_table(pa.concat_tables(tables), path)
-
-
-def _read_rows(path: Path) -> dict[str, Rows]:
-    try:
-        # Absolute: in a relative one with a colon Arrow sees the name of a file system.
-        table = pq.read_table(path.absolute())
-    except (OSError, pa.ArrowInvalid) as error:
-        raise UserError(f"{path} cannot be read: {error}. Extract into a new --run.") from error
-    columns = table.to_pydict()
-    split = np.array(columns["split"])
-    everything = Rows(
-        sentence1=columns["sentence1"],
-        sentence2=columns["sentence2"],
-        condition=columns["condition"],
-        rating=table["rating"].to_numpy(),
-        number=table["number"].to_numpy(),
-        file="",
-    )
-    found: dict[str, Rows] = {}
-    for name in dict.fromkeys(columns["split"]):
-        positions = np.flatnonzero(split == name)
-        part = everything.take(positions)
-        found[name] = Rows(
-            part.sentence1,
-            part.sentence2,
-            part.condition,
-            part.rating,
-            part.number,
-            columns["file"][positions[0]],
-        )
-    return found
 
 
 def head_name(recipe: str, prompt: str, subtract: bool) -> str:

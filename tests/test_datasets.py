@@ -17,16 +17,13 @@ from llmcond.datasets import (
     FRACTIONS,
     Columns,
     RatingScale,
-    Rows,
     Texts,
-    leaked_pairs,
     read_dataset,
     read_rows,
     read_texts,
-    rows_digest,
-    split_by_pair,
 )
 from llmcond.errors import UserError
+from llmcond.rows import Rows, leaked_pairs, rows_digest, split_by_pair
 
 Write = Callable[..., Path]
 NAMES = ("sentence1", "sentence2", "condition", "label")

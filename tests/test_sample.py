@@ -10,10 +10,11 @@ import pytest
 from conftest import ROOT
 from scipy.stats import spearmanr
 
-from llmcond.datasets import Dataset, Rows, leaked_pairs, read_dataset
+from llmcond.datasets import Dataset, read_dataset
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.spec import EncoderInput
 from llmcond.heads.base import cosine
+from llmcond.rows import Rows, leaked_pairs
 
 
 @pytest.fixture(scope="module")

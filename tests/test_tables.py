@@ -17,8 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmcond.datasets import Rows, read_dataset, read_rows
+from llmcond.datasets import read_dataset, read_rows
 from llmcond.errors import LlmcondError, UserError
+from llmcond.rows import Rows
 
 NAMES = ("sentence1", "sentence2", "condition", "label")
 HEADER = b"sentence1,sentence2,condition,label\n"

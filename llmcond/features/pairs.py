@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.datasets import Rows
 from llmcond.encoders.spec import EncoderInput
 from llmcond.features.store import FeatureStore
 from llmcond.prompts import Prompt
+from llmcond.rows import Rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.datasets import Rows, leaked_pairs, read_rows
+from llmcond.datasets import read_rows
 from llmcond.errors import UserError
 from llmcond.evaluation.metrics import Estimate, score
 from llmcond.features.pairs import PairFeatures, read_features
@@ -20,6 +20,7 @@ from llmcond.heads import cosine
 from llmcond.prompts import Prompt
 from llmcond.report.console import note
 from llmcond.report.tables import finite
+from llmcond.rows import Rows, leaked_pairs
 from llmcond.runs import Run, SavedHead, StaleHeadError, head_name, open_run
 from llmcond.workflows.extract import DataOptions, LazyEncoder, extract_rows, extraction_note
 from llmcond.workflows.features import Features

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmcond.datasets import Columns, Dataset, RatingScale, Rows, leaked_pairs, read_dataset
+from llmcond.datasets import Columns, Dataset, RatingScale, read_dataset
 from llmcond.encoders import EncoderInput, EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError
 from llmcond.features.extract import Extraction, NonFiniteError
@@ -17,6 +17,7 @@ from llmcond.features.pairs import find_row, row_inputs
 from llmcond.features.store import FeatureStore, StoreDtype
 from llmcond.prompts import Prompt, load_prompt
 from llmcond.report.console import extraction_bar, note
+from llmcond.rows import Rows, leaked_pairs
 from llmcond.runs import Run, RunExistsError, create_run, open_run, run_exists, where_model
 
 

@@ -1,0 +1,172 @@
+"""Rows of two sentences, a condition and a rating, as columns; their pairs, splits and file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from llmcond.errors import UserError
+from llmcond.files import digest_bytes, digest_text
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one split, as columns of equal length.
+
+    Attributes:
+        sentence1, sentence2, condition: texts, never empty.
+        rating: (n,) float64 on 0 to 1; NaN where the row is unrated or ill-defined.
+        number: (n,) the row's number in its file, from 1.
+        file: the name of the file they came from.
+    """
+
+    sentence1: Sequence[str]
+    sentence2: Sequence[str]
+    condition: Sequence[str]
+    rating: NDArray[np.float64]
+    number: NDArray[np.int64]
+    file: str
+
+    def __len__(self) -> int:
+        return len(self.rating)
+
+    @property
+    def rated(self) -> NDArray[np.bool_]:
+        """Return (n,) whether a row has a rating."""
+        return ~np.isnan(self.rating)
+
+    @cached_property
+    def pair(self) -> NDArray[np.int64]:
+        """Return (n,) the number of each row's sentence pair, whichever sentence comes first."""
+        numbers: dict[tuple[str, str], int] = {}
+        pairs = zip(self.sentence1, self.sentence2, strict=True)
+        found = [numbers.setdefault(_unordered(a, b), len(numbers)) for a, b in pairs]
+        return np.array(found, dtype=np.int64)
+
+    def pair_keys(self) -> list[tuple[str, str]]:
+        """Return each distinct sentence pair once, in the order of ``pair``."""
+        pairs = zip(self.sentence1, self.sentence2, strict=True)
+        return list(dict.fromkeys(_unordered(a, b) for a, b in pairs))
+
+    def take(self, chosen: NDArray[Any]) -> Rows:
+        """Return the rows at the chosen positions (numbers or a mask)."""
+        positions = np.arange(len(self))[chosen]
+        return Rows(
+            sentence1=[self.sentence1[i] for i in positions],
+            sentence2=[self.sentence2[i] for i in positions],
+            condition=[self.condition[i] for i in positions],
+            rating=self.rating[positions],
+            number=self.number[positions],
+            file=self.file,
+        )
+
+    def describe(self, position: int) -> str:
+        """Name the row at a position for a message: ``row 17 of train.csv``."""
+        return f"row {self.number[position]} of {self.file}"
+
+
+def _unordered(first: str, second: str) -> tuple[str, str]:
+    return (first, second) if first <= second else (second, first)
+
+
+def rows_digest(rows: Rows) -> str:
+    """Identify rows by their texts and ratings, in their order."""
+    ratings = [None if np.isnan(r) else float(r) for r in rows.rating]
+    columns = [list(rows.sentence1), list(rows.sentence2), list(rows.condition), ratings]
+    return digest_bytes(json.dumps(columns).encode(), size=16).hex()
+
+
+def split_by_pair(rows: Rows, fractions: Mapping[str, float], seed: int) -> dict[str, Rows]:
+    """Divide rows so that all rows of a sentence pair are in one split.
+
+    Args:
+        rows: what to divide.
+        fractions: share of the pairs for each split, adding up to 1.
+        seed: decides, with the sentences themselves, which pairs go where.
+
+    Raises:
+        UserError: fewer pairs than splits.
+    """
+    keys = rows.pair_keys()
+    if len(keys) < len(fractions):
+        raise UserError(
+            f"{rows.file} has {len(keys)} distinct sentence pairs; {len(fractions)} at least are "
+            f"needed to make {', '.join(fractions)}."
+        )
+    order = sorted(range(len(keys)), key=lambda i: digest_text(str(seed), *keys[i]))
+    # Every split gets one pair at least, however few there are.
+    sizes = {name: max(1, int(share * len(keys))) for name, share in fractions.items()}
+    first = next(iter(sizes))
+    sizes[first] += len(keys) - sum(sizes.values())
+    split_of_pair = np.empty(len(keys), dtype=np.int64)
+    split_of_pair[order] = np.repeat(np.arange(len(sizes)), list(sizes.values()))
+    return {name: rows.take(split_of_pair[rows.pair] == index) for index, name in enumerate(sizes)}
+
+
+def leaked_pairs(rows: Rows, train: Rows) -> int:
+    """Count the sentence pairs of ``rows`` that occur in ``train`` too."""
+    return len(set(rows.pair_keys()) & set(train.pair_keys()))
+
+
+def save_rows(path: Path, splits: Mapping[str, Rows]) -> None:
+    """Write the rows of all splits to a Parquet file."""
+    tables = [
+        pa.table(
+            {
+                "split": [name] * len(rows),
+                "file": [rows.file] * len(rows),
+                "number": rows.number,
+                "sentence1": list(rows.sentence1),
+                "sentence2": list(rows.sentence2),
+                "condition": list(rows.condition),
+                "rating": rows.rating,
+            }
+        )
+        for name, rows in splits.items()
+    ]
+    pq.write_table(pa.concat_tables(tables), path)
+
+
+def load_rows(path: Path) -> dict[str, Rows]:
+    """Return the rows that :func:`save_rows` wrote, by split.
+
+    Raises:
+        UserError: the file is gone or damaged.
+    """
+    try:
+        # Absolute: in a relative one with a colon Arrow sees the name of a file system.
+        table = pq.read_table(path.absolute())
+    except (OSError, pa.ArrowInvalid) as error:
+        raise UserError(f"{path} cannot be read: {error}. Extract into a new --run.") from error
+    columns = table.to_pydict()
+    split = np.array(columns["split"])
+    everything = Rows(
+        sentence1=columns["sentence1"],
+        sentence2=columns["sentence2"],
+        condition=columns["condition"],
+        rating=table["rating"].to_numpy(),
+        number=table["number"].to_numpy(),
+        file="",
+    )
+    found: dict[str, Rows] = {}
+    for name in dict.fromkeys(columns["split"]):
+        positions = np.flatnonzero(split == name)
+        part = everything.take(positions)
+        found[name] = Rows(
+            part.sentence1,
+            part.sentence2,
+            part.condition,
+            part.rating,
+            part.number,
+            columns["file"][positions[0]],
+        )
+    return found
