@@ -445,10 +445,7 @@ def _print_results(options: argparse.Namespace, results: list[dict[str, Any]]) -
         return
     from llmcond.report.tables import results_table, show
 
-    title = (
-        f"{options.run}, {results[0]['split']}: times 100, with 95 % intervals over sentence pairs"
-    )
-    show(results_table(results, title))
+    show(results_table(results, options.run))
 
 
 def _add_similarity(commands: Any) -> None:

@@ -58,6 +58,19 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8", newline="\n")
 
 
+def check_writable(path: Path) -> None:
+    """Find out before long work that its result could not be written.
+
+    Raises:
+        UserError: ``path`` is a folder, or its folder cannot be written.
+    """
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name a file.")
+    if not path.exists():
+        write_text(path, "")
+        path.unlink()
+
+
 def write_json(path: Path, value: object) -> None:
     """Write ``value`` as indented JSON, atomically. NaN and infinity are refused."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -123,6 +123,8 @@ class Run:
 
     def record_model(self, model: str) -> None:
         """Note where the encoder is found now; its identity is checked to be the run's."""
+        if self.manifest["encoder"]["model"] == model:
+            return
         with FileLock(self.folder / ".lock"):
             self.manifest = read_json(self.folder / "run.json")
             self.manifest["encoder"]["model"] = model

@@ -30,7 +30,7 @@ def main() -> None:
     fit_head(run, "mlp")
     print("3. Score it on sentences it has never seen: llmcond evaluate")
     results = evaluate(run, ["mlp"], "test")
-    show(results_table(results, "test split, times 100, 95 % intervals over sentence pairs"))
+    show(results_table(results, run))
     zero_shot = next(row for row in results if row["head"] == "none" and row["subtract"])
     fitted = next(row for row in results if row["head"] == "mlp")
     summary = {

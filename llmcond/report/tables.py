@@ -6,29 +6,38 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 
-def results_table(results: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """Return evaluation results, a row each, with intervals; correlations are times 100."""
-    table = Table(title=Text(title), title_justify="left")
-    for heading in ("head", "prompt", "minus c"):
+def results_table(results: Sequence[Mapping[str, Any]], run: object) -> Table:
+    """Return evaluation results of one split, a row each; figures are times 100.
+
+    What is the same for every row (the rows scored, dropped and tied) stands in the title.
+    """
+    first = results[0]
+    title = (
+        f"{run}, {first['split']}: {first['n']:,} rows of {first['n_pairs']:,} sentence pairs, "
+        f"{first['n_dropped']:,} unrated dropped; accuracy over {first['n_compared']:,} "
+        f"comparisons, {first['n_tied']:,} tied left out. Times 100, 95 % intervals over pairs."
+    )
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in ("head", "prompt"):
         table.add_column(heading, overflow="fold")
-    for heading in ("Spearman", "Pearson", "accuracy", "rows", "dropped", "tied"):
-        table.add_column(heading, justify="right", overflow="fold")
+    table.add_column("minus c", no_wrap=True)
+    for heading in ("Spearman", "Pearson", "accuracy"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for result in results:
         table.add_row(
-            Text(str(result["name"])),
+            # A head's full name repeats its prompt, which has a column of its own.
+            Text(str(result["name"]).removesuffix("+c").removesuffix(f"@{result['prompt']}")),
             Text(str(result["prompt"])),
             "yes" if result["subtract"] else "no",
             _interval(result, "spearman"),
             _interval(result, "pearson"),
             _interval(result, "accuracy"),
-            str(result["n"]),
-            str(result["n_dropped"]),
-            str(result["n_tied"]),
         )
     return table
 
@@ -46,19 +55,19 @@ def _hundred(value: float | None) -> str:
 
 def listing(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return rows of like keys as a table; texts are shown as they are."""
-    table = Table()
+    table = Table(box=box.SIMPLE_HEAD)
     for key in rows[0] if rows else ():
-        table.add_column(key, overflow="fold")
+        table.add_column(key.replace("_", " "), overflow="fold", no_wrap=key == "name")
     for row in rows:
         table.add_row(*(Text("" if value is None else str(value)) for value in row.values()))
     return table
 
 
 def show(table: Table) -> None:
-    """Print a table on standard output, never narrower than it needs where that is no terminal."""
+    """Print a table on standard output; where that is no terminal, it is wide enough for all."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=200)
+        console = Console(highlight=False, width=160)
     console.print(table)
 
 

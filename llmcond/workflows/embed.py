@@ -16,7 +16,7 @@ from llmcond.embedder import choose_head
 from llmcond.encoders import EncoderInput
 from llmcond.errors import UserError
 from llmcond.features.extract import NonFiniteError, extract
-from llmcond.files import replacing, write_text
+from llmcond.files import check_writable, replacing
 from llmcond.report.console import extraction_bar, note
 from llmcond.runs import open_run
 from llmcond.workflows.extract import LazyEncoder, extraction_note
@@ -70,7 +70,9 @@ def embed_file(
     texts = read_texts(source, sentence, condition)
     if not texts.from_column:
         note(f"{texts.file} has no column {condition!r}: that is every row's condition")
-    _check_writable(out, source)
+    if out.absolute() == Path(source).absolute():
+        raise UserError(f"{out} is the file that is read; name another --out.")
+    check_writable(out)
     rows = list(zip(texts.sentences, texts.conditions, strict=True))
     conditional = [template.conditional.render(*row) for row in rows]
     unconditional = [template.unconditional.render(*row) for row in rows] if subtract else []
@@ -96,17 +98,6 @@ def embed_file(
     name = chosen.name if chosen else "none"
     note(f"{len(rows):,} embeddings of {dim} dimensions by {name} -> {out}")
     return {"out": str(out), "rows": len(rows), "dim": dim, "head": name, "prompt": template.name}
-
-
-def _check_writable(out: Path, source: str) -> None:
-    """Find out before hours of extraction that the result cannot be written."""
-    if out.absolute() == Path(source).absolute():
-        raise UserError(f"{out} is the file that is read; name another --out.")
-    if out.is_dir():
-        raise UserError(f"{out} is a folder; name a file.")
-    if not out.exists():
-        write_text(out, "")
-        out.unlink()
 
 
 def _row_of(item: EncoderInput, *columns: list[EncoderInput]) -> int:

@@ -15,7 +15,7 @@ from llmcond.datasets import read_rows
 from llmcond.errors import UserError
 from llmcond.evaluation.metrics import Estimate, score
 from llmcond.features.pairs import PairFeatures, read_features
-from llmcond.files import replacing
+from llmcond.files import check_writable, replacing
 from llmcond.heads import cosine
 from llmcond.prompts import Prompt
 from llmcond.report.console import note
@@ -59,6 +59,8 @@ def evaluate(
         UserError: no run, no such head or split, no rated rows.
     """
     run = open_run(run_folder)
+    if predictions is not None:
+        check_writable(predictions)
     fitted = _heads_to_score(run, heads)
     prompts = list({head.prompt.name: head.prompt for head in fitted}.values())
     if not fitted or not heads:

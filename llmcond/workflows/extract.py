@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,25 +81,20 @@ def extract(
     existing = open_run(run_folder) if run_exists(run_folder) else None
     # All that can be wrong in files is found before a model is looked for, or downloaded.
     named = [load_prompt(name) for name in prompts]
-    if existing is None:
-        dataset = data.read()
-        for text in (*dataset.notes, *_data_notes(dataset)):
-            note(text)
+    dataset = None if existing else _read_and_tell(data)
     resolved = resolve(model, options)
     for assumption in resolved.assumed:
         note(f"assumed: {assumption}")
     chosen = named or [load_prompt(resolved.default_prompt)]
     _check_prompts(chosen, resolved)
-    if existing is None:
-        try:
-            run = create_run(run_folder, model, resolved, dataset, store_dtype or "float16")
-        except RunExistsError:
-            existing = open_run(run_folder)
-    if existing is not None:
-        run = existing
+    created = None
+    if dataset is not None:
+        with suppress(RunExistsError):  # another process made it meanwhile: join it
+            created = create_run(run_folder, model, resolved, dataset, store_dtype or "float16")
+    run = created or existing or open_run(run_folder)
+    if run is not created:
         _check_run(run, resolved, data, store_dtype)
-        if where_model(model, resolved) != run.manifest["encoder"]["model"]:
-            run.record_model(where_model(model, resolved))
+        run.record_model(where_model(model, resolved))
     note(
         f"{resolved.checkpoint.name} in {resolved.identity.dtype} on {resolved.device}, "
         f"{resolved.identity.pooling} pooling -> {run_folder}"
@@ -106,10 +102,18 @@ def extract(
     try:
         return _extract_prompts(run, resolved, chosen)
     except LlmcondError:
-        if existing is None and not len(run.store()):
+        if created is not None and not len(created.store()):
             # Nothing came of it, and what is left would bind the folder to this encoder.
             shutil.rmtree(run_folder, ignore_errors=True)
         raise
+
+
+def _read_and_tell(data: DataOptions) -> Dataset:
+    """Read a data set and tell what was decided and what is odd about it."""
+    dataset = data.read()
+    for text in (*dataset.notes, *_data_notes(dataset)):
+        note(text)
+    return dataset
 
 
 def _check_prompts(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None:
@@ -142,9 +146,9 @@ def _check_run(
         )
     recorded = run.manifest["data"]
     if data.source is None:
-        if data.like(run) != replace(
-            DataOptions(), columns=run.columns, scale=run.scale, split_seed=recorded["split_seed"]
-        ):
+        asked = data.like(run)
+        read_by = (run.columns, run.scale, recorded["split_seed"])
+        if (asked.columns, asked.scale, asked.split_seed) != read_by:
             raise UserError(
                 f"{run.folder} holds the data {recorded['source']}, read in another way than asked "
                 "for. Name the --data too, and another --run."
