@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoTokenizer, BitsAndBytesConfig
-from transformers.utils import logging as transformers_logging
+from transformers.utils import logging
 
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.errors import LlmcondError, UserError
@@ -23,6 +25,21 @@ _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 _NO_REMOTE_CODE = {"trust_remote_code": False}
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers for a block: what is wrong is checked, and told in our own words."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@_quiet()
 def load_tokenizer(resolved: ResolvedEncoder) -> Any:
     """Load the checkpoint's tokenizer.
 
@@ -44,6 +61,7 @@ def load_tokenizer(resolved: ResolvedEncoder) -> Any:
         ) from error
 
 
+@_quiet()
 def load_model(resolved: ResolvedEncoder) -> Any:
     """Load the checkpoint's weights in the resolved type, on the resolved device.
 
@@ -69,8 +87,6 @@ def load_model(resolved: ResolvedEncoder) -> Any:
             f"{checkpoint.name} is an encoder-decoder ({config.model_type}), which is not "
             "supported; use an encoder or a decoder."
         )
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
     try:
         model, report = AutoModel.from_pretrained(
             str(checkpoint.folder), config=config, output_loading_info=True, **arguments
