@@ -62,10 +62,6 @@ class Embedder:
         if self.subtract:
             unconditional = [self.prompt.unconditional.render(*row) for row in texts]
             features = features - self._encode_distinct(unconditional)
-        return self.embed_features(features)
-
-    def embed_features(self, features: Vectors) -> Vectors:
-        """Return the embeddings, (n, k) float32, of features that were read from a store."""
         return features if self.head is None else self.head.transform(features)
 
     def similarity(

@@ -97,9 +97,7 @@ class Run:
         dtype: StoreDtype = self.manifest["store_dtype"]
         return FeatureStore(self.folder / "features", self.identity, dtype)
 
-    def resolve_encoder(
-        self, device: str = "auto", max_tokens: int | None = None
-    ) -> ResolvedEncoder:
+    def resolve_encoder(self, device: str = "auto") -> ResolvedEncoder:
         """Find the run's encoder again, on any device.
 
         Raises:
@@ -115,7 +113,6 @@ class Run:
             normalize=recorded.normalize,
             max_length=recorded.max_length,
             instruction_format=recorded.instruction_format,
-            max_tokens_per_batch=max_tokens,
         )
         resolved = resolve(self.manifest["encoder"]["model"], options)
         self.check_encoder(resolved)
@@ -296,23 +293,21 @@ class Run:
         return str(recipe.get("name"))
 
     def find_heads(self, names: Sequence[str]) -> list[SavedHead]:
-        """Load heads by full name, or all heads of a recipe; no names is every head.
+        """Load heads by full name, or all heads of a recipe.
 
         Raises:
             UserError: a name that nothing was fitted under.
         """
         known = self.head_names()
-        if not names:
-            return [self.load_head(name) for name in known]
         chosen: list[str] = []
         for name in names:
             matches = [k for k in known if name in (k, self._recipe_of(k))]
             if not matches:
                 fitted = f"fitted: {', '.join(known)}" if known else "none is fitted yet"
                 recipe = name.split("@")[0]
-                names = bundled_names("heads")
+                recipes = bundled_names("heads")
                 fit = f"Fit it: llmcond fit-head --head {recipe} --run {self.folder}"
-                remedy = fit if recipe in names else nearest(name, [*known, *names])
+                remedy = fit if recipe in recipes else nearest(name, [*known, *recipes])
                 raise UserError(f"{self.folder} has no fitted head {name!r} ({fitted}). {remedy}")
             chosen += matches
         return [self.load_head(name) for name in dict.fromkeys(chosen)]

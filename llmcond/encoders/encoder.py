@@ -125,10 +125,8 @@ class Encoder:
             # Truncated by the tokenizer, which keeps its special tokens in place.
             cut = self._tokenizer(texts[index], truncation=True, max_length=limit)
             ids[index] = cut["input_ids"]
-        if min(len(row) for row in ids) == 0:
-            # A tokenizer that adds no special tokens gives nothing for an empty text.
-            ids = [row or [self._pad_id] for row in ids]
-        return ids, n_tokens
+        # A tokenizer that adds no special tokens gives nothing for an empty text.
+        return [row or [self._pad_id] for row in ids], n_tokens
 
     def _forward(self, ids: list[list[int]]) -> Iterator[tuple[list[int], NDArray[np.float32]]]:
         for batch in plan_batches([len(row) for row in ids], self.resolved.max_tokens_per_batch):

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.encoders.spec import EncoderInput
-from llmcond.errors import LlmcondError
+from llmcond.errors import UserError
 from llmcond.features.store import FeatureStore
 from llmcond.files import digest_bytes
 
@@ -79,14 +79,12 @@ class Extraction:
     seconds: float
 
 
-class NonFiniteError(LlmcondError):
+class NonFiniteError(UserError):
     """An encoder gave NaN or infinity.
 
     Attributes:
         item: the input that it gave it for.
     """
-
-    exit_code = 2
 
     def __init__(self, item: EncoderInput, dtype: str) -> None:
         """Make the message, without the row; whoever knows the rows adds it."""

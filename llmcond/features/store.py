@@ -24,7 +24,6 @@ from llmcond.errors import DiskFullError, UserError, is_disk_full
 from llmcond.files import check_format, read_json, write_json
 
 StoreDtype = Literal["float16", "float32"]
-STORE_DTYPES: tuple[StoreDtype, ...] = ("float16", "float32")
 FORMAT = 1
 
 _KEY = pa.binary(16)

@@ -69,9 +69,9 @@ def _swap(new: Path, folder: Path) -> None:
         new.rename(folder)
     except OSError:
         (old / "head").rename(folder)
+        old.rmdir()
         raise
-    finally:
-        shutil.rmtree(old)
+    shutil.rmtree(old)
 
 
 def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:

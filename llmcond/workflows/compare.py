@@ -59,7 +59,8 @@ def compare_prompts(
     rows = run.rows(split)
     check_scorable(rows, run, other=False)
     results = []
-    for prompt in (load_prompt(name) for name in names):
+    # From the run: a file that was changed meanwhile is not what was extracted.
+    for prompt in [run.prompt(name) for name in names]:
         # Anew for each prompt: memory holds one prompt's features at a time.
         features = Features(run)
         pairs = features.pairs(prompt, split)
