@@ -146,7 +146,16 @@ def _add_encoder(parser: Any) -> None:
         metavar="NAME_OR_PATH",
         help="alias, hub name or folder (`llmcond models` lists the known ones)",
     )
+    _add_encoder_settings(parser)
+
+
+def _add_encoder_settings(parser: Any) -> None:
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit on the hub")
+    parser.add_argument(
+        "--like",
+        metavar="NAME",
+        help="a known model whose settings this one has: for copies and fine-tuned ones",
+    )
     parser.add_argument(
         "--dtype",
         default="auto",
@@ -161,13 +170,23 @@ def _add_encoder(parser: Any) -> None:
     )
     _add_device(parser)
     parser.add_argument(
+        "--attention", choices=("bidirectional", "causal"), help="default: the model's own"
+    )
+    parser.add_argument(
         "--max-tokens-per-batch",
         type=int,
         metavar="N",
         help="token budget of one forward pass, padding included",
     )
     parser.add_argument(
-        "--pooling", choices=("cls", "mean", "last"), help="default: the model's own"
+        "--pooling",
+        choices=("cls", "mean", "last", "pooler", "latent"),
+        help="default: the model's own",
+    )
+    parser.add_argument(
+        "--pool-over",
+        choices=("all", "text"),
+        help="pool all tokens, or the text's without its instruction; default: the model's own",
     )
     parser.add_argument(
         "--normalize",
@@ -182,6 +201,11 @@ def _add_encoder(parser: Any) -> None:
         help=r"how an instruction is put before a text, e.g. "
         r"'Instruct: {instruction}\nQuery: {text}'",
     )
+    parser.add_argument(
+        "--special-tokens",
+        metavar="TEXT",
+        help="tokens around every input, e.g. '<s> {text} </s>', or: tokenizer (as it adds them)",
+    )
 
 
 def _encoder_options(options: argparse.Namespace) -> Any:
@@ -193,11 +217,15 @@ def _encoder_options(options: argparse.Namespace) -> Any:
         device=options.device,
         quantize=options.quantize,
         revision=options.revision,
+        like=options.like,
+        attention=options.attention,
         pooling=options.pooling,
+        pool_over=options.pool_over,
         normalize=options.normalize,
         max_length=options.max_length,
         # A shell has no easy way to write a line break.
         instruction_format=None if template is None else template.replace("\\n", "\n"),
+        special_tokens=options.special_tokens,
         max_tokens_per_batch=options.max_tokens_per_batch,
     )
 
@@ -542,21 +570,60 @@ def _embed(options: argparse.Namespace) -> None:
 
 
 def _add_listings(commands: Any) -> None:
+    parser = _add_command(
+        commands,
+        "models",
+        "List the encoders that are known by name, or check one before it is downloaded.",
+        _models,
+        "llmcond models --check nvidia/NV-Embed-v2",
+    )
+    parser.add_argument(
+        "--check",
+        metavar="NAME_OR_PATH",
+        help="tell what an encoder reads and pools, the memory it needs, and whether it fits here; "
+        "downloads its settings and tokenizer only",
+    )
+    _add_encoder_settings(parser.add_argument_group("with --check"))
     for name, summary in (
-        ("models", "List the encoders that are known by name."),
         ("prompts", "List the bundled prompts."),
         ("heads", "List the bundled head recipes."),
     ):
         _add_command(commands, name, summary, _list, f"llmcond {name} --json")
 
 
+def _models(options: argparse.Namespace) -> None:
+    from llmcond import listings
+
+    if options.check is not None:
+        _check_model(options)
+    elif options.json:
+        _print_json({"models": listings.models()})
+    else:
+        from llmcond.report.tables import listing, show
+
+        show(listing(listings.models_in_brief()))
+
+
+def _check_model(options: argparse.Namespace) -> None:
+    from llmcond.workflows import check_model
+
+    report, problem = check_model(options.check, _encoder_options(options))
+    if options.json:
+        _print_json({**report, "problem": str(problem) if problem else None})
+    else:
+        from llmcond.report.checkup import show_checkup
+
+        show_checkup(report)
+    if problem is not None:
+        raise problem
+
+
 def _list(options: argparse.Namespace) -> None:
     from llmcond import listings
+    from llmcond.report.tables import listing, show
 
     rows = getattr(listings, options.name)()
     if options.json:
         _print_json({options.name: rows})
-        return
-    from llmcond.report.tables import listing, show
-
-    show(listing(rows))
+    else:
+        show(listing(rows))

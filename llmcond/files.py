@@ -132,3 +132,8 @@ def digest_files(root: Path, paths: Iterable[Path]) -> str:
     for path in sorted(paths):
         total.update(f"{path.relative_to(root).as_posix()}\0{digest_file(path)}\n".encode())
     return total.hexdigest()
+
+
+def gib(n_bytes: int) -> str:
+    """Write a number of bytes for people."""
+    return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MiB"

@@ -6,7 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from llmcond.config import bundled_names
-from llmcond.encoders.models import MODELS, default_prompt
+from llmcond.encoders.models import MODELS, PADDING_SIDE, default_prompt
+from llmcond.encoders.spec import DTYPES
 from llmcond.prompts import load_prompt
 
 
@@ -16,15 +17,40 @@ def models() -> list[dict[str, Any]]:
         {
             "name": model.name,
             "repo": model.repo,
+            "n_parameters": model.n_parameters,
             "dim": model.dim,
-            "pooling": model.pooling,
+            "attention": model.attention,
+            "pooling": model.poolings[0],
+            "poolings": list(model.poolings),
+            "pool_over": model.pool_over,
             "max_length": model.max_length,
             "normalize": model.normalize,
+            "special_tokens": model.special_tokens,
+            "padding_side": PADDING_SIDE,
             "instruction_format": model.instruction_format,
             "default_prompt": default_prompt(model.instruction_format),
+            "dtypes": [d for d in DTYPES if d != "float16" or not model.no_float16],
+            "gated": model.gated,
             "licence": model.licence,
         }
         for model in MODELS
+    ]
+
+
+def models_in_brief() -> list[dict[str, Any]]:
+    """Return what of each known encoder goes into a terminal's width."""
+    return [
+        {
+            "name": row["name"],
+            "size": f"{row['n_parameters'] / 1e9:.2f} B",
+            "dim": row["dim"],
+            "attention": row["attention"],
+            "pooling": ", ".join(row["poolings"]),
+            "length": row["max_length"],
+            "instruction": "yes" if row["instruction_format"] else "no",
+            "licence": row["licence"] + (" (gated)" if row["gated"] else ""),
+        }
+        for row in models()
     ]
 
 
@@ -38,8 +64,10 @@ def prompts() -> list[dict[str, Any]]:
                 "name": name,
                 "description": prompt.description,
                 "instruction": prompt.conditional.instruction,
+                "context": prompt.conditional.context,
                 "text": prompt.conditional.text,
                 "unconditional_instruction": prompt.unconditional.instruction,
+                "unconditional_context": prompt.unconditional.context,
                 "unconditional_text": prompt.unconditional.text,
                 "source": prompt.source,
             }

@@ -12,7 +12,7 @@ from string import Formatter
 from typing import Any, ClassVar
 
 from llmcond.config import STRICT, build, find_toml, read_toml
-from llmcond.encoders.spec import EncoderInput, fill
+from llmcond.encoders.spec import TOKENIZER_DECIDES, EncoderIdentity, EncoderInput, fill
 from llmcond.errors import UserError, nearest
 from llmcond.files import digest_text
 
@@ -21,19 +21,31 @@ PLACEHOLDERS = ("sentence", "condition")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One input of a template: the task instruction, and the text that is encoded."""
+    """One input of a template: the text that is encoded, and what it is encoded under.
+
+    Attributes:
+        text: what is encoded.
+        instruction: the task, for encoders that take one.
+        context: what is read before the text but not pooled, for encoders that read pairs; see
+            ``EncoderInput``. Empty: none, but pooled alike. None: a plain text.
+    """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     text: str
     instruction: str = ""
+    context: str | None = None
+
+    @property
+    def templates(self) -> dict[str, str]:
+        """Return its templates by their keys, without a context that is not there."""
+        found = {"instruction": self.instruction, "text": self.text}
+        return found if self.context is None else {**found, "context": self.context}
 
     def render(self, sentence: str, condition: str) -> EncoderInput:
         """Return the encoder input with both texts put in."""
         values = {"sentence": sentence, "condition": condition}
-        return EncoderInput(
-            instruction=fill(self.instruction, values), text=fill(self.text, values)
-        )
+        return EncoderInput(**{key: fill(text, values) for key, text in self.templates.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +72,26 @@ class Prompt:
     def digest(self) -> str:
         """Identify everything in the template that changes an encoder's input."""
         parts = (self.conditional, self.unconditional)
-        return digest_text(*(value for part in parts for value in (part.instruction, part.text)))
+        return digest_text(*(value for part in parts for value in part.templates.values()))
 
-    @property
-    def uses_instruction(self) -> bool:
-        """Tell whether the encoder must be one that takes instructions."""
-        return bool(self.conditional.instruction or self.unconditional.instruction)
+    def obstacle(self, encoder: EncoderIdentity) -> str:
+        """Return why an encoder cannot take the template's inputs; empty if it can."""
+        parts = (self.conditional, self.unconditional)
+        if any(part.instruction for part in parts) and not encoder.instruction_format:
+            return (
+                "it gives an instruction, and the encoder takes none (or say how to put it in: "
+                r"--instruction-format 'Instruct: {instruction}\nQuery: {text}')"
+            )
+        if all(part.context is None for part in parts):
+            return ""
+        if encoder.special_tokens != TOKENIZER_DECIDES:
+            return "it gives a context, and the encoder reads one text only, not a pair"
+        if encoder.pooling not in ("mean", "last"):
+            return (
+                "it pools over the text's own tokens, and the encoder pools by "
+                f"{encoder.pooling} (--pooling mean)"
+            )
+        return ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the template with its digest, as manifests record it."""
@@ -106,8 +132,8 @@ def _check(prompt: Prompt, source: str) -> None:
     missing = [name for name in PLACEHOLDERS if name not in conditional]
     if missing:
         raise UserError(
-            f"{source}: [conditional] lacks the placeholder {{{missing[0]}}}. Its instruction and "
-            f"text must name {{sentence}} and {{condition}} between them."
+            f"{source}: [conditional] lacks the placeholder {{{missing[0]}}}. Its text, and its "
+            f"instruction or context, must name {{sentence}} and {{condition}} between them."
         )
     unconditional = _placeholders(prompt.unconditional, f"{source}: [unconditional]")
     if len(unconditional) != 1:
@@ -120,7 +146,7 @@ def _check(prompt: Prompt, source: str) -> None:
 
 def _placeholders(part: Part, source: str) -> set[str]:
     found: set[str] = set()
-    for key, template in (("instruction", part.instruction), ("text", part.text)):
+    for key, template in part.templates.items():
         try:
             fields = list(Formatter().parse(template))
         except ValueError as error:
@@ -144,6 +170,8 @@ def _placeholders(part: Part, source: str) -> set[str]:
                     f"{nearest(name, PLACEHOLDERS)} Legal: {{sentence}}, {{condition}}."
                 )
             found.add(name)
+    if part.instruction and part.context is not None:
+        raise UserError(f"{source} has both an instruction and a context; give one of them.")
     if not part.text.strip():
         raise UserError(f"{source} text is empty: there is nothing to encode.")
     return found

@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from llmcond.config import bundled_names, check_name
 from llmcond.datasets import Columns, Dataset, RatingScale
-from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, resolve
+from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
 from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full, nearest
 from llmcond.features.store import FeatureStore, StoreDtype
 from llmcond.files import check_format, read_json, write_json
@@ -109,10 +109,14 @@ class Run:
             device=device,
             quantize=recorded.quantize,
             revision=self.manifest["encoder"]["revision"],
+            like=self.manifest["encoder"].get("like"),
+            attention=recorded.attention,
             pooling=recorded.pooling,
+            pool_over=recorded.pool_over,
             normalize=recorded.normalize,
             max_length=recorded.max_length,
             instruction_format=recorded.instruction_format,
+            special_tokens=recorded.special_tokens,
         )
         resolved = resolve(self.manifest["encoder"]["model"], options)
         self.check_encoder(resolved)
@@ -371,6 +375,7 @@ def create_run(
             "name": resolved.checkpoint.name,
             "model": where_model(model, resolved),
             "revision": commit,
+            "like": resolved.checkpoint.known.repo if resolved.checkpoint.known else None,
             "fingerprint": identity.fingerprint,
             "identity": identity.to_json(),
             "default_prompt": resolved.default_prompt,
@@ -405,8 +410,7 @@ def create_run(
 def where_model(model: str, resolved: ResolvedEncoder) -> str:
     """Return what finds a model again from any working folder: its name, or an absolute path."""
     local = Path(model).expanduser()
-    known = resolved.checkpoint.known is not None
-    return str(local.resolve()) if not known and local.is_dir() else model
+    return str(local.resolve()) if find_model(model) is None and local.is_dir() else model
 
 
 def head_name(recipe: str, prompt: str, subtract: bool) -> str:

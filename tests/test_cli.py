@@ -115,8 +115,13 @@ def test_a_single_file_is_split_by_pair_and_compared(capsys, tiny, write_rows, s
         "runs/compare",
     )["results"]
     ways = {(row["prompt"], row["head"], row["subtract"]) for row in results}
-    assert len(results) == len(ways) == 2 * 3 * 2
-    assert {row["prompt"] for row in results} == {"concat-sent-cond", "concat-cond-sent"}
+    assert len(results) == len(ways) == 4 * 3 * 2
+    assert {row["prompt"] for row in results} == {
+        "concat-sent-cond",
+        "concat-cond-sent",
+        "pair-cond",
+        "pair-sent",
+    }
     assert len({(row["n"], row["n_pairs"], row["split"]) for row in results}) == 1
     spearman = [row["spearman"] for row in results]
     assert spearman == sorted(spearman, reverse=True)

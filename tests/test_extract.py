@@ -238,7 +238,9 @@ def test_killed_extractions_resume_to_the_same_bits(tmp_path, checkpoint, undist
     draw = random.Random(7)
     store = open_store(tmp_path, checkpoint)
     sizes = []
-    for _ in range(10):
+    partial = set()
+    # How far an extraction gets before it is killed depends on how busy the machine is.
+    while len(partial) < 4 and len(sizes) < 60:
         process, connection = start(checkpoint, tmp_path, INPUTS)
         connection.send("go")
         time.sleep(draw.uniform(0, 0.08))
@@ -247,7 +249,8 @@ def test_killed_extractions_resume_to_the_same_bits(tmp_path, checkpoint, undist
         assert process.exitcode == -signal.SIGKILL
         store.refresh()
         sizes.append(len(store))
-    assert len({size for size in sizes if 0 < size < len(INPUTS)}) >= 4, sizes
+        partial |= {len(store)} - {0, len(INPUTS)}
+    assert len(partial) >= 4, sizes
     process, connection = start(checkpoint, tmp_path, INPUTS)
     connection.send("go")
     assert finish(process, connection).n_computed == len(INPUTS) - sizes[-1]

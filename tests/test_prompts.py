@@ -1,5 +1,6 @@
 """Prompt templates: what they render to, and what is refused."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcond.encoders.spec import EncoderInput
+from llmcond.encoders.spec import EncoderIdentity, EncoderInput
 from llmcond.errors import UserError
 from llmcond.prompts import Part, Prompt, load_prompt, prompt_from_json
 
@@ -76,17 +77,77 @@ def test_bundled_prompts_render_the_wording_of_case(
     assert prompt.unconditional.render(SENTENCE, CONDITION) == EncoderInput(*unconditional)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("cond", True), ("sent", True), ("concat-cond-sent", False), ("concat-sent-cond", False)],
+PLAIN = EncoderIdentity(
+    weights="sha256:00",
+    dtype="float32",
+    quantize="none",
+    attention="bidirectional",
+    pooling="mean",
+    max_length=64,
+    normalize=True,
+    instruction_format="",
 )
-def test_a_prompt_knows_whether_the_encoder_must_take_instructions(name: str, expected: bool):
-    assert load_prompt(name).uses_instruction is expected
+INSTRUCTED = replace(PLAIN, instruction_format="{instruction} {text}", special_tokens="{text} </s>")
 
 
-def test_an_instruction_in_the_unconditional_part_alone_counts_as_one():
-    prompt = Prompt("d", "s", Part("{sentence} {condition}"), Part("{condition}", "Embed"))
-    assert prompt.uses_instruction
+@pytest.mark.parametrize(
+    ("name", "encoder", "obstacle"),
+    [
+        ("cond", PLAIN, "takes none"),
+        ("sent", PLAIN, "takes none"),
+        ("cond", INSTRUCTED, ""),
+        ("concat-cond-sent", PLAIN, ""),
+        ("concat-sent-cond", INSTRUCTED, ""),
+        ("pair-cond", PLAIN, ""),
+        ("pair-sent", PLAIN, ""),
+        ("pair-cond", INSTRUCTED, "reads one text only"),
+        ("pair-cond", replace(PLAIN, pooling="cls"), "--pooling mean"),
+        ("pair-cond", replace(PLAIN, pooling="last"), ""),
+    ],
+)
+def test_a_prompt_knows_which_encoders_can_take_it(
+    name: str, encoder: EncoderIdentity, obstacle: str
+):
+    found = load_prompt(name).obstacle(encoder)
+    assert (obstacle in found) if obstacle else found == ""
+
+
+@pytest.mark.parametrize("part", [Part("{condition}", "Embed"), Part("{condition}", context="")])
+def test_an_unconditional_part_alone_can_be_an_obstacle(part: Part):
+    prompt = Prompt("d", "s", Part("{sentence} {condition}"), part)
+    assert prompt.obstacle(replace(PLAIN, pooling="cls", instruction_format=""))
+
+
+def test_pair_prompts_put_one_text_into_the_context():
+    prompt = load_prompt("pair-cond")
+    rendered = prompt.conditional.render(SENTENCE, CONDITION)
+    assert rendered == EncoderInput("", CONDITION, context=SENTENCE)
+    # An empty context is not none: both vectors are pooled over the condition's own tokens.
+    unconditional = prompt.unconditional.render(SENTENCE, CONDITION)
+    assert unconditional == EncoderInput("", CONDITION, context="")
+
+
+def test_a_context_changes_the_digest_and_none_does_not():
+    plain = Prompt("d", "s", Part("{sentence} {condition}"), Part("{condition}"))
+    empty = replace(plain, unconditional=Part("{condition}", context=""))
+    assert plain.digest != empty.digest
+    recorded = prompt_from_json(plain.to_json(), "run.json")
+    assert recorded.digest == plain.digest
+    # As it was recorded before there were contexts.
+    old = json.loads(json.dumps(plain.to_json()))
+    for part in ("conditional", "unconditional"):
+        del old[part]["context"]
+    assert prompt_from_json(old, "run.json") == plain
+
+
+def test_instruction_and_context_exclude_each_other(tmp_path: Path):
+    path = tmp_path / "both.toml"
+    path.write_text(
+        'description = "d"\nsource = "s"\n[conditional]\ninstruction = "{sentence}"\n'
+        'context = "{sentence}"\ntext = "{condition}"\n[unconditional]\ntext = "{condition}"\n'
+    )
+    with pytest.raises(UserError, match="both an instruction and a context"):
+        load_prompt(str(path))
 
 
 @given(st.text(), st.text())

@@ -12,6 +12,7 @@ from llmcond.errors import LlmcondError, UserError
 from llmcond.features.store import FeatureStore
 
 IDENTITY = EncoderIdentity(
+    attention="bidirectional",
     weights="sha256:00",
     dtype="float32",
     quantize="none",

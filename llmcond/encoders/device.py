@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import re
 
+import torch
+
 from llmcond.encoders.spec import DTYPES, Dtype
 from llmcond.errors import UserError
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def choose_device(device: str) -> str:
@@ -14,8 +22,6 @@ def choose_device(device: str) -> str:
     Raises:
         UserError: another name, or a device that this machine lacks.
     """
-    import torch
-
     if device == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
@@ -35,8 +41,6 @@ def choose_device(device: str) -> str:
 
 def choose_dtype(dtype: str, device: str) -> Dtype:
     """Return ``dtype``, or for ``auto`` the fastest one that ``device`` computes natively."""
-    import torch
-
     if dtype != "auto":
         return next(known for known in DTYPES if known == dtype)
     if device.startswith("cuda"):

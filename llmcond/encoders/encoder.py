@@ -12,11 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from llmcond.encoders.batching import plan_batches
-from llmcond.encoders.loading import load_model, load_tokenizer
+from llmcond.encoders.direction import check_direction
+from llmcond.encoders.loading import load_config, load_model, load_tokenizer
 from llmcond.encoders.pooling import pool
 from llmcond.encoders.resolve import EncoderOptions, ResolvedEncoder, resolve
-from llmcond.encoders.spec import EncoderIdentity, EncoderInput, fill
-from llmcond.errors import LlmcondError, UserError
+from llmcond.encoders.spec import EncoderIdentity, EncoderInput
+from llmcond.encoders.tokenizing import InputTokenizer, Tokens
+from llmcond.errors import LlmcondError
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +52,25 @@ class Encoder:
             LlmcondError: its weights are broken or do not fit into memory.
         """
         self.resolved = resolved
-        self._tokenizer = load_tokenizer(resolved)
-        self._model = load_model(resolved)
-        self.dim = int(self._model.config.hidden_size)
-        pad = self._tokenizer.pad_token_id
-        self._pad_id = int(pad if pad is not None else self._tokenizer.eos_token_id or 0)
+        config = load_config(resolved.checkpoint, resolved.identity.attention)
+        tokenizer = load_tokenizer(resolved.checkpoint, config)
+        self._tokenizer = InputTokenizer(tokenizer, resolved.identity, resolved.checkpoint.name)
+        self._model = load_model(resolved, config)
+        self.dim = self._model.dim
+        self._device = self._model.network.get_input_embeddings().weight.device
+        self._try_out()
+
+    def _try_out(self) -> None:
+        """Run the network once, where it fails at once if it fails at all."""
+        identity = self.identity
+        try:
+            check_direction(self._model.network, identity.attention, self.name, self._device)
+        except (AssertionError, NotImplementedError, RuntimeError) as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise LlmcondError(
+                f"{self.name} cannot be run as {identity.dtype}, quantize {identity.quantize}, on "
+                f"{self.resolved.device}: {lines[0]}. Try another --dtype or --quantize."
+            ) from error
 
     @property
     def name(self) -> str:
@@ -72,7 +88,7 @@ class Encoder:
         Texts longer than the encoder takes are truncated, with a warning that counts them.
 
         Raises:
-            UserError: an input has an instruction, and the encoder takes none.
+            UserError: an instruction or a context that the encoder cannot take.
             LlmcondError: out of memory.
         """
         encoded = self.encode_counted(inputs)
@@ -88,13 +104,14 @@ class Encoder:
         """Return vectors with the tokens and the truncation of each input.
 
         Raises:
-            UserError: an input has an instruction, and the encoder takes none.
+            UserError: an instruction or a context that the encoder cannot take.
             LlmcondError: out of memory.
         """
-        ids, n_tokens = self._tokenise([self.format(item) for item in inputs])
+        rows = self._tokenizer(inputs)
         vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
-        for batch, pooled in self._forward(ids):
+        for batch, pooled in self._forward(rows):
             vectors[batch] = pooled
+        n_tokens = np.array([row.n_tokens for row in rows], dtype=np.int32)
         return Encoded(vectors, n_tokens, n_tokens > self.identity.max_length)
 
     def format(self, item: EncoderInput) -> str:
@@ -103,35 +120,13 @@ class Encoder:
         Raises:
             UserError: the input has an instruction, and the encoder takes none.
         """
-        if not item.instruction:
-            return item.text
-        if not self.identity.instruction_format:
-            raise UserError(
-                f"{self.name} takes no instruction, and got {item.instruction!r}. Use a prompt "
-                "without one (concat-sent-cond), or give --instruction-format."
-            )
-        values = {"instruction": item.instruction, "text": item.text}
-        return fill(self.identity.instruction_format, values)
+        return self._tokenizer.format(item)
 
-    def _tokenise(self, texts: Sequence[str]) -> tuple[list[list[int]], NDArray[np.int32]]:
-        if not texts:
-            return [], np.zeros(0, dtype=np.int32)
-        limit = self.identity.max_length
-        ids: list[list[int]] = self._tokenizer(list(texts), truncation=False, verbose=False)[
-            "input_ids"
-        ]
-        n_tokens = np.array([len(row) for row in ids], dtype=np.int32)
-        for index in np.flatnonzero(n_tokens > limit).tolist():
-            # Truncated by the tokenizer, which keeps its special tokens in place.
-            cut = self._tokenizer(texts[index], truncation=True, max_length=limit)
-            ids[index] = cut["input_ids"]
-        # A tokenizer that adds no special tokens gives nothing for an empty text.
-        return [row or [self._pad_id] for row in ids], n_tokens
-
-    def _forward(self, ids: list[list[int]]) -> Iterator[tuple[list[int], NDArray[np.float32]]]:
-        for batch in plan_batches([len(row) for row in ids], self.resolved.max_tokens_per_batch):
+    def _forward(self, rows: list[Tokens]) -> Iterator[tuple[list[int], NDArray[np.float32]]]:
+        lengths = [len(row.ids) for row in rows]
+        for batch in plan_batches(lengths, self.resolved.max_tokens_per_batch):
             try:
-                yield batch, self._encode_batch([ids[index] for index in batch])
+                yield batch, self._encode_batch([rows[index] for index in batch])
             except torch.OutOfMemoryError as error:
                 raise LlmcondError(
                     f"{self.name} ran out of memory on {self.resolved.device} with "
@@ -140,36 +135,55 @@ class Encoder:
                 ) from error
 
     @torch.inference_mode()
-    def _encode_batch(self, rows: list[list[int]]) -> NDArray[np.float32]:
-        width = max(len(row) for row in rows)
-        # Padded on the right whatever the tokenizer prefers: positions then start at the first
-        # token, and the last token is found by the mask.
-        ids = torch.full((len(rows), width), self._pad_id, dtype=torch.long)
-        mask = torch.zeros((len(rows), width), dtype=torch.bool)
+    def _encode_batch(self, rows: list[Tokens]) -> NDArray[np.float32]:
+        width = max(len(row.ids) for row in rows)
+        ids = torch.full((len(rows), width), self._tokenizer.pad_id, dtype=torch.long)
+        attended = torch.zeros((len(rows), width), dtype=torch.long)
+        pooled_over = torch.zeros((len(rows), width), dtype=torch.bool)
+        types = torch.zeros((len(rows), width), dtype=torch.long)
         for index, row in enumerate(rows):
-            ids[index, : len(row)] = torch.tensor(row)
-            mask[index, : len(row)] = True
-        ids, mask = ids.to(self.resolved.device), mask.to(self.resolved.device)
-        output: Any = self._model(input_ids=ids, attention_mask=mask.long())
-        pooled = pool(output.last_hidden_state, mask, self.identity.pooling)
+            # On the right whatever the tokenizer prefers: see PADDING_SIDE.
+            ids[index, : len(row.ids)] = torch.tensor(row.ids)
+            attended[index, : len(row.ids)] = 1
+            pooled_over[index, row.first : row.last] = True
+            types[index, row.second : len(row.ids)] = 1
+        arguments = {"input_ids": ids, "attention_mask": attended}
+        if types.any():
+            arguments["token_type_ids"] = types
+        if self.identity.pooling == "latent":
+            arguments["pool_mask"] = pooled_over
+        output: Any = self._model.network(
+            **{key: value.to(self._device) for key, value in arguments.items()}
+        )
+        if self.identity.pooling == "pooler":
+            pooled = output.pooler_output.float()
+        else:
+            hidden = output.last_hidden_state
+            pooled = pool(hidden, pooled_over.to(hidden.device), self.identity.pooling)
+        pooled = self._model.dense(pooled.to(self.resolved.device))
         if self.identity.normalize:
             pooled = torch.nn.functional.normalize(pooled, dim=1)
         array: NDArray[np.float32] = pooled.cpu().numpy()
         return array
 
 
-def load_encoder(
+def load_encoder(  # noqa: PLR0913 - each is a choice of the user, by keyword
     model: str,
     *,
     dtype: str = "auto",
     quantize: str | None = None,
     device: str = "auto",
     revision: str | None = None,
+    like: str | None = None,
+    attention: str | None = None,
     pooling: str | None = None,
+    pool_over: str | None = None,
     normalize: bool | None = None,
     max_length: int | None = None,
     instruction_format: str | None = None,
+    special_tokens: str | None = None,
     max_tokens_per_batch: int | None = None,
+    fold_latents: bool = True,
 ) -> Encoder:
     """Load an encoder by alias (``minilm``), hub name or folder.
 
@@ -180,11 +194,17 @@ def load_encoder(
         quantize: None, ``8bit`` or ``4bit`` weights (bitsandbytes).
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         revision: branch, tag or commit on the hub.
-        pooling: ``cls``, ``mean`` or ``last``; None: as the model has it.
+        like: a known model whose settings a folder or another hub name is to have.
+        attention: ``bidirectional`` or ``causal``; None: as the model has it.
+        pooling: ``cls``, ``mean``, ``last``, ``pooler`` or ``latent``; None: as the model has it.
+        pool_over: ``all`` tokens, or the ``text``'s own only; None: as the model has it.
         normalize: unit L2 norm; None: as the model has it.
         max_length: tokens of an input; None: as the model has it.
         instruction_format: names ``{instruction}`` and ``{text}``; None: as the model has it.
+        special_tokens: ``tokenizer``, or the tokens around ``{text}``; None: as the model has it.
         max_tokens_per_batch: token budget of one forward pass, padding included.
+        fold_latents: multiply NV-Embed-v2's latent block out at load: the same vectors up to
+            rounding, in a fraction of the time and memory.
 
     Raises:
         UserError: an unknown model, or an option that the model or machine cannot have.
@@ -195,10 +215,15 @@ def load_encoder(
         device=device,
         quantize=quantize or "none",
         revision=revision,
+        like=like,
+        attention=attention,
         pooling=pooling,
+        pool_over=pool_over,
         normalize=normalize,
         max_length=max_length,
         instruction_format=instruction_format,
+        special_tokens=special_tokens,
         max_tokens_per_batch=max_tokens_per_batch,
+        fold_latents=fold_latents,
     )
     return Encoder(resolve(model, options))

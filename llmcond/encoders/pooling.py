@@ -14,7 +14,8 @@ def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     Args:
         hidden: (rows, tokens, dim), of any floating type.
         mask: (rows, tokens), True at the tokens that count; every row has one at least.
-        pooling: ``cls`` the first token, ``mean`` the mean, ``last`` the last token that counts.
+        pooling: ``cls`` the first token, ``mean`` and ``latent`` the mean of those that count,
+            ``last`` the last token that counts. (``pooler`` is a layer of the model's own.)
 
     Returns:
         (rows, dim) in float32. The sum of a mean is taken in float32 too: pooling in bfloat16

@@ -6,24 +6,31 @@ features without touching the weights.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from llmcond.encoders.checkpoint import Checkpoint, find_checkpoint
 from llmcond.encoders.models import default_prompt
+from llmcond.encoders.settings import Settings, check_code, check_modules, pooling_of
 from llmcond.encoders.spec import (
+    ATTENTIONS,
     DTYPES,
+    POOL_OVER,
     POOLINGS,
+    TOKENIZER_DECIDES,
+    Attention,
+    Dtype,
     EncoderIdentity,
     Pooling,
+    PoolOver,
     check_instruction_format,
+    check_special_tokens,
 )
 from llmcond.errors import UserError, nearest
 
 Quantize = Literal["none", "8bit", "4bit"]
 QUANTIZE: tuple[Quantize, ...] = ("none", "8bit", "4bit")
+_FALLBACK_LENGTH = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +42,33 @@ class EncoderOptions:
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         quantize: ``none``, ``8bit`` or ``4bit`` weights.
         revision: branch, tag or commit on the hub.
-        pooling: ``cls``, ``mean`` or ``last``.
+        like: a known model that a folder or another hub name is to be taken for.
+        attention: ``bidirectional`` or ``causal``.
+        pooling: ``cls``, ``mean``, ``last``, ``pooler`` or ``latent``.
+        pool_over: ``all`` tokens, or those of the ``text`` without its instruction.
         normalize: whether vectors have unit L2 norm.
         max_length: tokens of an input, special tokens included.
         instruction_format: names ``{instruction}`` and ``{text}``.
+        special_tokens: ``tokenizer``, or the tokens around ``{text}``.
         max_tokens_per_batch: token budget of one forward pass, padding included.
+        fold_latents: whether NV-Embed-v2's latent block is multiplied out at load: the same
+            vectors up to rounding, in a fraction of the time and memory.
     """
 
     dtype: str = "auto"
     device: str = "auto"
     quantize: str = "none"
     revision: str | None = None
+    like: str | None = None
+    attention: str | None = None
     pooling: str | None = None
+    pool_over: str | None = None
     normalize: bool | None = None
     max_length: int | None = None
     instruction_format: str | None = None
+    special_tokens: str | None = None
     max_tokens_per_batch: int | None = None
+    fold_latents: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +81,9 @@ class ResolvedEncoder:
         device: where it will run: ``cpu`` or ``cuda:N``.
         max_tokens_per_batch: token budget of one forward pass.
         assumed: what no file and no option said, in sentences for the user.
+        dense: folders of the dense layers behind its pooling.
+        may_spread: whether it may be placed over several devices if it does not fit ``device``.
+        fold_latents: see ``EncoderOptions``.
     """
 
     checkpoint: Checkpoint
@@ -70,6 +91,9 @@ class ResolvedEncoder:
     device: str
     max_tokens_per_batch: int
     assumed: tuple[str, ...]
+    dense: tuple[str, ...] = ()
+    may_spread: bool = False
+    fold_latents: bool = True
 
     @property
     def default_prompt(self) -> str:
@@ -77,43 +101,74 @@ class ResolvedEncoder:
         return default_prompt(self.identity.instruction_format)
 
 
-def resolve(name_or_path: str, options: EncoderOptions) -> ResolvedEncoder:
+def resolve(
+    name_or_path: str, options: EncoderOptions, *, identify: bool = True
+) -> ResolvedEncoder:
     """Find a model and settle every setting that decides its vectors.
+
+    Args:
+        name_or_path: alias, hub name or folder.
+        options: what the user chose.
+        identify: whether to find out which weights they are; a local checkpoint is read whole.
 
     Raises:
         UserError: an unknown model, or an option that the model or machine cannot have.
         LlmcondError: the hub cannot be reached.
     """
-    from llmcond.encoders.device import choose_device, choose_dtype, default_token_budget
+    from llmcond.encoders.device import choose_device, default_token_budget
 
-    _check_choice("dtype", options.dtype, ("auto", *DTYPES))
-    _check_choice("quantize", options.quantize, QUANTIZE)
-    if options.pooling is not None:
-        _check_choice("pooling", options.pooling, POOLINGS)
+    _check_options(options)
     device = choose_device(options.device)
-    budget = options.max_tokens_per_batch
-    if budget is not None and budget < 1:
-        raise UserError(f"max_tokens_per_batch is {budget}; it must be at least 1.")
-    checkpoint = find_checkpoint(name_or_path, options.revision)
-    files = _SettingsFiles.read(checkpoint.folder)
-    _check_modules(checkpoint, files)
+    checkpoint = find_checkpoint(name_or_path, options.revision, options.like)
+    settings = Settings.read(checkpoint.folder)
+    check_code(checkpoint, settings)
+    check_modules(checkpoint, settings)
     assumed: list[str] = []
+    pooling = _pooling(checkpoint, settings, options, assumed)
     identity = EncoderIdentity(
-        weights=checkpoint.weights,
-        dtype=choose_dtype(options.dtype, device),
+        weights=checkpoint.weights if identify else "",
+        dtype=_dtype(checkpoint, options, device),
         quantize=options.quantize,
-        pooling=_pooling(checkpoint, files, options, assumed),
-        normalize=_normalize(checkpoint, files, options, assumed),
-        max_length=_max_length(checkpoint, files, options, assumed),
+        attention=_attention(checkpoint, settings, options, assumed),
+        pooling=pooling,
+        pool_over=_pool_over(checkpoint, options, pooling),
+        normalize=_normalize(checkpoint, settings, options, assumed),
+        max_length=_max_length(checkpoint, settings, options, assumed),
         instruction_format=_instruction_format(checkpoint, options),
+        special_tokens=_special_tokens(checkpoint, settings, options),
     )
+    if settings.pooling_config.get("include_prompt") is False and identity.pool_over == "all":
+        assumed.append(
+            "an instruction is pooled along, though the checkpoint's files leave prompts out "
+            "(--pool-over text)"
+        )
+    if options.quantize == "8bit" and checkpoint.known and checkpoint.known.no_float16:
+        assumed.append(
+            f"8 bit multiplies in float16, which {checkpoint.name} does not stand: "
+            f"{checkpoint.known.no_float16}; prefer --quantize 4bit"
+        )
     return ResolvedEncoder(
         checkpoint=checkpoint,
         identity=identity,
         device=device,
-        max_tokens_per_batch=budget or default_token_budget(device),
+        max_tokens_per_batch=options.max_tokens_per_batch or default_token_budget(device),
         assumed=tuple(assumed),
+        dense=settings.dense,
+        may_spread=options.device == "auto",
+        fold_latents=options.fold_latents,
     )
+
+
+def _check_options(options: EncoderOptions) -> None:
+    _check_choice("dtype", options.dtype, ("auto", *DTYPES))
+    _check_choice("quantize", options.quantize, QUANTIZE)
+    if options.attention is not None:
+        _check_choice("attention", options.attention, ATTENTIONS)
+    if options.pooling is not None:
+        _check_choice("pooling", options.pooling, POOLINGS)
+    budget = options.max_tokens_per_batch
+    if budget is not None and budget < 1:
+        raise UserError(f"max_tokens_per_batch is {budget}; it must be at least 1.")
 
 
 def _check_choice(option: str, got: str, legal: tuple[str, ...]) -> None:
@@ -121,124 +176,89 @@ def _check_choice(option: str, got: str, legal: tuple[str, ...]) -> None:
         raise UserError(f"{option} is {got!r}. {nearest(got, legal)} Legal: {', '.join(legal)}.")
 
 
-@dataclass(frozen=True, slots=True)
-class _SettingsFiles:
-    """The small JSON files of a checkpoint; empty where it has none."""
+def _dtype(checkpoint: Checkpoint, options: EncoderOptions, device: str) -> Dtype:
+    from llmcond.encoders.device import choose_dtype
 
-    config: dict[str, Any]
-    tokenizer: dict[str, Any]
-    modules: list[dict[str, Any]]
-    pooling: dict[str, Any]
-    transformer: dict[str, Any]
-
-    @classmethod
-    def read(cls, folder: Path) -> _SettingsFiles:
-        modules = _read(folder / "modules.json", [])
-        pooling_folder = next(
-            (m.get("path", "") for m in modules if str(m.get("type", "")).endswith("Pooling")), None
-        )
-        return cls(
-            config=_read(folder / "config.json", {}),
-            tokenizer=_read(folder / "tokenizer_config.json", {}),
-            modules=modules,
-            pooling={}
-            if pooling_folder is None
-            else _read(folder / pooling_folder / "config.json", {}),
-            transformer=_read(folder / "sentence_bert_config.json", {}),
-        )
+    reason = checkpoint.known.no_float16 if checkpoint.known else ""
+    if reason and options.dtype == "float16":
+        raise UserError(f"{checkpoint.name} may not be computed in float16: {reason}.")
+    if reason and options.dtype == "auto":
+        return "bfloat16"
+    return choose_dtype(options.dtype, device)
 
 
-def _read(path: Path, default: Any) -> Any:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return default
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} of the checkpoint cannot be read as JSON: {error}.") from error
-    entries = value if isinstance(value, list) else [value]
-    if type(value) is not type(default) or not all(isinstance(entry, dict) for entry in entries):
-        raise UserError(f"{path} of the checkpoint holds something else than settings.")
-    return value
-
-
-def _check_modules(checkpoint: Checkpoint, files: _SettingsFiles) -> None:
-    """Refuse what sentence-transformers would do behind the pooling and we would leave out."""
-    for module in files.modules:
-        kind = str(module.get("type", "")).rpartition(".")[2]
-        if kind not in {"Transformer", "Pooling", "Normalize"}:
+def _attention(
+    checkpoint: Checkpoint, settings: Settings, options: EncoderOptions, assumed: list[str]
+) -> Attention:
+    known = checkpoint.known.attention if checkpoint.known else None
+    given = next((a for a in ATTENTIONS if a == options.attention), None)
+    if known is not None:
+        if given not in (None, known):
             raise UserError(
-                f"{checkpoint.name} has a sentence-transformers module {kind!r}, which is not "
-                "supported; without it its vectors would be others. Supported: Transformer, "
-                "Pooling, Normalize."
+                f"attention is {given!r}, but {checkpoint.name} was trained with {known} "
+                "attention; its vectors would be noise."
             )
+        return known
+    kind = settings.config.get("model_type")
+    encoder = kind in encoder_types()
+    if encoder and settings.attention != "causal":
+        if given == "causal":
+            raise UserError(
+                f"attention is 'causal', but {checkpoint.name} is an encoder ({kind}), which is "
+                "bidirectional."
+            )
+        return "bidirectional"
+    if given is None and settings.attention is None:
+        assumed.append("causal attention: a decoder whose config does not say (--attention)")
+    return given or settings.attention or "causal"
+
+
+def encoder_types() -> frozenset[str]:
+    """Return the ``model_type`` of every architecture that transformers has as an encoder."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    return frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
 
 
 def _pooling(
-    checkpoint: Checkpoint, files: _SettingsFiles, options: EncoderOptions, assumed: list[str]
+    checkpoint: Checkpoint, settings: Settings, options: EncoderOptions, assumed: list[str]
 ) -> Pooling:
-    if options.pooling is not None:
-        return next(pooling for pooling in POOLINGS if pooling == options.pooling)
-    if checkpoint.known and checkpoint.known.pooling:
-        return checkpoint.known.pooling
-    named = _pooling_of_file(files.pooling)
-    if named in POOLINGS:
-        return next(pooling for pooling in POOLINGS if pooling == named)
-    if named:
-        raise UserError(
-            f"{checkpoint.name} pools by {named!r}, which is not supported. Choose one with "
-            f"--pooling: {', '.join(POOLINGS)}."
+    pooling = pooling_of(checkpoint, settings, options.pooling)
+    if pooling is None:
+        assumed.append(
+            "pooling mean: no pooling settings in the checkpoint (--pooling to change it)"
         )
-    assumed.append("pooling mean: no pooling settings in the checkpoint (--pooling to change it)")
-    return "mean"
+    return pooling or "mean"
 
 
-_OLD_POOLING_KEYS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
-}
-
-
-def _pooling_of_file(config: dict[str, Any]) -> str:
-    """Read the name of the pooling from either layout that sentence-transformers has written."""
-    mode = config.get("pooling_mode")
-    if isinstance(mode, str):
-        return "last" if mode == "lasttoken" else mode
-    modes = [
-        _OLD_POOLING_KEYS.get(key, key)
-        for key, on in config.items()
-        if key.startswith("pooling_mode_") and on is True
-    ]
-    return "+".join(modes)
+def _pool_over(checkpoint: Checkpoint, options: EncoderOptions, pooling: Pooling) -> PoolOver:
+    own: PoolOver = checkpoint.known.pool_over if checkpoint.known else "all"
+    if options.pool_over is not None:
+        _check_choice("pool_over", options.pool_over, tuple({*POOL_OVER, own}))
+    given = next((p for p in POOL_OVER if p == options.pool_over), own)
+    if given == "text" and pooling not in ("mean", "last"):
+        raise UserError(
+            f"pool_over is 'text', but {checkpoint.name} pools by {pooling}, which knows one token "
+            "only or has a rule of its own. It goes with --pooling mean or last."
+        )
+    return given
 
 
 def _normalize(
-    checkpoint: Checkpoint, files: _SettingsFiles, options: EncoderOptions, assumed: list[str]
+    checkpoint: Checkpoint, settings: Settings, options: EncoderOptions, assumed: list[str]
 ) -> bool:
-    if options.normalize is not None:
-        return options.normalize
-    if checkpoint.known and checkpoint.known.normalize is not None:
-        return checkpoint.known.normalize
-    if files.modules:
-        return any(str(module.get("type", "")).endswith("Normalize") for module in files.modules)
+    known = checkpoint.known.normalize if checkpoint.known else None
+    for stated in (options.normalize, known, settings.normalize):
+        if stated is not None:
+            return stated
     assumed.append("unit L2 norm: the checkpoint does not say (--no-normalize to change it)")
     return True
 
 
-#: Architectures whose position table starts behind the padding index.
-_OFFSET_POSITIONS = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "longformer"}
-#: Tokenizers without a limit of their own state a number of about 1e30.
-_NO_LIMIT = 1_000_000
-_FALLBACK_LENGTH = 512
-
-
 def _max_length(
-    checkpoint: Checkpoint, files: _SettingsFiles, options: EncoderOptions, assumed: list[str]
+    checkpoint: Checkpoint, settings: Settings, options: EncoderOptions, assumed: list[str]
 ) -> int:
-    positions = files.config.get("max_position_embeddings")
-    if isinstance(positions, int) and files.config.get("model_type") in _OFFSET_POSITIONS:
-        positions -= 2
-    limit = positions if isinstance(positions, int) and positions > 0 else None
+    limit = settings.positions
     if options.max_length is not None:
         if options.max_length < 8 or (limit is not None and options.max_length > limit):
             most = (
@@ -246,12 +266,8 @@ def _max_length(
             )
             raise UserError(f"max_length is {options.max_length}; it must be at least 8{most}.")
         return options.max_length
-    stated = [
-        checkpoint.known.max_length if checkpoint.known else None,
-        files.transformer.get("max_seq_length"),
-        files.tokenizer.get("model_max_length"),
-    ]
-    named = next((int(n) for n in stated if isinstance(n, int | float) and 0 < n < _NO_LIMIT), None)
+    known = checkpoint.known.max_length if checkpoint.known else None
+    named = known or settings.max_length
     if named is None:
         named = min(limit or _FALLBACK_LENGTH, _FALLBACK_LENGTH)
         assumed.append(
@@ -264,3 +280,10 @@ def _instruction_format(checkpoint: Checkpoint, options: EncoderOptions) -> str:
     if options.instruction_format is not None:
         return check_instruction_format(options.instruction_format)
     return checkpoint.known.instruction_format if checkpoint.known else ""
+
+
+def _special_tokens(checkpoint: Checkpoint, settings: Settings, options: EncoderOptions) -> str:
+    if options.special_tokens is not None:
+        return check_special_tokens(options.special_tokens)
+    known = checkpoint.known.special_tokens if checkpoint.known else TOKENIZER_DECIDES
+    return known if known != TOKENIZER_DECIDES else settings.special_tokens

@@ -11,10 +11,19 @@ from typing import Any, Literal
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_bytes
 
-Pooling = Literal["cls", "mean", "last"]
+Pooling = Literal["cls", "mean", "last", "pooler", "latent"]
+PoolOver = Literal["all", "text", "after-instruction"]
+Attention = Literal["bidirectional", "causal"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-POOLINGS: tuple[Pooling, ...] = ("cls", "mean", "last")
+#: ``pooler`` is the checkpoint's own dense layer on its first token, as SimCSE uses it;
+#: ``latent`` the mean of what NV-Embed-v2's latent attention makes of the tokens.
+POOLINGS: tuple[Pooling, ...] = ("cls", "mean", "last", "pooler", "latent")
+#: Those of :data:`PoolOver` that any encoder can have; the third is NV-Embed-v2's own count.
+POOL_OVER: tuple[PoolOver, ...] = ("all", "text")
+ATTENTIONS: tuple[Attention, ...] = ("bidirectional", "causal")
+#: What ``EncoderIdentity.special_tokens`` says where the tokenizer decides.
+TOKENIZER_DECIDES = "tokenizer"
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
 
 #: Raised when the engine itself changes the vectors it gives for the same identity.
@@ -29,15 +38,23 @@ class EncoderInput:
         instruction: the task description only (for CASE, I(s) with the sentence in it); the
             encoder adds its own model's format around it. Empty: no instruction.
         text: the text whose tokens are encoded.
+        context: a text that is read with it, as the first half of a tokenizer pair, but not
+            pooled: the vector is made of the text's own tokens only, no special ones. Empty: no
+            first half, but pooled alike, so that f(c; ∅) is made as f(c; s) is. None: a plain
+            input, pooled as the model pools.
     """
 
     instruction: str
     text: str
+    context: str | None = None
 
     @property
     def key(self) -> bytes:
-        """Identify the input: 16 bytes over instruction and text, their boundary included."""
-        return digest_bytes(json.dumps([self.instruction, self.text]).encode(), size=16)
+        """Identify the input: 16 bytes over its texts, their boundaries included."""
+        texts = [self.instruction, self.text]
+        if self.context is not None:
+            texts.append(self.context)
+        return digest_bytes(json.dumps(texts).encode(), size=16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +67,14 @@ class EncoderIdentity:
         weights: ``hub:NAME@COMMIT``, or ``sha256:DIGEST`` of a local checkpoint's files.
         dtype: the type the weights and activations are computed in.
         quantize: ``none``, ``8bit`` or ``4bit``.
-        attention: ``native``: as the checkpoint's own architecture and config have it.
+        attention: ``bidirectional`` or ``causal``.
         pooling: how token vectors become one vector.
+        pool_over: which tokens of an input are pooled. ``all``; ``text``: the text's own, neither
+            the instruction's nor special ones; ``after-instruction``: all but as many of the
+            first tokens as the instruction has by itself, which is what NV-Embed-v2 counts.
         max_length: tokens an input may have, special tokens included; longer ones are truncated.
-        special_tokens: ``tokenizer``: those that the checkpoint's tokenizer adds.
+        special_tokens: ``tokenizer``: those that the checkpoint's tokenizer adds; otherwise the
+            tokens that are put around every input, such as ``<s> {text} </s>``.
         normalize: whether vectors are scaled to unit L2 norm.
         instruction_format: the model's own format around ``{instruction}`` and ``{text}``, used
             for inputs that have an instruction; empty where the model takes none.
@@ -67,8 +88,9 @@ class EncoderIdentity:
     max_length: int
     normalize: bool
     instruction_format: str
-    attention: str = "native"
-    special_tokens: str = "tokenizer"
+    attention: Attention
+    pool_over: PoolOver = "all"
+    special_tokens: str = TOKENIZER_DECIDES
     engine: int = ENGINE_VERSION
 
     @property
@@ -128,4 +150,20 @@ def check_instruction_format(template: str) -> str:
             f"the instruction format {template!r} must name {{instruction}} and {{text}}, each "
             "once, and nothing else in braces."
         )
+    return template
+
+
+def check_special_tokens(template: str) -> str:
+    """Return ``template`` if it is ``tokenizer``, or has one token at most on each side of a text.
+
+    Raises:
+        UserError: it is something else.
+    """
+    if template != TOKENIZER_DECIDES:
+        first, text, last = template.partition("{text}")
+        if not text or len(first.split()) > 1 or len(last.split()) > 1 or "{text}" in last:
+            raise UserError(
+                f"special_tokens is {template!r}; expected {TOKENIZER_DECIDES!r}, or {{text}} with "
+                "a token before it, after it or both, such as '<s> {text} </s>'."
+            )
     return template

@@ -1,9 +1,18 @@
 """The verbs of the command line, as functions. Each works on one run folder."""
 
+from llmcond.workflows.check import check_model
 from llmcond.workflows.compare import compare_prompts
 from llmcond.workflows.embed import embed_file
 from llmcond.workflows.evaluate import evaluate
 from llmcond.workflows.extract import DataOptions, extract
 from llmcond.workflows.fit import fit_head
 
-__all__ = ["DataOptions", "compare_prompts", "embed_file", "evaluate", "extract", "fit_head"]
+__all__ = [
+    "DataOptions",
+    "check_model",
+    "compare_prompts",
+    "embed_file",
+    "evaluate",
+    "extract",
+    "fit_head",
+]

@@ -86,8 +86,9 @@ def compare_prompts(
 def _usable_prompts(resolved: ResolvedEncoder) -> list[str]:
     usable = []
     for name in bundled_names("prompts"):
-        if load_prompt(name).uses_instruction and not resolved.identity.instruction_format:
-            note(f"{name} is left out: {resolved.checkpoint.name} takes no instruction")
+        obstacle = load_prompt(name).obstacle(resolved.identity)
+        if obstacle:
+            note(f"{name} is left out: {obstacle}")
         else:
             usable.append(name)
     return usable

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmcond.config import bundled_names
 from llmcond.datasets import Columns, Dataset, RatingScale, read_dataset
 from llmcond.encoders import EncoderInput, EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError
@@ -125,12 +126,16 @@ def _check_prompts(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None
                 "the same name in different folders must be renamed."
             )
     for prompt in prompts:
-        if prompt.uses_instruction and not resolved.identity.instruction_format:
+        obstacle = prompt.obstacle(resolved.identity)
+        if obstacle:
+            others = [
+                name
+                for name in bundled_names("prompts")
+                if not load_prompt(name).obstacle(resolved.identity)
+            ]
             raise UserError(
-                f"the prompt {prompt.name} gives an instruction, and {resolved.checkpoint.name} "
-                "takes none. Use a prompt without one (concat-sent-cond, concat-cond-sent), or "
-                "say how to put it in: --instruction-format 'Instruct: {instruction}\\nQuery: "
-                "{text}'"
+                f"the prompt {prompt.name} does not go with {resolved.checkpoint.name}: "
+                f"{obstacle}. Prompts that do: {', '.join(others)}."
             )
 
 

@@ -1,0 +1,156 @@
+"""What an encoder will do, told from its tokenizer and config before anything large is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig
+
+from llmcond.encoders.device import default_token_budget
+from llmcond.encoders.loading import build_on_meta, load_config, load_tokenizer
+from llmcond.encoders.memory import Footprint, available, footprint
+from llmcond.encoders.models import PADDING_SIDE, KnownModel
+from llmcond.encoders.nv_embed import read_config
+from llmcond.encoders.resolve import ResolvedEncoder
+from llmcond.encoders.spec import Dtype, EncoderInput
+from llmcond.encoders.tokenizing import InputTokenizer, Tokens
+
+#: The precisions that a check tells the memory of.
+_PRECISIONS: tuple[tuple[Dtype, str], ...] = (
+    ("float32", "none"),
+    ("bfloat16", "none"),
+    ("bfloat16", "8bit"),
+    ("bfloat16", "4bit"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """An input as the encoder reads it.
+
+    Attributes:
+        label: what the input is.
+        tokens: as the tokenizer writes them.
+        pooled: of each, whether the vector is made of it.
+    """
+
+    label: str
+    tokens: list[str]
+    pooled: list[bool]
+
+
+def samples(resolved: ResolvedEncoder, inputs: Sequence[tuple[str, EncoderInput]]) -> list[Sample]:
+    """Tokenise labelled inputs as extraction would.
+
+    Raises:
+        UserError: the checkpoint has no tokenizer that fits it.
+    """
+    identity, checkpoint = resolved.identity, resolved.checkpoint
+    config = load_config(checkpoint, identity.attention)
+    tokenizer = InputTokenizer(load_tokenizer(checkpoint, config), identity, checkpoint.name)
+    rows = tokenizer([item for _, item in inputs])
+    return [
+        Sample(label, tokenizer.strings(row), _pooled(row, identity.pooling))
+        for (label, _), row in zip(inputs, rows, strict=True)
+    ]
+
+
+def _pooled(row: Tokens, pooling: str) -> list[bool]:
+    first, last = row.first, row.last
+    if pooling in ("cls", "pooler"):
+        last = first + 1
+    if pooling == "last":
+        first = last - 1
+    return [first <= position < last for position in range(len(row.ids))]
+
+
+def describe(resolved: ResolvedEncoder) -> dict[str, Any]:
+    """Return what is settled of an encoder, and the memory it needs on its device."""
+    identity, checkpoint = resolved.identity, resolved.checkpoint
+    config = load_config(checkpoint, identity.attention)
+    return {
+        **_known_facts(checkpoint.known),
+        "name": checkpoint.name,
+        "source": f"{checkpoint.repo}@{checkpoint.folder.name}"
+        if checkpoint.repo
+        else str(checkpoint.folder),
+        "attention": identity.attention,
+        "pooling": identity.pooling,
+        "pool_over": identity.pool_over,
+        "normalize": identity.normalize,
+        "max_length": identity.max_length,
+        "special_tokens": identity.special_tokens,
+        "instruction_format": identity.instruction_format,
+        "padding_side": PADDING_SIDE,
+        "dtype": identity.dtype,
+        "assumed": list(resolved.assumed),
+        **_size(config, resolved.device),
+    }
+
+
+def describe_known(known: KnownModel, device: str) -> dict[str, Any]:
+    """Return what is known of a model without any of its files."""
+    architecture = dict(known.architecture)
+    nv_embed = architecture["model_type"] == "nvembed"
+    config = read_config(architecture) if nv_embed else AutoConfig.for_model(**architecture)
+    return {
+        **_known_facts(known),
+        "name": known.name,
+        "source": known.repo,
+        "attention": known.attention,
+        "pooling": known.poolings[0],
+        "pool_over": known.pool_over,
+        "normalize": known.normalize,
+        "max_length": known.max_length,
+        "special_tokens": known.special_tokens,
+        "instruction_format": known.instruction_format,
+        "padding_side": PADDING_SIDE,
+        "dtype": None,
+        "assumed": [],
+        **_size(config, device),
+    }
+
+
+def _known_facts(known: KnownModel | None) -> dict[str, Any]:
+    return {
+        "repo": known.repo if known else None,
+        "licence": known.licence if known else None,
+        "gated": known.gated if known else None,
+        "other_poolings": list(known.poolings[1:]) if known else None,
+        "no_float16": known.no_float16 if known else "",
+    }
+
+
+def _size(config: Any, device: str) -> dict[str, Any]:
+    size = footprint(build_on_meta(config))
+    return {
+        "architecture": str(config.model_type),
+        "layers": int(config.num_hidden_layers),
+        "width": int(config.hidden_size),
+        "n_parameters": size.n_parameters,
+        "device": device,
+        "free": available(device),
+        "memory": _memory(size, device),
+    }
+
+
+def _memory(size: Footprint, device: str) -> list[dict[str, Any]]:
+    free, tokens = available(device), default_token_budget(device)
+    rows = []
+    for dtype, quantize in _PRECISIONS:
+        loading, batch = size.loading(dtype, quantize), size.batch(dtype, tokens)
+        weights = size.weights(dtype, quantize)
+        rows.append(
+            {
+                "dtype": dtype,
+                "quantize": quantize,
+                "loading": loading,
+                "weights": weights,
+                "batch": batch,
+                "batch_tokens": tokens,
+                "fits": max(loading, weights + batch) <= free,
+            }
+        )
+    return rows

@@ -1,0 +1,112 @@
+"""How much memory an encoder takes, and how much there is, before anything large is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from llmcond.encoders.spec import Dtype
+
+_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+#: Weights that are not quantised: pooling decides the vector, and is small.
+NOT_QUANTIZED = ("latent_attention_model", "pooler")
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The size of an encoder's weights, and of the work on a batch.
+
+    Attributes:
+        n_parameters: of the checkpoint.
+        n_quantized: of them, those that 8 and 4 bit make small.
+        n_quantized_rows: rows of their matrices; 8 bit keeps a scale for each.
+        n_folded: those that NV-Embed-v2's folding takes away after loading.
+        width, inner: sizes of a token's vector and of the feed-forward layer between.
+    """
+
+    n_parameters: int
+    n_quantized: int
+    n_quantized_rows: int
+    n_folded: int
+    width: int
+    inner: int
+
+    def weights(self, dtype: Dtype, quantize: str) -> int:
+        """Return the bytes that the weights take once they are loaded."""
+        small = self.n_quantized
+        rest = self.n_parameters - self.n_folded - small
+        if quantize == "8bit":
+            return small + 4 * self.n_quantized_rows + rest * _BYTES[dtype]
+        if quantize == "4bit":
+            # Blocks of 64 share a scale of one byte, 256 of those a scale of four (QLoRA, 3).
+            return small // 2 + small // 64 + small // (64 * 256) * 4 + rest * _BYTES[dtype]
+        return (rest + small) * _BYTES[dtype]
+
+    def loading(self, dtype: Dtype, quantize: str) -> int:
+        """Return the bytes at the peak of loading, shard by shard."""
+        return self.weights(dtype, quantize) + self.n_folded * _BYTES[dtype]
+
+    def batch(self, dtype: Dtype, tokens: int) -> int:
+        """Return about how many bytes a forward pass over so many tokens adds."""
+        return tokens * (8 * self.width + 3 * self.inner) * _BYTES[dtype]
+
+
+def footprint(model: nn.Module) -> Footprint:
+    """Measure a model, which may be on the ``meta`` device."""
+    linear = [
+        module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and not any(part in name for part in NOT_QUANTIZED)
+    ]
+    config: Any = model.config
+    return Footprint(
+        n_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        n_quantized=sum(module.weight.numel() for module in linear),
+        n_quantized_rows=sum(module.out_features for module in linear),
+        n_folded=_folded(model),
+        width=config.hidden_size,
+        inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+    )
+
+
+def _folded(model: nn.Module) -> int:
+    """Count the parameters that folding saves on balance."""
+    block: Any = getattr(model, "latent_attention_model", None)
+    if block is None:
+        return 0
+    attention: Any = block.cross_attend_blocks[0]
+    gone = [*attention.fn.parameters(), *attention.norm_context.parameters(), block.latents]
+    made = 2 * int(block.heads) * int(block.latents.numel())
+    return sum(int(parameter.numel()) for parameter in gone) - made
+
+
+def available(device: str) -> int:
+    """Return the bytes that are free on a device now."""
+    if device.startswith("cuda"):
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    limit = _cgroup_room()
+    return free if limit is None else min(free, limit)
+
+
+def _cgroup_room() -> int | None:
+    """Return what a container's own limit leaves, which the machine's figures do not show."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
+        used = int((folder / "memory.current").read_text(encoding="ascii"))
+        cached = next(
+            int(line.split()[1])
+            for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+            if line.startswith("inactive_file ")
+        )
+    except (OSError, ValueError, StopIteration):
+        return None
+    return None if limit == "max" else max(int(limit) - used + cached, 0)

@@ -1,0 +1,225 @@
+"""What a checkpoint's own small JSON files say of how it makes vectors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmcond.encoders.checkpoint import Checkpoint, read_settings
+from llmcond.encoders.models import known_names
+from llmcond.encoders.spec import POOLINGS, TOKENIZER_DECIDES, Attention, Pooling
+from llmcond.errors import UserError, nearest
+
+#: Architectures whose position table starts behind the padding index.
+_OFFSET_POSITIONS = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "longformer"}
+#: Tokenizers without a limit of their own state a number of about 1e30.
+_NO_LIMIT = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The small JSON files of a checkpoint; empty where it has none.
+
+    Attributes:
+        config: config.json.
+        tokenizer: tokenizer_config.json.
+        modules: modules.json of sentence-transformers.
+        pooling_config: the config of its pooling.
+        transformer: sentence_bert_config.json.
+    """
+
+    config: dict[str, Any]
+    tokenizer: dict[str, Any]
+    modules: list[dict[str, Any]]
+    pooling_config: dict[str, Any]
+    transformer: dict[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> Settings:
+        """Read them.
+
+        Raises:
+            UserError: one cannot be read.
+        """
+        modules = read_settings(folder / "modules.json", [])
+        pooling = next((_path(m) for m in modules if _kind(m) == "Pooling"), None)
+        return cls(
+            config=read_settings(folder / "config.json", {}),
+            tokenizer=read_settings(folder / "tokenizer_config.json", {}),
+            modules=modules,
+            pooling_config={}
+            if pooling is None
+            else read_settings(folder / pooling / "config.json", {}),
+            transformer=read_settings(folder / "sentence_bert_config.json", {}),
+        )
+
+    @property
+    def dense(self) -> tuple[str, ...]:
+        """Return the folders of the dense layers behind the pooling, in their order."""
+        return tuple(_path(module) for module in self.modules if _kind(module) == "Dense")
+
+    @property
+    def pooling(self) -> str:
+        """Return the name of the pooling, from either layout that has been in use; or none."""
+        modes = self.pooling_config.get("pooling_mode")
+        if modes is None:
+            on = (key for key, value in self.pooling_config.items() if value is True)
+            modes = [key for key in on if key.startswith("pooling_mode_")]
+        names = [modes] if isinstance(modes, str) else modes if isinstance(modes, list) else []
+        return "+".join(_OLD_POOLING_NAMES.get(str(name), str(name)) for name in names)
+
+    @property
+    def normalize(self) -> bool | None:
+        """Tell whether vectors have unit norm; None where the files do not say."""
+        return any(_kind(m) == "Normalize" for m in self.modules) if self.modules else None
+
+    @property
+    def positions(self) -> int | None:
+        """Return how many positions the model has; None where that is not stated."""
+        config = self.config.get("text_config") or self.config
+        positions = config.get("max_position_embeddings")
+        if not isinstance(positions, int) or positions <= 0:
+            return None
+        return positions - 2 if config.get("model_type") in _OFFSET_POSITIONS else positions
+
+    @property
+    def max_length(self) -> int | None:
+        """Return the tokens an input may have; None where the files do not say."""
+        stated = (self.transformer.get("max_seq_length"), self.tokenizer.get("model_max_length"))
+        numbers = (n for n in stated if isinstance(n, int | float) and 0 < n < _NO_LIMIT)
+        return next((int(number) for number in numbers), None)
+
+    @property
+    def attention(self) -> Attention | None:
+        """Return the direction that the config states itself; None where it does not."""
+        if self.config.get("use_bidirectional_attention") is True:
+            return "bidirectional"
+        causal = self.config.get("is_causal", self.config.get("is_decoder") or None)
+        return None if causal is None else "causal" if causal else "bidirectional"
+
+    @property
+    def special_tokens(self) -> str:
+        """Return the tokens around an input, where the tokenizer's config asks for an end.
+
+        transformers 5 follows tokenizer.json instead, and silently loses that end (mteb #5237).
+        """
+        if self.tokenizer.get("add_eos_token") is not True:
+            return TOKENIZER_DECIDES
+        first, last = (_content(self.tokenizer.get(key)) for key in ("bos_token", "eos_token"))
+        # The classes of Llama and Gemma add a first token unless they are told not to.
+        default = any(
+            name in str(self.tokenizer.get("tokenizer_class")) for name in ("Llama", "Gemma")
+        )
+        adds_first = self.tokenizer.get("add_bos_token", default)
+        if last is None or (adds_first and first is None):
+            return TOKENIZER_DECIDES
+        return f"{first} {{text}} {last}" if adds_first else f"{{text}} {last}"
+
+
+_OLD_POOLING_NAMES: dict[str, Pooling] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+    "lasttoken": "last",
+}
+
+
+def _kind(module: dict[str, Any]) -> str:
+    return str(module.get("type", "")).rpartition(".")[2]
+
+
+def _path(module: dict[str, Any]) -> str:
+    return str(module.get("path", ""))
+
+
+def _content(token: Any) -> str | None:
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def check_modules(checkpoint: Checkpoint, settings: Settings) -> None:
+    """Refuse what sentence-transformers would do behind the pooling and we would leave out.
+
+    Raises:
+        UserError: it has a module of another kind, or a folder of one lies elsewhere.
+    """
+    legal = ("Transformer", "Pooling", "Dense", "Normalize")
+    for module in settings.modules:
+        if _kind(module) not in legal:
+            raise UserError(
+                f"{checkpoint.name} has a sentence-transformers module {_kind(module)!r}, which is "
+                "not supported; without it its vectors would be others. Supported: "
+                f"{', '.join(legal)}."
+            )
+        if Path(_path(module)).is_absolute() or ".." in Path(_path(module)).parts:
+            raise UserError(f"{checkpoint.name}: modules.json leads outside of the checkpoint.")
+
+
+def check_code(checkpoint: Checkpoint, settings: Settings) -> None:
+    """Refuse a checkpoint that needs more than its weights: an adapter, or code of its own.
+
+    Raises:
+        UserError: naming what it asks for; a model that is known without its code passes.
+    """
+    if (checkpoint.folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{checkpoint.name} holds an adapter, which is not applied. Merge it into its encoder "
+            "(merge_and_unload in peft), save that, and name its folder."
+        )
+    if checkpoint.known is not None:
+        return
+    wanted = {
+        **_own_code(settings.config),
+        **{k: v for k, v in _own_code(settings.tokenizer).items() if k == "AutoTokenizer"},
+    }
+    asks = [key for key in ("AutoModel", "AutoConfig", "AutoTokenizer") if wanted.get(key)]
+    if asks:
+        name = checkpoint.name.rstrip("/").rpartition("/")[2]
+        raise UserError(
+            f"{checkpoint.name} asks for code from its own repository ({asks[0]}: "
+            f"{_reference(wanted[asks[0]])}), which llmcond never runs, and it is none of the "
+            f"models that are known without: {', '.join(known_names())}. {nearest(name, _bare())} "
+            "If it is a copy of one, say so with --like NAME."
+        )
+
+
+def _own_code(config: dict[str, Any]) -> dict[str, Any]:
+    mapping = config.get("auto_map")
+    if isinstance(mapping, list):  # how old tokenizers wrote it
+        return {"AutoTokenizer": mapping}
+    return mapping if isinstance(mapping, dict) else {}
+
+
+def _reference(value: Any) -> str:
+    return str(next((entry for entry in value if entry), "")) if isinstance(value, list) else value
+
+
+def _bare() -> list[str]:
+    return [name.rpartition("/")[2] for name in known_names()]
+
+
+def pooling_of(checkpoint: Checkpoint, settings: Settings, given: str | None) -> Pooling | None:
+    """Return the pooling that was given, or the model's own; None where nothing says.
+
+    Raises:
+        UserError: one that the model may not be pooled by, or that we do not have.
+    """
+    known = checkpoint.known
+    legal = known.poolings if known else tuple(p for p in POOLINGS if p != "latent")
+    if given is not None:
+        if given not in legal:
+            raise UserError(
+                f"pooling is {given!r}, but {checkpoint.name} may be pooled by "
+                f"{' or '.join(legal)} only."
+            )
+        return next(pooling for pooling in legal if pooling == given)
+    if known:
+        return known.poolings[0]
+    named = settings.pooling
+    if named and named not in legal:
+        raise UserError(
+            f"{checkpoint.name} pools by {named!r}, which is not supported. Choose one with "
+            f"--pooling: {', '.join(legal)}."
+        )
+    return next((pooling for pooling in legal if pooling == named), None)

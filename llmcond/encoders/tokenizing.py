@@ -1,0 +1,324 @@
+"""From inputs to token ids, with the special tokens a model was trained with and what it pools.
+
+Special tokens are put around an input here, not by the tokenizer: it is then the same for every
+version of transformers, and truncation never cuts them off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any
+
+from llmcond.encoders.spec import TOKENIZER_DECIDES, EncoderIdentity, EncoderInput
+from llmcond.errors import LlmcondError, UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """One input as the encoder is given it.
+
+    Attributes:
+        ids: token ids, special ones included, at most as many as the encoder takes.
+        first, last: the pooled tokens are ``ids[first:last]``.
+        n_tokens: how many there were before truncation.
+        second: where the second half of a tokenizer pair begins, for models that tell the halves
+            apart by token type; ``len(ids)`` where there is none.
+    """
+
+    ids: list[int]
+    first: int
+    last: int
+    n_tokens: int
+    second: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The special tokens around one text, or around the two halves of a pair.
+
+    Attributes:
+        before, between, after: token ids.
+        typed: whether the halves of the pair differ by token type.
+    """
+
+    before: list[int]
+    between: list[int]
+    after: list[int]
+    typed: bool = False
+
+
+class InputTokenizer:
+    """Tokenises inputs for one encoder.
+
+    Attributes:
+        pad_id: what batches are filled up with; masked, so its value never matters.
+    """
+
+    def __init__(self, tokenizer: Any, identity: EncoderIdentity, name: str) -> None:
+        """Find out which special tokens stand around an input.
+
+        Raises:
+            UserError: the tokenizer lacks one that the model needs, or tells no text apart.
+        """
+        self._tokenizer, self._identity, self._name = tokenizer, identity, name
+        pad = tokenizer.pad_token_id
+        self.pad_id = int(pad if pad is not None else tokenizer.eos_token_id or 0)
+        self._single = self._own_frame() if self._decides else self._stated_frame()
+        self._left = tokenizer.truncation_side == "left"
+
+    @property
+    def _decides(self) -> bool:
+        return self._identity.special_tokens == TOKENIZER_DECIDES
+
+    def __call__(self, inputs: Sequence[EncoderInput]) -> list[Tokens]:
+        """Return each input's tokens.
+
+        Raises:
+            UserError: an instruction or a context that the encoder cannot take, or one that leaves
+                no token to pool.
+        """
+        done: list[Tokens | None] = [None] * len(inputs)
+        pairs = [i for i, item in enumerate(inputs) if item.context is not None]
+        plain = [i for i, item in enumerate(inputs) if item.context is None]
+        for index, tokens in zip(pairs, self._pairs([inputs[i] for i in pairs]), strict=True):
+            done[index] = tokens
+        for index, tokens in zip(plain, self._plain([inputs[i] for i in plain]), strict=True):
+            done[index] = tokens
+        rows = [tokens for tokens in done if tokens is not None]
+        self._check_ends(rows)
+        return rows
+
+    def strings(self, tokens: Tokens) -> list[str]:
+        """Return the tokens as the tokenizer writes them."""
+        return [str(text) for text in self._tokenizer.convert_ids_to_tokens(tokens.ids)]
+
+    def format(self, item: EncoderInput) -> str:
+        """Return the string of a plain input, with the model's own format around it.
+
+        Raises:
+            UserError: the input has an instruction, and the encoder takes none.
+        """
+        return "".join(self._around(item))
+
+    # -- plain inputs --------------------------------------------------------------------------
+
+    def _around(self, item: EncoderInput) -> tuple[str, str, str]:
+        """Return what stands before the text, the text, and what stands behind it."""
+        if not item.instruction:
+            return "", item.text, ""
+        template = self._identity.instruction_format
+        if not template:
+            raise UserError(
+                f"{self._name} takes no instruction, and got {item.instruction!r}. Use a prompt "
+                "without one (concat-sent-cond), or give --instruction-format."
+            )
+        sides = ["", ""]
+        side = 0
+        for literal, name, _, _ in Formatter().parse(template):
+            sides[side] += literal
+            if name == "text":
+                side = 1
+            elif name is not None:
+                sides[side] += item.instruction
+        return sides[0], item.text, sides[1]
+
+    def _plain(self, inputs: Sequence[EncoderInput]) -> Iterator[Tokens]:
+        parts = [self._around(item) for item in inputs]
+        over = self._identity.pool_over
+        encoded = self._encode(["".join(part) for part in parts], offsets=over == "text")
+        counts = self._count([part[0] for part in parts]) if over == "after-instruction" else {}
+        frame = self._single
+        special = len(frame.before) + len(frame.after)
+        room = self._identity.max_length - special
+        for item, part, content, offsets in zip(inputs, parts, *encoded, strict=True):
+            kept = self._cut(content, room)
+            # A tokenizer that adds no special tokens gives nothing for an empty text.
+            ids = [*frame.before, *kept, *frame.after] or [self.pad_id]
+            first, last = 0, len(ids)
+            if over == "after-instruction":
+                first = counts[part[0]]
+                if len(kept) < len(content) and first >= len(ids) - len(frame.after):
+                    # Nothing of the text is left; what stands behind it must not be taken for it.
+                    last = first
+            elif over == "text":
+                first, last = self._text_of(part, self._cut(offsets, room))
+            yield self._checked(Tokens(ids, first, last, special + len(content), len(ids)), item)
+
+    def _count(self, texts: Sequence[str]) -> dict[str, int]:
+        """Count the tokens of each text by itself, without special ones."""
+        distinct = sorted(set(texts) - {""})
+        return {
+            "": 0,
+            **{text: len(ids) for text, ids in zip(distinct, self._ids(distinct), strict=True)},
+        }
+
+    def _text_of(
+        self, part: tuple[str, str, str], offsets: Sequence[tuple[int, int]]
+    ) -> tuple[int, int]:
+        """Return the range of tokens that hold a character of the text."""
+        begin = len(part[0])
+        end = begin + len(part[1])
+        inside = [i for i, (start, stop) in enumerate(offsets) if stop > begin and start < end]
+        shift = len(self._single.before)
+        return (shift + inside[0], shift + inside[-1] + 1) if inside else (0, 0)
+
+    # -- pairs ---------------------------------------------------------------------------------
+
+    def _pairs(self, inputs: Sequence[EncoderInput]) -> Iterator[Tokens]:
+        if not inputs:
+            return
+        self._check_pairs(inputs)
+        frame = self._own_pair_frame() if any(item.context for item in inputs) else self._single
+        contexts = self._ids([item.context or "" for item in inputs])
+        texts = self._ids([item.text for item in inputs])
+        for item, context, text in zip(inputs, contexts, texts, strict=True):
+            around = frame if item.context else self._single
+            special = len(around.before) + len(around.between) + len(around.after)
+            room = self._identity.max_length - special
+            text_ids = self._cut(text, room)
+            # The text is what the vector is of, so it is the context that is cut first.
+            context_ids = self._cut(context, room - len(text_ids))
+            head = [*around.before, *context_ids]
+            first = len(head) + len(around.between)
+            tokens = Tokens(
+                [*head, *around.between, *text_ids, *around.after],
+                first,
+                first + len(text_ids),
+                special + len(context) + len(text),
+                first if around.typed else special + len(context_ids) + len(text_ids),
+            )
+            yield self._checked(tokens, item)
+
+    def _check_pairs(self, inputs: Sequence[EncoderInput]) -> None:
+        pooling = self._identity.pooling
+        if pooling not in ("mean", "last"):
+            raise UserError(
+                f"{self._name} pools by {pooling}, and an input with a context is pooled over its "
+                "text's own tokens. Choose --pooling mean, or a prompt without a context."
+            )
+        if not self._decides:
+            raise UserError(
+                f"{self._name} reads one text between {self._identity.special_tokens!r}, not a "
+                "pair of context and text. Use a prompt with an instruction (cond), or one that "
+                "joins both."
+            )
+        for item in inputs:
+            if item.instruction:
+                raise UserError(
+                    f"an input has both an instruction ({item.instruction!r}) and a context "
+                    f"({item.context!r}); give one of them."
+                )
+
+    # -- what both share -----------------------------------------------------------------------
+
+    def _encode(self, texts: Sequence[str], *, offsets: bool) -> tuple[list[Any], list[Any]]:
+        if not offsets or not texts:
+            return self._ids(texts), [[]] * len(texts)
+        if not self._tokenizer.is_fast:
+            raise UserError(
+                f"pool_over is 'text', which needs a fast tokenizer, and that of {self._name} "
+                "is not."
+            )
+        encoded = self._raw(texts, return_offsets_mapping=True)
+        return encoded["input_ids"], encoded["offset_mapping"]
+
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        ids: list[list[int]] = self._raw(texts)["input_ids"]
+        return ids
+
+    def _raw(self, texts: Sequence[str], **options: Any) -> Any:
+        return self._tokenizer(
+            list(texts), add_special_tokens=False, truncation=False, verbose=False, **options
+        )
+
+    def _cut(self, ids: list[Any], room: int) -> list[Any]:
+        room = max(room, 0)
+        if len(ids) <= room:
+            return ids
+        return ids[len(ids) - room :] if self._left else ids[:room]
+
+    def _checked(self, tokens: Tokens, item: EncoderInput) -> Tokens:
+        if tokens.first >= tokens.last:
+            raise UserError(
+                f"no token of the text {item.text[:80]!r} is left to pool: with what stands around "
+                f"it, it has {tokens.n_tokens} tokens, and {self._name} takes "
+                f"{self._identity.max_length}. Shorten it, or raise --max-length."
+            )
+        return tokens
+
+    def _check_ends(self, rows: Sequence[Tokens]) -> None:
+        """Stop rather than make vectors from ids without their ends, which look as good as any."""
+        if self._decides:
+            return
+        before, after = self._single.before, self._single.after
+        for row in rows:
+            if row.ids[: len(before)] != before or row.ids[len(row.ids) - len(after) :] != after:
+                raise LlmcondError(
+                    f"an input of {self._name} lost its special tokens: expected "
+                    f"{self._identity.special_tokens!r}, got {self.strings(row)}."
+                )
+
+    # -- special tokens ------------------------------------------------------------------------
+
+    def _stated_frame(self) -> Frame:
+        first, _, last = self._identity.special_tokens.partition("{text}")
+        return Frame(self._special(first.strip()), [], self._special(last.strip()))
+
+    def _special(self, token: str) -> list[int]:
+        if not token:
+            return []
+        found = self._tokenizer.convert_tokens_to_ids(token)
+        if found is None or (
+            found == self._tokenizer.unk_token_id and token != self._tokenizer.unk_token
+        ):
+            raise UserError(
+                f"{self._name} needs the token {token} (special tokens "
+                f"{self._identity.special_tokens!r}), and its tokenizer has none. Is this its own "
+                "tokenizer?"
+            )
+        return [int(found)]
+
+    def _own_frame(self) -> Frame:
+        """Return what the tokenizer itself puts around a text, found on a short one."""
+        text, bare = self._probe()
+        whole = self._tokenizer(text)["input_ids"]
+        start = self._find(whole, bare)
+        return Frame(whole[:start], [], whole[start + len(bare) :])
+
+    def _own_pair_frame(self) -> Frame:
+        text, bare = self._probe()
+        encoded = self._tokenizer(text, text)
+        whole = encoded["input_ids"]
+        start = self._find(whole, bare)
+        second = start + len(bare) + self._find(whole[start + len(bare) :], bare)
+        return Frame(
+            whole[:start],
+            whole[start + len(bare) : second],
+            whole[second + len(bare) :],
+            typed=any(encoded.get("token_type_ids", ())),
+        )
+
+    def _probe(self) -> tuple[str, list[int]]:
+        """Return a short text that the tokenizer has tokens for, and those."""
+        texts = ("a", "1", "б", "文")
+        for text, ids in zip(texts, self._ids(texts), strict=True):
+            if ids:
+                return text, ids
+        raise UserError(
+            f"the tokenizer of {self._name} gives no tokens for texts as plain as {texts}. Is it "
+            "the model's own?"
+        )
+
+    def _find(self, ids: list[int], part: list[int]) -> int:
+        places = range(len(ids) - len(part) + 1)
+        found = next((i for i in places if ids[i : i + len(part)] == part), None)
+        if found is None:
+            raise UserError(
+                f"the tokenizer of {self._name} changes a text's tokens where it adds special "
+                "ones, which is not supported; state those with --special-tokens."
+            )
+        return found

@@ -1,0 +1,111 @@
+"""The check of an encoder, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from llmcond.files import gib
+
+
+def checkup(report: Mapping[str, Any], width: int) -> Group:
+    """Return a check as facts, sample inputs with their mask, and the memory it needs.
+
+    Args:
+        report: what ``check_model`` returned.
+        width: of the terminal, for the samples.
+    """
+    parts: list[RenderableType] = [_facts(report)]
+    for sample in report["samples"]:
+        title = f"sample input, {sample['label']} (prompt {report['prompt']}); ^ is pooled"
+        if sample["label"] == "no instruction":
+            title = "sample input without an instruction; ^ is pooled"
+        parts += [Text(f"\n {title}", style="bold")]
+        parts += [Text(f"   {line}") for line in drawn(sample, width - 4)]
+    return Group(*parts, Text(), _memory(report))
+
+
+def _facts(report: Mapping[str, Any]) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 1))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for key, value in _lines(report):
+        table.add_row(key, Text(value))
+    return table
+
+
+def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    licence = f", {report['licence']}" if report["licence"] else ""
+    gated = ", gated" if report["gated"] else ""
+    yield "model", f"{report['name']} ({report['source']}{licence}{gated})"
+    yield (
+        "architecture",
+        f"{report['architecture']}, {report['layers']} layers of {report['width']}, "
+        f"{report['n_parameters'] / 1e9:.2f} B parameters; no code of its own is run",
+    )
+    yield "attention", report["attention"]
+    others = f" (or {', '.join(report['other_poolings'])})" if report["other_poolings"] else ""
+    yield "pooling", f"{report['pooling']}{others}, over {_OVER[report['pool_over']]}"
+    yield "norm", {True: "unit L2", False: "none", None: "as its files say"}[report["normalize"]]
+    yield "instruction", report["instruction_format"].replace("\n", "\\n") or "takes none"
+    yield "special tokens", report["special_tokens"].replace("tokenizer", "as its tokenizer adds")
+    yield "padding", f"{report['padding_side']}, masked"
+    yield "length", f"{report['max_length']} tokens" if report["max_length"] else "as its files say"
+    if report["dtype"]:
+        yield "dtype", f"{report['dtype']} (auto, on {report['device']})"
+    if report["no_float16"]:
+        yield "not float16", report["no_float16"]
+    for sentence in report["assumed"]:
+        yield "assumed", sentence
+
+
+_OVER = {
+    "all": "all tokens",
+    "text": "the text's own tokens",
+    "after-instruction": "what follows the instruction",
+}
+
+
+def drawn(sample: Mapping[str, Any], width: int) -> list[str]:
+    """Return a sample's tokens in lines, each with a line of marks under what is pooled."""
+    lines: list[str] = []
+    tokens, marks = "", ""
+    for text, pooled in zip(sample["tokens"], sample["pooled"], strict=True):
+        # A token may be a line break; shown as it is, the marks would stand under others.
+        token = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+        size = cell_len(token)
+        if tokens and cell_len(tokens) + size + 1 > width:
+            lines += [tokens, marks]
+            tokens, marks = "", ""
+        tokens += token + " "
+        marks += ("^" if pooled else " ") * size + " "
+    return [*lines, tokens, marks]
+
+
+def _memory(report: Mapping[str, Any]) -> Table:
+    rows: Sequence[Mapping[str, Any]] = report["memory"]
+    title = f"memory; {gib(report['free'])} are free on {report['device']}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("precision")
+    batch = f"+ batch of {rows[0]['batch_tokens']:,} tokens"
+    for heading in ("weights", "while loading", batch, "fits"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        name = row["dtype"] if row["quantize"] == "none" else f"{row['quantize']} ({row['dtype']})"
+        sizes = [gib(row[key]) for key in ("weights", "loading", "batch")]
+        table.add_row(name, *sizes, "yes" if row["fits"] else "no")
+    return table
+
+
+def show_checkup(report: Mapping[str, Any]) -> None:
+    """Print a check on standard output."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=120)
+    console.print(checkup(report, console.width))

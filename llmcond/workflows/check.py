@@ -1,0 +1,45 @@
+"""Tell what an encoder will do, before it is downloaded."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from llmcond.encoders import EncoderInput, EncoderOptions, find_model, resolve
+from llmcond.encoders.device import choose_device
+from llmcond.errors import LlmcondError
+from llmcond.prompts import load_prompt
+
+_SENTENCE = "Two people ride bicycles up a steep road."
+_CONDITION = "the number of people"
+
+
+def check_model(name: str, options: EncoderOptions) -> tuple[dict[str, Any], LlmcondError | None]:
+    """Return what is known of a model, and what stood in the way of knowing all.
+
+    Of a model on the hub, its settings and tokenizer are downloaded, never its weights. Where they
+    cannot be had, a known model is described by what is known of it.
+
+    Raises:
+        LlmcondError: nothing is known of it.
+    """
+    from llmcond.encoders.doctor import describe, describe_known, samples
+
+    try:
+        resolved = resolve(name, options, identify=False)
+        report = describe(resolved)
+        prompt = load_prompt(resolved.default_prompt)
+        inputs = [
+            ("conditional", prompt.conditional.render(_SENTENCE, _CONDITION)),
+            ("unconditional", prompt.unconditional.render(_SENTENCE, _CONDITION)),
+        ]
+        if resolved.identity.instruction_format:
+            inputs.append(("no instruction", EncoderInput("", _CONDITION)))
+        drawn = [asdict(sample) for sample in samples(resolved, inputs)]
+        return {**report, "prompt": prompt.name, "samples": drawn, "complete": True}, None
+    except LlmcondError as error:
+        known = find_model(name)
+        if known is None:
+            raise
+        report = describe_known(known, choose_device(options.device))
+        return {**report, "prompt": None, "samples": [], "complete": False}, error

@@ -1,0 +1,618 @@
+"""Tiny checkpoints with random weights in the layouts of the known models.
+
+Each comes with what a reference needs: the stock network that its weights were written from, and
+the tokenizer as the ``tokenizers`` library alone reads it. Nothing here uses llmcond.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from torch import Tensor
+
+CORPUS = [
+    "A man plays the guitar in the park while two dogs run over wet grass near the river.",
+    "The number of people, the color of the dress, what sport is played, the time of the day.",
+    "Three children read a book in the kitchen while it rains outside and the sun is gone.",
+    "Instruct: Retrieve semantically similar texts to the Condition, given the Sentence: ",
+    "Query: task: Given a web search query, retrieve relevant passages | query: classification",
+]
+HIDDEN, LAYERS, HEADS, POSITIONS = 32, 2, 4, 128
+
+
+@dataclass(frozen=True)
+class Made:
+    """A checkpoint's folder, and what its reference is computed with.
+
+    ``network`` is a stock class in float32 with eager attention, which knows no direction but that
+    of the mask it is given; ``before`` and ``after`` are the special tokens around every input.
+    """
+
+    folder: Path
+    network: Any
+    tokenizer: Tokenizer
+    weights: dict[str, Tensor]
+    before: list[int]
+    after: list[int]
+
+
+def make(kind: str, folder: Path, seed: int = 0, **options: Any) -> Made:
+    """Make a checkpoint of one of the kinds in ``KINDS``."""
+    torch.manual_seed(seed)
+    folder.mkdir(parents=True)
+    return KINDS[kind](folder, **options)
+
+
+def put_into_hub_cache(folder: Path, cache: Path, repo: str) -> str:
+    """Lay a checkpoint into a cache of the hub, as a download leaves it; return its commit."""
+    commit = hashlib.sha1(repo.encode()).hexdigest()
+    place = cache / f"models--{repo.replace('/', '--')}"
+    for path in (path for path in sorted(folder.rglob("*")) if path.is_file()):
+        blob = place / "blobs" / hashlib.sha256(path.read_bytes()).hexdigest()
+        link = place / "snapshots" / commit / path.relative_to(folder)
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, blob)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(commit)
+    return commit
+
+
+def shard(folder: Path) -> None:
+    """Split model.safetensors into two shards and their index."""
+    from safetensors.torch import load_file
+
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    halves = names[::2], names[1::2]  # a layer's weights lie in both
+    places = {}
+    for number, half in enumerate(halves, 1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        save_file({name: weights[name] for name in half}, folder / file, {"format": "pt"})
+        places.update(dict.fromkeys(half, file))
+    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": places})
+
+
+def write_json(path: Path, values: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values, indent=2), encoding="utf-8")
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    write_json(path, {**json.loads(path.read_text(encoding="utf-8")), **changes})
+
+
+# -- tokenizers --------------------------------------------------------------------------------
+
+_BYTES = [f"<0x{value:02X}>" for value in range(256)]
+_QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _bpe(specials: list[str], normalizer: Any, splitter: Any, alphabet: list[str]) -> models.BPE:
+    """Train a BPE on the corpus, with ``specials`` in front and bytes for what it does not know."""
+    trained = Tokenizer(models.BPE())
+    trained.normalizer, trained.pre_tokenizer = normalizer, splitter
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(alphabet) + 150, initial_alphabet=alphabet, show_progress=False
+    )
+    trained.train_from_iterator(CORPUS, trainer)
+    model = json.loads(trained.to_str())["model"]
+    learnt = [token for token, _ in sorted(model["vocab"].items(), key=lambda entry: entry[1])]
+    vocabulary = {token: i for i, token in enumerate([*specials, *learnt])}
+    return models.BPE(
+        vocabulary,
+        [tuple(merge) for merge in model["merges"]],
+        unk_token="<unk>" if "<unk>" in specials else None,
+        fuse_unk="<unk>" in specials,
+        byte_fallback="<0x00>" in specials,
+    )
+
+
+def _mistral_tokenizer() -> Tokenizer:
+    """Mistral 7B v0.1's: a word begins with ▁, and the post-processor adds <s> only."""
+    normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    words = pre_tokenizers.Split("▁", "merged_with_next")
+    tokenizer = Tokenizer(_bpe(["<unk>", "<s>", "</s>", *_BYTES], normalizer, words, []))
+    tokenizer.normalizer = normalizer
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
+def _qwen_tokenizer() -> Tokenizer:
+    words = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_QWEN_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    normalizer, alphabet = normalizers.NFC(), sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(_bpe([], normalizer, words, alphabet))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, words
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    return tokenizer
+
+
+def _roberta_tokenizer() -> Tokenizer:
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    specials = ["<s>", "<pad>", "</s>", "<unk>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(_bpe(specials, None, words, alphabet))
+    tokenizer.pre_tokenizer = words
+    tokenizer.add_special_tokens([*specials, "<mask>"])
+    return tokenizer
+
+
+def _bert_tokenizer() -> Tokenizer:
+    letters = [chr(code) for code in range(33, 127) if not chr(code).isupper()]
+    words = dict.fromkeys(" ".join(CORPUS).lower().replace(".", "").replace(",", "").split())
+    pieces = [*letters, *(f"##{letter}" for letter in letters), "##ing", "##er", "##s"]
+    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {token: i for i, token in enumerate(dict.fromkeys([*specials, *pieces, *words]))}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.add_special_tokens(specials)
+    return tokenizer
+
+
+def _xlm_r_tokenizer() -> Tokenizer:
+    words = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace("▁", "always")]
+    )
+    specials = ["<s>", "<pad>", "</s>", "<unk>"]
+    trained = Tokenizer(models.Unigram())
+    trained.pre_tokenizer = words
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200, special_tokens=specials, unk_token="<unk>", show_progress=False
+    )
+    trained.train_from_iterator(CORPUS, trainer)
+    pieces = json.loads(trained.to_str())["model"]["vocab"]
+    tokenizer = Tokenizer(
+        models.Unigram([*((piece, score) for piece, score in pieces), ("<mask>", 0.0)], 3, False)
+    )
+    tokenizer.pre_tokenizer = words
+    tokenizer.decoder = decoders.Metaspace("▁", "always")
+    tokenizer.add_special_tokens([*specials, "<mask>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>",
+        pair="<s> $A </s> </s> $B </s>",
+        special_tokens=[("<s>", 0), ("</s>", 2)],
+    )
+    return tokenizer
+
+
+def _gemma_tokenizer() -> Tokenizer:
+    normalizer = normalizers.Replace(" ", "▁")
+    words = pre_tokenizers.Split("▁", "merged_with_next")
+    specials = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    tokenizer = Tokenizer(_bpe([*specials, *_BYTES], normalizer, words, []))
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.add_special_tokens(specials)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>",
+        pair="<bos> $A <eos> <bos> $B <eos>",
+        special_tokens=[("<bos>", 2), ("<eos>", 1)],
+    )
+    return tokenizer
+
+
+# -- weights -----------------------------------------------------------------------------------
+
+
+def _randomise(module: Any) -> None:
+    """Give every weight a value that matters: nothing is nearly linear, no norm is the identity."""
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            is_scale = "norm" in name.lower() and name.endswith("weight")
+            weight.normal_(1.0 if is_scale else 0.0, 0.15)
+
+
+def _stock(kind: Any, config: Any) -> Any:
+    config._attn_implementation = "eager"
+    network = kind(config).eval().requires_grad_(False)
+    _randomise(network)
+    return network
+
+
+def _save(folder: Path, config: Any, weights: dict[str, Tensor], **more: Any) -> None:
+    config.save_pretrained(folder)
+    values = json.loads((folder / "config.json").read_text())
+    values.pop("dtype", None)
+    # As large checkpoints are published; the type that is asked for goes before.
+    write_json(folder / "config.json", {**values, "torch_dtype": "float16", **more})
+    if weights:
+        save_file(
+            {key: value.contiguous() for key, value in weights.items()},
+            folder / "model.safetensors",
+            {"format": "pt"},
+        )
+
+
+def _shape(tokenizer: Tokenizer, **more: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": HIDDEN,
+        "intermediate_size": 64,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "max_position_embeddings": POSITIONS,
+        **more,
+    }
+
+
+def _under_head(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights as a model with a language-model head has them."""
+    head = {"lm_head.weight": torch.randn_like(weights["embed_tokens.weight"])}
+    return {**{f"model.{key}": value for key, value in weights.items()}, **head}
+
+
+def _decoder(
+    folder: Path, family: str, tokenizer: Tokenizer, head: bool, **shape: Any
+) -> tuple[Any, dict[str, Tensor]]:
+    import transformers
+
+    config_kind = getattr(transformers, f"{family}Config")
+    config = config_kind(
+        **_shape(tokenizer, num_key_value_heads=2, **{"max_position_embeddings": 4096, **shape})
+    )
+    network = _stock(getattr(transformers, f"{family}Model"), config)
+    weights = network.state_dict()
+    written = _under_head(weights) if head else weights
+    _save(folder, config, written, architectures=[f"{family}{'ForCausalLM' if head else 'Model'}"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return network, weights
+
+
+def _mistral(
+    folder: Path, head: bool = False, tokenizer_class: str = "LlamaTokenizer", end: bool = True
+) -> Made:
+    """A Mistral whose tokenizer.json adds <s> only, and whose config may ask for </s> too."""
+    tokenizer = _mistral_tokenizer()
+    network, weights = _decoder(folder, "Mistral", tokenizer, head)
+    write_json(folder / "tokenizer_config.json", _mistral_settings(tokenizer_class, end))
+    return Made(folder, network, tokenizer, weights, [1], [2])
+
+
+def _mistral_settings(tokenizer_class: str, end: bool) -> dict[str, Any]:
+    return {
+        "add_bos_token": True,
+        "add_eos_token": end,
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "pad_token": "</s>",
+        "legacy": True,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 10**30,
+        "tokenizer_class": tokenizer_class,
+    }
+
+
+def _qwen(folder: Path, family: str = "Qwen3", head: bool = True, hidden: int = HIDDEN) -> Made:
+    tokenizer = _qwen_tokenizer()
+    network, weights = _decoder(
+        folder, family, tokenizer, head, hidden_size=hidden, head_dim=hidden // HEADS
+    )
+    end = tokenizer.token_to_id("<|endoftext|>")
+    settings = {
+        "add_prefix_space": False,
+        "bos_token": None,
+        # What the chat models end with: not what embeddings are taken from.
+        "eos_token": "<|im_end|>" if family == "Qwen3" else "<|endoftext|>",
+        "pad_token": "<|endoftext|>",
+        "unk_token": None,
+        "errors": "replace",
+        "split_special_tokens": False,
+        "model_max_length": POSITIONS,
+        "tokenizer_class": "Qwen2Tokenizer",
+    }
+    write_json(folder / "tokenizer_config.json", settings)
+    return Made(folder, network, tokenizer, weights, [], [end])
+
+
+def _gte_qwen2(folder: Path, marker: Path | None = None, hidden: int = HIDDEN) -> Made:
+    """A Qwen2 whose files ask for code of their own, which creates ``marker`` if it ever runs."""
+    made = _qwen(folder, "Qwen2", hidden=hidden)
+    change_json(
+        folder / "config.json",
+        auto_map={
+            "AutoModel": "modeling_qwen.Qwen2Model",
+            "AutoModelForCausalLM": "modeling_qwen.Qwen2ForCausalLM",
+            "AutoModelForSequenceClassification": "modeling_qwen.Qwen2ForSequenceClassification",
+        },
+    )
+    change_json(
+        folder / "tokenizer_config.json",
+        add_eos_token=True,
+        auto_map={
+            "AutoTokenizer": [
+                "tokenization_qwen.Qwen2Tokenizer",
+                "tokenization_qwen.Qwen2TokenizerFast",
+            ]
+        },
+    )
+    if marker is not None:
+        for name in ("modeling_qwen.py", "tokenization_qwen.py"):
+            (folder / name).write_text(f"open({str(marker)!r}, 'w').close()\n")
+    return made
+
+
+def _gemma(folder: Path) -> Made:
+    """An EmbeddingGemma: both directions, a narrow window in its first layer, two dense layers."""
+    from transformers import Gemma3TextConfig, Gemma3TextModel
+
+    tokenizer = _gemma_tokenizer()
+    config = Gemma3TextConfig(
+        **_shape(tokenizer, num_key_value_heads=1, head_dim=8, query_pre_attn_scalar=8),
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        use_bidirectional_attention=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+    )
+    network = _stock(Gemma3TextModel, config)
+    weights = network.state_dict()
+    _save(folder, config, weights, architectures=["Gemma3TextModel"], sliding_window=8)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "add_bos_token": True,
+            "add_eos_token": True,
+            "bos_token": "<bos>",
+            "eos_token": "<eos>",
+            "pad_token": "<pad>",
+            "unk_token": "<unk>",
+            "model_max_length": POSITIONS,
+            "tokenizer_class": "GemmaTokenizer",
+        },
+    )
+    weights = {**weights, **_modules(folder, "mean", dense=[(HIDDEN, 48), (48, HIDDEN)])}
+    return Made(folder, network, tokenizer, weights, [2], [1])
+
+
+def _modules(
+    folder: Path, pooling: str, dense: Sequence[tuple[int, int]] = ()
+) -> dict[str, Tensor]:
+    """Write the files of sentence-transformers; return the dense layers' weights by folder."""
+    kinds = ["Transformer", "Pooling", *["Dense"] * len(dense), "Normalize"]
+    paths = [f"{i}_{kind}" if i else "" for i, kind in enumerate(kinds)]
+    write_json(
+        folder / "modules.json",
+        [
+            {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for i, (path, kind) in enumerate(zip(paths, kinds, strict=True))
+        ],
+    )
+    modes = {"cls": "cls_token", "mean": "mean_tokens", "last": "lasttoken"}
+    write_json(
+        folder / "1_Pooling" / "config.json",
+        {f"pooling_mode_{name}": mode == pooling for mode, name in modes.items()},
+    )
+    weights = {}
+    for path, (width, out) in zip(paths[2:], dense, strict=False):
+        values = {
+            "in_features": width,
+            "out_features": out,
+            "bias": False,
+            "activation_function": "torch.nn.modules.linear.Identity",
+        }
+        write_json(folder / path / "config.json", values)
+        weights[path] = torch.randn(out, width) / width**0.5
+        save_file({"linear.weight": weights[path]}, folder / path / "model.safetensors")
+    return weights
+
+
+def _xlm_r(folder: Path, pooling: str = "mean") -> Made:
+    from transformers import XLMRobertaConfig, XLMRobertaModel
+
+    tokenizer = _xlm_r_tokenizer()
+    config = XLMRobertaConfig(
+        **_shape(tokenizer, max_position_embeddings=POSITIONS + 2, type_vocab_size=1),
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=2,
+    )
+    network = _stock(XLMRobertaModel, config)
+    weights = network.state_dict()
+    _save(folder, config, weights, architectures=["XLMRobertaModel"])
+    _modules(folder, pooling)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "cls_token": "<s>",
+        "sep_token": "</s>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "mask_token": "<mask>",
+        "model_max_length": POSITIONS,
+        "tokenizer_class": "XLMRobertaTokenizer",
+    }
+    write_json(folder / "tokenizer_config.json", settings)
+    return Made(folder, network, tokenizer, weights, [0], [2])
+
+
+def _simcse_roberta(folder: Path, hidden: int = HIDDEN) -> Made:
+    """As published in 2021: pytorch_model.bin, and a vocabulary without tokenizer.json."""
+    from transformers import RobertaConfig, RobertaModel
+
+    tokenizer = _roberta_tokenizer()
+    config = RobertaConfig(
+        **_shape(
+            tokenizer,
+            hidden_size=hidden,
+            max_position_embeddings=POSITIONS + 2,
+            type_vocab_size=1,
+        ),
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=2,
+    )
+    network = _stock(RobertaModel, config)
+    weights = network.state_dict()
+    _save(folder, config, {}, architectures=["RobertaModel"])
+    _save_pickled(folder, weights)
+    tokenizer.model.save(str(folder))
+    write_json(folder / "tokenizer_config.json", {"model_max_length": 512})
+    return Made(folder, network, tokenizer, weights, [0], [2])
+
+
+def _simcse_bert(folder: Path, hidden: int = HIDDEN) -> Made:
+    from transformers import BertConfig, BertModel
+
+    tokenizer = _bert_tokenizer()
+    config = BertConfig(**_shape(tokenizer, hidden_size=hidden), pad_token_id=0)
+    network = _stock(BertModel, config)
+    weights = network.state_dict()
+    _save(folder, config, {}, architectures=["BertModel"])
+    _save_pickled(folder, weights)
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    (folder / "vocab.txt").write_text("\n".join(token for token, _ in vocabulary) + "\n")
+    write_json(folder / "tokenizer_config.json", {"do_lower_case": True, "model_max_length": 512})
+    first, last = (tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]"))
+    return Made(folder, network, tokenizer, weights, [first], [last])
+
+
+def _save_pickled(folder: Path, weights: dict[str, Tensor]) -> None:
+    # Versions of that time saved positions among the weights.
+    positions = {"embeddings.position_ids": torch.arange(POSITIONS)[None]}
+    torch.save({**weights, **positions}, folder / "pytorch_model.bin")
+
+
+# -- NV-Embed-v2 -------------------------------------------------------------------------------
+
+
+def _nv_embed(
+    folder: Path,
+    hidden: int = 64,
+    cross_heads: int = 2,
+    cross_head_dim: int = 48,
+    latents: int = 8,
+    tokenizer_class: str = "PreTrainedTokenizerFast",
+) -> Made:
+    """NV-Embed-v2's layout: its nested configs, its weights' names, Mistral's tokenizer."""
+    from transformers import MistralConfig, MistralModel
+
+    tokenizer = _mistral_tokenizer()
+    backbone = {
+        **_shape(tokenizer, hidden_size=hidden, max_position_embeddings=4096),
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+    }
+    network = _stock(MistralModel, MistralConfig(**backbone, rope_theta=10_000.0))
+    inner = cross_heads * cross_head_dim
+    first, second = (f"latent_attention_model.cross_attend_blocks.{i}." for i in (0, 1))
+    shapes = {
+        "latent_attention_model.latents": (latents, hidden),
+        f"{first}norm.weight": (hidden,),
+        f"{first}norm.bias": (hidden,),
+        f"{first}norm_context.weight": (hidden,),
+        f"{first}norm_context.bias": (hidden,),
+        f"{first}fn.to_q.weight": (inner, hidden),
+        f"{first}fn.to_kv.weight": (2 * inner, hidden),
+        f"{first}fn.to_out.weight": (hidden, inner),
+        f"{second}norm.weight": (hidden,),
+        f"{second}norm.bias": (hidden,),
+        f"{second}fn.net.0.weight": (8 * hidden, hidden),
+        f"{second}fn.net.0.bias": (8 * hidden,),
+        f"{second}fn.net.2.weight": (hidden, 4 * hidden),
+        f"{second}fn.net.2.bias": (hidden,),
+    }
+    weights = {
+        **{f"embedding_model.{key}": value for key, value in network.state_dict().items()},
+        **{key: torch.randn(shape) * 0.3 for key, shape in shapes.items()},
+    }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    write_json(
+        folder / "config.json",
+        {
+            "_name_or_path": "nvidia/NV-Embed-v2",
+            "add_eos": True,
+            "add_pad_token": True,
+            "architectures": ["NVEmbedModel"],
+            "auto_map": {
+                "AutoConfig": "configuration_nvembed.NVEmbedConfig",
+                "AutoModel": "modeling_nvembed.NVEmbedModel",
+            },
+            "hidden_size": hidden,
+            "is_mask_instruction": True,
+            "latent_attention_config": {
+                "cross_dim_head": cross_head_dim,
+                "hidden_dim": hidden,
+                "latent_dim": hidden,
+                "model_type": "latent_attention",
+                "num_cross_heads": cross_heads,
+                "num_latents_value": latents,
+            },
+            "mask_type": "b",
+            "model_type": "nvembed",
+            "padding_side": "right",
+            "text_config": {
+                **backbone,
+                "_name_or_path": "nvidia/NV-Embed-v2",
+                "architectures": ["MistralModel"],
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+                "pad_token_id": None,
+                "model_type": "bidir_mistral",
+                "rope_theta": 10_000.0,
+                "sliding_window": 4096,
+                "tie_word_embeddings": False,
+                "torch_dtype": None,
+                "use_cache": True,
+            },
+            "torch_dtype": "float16",
+            "transformers_version": "4.42.4",
+        },
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = _mistral_settings(tokenizer_class, end=False)
+    del settings["pad_token"]
+    write_json(folder / "tokenizer_config.json", settings)
+    return Made(folder, network, tokenizer, weights, [1], [2])
+
+
+KINDS = {
+    "mistral": _mistral,
+    "qwen": _qwen,
+    "gte-qwen2": _gte_qwen2,
+    "gemma": _gemma,
+    "xlm-r": _xlm_r,
+    "simcse-roberta": _simcse_roberta,
+    "simcse-bert": _simcse_bert,
+    "nv-embed": _nv_embed,
+}

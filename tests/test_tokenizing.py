@@ -1,0 +1,695 @@
+"""From inputs to ids: what the tokenizer itself would give, cut without its ends, and pooled."""
+
+import copy
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, processors
+from transformers import PreTrainedTokenizerFast
+
+from llmcond.encoders import EncoderIdentity, EncoderInput
+from llmcond.encoders.encoder import load_encoder
+from llmcond.encoders.tokenizing import InputTokenizer
+from llmcond.errors import UserError
+from llmcond.files import digest_bytes
+
+FORMAT = "Instruct: {instruction}\nQuery: {text}"
+IDENTITY = EncoderIdentity(
+    weights="sha256:00",
+    dtype="float32",
+    quantize="none",
+    attention="bidirectional",
+    pooling="mean",
+    max_length=62,
+    normalize=True,
+    instruction_format="",
+)
+TEXTS = [
+    "",
+    "a",
+    "red hat",
+    "Two dogs 🐕🐕 run across a field 🌾!",
+    "東京は日本の首都です。",
+    "A café in Zürich – naïve, isn't it?",
+    "\n\t  spaces \u00a0 and {braces} \n",
+    "what is written as [SEP] or </s> in a text",
+    "the number of people at the beach in the morning .",
+]
+PAIRS = [
+    ("the colour of the hat", "a red hat"),
+    ("a", "a"),
+    ("red", "two dogs play in the park at night"),
+    ("Is it naïve? 東京", "Two dogs 🐕 run."),
+]
+LONG = " ".join(["red green blue hat coat rain sun dogs people beach"] * 9)
+
+
+def plain(texts):
+    return [EncoderInput("", text) for text in texts]
+
+
+def pairs(contexts_and_texts):
+    return [EncoderInput("", text, context=context) for context, text in contexts_and_texts]
+
+
+def tokenise(tokenizer, inputs, **changes):
+    return InputTokenizer(tokenizer, replace(IDENTITY, **changes), "tiny")(inputs)
+
+
+def pooled(tokenizer, row):
+    return tokenizer.convert_ids_to_tokens(row.ids[row.first : row.last])
+
+
+def with_pairs(tokenizer):
+    """Give the tiny BERT's tokenizer the pairs that a BERT has."""
+    from tokenizers import processors
+
+    made = copy.deepcopy(tokenizer)
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    return made
+
+
+@pytest.fixture(scope="module")
+def bert_folder(tiny_checkpoint, tmp_path_factory):
+    """A tiny BERT whose tokenizer knows pairs."""
+    from transformers import AutoTokenizer, BertModel
+
+    source = tiny_checkpoint()
+    folder = tmp_path_factory.mktemp("pairs")
+    with_pairs(AutoTokenizer.from_pretrained(source)).save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **names}))
+    BertModel.from_pretrained(source, add_pooling_layer=False).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def roberta_folder(tmp_path_factory):
+    """A tiny RoBERTa: bytes for letters, and <s> a </s></s> b </s> for a pair."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast, RobertaConfig, RobertaModel
+
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([LONG, "the number of people at the park"], trainer)
+    tokenizer.post_processor = processors.RobertaProcessing(
+        ("</s>", 2), ("<s>", 0), trim_offsets=True, add_prefix_space=False
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        cls_token="<s>",
+        eos_token="</s>",
+        sep_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        mask_token="<mask>",
+        model_max_length=62,
+    )
+    torch.manual_seed(0)
+    model = RobertaModel(
+        RobertaConfig(
+            vocab_size=len(fast),
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=64,
+            max_position_embeddings=64,
+            type_vocab_size=1,
+            pad_token_id=1,
+        ),
+        add_pooling_layer=False,
+    )
+    folder = tmp_path_factory.mktemp("roberta")
+    fast.save_pretrained(folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(minilm, bert_folder, roberta_folder):
+    return {
+        "minilm": minilm.resolved.checkpoint.folder,
+        "bert": bert_folder,
+        "roberta": roberta_folder,
+    }
+
+
+@pytest.fixture(scope="module")
+def tokenizers(folders):
+    from transformers import AutoTokenizer
+
+    return {kind: AutoTokenizer.from_pretrained(folder) for kind, folder in folders.items()}
+
+
+@pytest.fixture(params=["minilm", "bert", "roberta"])
+def tokenizer(request, tokenizers):
+    return copy.deepcopy(tokenizers[request.param])
+
+
+# -- plain inputs ------------------------------------------------------------------------------
+
+
+def test_ids_of_plain_inputs_are_the_tokenizers_own(tokenizer):
+    rows = tokenise(tokenizer, plain(TEXTS))
+    expected = tokenizer(TEXTS)["input_ids"]
+    assert [row.ids for row in rows] == expected
+    assert [row.n_tokens for row in rows] == [len(ids) for ids in expected]
+    assert all((row.first, row.last, row.second) == (0, len(row.ids), len(row.ids)) for row in rows)
+
+
+def test_the_loaded_encoder_gives_the_tokenizers_own_ids(minilm, tokenizers):
+    rows = minilm._tokenizer(plain(TEXTS))
+    assert [row.ids for row in rows] == tokenizers["minilm"](TEXTS)["input_ids"]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("most", [8, 13, 62])
+def test_cut_inputs_are_cut_as_the_tokenizer_does(tokenizer, most, side):
+    tokenizer.truncation_side = side
+    texts = [LONG, *TEXTS]
+    rows = tokenise(tokenizer, plain(texts), max_length=most)
+    expected = tokenizer(texts, truncation=True, max_length=most)["input_ids"]
+    assert [row.ids for row in rows] == expected
+    assert rows[0].n_tokens == len(tokenizer(LONG, verbose=False)["input_ids"]) > most
+
+
+def test_order_of_plain_inputs_and_pairs_is_kept(tokenizer):
+    inputs = [EncoderInput("", "red"), *pairs([("hat", "blue")]), EncoderInput("", "rain")]
+    expected = [tokenizer("red"), tokenizer("hat", "blue"), tokenizer("rain")]
+    assert [row.ids for row in tokenise(tokenizer, inputs)] == [e["input_ids"] for e in expected]
+
+
+def test_no_inputs_give_no_rows(tokenizer):
+    assert tokenise(tokenizer, []) == []
+
+
+# -- pairs -------------------------------------------------------------------------------------
+
+
+def test_ids_of_pairs_are_the_tokenizers_own(tokenizer):
+    rows = tokenise(tokenizer, pairs(PAIRS))
+    expected = tokenizer(*zip(*PAIRS, strict=True))["input_ids"]
+    assert [row.ids for row in rows] == expected
+    assert [row.n_tokens for row in rows] == [len(ids) for ids in expected]
+
+
+def test_halves_of_a_roberta_pair_have_two_ends_between_them(tokenizers):
+    (row,) = tokenise(tokenizers["roberta"], pairs([("red", "blue hat")]))
+    text = "".join(tokenizers["roberta"].convert_ids_to_tokens(row.ids))
+    assert text == "<s>red</s></s>blueĠhat</s>"
+
+
+def test_tokens_that_are_pooled_are_the_second_half(tokenizer):
+    for (context, text), row in zip(PAIRS, tokenise(tokenizer, pairs(PAIRS)), strict=True):
+        halves = tokenizer(context, text).sequence_ids(0)
+        inside = [row.first <= position < row.last for position in range(len(row.ids))]
+        assert inside == [half == 1 for half in halves]
+
+
+def test_empty_context_pools_the_texts_own_tokens(tokenizer):
+    (row,) = tokenise(tokenizer, pairs([("", "two dogs play")]))
+    (alone,) = tokenise(tokenizer, plain(["two dogs play"]))
+    assert row.ids == alone.ids == tokenizer("two dogs play")["input_ids"]
+    assert pooled(tokenizer, row) == tokenizer.tokenize("two dogs play")
+    assert (alone.first, alone.last) == (0, len(alone.ids))  # a plain input: specials too
+    assert row.second == len(row.ids)
+
+
+def test_context_is_cut_before_the_text(tokenizer):
+    text = "a red hat"
+    (row,) = tokenise(tokenizer, pairs([(LONG, text)]), max_length=20)
+    expected = tokenizer(LONG, text, truncation="only_first", max_length=20)
+    assert row.ids == expected["input_ids"]
+    assert len(row.ids) == 20
+    assert pooled(tokenizer, row) == tokenizer.tokenize(text)
+    assert row.n_tokens == len(tokenizer(LONG, text, verbose=False)["input_ids"])
+
+
+def test_text_is_cut_when_no_context_is_left(tokenizer):
+    (row,) = tokenise(tokenizer, pairs([("rain sun", LONG)]), max_length=20)
+    special = tokenizer.num_special_tokens_to_add(pair=True)
+    assert len(row.ids) == 20
+    assert pooled(tokenizer, row) == tokenizer.tokenize(LONG)[: 20 - special]
+    assert row.first == special - 1  # nothing of the context stands before it
+
+
+@contextmanager
+def calls(encoder):
+    """Yield the list of what the encoder gives its network from now on."""
+    seen = []
+    handle = encoder._model.network.register_forward_pre_hook(
+        lambda _module, _positional, named: seen.append(named), with_kwargs=True
+    )
+    yield seen
+    handle.remove()
+
+
+@pytest.fixture(scope="module")
+def encoders(folders, minilm):
+    """Encoders whose vectors are means, of unit norm."""
+    tiny = {
+        kind: load_encoder(str(folders[kind]), dtype="float32", device="cpu", pooling="mean")
+        for kind in ("bert", "roberta")
+    }
+    return {"minilm": minilm, **tiny}
+
+
+@pytest.mark.parametrize("kind", ["minilm", "bert", "roberta"])
+def test_network_gets_what_the_tokenizer_makes_of_a_pair(encoders, tokenizers, kind):
+    for context, text in PAIRS:
+        with calls(encoders[kind]) as seen:
+            encoders[kind].encode(pairs([(context, text)]))
+        expected = tokenizers[kind](context, text, return_tensors="pt")
+        assert set(seen[0]) == set(expected)
+        assert ("token_type_ids" in seen[0]) == (kind != "roberta")
+        for name, values in expected.items():
+            torch.testing.assert_close(seen[0][name], values)
+
+
+@pytest.mark.parametrize("kind", ["minilm", "bert"])
+def test_rows_of_one_batch_have_token_types_of_their_own(encoders, tokenizers, kind):
+    tokenizer = tokenizers[kind]
+    halves, texts = PAIRS[:2], ["rain", "a red hat in rain"]
+    with calls(encoders[kind]) as seen:
+        encoders[kind].encode([*pairs(halves), *plain(texts)])
+    (batch,) = seen
+    expected = [tokenizer(*pair) for pair in halves] + [tokenizer(text) for text in texts]
+    rows = zip(batch["attention_mask"].tolist(), batch["token_type_ids"].tolist(), strict=True)
+    # Batches are in an order of their own.
+    assert sorted(types[: sum(mask)] for mask, types in rows) == sorted(
+        entry["token_type_ids"] for entry in expected
+    )
+    assert not batch["token_type_ids"][batch["attention_mask"] == 0].any()
+
+
+def test_token_types_are_those_of_the_tokenizer(tokenizers):
+    # A RoBERTa has one type only; where its tokenizer states types, they are all 0.
+    tokenizer = copy.deepcopy(tokenizers["roberta"])
+    tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    (row,) = tokenise(tokenizer, pairs([("red", "hat")]))
+    types = [int(position >= row.second) for position in range(len(row.ids))]
+    assert types == tokenizer("red", "hat")["token_type_ids"]
+
+
+@pytest.mark.parametrize("kind", ["minilm", "bert", "roberta"])
+def test_vector_of_a_pair_is_the_mean_of_its_texts_hidden_states(
+    encoders, folders, tokenizers, kind
+):
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(folders[kind], dtype="float32").eval()
+    vectors = encoders[kind].encode(pairs(PAIRS))
+    for (context, text), vector in zip(PAIRS, vectors, strict=True):
+        encoded = tokenizers[kind](context, text, return_tensors="pt")
+        inside = [half == 1 for half in encoded.sequence_ids(0)]
+        with torch.no_grad():
+            mean = model(**encoded).last_hidden_state[0, inside].mean(dim=0)
+        np.testing.assert_allclose(vector, (mean / mean.norm()).numpy(), atol=1e-5)
+
+
+def test_last_token_of_a_pair_is_its_texts_and_no_special_one(roberta_folder, tokenizers):
+    from transformers import AutoModel
+
+    encoder = load_encoder(
+        str(roberta_folder), dtype="float32", device="cpu", pooling="last", normalize=False
+    )
+    encoded = tokenizers["roberta"]("the colour", "red hat", return_tensors="pt")
+    with torch.no_grad():
+        hidden = AutoModel.from_pretrained(roberta_folder).eval()(**encoded).last_hidden_state[0]
+    (vector,) = encoder.encode(pairs([("the colour", "red hat")]))
+    np.testing.assert_allclose(vector, hidden[-2].numpy(), atol=1e-5)
+
+
+def test_context_changes_the_vector_of_its_text(minilm):
+    contexts = ["the colour", "rain", "", None]
+    vectors = minilm.encode([EncoderInput("", "a red hat", context=c) for c in contexts])
+    for one, other in pairwise(vectors):
+        assert np.abs(one - other).max() > 0.01
+
+
+def test_text_of_a_pair_without_tokens_is_refused(tokenizer):
+    with pytest.raises(UserError, match=r"no token of the text '' is left to pool"):
+        tokenise(tokenizer, pairs([("red", "")]))
+
+
+def test_instruction_and_context_together_are_refused(tokenizer):
+    item = EncoderInput("find", "red hat", context="rain")
+    with pytest.raises(UserError, match=r"both an instruction \('find'\) and a context \('rain'\)"):
+        tokenise(tokenizer, [item], instruction_format=FORMAT)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "pooler", "latent"])
+@pytest.mark.parametrize("context", ["rain", ""])
+def test_context_is_refused_where_other_tokens_are_pooled(tokenizer, pooling, context):
+    with pytest.raises(UserError, match=rf"pools by {pooling}.*--pooling mean"):
+        tokenise(tokenizer, pairs([(context, "red hat")]), pooling=pooling)
+
+
+def test_context_is_refused_where_one_text_is_read(tokenizers):
+    with pytest.raises(UserError, match=r"reads one text between .*, not a pair.*instruction"):
+        tokenise(tokenizers["bert"], pairs([("rain", "red")]), special_tokens="[CLS] {text} [SEP]")
+
+
+# -- hypothesis --------------------------------------------------------------------------------
+
+ANY_TEXT = st.text(max_size=40) | st.lists(st.sampled_from(LONG.split()), max_size=40).map(" ".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from(["minilm", "bert", "roberta"]),
+    text=ANY_TEXT,
+    context=st.none() | ANY_TEXT,
+    most=st.integers(8, 30),
+)
+def test_any_input_keeps_its_ends_and_fits(tokenizers, kind, text, context, most):
+    tokenizer = tokenizers[kind]
+    item = EncoderInput("", text, context=context)
+    own = tokenizer.tokenize(text)
+    if context is not None and not own:
+        with pytest.raises(UserError, match="is left to pool"):
+            tokenise(tokenizer, [item], max_length=most)
+        return
+    (row,) = tokenise(tokenizer, [item], max_length=most)
+    assert (row.ids[0], row.ids[-1]) == (tokenizer.cls_token_id, tokenizer.sep_token_id)
+    assert len(row.ids) == min(row.n_tokens, most)
+    assert 0 <= row.first < row.last <= len(row.ids)
+    if context is None:
+        assert row.ids == tokenizer(text, truncation=True, max_length=most)["input_ids"]
+    else:
+        special = tokenizer.num_special_tokens_to_add(pair=bool(context))
+        assert pooled(tokenizer, row) == own[: most - special]
+
+
+# -- the text's own tokens ---------------------------------------------------------------------
+
+FORMATS = [
+    FORMAT,
+    "{instruction}{text}",
+    "task: {instruction} | {text} !",
+    "{text}\n({instruction})",
+]
+
+
+def overlapping(tokenizer, formatted, begin, end):
+    """Return the positions of the tokens that hold a character between two places."""
+    encoded = tokenizer(formatted, return_offsets_mapping=True)
+    spans = zip(encoded["offset_mapping"], encoded.sequence_ids(0), strict=True)
+    return [
+        position
+        for position, ((start, stop), half) in enumerate(spans)
+        if half is not None and start < end and stop > begin
+    ]
+
+
+@pytest.mark.parametrize("template", FORMATS)
+@pytest.mark.parametrize("text", ["red hat", "Two dogs 🐕🐕 run.", "東京は 日本", "  a  "])
+def test_pooled_tokens_hold_the_text_and_nothing_else(tokenizer, template, text):
+    item = EncoderInput("retrieve the colour", text)
+    (row,) = tokenise(tokenizer, [item], instruction_format=template, pool_over="text")
+    formatted = template.format(instruction=item.instruction, text=text)
+    begin = template.partition("{text}")[0].format(instruction=item.instruction)
+    assert row.ids == tokenizer(formatted)["input_ids"]
+    expected = overlapping(tokenizer, formatted, len(begin), len(begin) + len(text))
+    assert list(range(row.first, row.last)) == expected
+
+
+def test_pooled_tokens_are_those_of_the_text(tokenizers):
+    item = EncoderInput("red hat", "red hat")
+    (row,) = tokenise(tokenizers["minilm"], [item], instruction_format=FORMAT, pool_over="text")
+    assert pooled(tokenizers["minilm"], row) == ["red", "hat"]
+    assert row.last == len(row.ids) - 1  # the second of the two, before [SEP]
+
+
+def test_text_without_instruction_is_pooled_without_special_tokens(tokenizer):
+    (row,) = tokenise(tokenizer, plain(["two dogs play"]), pool_over="text")
+    assert pooled(tokenizer, row) == tokenizer.tokenize("two dogs play")
+
+
+def test_what_is_cut_of_the_text_is_not_pooled(tokenizer):
+    item = EncoderInput("colour", LONG)
+    (row,) = tokenise(
+        tokenizer,
+        [item],
+        instruction_format="{instruction} {text}",
+        pool_over="text",
+        max_length=20,
+    )
+    assert len(row.ids) == 20
+    assert row.last == 19
+    assert row.first == 1 + len(tokenizer.tokenize("colour"))
+
+
+def test_special_tokens_around_a_text_are_not_pooled(tokenizers):
+    (row,) = tokenise(
+        tokenizers["bert"],
+        [EncoderInput("colour", "red hat")],
+        instruction_format="{instruction} : {text}",
+        pool_over="text",
+        special_tokens="[CLS] {text} [SEP]",
+    )
+    assert tokenizers["bert"].convert_ids_to_tokens(row.ids) == (
+        "[CLS] colour : red hat [SEP]".split()
+    )
+    assert pooled(tokenizers["bert"], row) == ["red", "hat"]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_vector_over_the_text_is_made_of_its_hidden_states(folders, tokenizers, pooling):
+    from transformers import AutoModel
+
+    encoder = load_encoder(
+        str(folders["roberta"]),
+        dtype="float32",
+        device="cpu",
+        pooling=pooling,
+        normalize=False,
+        pool_over="text",
+        instruction_format="{text} ({instruction})",
+    )
+    (vector,) = encoder.encode([EncoderInput("the colour", "red hat")])
+    encoded = tokenizers["roberta"]("red hat (the colour)", return_tensors="pt")
+    inside = overlapping(tokenizers["roberta"], "red hat (the colour)", 0, len("red hat"))
+    model = AutoModel.from_pretrained(folders["roberta"]).eval()
+    with torch.no_grad():
+        hidden = model(**encoded).last_hidden_state[0, inside]
+    expected = hidden.mean(dim=0) if pooling == "mean" else hidden[-1]
+    np.testing.assert_allclose(vector, expected.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_each_row_of_a_batch_is_pooled_over_its_own_text(folders, kind, pooling):
+    encoder = load_encoder(
+        str(folders[kind]),
+        dtype="float32",
+        device="cpu",
+        pooling=pooling,
+        pool_over="text",
+        instruction_format="{instruction} : {text}",
+    )
+    inputs = [
+        EncoderInput("retrieve the number of people", "red"),
+        EncoderInput("colour", "two dogs play in the park"),
+        *plain(["rain", "the hat of the men"]),
+    ]
+    together = encoder.encode(inputs)
+    alone = np.concatenate([encoder.encode([item]) for item in inputs])
+    np.testing.assert_allclose(together, alone, atol=1e-5)
+
+
+def test_a_batch_of_pairs_only_is_pooled_over_their_texts(tokenizer):
+    whole, text = (
+        tokenise(tokenizer, pairs([*PAIRS, ("", "red hat")]), pool_over=over)
+        for over in ("all", "text")
+    )
+    assert text == whole  # a pair is pooled over its text whatever is said
+
+
+def test_each_row_of_pairs_is_pooled_over_its_own_text(encoders):
+    inputs = [*pairs([*PAIRS, ("", "red hat"), ("rain", "sun")]), *plain(["rain"])]
+    together = encoders["bert"].encode(inputs)
+    alone = np.concatenate([encoders["bert"].encode([item]) for item in inputs])
+    np.testing.assert_allclose(together, alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("over", ["text", "after-instruction"])
+def test_instruction_that_leaves_no_text_is_refused_with_numbers(tokenizers, over):
+    item = EncoderInput("the number of people at the beach in the morning", "red hat")
+    expected = r"'red hat' is left to pool.* 15 tokens, and tiny takes 8\..*--max-length"
+    with pytest.raises(UserError, match=expected):
+        tokenise(
+            tokenizers["bert"],
+            [item],
+            instruction_format="{instruction} : {text}",
+            pool_over=over,
+            max_length=8,
+        )
+
+
+def test_as_many_first_tokens_as_the_instruction_has_are_left_out(tokenizers):
+    # NV-Embed-v2's own count: it takes the instruction's tokens off a row that begins with <s>.
+    (row,) = tokenise(
+        tokenizers["bert"],
+        [EncoderInput("find the colour", "red hat")],
+        instruction_format="{instruction} : {text}",
+        pool_over="after-instruction",
+    )
+    assert row.ids == tokenizers["bert"]("find the colour : red hat")["input_ids"]
+    assert (row.first, row.last) == (4, len(row.ids))
+
+
+def test_pooling_over_the_text_needs_a_fast_tokenizer(tokenizers, monkeypatch):
+    monkeypatch.setattr(type(tokenizers["bert"]), "is_fast", False)
+    with pytest.raises(UserError, match="needs a fast tokenizer"):
+        tokenise(tokenizers["bert"], plain(["red"]), pool_over="text")
+
+
+# -- special tokens ----------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["none", "<s>", "<s> </s>"])
+def decoder_tokenizer(request):
+    """A decoder's tokenizer that adds no special tokens by itself, a first one, or both."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "<s>", "</s>", *dict.fromkeys(LONG.split()), "a", "colour"]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    single = {"none": "$A", "<s>": "<s> $A", "<s> </s>": "<s> $A </s>"}[request.param]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("stated", "first", "last"),
+    [
+        ("<s> {text} </s>", ["<s>"], ["</s>"]),
+        ("{text} </s>", [], ["</s>"]),
+        ("<s> {text}", ["<s>"], []),
+        ("<s>{text}</s>", ["<s>"], ["</s>"]),
+    ],
+)
+def test_stated_special_tokens_stand_around_every_input_once(
+    decoder_tokenizer, stated, first, last
+):
+    texts = ["red hat", "", LONG, "dogs"]
+    rows = tokenise(decoder_tokenizer, plain(texts), special_tokens=stated, max_length=12)
+    for text, row in zip(texts, rows, strict=True):
+        kept = text.split()[: 12 - len(first) - len(last)]
+        assert decoder_tokenizer.convert_ids_to_tokens(row.ids) == [*first, *kept, *last]
+        assert row.n_tokens == len(first) + len(text.split()) + len(last)
+
+
+def test_no_special_tokens_can_be_stated(decoder_tokenizer):
+    (row,) = tokenise(decoder_tokenizer, plain(["red hat"]), special_tokens="{text}")
+    assert decoder_tokenizer.convert_ids_to_tokens(row.ids) == ["red", "hat"]
+
+
+def test_a_tokenizer_that_decides_keeps_its_own(decoder_tokenizer):
+    rows = tokenise(decoder_tokenizer, plain(["red hat", LONG]), max_length=12)
+    texts = ["red hat", LONG]
+    expected = decoder_tokenizer(texts, truncation=True, max_length=12)["input_ids"]
+    assert [row.ids for row in rows] == expected
+
+
+@pytest.mark.parametrize("stated", ["<bos> {text}", "{text} <|endoftext|>"])
+def test_special_token_that_the_tokenizer_lacks_is_named(decoder_tokenizer, stated):
+    token = stated.replace("{text}", "").strip()
+    with pytest.raises(UserError) as raised:
+        tokenise(decoder_tokenizer, plain(["red"]), special_tokens=stated)
+    assert f"needs the token {token}" in str(raised.value)
+    assert "its tokenizer has none" in str(raised.value)
+
+
+def test_the_unknown_token_itself_may_be_stated(decoder_tokenizer):
+    (row,) = tokenise(decoder_tokenizer, plain(["red"]), special_tokens="<unk> {text}")
+    assert decoder_tokenizer.convert_ids_to_tokens(row.ids) == ["<unk>", "red"]
+
+
+@pytest.mark.parametrize(("pad", "expected"), [("<s>", 1), (None, 2)])
+def test_batches_are_filled_with_the_end_where_there_is_no_padding(
+    decoder_tokenizer, pad, expected
+):
+    decoder_tokenizer.pad_token = pad
+    assert InputTokenizer(decoder_tokenizer, IDENTITY, "tiny").pad_id == expected
+
+
+# -- keys --------------------------------------------------------------------------------------
+
+
+def test_no_context_and_an_empty_one_are_two_inputs():
+    keys = {EncoderInput("", "red").key, EncoderInput("", "red", context="").key}
+    assert len(keys) == 2
+
+
+def test_key_holds_the_boundaries_of_all_three_texts():
+    texts = [
+        ("a", "b", None),
+        ("a", "b", ""),
+        ("a", "", "b"),
+        ("", "a", "b"),
+        ("", "b", "a"),
+        ("", "ab", ""),
+        ("", "", "ab"),
+        ("", 'a", "b', None),
+        ("", "a\0b", None),
+    ]
+    assert len({EncoderInput(*three).key for three in texts}) == len(texts)
+
+
+@given(instruction=st.text(max_size=20), text=st.text(max_size=20))
+def test_key_without_context_is_that_of_instruction_and_text(instruction, text):
+    # As it was before there were contexts: stores on disk are read by it.
+    expected = digest_bytes(json.dumps([instruction, text]).encode(), size=16)
+    assert EncoderInput(instruction, text).key == expected
+
+
+def own_alphabet(letters):
+    tokenizer = Tokenizer(
+        models.BPE({"[CLS]": 0, "[SEP]": 1, **{c: i + 2 for i, c in enumerate(letters)}}, [])
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B [SEP]",
+        special_tokens=[("[CLS]", 0), ("[SEP]", 1)],
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[SEP]")
+
+
+def test_special_tokens_are_found_for_other_alphabets():
+    tokenizer = own_alphabet("бв")
+    (row,) = tokenise(tokenizer, plain(["бв"]))
+    assert row.ids == tokenizer("бв")["input_ids"] == [0, 2, 3, 1]
+
+
+def test_tokenizer_that_knows_no_plain_text_is_refused():
+    with pytest.raises(UserError, match="gives no tokens for texts as plain as"):
+        tokenise(own_alphabet("ქ"), plain(["ქ"]))
