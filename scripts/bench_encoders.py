@@ -1,0 +1,326 @@
+"""Measure an encoder's memory, speed and precision, with random weights of its true size.
+
+Speed and memory do not depend on the values. The peer, in the same run, is a plain transformers
+loop: batches of 16 in the order given, and for NV-Embed-v2 its latent block as the original has it,
+with keys and values computed anew for every text.
+
+    python scripts/bench_encoders.py --model nvidia/NV-Embed-v2 --precision 4bit bfloat16
+    python scripts/bench_encoders.py --checkpoint FOLDER --precision float32 8bit 4bit
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from llmcond.encoders.device import choose_device
+from llmcond.encoders.encoder import Encoder
+from llmcond.encoders.loading import build_on_meta, load_config, load_tokenizer
+from llmcond.encoders.models import KnownModel, find_model, known_names
+from llmcond.encoders.nv_embed import NVEmbedModel
+from llmcond.encoders.resolve import EncoderOptions, resolve
+from llmcond.encoders.spec import EncoderInput
+
+SHARD = 2 * 2**30
+SAMPLE = Path(__file__).resolve().parent.parent / "llmcond" / "sample"
+INSTRUCTION = "Retrieve semantically similar texts to the Condition, given the Sentence: {}"
+
+
+def make_checkpoint(known: KnownModel, folder: Path, layers: int | None) -> None:
+    """Write a checkpoint of a known model's architecture with random weights, in bfloat16."""
+    folder.mkdir(parents=True, exist_ok=True)
+    architecture = json.loads(json.dumps(dict(known.architecture)))
+    if layers:
+        (architecture.get("text_config") or architecture)["num_hidden_layers"] = layers
+    (folder / "config.json").write_text(json.dumps(architecture))
+    _make_tokenizer(folder)
+    checkpoint = resolve(str(folder), EncoderOptions(like=known.repo), identify=False).checkpoint
+    names = build_on_meta(load_config(checkpoint)).state_dict()
+    generator = torch.Generator().manual_seed(0)
+    index, total = {}, sum(value.numel() * 2 for value in names.values())
+    written = size = 0
+    current: dict[str, torch.Tensor] = {}
+    for name, value in names.items():
+        n_bytes = value.numel() * 2
+        if current and size + n_bytes > SHARD:
+            save_file(current, folder / f"model-{written:05d}.safetensors", {"format": "pt"})
+            written, size, current = written + 1, 0, {}
+        # Norms near one, everything else as transformers initialises it.
+        random = torch.randn(value.shape, generator=generator) * 0.02
+        current[name] = (random + 1 if "norm" in name and value.dim() == 1 else random).bfloat16()
+        index[name] = f"model-{written:05d}.safetensors"
+        size += n_bytes
+    save_file(current, folder / f"model-{written:05d}.safetensors", {"format": "pt"})
+    listing = {"metadata": {"total_size": total}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(listing))
+
+
+def _make_tokenizer(folder: Path) -> None:
+    """Train a small tokenizer on the bundled sample: lengths are like those of real ones."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<unk>", "<s>", "</s>", "<bos>", "<eos>", "<|endoftext|>"]
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    trainer = trainers.BpeTrainer(vocab_size=8_000, special_tokens=special, show_progress=False)
+    texts = [row[key] for row in _sample() for key in ("sentence1", "sentence2", "condition")]
+    tokenizer.train_from_iterator([*texts, INSTRUCTION * 50, "Instruct: Query: " * 50], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+
+
+def _sample() -> list[dict[str, str]]:
+    with next(SAMPLE.glob("train*.csv")).open(newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
+
+
+def make_inputs(n: int, instruct: bool) -> list[EncoderInput]:
+    """Return inputs of C-STS length, as the prompt ``cond`` makes them."""
+    rows = _sample()
+    return [
+        EncoderInput(INSTRUCTION.format(row["sentence1"]), row["condition"])
+        if instruct
+        else EncoderInput("", f"{row['sentence1']} {row['condition']}")
+        for row in (rows[i * len(rows) // n] for i in range(n))
+    ]
+
+
+# -- one measurement, in a process of its own --------------------------------------------------
+
+
+def measure(task: dict[str, Any]) -> dict[str, Any]:
+    """Load an encoder as the task says and time it; return figures."""
+    device = choose_device(task["device"])
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats(device)
+    precision = task["precision"]
+    quantized = precision in ("8bit", "4bit")
+    options = EncoderOptions(
+        dtype=task["dtype"] if quantized else precision,
+        quantize=precision if quantized else "none",
+        device=device,
+        like=task["like"],
+        max_tokens_per_batch=task["tokens_per_batch"],
+        fold_latents=task["fold"],
+    )
+    began = time.perf_counter()
+    resolved = resolve(task["checkpoint"], options, identify=False)
+    encoder = Encoder(resolved)
+    loaded = time.perf_counter() - began
+    host = _peak_host()
+    inputs = make_inputs(task["inputs"], bool(resolved.identity.instruction_format))
+    if task["plain"]:
+        run = PlainLoop(encoder)
+        encode, tokens = run.encode, run.tokens(inputs)
+    else:
+        encode, tokens = encoder.encode, int(encoder.encode_counted(inputs).n_tokens.sum())
+    encode(inputs[:2])
+    _synchronize(device)
+    began = time.perf_counter()
+    vectors = encode(inputs)
+    _synchronize(device)
+    seconds = time.perf_counter() - began
+    np.save(task["vectors"], vectors)
+    return {
+        "load_seconds": loaded,
+        "load_host_gib": host / 2**30,
+        "weights_gib": _weights(encoder) / 2**30,
+        "device_gib": None if device == "cpu" else torch.cuda.max_memory_allocated(device) / 2**30,
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+    }
+
+
+class PlainLoop:
+    """The peer: batches of 16 in their order, padded to the longest, by the stock model."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder = encoder
+        resolved = encoder.resolved
+        config = load_config(resolved.checkpoint, resolved.identity.attention)
+        self.tokenizer = load_tokenizer(resolved.checkpoint, config)
+        self.network: Any = encoder._model.network
+
+    def tokens(self, inputs: list[EncoderInput]) -> int:
+        """Count the tokens of the inputs."""
+        return sum(len(ids) for ids in self._ids(inputs))
+
+    def _ids(self, inputs: list[EncoderInput]) -> list[list[int]]:
+        ids: list[list[int]] = self.tokenizer([self.encoder.format(item) for item in inputs])[
+            "input_ids"
+        ]
+        return ids
+
+    @torch.inference_mode()
+    def encode(self, inputs: list[EncoderInput]) -> np.ndarray[Any, Any]:
+        """Encode them; the mean over all tokens, whatever the model would pool."""
+        device = self.encoder.resolved.device
+        rows = self._ids(inputs)
+        vectors = []
+        for start in range(0, len(rows), 16):
+            batch = rows[start : start + 16]
+            width = max(len(row) for row in batch)
+            ids = torch.tensor([row + [0] * (width - len(row)) for row in batch])
+            mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in batch])
+            ids, mask = ids.to(device), mask.to(device)
+            if isinstance(self.network, NVEmbedModel):
+                hidden = self.network.embedding_model(input_ids=ids, attention_mask=mask)
+                block = self.network.latent_attention_model
+                # One text at a time: the original computes its keys and values for each.
+                hidden = torch.cat([block(row[None]) for row in hidden.last_hidden_state])
+            else:
+                hidden = self.network(input_ids=ids, attention_mask=mask).last_hidden_state
+            weights = mask.unsqueeze(-1)
+            vectors.append(((hidden * weights).sum(1) / weights.sum(1)).float().cpu())
+        return torch.nn.functional.normalize(torch.cat(vectors), dim=1).numpy()
+
+
+def _weights(encoder: Encoder) -> int:
+    network = encoder._model.network
+    tensors = [*network.parameters(), *network.buffers()]
+    extra = [
+        value
+        for tensor in tensors
+        for state in (getattr(tensor, "quant_state", None),)
+        if state is not None
+        for value in (state.absmax, getattr(getattr(state, "state2", None), "absmax", None))
+        if value is not None
+    ]
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *extra))
+
+
+def _peak_host() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+# -- the table ---------------------------------------------------------------------------------
+
+
+def run_tasks(options: argparse.Namespace, checkpoint: Path, like: str | None) -> dict[str, Any]:
+    """Measure each precision and the peer, each in a fresh process."""
+    nv_embed = json.loads((checkpoint / "config.json").read_text())["model_type"] == "nvembed"
+    plans = [(precision, True, False) for precision in options.precision]
+    if nv_embed:
+        plans += [(options.precision[0], False, False)]
+    plans += [(options.precision[0], False, True)]
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, (precision, fold, plain) in enumerate(plans):
+            task = {
+                "checkpoint": str(checkpoint),
+                "like": like,
+                "precision": precision,
+                "dtype": options.dtype,
+                "device": options.device,
+                "fold": fold,
+                "plain": plain,
+                "inputs": options.inputs,
+                "tokens_per_batch": options.max_tokens_per_batch,
+                "vectors": f"{scratch}/{number}.npy",
+            }
+            found = _in_a_process(task)
+            name = "plain loop" if plain else "llmcond"
+            name += "" if fold or not nv_embed else ", not folded"
+            row = {"what": name, "precision": precision, **found}
+            if not plain:
+                row |= _cosines(f"{scratch}/0.npy", task["vectors"])
+            rows.append(row)
+    peer = rows[-1]["tokens_per_second"]
+    for row in rows:
+        row["speed_ratio"] = row["tokens_per_second"] / peer
+    return {"model": str(options.model or checkpoint), "torch": torch.__version__, "rows": rows}
+
+
+def _in_a_process(task: dict[str, Any]) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--worker", json.dumps(task)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"the measurement of {task['precision']} failed; see above.")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _cosines(first: str, second: str) -> dict[str, float]:
+    cosine = (np.load(first) * np.load(second)).sum(axis=1)
+    return {"min_cosine": float(cosine.min()), "mean_cosine": float(cosine.mean())}
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """Print the figures as a Markdown table."""
+    print(f"{result['model']}, torch {result['torch']}\n")
+    print("| what | precision | weights GiB | host peak, loading GiB | device peak GiB | load s "
+          "| tokens/s | against the plain loop | least (mean) cosine to the first |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|")
+    for row in result["rows"]:
+        device = "" if row["device_gib"] is None else f"{row['device_gib']:.2f}"
+        cosine = (
+            f"{row['min_cosine']:.4f} ({row['mean_cosine']:.4f})" if "min_cosine" in row else ""
+        )
+        print(
+            f"| {row['what']} | {row['precision']} | {row['weights_gib']:.2f} "
+            f"| {row['load_host_gib']:.2f} | {device} | {row['load_seconds']:.0f} "
+            f"| {row['tokens_per_second']:,.0f} | {row['speed_ratio']:.2f} | {cosine} |"
+        )
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", choices=known_names(), help="made with random weights")
+    parser.add_argument("--checkpoint", type=Path, help="an existing folder instead")
+    parser.add_argument("--like", choices=known_names(), help="what the folder is")
+    parser.add_argument("--folder", type=Path, help="where random checkpoints are kept")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--precision", nargs="+", default=["bfloat16", "8bit", "4bit"])
+    parser.add_argument("--dtype", default="bfloat16", help="computed in, for 8bit and 4bit")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--inputs", type=int, default=64)
+    parser.add_argument("--max-tokens-per-batch", type=int)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(measure(json.loads(options.worker))))
+        return
+    checkpoint, like = options.checkpoint, options.like
+    if checkpoint is None:
+        known = find_model(options.model or "minilm")
+        assert known is not None
+        like = known.repo
+        parent = options.folder or Path(tempfile.gettempdir()) / "llmcond-bench"
+        layers = f"-{options.layers}-layers" if options.layers else ""
+        checkpoint = parent / (known.repo.replace("/", "--") + layers)
+        if not (checkpoint / "model.safetensors.index.json").is_file():
+            make_checkpoint(known, checkpoint, options.layers)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    result = run_tasks(options, checkpoint, like)
+    print_table(result)
+    if options.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
