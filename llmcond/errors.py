@@ -47,3 +47,8 @@ def is_disk_full(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         return True
     return any(f"(os error {code})" in str(error) for code in _NO_ROOM)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, or its kind if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from llmcond.encoders.architecture import build_on_meta, load_config, load_tokenizer
 from llmcond.encoders.device import choose_device
 from llmcond.encoders.encoder import Encoder
-from llmcond.encoders.loading import build_on_meta, load_config, load_tokenizer
 from llmcond.encoders.models import KnownModel, find_model, known_names
 from llmcond.encoders.nv_embed import NVEmbedModel
 from llmcond.encoders.resolve import EncoderOptions, resolve

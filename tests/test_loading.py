@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmcond.encoders import MODELS, EncoderInput, EncoderOptions, find_model, resolve
+from llmcond.encoders.architecture import build_on_meta, load_config
 from llmcond.encoders.encoder import Encoder, load_encoder
-from llmcond.encoders.loading import build_on_meta, load_config, load_model
+from llmcond.encoders.loading import load_model
 from llmcond.encoders.memory import footprint
 from llmcond.encoders.nv_embed import LatentConfig, NVEmbedModel, read_config
 from llmcond.encoders.quantization import quantization

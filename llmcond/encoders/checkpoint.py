@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcond.encoders.models import KnownModel, Package, find_model, known_names
-from llmcond.errors import LlmcondError, UserError, nearest
+from llmcond.errors import LlmcondError, UserError, first_line, nearest
 from llmcond.files import digest_file, digest_files
 
 #: Files that decide the numbers; a README or a change of picture does not.
@@ -316,13 +316,9 @@ def _hub_errors(repo: str, revision: str | None, known: KnownModel | None) -> It
         raise UserError(f"{repo} on the hub lacks a file: {error}.") from error
     except HTTPError as error:
         raise LlmcondError(
-            f"{repo} could not be downloaded: {_first_line(error)}. What is here is kept; run the "
+            f"{repo} could not be downloaded: {first_line(error)}. What is here is kept; run the "
             "same command again."
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
 
 
 def _download(repo: str, revision: str | None, patterns: tuple[str, ...]) -> Path:

@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from llmcond.encoders.architecture import build_on_meta, load_config, load_tokenizer
 from llmcond.encoders.device import default_token_budget
-from llmcond.encoders.loading import build_on_meta, load_config, load_tokenizer
 from llmcond.encoders.memory import Footprint, available, footprint
 from llmcond.encoders.models import PADDING_SIDE, KnownModel
 from llmcond.encoders.nv_embed import read_config

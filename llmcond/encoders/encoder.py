@@ -11,14 +11,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from llmcond.encoders.architecture import load_config, load_tokenizer
 from llmcond.encoders.batching import plan_batches
 from llmcond.encoders.direction import check_direction
-from llmcond.encoders.loading import load_config, load_model, load_tokenizer
+from llmcond.encoders.loading import load_model
 from llmcond.encoders.pooling import pool
 from llmcond.encoders.resolve import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.spec import EncoderIdentity, EncoderInput
 from llmcond.encoders.tokenizing import InputTokenizer, Tokens
-from llmcond.errors import LlmcondError
+from llmcond.errors import LlmcondError, first_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +67,9 @@ class Encoder:
         try:
             check_direction(self._model.network, identity.attention, self.name, self._device)
         except (AssertionError, NotImplementedError, RuntimeError) as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
             raise LlmcondError(
                 f"{self.name} cannot be run as {identity.dtype}, quantize {identity.quantize}, on "
-                f"{self.resolved.device}: {lines[0]}. Try another --dtype or --quantize."
+                f"{self.resolved.device}: {first_line(error)}. Try another --dtype or --quantize."
             ) from error
 
     @property

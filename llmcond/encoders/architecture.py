@@ -1,0 +1,122 @@
+"""From a checkpoint's settings to its architecture and tokenizer, with stock classes only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import MODEL_MAPPING, AutoConfig, AutoTokenizer, MistralConfig
+from transformers.utils import logging
+
+from llmcond.encoders.checkpoint import Checkpoint, read_settings
+from llmcond.encoders.nv_embed import LatentConfig, NVEmbedModel, read_config
+from llmcond.encoders.resolve import encoder_types
+from llmcond.encoders.spec import Attention
+from llmcond.errors import UserError, first_line
+
+_VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
+#: Said each time: left out, transformers asks on the terminal, and a "y" runs a checkpoint's code.
+_NO_REMOTE_CODE = {"trust_remote_code": False}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers for a block: what is wrong is checked, and told in our own words."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@quiet()
+def load_config(checkpoint: Checkpoint, attention: Attention | None = None) -> Any:
+    """Load a checkpoint's config, with the direction of its attention set.
+
+    Raises:
+        UserError: an architecture that transformers does not have itself.
+    """
+    values = read_settings(checkpoint.folder / "config.json", {})
+    try:
+        if values.get("model_type") == "nvembed":
+            return read_config(values)
+        config = AutoConfig.from_pretrained(str(checkpoint.folder), **_NO_REMOTE_CODE)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{checkpoint.name} has an architecture that transformers does not have itself. It "
+            "may need code from its own repository, which llmcond never runs. "
+            f"{first_line(error)}"
+        ) from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(
+            f"{checkpoint.name} is an encoder-decoder ({config.model_type}), which is not "
+            "supported; use an encoder or a decoder."
+        )
+    if config.model_type not in encoder_types():
+        config.use_cache = False
+        # Gemma's own way of being bidirectional has narrower windows than is_causal gives it.
+        if attention is not None and not getattr(config, "use_bidirectional_attention", False):
+            # On the config: set on the layers, it would hold for unpadded batches only.
+            config.is_causal = attention == "causal"
+    return config
+
+
+def build_on_meta(config: Any) -> Any:
+    """Build the architecture without memory for its weights.
+
+    Raises:
+        UserError: transformers has no encoder of this architecture.
+    """
+    network = network_class(config)
+    with torch.device("meta"):
+        return network(config)
+
+
+def network_class(config: Any) -> Any:
+    """Return the class of an architecture's encoder.
+
+    Raises:
+        UserError: transformers has none.
+    """
+    if isinstance(config, LatentConfig):
+        return NVEmbedModel
+    try:
+        found = MODEL_MAPPING[type(config)]
+    except KeyError as error:
+        raise UserError(
+            f"transformers has no text encoder of the architecture {config.model_type!r}."
+        ) from error
+    return found[0] if isinstance(found, tuple) else found
+
+
+@quiet()
+def load_tokenizer(checkpoint: Checkpoint, config: Any) -> Any:
+    """Load the checkpoint's tokenizer.
+
+    Raises:
+        UserError: the checkpoint has none that transformers knows.
+    """
+    folder = checkpoint.folder
+    if not any(path for pattern in _VOCABULARIES for path in folder.glob(pattern)):
+        # transformers would make one that knows no word, and every text would look alike.
+        raise UserError(
+            f"{checkpoint.name} has no tokenizer ({', '.join(_VOCABULARIES)}). Save it "
+            "beside the weights: tokenizer.save_pretrained(FOLDER)"
+        )
+    if isinstance(config, LatentConfig):
+        # For a config that it does not know, transformers builds the tokenizer by its class's
+        # defaults, which are not those of tokenizer.json.
+        config = MistralConfig()
+    try:
+        # With the config at hand, it does not look for one that needs code.
+        return AutoTokenizer.from_pretrained(str(folder), config=config, **_NO_REMOTE_CODE)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"the tokenizer of {checkpoint.name} cannot be loaded: {first_line(error)}"
+        ) from error
