@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full, nearest
+from llmcond.errors import (
+    DiskFullError,
+    LlmcondError,
+    UserError,
+    is_disk_full,
+    nearest,
+    printable,
+)
 from llmcond.version import __version__
 
 DEFAULT_RUN = Path("runs/default")
@@ -41,7 +48,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _complain(text: str, code: int) -> int:
-    sys.stderr.write(f"llmcond: error: {' '.join(text.split())}\n")
+    sys.stderr.write(f"llmcond: error: {printable(' '.join(text.split()))}\n")
     return code
 
 
@@ -593,15 +600,18 @@ def _add_listings(commands: Any) -> None:
 
 def _models(options: argparse.Namespace) -> None:
     from llmcond import listings
+    from llmcond.encoders import EncoderOptions
 
     if options.check is not None:
         _check_model(options)
+    elif _encoder_options(options) != EncoderOptions():
+        raise UserError("these options are about one encoder; name it: --check NAME.")
     elif options.json:
         _print_json({"models": listings.models()})
     else:
-        from llmcond.report.tables import listing, show
+        from llmcond.report.tables import listing, show, width
 
-        show(listing(listings.models_in_brief()))
+        show(listing(listings.models_in_brief(width())))
 
 
 def _check_model(options: argparse.Namespace) -> None:

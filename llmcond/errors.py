@@ -49,6 +49,11 @@ def is_disk_full(error: BaseException) -> bool:
     return any(f"(os error {code})" in str(error) for code in _NO_ROOM)
 
 
+def printable(text: str) -> str:
+    """Return ``text`` with control characters written out, so that it steers no terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of what an error says, or its kind if it says nothing."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

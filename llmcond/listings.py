@@ -37,9 +37,9 @@ def models() -> list[dict[str, Any]]:
     ]
 
 
-def models_in_brief() -> list[dict[str, Any]]:
-    """Return what of each known encoder goes into a terminal's width."""
-    return [
+def models_in_brief(width: int) -> list[dict[str, Any]]:
+    """Return what of each known encoder goes into so many characters."""
+    rows = [
         {
             "name": row["name"],
             "size": f"{row['n_parameters'] / 1e9:.2f} B",
@@ -52,6 +52,13 @@ def models_in_brief() -> list[dict[str, Any]]:
         }
         for row in models()
     ]
+    if width >= _WIDE:
+        return rows
+    return [{key: row[key] for key in ("name", "size", "attention")} for row in rows]
+
+
+#: Characters that all columns of the brief listing take.
+_WIDE = 155
 
 
 def prompts() -> list[dict[str, Any]]:

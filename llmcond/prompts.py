@@ -7,6 +7,7 @@ it (CASE, section 3.1, equation 1). Sentences are put in as text: braces in them
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field
 from string import Formatter
 from typing import Any, ClassVar
@@ -72,7 +73,9 @@ class Prompt:
     def digest(self) -> str:
         """Identify everything in the template that changes an encoder's input."""
         parts = (self.conditional, self.unconditional)
-        return digest_text(*(value for part in parts for value in part.templates.values()))
+        if all(part.context is None for part in parts):
+            return digest_text(*(text for part in parts for text in part.templates.values()))
+        return digest_text(*(json.dumps(part.templates) for part in parts))
 
     def obstacle(self, encoder: EncoderIdentity) -> str:
         """Return why an encoder cannot take the template's inputs; empty if it can."""
@@ -136,6 +139,12 @@ def _check(prompt: Prompt, source: str) -> None:
             f"instruction or context, must name {{sentence}} and {{condition}} between them."
         )
     unconditional = _placeholders(prompt.unconditional, f"{source}: [unconditional]")
+    if (prompt.conditional.context is None) != (prompt.unconditional.context is None):
+        raise UserError(
+            f"{source}: one of [conditional] and [unconditional] has a context, so that they would "
+            'be pooled over different tokens. Give both one; context = "" reads nothing before '
+            "the text."
+        )
     if len(unconditional) != 1:
         got = " and ".join(f"{{{name}}}" for name in sorted(unconditional)) or "none"
         raise UserError(

@@ -15,6 +15,7 @@ from llmcond.encoders import MODELS, EncoderInput, EncoderOptions
 from llmcond.encoders import checkpoint as checkpoints
 from llmcond.encoders.encoder import load_encoder
 from llmcond.errors import LlmcondError, UserError
+from llmcond.listings import models_in_brief
 from llmcond.report.checkup import checkup, drawn
 from llmcond.workflows import check_model
 
@@ -162,12 +163,41 @@ def test_options_of_a_check_are_those_of_an_extraction(capsys, tiny_checkpoint):
     assert encoder.identity.attention == "bidirectional"
 
 
-def test_a_folder_like_a_model_that_refuses_float16(tiny_checkpoint):
+def test_a_folder_like_a_model_that_refuses_float16(tiny_checkpoint, tmp_path):
+    folder = shutil.copytree(tiny_checkpoint("mistral"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))
     options = EncoderOptions(
         device="cpu", dtype="float16", like="Alibaba-NLP/gte-Qwen2-7B-instruct"
     )
     with pytest.raises(UserError, match=r"may not be computed in float16: .*mteb #4935"):
-        check_model(str(tiny_checkpoint("mistral")), options)
+        check_model(str(folder), options)
+
+
+def test_a_mistake_is_answered_by_its_line_alone(capsys):
+    assert run(["models", "--check", "minilm", "--pooling", "latent"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "may be pooled by mean or cls or last only" in err
+    assert run(["models", "--quantize", "4bit"]) == 2
+    assert "--check NAME" in capsys.readouterr().err
+
+
+def test_a_listing_fits_a_narrow_terminal():
+    rows = models_in_brief(80)
+    assert all(sum(len(str(value)) + 3 for value in row.values()) <= 80 for row in rows)
+    assert set(rows[0]) < set(models_in_brief(200)[0])
+
+
+def test_texts_of_a_checkpoint_do_not_steer_the_terminal(capsys, tiny_checkpoint, tmp_path):
+    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    changed = {**config, "auto_map": {"AutoModel": "x\x1b]0;pwn\x07.Y"}}
+    (folder / "config.json").write_text(json.dumps(changed))
+    assert run(["models", "--check", str(folder)]) == 2
+    err = capsys.readouterr().err
+    assert "\x1b" not in err
+    assert "\\x1b" in err
 
 
 def test_the_table_of_models_fits_and_names_all(capsys):

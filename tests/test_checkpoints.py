@@ -440,19 +440,69 @@ def test_options_go_before_the_settings_of_a_copy(decoder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pooling": "last"}, r"pooling is 'last', but .* may be pooled by cls or mean only"),
-        ({"pooling": "pooler"}, r"may be pooled by cls or mean only"),
+        ({"pooling": "latent"}, r"'latent', but .* may be pooled by mean or cls or last only"),
+        ({"pooling": "pooler"}, r"may be pooled by mean or cls or last only"),
         ({"attention": "causal"}, r"trained with bidirectional attention; .* noise"),
-        ({"pool_over": "text"}, r"pool_over is 'text', but .* pools by cls"),
+        ({"pool_over": "text", "pooling": "cls"}, r"pool_over is 'text', but .* pools by cls"),
     ],
 )
 def test_copy_may_do_what_the_known_model_may(folder, options, message):
     with pytest.raises(UserError, match=message):
-        settle(folder, like="BAAI/bge-m3", **options)
+        settle(folder, like="minilm", **options)
+
+
+@pytest.mark.parametrize("like", ["BAAI/bge-m3", "nvidia/NV-Embed-v2", "Qwen/Qwen3-Embedding-4B"])
+def test_copy_of_a_model_has_its_architecture(folder, like):
+    with pytest.raises(UserError, match=f"of the architecture 'bert', and {like} of .*no copy"):
+        settle(folder, like=like)
+
+
+def test_no_name_is_no_model():
+    with pytest.raises(UserError, match="name is empty"):
+        resolve("", CPU)
+
+
+@pytest.mark.parametrize("length", [0.5, True, 3, -1])
+def test_length_that_is_none_is_not_taken(folder, length):
+    change_json(folder / "tokenizer_config.json", model_max_length=length)
+    assert settle(folder).identity.max_length == 64
+
+
+def test_shards_elsewhere_are_refused(folder):
+    # They would not be part of the digest.
+    (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
+    index = {"metadata": {}, "weight_map": {"x": "../model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="shards must lie beside it"):
+        settle(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_attention_heads": 7},
+        {"hidden_size": -32},
+        {"hidden_size": "abc"},
+        {"hidden_act": "foo"},
+        {"model_type": ["a"]},
+        {"model_type": "nvembed", "text_config": {}},
+    ],
+)
+def test_settings_that_describe_no_encoder_are_told_in_one_line(folder, change):
+    change_json(folder / "config.json", **change)
+    with pytest.raises(LlmcondError) as raised:
+        load_encoder(str(folder), device="cpu")
+    assert "\n" not in str(raised.value)
+
+
+def test_settings_that_are_not_read_do_no_harm(folder):
+    change_json(folder / "config.json", text_config="x")
+    assert load_encoder(str(folder), device="cpu").identity.max_length == 64
 
 
 def test_known_model_that_float16_breaks_is_not_computed_in_it(decoder):
     like = "Alibaba-NLP/gte-Qwen2-1.5B-instruct"
+    change_json(decoder / "config.json", model_type="qwen2")
     with pytest.raises(UserError, match=r"may not be computed in float16: its vectors collapse"):
         settle(decoder, like=like, dtype="float16")
     assert settle(decoder, like=like, dtype="auto").identity.dtype == "bfloat16"

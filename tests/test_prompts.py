@@ -112,6 +112,16 @@ def test_a_prompt_knows_which_encoders_can_take_it(
     assert (obstacle in found) if obstacle else found == ""
 
 
+def test_a_context_on_one_side_only_is_refused(tmp_path: Path):
+    path = tmp_path / "half.toml"
+    path.write_text(
+        'description = "d"\nsource = "s"\n[conditional]\ncontext = "{sentence}"\n'
+        'text = "{condition}"\n[unconditional]\ntext = "{condition}"\n'
+    )
+    with pytest.raises(UserError, match='context = "" reads nothing before'):
+        load_prompt(str(path))
+
+
 @pytest.mark.parametrize("part", [Part("{condition}", "Embed"), Part("{condition}", context="")])
 def test_an_unconditional_part_alone_can_be_an_obstacle(part: Part):
     prompt = Prompt("d", "s", Part("{sentence} {condition}"), part)

@@ -348,7 +348,7 @@ def test_context_changes_the_vector_of_its_text(minilm):
 
 
 def test_text_of_a_pair_without_tokens_is_refused(tokenizer):
-    with pytest.raises(UserError, match=r"no token of the text '' is left to pool"):
+    with pytest.raises(UserError, match=r"the text '' has no tokens"):
         tokenise(tokenizer, pairs([("red", "")]))
 
 
@@ -387,7 +387,7 @@ def test_any_input_keeps_its_ends_and_fits(tokenizers, kind, text, context, most
     item = EncoderInput("", text, context=context)
     own = tokenizer.tokenize(text)
     if context is not None and not own:
-        with pytest.raises(UserError, match="is left to pool"):
+        with pytest.raises(UserError, match=r"is left to pool|has no tokens"):
             tokenise(tokenizer, [item], max_length=most)
         return
     (row,) = tokenise(tokenizer, [item], max_length=most)
@@ -693,3 +693,19 @@ def test_special_tokens_are_found_for_other_alphabets():
 def test_tokenizer_that_knows_no_plain_text_is_refused():
     with pytest.raises(UserError, match="gives no tokens for texts as plain as"):
         tokenise(own_alphabet("ქ"), plain(["ქ"]))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ("abc", "one str was given; give a list"),
+        (EncoderInput("", "a"), "one EncoderInput was given; give a list"),
+        (["a"], "position 0 holds 'a', not an EncoderInput"),
+        ([EncoderInput("", "a"), EncoderInput("", 5)], "the text at position 1 is 5"),
+        ([EncoderInput(None, "a")], "the instruction at position 0 is None"),
+        ([EncoderInput("", "\ud800")], "the text at position 0 is no Unicode text"),
+    ],
+)
+def test_what_is_no_input_is_named(minilm, inputs, message):
+    with pytest.raises(UserError, match=message):
+        minilm.encode(inputs)

@@ -43,15 +43,21 @@ def load_config(checkpoint: Checkpoint, attention: Attention | None = None) -> A
         UserError: an architecture that transformers does not have itself.
     """
     values = read_settings(checkpoint.folder / "config.json", {})
-    try:
-        if values.get("model_type") == "nvembed":
+    if values.get("model_type") == "nvembed":
+        try:
             return read_config(values)
+        except Exception as error:
+            raise UserError(
+                f"config.json of {checkpoint.name} is not as NV-Embed's, and the code that it asks "
+                f"for llmcond never runs. {type(error).__name__}: {first_line(error)}"
+            ) from error
+    try:
         config = AutoConfig.from_pretrained(str(checkpoint.folder), **_NO_REMOTE_CODE)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # whatever a file of settings can make a library raise
         raise UserError(
-            f"{checkpoint.name} has an architecture that transformers does not have itself. It "
-            "may need code from its own repository, which llmcond never runs. "
-            f"{first_line(error)}"
+            f"{checkpoint.name} has an architecture that transformers does not have itself, or "
+            "settings that it cannot read. It may need code from its own repository, which "
+            f"llmcond never runs. {first_line(error)}"
         ) from error
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(
@@ -71,11 +77,17 @@ def build_on_meta(config: Any) -> Any:
     """Build the architecture without memory for its weights.
 
     Raises:
-        UserError: transformers has no encoder of this architecture.
+        UserError: transformers has no encoder of this architecture, or not with these settings.
     """
     network = network_class(config)
-    with torch.device("meta"):
-        return network(config)
+    try:
+        with torch.device("meta"):
+            return network(config)
+    except Exception as error:
+        raise UserError(
+            f"config.json describes no {config.model_type} that can be built: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from error
 
 
 def network_class(config: Any) -> Any:
@@ -116,7 +128,8 @@ def load_tokenizer(checkpoint: Checkpoint, config: Any) -> Any:
     try:
         # With the config at hand, it does not look for one that needs code.
         return AutoTokenizer.from_pretrained(str(folder), config=config, **_NO_REMOTE_CODE)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
         raise UserError(
-            f"the tokenizer of {checkpoint.name} cannot be loaded: {first_line(error)}"
+            f"the tokenizer of {checkpoint.name} cannot be loaded: "
+            f"{type(error).__name__}: {first_line(error)}"
         ) from error

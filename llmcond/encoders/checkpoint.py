@@ -76,6 +76,8 @@ def find_checkpoint(name_or_path: str, revision: str | None, like: str | None = 
         UserError: an unknown model or revision, or a folder that holds no checkpoint.
         LlmcondError: the hub cannot be reached, or installed weights are not the official ones.
     """
+    if not name_or_path.strip():
+        raise UserError(f"the model's name is empty. Known: {', '.join(known_names())}.")
     known = find_model(name_or_path)
     kin = known if like is None else _like(like, name_or_path, known)
     folder = Path(name_or_path).expanduser()
@@ -167,6 +169,9 @@ def _shards(index: Path) -> list[str]:
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise LlmcondError(f"{index} lists no weights: it was damaged. Copy it anew.") from error
+    for shard in shards:
+        if Path(str(shard)).name != shard:
+            raise UserError(f"{index} names {shard!r}; shards must lie beside it.")
     return [str(shard) for shard in shards]
 
 
@@ -178,10 +183,15 @@ def _absent(folder: Path) -> list[str]:
         # That it is in a format that is not read is told by whoever reads it.
         if not (folder / name / "pytorch_model.bin").is_file()
     ]
-    if not (folder / "model.safetensors").is_file():
-        for name in _WHOLE:
-            wanted += _shards(folder / f"{name}.index.json")
+    wanted += _listed(folder)
     return [name for name in wanted if not (folder / name).is_file()]
+
+
+def _listed(folder: Path) -> list[str]:
+    """Return the shards that are loaded: none where all weights are in one file."""
+    if (folder / "model.safetensors").is_file():
+        return []
+    return [shard for name in _WHOLE for shard in _shards(folder / f"{name}.index.json")]
 
 
 def _dense(folder: Path) -> list[str]:
@@ -240,7 +250,7 @@ def read_settings(path: Path, default: Any) -> Any:
 
 def _state(folder: Path) -> tuple[tuple[str, int, int], ...]:
     """Return names, sizes and times of the files that decide the numbers."""
-    patterns = [*_WEIGHTS, *_OLD_WEIGHTS, *_SETTINGS]
+    patterns = [*_WEIGHTS, *_OLD_WEIGHTS, *_SETTINGS, *_listed(folder)]
     for name in _dense(folder):
         # Which of them are used, and in which order, is in modules.json.
         patterns += ["modules.json", f"{name}/config.json", f"{name}/model.safetensors"]

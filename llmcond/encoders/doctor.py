@@ -85,8 +85,9 @@ def describe(resolved: ResolvedEncoder) -> dict[str, Any]:
         "instruction_format": identity.instruction_format,
         "padding_side": PADDING_SIDE,
         "dtype": identity.dtype,
+        "quantize": identity.quantize,
         "assumed": list(resolved.assumed),
-        **_size(config, resolved.device),
+        **_size(config, resolved.device, resolved.max_tokens_per_batch),
     }
 
 
@@ -108,8 +109,9 @@ def describe_known(known: KnownModel, device: str) -> dict[str, Any]:
         "instruction_format": known.instruction_format,
         "padding_side": PADDING_SIDE,
         "dtype": None,
+        "quantize": "none",
         "assumed": [],
-        **_size(config, device),
+        **_size(config, device, default_token_budget(device)),
     }
 
 
@@ -123,7 +125,7 @@ def _known_facts(known: KnownModel | None) -> dict[str, Any]:
     }
 
 
-def _size(config: Any, device: str) -> dict[str, Any]:
+def _size(config: Any, device: str, tokens: int) -> dict[str, Any]:
     size = footprint(build_on_meta(config))
     return {
         "architecture": str(config.model_type),
@@ -132,12 +134,12 @@ def _size(config: Any, device: str) -> dict[str, Any]:
         "n_parameters": size.n_parameters,
         "device": device,
         "free": available(device),
-        "memory": _memory(size, device),
+        "memory": _memory(size, device, tokens),
     }
 
 
-def _memory(size: Footprint, device: str) -> list[dict[str, Any]]:
-    free, tokens = available(device), default_token_budget(device)
+def _memory(size: Footprint, device: str, tokens: int) -> list[dict[str, Any]]:
+    free = available(device)
     rows = []
     for dtype, quantize in _PRECISIONS:
         loading, batch = size.loading(dtype, quantize), size.batch(dtype, tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -168,7 +169,7 @@ class Encoder:
 
 
 def load_encoder(  # noqa: PLR0913 - each is a choice of the user, by keyword
-    model: str,
+    model: str | os.PathLike[str],
     *,
     dtype: str = "auto",
     quantize: str | None = None,
@@ -226,4 +227,4 @@ def load_encoder(  # noqa: PLR0913 - each is a choice of the user, by keyword
         max_tokens_per_batch=max_tokens_per_batch,
         fold_latents=fold_latents,
     )
-    return Encoder(resolve(model, options))
+    return Encoder(resolve(os.fspath(model), options))

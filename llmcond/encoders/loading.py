@@ -14,7 +14,6 @@ from llmcond.encoders.architecture import build_on_meta, quiet
 from llmcond.encoders.checkpoint import fetch_weights
 from llmcond.encoders.device import TORCH_DTYPES
 from llmcond.encoders.memory import Footprint, available, footprint
-from llmcond.encoders.nv_embed import NVEmbedModel
 from llmcond.encoders.quantization import installed, quantization, require
 from llmcond.encoders.resolve import QUANTIZE, ResolvedEncoder
 from llmcond.encoders.weights import load_dense, read_network
@@ -67,12 +66,12 @@ def load_model(resolved: ResolvedEncoder, config: Any) -> LoadedModel:
             f"the weights of {checkpoint.name} cannot be loaded: its .bin files hold more "
             "than tensors, which may be code. Ask for safetensors."
         ) from error
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise LlmcondError(
-            f"the weights of {checkpoint.name} cannot be loaded: {first_line(error)}"
-        ) from error
-    if isinstance(network, NVEmbedModel) and resolved.fold_latents:
-        network.latent_attention_model.fold()
+    except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
+        # For shapes that differ, transformers points at a report that it has not printed.
+        why = "their shapes are not those of config.json" if _differ(error) else first_line(error)
+        raise LlmcondError(f"the weights of {checkpoint.name} cannot be loaded: {why}.") from error
+    if resolved.fold_latents:
+        _fold(network)
     if identity.pooling != "pooler" and getattr(network, "pooler", None) is not None:
         # Where its weights are missing, quantising leaves it broken; and it is not used.
         network.pooler = None
@@ -81,6 +80,17 @@ def load_model(resolved: ResolvedEncoder, config: Any) -> LoadedModel:
     network = network.eval().requires_grad_(False)
     dense, dim = load_dense(resolved, int(config.hidden_size))
     return LoadedModel(network, dense, dim)
+
+
+def _fold(network: Any) -> None:
+    block = getattr(network, "latent_attention_model", None)
+    # What accelerate has put off to another place has no values to multiply out.
+    if block is not None and not any(parameter.is_meta for parameter in block.parameters()):
+        block.fold()
+
+
+def _differ(error: Exception) -> bool:
+    return "mismatch" in str(error) and "shape" in str(error)
 
 
 # -- memory ------------------------------------------------------------------------------------

@@ -344,7 +344,7 @@ def default_prompt(instruction_format: str) -> str:
 def find_model(name: str) -> KnownModel | None:
     """Return the entry with this alias or hub name, whatever its case; None where unknown."""
     wanted = name.lower()
-    return next((m for m in MODELS if wanted in (m.alias, m.repo.lower())), None)
+    return next((m for m in MODELS if wanted and wanted in (m.alias, m.repo.lower())), None)
 
 
 def known_names() -> list[str]:

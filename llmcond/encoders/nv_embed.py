@@ -181,7 +181,6 @@ class NVEmbedModel(PreTrainedModel):  # type: ignore[misc]
     base_model_prefix = ""
     _no_split_modules = ("MistralDecoderLayer", "LatentAttention")
     _supports_sdpa = True
-    _supports_flash_attn = True
 
     def __init__(self, config: LatentConfig) -> None:
         super().__init__(config)

@@ -199,7 +199,7 @@ def _attention(
                 "attention; its vectors would be noise."
             )
         return known
-    kind = settings.config.get("model_type")
+    kind = str(settings.config.get("model_type"))
     encoder = kind in encoder_types()
     if encoder and settings.attention != "causal":
         if given == "causal":

@@ -40,10 +40,12 @@ class Settings:
         """Read them.
 
         Raises:
-            UserError: one cannot be read.
+            UserError: one cannot be read, or modules.json leads outside of the folder.
         """
         modules = read_settings(folder / "modules.json", [])
-        pooling = next((_path(m) for m in modules if _kind(m) == "Pooling"), None)
+        paths = [_path(module) for module in modules]
+        kinds = [_kind(module) for module in modules]
+        pooling = paths[kinds.index("Pooling")] if "Pooling" in kinds else None
         return cls(
             config=read_settings(folder / "config.json", {}),
             tokenizer=read_settings(folder / "tokenizer_config.json", {}),
@@ -77,17 +79,19 @@ class Settings:
     @property
     def positions(self) -> int | None:
         """Return how many positions the model has; None where that is not stated."""
-        config = self.config.get("text_config") or self.config
+        nested = self.config.get("text_config")
+        config = nested if isinstance(nested, dict) else self.config
         positions = config.get("max_position_embeddings")
         if not isinstance(positions, int) or positions <= 0:
             return None
-        return positions - 2 if config.get("model_type") in _OFFSET_POSITIONS else positions
+        offset = str(config.get("model_type")) in _OFFSET_POSITIONS
+        return positions - 2 if offset else positions
 
     @property
     def max_length(self) -> int | None:
         """Return the tokens an input may have; None where the files do not say."""
         stated = (self.transformer.get("max_seq_length"), self.tokenizer.get("model_max_length"))
-        numbers = (n for n in stated if isinstance(n, int | float) and 0 < n < _NO_LIMIT)
+        numbers = (n for n in stated if isinstance(n, int | float) and 8 <= n < _NO_LIMIT)
         return next((int(number) for number in numbers), None)
 
     @property
@@ -130,6 +134,9 @@ def _kind(module: dict[str, Any]) -> str:
 
 
 def _path(module: dict[str, Any]) -> str:
+    path = Path(str(module.get("path", "")))
+    if path.is_absolute() or ".." in path.parts:
+        raise UserError(f"modules.json of the checkpoint leads outside of it: {str(path)!r}.")
     return str(module.get("path", ""))
 
 
@@ -142,7 +149,7 @@ def check_modules(checkpoint: Checkpoint, settings: Settings) -> None:
     """Refuse what sentence-transformers would do behind the pooling and we would leave out.
 
     Raises:
-        UserError: it has a module of another kind, or a folder of one lies elsewhere.
+        UserError: it has a module of another kind.
     """
     legal = ("Transformer", "Pooling", "Dense", "Normalize")
     for module in settings.modules:
@@ -152,22 +159,26 @@ def check_modules(checkpoint: Checkpoint, settings: Settings) -> None:
                 "not supported; without it its vectors would be others. Supported: "
                 f"{', '.join(legal)}."
             )
-        if Path(_path(module)).is_absolute() or ".." in Path(_path(module)).parts:
-            raise UserError(f"{checkpoint.name}: modules.json leads outside of the checkpoint.")
 
 
 def check_code(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Refuse a checkpoint that needs more than its weights: an adapter, or code of its own.
+    """Refuse a checkpoint that is not what it is taken for, an adapter, or one with own code.
 
     Raises:
         UserError: naming what it asks for; a model that is known without its code passes.
     """
+    known, kind = checkpoint.known, settings.config.get("model_type")
+    if known is not None and kind != known.architecture["model_type"]:
+        raise UserError(
+            f"{checkpoint.name} is of the architecture {kind!r}, and {known.name} of "
+            f"{known.architecture['model_type']!r}: it is no copy of it."
+        )
     if (checkpoint.folder / "adapter_config.json").is_file():
         raise UserError(
             f"{checkpoint.name} holds an adapter, which is not applied. Merge it into its encoder "
             "(merge_and_unload in peft), save that, and name its folder."
         )
-    if checkpoint.known is not None:
+    if known is not None:
         return
     wanted = {
         **_own_code(settings.config),

@@ -66,7 +66,10 @@ class InputTokenizer:
         pad = tokenizer.pad_token_id
         self.pad_id = int(pad if pad is not None else tokenizer.eos_token_id or 0)
         self._single = self._own_frame() if self._decides else self._stated_frame()
-        self._left = tokenizer.truncation_side == "left"
+        # Where the first tokens are counted, they must not be those that are cut.
+        counted = identity.pool_over == "after-instruction"
+        self._left = tokenizer.truncation_side == "left" and not counted
+        self._pair: Frame | None = None
 
     @property
     def _decides(self) -> bool:
@@ -79,6 +82,7 @@ class InputTokenizer:
             UserError: an instruction or a context that the encoder cannot take, or one that leaves
                 no token to pool.
         """
+        _check_inputs(inputs)
         done: list[Tokens | None] = [None] * len(inputs)
         pairs = [i for i, item in enumerate(inputs) if item.context is not None]
         plain = [i for i, item in enumerate(inputs) if item.context is None]
@@ -170,7 +174,9 @@ class InputTokenizer:
         if not inputs:
             return
         self._check_pairs(inputs)
-        frame = self._own_pair_frame() if any(item.context for item in inputs) else self._single
+        if self._pair is None and any(item.context for item in inputs):
+            self._pair = self._own_pair_frame()
+        frame = self._pair or self._single
         contexts = self._ids([item.context or "" for item in inputs])
         texts = self._ids([item.text for item in inputs])
         for item, context, text in zip(inputs, contexts, texts, strict=True):
@@ -193,16 +199,16 @@ class InputTokenizer:
 
     def _check_pairs(self, inputs: Sequence[EncoderInput]) -> None:
         pooling = self._identity.pooling
-        if pooling not in ("mean", "last"):
-            raise UserError(
-                f"{self._name} pools by {pooling}, and an input with a context is pooled over its "
-                "text's own tokens. Choose --pooling mean, or a prompt without a context."
-            )
         if not self._decides:
             raise UserError(
                 f"{self._name} reads one text between {self._identity.special_tokens!r}, not a "
                 "pair of context and text. Use a prompt with an instruction (cond), or one that "
                 "joins both."
+            )
+        if pooling not in ("mean", "last"):
+            raise UserError(
+                f"{self._name} pools by {pooling}, and an input with a context is pooled over its "
+                "text's own tokens. Choose --pooling mean, or a prompt without a context."
             )
         for item in inputs:
             if item.instruction:
@@ -244,9 +250,11 @@ class InputTokenizer:
     def _checked(self, tokens: Tokens, item: EncoderInput) -> Tokens:
         if tokens.first >= tokens.last:
             raise UserError(
-                f"no token of the text {item.text[:80]!r} is left to pool: with what stands around "
-                f"it, it has {tokens.n_tokens} tokens, and {self._name} takes "
-                f"{self._identity.max_length}. Shorten it, or raise --max-length."
+                f"no token of the text {item.text[:80]!r} is left to pool: with its instruction or "
+                f"context it has {tokens.n_tokens} tokens, and {self._name} takes "
+                f"{self._identity.max_length}. Shorten those, or raise --max-length."
+                if tokens.n_tokens > self._identity.max_length
+                else f"the text {item.text[:80]!r} has no tokens, so there is nothing to pool."
             )
         return tokens
 
@@ -285,13 +293,13 @@ class InputTokenizer:
     def _own_frame(self) -> Frame:
         """Return what the tokenizer itself puts around a text, found on a short one."""
         text, bare = self._probe()
-        whole = self._tokenizer(text)["input_ids"]
+        whole = self._tokenizer(text, verbose=False)["input_ids"]
         start = self._find(whole, bare)
         return Frame(whole[:start], [], whole[start + len(bare) :])
 
     def _own_pair_frame(self) -> Frame:
         text, bare = self._probe()
-        encoded = self._tokenizer(text, text)
+        encoded = self._tokenizer(text, text, verbose=False)
         whole = encoded["input_ids"]
         start = self._find(whole, bare)
         second = start + len(bare) + self._find(whole[start + len(bare) :], bare)
@@ -322,3 +330,26 @@ class InputTokenizer:
                 "ones, which is not supported; state those with --special-tokens."
             )
         return found
+
+
+def _check_inputs(inputs: Sequence[EncoderInput]) -> None:
+    """Refuse what is no input, which would fail somewhere in a tokenizer.
+
+    Raises:
+        UserError: naming what was got.
+    """
+    if isinstance(inputs, str | EncoderInput):
+        raise UserError(f"one {type(inputs).__name__} was given; give a list of EncoderInput.")
+    for position, item in enumerate(inputs):
+        if not isinstance(item, EncoderInput):
+            raise UserError(f"position {position} holds {item!r}, not an EncoderInput.")
+        texts = {"instruction": item.instruction, "text": item.text, "context": item.context or ""}
+        for name, text in texts.items():
+            if not isinstance(text, str):
+                raise UserError(f"the {name} at position {position} is {text!r}, not a text.")
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise UserError(
+                    f"the {name} at position {position} is no Unicode text: {error}."
+                ) from error

@@ -152,11 +152,20 @@ def extract(
 
 def plan(inputs: Sequence[EncoderInput]) -> list[EncoderInput]:
     """Return the distinct inputs, longest first: padding is least, and memory runs out early."""
-    return sorted(set(inputs), key=lambda item: (-_size(item), item.instruction, item.text))
+    return sorted(
+        set(inputs),
+        key=lambda item: (
+            -_size(item),
+            item.instruction,
+            item.text,
+            item.context is not None,
+            item.context or "",
+        ),
+    )
 
 
 def _size(item: EncoderInput) -> int:
-    return len(item.instruction) + len(item.text)
+    return len(item.instruction) + len(item.text) + len(item.context or "")
 
 
 def _name(part: Sequence[EncoderInput]) -> str:

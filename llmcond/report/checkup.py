@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from llmcond.errors import printable
 from llmcond.files import gib
 
 
@@ -36,7 +37,7 @@ def _facts(report: Mapping[str, Any]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for key, value in _lines(report):
-        table.add_row(key, Text(value))
+        table.add_row(key, Text(printable(value)))
     return table
 
 
@@ -58,7 +59,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "padding", f"{report['padding_side']}, masked"
     yield "length", f"{report['max_length']} tokens" if report["max_length"] else "as its files say"
     if report["dtype"]:
-        yield "dtype", f"{report['dtype']} (auto, on {report['device']})"
+        weights = "" if report["quantize"] == "none" else f", weights in {report['quantize']}"
+        yield "computed in", f"{report['dtype']} on {report['device']}{weights}"
     if report["no_float16"]:
         yield "not float16", report["no_float16"]
     for sentence in report["assumed"]:
@@ -78,7 +80,7 @@ def drawn(sample: Mapping[str, Any], width: int) -> list[str]:
     tokens, marks = "", ""
     for text, pooled in zip(sample["tokens"], sample["pooled"], strict=True):
         # A token may be a line break; shown as it is, the marks would stand under others.
-        token = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+        token = printable(text).replace("\n", "\\n")
         size = cell_len(token)
         if tokens and cell_len(tokens) + size + 1 > width:
             lines += [tokens, marks]

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from llmcond.errors import printable
+
 _CONSOLE = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def note(text: str) -> None:
     """Print a message for the user on standard error."""
-    _CONSOLE.print(text, markup=False, emoji=False)
+    _CONSOLE.print(printable(text), markup=False, emoji=False)
 
 
 class ExtractionBar:

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from llmcond.errors import printable
+
 
 def results_table(results: Sequence[Mapping[str, Any]], run: object) -> Table:
     """Return evaluation results of one split, a row each; figures are times 100.
@@ -59,16 +61,20 @@ def listing(rows: Sequence[Mapping[str, Any]]) -> Table:
     for key in rows[0] if rows else ():
         table.add_column(key.replace("_", " "), overflow="fold", no_wrap=key == "name")
     for row in rows:
-        table.add_row(*(Text("" if value is None else str(value)) for value in row.values()))
+        texts = ("" if value is None else printable(str(value)) for value in row.values())
+        table.add_row(*(Text(text) for text in texts))
     return table
 
 
 def show(table: Table) -> None:
     """Print a table on standard output; where that is no terminal, it is wide enough for all."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=160)
-    console.print(table)
+    Console(highlight=False, width=width()).print(table)
+
+
+def width() -> int:
+    """Return how many characters a line of standard output has room for."""
+    console = Console()
+    return console.width if console.is_terminal else 160
 
 
 def finite(value: float) -> float | None:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from llmcond.encoders import EncoderInput, EncoderOptions, find_model, resolve
+from llmcond.encoders.checkpoint import find_checkpoint
 from llmcond.encoders.device import choose_device
 from llmcond.errors import LlmcondError
 from llmcond.prompts import load_prompt
@@ -25,21 +26,22 @@ def check_model(name: str, options: EncoderOptions) -> tuple[dict[str, Any], Llm
     """
     from llmcond.encoders.doctor import describe, describe_known, samples
 
+    known = find_model(name)
     try:
-        resolved = resolve(name, options, identify=False)
-        report = describe(resolved)
-        prompt = load_prompt(resolved.default_prompt)
-        inputs = [
-            ("conditional", prompt.conditional.render(_SENTENCE, _CONDITION)),
-            ("unconditional", prompt.unconditional.render(_SENTENCE, _CONDITION)),
-        ]
-        if resolved.identity.instruction_format:
-            inputs.append(("no instruction", EncoderInput("", _CONDITION)))
-        drawn = [asdict(sample) for sample in samples(resolved, inputs)]
-        return {**report, "prompt": prompt.name, "samples": drawn, "complete": True}, None
+        find_checkpoint(name, options.revision, options.like)
     except LlmcondError as error:
-        known = find_model(name)
         if known is None:
             raise
         report = describe_known(known, choose_device(options.device))
         return {**report, "prompt": None, "samples": [], "complete": False}, error
+    resolved = resolve(name, options, identify=False)
+    report = describe(resolved)
+    prompt = load_prompt(resolved.default_prompt)
+    inputs = [
+        ("conditional", prompt.conditional.render(_SENTENCE, _CONDITION)),
+        ("unconditional", prompt.unconditional.render(_SENTENCE, _CONDITION)),
+    ]
+    if resolved.identity.instruction_format:
+        inputs.append(("no instruction", EncoderInput("", _CONDITION)))
+    drawn = [asdict(sample) for sample in samples(resolved, inputs)]
+    return {**report, "prompt": prompt.name, "samples": drawn, "complete": True}, None

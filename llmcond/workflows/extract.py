@@ -97,7 +97,9 @@ def extract(
         _check_run(run, resolved, data, store_dtype)
         run.record_model(where_model(model, resolved))
     note(
-        f"{resolved.checkpoint.name} in {resolved.identity.dtype} on {resolved.device}, "
+        f"{resolved.checkpoint.name} in {resolved.identity.dtype}"
+        + ("" if resolved.identity.quantize == "none" else f" ({resolved.identity.quantize})")
+        + f" on {resolved.device}, "
         f"{resolved.identity.pooling} pooling -> {run_folder}"
     )
     try:
