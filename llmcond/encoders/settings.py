@@ -9,7 +9,7 @@ from typing import Any
 from llmcond.encoders.checkpoint import Checkpoint, read_settings
 from llmcond.encoders.models import known_names
 from llmcond.encoders.spec import POOLINGS, TOKENIZER_DECIDES, Attention, Pooling
-from llmcond.errors import UserError, nearest
+from llmcond.errors import UserError, did_you_mean
 
 #: Architectures whose position table starts behind the padding index.
 _OFFSET_POSITIONS = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "longformer"}
@@ -190,8 +190,8 @@ def check_code(checkpoint: Checkpoint, settings: Settings) -> None:
         raise UserError(
             f"{checkpoint.name} asks for code from its own repository ({asks[0]}: "
             f"{_reference(wanted[asks[0]])}), which llmcond never runs, and it is none of the "
-            f"models that are known without: {', '.join(known_names())}. {nearest(name, _bare())} "
-            "If it is a copy of one, say so with --like NAME."
+            f"models that are known without: {', '.join(known_names())}. "
+            f"{did_you_mean(name, _bare())} If it is a copy of one, say so with --like NAME."
         )
 
 
