@@ -218,23 +218,12 @@ def _add_encoder_settings(parser: Any) -> None:
 def _encoder_options(options: argparse.Namespace) -> Any:
     from llmcond.encoders import EncoderOptions
 
+    values = vars(options)
     template = options.instruction_format
-    return EncoderOptions(
-        dtype=options.dtype,
-        device=options.device,
-        quantize=options.quantize,
-        revision=options.revision,
-        like=options.like,
-        attention=options.attention,
-        pooling=options.pooling,
-        pool_over=options.pool_over,
-        normalize=options.normalize,
-        max_length=options.max_length,
+    if template is not None:
         # A shell has no easy way to write a line break.
-        instruction_format=None if template is None else template.replace("\\n", "\n"),
-        special_tokens=options.special_tokens,
-        max_tokens_per_batch=options.max_tokens_per_batch,
-    )
+        values = {**values, "instruction_format": template.replace("\\n", "\n")}
+    return EncoderOptions.of(values)
 
 
 def _data_options(options: argparse.Namespace, split_seed: int | None = None) -> Any:

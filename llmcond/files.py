@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,16 @@ def digest_bytes(data: bytes, *, size: int) -> bytes:
 
 
 def digest_file(path: Path) -> str:
-    """Return the hexadecimal SHA-256 of a file's content."""
+    """Return the hexadecimal SHA-256 of a file's content.
+
+    A file that has not changed is read once in a process: weights of a 7B encoder take seconds.
+    """
+    stat = path.stat()
+    return _digest_state(path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+@cache
+def _digest_state(path: Path, *_state: int) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -103,21 +103,9 @@ class Run:
         Raises:
             UserError: the checkpoint is gone, or is not what the features were made with.
         """
-        recorded = self.identity
-        options = EncoderOptions(
-            dtype=recorded.dtype,
-            device=device,
-            quantize=recorded.quantize,
-            revision=self.manifest["encoder"]["revision"],
-            like=self.manifest["encoder"].get("like"),
-            attention=recorded.attention,
-            pooling=recorded.pooling,
-            pool_over=recorded.pool_over,
-            normalize=recorded.normalize,
-            max_length=recorded.max_length,
-            instruction_format=recorded.instruction_format,
-            special_tokens=recorded.special_tokens,
-        )
+        encoder = self.manifest["encoder"]
+        where = {"device": device, "revision": encoder["revision"], "like": encoder.get("like")}
+        options = EncoderOptions.of({**self.identity.to_json(), **where})
         resolved = resolve(self.manifest["encoder"]["model"], options)
         self.check_encoder(resolved)
         return replace(resolved, checkpoint=replace(resolved.checkpoint, name=self.encoder_name))

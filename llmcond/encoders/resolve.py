@@ -6,12 +6,13 @@ features without touching the weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
-from llmcond.encoders.checkpoint import Checkpoint, find_checkpoint
+from llmcond.encoders.checkpoint import Checkpoint, dense_folders, find_checkpoint
 from llmcond.encoders.models import default_prompt
-from llmcond.encoders.settings import Settings, check_code, check_modules, pooling_of
+from llmcond.encoders.settings import Settings, check_code, check_kind, check_modules, pooling_of
 from llmcond.encoders.spec import (
     ATTENTIONS,
     DTYPES,
@@ -70,6 +71,15 @@ class EncoderOptions:
     max_tokens_per_batch: int | None = None
     fold_latents: bool = True
 
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> EncoderOptions:
+        """Return the options among ``values``, such as those of an identity; others are passed by.
+
+        What is not among them is as the model has it.
+        """
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in names})
+
 
 @dataclass(frozen=True, slots=True)
 class ResolvedEncoder:
@@ -115,12 +125,23 @@ def resolve(
         UserError: an unknown model, or an option that the model or machine cannot have.
         LlmcondError: the hub cannot be reached.
     """
-    from llmcond.encoders.device import choose_device, default_token_budget
-
-    _check_options(options)
-    device = choose_device(options.device)
+    device = check_options(options)
     checkpoint = find_checkpoint(name_or_path, options.revision, options.like)
+    return settle(checkpoint, options, device, identify=identify)
+
+
+def settle(
+    checkpoint: Checkpoint, options: EncoderOptions, device: str, *, identify: bool
+) -> ResolvedEncoder:
+    """Settle every setting of a checkpoint that was found; see :func:`resolve`.
+
+    Raises:
+        UserError: an option that the model cannot have.
+    """
+    from llmcond.encoders.device import default_token_budget
+
     settings = Settings.read(checkpoint.folder)
+    check_kind(checkpoint, settings)
     check_code(checkpoint, settings)
     check_modules(checkpoint, settings)
     assumed: list[str] = []
@@ -153,13 +174,20 @@ def resolve(
         device=device,
         max_tokens_per_batch=options.max_tokens_per_batch or default_token_budget(device),
         assumed=tuple(assumed),
-        dense=settings.dense,
+        dense=tuple(dense_folders(checkpoint.folder)),
         may_spread=options.device == "auto",
         fold_latents=options.fold_latents,
     )
 
 
-def _check_options(options: EncoderOptions) -> None:
+def check_options(options: EncoderOptions) -> str:
+    """Return the device that the options choose, before anything is looked for.
+
+    Raises:
+        UserError: an option that no model can have, or a device that is not here.
+    """
+    from llmcond.encoders.device import choose_device
+
     _check_choice("dtype", options.dtype, ("auto", *DTYPES))
     _check_choice("quantize", options.quantize, QUANTIZE)
     if options.attention is not None:
@@ -169,6 +197,7 @@ def _check_options(options: EncoderOptions) -> None:
     budget = options.max_tokens_per_batch
     if budget is not None and budget < 1:
         raise UserError(f"max_tokens_per_batch is {budget}; it must be at least 1.")
+    return choose_device(options.device)
 
 
 def _check_choice(option: str, got: str, legal: tuple[str, ...]) -> None:

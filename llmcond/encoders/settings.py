@@ -57,11 +57,6 @@ class Settings:
         )
 
     @property
-    def dense(self) -> tuple[str, ...]:
-        """Return the folders of the dense layers behind the pooling, in their order."""
-        return tuple(_path(module) for module in self.modules if _kind(module) == "Dense")
-
-    @property
     def pooling(self) -> str:
         """Return the name of the pooling, from either layout that has been in use; or none."""
         modes = self.pooling_config.get("pooling_mode")
@@ -161,11 +156,11 @@ def check_modules(checkpoint: Checkpoint, settings: Settings) -> None:
             )
 
 
-def check_code(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Refuse a checkpoint that is not what it is taken for, an adapter, or one with own code.
+def check_kind(checkpoint: Checkpoint, settings: Settings) -> None:
+    """Refuse a checkpoint that is no encoder by itself, or not the one that it is taken for.
 
     Raises:
-        UserError: naming what it asks for; a model that is known without its code passes.
+        UserError: saying what it is.
     """
     known, kind = checkpoint.known, settings.config.get("model_type")
     if known is not None and kind != known.architecture["model_type"]:
@@ -178,7 +173,15 @@ def check_code(checkpoint: Checkpoint, settings: Settings) -> None:
             f"{checkpoint.name} holds an adapter, which is not applied. Merge it into its encoder "
             "(merge_and_unload in peft), save that, and name its folder."
         )
-    if known is not None:
+
+
+def check_code(checkpoint: Checkpoint, settings: Settings) -> None:
+    """Refuse a checkpoint that needs code from its own repository, unless we know it without.
+
+    Raises:
+        UserError: naming what it asks for and the known models.
+    """
+    if checkpoint.known is not None:
         return
     wanted = {
         **_own_code(settings.config),

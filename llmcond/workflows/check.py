@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from llmcond.encoders import EncoderInput, EncoderOptions, find_model, resolve
+from llmcond.encoders import EncoderInput, EncoderOptions, find_model
 from llmcond.encoders.checkpoint import find_checkpoint
-from llmcond.encoders.device import choose_device
+from llmcond.encoders.resolve import check_options, settle
 from llmcond.errors import LlmcondError
 from llmcond.prompts import load_prompt
 
@@ -26,15 +26,15 @@ def check_model(name: str, options: EncoderOptions) -> tuple[dict[str, Any], Llm
     """
     from llmcond.encoders.doctor import describe, describe_known, samples
 
-    known = find_model(name)
+    known, device = find_model(name), check_options(options)
     try:
-        find_checkpoint(name, options.revision, options.like)
+        checkpoint = find_checkpoint(name, options.revision, options.like)
     except LlmcondError as error:
         if known is None:
             raise
-        report = describe_known(known, choose_device(options.device))
+        report = describe_known(known, device)
         return {**report, "prompt": None, "samples": [], "complete": False}, error
-    resolved = resolve(name, options, identify=False)
+    resolved = settle(checkpoint, options, device, identify=False)
     report = describe(resolved)
     prompt = load_prompt(resolved.default_prompt)
     inputs = [

@@ -1,0 +1,14 @@
+"""An encoder's identity, for tests that need one and no encoder."""
+
+from llmcond.encoders import EncoderIdentity
+
+IDENTITY = EncoderIdentity(
+    weights="sha256:00",
+    dtype="float32",
+    quantize="none",
+    attention="bidirectional",
+    pooling="mean",
+    max_length=64,
+    normalize=True,
+    instruction_format="",
+)
