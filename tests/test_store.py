@@ -1,17 +1,26 @@
 """The feature store: what is put in comes out, once, and never mixed with another's."""
 
 import json
+import multiprocessing
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from types import SimpleNamespace
 
 import lance
 import numpy as np
 import pytest
+from filelock import FileLock, Timeout
 from identities import IDENTITY
 
 from llmcond.encoders import EncoderInput
 from llmcond.errors import LlmcondError, UserError
+from llmcond.features import store as store_module
 from llmcond.features.store import FeatureStore
 
+PROCESSES = multiprocessing.get_context("spawn")
 INPUTS = [EncoderInput("", f"text {i}") for i in range(20)]
 VECTORS = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
 
@@ -182,3 +191,328 @@ def test_a_part_is_claimed_by_one_at_a_time(tmp_path, store):
             assert another
     with other.claim("part") as later:
         assert later
+
+
+def test_places_count_in_the_order_of_adding(store):
+    append(store, [7, 3])
+    append(store, [3, 11])
+    assert store.places([INPUTS[i] for i in (11, 0, 7, 3, 7)]).tolist() == [2, -1, 0, 1, 0]
+    assert store.places([]).tolist() == []
+    assert store.count_truncated_at(store.places([INPUTS[3], INPUTS[7]])) == 1
+    assert store.count_truncated_at(store.places([])) == 0
+
+
+# -- many commits ----------------------------------------------------------------------------------
+
+MANY = [EncoderInput("", f"one of many {i}") for i in range(600)]
+MANY_VECTORS = np.random.default_rng(1).normal(size=(600, 6)).astype(np.float32)
+
+
+#: Merge after every few commits, and keep no old version.
+EAGER = {"_MERGED_FRAGMENTS": 4, "_LARGEST_PART": 2, "_FULL_ROWS": 60, "_KEPT_VERSIONS": 1}
+
+
+@pytest.fixture
+def merging(monkeypatch):
+    for name, value in EAGER.items():
+        monkeypatch.setattr(store_module, name, value)
+
+
+def add(store, chosen):
+    """Add some of the many inputs; the order they are added in is ascending in no test."""
+    chosen = list(chosen)
+    n_tokens = np.array(chosen, dtype=np.int32)
+    return store.append(
+        [MANY[i] for i in chosen], MANY_VECTORS[chosen], n_tokens, n_tokens % 3 == 0
+    )
+
+
+def check(store, chosen):
+    """Check that the store holds these of the many inputs, complete and once, and no others."""
+    chosen = sorted(chosen)
+    inputs = [MANY[i] for i in chosen]
+    assert set(range(len(MANY))) - set(store.missing(MANY)) == set(chosen)
+    assert len(store) == len(chosen)
+    np.testing.assert_array_equal(store.read(inputs), MANY_VECTORS[chosen])
+    assert store.count_truncated(inputs) == sum(i % 3 == 0 for i in chosen)
+    table = lance.dataset(str(store.folder / "vectors.lance")).to_table()
+    assert store.places(inputs).tolist() == [
+        table["key"].to_pylist().index(item.key) for item in inputs
+    ]
+    assert sorted(table["n_tokens"].to_pylist()) == chosen
+
+
+def files(store, kind):
+    return list((store.folder / "vectors.lance" / kind).iterdir())
+
+
+def test_merging_keeps_every_row_in_its_place(merging, tmp_path, store):
+    order = np.random.default_rng(2).permutation(300)
+    add(store, order[:2])
+    opened_before = FeatureStore(tmp_path, IDENTITY, "float32")
+    opened_within = None
+    size, start = 0, 2
+    while start < 300:
+        size = size % 5 + 1
+        add(store, order[start : start + size])
+        start += size
+        if start > 100 and opened_within is None:
+            opened_within = FeatureStore(tmp_path, IDENTITY, "float32")
+        wanted = [MANY[i] for i in order[:start]]
+        assert store.places(wanted).tolist() == list(range(min(start, 300)))
+    check(store, range(300))
+    for other in (opened_before, opened_within):
+        other.refresh()
+        check(other, range(300))
+    check(FeatureStore(tmp_path, IDENTITY, "float32"), range(300))
+
+
+def test_an_old_handle_reads_on_when_its_files_are_gone(merging, tmp_path, store):
+    for i in range(3):
+        add(store, [2 * i, 2 * i + 1])
+    old = FeatureStore(tmp_path, IDENTITY, "float32")
+    old_files = files(store, "data")
+    for i in range(6, 20):
+        add(store, [i])
+    assert not any(path.exists() for path in old_files)
+    chosen = [5, 0, 3]
+    assert len(old) == 6
+    np.testing.assert_array_equal(old.read([MANY[i] for i in chosen]), MANY_VECTORS[chosen])
+    stale = FeatureStore(tmp_path, IDENTITY, "float32")
+    for i in range(20, 40):
+        add(store, [i])
+    assert stale.count_truncated([MANY[i] for i in chosen]) == 2
+    assert add(stale, range(45)) == 5
+    check(stale, range(45))
+
+
+def test_files_and_versions_stay_few(tmp_path):
+    store = FeatureStore(tmp_path, IDENTITY, "float32")
+    most = {"data": 0, "_versions": 0, "_transactions": 0}
+    for i in range(300):
+        add(store, [2 * i, 2 * i + 1])
+        most = {kind: max(n, len(files(store, kind))) for kind, n in most.items()}
+    # Of 300 commits; merged ones leave their old files for a while.
+    assert len(lance.dataset(store._uri).get_fragments()) < 45
+    assert all(n < 110 for n in most.values())
+    check(store, range(600))
+
+
+def test_what_a_killed_merge_left_is_removed(merging, store):
+    add(store, [0])
+    rubbish = store.folder / "vectors.lance" / "data" / ("01" * 12 + "a" * 26 + ".lance")
+    rubbish.write_bytes(b"half a file")
+    for i in range(1, 8):
+        add(store, [i])
+    assert not rubbish.exists()
+    check(store, range(8))
+
+
+def test_nothing_is_merged_where_there_is_no_room_for_it(merging, store, monkeypatch):
+    usage = SimpleNamespace(free=1_000)
+    monkeypatch.setattr(store_module.shutil, "disk_usage", lambda _: usage)
+    for i in range(60):
+        add(store, [i])
+    # 6 numbers of 4 bytes each, twice: what is merged and as much again.
+    assert 20 < len(lance.dataset(store._uri).get_fragments()) <= 60
+    check(store, range(60))
+
+
+@pytest.mark.parametrize("change", [lambda tasks: tasks * 2, lambda tasks: []])
+def test_a_merge_that_would_move_rows_is_not_made(merging, store, monkeypatch, change):
+    plan = store_module.Compaction.plan
+    odd = SimpleNamespace(plan=lambda *given: SimpleNamespace(tasks=change(plan(*given).tasks)))
+    monkeypatch.setattr(store_module, "Compaction", odd)
+    for i in range(6):
+        add(store, [i])
+    assert len(lance.dataset(store._uri).get_fragments()) == 6
+    check(store, range(6))
+
+
+def test_merging_is_planned_for_the_last_fragments_alone():
+    many, full = store_module._MERGED_FRAGMENTS, store_module._FULL_ROWS
+    mergeable = store_module._mergeable
+    assert mergeable([]) == 0
+    assert mergeable([512] * (many - 1)) == 0
+    assert mergeable([512] * many) == many
+    assert mergeable([full] * 100) == 0
+    assert mergeable([full] * 3 + [512] * many) == many
+    assert mergeable([512] * 9 + [full] + [512] * (many - 1)) == 0
+    # What was merged is left alone until there is as much again, several times over.
+    assert mergeable([512 * many] + [512] * (many - 1)) == 0
+    assert mergeable([512 * many] * 7 + [512] * many) == many + 7
+
+
+def test_a_row_is_rewritten_a_few_times_at_most():
+    rows, rewritten = [], 0
+    for _ in range(4_000):
+        rows.append(512)
+        if count := store_module._mergeable(rows):
+            rows[-count:] = [sum(rows[-count:])]
+            rewritten += rows[-1]
+        assert len(rows) < 60
+    assert rewritten <= 2.1 * sum(rows)
+
+
+# -- several at once -------------------------------------------------------------------------------
+
+
+def add_in_order_of(store, seed, added):
+    order = np.random.default_rng(seed).permutation(200)
+    for start in range(0, 200, 7):
+        chosen = order[start : start + 7]
+        if store.missing([MANY[i] for i in chosen]):
+            added.append(add(store, chosen))
+
+
+def read_until(done, store):
+    while not done.is_set():
+        store.refresh()
+        there = sorted(set(range(200)) - set(store.missing(MANY[:200])))
+        inputs = [MANY[i] for i in there]
+        if there:
+            np.testing.assert_array_equal(store.read(inputs), MANY_VECTORS[there])
+        assert store.count_truncated(inputs) == sum(i % 3 == 0 for i in there)
+
+
+def test_threads_add_each_input_once(merging, tmp_path, store):
+    """Some share an object and some a folder; others read all the while."""
+    second, third = (FeatureStore(tmp_path, IDENTITY, "float32") for _ in range(2))
+    added, done = [], threading.Event()
+    with ThreadPoolExecutor(6) as pool:
+        reading = [pool.submit(read_until, done, own) for own in (store, third)]
+        adding = [
+            pool.submit(add_in_order_of, own, seed, added)
+            for seed, own in enumerate((store, store, store, second))
+        ]
+        wait(adding)
+        done.set()
+    for task in reading + adding:
+        task.result()
+    assert sum(added) == 200
+    for own in (store, second):
+        own.refresh()
+        check(own, range(200))
+
+
+def test_a_read_that_fails_again_is_repeated_where_nothing_is_removed(store):
+    append(store)
+    locked = []
+
+    def attempt():
+        try:
+            FileLock(store.folder / "commit.lock").acquire(blocking=False).lock.release()
+            locked.append(False)
+        except Timeout:
+            locked.append(True)
+        if len(locked) < 3:
+            raise OSError("Not found")
+        return "read"
+
+    assert store._reading(attempt) == "read"
+    assert locked == [False, False, True]
+
+
+def test_a_claim_may_end_in_another_thread(store):
+    block = store.claim("part")
+    assert block.__enter__()
+    thread = threading.Thread(target=block.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+    with store.claim("part") as mine:
+        assert mine
+
+
+def test_claims_leave_no_files_behind(store):
+    held = [store.claim(f"held {i}") for i in range(3)]
+    assert all(block.__enter__() for block in held)
+    for i in range(50):
+        with store.claim(str(i)) as mine:
+            assert mine
+    locks = store.folder / "claims"
+    assert len(list(locks.glob("*.lock"))) == 3
+    for block in held:
+        block.__exit__(None, None, None)
+    assert list(locks.glob("*.lock")) == []
+
+
+def test_threads_claim_a_part_one_at_a_time(tmp_path, store):
+    second = FeatureStore(tmp_path, IDENTITY, "float32")
+    inside, won, crowds = [], [], []
+
+    def claiming(own):
+        for _ in range(60):
+            with own.claim("part") as mine:
+                if mine:
+                    inside.append(1)
+                    crowds.append(len(inside))
+                    won.append(1)
+                    inside.pop()
+
+    threads = [threading.Thread(target=claiming, args=(own,)) for own in (store, store, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(crowds) == {1}
+    assert len(won) >= 60
+
+
+def keep_adding(root, seed, connection, killed_in_merge):
+    """Add the many inputs in a process of its own, until someone kills it."""
+    for name, value in EAGER.items():
+        setattr(store_module, name, value)
+    if killed_in_merge:
+        store_module.Compaction = SimpleNamespace(
+            plan=store_module.Compaction.plan,
+            commit=lambda *_: os.kill(os.getpid(), signal.SIGKILL),
+        )
+    connection.send("ready")
+    connection.recv()
+    store = FeatureStore(root, IDENTITY, "float32")
+    order = np.random.default_rng(seed).permutation(len(MANY))
+    for start in range(0, len(order), 3):
+        add(store, order[start : start + 3])
+    connection.recv()
+
+
+@pytest.fixture
+def adders(tmp_path):
+    """Three processes that stand before their first input; the first one dies as it merges."""
+    started = []
+    for seed in range(3):
+        ours, theirs = PROCESSES.Pipe()
+        arguments = (tmp_path, seed, theirs, seed == 0)
+        process = PROCESSES.Process(target=keep_adding, args=arguments, daemon=True)
+        process.start()
+        started.append((process, ours))
+    assert [connection.recv() for _, connection in started] == ["ready"] * 3
+    yield started
+    for process, _ in started:
+        process.kill()
+        process.join()
+
+
+def test_killed_processes_leave_complete_rows(tmp_path, adders):
+    """One dies between making a merged file and committing it, the others wherever they are."""
+    (first, word), *others = adders
+    word.send("go")
+    first.join(60)
+    watching = FeatureStore(tmp_path, IDENTITY, "float32")
+    assert len(watching) == 3 * EAGER["_MERGED_FRAGMENTS"]
+    for _, word in others:
+        word.send("go")
+    for process, _ in others:
+        wanted = min(len(watching) + 50, len(MANY))
+        while process.is_alive() and len(watching) < wanted:
+            watching.refresh()
+        process.kill()
+        process.join()
+    assert [process.exitcode for process, _ in adders] == [-signal.SIGKILL] * 3
+    watching.refresh()
+    there = set(range(len(MANY))) - set(watching.missing(MANY))
+    check(watching, there)
+    store = FeatureStore(tmp_path, IDENTITY, "float32")
+    check(store, there)
+    assert add(store, range(len(MANY))) == len(MANY) - len(there)
+    check(store, range(len(MANY)))

@@ -3,37 +3,61 @@
 One folder an encoder fingerprint and number type. What is in it is complete: rows are added in
 chunks that commit atomically, under a lock that the operating system releases when a process
 dies, so that two processes never add the same input twice.
+
+A row's place is its position among all rows, and stays the same for ever: rows are only added
+behind the others, and merging small files keeps their order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import lance
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from filelock import FileLock, Timeout
+from lance.optimize import Compaction
 from numpy.typing import NDArray
 
 from llmcond.encoders.spec import EncoderIdentity, EncoderInput
 from llmcond.errors import DiskFullError, UserError, is_disk_full
+from llmcond.features.keys import KEY_BYTES, KeyIndex
 from llmcond.files import check_format, read_json, write_json
 
 StoreDtype = Literal["float16", "float32"]
 FORMAT = 1
 
-_KEY = pa.binary(16)
+_Read = TypeVar("_Read")
+
+_KEY = pa.binary(KEY_BYTES)
 _ARROW = {"float16": pa.float16(), "float32": pa.float32()}
 #: Rows read at a time: bounds the memory of a read beside its result.
 _READ_ROWS = 65_536
 
+#: Every commit adds a fragment, which slows down later ones: so many are merged into one,
+_MERGED_FRAGMENTS = 32
+#: where none of them holds more than a part in so many, so that a row is rewritten rarely,
+_LARGEST_PART = 8
+#: or already holds so many rows.
+_FULL_ROWS = 131_072
+#: Bounds the memory that merging takes.
+_MERGE_BATCH = 1_024
+#: Versions kept for those who read them. Fewer than commits between two merges: what a merge
+#: replaced is removed at the next one.
+_KEPT_VERSIONS = 16
+#: Others hold a lock for milliseconds.
+_POLL_SECONDS = 0.005
+
 
 class FeatureStore:
     """The vectors of one encoder identity, in a folder.
+
+    Several threads may use one object, several objects and processes one folder.
 
     Attributes:
         folder: where it lies.
@@ -52,39 +76,87 @@ class FeatureStore:
         self.dtype = dtype
         # Absolute: in a relative one with a colon Lance sees the name of a storage service.
         self._uri = str(self.folder.absolute() / "vectors.lance")
+        # Always taken in this order: the threads' turn to write, commit.lock, what is known.
+        self._writing = threading.Lock()
+        self._known = threading.RLock()
+        # Replaced as a whole, never changed: other threads may be reading from it.
         self._dataset: Any = None
-        self._keys = pa.array([], _KEY)
+        self._index = KeyIndex()
         description = self.folder / "store.json"
         if description.exists():
             check_format(read_json(description), FORMAT, str(self.folder))
         self.refresh()
 
     def __len__(self) -> int:
-        return len(self._keys)
+        with self._known:
+            return len(self._index)
 
     def refresh(self) -> None:
         """See what other processes have added since."""
-        if self._dataset is None:
-            # A folder without a manifest is what a kill before the first commit leaves.
-            if not (self.folder / "vectors.lance" / "_versions").is_dir():
-                return
-            self._dataset = lance.dataset(self._uri)
-        else:
-            self._dataset.checkout_latest()
-        # Rows are only ever appended, so what is new stands behind what is known.
-        fresh = self._dataset.to_table(columns=["key"], offset=len(self._keys))["key"]
-        self._keys = pa.concat_arrays([self._keys, *fresh.chunks])
+        self._reading(self._catch_up)
+
+    def _catch_up(self) -> None:
+        with self._known:
+            if self._dataset is None:
+                # A folder without a manifest is what a kill before the first commit leaves.
+                newer = any((self.folder / "vectors.lance" / "_versions").glob("*.manifest"))
+            else:
+                newer = self._dataset.latest_version != self._dataset.version
+            if newer:
+                self._adopt(lance.dataset(self._uri))
+
+    def _adopt(self, dataset: Any) -> None:
+        """Go on with a version that is not older than the one known."""
+        with self._known:
+            known = len(self._index)
+            if dataset.count_rows() > known:
+                fresh = dataset.to_table(columns=["key"], offset=known)["key"]
+                self._index.add(b"".join(_key_bytes(chunk) for chunk in fresh.chunks))
+            self._dataset = dataset
+
+    def _reading(self, attempt: Callable[[], _Read]) -> _Read:
+        """Return what ``attempt`` reads.
+
+        Whoever merges files removes old ones, perhaps those of the version that is being read.
+        The newest version has the same rows in the same places. While one holds the commit lock,
+        no files are removed.
+        """
+        with suppress(OSError, ValueError):
+            return attempt()
+        with suppress(OSError, ValueError):
+            self._catch_up()
+            return attempt()
+        with self._committing():
+            self._catch_up()
+            return attempt()
+
+    @contextmanager
+    def _committing(self) -> Iterator[None]:
+        # Threads queue up at their own lock; at the file they would poll against each other.
+        lock = FileLock(self.folder / "commit.lock")
+        with self._writing, lock.acquire(poll_interval=_POLL_SECONDS):
+            yield
 
     def missing(self, inputs: Sequence[EncoderInput]) -> list[int]:
         """Return the positions of the inputs that the store does not hold."""
-        places = self._places(inputs)
-        return [int(i) for i in np.flatnonzero(places < 0)]
+        absent: list[int] = np.flatnonzero(self.places(inputs) < 0).tolist()
+        return absent
 
-    def _places(self, inputs: Sequence[EncoderInput]) -> NDArray[np.int64]:
-        wanted = pa.array([item.key for item in inputs], _KEY)
-        places = pc.index_in(wanted, value_set=self._keys)
-        found: NDArray[np.int64] = pc.fill_null(places, -1).to_numpy().astype(np.int64)
-        return found
+    def places(self, inputs: Sequence[EncoderInput]) -> NDArray[np.int64]:
+        """Return the place of each input, -1 where the store does not hold it.
+
+        Places count from 0 in the order of adding, and never change.
+        """
+        blocks = [
+            self._find(inputs[start : start + _READ_ROWS])
+            for start in range(0, len(inputs), _READ_ROWS)
+        ]
+        return np.concatenate(blocks) if blocks else np.zeros(0, dtype=np.int64)
+
+    def _find(self, inputs: Sequence[EncoderInput]) -> NDArray[np.int64]:
+        keys = b"".join(item.key for item in inputs)
+        with self._known:
+            return self._index.find(keys)
 
     def append(
         self,
@@ -109,8 +181,8 @@ class FeatureStore:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(self.folder / "commit.lock"):
-                self.refresh()
+            with self._committing():
+                self._catch_up()
                 fresh = self.missing(inputs)
                 if fresh:
                     keys = [inputs[i].key for i in fresh]
@@ -118,6 +190,7 @@ class FeatureStore:
                         keys, self.cast(vectors[fresh]), n_tokens[fresh], truncated[fresh]
                     )
                     self._commit(table)
+                    self._tidy()
         except Exception as error:
             if is_disk_full(error):
                 raise DiskFullError(
@@ -134,9 +207,29 @@ class FeatureStore:
         if not description.exists():
             identity = self.identity.to_json()
             write_json(description, {"format": FORMAT, "dtype": self.dtype, "encoder": identity})
-        mode = "create" if self._dataset is None else "append"
-        self._dataset = lance.write_dataset(table, self._uri, mode=mode)
-        self._keys = pa.concat_arrays([self._keys, table["key"].combine_chunks()])
+        if self._dataset is None:
+            self._adopt(lance.write_dataset(table, self._uri, mode="create"))
+        else:
+            self._adopt(lance.write_dataset(table, self._dataset, mode="append"))
+
+    def _tidy(self) -> None:
+        """Keep files few, whatever was added how; the commit lock is held."""
+        fragments = self._dataset.get_fragments()
+        count = _mergeable([fragment.physical_rows for fragment in fragments])
+        if not count:
+            return
+        # A handle of its own, since merging changes it; a new one also starts with empty caches.
+        dataset = lance.dataset(self._uri)
+        # Nobody else writes now: what no version names is what a kill left.
+        dataset.cleanup_old_versions(retain_versions=_KEPT_VERSIONS, delete_unverified=True)
+        if self._has_room(sum(fragment.physical_rows for fragment in fragments[-count:])):
+            _merge_last(dataset, count)
+            self._adopt(dataset)
+
+    def _has_room(self, rows: int) -> bool:
+        vector = self._dataset.schema.field("vector").type
+        size: int = rows * vector.list_size * vector.value_type.bit_width // 8
+        return shutil.disk_usage(self.folder).free > 2 * size
 
     def cast(self, vectors: NDArray[np.float32]) -> NDArray[Any]:
         """Return vectors in the store's type; what does not fit becomes infinite."""
@@ -159,9 +252,9 @@ class FeatureStore:
     def _vectors(self, places: NDArray[np.int64]) -> NDArray[np.float32]:
         # Ascending places read the files front to back; the wanted order is restored after.
         distinct, inverse = np.unique(places, return_inverse=True)
-        column = self._dataset.take(distinct, columns=["vector"])["vector"].combine_chunks()
-        flat = column.flatten().to_numpy(zero_copy_only=False).astype(np.float32)
-        vectors: NDArray[np.float32] = flat.reshape(len(distinct), -1)[inverse]
+        table = self._reading(lambda: self._dataset.take(distinct, columns=["vector"]))
+        flat = table["vector"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        vectors: NDArray[np.float32] = flat.astype(np.float32).reshape(len(distinct), -1)[inverse]
         return vectors
 
     def count_truncated(self, inputs: Sequence[EncoderInput]) -> int:
@@ -170,13 +263,17 @@ class FeatureStore:
         Raises:
             UserError: some are not there.
         """
-        if not inputs:
+        return self.count_truncated_at(self._found(inputs))
+
+    def count_truncated_at(self, places: NDArray[np.int64]) -> int:
+        """Count the inputs at ``places`` that were longer than the encoder takes."""
+        if not len(places):
             return 0
-        truncated = self._dataset.to_table(columns=["truncated"])["truncated"].to_numpy()
-        return int(truncated[self._found(inputs)].sum())
+        table = self._reading(lambda: self._dataset.to_table(columns=["truncated"]))
+        return int(table["truncated"].to_numpy()[places].sum())
 
     def _found(self, inputs: Sequence[EncoderInput]) -> NDArray[np.int64]:
-        places = self._places(inputs)
+        places = self.places(inputs)
         absent = int((places < 0).sum())
         if absent:
             raise UserError(
@@ -194,16 +291,72 @@ class FeatureStore:
         """
         claims = self.folder / "claims"
         claims.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(claims / f"{name}.lock")
+        path = claims / f"{name}.lock"
+        # Not bound to a thread: another one may end the block.
+        lock = FileLock(path, thread_local=False)
         try:
-            lock.acquire(blocking=False)
+            with _gate(claims):
+                lock.acquire(blocking=False)
         except Timeout:
             yield False
             return
         try:
             yield True
         finally:
-            lock.release()
+            with _gate(claims):
+                lock.release()
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _gate(claims: Path) -> Iterator[None]:
+    """Let one at a time make and remove files of claims.
+
+    Otherwise one could lock a file that another one is just removing, while a third makes a new
+    file of that name and locks it too.
+    """
+    with FileLock(claims / ".gate").acquire(poll_interval=_POLL_SECONDS):
+        yield
+
+
+def _key_bytes(keys: Any) -> Any:
+    return keys.buffers()[1].slice(keys.offset * KEY_BYTES, len(keys) * KEY_BYTES)
+
+
+def _mergeable(rows: Sequence[int]) -> int:
+    """Return how many of the last fragments are to be merged; 0: none.
+
+    Args:
+        rows: rows of each fragment.
+    """
+    best = total = largest = 0
+    for count, size in enumerate(reversed(rows), start=1):
+        if size >= _FULL_ROWS:
+            break
+        total += size
+        largest = max(largest, size)
+        if count >= _MERGED_FRAGMENTS and largest * _LARGEST_PART <= total:
+            best = count
+    return best
+
+
+def _merge_last(dataset: Any, count: int) -> None:
+    """Merge the last fragments into one, which makes a new version.
+
+    Lance puts what it merged behind everything else. So only the last ones, all in one task, can
+    be merged without moving rows to other places.
+    """
+    fragments = dataset.get_fragments()
+    last = fragments[-count:]
+    options = {
+        "target_rows_per_fragment": sum(fragment.physical_rows for fragment in last),
+        "excluded_fragment_ids": [fragment.fragment_id for fragment in fragments[:-count]],
+        "batch_size": _MERGE_BATCH,
+    }
+    tasks = Compaction.plan(dataset, options).tasks
+    planned = [[fragment.id for fragment in task.fragments] for task in tasks]
+    if planned == [[fragment.fragment_id for fragment in last]]:
+        Compaction.commit(dataset, [tasks[0].execute(dataset)])
 
 
 def _table(
