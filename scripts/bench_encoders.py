@@ -11,7 +11,6 @@ with keys and values computed anew for every text.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import resource
@@ -24,84 +23,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from bench_inputs import make_inputs, random_checkpoint
 
-from llmcond.encoders.architecture import build_on_meta, load_config, load_tokenizer
+from llmcond.encoders.architecture import load_config, load_tokenizer
 from llmcond.encoders.device import choose_device
 from llmcond.encoders.encoder import Encoder
-from llmcond.encoders.models import KnownModel, find_model, known_names
+from llmcond.encoders.models import find_model, known_names
 from llmcond.encoders.nv_embed import NVEmbedModel
 from llmcond.encoders.resolve import EncoderOptions, resolve
 from llmcond.encoders.spec import EncoderInput
-
-SHARD = 2 * 2**30
-SAMPLE = Path(__file__).resolve().parent.parent / "llmcond" / "sample"
-INSTRUCTION = "Retrieve semantically similar texts to the Condition, given the Sentence: {}"
-
-
-def make_checkpoint(known: KnownModel, folder: Path, layers: int | None) -> None:
-    """Write a checkpoint of a known model's architecture with random weights, in bfloat16."""
-    folder.mkdir(parents=True, exist_ok=True)
-    architecture = json.loads(json.dumps(dict(known.architecture)))
-    if layers:
-        (architecture.get("text_config") or architecture)["num_hidden_layers"] = layers
-    (folder / "config.json").write_text(json.dumps(architecture))
-    _make_tokenizer(folder)
-    checkpoint = resolve(str(folder), EncoderOptions(like=known.repo), identify=False).checkpoint
-    names = build_on_meta(load_config(checkpoint)).state_dict()
-    generator = torch.Generator().manual_seed(0)
-    index, total = {}, sum(value.numel() * 2 for value in names.values())
-    written = size = 0
-    current: dict[str, torch.Tensor] = {}
-    for name, value in names.items():
-        n_bytes = value.numel() * 2
-        if current and size + n_bytes > SHARD:
-            save_file(current, folder / f"model-{written:05d}.safetensors", {"format": "pt"})
-            written, size, current = written + 1, 0, {}
-        # Norms near one, everything else as transformers initialises it.
-        random = torch.randn(value.shape, generator=generator) * 0.02
-        current[name] = (random + 1 if "norm" in name and value.dim() == 1 else random).bfloat16()
-        index[name] = f"model-{written:05d}.safetensors"
-        size += n_bytes
-    save_file(current, folder / f"model-{written:05d}.safetensors", {"format": "pt"})
-    listing = {"metadata": {"total_size": total}, "weight_map": index}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(listing))
-
-
-def _make_tokenizer(folder: Path) -> None:
-    """Train a small tokenizer on the bundled sample: lengths are like those of real ones."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    special = ["<unk>", "<s>", "</s>", "<bos>", "<eos>", "<|endoftext|>"]
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    trainer = trainers.BpeTrainer(vocab_size=8_000, special_tokens=special, show_progress=False)
-    texts = [row[key] for row in _sample() for key in ("sentence1", "sentence2", "condition")]
-    tokenizer.train_from_iterator([*texts, INSTRUCTION * 50, "Instruct: Query: " * 50], trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
-    )
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    ).save_pretrained(folder)
-
-
-def _sample() -> list[dict[str, str]]:
-    with next(SAMPLE.glob("train*.csv")).open(newline="", encoding="utf-8") as stream:
-        return list(csv.DictReader(stream))
-
-
-def make_inputs(n: int, instruct: bool) -> list[EncoderInput]:
-    """Return inputs of C-STS length, as the prompt ``cond`` makes them."""
-    rows = _sample()
-    return [
-        EncoderInput(INSTRUCTION.format(row["sentence1"]), row["condition"])
-        if instruct
-        else EncoderInput("", f"{row['sentence1']} {row['condition']}")
-        for row in (rows[i * len(rows) // n] for i in range(n))
-    ]
-
 
 # -- one measurement, in a process of its own --------------------------------------------------
 
@@ -312,10 +242,8 @@ def main() -> None:
         assert known is not None
         like = known.repo
         parent = options.folder or Path(tempfile.gettempdir()) / "llmcond-bench"
-        layers = f"-{options.layers}-layers" if options.layers else ""
-        checkpoint = parent / (known.repo.replace("/", "--") + layers)
-        if not (checkpoint / "model.safetensors.index.json").is_file():
-            make_checkpoint(known, checkpoint, options.layers)
+        sizes = {"num_hidden_layers": options.layers} if options.layers else {}
+        checkpoint = random_checkpoint(known, parent, sizes)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     result = run_tasks(options, checkpoint, like)
     print_table(result)

@@ -1,9 +1,14 @@
 """Batches by a token budget: complete, within the budget, and always the same."""
 
-from hypothesis import given
+import random
+from itertools import combinations, pairwise, takewhile
+
+import pytest
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from llmcond.encoders.batching import plan_batches
+from llmcond.encoders import batching
+from llmcond.encoders.batching import MIN_SHARED, STEP, pack, pack_shared, plan_batches
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
 BUDGETS = st.integers(1, 1_000)
@@ -45,3 +50,254 @@ def test_inputs_of_equal_length_keep_their_order():
 
 def test_input_beyond_the_budget_gets_a_batch_of_its_own():
     assert plan_batches([5, 50, 5], 10) == [[1], [0, 2]]
+
+
+# -- packed ------------------------------------------------------------------------------------
+
+
+def inputs_of(batches):
+    return [index for batch in batches for index in batch.inputs]
+
+
+@given(LENGTHS, BUDGETS)
+def test_every_input_is_in_one_row(lengths, budget):
+    assert sorted(inputs_of(pack(lengths, budget))) == list(range(len(lengths)))
+
+
+@given(LENGTHS, BUDGETS)
+def test_rows_keep_the_budget(lengths, budget):
+    for batch in pack(lengths, budget):
+        assert batch.n_tokens == sum(lengths[i] for i in batch.inputs)
+        assert len(batch.inputs) == 1 or batch.n_tokens <= budget
+
+
+@given(LENGTHS, BUDGETS)
+def test_rows_go_from_long_to_short(lengths, budget):
+    packed = inputs_of(pack(lengths, budget))
+    assert packed == sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+
+
+@given(LENGTHS, BUDGETS)
+def test_row_is_its_inputs_one_behind_the_other(lengths, budget):
+    for batch in pack(lengths, budget):
+        assert not batch.shared
+        assert [segment.source for segment in batch.segments] == list(batch.inputs)
+        assert batch.leaves == tuple(range(len(batch.inputs)))
+        places = [
+            batch.place(leaf, token)
+            for index, leaf in zip(batch.inputs, batch.leaves, strict=True)
+            for token in range(lengths[index])
+        ]
+        assert places == list(range(batch.n_tokens))
+
+
+@given(LENGTHS, BUDGETS)
+def test_the_same_lengths_give_the_same_rows(lengths, budget):
+    assert pack(lengths, budget) == pack(tuple(lengths), budget)
+
+
+@given(LENGTHS, BUDGETS)
+def test_no_row_is_longer_than_an_even_share_and_an_input(lengths, budget):
+    share = sum(lengths) / max(1, -(-sum(lengths) // budget))
+    for batch in pack(lengths, budget):
+        assert batch.n_tokens < share + STEP + max(lengths)
+
+
+@pytest.mark.parametrize("budget", [512, 1_024, 1_536, 4_096])
+def test_rows_are_about_equal(budget):
+    """Of full rows and a rest, the rest would leave the machine half idle."""
+    for seed in range(20):
+        lengths = random.Random(seed).choices(range(5, 40), k=256)
+        sizes = [batch.n_tokens for batch in pack(lengths, budget)]
+        # What each row has more than its share is missing in the last one.
+        assert min(sizes) >= max(sizes) - (40 + STEP) * len(sizes)
+        assert len(sizes) <= -(-sum(lengths) // budget) + 1
+
+
+def test_rows_are_equal_up_to_a_step_and_an_input():
+    assert [batch.n_tokens for batch in pack([10] * 128, 1_000)] == [700, 580]
+
+
+def test_nothing_to_pack_makes_no_rows():
+    assert pack([], 10) == []
+    assert pack_shared([], 10) == []
+
+
+# -- with shared prefixes ----------------------------------------------------------------------
+
+
+@st.composite
+def families(draw):
+    """Inputs of few kinds of tokens, of which some go on from others, and some are the same."""
+    tokens = st.integers(0, draw(st.integers(0, 2)))
+    prefixes = draw(st.lists(st.lists(tokens, max_size=15), min_size=1, max_size=3))
+    own = draw(st.lists(st.lists(tokens, min_size=1, max_size=20), min_size=1, max_size=12))
+    return [draw(st.sampled_from(prefixes)) + row for row in own]
+
+
+@st.composite
+def plans(draw):
+    """Inputs, a budget and their rows, also where sharing is not worth it."""
+    ids, budget = draw(families()), draw(st.integers(1, 80))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batching, "_WORTH_SHARING", draw(st.sampled_from([0.97, 1.0])))
+        return ids, budget, pack_shared(ids, budget)
+
+
+def content(batch, ids):
+    """Return the tokens of a row; every place is filled once."""
+    row = [None] * batch.n_tokens
+    for segment in batch.segments:
+        assert segment.length > 0
+        assert row[segment.start : segment.stop] == [None] * segment.length
+        row[segment.start : segment.stop] = ids[segment.source][segment.begin : segment.end]
+    assert None not in row
+    return row
+
+
+@given(plans())
+def test_every_input_is_in_one_row_with_sharing(plan):
+    ids, _, batches = plan
+    assert sorted(inputs_of(batches)) == list(range(len(ids)))
+
+
+@given(plans())
+def test_every_token_is_found_at_its_place(plan):
+    ids, _, batches = plan
+    for batch in batches:
+        row = content(batch, ids)
+        for index, leaf in zip(batch.inputs, batch.leaves, strict=True):
+            places = [batch.place(leaf, token) for token in range(len(ids[index]))]
+            assert [row[place] for place in places] == ids[index]
+            assert places == sorted(places)
+
+
+@given(plans())
+def test_path_of_an_input_has_all_of_its_tokens_and_no_other(plan):
+    ids, _, batches = plan
+    for batch in batches:
+        for index, leaf in zip(batch.inputs, batch.leaves, strict=True):
+            path = [*batch.path(leaf), batch.segments[leaf]]
+            assert path[0].begin == 0
+            assert path[0].parent == -1
+            assert path[-1].end == len(ids[index])
+            assert all(first.end == second.begin for first, second in pairwise(path))
+
+
+@given(plans())
+def test_segment_ends_where_the_last_that_goes_on_from_it_does(plan):
+    _, _, batches = plan
+    for batch in batches:
+        for at, segment in enumerate(batch.segments):
+            below = [s for i, s in enumerate(batch.segments) if segment in batch.path(i)]
+            assert segment.parent < at
+            assert segment.until == max([segment.stop, *(s.stop for s in below)])
+            # Nothing else stands between them: a tree's row is depth first.
+            assert segment.until - segment.stop == sum(s.length for s in below)
+
+
+@given(plans())
+def test_rows_keep_the_budget_with_sharing(plan):
+    _, budget, batches = plan
+    for batch in batches:
+        assert len(batch.inputs) == 1 or batch.n_tokens <= budget
+
+
+@given(plans())
+def test_prefix_stands_in_a_row_once(plan):
+    ids, _, batches = plan
+    for batch in (batch for batch in batches if batch.shared):
+        for first, second in combinations(batch.segments, 2):
+            if first.parent == second.parent:
+                pairs = zip(
+                    ids[first.source][first.begin : first.end],
+                    ids[second.source][second.begin : second.end],
+                    strict=False,
+                )
+                same = list(takewhile(lambda pair: pair[0] == pair[1], pairs))
+                assert len(same) < MIN_SHARED
+
+
+@given(plans())
+def test_sharing_never_computes_more_than_there_is(plan):
+    ids, _, batches = plan
+    assert sum(batch.n_tokens for batch in batches) <= sum(map(len, ids))
+
+
+@given(families(), st.integers(1, 80))
+def test_the_same_inputs_give_the_same_rows_with_sharing(ids, budget):
+    assert pack_shared(ids, budget) == pack_shared([tuple(row) for row in ids], budget)
+
+
+@given(families(), st.integers(1, 80), st.randoms(use_true_random=False))
+def test_order_of_the_inputs_does_not_change_the_rows_with_sharing(ids, budget, order):
+    shuffled = order.sample(ids, len(ids))
+    found = [[b.n_tokens for b in pack_shared(rows, budget)] for rows in (ids, shuffled)]
+    assert found[0] == found[1]
+
+
+def test_repeated_input_is_computed_once():
+    ids = [[7] * 10, [1, 2, 3, 4, 5], [7] * 10, [7] * 10]
+    (batch,) = pack_shared(ids, 100)
+    assert batch.n_tokens == 15
+    assert sorted(batch.inputs) == [0, 1, 2, 3]
+
+
+def test_input_that_others_go_on_from_ends_inside_their_row():
+    ids = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 8]]
+    (batch,) = pack_shared(ids, 100)
+    assert batch.n_tokens == 8
+    assert [batch.segments[leaf].stop for leaf in batch.leaves] == [5, 7, 8]
+
+
+@pytest.mark.parametrize("common", [MIN_SHARED, MIN_SHARED - 1])
+def test_prefix_is_shared_from_its_least_length_on(common):
+    ids = [list(range(8)), [*range(common), *range(20, 28 - common)]]
+    assert sum(batch.n_tokens for batch in pack_shared(ids, 100)) == (
+        16 - common if common >= MIN_SHARED else 16
+    )
+
+
+@pytest.mark.parametrize("n_inputs", [2, 60])
+def test_plan_is_that_without_sharing_where_little_is_shared(n_inputs):
+    chance = random.Random(0)
+    ids = [chance.choices(range(1_000), k=chance.randint(1, 50)) for _ in range(n_inputs)]
+    assert pack_shared(ids, 200) == pack([len(row) for row in ids], 200)
+
+
+@settings(deadline=None)
+@given(families(), st.integers(1, 80))
+def test_plan_shares_or_is_that_without_sharing(ids, budget):
+    batches, lengths = pack_shared(ids, budget), [len(row) for row in ids]
+    assume(batches != pack(lengths, budget))
+    assert sum(batch.n_tokens for batch in batches) <= 0.97 * sum(lengths)
+
+
+@pytest.mark.parametrize("budget", [1_000_000, 1_000, 64])
+def test_chain_of_thousands_that_each_go_on_from_the_last_is_planned(budget):
+    depth = 2_500
+    ids = [list(range(stop)) for stop in range(1, depth + 1)]
+    batches = pack_shared(ids, budget)
+    assert sorted(inputs_of(batches)) == list(range(depth))
+    assert all(len(b.inputs) == 1 or b.n_tokens <= budget for b in batches)
+    if budget > depth:
+        (batch,) = batches
+        assert batch.n_tokens == depth
+        assert len(batch.path(depth - 1)) == depth - 1
+        assert [batch.place(depth - 1, token) for token in (0, 1_234, depth - 1)] == [
+            0,
+            1_234,
+            depth - 1,
+        ]
+
+
+@pytest.mark.parametrize("suffixes", [2, 8, 32])
+def test_families_are_shared_nearly_as_well_as_they_can_be(suffixes):
+    ids = [
+        [family] * 60 + [1_000 + family * suffixes + at] * 8
+        for family in range(30)
+        for at in range(suffixes)
+    ]
+    computed = sum(batch.n_tokens for batch in pack_shared(ids, 1_024))
+    ideal = suffixes * 68 / (60 + 8 * suffixes)
+    assert sum(map(len, ids)) / computed >= 0.95 * ideal

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import checkpoints
@@ -347,16 +348,23 @@ def test_code_of_gte_qwen2_never_runs(cache, tmp_path, monkeypatch):
 
 
 def given(encoder, items):
-    """Return the ids that the network itself is given for each row, without padding."""
+    """Return the ids that the network itself is given for each input."""
     rows = []
 
     def note(module, args, kwargs):
-        masks = kwargs["attention_mask"].bool()
-        pairs = zip(kwargs["input_ids"], masks, strict=True)
-        rows.extend(ids[mask].tolist() for ids, mask in pairs)
+        if "packed" not in kwargs:
+            masks = kwargs["attention_mask"].bool()
+            pairs = zip(kwargs["input_ids"], masks, strict=True)
+            rows.extend(ids[mask].tolist() for ids, mask in pairs)
+            return
+        ids, positions = (kwargs[name][0].tolist() for name in ("input_ids", "position_ids"))
+        starts = [at for at, position in enumerate(positions) if position == min(positions)]
+        rows.extend(ids[start:stop] for start, stop in pairwise([*starts, len(ids)]))
 
     hook = encoder._model.network.register_forward_pre_hook(note, with_kwargs=True)
-    encoder.encode_counted(items)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder.engine, "shares", False)
+        encoder.encode_counted(items)
     hook.remove()
     return rows
 

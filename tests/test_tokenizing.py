@@ -247,12 +247,14 @@ def test_text_is_cut_when_no_context_is_left(tokenizer):
 
 @contextmanager
 def calls(encoder):
-    """Yield the list of what the encoder gives its network from now on."""
+    """Yield the list of what the encoder gives its network from now on, without packing."""
     seen = []
+    packs, encoder.engine.packs = encoder.engine.packs, False
     handle = encoder._model.network.register_forward_pre_hook(
         lambda _module, _positional, named: seen.append(named), with_kwargs=True
     )
     yield seen
+    encoder.engine.packs = packs
     handle.remove()
 
 

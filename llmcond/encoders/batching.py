@@ -1,8 +1,91 @@
-"""Batches by a token budget."""
+"""Batches by a token budget: padded, packed without padding, or packed with shared prefixes.
+
+A packed batch is one row of tokens, cut into segments. Without sharing, a segment is an input. With
+sharing, inputs form a prefix tree, and a segment is a run of tokens that some inputs have in
+common: it is computed once, and the inputs that go on from it follow it in the row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+#: Rows are about a multiple of this long: see ``Way.step``.
+STEP = 64
+#: A prefix that is shorter beyond its parent is not worth a segment of its own.
+MIN_SHARED = 4
+#: Batches with shared prefixes attend in smaller pieces; for less than this it does not pay.
+_WORTH_SHARING = 0.97
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens ``begin`` to ``end`` of an input, in a packed row.
+
+    Attributes:
+        source: position of an input that has them.
+        begin, end: which of its tokens.
+        start: place of the first one in the row.
+        until: place behind the last token of all inputs that go on from it.
+        parent: index of the segment before it, -1 for none.
+    """
+
+    source: int
+    begin: int
+    end: int
+    start: int
+    until: int
+    parent: int
+
+    @property
+    def length(self) -> int:
+        """Return its number of tokens."""
+        return self.end - self.begin
+
+    @property
+    def stop(self) -> int:
+        """Return the place behind its own last token."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One packed row.
+
+    Attributes:
+        segments: in the order of the row, parents before children.
+        inputs: positions of the inputs that it computes.
+        leaves: for each of them, the index of the segment that its last token is in.
+    """
+
+    segments: tuple[Segment, ...]
+    inputs: tuple[int, ...]
+    leaves: tuple[int, ...]
+
+    @property
+    def n_tokens(self) -> int:
+        """Return the tokens of the row."""
+        return self.segments[-1].stop
+
+    @property
+    def shared(self) -> bool:
+        """Tell whether a segment has another before it."""
+        return any(segment.parent >= 0 for segment in self.segments)
+
+    def path(self, index: int) -> list[Segment]:
+        """Return the segments before one, outermost first."""
+        found = []
+        while (index := self.segments[index].parent) >= 0:
+            found.append(self.segments[index])
+        return found[::-1]
+
+    def place(self, leaf: int, token: int) -> int:
+        """Return where in the row a token of the input with this leaf is."""
+        segment = self.segments[leaf]
+        while token < segment.begin:
+            segment = self.segments[segment.parent]
+        return segment.start + token - segment.begin
 
 
 def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -17,12 +100,191 @@ def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         Positions in ``lengths``, longest first; every position once. The plan is a function of
         its arguments alone, so that a resumed extraction computes the same batches.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     batches: list[list[int]] = []
-    for index in order:
+    for index in _longest_first(lengths):
         # Sorted longest first, so a batch's first row is its width.
         if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
             batches[-1].append(index)
         else:
             batches.append([index])
     return batches
+
+
+def pack(lengths: Sequence[int], max_tokens: int) -> list[Batch]:
+    """Pack inputs of like length into rows of at most ``max_tokens`` tokens, without padding.
+
+    Args:
+        lengths: tokens of each input, at least one.
+        max_tokens: budget of one row. An input that is longer by itself gets a row of its own.
+
+    Returns:
+        Rows of about the same number of tokens; every input once, longest first.
+    """
+    total = sum(lengths)
+    # Equal rows rather than full ones and a rest: a short row leaves the machine half idle.
+    equal = total / max(1, -(-total // max_tokens))
+    # A row ends up to one text short of what it may hold; without that, a crumb would be left.
+    most = min(max_tokens, math.ceil((equal + max(lengths, default=0)) / STEP) * STEP)
+    groups: list[list[int]] = []
+    used = 0
+    for index in _longest_first(lengths):
+        if not groups or used + lengths[index] > most:
+            groups.append([])
+            used = 0
+        groups[-1].append(index)
+        used += lengths[index]
+    return [_flat(group, lengths) for group in groups]
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+
+
+def _flat(group: list[int], lengths: Sequence[int]) -> Batch:
+    segments, start = [], 0
+    for index in group:
+        stop = start + lengths[index]
+        segments.append(Segment(index, 0, lengths[index], start, stop, -1))
+        start = stop
+    return Batch(tuple(segments), tuple(group), tuple(range(len(group))))
+
+
+def pack_shared(ids: Sequence[Sequence[int]], max_tokens: int) -> list[Batch]:
+    """Pack inputs into rows in which a prefix that several have in common stands once.
+
+    Exact for a causal encoder that pools its last token: what stands before a token decides its
+    vector, and nothing behind it. Where little is shared, the plan is that of :func:`pack`.
+
+    Args:
+        ids: token ids of each input, at least one.
+        max_tokens: budget of one row, shared tokens counted once. An input that is longer by
+            itself gets a row of its own.
+
+    Returns:
+        Rows, every input once. A prefix whose inputs do not fit into one row is computed in each.
+    """
+    batches = list(_grow(ids, max_tokens))
+    lengths = [len(row) for row in ids]
+    if sum(batch.n_tokens for batch in batches) > _WORTH_SHARING * sum(lengths):
+        return pack(lengths, max_tokens)
+    return batches
+
+
+def _grow(ids: Sequence[Sequence[int]], max_tokens: int) -> Iterator[Batch]:
+    order = sorted(range(len(ids)), key=lambda i: (list(ids[i]), i))
+    common = [0] * len(order)
+    for at in range(1, len(order)):
+        common[at] = _common(ids[order[at - 1]], ids[order[at]])
+    tree = _Tree()
+    for at, index in enumerate(order):
+        length = len(ids[index])
+        more = length - tree.attach(common[at])
+        begins = 2 * common[at] < length
+        if tree.n_tokens and (
+            tree.n_tokens + more > max_tokens
+            or (
+                begins
+                and 2 * tree.n_tokens >= max_tokens
+                and _family(ids, order, common, at) + tree.n_tokens > max_tokens
+            )
+        ):
+            yield tree.batch()
+            tree = _Tree()
+        tree.add(index, length, common[at])
+    if tree.n_tokens:
+        yield tree.batch()
+
+
+def _family(ids: Sequence[Sequence[int]], order: list[int], common: list[int], at: int) -> int:
+    """Return about how many tokens an input and those that share most of it take together."""
+    first = len(ids[order[at]])
+    total = first
+    for next_ in range(at + 1, len(order)):
+        if 2 * common[next_] < first:
+            break
+        total += len(ids[order[next_]]) - common[next_]
+    return total
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    for at, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return at
+    return min(len(first), len(second))
+
+
+@dataclass(slots=True)
+class _Node:
+    source: int
+    begin: int
+    end: int
+    inputs: list[int] = field(default_factory=list)
+    children: list[_Node] = field(default_factory=list)
+
+
+class _Tree:
+    """A prefix tree that grows by inputs in the order of their tokens."""
+
+    def __init__(self) -> None:
+        self._root = _Node(-1, 0, 0)
+        #: From the root to where the last input ends.
+        self._path = [self._root]
+        self.n_tokens = 0
+
+    def attach(self, common: int) -> int:
+        """Return the depth from which an input needs tokens of its own.
+
+        Args:
+            common: tokens that it has in common with the one before it.
+        """
+        if not self.n_tokens:
+            return 0
+        node = next(node for node in reversed(self._path) if node.begin < common or not node.end)
+        inside = min(common, node.end)
+        worth = inside == node.end or inside - node.begin >= MIN_SHARED
+        return inside if worth else node.begin
+
+    def add(self, index: int, length: int, common: int) -> None:
+        """Add an input of ``length`` tokens; see :meth:`attach`."""
+        depth = self.attach(common)
+        while self._path[-1].begin >= depth and len(self._path) > 1:
+            self._path.pop()
+        if depth < self._path[-1].end:
+            self._split(depth)
+        if length > depth:
+            node = _Node(index, depth, length)
+            self._path[-1].children.append(node)
+            self._path.append(node)
+            self.n_tokens += length - depth
+        self._path[-1].inputs.append(index)
+
+    def _split(self, depth: int) -> None:
+        lower = self._path.pop()
+        upper = _Node(lower.source, lower.begin, depth, children=[lower])
+        lower.begin = depth
+        self._path[-1].children[-1] = upper
+        self._path.append(upper)
+
+    def batch(self) -> Batch:
+        """Return the tree as a packed row, depth first."""
+        open_: list[tuple[_Node, int]] = [(node, -1) for node in reversed(self._root.children)]
+        nodes: list[tuple[_Node, int, int]] = []
+        place = 0
+        while open_:
+            node, parent = open_.pop()
+            nodes.append((node, parent, place))
+            place += node.end - node.begin
+            open_.extend((child, len(nodes) - 1) for child in reversed(node.children))
+        until = [start + node.end - node.begin for node, _, start in nodes]
+        for at in range(len(nodes) - 1, -1, -1):
+            parent = nodes[at][1]
+            if parent >= 0:
+                until[parent] = max(until[parent], until[at])
+        segments = tuple(
+            Segment(node.source, node.begin, node.end, start, until[at], parent)
+            for at, (node, parent, start) in enumerate(nodes)
+        )
+        leaves = [(index, at) for at, (node, _, _) in enumerate(nodes) for index in node.inputs]
+        return Batch(
+            segments, tuple(index for index, _ in leaves), tuple(leaf for _, leaf in leaves)
+        )

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from llmcond.encoders.architecture import load_config, load_tokenizer
-from llmcond.encoders.batching import plan_batches
 from llmcond.encoders.direction import check_direction
+from llmcond.encoders.engine import Engine, OutOfMemoryError
+from llmcond.encoders.lanes import Lanes
 from llmcond.encoders.loading import load_model
-from llmcond.encoders.pooling import pool
 from llmcond.encoders.resolve import EncoderOptions, ResolvedEncoder, resolve
-from llmcond.encoders.spec import EncoderIdentity, EncoderInput
-from llmcond.encoders.tokenizing import InputTokenizer, Tokens
+from llmcond.encoders.spec import EncoderIdentity, EncoderInput, plan_inputs
+from llmcond.encoders.tokenizing import InputTokenizer, check_inputs
 from llmcond.errors import LlmcondError, first_line
+
+#: Inputs that one thread tokenises and encodes at a time.
+UNIT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +33,14 @@ class Encoded:
         vectors: (n, dim) float32.
         n_tokens: (n,) tokens each input has, special tokens included, before truncation.
         truncated: (n,) whether an input was longer than the encoder takes.
+        n_computed: tokens that went through the network, padding included; fewer than there are
+            where prefixes are shared.
     """
 
     vectors: NDArray[np.float32]
     n_tokens: NDArray[np.int32]
     truncated: NDArray[np.bool_]
+    n_computed: int
 
 
 class Encoder:
@@ -44,6 +49,7 @@ class Encoder:
     Attributes:
         resolved: its checkpoint, identity, device and token budget.
         dim: size of its vectors.
+        lanes: threads that encode side by side.
     """
 
     def __init__(self, resolved: ResolvedEncoder) -> None:
@@ -59,14 +65,21 @@ class Encoder:
         self._tokenizer = InputTokenizer(tokenizer, resolved.identity, resolved.checkpoint.name)
         self._model = load_model(resolved, config)
         self.dim = self._model.dim
-        self._device = self._model.network.get_input_embeddings().weight.device
+        # bitsandbytes keeps what it is at in the layers themselves.
+        alone = resolved.identity.quantize != "none"
+        self.lanes = Lanes.of(resolved.device, alone=alone)
+        # A fast tokenizer is one object in Rust, which refuses a second borrower.
+        self._tokenizing = threading.Lock()
         self._try_out()
 
     def _try_out(self) -> None:
         """Run the network once, where it fails at once if it fails at all."""
         identity = self.identity
         try:
-            check_direction(self._model.network, identity.attention, self.name, self._device)
+            self.engine = Engine(
+                self._model, self.resolved, self._tokenizer.pad_id, self.lanes.count
+            )
+            check_direction(self._model.network, identity.attention, self.name, self.engine.device)
         except (AssertionError, NotImplementedError, RuntimeError) as error:
             raise LlmcondError(
                 f"{self.name} cannot be run as {identity.dtype}, quantize {identity.quantize}, on "
@@ -104,16 +117,50 @@ class Encoder:
     def encode_counted(self, inputs: Sequence[EncoderInput]) -> Encoded:
         """Return vectors with the tokens and the truncation of each input.
 
+        A function of its inputs alone: how they are batched depends on nothing else, but where
+        memory runs out. Safe to call from several threads.
+
         Raises:
             UserError: an instruction or a context that the encoder cannot take.
             LlmcondError: out of memory.
         """
-        rows = self._tokenizer(inputs)
+        check_inputs(inputs)
+        order = plan_inputs(inputs, by_prefix=self.resolved.shares_prefixes)
         vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
-        for batch, pooled in self._forward(rows):
-            vectors[batch] = pooled
+        n_tokens = np.empty(len(inputs), dtype=np.int32)
+        computed = 0
+        units = [order[start : start + UNIT] for start in range(0, len(order), UNIT)]
+        for places, encoded in zip(units, self._encode_units(inputs, units), strict=True):
+            vectors[places], n_tokens[places] = encoded.vectors, encoded.n_tokens
+            computed += encoded.n_computed
+        return Encoded(vectors, n_tokens, n_tokens > self.identity.max_length, computed)
+
+    def _encode_units(
+        self, inputs: Sequence[EncoderInput], units: Sequence[Sequence[int]]
+    ) -> Iterator[Encoded]:
+        def encode(places: Sequence[int]) -> Encoded:
+            return self._encode_unit([inputs[place] for place in places])
+
+        if len(units) == 1 or self.lanes.count == 1 or self.lanes.inside:
+            return map(encode, units)
+        return self.lanes.map(encode, units)
+
+    def _encode_unit(self, inputs: Sequence[EncoderInput]) -> Encoded:
+        with self._tokenizing:
+            rows = self._tokenizer(inputs)
+        vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
+        computed = 0
+        try:
+            for done in self.engine.run(rows, between=self.lanes.check):
+                vectors[done.inputs] = done.vectors
+                computed += done.n_computed
+        except OutOfMemoryError as error:
+            raise LlmcondError(
+                f"{self.name} {error} Lower --max-length, or see what fits: llmcond models --check "
+                f"{self.name}"
+            ) from error
         n_tokens = np.array([row.n_tokens for row in rows], dtype=np.int32)
-        return Encoded(vectors, n_tokens, n_tokens > self.identity.max_length)
+        return Encoded(vectors, n_tokens, n_tokens > self.identity.max_length, computed)
 
     def format(self, item: EncoderInput) -> str:
         """Return the string that the tokenizer is given, with the model's own format around it.
@@ -122,50 +169,6 @@ class Encoder:
             UserError: the input has an instruction, and the encoder takes none.
         """
         return self._tokenizer.format(item)
-
-    def _forward(self, rows: list[Tokens]) -> Iterator[tuple[list[int], NDArray[np.float32]]]:
-        lengths = [len(row.ids) for row in rows]
-        for batch in plan_batches(lengths, self.resolved.max_tokens_per_batch):
-            try:
-                yield batch, self._encode_batch([rows[index] for index in batch])
-            except torch.OutOfMemoryError as error:
-                raise LlmcondError(
-                    f"{self.name} ran out of memory on {self.resolved.device} with "
-                    f"{self.resolved.max_tokens_per_batch} tokens a batch. Lower "
-                    "--max-tokens-per-batch and run the same command again; it resumes."
-                ) from error
-
-    @torch.inference_mode()
-    def _encode_batch(self, rows: list[Tokens]) -> NDArray[np.float32]:
-        width = max(len(row.ids) for row in rows)
-        ids = torch.full((len(rows), width), self._tokenizer.pad_id, dtype=torch.long)
-        attended = torch.zeros((len(rows), width), dtype=torch.long)
-        pooled_over = torch.zeros((len(rows), width), dtype=torch.bool)
-        types = torch.zeros((len(rows), width), dtype=torch.long)
-        for index, row in enumerate(rows):
-            # On the right whatever the tokenizer prefers: see PADDING_SIDE.
-            ids[index, : len(row.ids)] = torch.tensor(row.ids)
-            attended[index, : len(row.ids)] = 1
-            pooled_over[index, row.first : row.last] = True
-            types[index, row.second : len(row.ids)] = 1
-        arguments = {"input_ids": ids, "attention_mask": attended}
-        if types.any():
-            arguments["token_type_ids"] = types
-        if self.identity.pooling == "latent":
-            arguments["pool_mask"] = pooled_over
-        output: Any = self._model.network(
-            **{key: value.to(self._device) for key, value in arguments.items()}
-        )
-        if self.identity.pooling == "pooler":
-            pooled = output.pooler_output.float()
-        else:
-            hidden = output.last_hidden_state
-            pooled = pool(hidden, pooled_over.to(hidden.device), self.identity.pooling)
-        pooled = self._model.dense(pooled.to(self.resolved.device))
-        if self.identity.normalize:
-            pooled = torch.nn.functional.normalize(pooled, dim=1)
-        array: NDArray[np.float32] = pooled.cpu().numpy()
-        return array
 
 
 def load_encoder(  # noqa: PLR0913 - each is a choice of the user, by keyword
@@ -185,6 +188,7 @@ def load_encoder(  # noqa: PLR0913 - each is a choice of the user, by keyword
     special_tokens: str | None = None,
     max_tokens_per_batch: int | None = None,
     fold_latents: bool = True,
+    share_prefixes: bool = True,
 ) -> Encoder:
     """Load an encoder by alias (``minilm``), hub name or folder.
 
@@ -203,9 +207,12 @@ def load_encoder(  # noqa: PLR0913 - each is a choice of the user, by keyword
         max_length: tokens of an input; None: as the model has it.
         instruction_format: names ``{instruction}`` and ``{text}``; None: as the model has it.
         special_tokens: ``tokenizer``, or the tokens around ``{text}``; None: as the model has it.
-        max_tokens_per_batch: token budget of one forward pass, padding included.
+        max_tokens_per_batch: token budget of one forward pass; None: by the device, and less where
+            its memory is short.
         fold_latents: multiply NV-Embed-v2's latent block out at load: the same vectors up to
             rounding, in a fraction of the time and memory.
+        share_prefixes: compute what several inputs begin with once, where that is exact (causal
+            encoders that pool the last token): the same vectors up to rounding.
 
     Raises:
         UserError: an unknown model, or an option that the model or machine cannot have.
@@ -226,5 +233,6 @@ def load_encoder(  # noqa: PLR0913 - each is a choice of the user, by keyword
         special_tokens=special_tokens,
         max_tokens_per_batch=max_tokens_per_batch,
         fold_latents=fold_latents,
+        share_prefixes=share_prefixes,
     )
     return Encoder(resolve(os.fspath(model), options))

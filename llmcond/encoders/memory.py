@@ -12,8 +12,8 @@ from torch import nn
 from llmcond.encoders.spec import Dtype
 
 _BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-#: Weights that are not quantised: pooling decides the vector, and is small.
-NOT_QUANTIZED = ("latent_attention_model", "pooler")
+#: Layers that pool. Not quantised: they decide the vector, and are small.
+POOLS = ("latent_attention_model", "pooler")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Footprint:
 
     def batch(self, dtype: Dtype, tokens: int) -> int:
         """Return about how many bytes a forward pass over so many tokens adds."""
-        return tokens * (8 * self.width + 3 * self.inner) * _BYTES[dtype]
+        return tokens * _token_bytes(self.width, self.inner, dtype)
 
 
 def footprint(model: nn.Module) -> Footprint:
@@ -60,17 +60,40 @@ def footprint(model: nn.Module) -> Footprint:
     linear = [
         module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and not any(part in name for part in NOT_QUANTIZED)
+        if type(module) is nn.Linear and not any(part in name for part in POOLS)
     ]
     config: Any = model.config
+    width, inner = _widths(config)
     return Footprint(
         n_parameters=sum(parameter.numel() for parameter in model.parameters()),
         n_quantized=sum(module.weight.numel() for module in linear),
         n_quantized_rows=sum(module.out_features for module in linear),
         n_folded=_folded(model),
-        width=config.hidden_size,
-        inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        width=width,
+        inner=inner,
     )
+
+
+def tokens_that_fit(config: Any, dtype: Dtype, device: str, at_once: int) -> int:
+    """Return about how many tokens a batch may have, so that half of the free memory is left.
+
+    Args:
+        config: of the architecture; its weights are loaded already.
+        dtype: computed in.
+        device: ``cpu`` or ``cuda:N``.
+        at_once: batches that are under way at the same time.
+    """
+    size = _token_bytes(*_widths(config), dtype)
+    return max(1, available(device) // 2 // (size * at_once))
+
+
+def _widths(config: Any) -> tuple[int, int]:
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return int(config.hidden_size), int(inner)
+
+
+def _token_bytes(width: int, inner: int, dtype: Dtype) -> int:
+    return (8 * width + 3 * inner) * _BYTES[dtype]
 
 
 def _folded(model: nn.Module) -> int:

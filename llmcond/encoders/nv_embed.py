@@ -181,6 +181,7 @@ class NVEmbedModel(PreTrainedModel):  # type: ignore[misc]
     base_model_prefix = ""
     _no_split_modules = ("MistralDecoderLayer", "LatentAttention")
     _supports_sdpa = True
+    _supports_attention_backend = True
 
     def __init__(self, config: LatentConfig) -> None:
         super().__init__(config)
@@ -189,7 +190,11 @@ class NVEmbedModel(PreTrainedModel):  # type: ignore[misc]
         self.post_init()
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, pool_mask: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        pool_mask: Tensor | None = None,
+        **kwargs: Any,
     ) -> BaseModelOutput:
         """Return token vectors, (rows, tokens, width) as ``last_hidden_state``.
 
@@ -198,8 +203,11 @@ class NVEmbedModel(PreTrainedModel):  # type: ignore[misc]
             attention_mask: (rows, tokens), 1 at tokens and 0 at padding.
             pool_mask: (rows, tokens), True where a vector is wanted; elsewhere it is zero. The
                 latent block treats each token by itself, so the others need not pass it.
+            kwargs: of the backbone, such as position ids.
         """
-        backbone = self.embedding_model(input_ids=input_ids, attention_mask=attention_mask)
+        backbone = self.embedding_model(
+            input_ids=input_ids, attention_mask=attention_mask, **kwargs
+        )
         hidden = backbone.last_hidden_state
         if pool_mask is None:
             return BaseModelOutput(self.latent_attention_model(hidden))
@@ -207,6 +215,10 @@ class NVEmbedModel(PreTrainedModel):  # type: ignore[misc]
         wanted = torch.zeros_like(hidden)
         wanted[pool_mask] = self.latent_attention_model(hidden[pool_mask][None])[0]
         return BaseModelOutput(wanted)
+
+    def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
+        """Choose the backbone's attention; the latent block has one of its own."""
+        self.embedding_model.set_attn_implementation(*args, **kwargs)
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embeddings."""

@@ -8,7 +8,7 @@ import logging
 from transformers import BitsAndBytesConfig
 
 from llmcond.encoders.device import TORCH_DTYPES
-from llmcond.encoders.memory import NOT_QUANTIZED
+from llmcond.encoders.memory import POOLS
 from llmcond.encoders.spec import Dtype
 from llmcond.errors import UserError
 
@@ -26,7 +26,7 @@ def quantization(quantize: str, dtype: Dtype) -> BitsAndBytesConfig:
     require(f"quantize is {quantize!r}", "bitsandbytes", "accelerate")
     # It warns of every product that it casts, and of faster kernels that it would download.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    skip = list(NOT_QUANTIZED)
+    skip = list(POOLS)
     if quantize == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip)
     return BitsAndBytesConfig(

@@ -51,9 +51,12 @@ class EncoderOptions:
         max_length: tokens of an input, special tokens included.
         instruction_format: names ``{instruction}`` and ``{text}``.
         special_tokens: ``tokenizer``, or the tokens around ``{text}``.
-        max_tokens_per_batch: token budget of one forward pass, padding included.
+        max_tokens_per_batch: token budget of one forward pass; None: by the device, and less where
+            its memory is short.
         fold_latents: whether NV-Embed-v2's latent block is multiplied out at load: the same
             vectors up to rounding, in a fraction of the time and memory.
+        share_prefixes: whether what several inputs begin with is computed once, where that is
+            exact: for causal encoders that pool the last token.
     """
 
     dtype: str = "auto"
@@ -70,6 +73,7 @@ class EncoderOptions:
     special_tokens: str | None = None
     max_tokens_per_batch: int | None = None
     fold_latents: bool = True
+    share_prefixes: bool = True
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> EncoderOptions:
@@ -90,10 +94,12 @@ class ResolvedEncoder:
         identity: everything that decides its vectors.
         device: where it will run: ``cpu`` or ``cuda:N``.
         max_tokens_per_batch: token budget of one forward pass.
+        budget_given: whether the user chose it; otherwise it is less where memory is short.
         assumed: what no file and no option said, in sentences for the user.
         dense: folders of the dense layers behind its pooling.
         may_spread: whether it may be placed over several devices if it does not fit ``device``.
         fold_latents: see ``EncoderOptions``.
+        share_prefixes: see ``EncoderOptions``.
     """
 
     checkpoint: Checkpoint
@@ -104,6 +110,18 @@ class ResolvedEncoder:
     dense: tuple[str, ...] = ()
     may_spread: bool = False
     fold_latents: bool = True
+    share_prefixes: bool = True
+    budget_given: bool = False
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Tell whether prefixes are shared: as was chosen, and where it is exact.
+
+        A token's vector is decided by what stands before it in a causal encoder only. And what is
+        pooled must be computed for each input by itself, as the last token is.
+        """
+        exact = self.identity.attention == "causal" and self.identity.pooling == "last"
+        return self.share_prefixes and exact
 
     @property
     def default_prompt(self) -> str:
@@ -177,6 +195,8 @@ def settle(
         dense=tuple(dense_folders(checkpoint.folder)),
         may_spread=options.device == "auto",
         fold_latents=options.fold_latents,
+        share_prefixes=options.share_prefixes,
+        budget_given=options.max_tokens_per_batch is not None,
     )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from string import Formatter
 from typing import Any, Literal
 
@@ -47,14 +47,43 @@ class EncoderInput:
     instruction: str
     text: str
     context: str | None = None
+    _key: bytes | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def size(self) -> int:
+        """Return its characters."""
+        return len(self.instruction) + len(self.text) + len(self.context or "")
+
+    @property
+    def texts(self) -> tuple[str, str, str, bool]:
+        """Return what it is sorted by: its texts in the order that they are read in."""
+        return self.instruction, self.context or "", self.text, self.context is not None
 
     @property
     def key(self) -> bytes:
         """Identify the input: 16 bytes over its texts, their boundaries included."""
-        texts = [self.instruction, self.text]
-        if self.context is not None:
-            texts.append(self.context)
-        return digest_bytes(json.dumps(texts).encode(), size=16)
+        if self._key is None:
+            texts = [self.instruction, self.text]
+            if self.context is not None:
+                texts.append(self.context)
+            # Kept: an extraction looks at it several times, and making it takes longer than that.
+            object.__setattr__(self, "_key", digest_bytes(json.dumps(texts).encode(), size=16))
+        key: Any = self._key
+        return bytes(key)
+
+
+def plan_inputs(inputs: Sequence[EncoderInput], *, by_prefix: bool) -> list[int]:
+    """Return the order in which inputs are best encoded, as positions.
+
+    Args:
+        inputs: in any order.
+        by_prefix: side by side what begins alike, for encoders that compute a prefix once;
+            otherwise longest first, so that inputs of like length go together and memory runs out
+            early if it does.
+    """
+    if by_prefix:
+        return sorted(range(len(inputs)), key=lambda i: inputs[i].texts)
+    return sorted(range(len(inputs)), key=lambda i: (-inputs[i].size, inputs[i].texts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,11 +78,13 @@ class InputTokenizer:
     def __call__(self, inputs: Sequence[EncoderInput]) -> list[Tokens]:
         """Return each input's tokens.
 
+        Args:
+            inputs: as :func:`check_inputs` has found them right.
+
         Raises:
             UserError: an instruction or a context that the encoder cannot take, or one that leaves
                 no token to pool.
         """
-        _check_inputs(inputs)
         done: list[Tokens | None] = [None] * len(inputs)
         pairs = [i for i, item in enumerate(inputs) if item.context is not None]
         plain = [i for i, item in enumerate(inputs) if item.context is None]
@@ -332,7 +334,7 @@ class InputTokenizer:
         return found
 
 
-def _check_inputs(inputs: Sequence[EncoderInput]) -> None:
+def check_inputs(inputs: Sequence[EncoderInput]) -> None:
     """Refuse what is no input, which would fail somewhere in a tokenizer.
 
     Raises:

@@ -1,0 +1,258 @@
+"""From tokens to pooled vectors: batches, forward passes, and less at a time where memory is short.
+
+An engine packs several inputs into one row without padding wherever that gives what each gives
+alone, which it tries out when it is made.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from llmcond.encoders import attention
+from llmcond.encoders.batching import STEP, pack, pack_shared, plan_batches
+from llmcond.encoders.device import TORCH_DTYPES
+from llmcond.encoders.forward import Forward, PackedForward, PaddedForward, Way, skipped_id
+from llmcond.encoders.loading import LoadedModel
+from llmcond.encoders.memory import tokens_that_fit
+from llmcond.encoders.prepacked import can_prepack, prepack
+from llmcond.encoders.resolve import ResolvedEncoder
+from llmcond.encoders.tokenizing import Tokens
+from llmcond.errors import LlmcondError
+
+#: How far the vectors of packed inputs may be from those in padded rows, as a share of their norm.
+#: Rounding stays well below; texts that see each other, or wrong positions, go well above.
+_SAME = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
+
+
+class OutOfMemoryError(LlmcondError):
+    """One input alone is too much for the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """What a batch gives.
+
+    Attributes:
+        inputs: positions of its inputs.
+        vectors: one for each, (inputs, dim) in float32.
+        n_computed: tokens that went through the network, padding included.
+    """
+
+    inputs: Sequence[int]
+    vectors: NDArray[np.float32]
+    n_computed: int
+
+
+class Engine:
+    """A loaded network and its ways through it.
+
+    Attributes:
+        budget: tokens of a batch at most. Halved where memory runs out, and never raised again.
+        packs: whether inputs are packed; False where the architecture does not stand it.
+    """
+
+    def __init__(
+        self, model: LoadedModel, resolved: ResolvedEncoder, pad_id: int, at_once: int = 1
+    ) -> None:
+        """Find the fastest way that gives the right vectors.
+
+        Args:
+            model: on its device.
+            resolved: what it was loaded for.
+            pad_id: fills rows up.
+            at_once: threads that run it.
+        """
+        self.model, self.identity = model, resolved.identity
+        self.shares = resolved.shares_prefixes
+        self.budget = _budget(resolved, model.network.config, at_once)
+        self._way = Way(
+            network=model.network,
+            pooling=resolved.identity.pooling,
+            attention=resolved.identity.attention,
+            pad_id=pad_id,
+            device=model.network.get_input_embeddings().weight.device,
+            dtype=TORCH_DTYPES[resolved.identity.dtype],
+            skipped_id=skipped_id(model.network),
+        )
+        self._out = torch.device(resolved.device)
+        self._longest = _longest_packed(model.network.config)
+        # Work is queued on a GPU by one thread at a time: activations of two would need twice
+        # the memory.
+        self._turn = nullcontext() if self._out.type == "cpu" else threading.Lock()
+        self.packs = self._settle()
+        if self.packs and self._prepacks():
+            prepack(model.network)
+            self._way = replace(self._way, step=STEP)
+
+    @property
+    def device(self) -> torch.device:
+        """Return where token ids are put."""
+        return self._way.device
+
+    # -- batches -------------------------------------------------------------------------------
+
+    def run(
+        self, rows: Sequence[Tokens], between: Callable[[], None] = lambda: None
+    ) -> Iterator[Pooled]:
+        """Yield the vectors of inputs, batch by batch; each input once.
+
+        A batch that memory is too short for is computed again in halves, and all that come after
+        it are as small.
+
+        Args:
+            rows: the inputs.
+            between: called before each batch; what it raises ends the work.
+
+        Raises:
+            LlmcondError: one input alone does not fit.
+        """
+        waiting = list(range(len(rows)))
+        while waiting:
+            budget, done = self.budget, set()
+            for inputs, forward in self._plan(rows, waiting, budget):
+                between()
+                pooled = self._try(forward)
+                if pooled is None:
+                    self._shrink(budget, forward.n_tokens, [rows[i] for i in inputs])
+                    break
+                yield Pooled(inputs, pooled, forward.n_tokens)
+                done.update(inputs)
+            waiting = [index for index in waiting if index not in done]
+
+    def _plan(
+        self, rows: Sequence[Tokens], waiting: list[int], budget: int
+    ) -> Iterator[tuple[list[int], Forward]]:
+        """Yield batches, those that are padded first."""
+        padded = [i for i in waiting if not self.packs or len(rows[i].ids) > self._longest]
+        for batch in plan_batches([len(rows[i].ids) for i in padded], budget):
+            inputs = [padded[place] for place in batch]
+            yield inputs, PaddedForward(self._way, [rows[i] for i in inputs])
+        rest = sorted(set(waiting) - set(padded))
+        chosen = [rows[i] for i in rest]
+        if self.shares:
+            batches = pack_shared([row.ids for row in chosen], budget)
+        else:
+            batches = pack([len(row.ids) for row in chosen], budget) if chosen else []
+        for packed in batches:
+            yield [rest[place] for place in packed.inputs], PackedForward(self._way, packed, chosen)
+
+    def _try(self, forward: Forward) -> NDArray[np.float32] | None:
+        """Return the vectors of a batch, None if there is not enough memory for it."""
+        try:
+            return self._compute(forward)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        # Outside of the handler: the error holds on to what filled the memory.
+        if self._out.type == "cuda":
+            torch.cuda.empty_cache()
+        return None
+
+    @torch.inference_mode()
+    def _compute(self, forward: Forward) -> NDArray[np.float32]:
+        forward.prepare()
+        with self._turn:
+            pooled = self.model.dense(forward.pooled().to(self._out))
+            if self.identity.normalize:
+                pooled = torch.nn.functional.normalize(pooled, dim=1)
+        # Not in turn: the next thread queues its work while this one waits for the device.
+        array: NDArray[np.float32] = pooled.cpu().numpy()
+        return array
+
+    def _shrink(self, budget: int, n_tokens: int, rows: Sequence[Tokens]) -> None:
+        # Where prefixes are shared, inputs that are the same cannot be parted.
+        if len(rows) == 1 or budget == 1:
+            longest = max(len(row.ids) for row in rows)
+            raise OutOfMemoryError(
+                f"ran out of memory on {self._out} with a single input of {longest} tokens."
+            )
+        self.budget = max(1, min(self.budget, min(budget, n_tokens) // 2))
+
+    # -- choosing a way ------------------------------------------------------------------------
+
+    def _prepacks(self) -> bool:
+        whole = self._way.device.type == self._out.type == "cpu"
+        return whole and self.identity.quantize == "none" and can_prepack(self._way.dtype)
+
+    def _settle(self) -> bool:
+        """Choose how rows are packed; return whether they are."""
+        network = self._way.network
+        if getattr(network.config, "_attn_implementation", None) != "sdpa":
+            return False
+        if not getattr(network, "_supports_attention_backend", False):
+            return False
+        network.set_attn_implementation(attention.NAME)
+        kernel = attention.varlen_kernel(self._way.device, self._way.dtype)
+        for choice in dict.fromkeys([kernel, None]):
+            self._way = replace(self._way, kernel=choice)
+            if self._same_as_padded():
+                return True
+        return False
+
+    @torch.inference_mode()
+    def _same_as_padded(self) -> bool:
+        """Tell whether packed inputs, with and without sharing, get the vectors of padded ones."""
+        size = int(self._way.network.get_input_embeddings().weight.shape[0])
+        ids = [(size // 2 + at) % size for at in range(24)]
+        texts = [ids[:9], ids[:6] + ids[9:12], ids[:6] + ids[12:14], ids[14:15], ids[15:24]]
+        rows = [Tokens(text, 0, len(text), len(text), len(text)) for text in texts]
+        padded = PaddedForward(self._way, rows)
+        padded.prepare()
+        expected = padded.hidden()
+        batches = pack([len(text) for text in texts], 1_000)
+        batches += pack_shared(texts, 1_000) if self.shares else []
+        try:
+            for batch in batches:
+                packed = PackedForward(self._way, batch, rows)
+                packed.prepare()
+                hidden = packed.hidden()
+                for index, leaf in zip(batch.inputs, batch.leaves, strict=True):
+                    places = [batch.place(leaf, at) for at in range(len(texts[index]))]
+                    if not self._close(hidden[places], expected[index, : len(places)]):
+                        return False
+        except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
+            # Whatever an architecture does not take: it is padded then, as it always was.
+            return False
+        return True
+
+    def _close(self, found: Tensor, expected: Tensor) -> bool:
+        found, expected = found.float(), expected.float()
+        most = 0.2 if self.identity.quantize == "8bit" else _SAME[self.identity.dtype]
+        return bool((found - expected).norm() <= most * expected.norm())
+
+
+def _budget(resolved: ResolvedEncoder, config: Any, at_once: int) -> int:
+    """Return the tokens of a batch: as chosen, or what the device is best at if it fits."""
+    if resolved.budget_given:
+        return resolved.max_tokens_per_batch
+    # A GPU is given one batch at a time, however many threads there are.
+    count = at_once if resolved.device == "cpu" else 1
+    fitting = tokens_that_fit(config, resolved.identity.dtype, resolved.device, count)
+    return min(resolved.max_tokens_per_batch, fitting)
+
+
+def _longest_packed(config: Any) -> int:
+    """Return the tokens up to which an input may be packed: all must be in each other's window."""
+    if getattr(config, "use_sliding_window", True) is False:
+        return sys.maxsize
+    windows = [getattr(config, name, None) for name in ("sliding_window", "local_attention")]
+    # Some count a window to both sides, others half of it to each.
+    return min((int(window) // 2 for window in windows if window), default=sys.maxsize)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error says that memory ran out, on a GPU or a CPU."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return "can't allocate memory" in text or "not enough memory" in text

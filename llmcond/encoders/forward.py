@@ -1,0 +1,215 @@
+"""One forward pass: what a network is given for a batch, and the pooled vectors that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from llmcond.encoders.attention import Layout, lay_out, lay_out_varlen
+from llmcond.encoders.batching import Batch
+from llmcond.encoders.pooling import pool
+from llmcond.encoders.spec import Attention, Pooling
+from llmcond.encoders.tokenizing import Tokens
+
+Kernel = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a network is run, whatever the batch.
+
+    Attributes:
+        network: from token ids to token vectors.
+        pooling: how token vectors become one vector.
+        attention: its direction.
+        pad_id: fills rows up; masked, so its value never matters.
+        device: where ids are put.
+        dtype: what is computed in.
+        kernel: attention for uneven lengths; None: products of PyTorch.
+        skipped_id: the token that positions leave out and begin behind; see :func:`skipped_id`.
+        step: packed rows are filled up to a multiple of so many tokens. oneDNN prepares a product
+            for each number of rows that it meets, in milliseconds, and keeps it, in megabytes.
+    """
+
+    network: Any
+    pooling: Pooling
+    attention: Attention
+    pad_id: int
+    device: torch.device
+    dtype: torch.dtype
+    kernel: Kernel | None = None
+    skipped_id: int | None = None
+    step: int = 1
+
+
+def skipped_id(network: Any) -> int | None:
+    """Return the token id behind which RoBERTa's positions begin, None for other networks.
+
+    RoBERTa and its kind count positions from ``padding_idx + 1``, and give that token none of its
+    own.
+    """
+    for name, module in network.named_modules():
+        if name.endswith("position_embeddings"):
+            index: int | None = getattr(module, "padding_idx", None)
+            return index
+    return None
+
+
+class Forward(Protocol):
+    """A forward pass over some inputs."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Return the tokens that go through the network, padding included."""
+        ...
+
+    def prepare(self) -> None:
+        """Make what the network is given; needs no turn on the device."""
+        ...
+
+    def pooled(self) -> Tensor:
+        """Return one vector an input, (inputs, width) in float32."""
+        ...
+
+
+class PaddedForward:
+    """Inputs as the rows of a rectangle, filled up on the right."""
+
+    def __init__(self, way: Way, rows: Sequence[Tokens]) -> None:
+        self._way, self._rows = way, rows
+        self._width = max(len(row.ids) for row in rows)
+        self._arguments: dict[str, Tensor] = {}
+
+    @property
+    def n_tokens(self) -> int:
+        """See :class:`Forward`."""
+        return len(self._rows) * self._width
+
+    def prepare(self) -> None:
+        """See :class:`Forward`."""
+        shape = (len(self._rows), self._width)
+        ids = torch.full(shape, self._way.pad_id)
+        attended, types = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+        counted = torch.zeros(shape, dtype=torch.bool)
+        for index, row in enumerate(self._rows):
+            # On the right whatever the tokenizer prefers: see PADDING_SIDE.
+            ids[index, : len(row.ids)] = torch.tensor(row.ids)
+            attended[index, : len(row.ids)] = 1
+            types[index, row.second : len(row.ids)] = 1
+            counted[index, row.first : row.last] = True
+        arguments = {"input_ids": ids, "attention_mask": attended}
+        if types.any():
+            arguments["token_type_ids"] = types
+        if self._way.pooling == "latent":
+            arguments["pool_mask"] = counted
+        self._arguments = {key: value.to(self._way.device) for key, value in arguments.items()}
+        self._counted = counted.to(self._way.device)
+
+    def hidden(self) -> Tensor:
+        """Return the vectors of all tokens, (inputs, longest, width)."""
+        hidden: Tensor = self._way.network(**self._arguments).last_hidden_state
+        return hidden
+
+    def pooled(self) -> Tensor:
+        """See :class:`Forward`."""
+        output: Any = self._way.network(**self._arguments)
+        if self._way.pooling == "pooler":
+            vectors: Tensor = output.pooler_output.float()
+            return vectors
+        hidden = output.last_hidden_state
+        return pool(hidden, self._counted.to(hidden.device), self._way.pooling)
+
+
+class PackedForward:
+    """Inputs one behind the other in a single row, without padding."""
+
+    def __init__(self, way: Way, batch: Batch, rows: Sequence[Tokens]) -> None:
+        """Take a batch whose sources and inputs are positions in ``rows``."""
+        self._way, self._batch, self._rows = way, batch, rows
+        self._arguments: dict[str, Any] = {}
+
+    @property
+    def n_tokens(self) -> int:
+        """See :class:`Forward`."""
+        return -(-self._batch.n_tokens // self._way.step) * self._way.step
+
+    def prepare(self) -> None:
+        """See :class:`Forward`."""
+        way, skipped = self._way, self._way.skipped_id
+        ids: list[int] = []
+        positions: list[int] = []
+        types: list[int] = []
+        for segment in self._batch.segments:
+            row = self._rows[segment.source]
+            part = row.ids[segment.begin : segment.end]
+            ids += part
+            positions += _positions(part, segment.begin, skipped)
+            types += [int(at >= row.second) for at in range(segment.begin, segment.end)]
+        fill = self.n_tokens - len(ids)
+        ids += fill * [way.pad_id]
+        arguments = {"input_ids": ids, "position_ids": positions + fill * [skipped or 0]}
+        if any(types):
+            arguments["token_type_ids"] = types + fill * [0]
+        self._arguments = {
+            key: torch.tensor([value]).to(way.device) for key, value in arguments.items()
+        }
+        # transformers passes a mask of four dimensions on as it is, and makes none for the row.
+        self._arguments["attention_mask"] = torch.zeros(1, 1, 1, 1, device=way.device)
+        self._arguments["packed"] = self._layout()
+        places, counted = self._pooled_places()
+        if way.pooling == "latent":
+            mask = torch.zeros(1, len(ids), dtype=torch.bool)
+            mask[0, places[counted]] = True
+            self._arguments["pool_mask"] = mask.to(way.device)
+        self._places, self._counted = places.to(way.device), counted.to(way.device)
+
+    def _layout(self) -> Layout:
+        way, causal = self._way, self._way.attention == "causal"
+        if way.kernel is not None:
+            return lay_out_varlen(self._batch, causal, way.device, way.kernel)
+        return lay_out(self._batch, causal, way.device, way.dtype)
+
+    def _pooled_places(self) -> tuple[Tensor, Tensor]:
+        """Return the places of each input's pooled tokens, filled up, and which of them count."""
+        batch = self._batch
+        ranges = [_pooled_range(self._rows[index], self._way.pooling) for index in batch.inputs]
+        starts = [batch.place(leaf, r[0]) for leaf, r in zip(batch.leaves, ranges, strict=True)]
+        lengths = torch.tensor([last - first for first, last in ranges])[:, None]
+        at = torch.arange(int(lengths.max()))
+        counted = at < lengths
+        return torch.where(counted, torch.tensor(starts)[:, None] + at, 0), counted
+
+    def hidden(self) -> Tensor:
+        """Return the vectors of all tokens of the row, (tokens, width)."""
+        hidden: Tensor = self._way.network(**self._arguments).last_hidden_state
+        return hidden[0]
+
+    def pooled(self) -> Tensor:
+        """See :class:`Forward`."""
+        hidden = self.hidden()
+        hidden = hidden[self._places.to(hidden.device)]
+        if self._way.pooling == "pooler":
+            pooled: Tensor = self._way.network.pooler(hidden).float()
+            return pooled
+        return pool(hidden, self._counted.to(hidden.device), self._way.pooling)
+
+
+def _positions(ids: list[int], begin: int, skipped: int | None) -> list[int]:
+    if skipped is None:
+        return list(range(begin, begin + len(ids)))
+    # Encoders with such positions are bidirectional, so a segment is a whole input.
+    places, last = [], skipped
+    for token in ids:
+        last += token != skipped
+        places.append(skipped if token == skipped else last)
+    return places
+
+
+def _pooled_range(row: Tokens, pooling: Pooling) -> tuple[int, int]:
+    if pooling in ("cls", "pooler"):
+        return 0, 1
+    return (row.last - 1 if pooling == "last" else row.first), row.last

@@ -1,0 +1,366 @@
+"""Attention over a packed row: against one dense mask, written out token by token."""
+
+import random
+from contextlib import contextmanager
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from llmcond.encoders import attention, batching
+from llmcond.encoders.attention import lay_out, lay_out_varlen, varlen_kernel
+from llmcond.encoders.batching import pack, pack_shared
+
+CPU = torch.device("cpu")
+SCALE = 0.3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Rows this small are done before a second thread has woken up."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def kernel(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+):
+    """Attend as ``torch.nn.attention.varlen.varlen_attn`` does, segment by segment."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert (cu_seq_q[-1], cu_seq_k[-1]) == (len(query), len(key))
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    parts = []
+    for at in range(len(cu_seq_q) - 1):
+        queries, keys = (slice(*ends[at : at + 2].tolist()) for ends in (cu_seq_q, cu_seq_k))
+        n_queries, n_keys = queries.stop - queries.start, keys.stop - keys.start
+        assert n_queries <= max_q
+        assert n_keys <= max_k
+        seen = torch.ones(n_queries, n_keys, dtype=torch.bool)
+        if window_size != (-1, -1):
+            assert window_size == (-1, 0)
+            # The last query is aligned with the last key.
+            seen = seen.tril(n_keys - n_queries)
+        rows = (query[queries], key[keys], value[keys])
+        part = scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None] for x in rows),
+            attn_mask=seen,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+        parts.append(part[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def visible(batch, causal):
+    """Return (tokens, tokens): which sees which, from the path of each segment alone."""
+    seen = torch.zeros(batch.n_tokens, batch.n_tokens, dtype=torch.bool)
+    for at, segment in enumerate(batch.segments):
+        for before in [*batch.path(at), segment]:
+            seen[segment.start : segment.stop, before.start : before.stop] = True
+    return seen.tril() if causal else seen
+
+
+def reference(batch, causal, query, key, value, scale=SCALE):
+    groups = len(query) // len(key)
+    query, key, value = (x.double() for x in (query, key, value))
+    key, value = (x.repeat_interleave(groups, dim=0) for x in (key, value))
+    scores = query @ key.transpose(1, 2) * scale
+    scores = scores.masked_fill(~visible(batch, causal), float("-inf"))
+    return (scores.softmax(dim=-1) @ value).transpose(0, 1)
+
+
+def projected(batch, heads=(4, 4), width=8, dtype=torch.float32, seed=0):
+    """Return queries, keys and values as a network's projections lay them out."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (heads[0], heads[1], heads[1])
+    return [
+        torch.randn(1, batch.n_tokens, n, width, generator=generator).to(dtype).transpose(1, 2)[0]
+        for n in sizes
+    ]
+
+
+def laid_out(batch, causal, dtype=torch.float32):
+    """Return the row's layouts by what computes them."""
+    return {
+        "blocks": lay_out(batch, causal, CPU, dtype),
+        "varlen": lay_out_varlen(batch, causal, CPU, kernel),
+    }
+
+
+def check(batch, causal, heads=(4, 4), width=8):
+    states = projected(batch, heads, width)
+    expected = reference(batch, causal, *states)
+    for name, layout in laid_out(batch, causal).items():
+        output = layout.attend(*states, SCALE)
+        assert output.shape == (batch.n_tokens, heads[0], width)
+        assert (output - expected).abs().max() < 1e-5, name
+
+
+def tree(ids, budget=100_000):
+    """Return rows that share whatever they can."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batching, "_WORTH_SHARING", 1.0)
+        return pack_shared(ids, budget)
+
+
+HEADS = st.sampled_from([(4, 4), (4, 2), (4, 1)])
+WIDTHS = st.sampled_from([8, 8, 72])
+LENGTHS = st.one_of(
+    st.lists(st.integers(1, 12), min_size=1, max_size=30),
+    st.lists(st.integers(1, 90), min_size=1, max_size=10),
+)
+
+
+@st.composite
+def prefix_trees(draw):
+    tokens = st.integers(0, draw(st.sampled_from([1, 3])))
+    prefixes = draw(st.lists(st.lists(tokens, max_size=80), min_size=1, max_size=3))
+    longest = draw(st.sampled_from([3, 12, 40]))
+    own = draw(st.lists(st.lists(tokens, min_size=1, max_size=longest), min_size=2, max_size=9))
+    return [draw(st.sampled_from(prefixes)) + row for row in own]
+
+
+#: As they are, or small: then short rows, which a dense mask is fast for, go every way there is.
+CONSTANTS = st.one_of(
+    st.just({}),
+    st.fixed_dictionaries(
+        {
+            "BRANCH_TOKENS": st.sampled_from([1, 3, 10]),
+            "SHORT": st.sampled_from([4, 64]),
+            "_CALL": st.sampled_from([0, 5, 64]),
+            "_GATHERED": st.sampled_from([1, 2]),
+            "_WIDEN": st.sampled_from([1, 9]),
+        }
+    ),
+)
+
+
+@contextmanager
+def having(constants):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in constants.items():
+            patch.setattr(attention, name, value)
+        yield
+
+
+# -- against the reference ---------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=250)
+@given(LENGTHS, st.sampled_from([20, 200, 1_000]), st.booleans(), HEADS, WIDTHS, CONSTANTS)
+def test_each_text_sees_itself_alone(lengths, budget, causal, heads, width, constants):
+    with having(constants):
+        for batch in pack(lengths, budget):
+            check(batch, causal, heads, width)
+
+
+@settings(deadline=None, max_examples=250)
+@given(prefix_trees(), st.sampled_from([60, 1_000]), HEADS, WIDTHS, CONSTANTS)
+def test_each_branch_sees_its_path_and_no_other(ids, budget, heads, width, constants):
+    with having(constants):
+        for batch in tree(ids, budget):
+            check(batch, True, heads, width)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("n_texts", [1, 2])
+def test_text_of_any_length_is_attended(causal, heads, n_texts):
+    for length in [*range(1, 20), 31, 32, 33, 63, 64, 65, 66, 127, 128, 129, 300]:
+        check(pack([length] * n_texts, 1_000)[0], causal, heads)
+
+
+def test_family_longer_than_a_piece_is_attended():
+    chance = random.Random(0)
+    prefix = chance.choices(range(50), k=250)
+    middles = [prefix[:cut] + chance.choices(range(50), k=210) for cut in (250, 250, 100)]
+    ids = [middle + chance.choices(range(50), k=n) for middle in middles for n in (1, 30, 200)]
+    (batch,) = tree([*ids, prefix, *middles])
+    assert batch.n_tokens > 3 * attention.BRANCH_TOKENS
+    check(batch, True)
+    check(batch, True, heads=(4, 2))
+
+
+def test_chain_of_texts_that_each_go_on_from_the_last_is_attended():
+    (batch,) = tree([list(range(stop)) for stop in range(1, 300)])
+    assert len(batch.segments) == 299
+    check(batch, True)
+
+
+def test_scale_is_that_of_the_width_where_none_is_given():
+    batch = pack([5, 3, 70], 100)[0]
+    states = projected(batch, width=16)
+    expected = reference(batch, False, *states, scale=0.25)
+    for layout in laid_out(batch, False).values():
+        assert (layout.attend(*states, None) - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_bfloat16_is_close_to_float32(causal, heads):
+    ids = [[7] * 40 + [at] * at for at in range(1, 30)]
+    batches = [
+        *pack([*range(60, 70), *range(1, 20), 3, 3], 100_000),
+        *(tree(ids) if causal else []),
+    ]
+    for batch in batches:
+        states = projected(batch, heads, dtype=torch.bfloat16)
+        expected = reference(batch, causal, *states)
+        for layout in laid_out(batch, causal, torch.bfloat16).values():
+            output = layout.attend(*states, SCALE)
+            assert output.dtype == torch.bfloat16
+            error = (output - expected).norm() / expected.norm()
+            # 8 bits for each of scores, weights and sums.
+            assert error < 3 * 2**-8
+
+
+def test_text_changes_with_none_of_the_others():
+    """To the last bit: what is not among the keys cannot be rounded in."""
+    batch = pack([70, 9, 9, 8, 3, 1], 1_000)[0]
+    query, key, value = projected(batch)
+    for causal in (True, False):
+        for name, layout in laid_out(batch, causal).items():
+            before = layout.attend(query, key, value, SCALE)
+            for segment in batch.segments:
+                own = slice(segment.start, segment.stop)
+                others = torch.full((batch.n_tokens, 1), 1e4)
+                others[own] = 1
+                after = layout.attend(query, key * others, value * others, SCALE)
+                assert torch.equal(after[own], before[own]), name
+
+
+# -- memory ------------------------------------------------------------------------------------
+
+
+def nasty_trees():
+    chance = random.Random(0)
+    prefix = [0] * 2_000
+    binary = [[0] * 4]
+    for _ in range(7):
+        binary = [row + [1 + kind] * 6 for row in binary for kind in (0, 1)]
+    return {
+        "one prefix, many branches": [[*prefix, at] for at in range(1, 501)],
+        "branches longer than a piece": [prefix + [at] * 300 for at in range(1, 6)],
+        "prefix in prefix": [prefix[:n] + [n] * 3 for n in range(0, 2_000, 40)],
+        "chain": [[0] * n for n in range(1, 400)],
+        "two each time": binary,
+        "by chance": [chance.choices(range(2), k=chance.randint(1, 300)) for _ in range(60)],
+    }
+
+
+@pytest.fixture(params=nasty_trees())
+def nasty(request):
+    return nasty_trees()[request.param]
+
+
+def test_keys_of_a_piece_are_a_path_and_few_branches(nasty, monkeypatch):
+    seen = []
+
+    def note(query, key, value, **options):
+        # A text without a path is not gathered, nor masked where it is longer than ``SHORT``.
+        if options["attn_mask"] is not None:
+            assert options["attn_mask"].numel() <= attention.BRANCH_TOKENS * key.shape[2]
+            seen.append((query.shape[2], len(key) * key.shape[2]))
+        return scaled_dot_product_attention(query, key, value, **options)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", note)
+    monkeypatch.setattr(attention, "SHORT", 0)
+    (batch,) = tree(nasty)
+    lay_out(batch, True, CPU, torch.float32).attend(*projected(batch, heads=(1, 1)), SCALE)
+    longest = max(map(len, nasty))
+    assert seen
+    for n_queries, n_keys in seen:
+        assert n_queries <= attention.BRANCH_TOKENS
+        assert n_keys <= longest + attention.BRANCH_TOKENS
+
+
+def test_pieces_are_few_where_branches_are_small():
+    """Each is a call: many branches of one token must not be as many calls."""
+    (batch,) = tree(nasty_trees()["one prefix, many branches"])
+    blocks = lay_out(batch, True, CPU, torch.float32).blocks
+    assert len(blocks) <= 1 + -(-500 // attention.BRANCH_TOKENS)
+
+
+def test_keys_for_a_kernel_are_gathered_few_segments_at_a_time(nasty):
+    (batch,) = tree(nasty)
+    limit = max(attention._GATHERED * batch.n_tokens, *map(len, nasty))
+    calls = []
+
+    def note(query, key, value, *ends, **options):
+        calls.append(len(key))
+        return query
+
+    layout = lay_out_varlen(batch, True, CPU, note)
+    output = layout.attend(*projected(batch, heads=(1, 1)), SCALE)
+    assert len(output) == batch.n_tokens
+    assert max(calls) <= limit
+    gathered = sum(
+        segment.length + sum(before.length for before in batch.path(at))
+        for at, segment in enumerate(batch.segments)
+    )
+    assert sum(calls) == gathered
+    # No two calls that would fit into one.
+    assert all(one + other > limit - max(map(len, nasty)) for one, other in pairwise(calls))
+
+
+# -- in transformers ---------------------------------------------------------------------------
+
+
+def test_row_without_a_layout_is_attended_as_transformers_does():
+    module = SimpleNamespace(is_causal=True, num_key_value_groups=1, training=False)
+    states = [x[None] for x in projected(pack([9], 9)[0])]
+    mask = torch.zeros(1, 1, 9, 9).masked_fill(torch.eye(9).bool(), float("-inf"))
+    found = attention._attention(module, *states, mask, scaling=SCALE)[0]
+    expected = attention.sdpa_attention_forward(module, *states, mask, scaling=SCALE)[0]
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("option", [{"softcap": 30.0}, {"s_aux": 1.0}, {"position_bias": 1.0}])
+def test_what_packed_attention_has_not_is_refused(option):
+    batch = pack([5, 3], 8)[0]
+    states = [x[None] for x in projected(batch)]
+    layout = lay_out(batch, True, CPU, torch.float32)
+    with pytest.raises(NotImplementedError, match=f"has no {next(iter(option))}"):
+        attention._attention(None, *states, None, packed=layout, **option)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cpu_has_no_kernel_for_uneven_lengths(dtype):
+    assert varlen_kernel(CPU, dtype) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("causal", [True, False])
+def test_kernel_of_a_gpu_equals_products(causal):
+    device = torch.device("cuda")
+    of_torch = varlen_kernel(device, torch.bfloat16)
+    if of_torch is None:
+        pytest.skip("this GPU has no kernel for uneven lengths")
+    ids = [[7] * 90 + [at] * at for at in range(1, 60)]
+    batches = [*pack([*range(1, 150)], 100_000), *(tree(ids) if causal else [])]
+    for batch in batches:
+        states = projected(batch, heads=(4, 2), width=64, dtype=torch.bfloat16)
+        expected = reference(batch, causal, *states)
+        states = [x.to(device) for x in states]
+        for layout in (
+            lay_out(batch, causal, device, torch.bfloat16),
+            lay_out_varlen(batch, causal, device, of_torch),
+        ):
+            output = layout.attend(*states, SCALE).cpu()
+            assert (output - expected).norm() / expected.norm() < 3 * 2**-8
