@@ -18,6 +18,7 @@ from llmcond.errors import (
     nearest,
     printable,
 )
+from llmcond.launch import local_rank
 from llmcond.version import __version__
 
 DEFAULT_RUN = Path("runs/default")
@@ -183,7 +184,14 @@ def _add_encoder_settings(parser: Any) -> None:
         "--max-tokens-per-batch",
         type=int,
         metavar="N",
-        help="token budget of one forward pass, padding included",
+        help="token budget of one forward pass (default: by the device and its memory)",
+    )
+    parser.add_argument(
+        "--share-prefixes",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compute what several inputs begin with once, where that is exact: for causal "
+        "encoders that pool the last token",
     )
     parser.add_argument(
         "--pooling",
@@ -255,6 +263,8 @@ def _pairs(texts: Sequence[str], option: str) -> dict[str, str]:
 
 
 def _print_json(value: dict[str, Any]) -> None:
+    if local_rank():
+        return  # of several processes that were launched together, one prints
     sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -291,6 +301,13 @@ def _add_extract(commands: Any) -> None:
         metavar="S",
         help="decides how a single file is split (default: 0)",
     )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that share the work, one a GPU (on a CPU: a share of its cores each)",
+    )
 
 
 def _extract(options: argparse.Namespace) -> None:
@@ -303,6 +320,7 @@ def _extract(options: argparse.Namespace) -> None:
         _data_options(options, options.split_seed),
         options.prompt,
         options.store_dtype,
+        options.workers,
     )
     if options.json:
         _print_json(summary)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import checkpoints
+import lance
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,6 +18,9 @@ import pytest
 import llmcond
 import llmcond.config
 from llmcond.cli import run
+from llmcond.features.extract import plan
+from llmcond.features.pairs import SplitInputs
+from llmcond.runs import open_run
 
 pytestmark = pytest.mark.usefixtures("in_tmp")
 
@@ -313,6 +318,25 @@ def test_any_folder_name_will_do_for_a_run(capsys, tiny, write_rows, small_rows,
     assert run(["evaluate", "--run", name]) == 0
 
 
+def test_prefixes_are_shared_or_not_and_give_the_same_vectors(capsys, write_rows, small_rows):
+    model = checkpoints.make("mistral", Path("model")).folder
+    data = write_rows(small_rows)
+    causal = ("--like", "intfloat/e5-mistral-7b-instruct", "--dtype", "float32", "--device", "cpu")
+    vectors = []
+    for option in ("--share-prefixes", "--no-share-prefixes"):
+        extract = ("extract", "--model", model, "--data", data, "--run", option[2:], *causal)
+        ok(capsys, *extract, "--store-dtype", "float32", option)
+        own = open_run(Path(option[2:]))
+        rows = [own.rows(split) for split in own.splits]
+        inputs = SplitInputs(rows, own.prompt(None))
+        # Stored as they were encoded: by what they begin with, or the longest first.
+        keys = lance.dataset(str(own.store().folder / "vectors.lance")).to_table()["key"]
+        planned = plan(inputs, by_prefix=option == "--share-prefixes")
+        assert keys.to_pylist() == [item.key for item in planned]
+        vectors.append(own.store().read(plan(inputs)))
+    np.testing.assert_allclose(*vectors, rtol=0, atol=1e-3)
+
+
 # -- start-up ----------------------------------------------------------------------------------
 
 
@@ -336,6 +360,17 @@ def test_the_command_itself(arguments):
     )
     assert done.stdout
     assert done.stderr == ""
+
+
+def test_help_names_what_makes_an_extraction_fast(capsys):
+    with pytest.raises(SystemExit):
+        run(["extract", "--help"])
+    out = capsys.readouterr().out
+    assert "--workers N" in out
+    assert "--share-prefixes, --no-share-prefixes" in out
+    with pytest.raises(SystemExit):
+        run(["embed", "--help"])
+    assert "--workers" not in capsys.readouterr().out
 
 
 def test_a_reader_that_leaves_is_no_error():

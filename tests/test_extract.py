@@ -6,8 +6,10 @@ import random
 import resource
 import shutil
 import signal
+import threading
 import time
 
+import checkpoints
 import lance
 import numpy as np
 import pytest
@@ -16,12 +18,14 @@ from safetensors.torch import load_file, save_file
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
-from llmcond.errors import DiskFullError
+from llmcond.encoders.lanes import Lanes
+from llmcond.errors import DiskFullError, LlmcondError
 from llmcond.features.extract import Extraction, NonFiniteError, extract, plan
 from llmcond.features.store import FeatureStore
 
 OPTIONS = EncoderOptions(dtype="float32", device="cpu", max_tokens_per_batch=128)
 CHUNK = 16
+WINDOW = 64
 
 # A server that has imported everything forks each worker: a fresh process in milliseconds.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -46,8 +50,21 @@ class Silent:
         pass
 
 
+class Told:
+    """A progress that remembers what it was told."""
+
+    def __init__(self):
+        self.started, self.advanced = [], []
+
+    def start(self, inputs, characters):
+        self.started.append((inputs, characters))
+
+    def advance(self, inputs, characters, tokens):
+        self.advanced.append((inputs, characters, tokens))
+
+
 class Recording:
-    """A real encoder that remembers what it was asked for."""
+    """A real encoder that remembers what it was asked for, without lanes."""
 
     def __init__(self, encoder):
         self.encoder = encoder
@@ -55,6 +72,40 @@ class Recording:
 
     def encode_counted(self, inputs):
         self.asked.append(list(inputs))
+        return self.encoder.encode_counted(inputs)
+
+
+class Logged:
+    """A real encoder with lanes that writes the keys of what it is asked for into a file."""
+
+    def __init__(self, encoder, log):
+        self.encoder, self.log, self.lanes = encoder, log, encoder.lanes
+
+    def encode_counted(self, inputs):
+        with self.log.open("ab") as stream:
+            stream.write(b"".join(item.key for item in inputs))
+        return self.encoder.encode_counted(inputs)
+
+
+class FailingOnce:
+    """A real encoder that fails for one input while another lane is computing."""
+
+    def __init__(self, encoder, bad):
+        self.encoder, self.bad, self.lanes = encoder, bad, encoder.lanes
+        self.other_began, self.failing = threading.Event(), threading.Event()
+        self.other = []
+
+    def encode_counted(self, inputs):
+        if self.bad in inputs:
+            assert self.other_began.wait(30)
+            self.failing.set()
+            raise LlmcondError("ran out of memory")
+        if not self.other_began.is_set():
+            self.other = list(inputs)
+            self.other_began.set()
+            assert self.failing.wait(30)
+            # So that the error is there before the vectors are.
+            time.sleep(0.1)
         return self.encoder.encode_counted(inputs)
 
 
@@ -77,9 +128,9 @@ def contents(store):
     return by_key
 
 
-def work(checkpoint, root, inputs, connection, file_limit=None):
+def work(checkpoint, root, inputs, connection, file_limit=None, lanes=1):
     """Extract in a process of its own: say when encoding begins, wait for the word, go on."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(lanes)
     resolved = resolve(str(checkpoint), OPTIONS)
 
     def load():
@@ -97,10 +148,28 @@ def work(checkpoint, root, inputs, connection, file_limit=None):
         connection.send(error)
 
 
-def start(*arguments):
+def work_on_stream(checkpoint, root, inputs, connection, log):
+    """The same from a generator, in two lanes; say when half of it is read."""
+    torch.set_num_threads(2)
+    encoder = Encoder(resolve(str(checkpoint), OPTIONS))
+
+    def stream():
+        for place, item in enumerate(inputs):
+            if place == len(inputs) // 2:
+                connection.send("half")
+            yield item
+
+    connection.send("ready")
+    connection.recv()
+    store = open_store(root, checkpoint)
+    done = extract(stream(), store, lambda: Logged(encoder, log), Silent(), CHUNK, window=WINDOW)
+    connection.send(done)
+
+
+def start(*arguments, target=work):
     """Start a worker; it stands where its encoder is loaded."""
     ours, theirs = PROCESSES.Pipe()
-    process = PROCESSES.Process(target=work, args=(*arguments[:3], theirs, *arguments[3:]))
+    process = PROCESSES.Process(target=target, args=(*arguments[:3], theirs, *arguments[3:]))
     process.start()
     theirs.close()
     assert ours.recv() == "ready"
@@ -120,7 +189,10 @@ def checkpoint(tiny_checkpoint):
 
 @pytest.fixture(scope="module")
 def encoder(checkpoint):
-    return Encoder(resolve(str(checkpoint), OPTIONS))
+    """An encoder of two lanes, however many cores there are."""
+    encoder = Encoder(resolve(str(checkpoint), OPTIONS))
+    encoder.lanes = Lanes(2, 1)
+    return encoder
 
 
 @pytest.fixture(scope="module")
@@ -185,23 +257,16 @@ def test_truncated_inputs_are_counted_again_in_a_later_extraction(tmp_path, chec
     assert extract(inputs[:3], store, never, Silent()).n_truncated == 1
 
 
-def test_progress_is_told_of_every_stored_input(tmp_path, checkpoint, encoder):
-    told = []
-
-    class Progress:
-        def start(self, inputs, characters):
-            told.append(("start", inputs, characters))
-
-        def advance(self, inputs, characters, tokens):
-            told.append((inputs, characters, tokens))
-
+def test_progress_is_told_of_every_stored_part(tmp_path, checkpoint, encoder):
+    told = Told()
     inputs = INPUTS[:40]
-    done = extract(inputs, open_store(tmp_path, checkpoint), lambda: encoder, Progress(), CHUNK)
+    done = extract(inputs, open_store(tmp_path, checkpoint), lambda: encoder, told, CHUNK)
     characters = sum(len(item.text) for item in inputs)
-    assert told[0] == ("start", 40, characters)
-    assert [row[0] for row in told[1:]] == [16, 16, 8]
-    assert sum(row[1] for row in told[1:]) == characters
-    assert sum(row[2] for row in told[1:]) == done.n_tokens
+    assert told.started == [(40, characters)]
+    # One lane computes half a chunk at a time.
+    assert [row[0] for row in told.advanced] == [8, 8, 8, 8, 8]
+    assert sum(row[1] for row in told.advanced) == characters
+    assert sum(row[2] for row in told.advanced) == done.n_tokens
 
 
 def test_plan_is_distinct_longest_first_and_blind_to_order():
@@ -278,11 +343,13 @@ def test_a_process_takes_over_from_one_that_dies(tmp_path, checkpoint, undisturb
     assert contents(open_store(tmp_path, checkpoint)) == undisturbed
 
 
-def test_full_disk_keeps_what_was_stored(tmp_path, checkpoint, encoder):
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_full_disk_keeps_what_was_stored(tmp_path, checkpoint, encoder, lanes):
     store = open_store(tmp_path, checkpoint)
     extract(INPUTS[:40], store, lambda: encoder, Silent(), CHUNK)
     before = contents(store)
-    process, connection = start(checkpoint, tmp_path, INPUTS, 1_024)
+    # Too little for the manifest of a commit: Lance overlooks it if a data file lacks its end.
+    process, connection = start(checkpoint, tmp_path, INPUTS, 512, lanes)
     connection.send("go")
     error = finish(process, connection)
     assert isinstance(error, DiskFullError)
@@ -291,6 +358,224 @@ def test_full_disk_keeps_what_was_stored(tmp_path, checkpoint, encoder):
     assert contents(reopened) == before
     extract(INPUTS, reopened, lambda: encoder, Silent(), CHUNK)
     assert len(contents(reopened)) == len(INPUTS)
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+def test_inputs_may_come_from_a_generator(tmp_path, checkpoint, encoder):
+    told, store = Told(), open_store(tmp_path, checkpoint)
+    inputs = INPUTS[:150]
+    done = extract(iter(inputs), store, lambda: encoder, told, CHUNK, window=WINDOW)
+    # Nobody knows how many are still to come.
+    assert told.started == [(None, None)]
+    assert sum(row[0] for row in told.advanced) == 150
+    expected = encoder.encode_counted(inputs)
+    assert (done.n_inputs, done.n_computed) == (150, 150)
+    assert done.n_tokens == expected.n_tokens.sum()
+    np.testing.assert_allclose(store.read(inputs), expected.vectors, atol=1e-6)
+
+
+def test_a_generator_of_what_is_stored_loads_no_encoder(tmp_path, checkpoint, encoder):
+    store = open_store(tmp_path, checkpoint)
+    extract(INPUTS[:150], store, lambda: encoder, Silent(), CHUNK)
+    told = Told()
+    again = extract(iter(INPUTS[:150]), store, never, told, CHUNK, window=WINDOW)
+    assert (again.n_inputs, again.n_computed) == (150, 0)
+    assert told.started == []
+
+
+def test_a_generator_is_read_little_ahead_of_what_is_stored(tmp_path, checkpoint, encoder):
+    store = open_store(tmp_path, checkpoint)
+    ahead = []
+
+    def counted():
+        for n_read, item in enumerate(INPUTS, start=1):
+            ahead.append(n_read - len(store))
+            yield item
+
+    extract(counted(), store, lambda: encoder, Silent(), CHUNK, window=WINDOW)
+    assert len(ahead) == len(INPUTS)
+    assert max(ahead) <= WINDOW + 2 * CHUNK
+
+
+def test_repeats_in_other_windows_are_encoded_and_counted_once(tmp_path, checkpoint, encoder):
+    recording, told = Recording(encoder), Told()
+    stream = iter([*INPUTS[:64], *INPUTS[32:96], *INPUTS[:96]])
+    store = open_store(tmp_path, checkpoint)
+    done = extract(stream, store, lambda: recording, told, CHUNK, window=WINDOW)
+    asked = [item for part in recording.asked for item in part]
+    assert sorted(asked, key=INPUTS.index) == INPUTS[:96]
+    assert (done.n_inputs, done.n_computed) == (96, 96)
+    assert done.n_tokens == encoder.encode_counted(INPUTS[:96]).n_tokens.sum()
+    assert sum(row[0] for row in told.advanced) == 96
+
+
+@pytest.mark.parametrize("step", [4, 8])
+def test_repeats_that_follow_at_once_are_stored_and_counted_once(
+    tmp_path, checkpoint, encoder, step
+):
+    """While one lane is at an input, another comes upon it again: in the same part or another."""
+    store = open_store(tmp_path, checkpoint)
+    starts = sorted([*range(0, 153, step), *range(0, 153, 8)])
+    stream = (item for start in starts for item in INPUTS[start : start + 8])
+    done = extract(stream, store, lambda: encoder, Silent(), CHUNK, window=8)
+    assert (done.n_inputs, done.n_computed) == (160, 160)
+    assert len(contents(store)) == 160
+
+
+def test_truncated_inputs_are_counted_once_over_all_windows(tmp_path, checkpoint):
+    options = EncoderOptions(dtype="float32", device="cpu", max_length=8)
+    encoder = Encoder(resolve(str(checkpoint), options))
+    store = open_store(tmp_path, checkpoint, options=options)
+    inputs = [EncoderInput("", "red " * n) for n in (7, 2, 7, 12, 6, 12, 9, 3, 7)]
+    first = extract(iter(inputs), store, lambda: encoder, Silent(), window=2)
+    # 7, 9 and 12 words, and the two special tokens.
+    assert (first.n_inputs, first.n_truncated) == (6, 3)
+    again = extract(iter(inputs[:4]), store, never, Silent(), window=2)
+    assert (again.n_inputs, again.n_truncated) == (3, 2)
+
+
+def test_a_killed_stream_computes_at_most_a_chunk_again(tmp_path, checkpoint):
+    def begin(name, log):
+        arguments = (checkpoint, tmp_path / name, INPUTS, tmp_path / log)
+        process, connection = start(*arguments, target=work_on_stream)
+        connection.send("go")
+        assert connection.recv() == "half"
+        return process, connection
+
+    assert finish(*begin("whole", "whole.log")).n_computed == len(INPUTS)
+    killed, _ = begin("killed", "killed.log")
+    killed.kill()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
+    stored = len(open_store(tmp_path / "killed", checkpoint))
+    assert 0 < stored < len(INPUTS)
+    done = finish(*begin("killed", "resumed.log"))
+    assert (done.n_inputs, done.n_computed) == (len(INPUTS), len(INPUTS) - stored)
+
+    logs = (tmp_path / "killed.log").read_bytes() + (tmp_path / "resumed.log").read_bytes()
+    asked = [logs[start : start + 16] for start in range(0, len(logs), 16)]
+    assert set(asked) == {item.key for item in INPUTS}
+    assert len(asked) <= len(INPUTS) + CHUNK
+    whole, resumed = (open_store(tmp_path / name, checkpoint) for name in ("whole", "killed"))
+    assert contents(resumed) == contents(whole)
+
+
+# -- lanes -----------------------------------------------------------------------------------------
+
+
+def test_an_error_in_a_lane_keeps_what_the_others_compute(tmp_path, checkpoint, encoder):
+    store = open_store(tmp_path, checkpoint)
+    inputs = plan(INPUTS[:64])
+    failing = FailingOnce(encoder, inputs[0])
+    with pytest.raises(LlmcondError, match="ran out of memory"):
+        extract(inputs, store, lambda: failing, Silent(), CHUNK)
+    assert len(failing.other) == CHUNK // 2
+    assert store.missing(failing.other) == []
+    assert 0 in store.missing(inputs)
+    kept = contents(store)
+    done = extract(inputs, store, lambda: encoder, Silent(), CHUNK)
+    assert done.n_computed == 64 - len(kept)
+    assert kept.items() <= contents(store).items()
+
+
+@pytest.fixture
+def interruptible(checkpoint):
+    """An encoder that computes one input at a time, and is interrupted at a forward pass."""
+    encoder = Encoder(resolve(str(checkpoint), EncoderOptions("float32", "cpu")))
+    encoder.lanes = Lanes(2, 1)
+    encoder.engine.budget = 1
+    encoder.passes, encoder.interrupted_at = 0, None
+
+    def count(*_):
+        encoder.passes += 1
+        if encoder.passes == encoder.interrupted_at:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        if encoder.interrupted_at and encoder.passes >= encoder.interrupted_at:
+            # So slow that the main thread has its turn, however busy the machine is.
+            time.sleep(0.01)
+
+    encoder._model.network.register_forward_pre_hook(count)
+    return encoder
+
+
+@pytest.mark.parametrize(
+    ("chunk", "interrupted_at"), [(32, 100), (320, 10), (640, 10)], ids=["many", "two", "one"]
+)
+def test_an_interrupt_stops_all_lanes_at_once(
+    tmp_path, checkpoint, interruptible, chunk, interrupted_at
+):
+    """With many parts to come, with one in each lane, and with one in all."""
+    store = open_store(tmp_path, checkpoint)
+    inputs = plan(INPUTS[:300])
+    extract(inputs[:20], store, lambda: interruptible, Silent(), chunk)
+    kept = contents(store)
+    interruptible.passes, interruptible.interrupted_at = 0, interrupted_at
+    with pytest.raises(KeyboardInterrupt):
+        extract(inputs, store, lambda: interruptible, Silent(), chunk)
+    passes = interruptible.passes
+    time.sleep(0.1)
+    # Of the 280 that there were to do; nobody computes on behind one's back.
+    assert passes <= interrupted_at + 24
+    assert interruptible.passes == passes
+    store.refresh()
+    n_stored = len(contents(store))
+    assert kept.items() <= contents(store).items()
+    assert n_stored <= 20 + passes
+
+    interruptible.interrupted_at = None
+    done = extract(inputs, store, lambda: interruptible, Silent(), chunk)
+    assert (done.n_inputs, done.n_computed) == (300, 300 - n_stored)
+    assert len(contents(store)) == 300
+
+
+# -- prefixes --------------------------------------------------------------------------------------
+
+SENTENCES = [f"{who} {what}" for who in ("two dogs", "a man", "the sun") for what in ("run", "sit")]
+CONDITIONS = ["the number of people", "what sport is played", "the time of the day", "the color"]
+
+
+def shared_prefixes():
+    """Every sentence under every condition, as LLMs are given them, in no order."""
+    inputs = [
+        EncoderInput(f"Retrieve texts like the condition, given the sentence: {sentence}", text)
+        for sentence in SENTENCES
+        for text in CONDITIONS
+    ]
+    return random.Random(3).sample(inputs, k=len(inputs))
+
+
+def test_by_prefix_inputs_that_begin_alike_stand_side_by_side():
+    inputs = shared_prefixes()
+    planned = plan([*inputs, *inputs[:5]], by_prefix=True)
+    assert planned == plan(inputs[::-1], by_prefix=True)
+    assert sorted(planned, key=inputs.index) == inputs
+    prefixes = [item.instruction for item in planned]
+    runs = 1 + sum(prefixes[i] != prefixes[i - 1] for i in range(1, len(prefixes)))
+    assert runs == len(SENTENCES)
+
+
+def test_prefixes_that_are_computed_once_change_no_vector(tmp_path):
+    model = str(checkpoints.make("mistral", tmp_path / "model").folder)
+    inputs = shared_prefixes()
+    stores, computed = [], []
+    for shared in (True, False):
+        options = EncoderOptions(
+            "float32", "cpu", like="intfloat/e5-mistral-7b-instruct", share_prefixes=shared
+        )
+        encoder = Encoder(resolve(model, options))
+        assert encoder.resolved.shares_prefixes is shared
+        store = open_store(tmp_path / str(shared), model, options=options)
+        extract(inputs, store, lambda e=encoder: e, Silent(), 12, by_prefix=shared)
+        stores.append(store)
+        computed.append(encoder.encode_counted(inputs).n_computed)
+    assert stores[0].folder.name == stores[1].folder.name
+    np.testing.assert_allclose(stores[0].read(inputs), stores[1].read(inputs), atol=1e-5)
+    assert computed[0] < 0.7 * computed[1]
+
+
+# -- vectors that are no numbers -------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

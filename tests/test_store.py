@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from identities import IDENTITY
 
 from llmcond.encoders import EncoderInput
-from llmcond.errors import LlmcondError, UserError
+from llmcond.errors import DiskFullError, LlmcondError, UserError
 from llmcond.features import store as store_module
 from llmcond.features.store import FeatureStore
 
@@ -310,12 +310,22 @@ def test_what_a_killed_merge_left_is_removed(merging, store):
 
 def test_nothing_is_merged_where_there_is_no_room_for_it(merging, store, monkeypatch):
     usage = SimpleNamespace(free=1_000)
+    monkeypatch.setattr(store_module, "_SPARE_BYTES", 0)
     monkeypatch.setattr(store_module.shutil, "disk_usage", lambda _: usage)
     for i in range(60):
         add(store, [i])
     # 6 numbers of 4 bytes each, twice: what is merged and as much again.
     assert 20 < len(lance.dataset(store._uri).get_fragments()) <= 60
     check(store, range(60))
+
+
+def test_nothing_is_added_where_there_is_no_room_for_it(store, monkeypatch):
+    add(store, [0])
+    usage = SimpleNamespace(free=100)
+    monkeypatch.setattr(store_module.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(DiskFullError, match="the 1 features already stored are kept"):
+        add(store, [1])
+    check(store, range(1))
 
 
 @pytest.mark.parametrize("change", [lambda tasks: tasks * 2, lambda tasks: []])

@@ -1,24 +1,35 @@
-"""Extraction: the inputs that a store does not hold yet, encoded chunk by chunk."""
+"""Extraction: the inputs that a store does not hold yet, encoded chunk by chunk.
+
+Inputs may come from anywhere, and as many as one likes: they are read a window at a time. Windows,
+chunks and batches are functions of the inputs alone, so an extraction that was interrupted, or that
+several processes share, computes what an undisturbed one does.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.encoders.spec import EncoderInput
+from llmcond.encoders.spec import EncoderInput, plan_inputs
 from llmcond.errors import UserError
+from llmcond.features.keys import KeyIndex
 from llmcond.features.store import FeatureStore
 from llmcond.files import digest_bytes
 
-#: Inputs that are committed together; what a kill can lose.
-CHUNK = 512
+#: Inputs that a kill can lose at most; committed in parts, one for each thread that encodes.
+CHUNK = 1_024
+#: Inputs that are read, and ordered, together.
+WINDOW = 16_384
 _WAIT_SECONDS = 0.2
+#: Parts that other processes were at when they came up, kept until they are looked at again.
+_MOST_BUSY = 32
 
 
 class EncodedInputs(Protocol):
@@ -48,16 +59,49 @@ class InputEncoder(Protocol):
         ...
 
 
+class ParallelLanes(Protocol):
+    """Threads that encode side by side; see :class:`llmcond.encoders.lanes.Lanes`."""
+
+    @property
+    def count(self) -> int:
+        """Return how many there are."""
+        ...
+
+    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        """Yield ``function`` of each item, in their order."""
+        ...
+
+
+@runtime_checkable
+class LanedEncoder(Protocol):
+    """An encoder that several threads may use at once, and gains by it."""
+
+    @property
+    def lanes(self) -> ParallelLanes:
+        """Return its threads."""
+        ...
+
+
 class Progress(Protocol):
     """Something that shows how far an extraction is."""
 
-    def start(self, inputs: int, characters: int) -> None:
-        """Show a bar for so many inputs still to encode."""
+    def start(self, inputs: int | None, characters: int | None) -> None:
+        """Show a bar for so many inputs still to encode; None where nobody knows how many."""
         ...
 
     def advance(self, inputs: int, characters: int, tokens: int) -> None:
         """Show that so many more are stored."""
         ...
+
+
+class Silent:
+    """A progress that shows nothing."""
+
+    def start(self, inputs: int | None, characters: int | None) -> None:
+        """See :class:`Progress`."""
+
+    def advance(self, inputs: int, characters: int, tokens: int) -> None:
+        """See :class:`Progress`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,104 +140,210 @@ class NonFiniteError(UserError):
 
 
 def extract(
-    inputs: Sequence[EncoderInput],
+    inputs: Iterable[EncoderInput],
     store: FeatureStore,
     load: Callable[[], InputEncoder],
-    progress: Progress,
+    progress: Progress | None = None,
     chunk: int = CHUNK,
+    *,
+    by_prefix: bool = False,
+    window: int = WINDOW,
 ) -> Extraction:
     """Encode the inputs that ``store`` lacks and commit them chunk by chunk.
 
-    Chunks are a function of all ``inputs``, and batches of a chunk: an interrupted extraction that
-    is resumed computes the same batches, so the same bits. (Of a chunk that an extraction of other
-    inputs stored in part, the rest is encoded in batches of its own, equal up to rounding.) Several
-    processes may work on one store: each takes chunks that no other one is at.
+    Memory does not grow with the inputs, but for about 50 bytes each that are kept of their keys.
+    An extraction that is resumed computes the same batches as before, so the same bits. (Of a chunk
+    that an extraction of other inputs stored in part, the rest is encoded in batches of its own,
+    equal up to rounding.) Several processes may work on one store: each takes chunks that no other
+    one is at.
 
     Args:
-        inputs: the inputs wanted; repeats are encoded once.
+        inputs: the inputs wanted, such as a generator; repeats are encoded once.
         store: where vectors go.
         load: gives the encoder; called only if something is missing.
-        progress: told of every chunk.
-        chunk: inputs in a commit.
+        progress: told of every part that is stored; None: nobody is.
+        chunk: inputs that are computed before they are committed.
+        by_prefix: whether the encoder computes once what several inputs begin with.
+        window: inputs that are ordered together.
 
     Raises:
         NonFiniteError: the encoder gave NaN or infinity; the good ones of its chunk are stored.
         DiskFullError: no room; what was stored before is kept.
     """
     began = time.monotonic()
-    distinct = plan(inputs)
-    chunks = deque(distinct[i : i + chunk] for i in range(0, len(distinct), chunk))
-    total = Extraction(len(distinct), 0, 0, 0, 0.0)
-    absent = store.missing(distinct)
-    encoder: InputEncoder | None = None
-    if absent:
-        progress.start(len(absent), sum(_size(distinct[i]) for i in absent))
-        encoder = load()
-    busy = 0
-    while encoder is not None and chunks:
-        part = chunks.popleft()
-        if not store.missing(part):
-            continue
-        with store.claim(_name(part)) as mine:
-            if mine:
-                busy = 0
-                total = _extract_chunk(part, store, encoder, progress, total)
-                continue
-        chunks.append(part)
-        busy += 1
-        if busy >= len(chunks):
+    work = _Work(store, load, progress or Silent(), chunk, by_prefix)
+    if isinstance(inputs, Collection):
+        work.count_absent(_windows(inputs, window))
+    work.run(_windows(inputs, window))
+    n_inputs, n_truncated = work.counts()
+    seconds = time.monotonic() - began
+    return Extraction(n_inputs, work.n_computed, n_truncated, work.n_tokens, seconds)
+
+
+def plan(inputs: Iterable[EncoderInput], *, by_prefix: bool = False) -> list[EncoderInput]:
+    """Return the distinct inputs in the order that they are encoded in."""
+    distinct = list(dict.fromkeys(inputs))
+    return [distinct[place] for place in plan_inputs(distinct, by_prefix=by_prefix)]
+
+
+def _windows(inputs: Iterable[EncoderInput], size: int) -> Iterator[list[EncoderInput]]:
+    stream = iter(inputs)
+    while window := list(islice(stream, size)):
+        yield window
+
+
+class _Work:
+    """One extraction under way."""
+
+    def __init__(
+        self,
+        store: FeatureStore,
+        load: Callable[[], InputEncoder],
+        progress: Progress,
+        chunk: int,
+        by_prefix: bool,
+    ) -> None:
+        self.n_computed = self.n_tokens = 0
+        self._store, self._load, self._progress = store, load, progress
+        self._chunk, self._by_prefix = chunk, by_prefix
+        self._encoder: InputEncoder | None = None
+        self._started = False
+        self._seen = KeyIndex()
+        #: Which of the store's vectors were asked for, and inputs that it did not have yet.
+        self._asked = np.zeros(0, dtype=np.bool_)
+        self._awaited: list[EncoderInput] = []
+        #: Parts that other processes are at.
+        self._busy: deque[list[EncoderInput]] = deque()
+
+    def count_absent(self, windows: Iterable[list[EncoderInput]]) -> None:
+        """Tell the progress how much there is to do."""
+        n_absent = n_characters = 0
+        seen = KeyIndex()
+        for window in windows:
+            fresh = _fresh(window, seen)
+            absent = self._store.missing(fresh)
+            n_absent += len(absent)
+            n_characters += sum(fresh[place].size for place in absent)
+        if n_absent:
+            self._progress.start(n_absent, n_characters)
+            self._started = True
+
+    def run(self, windows: Iterable[list[EncoderInput]]) -> None:
+        """Encode and store everything."""
+        self._encode(self._parts(windows))
+        while self._busy:
             # Others are at everything that is left: wait for them, or take over if they die.
-            time.sleep(_WAIT_SECONDS)
-            store.refresh()
-            busy = 0
-    truncated = store.count_truncated(distinct)
-    return replace(total, n_truncated=truncated, seconds=time.monotonic() - began)
+            waiting = list(self._busy)
+            self._busy.clear()
+            self._encode(iter(waiting))
+            if len(self._busy) == len(waiting):
+                time.sleep(_WAIT_SECONDS)
+                self._store.refresh()
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many distinct inputs were asked for, and how many of them were cut."""
+        self._note_asked([])
+        return len(self._seen), self._store.count_truncated_at(np.flatnonzero(self._asked))
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    def _parts(self, windows: Iterable[list[EncoderInput]]) -> Iterator[list[EncoderInput]]:
+        """Yield the parts of windows that the store does not hold whole."""
+        for window in windows:
+            ordered = plan(_fresh(window, self._seen), by_prefix=self._by_prefix)
+            self._note_asked(ordered)
+            absent = np.zeros(len(ordered), dtype=np.bool_)
+            absent[self._store.missing(ordered)] = True
+            if not absent.any():
+                continue
+            size = max(1, self._chunk // self._lanes())
+            for start in range(0, len(ordered), size):
+                if absent[start : start + size].any():
+                    yield ordered[start : start + size]
+                while len(self._busy) > _MOST_BUSY:
+                    time.sleep(_WAIT_SECONDS / 10)
+                    yield self._busy.popleft()
+
+    def _lanes(self) -> int:
+        encoder = self._loaded()
+        return encoder.lanes.count if isinstance(encoder, LanedEncoder) else 1
+
+    def _loaded(self) -> InputEncoder:
+        if self._encoder is None:
+            if not self._started:
+                self._progress.start(None, None)
+            self._encoder = self._load()
+        return self._encoder
+
+    def _note_asked(self, inputs: Sequence[EncoderInput]) -> None:
+        asked = [*self._awaited, *inputs]
+        places = self._store.places(asked)
+        self._asked.resize(len(self._store), refcheck=False)
+        self._asked[places[places >= 0]] = True
+        self._awaited = [asked[i] for i in np.flatnonzero(places < 0)]
+
+    # -- encoding ------------------------------------------------------------------------------
+
+    def _encode(self, parts: Iterator[list[EncoderInput]]) -> None:
+        first = next(parts, None)
+        if first is None:
+            return
+        encoder = self._loaded()
+        together = encoder.lanes.map if isinstance(encoder, LanedEncoder) else map
+        for part, done in together(self._encode_part, chain([first], parts)):
+            if done is None:
+                self._busy.append(part)
+            elif done.n_inputs:
+                self.n_computed += done.n_added
+                self.n_tokens += done.n_tokens
+                self._progress.advance(done.n_inputs, done.n_characters, done.n_tokens)
+
+    def _encode_part(self, part: list[EncoderInput]) -> tuple[list[EncoderInput], _Done | None]:
+        """Encode and commit what is missing of a part; None if another process is at it."""
+        if not self._store.missing(part):
+            return part, _Done(0, 0, 0, 0)
+        with self._store.claim(_name(part)) as mine:
+            return part, self._encode_claimed(part) if mine else None
+
+    def _encode_claimed(self, part: list[EncoderInput]) -> _Done:
+        store = self._store
+        store.refresh()
+        todo = [part[i] for i in store.missing(part)]
+        if not todo:
+            return _Done(0, 0, 0, 0)
+        encoded = self._loaded().encode_counted(todo)
+        finite = np.isfinite(store.cast(encoded.vectors)).all(axis=1)
+        good = np.flatnonzero(finite)
+        added = store.append(
+            [todo[i] for i in good],
+            encoded.vectors[good],
+            encoded.n_tokens[good],
+            encoded.truncated[good],
+        )
+        if not finite.all():
+            raise NonFiniteError(todo[int(np.flatnonzero(~finite)[0])], store.dtype)
+        characters = sum(item.size for item in todo)
+        return _Done(len(todo), added, characters, int(encoded.n_tokens.sum()))
 
 
-def plan(inputs: Sequence[EncoderInput]) -> list[EncoderInput]:
-    """Return the distinct inputs, longest first: padding is least, and memory runs out early."""
-    return sorted(
-        set(inputs),
-        key=lambda item: (
-            -_size(item),
-            item.instruction,
-            item.text,
-            item.context is not None,
-            item.context or "",
-        ),
-    )
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What became of a part: inputs encoded, of them added, their characters and tokens."""
+
+    n_inputs: int
+    n_added: int
+    n_characters: int
+    n_tokens: int
 
 
-def _size(item: EncoderInput) -> int:
-    return len(item.instruction) + len(item.text) + len(item.context or "")
+def _fresh(window: Iterable[EncoderInput], seen: KeyIndex) -> list[EncoderInput]:
+    """Return the distinct inputs of a window that no window before it had, and note them."""
+    distinct = list(dict.fromkeys(window))
+    known = seen.find(b"".join(item.key for item in distinct)) >= 0
+    fresh = [item for item, old in zip(distinct, known, strict=True) if not old]
+    seen.add(b"".join(item.key for item in fresh))
+    return fresh
 
 
 def _name(part: Sequence[EncoderInput]) -> str:
     return digest_bytes(b"".join(item.key for item in part), size=8).hex()
-
-
-def _extract_chunk(
-    part: Sequence[EncoderInput],
-    store: FeatureStore,
-    encoder: InputEncoder,
-    progress: Progress,
-    total: Extraction,
-) -> Extraction:
-    store.refresh()
-    todo = [part[i] for i in store.missing(part)]
-    if not todo:
-        return total
-    encoded = encoder.encode_counted(todo)
-    finite = np.isfinite(store.cast(encoded.vectors)).all(axis=1)
-    good = np.flatnonzero(finite)
-    added = store.append(
-        [todo[i] for i in good],
-        encoded.vectors[good],
-        encoded.n_tokens[good],
-        encoded.truncated[good],
-    )
-    if not finite.all():
-        raise NonFiniteError(todo[int(np.flatnonzero(~finite)[0])], store.dtype)
-    tokens = int(encoded.n_tokens.sum())
-    progress.advance(len(todo), sum(_size(item) for item in todo), tokens)
-    return replace(total, n_computed=total.n_computed + added, n_tokens=total.n_tokens + tokens)

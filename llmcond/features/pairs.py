@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,14 +23,27 @@ class RowInputs:
     first_unconditional: Sequence[EncoderInput]
     second_unconditional: Sequence[EncoderInput]
 
-    def all(self) -> list[EncoderInput]:
-        """Return every input, repeats included."""
-        return [
-            *self.first,
-            *self.second,
-            *self.first_unconditional,
-            *self.second_unconditional,
-        ]
+
+class SplitInputs(Collection[EncoderInput]):
+    """Every input of some rows under a prompt, repeats included; made when it is asked for."""
+
+    def __init__(self, splits: Iterable[Rows], prompt: Prompt) -> None:
+        self._splits, self._prompt = list(splits), prompt
+
+    def __iter__(self) -> Iterator[EncoderInput]:
+        # Row by row, so that inputs which begin alike stand near each other.
+        for rows in self._splits:
+            texts = zip(rows.sentence1, rows.sentence2, rows.condition, strict=True)
+            for first, second, condition in texts:
+                for sentence in (first, second):
+                    yield self._prompt.conditional.render(sentence, condition)
+                    yield self._prompt.unconditional.render(sentence, condition)
+
+    def __len__(self) -> int:
+        return 4 * sum(len(rows) for rows in self._splits)
+
+    def __contains__(self, item: object) -> bool:
+        return any(item == own for own in self)
 
 
 @dataclass(frozen=True, slots=True)

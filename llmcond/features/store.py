@@ -10,6 +10,8 @@ behind the others, and merging small files keeps their order.
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +52,8 @@ _MERGE_BATCH = 1_024
 #: Versions kept for those who read them. Fewer than commits between two merges: what a merge
 #: replaced is removed at the next one.
 _KEPT_VERSIONS = 16
+#: Left free beside what is written.
+_SPARE_BYTES = 2**18
 #: Others hold a lock for milliseconds.
 _POLL_SECONDS = 0.005
 
@@ -207,6 +211,9 @@ class FeatureStore:
         if not description.exists():
             identity = self.identity.to_json()
             write_json(description, {"format": FORMAT, "dtype": self.dtype, "encoder": identity})
+        # Lance commits a file whose very end could not be written: better not to begin.
+        if shutil.disk_usage(self.folder).free < 2 * table.nbytes + _SPARE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self._dataset is None:
             self._adopt(lance.write_dataset(table, self._uri, mode="create"))
         else:

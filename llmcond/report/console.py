@@ -9,8 +9,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from llmcond.errors import printable
+from llmcond.launch import local_rank
 
-_CONSOLE = Console(stderr=True, highlight=False, soft_wrap=True)
+# Of several processes that were launched together, one speaks.
+_CONSOLE = Console(stderr=True, highlight=False, soft_wrap=True, quiet=local_rank() > 0)
 
 
 def note(text: str) -> None:
@@ -21,20 +23,22 @@ def note(text: str) -> None:
 class ExtractionBar:
     """A progress bar for extraction: inputs, tokens a second, time left.
 
-    Time left is reckoned by characters, since long inputs come first. It is quiet where standard
+    Time left is reckoned by characters, since inputs are not encoded in the order of their length.
+    It is quiet where standard
     error is not a terminal.
     """
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._task = progress.add_task("encoding", total=None, visible=False, detail="")
-        self._total = self._done = self._tokens = 0
+        self._total = "?"
+        self._done = self._tokens = 0
 
-    def start(self, inputs: int, characters: int) -> None:
-        """Show the bar for so many inputs still to encode."""
-        self._total = inputs
+    def start(self, inputs: int | None, characters: int | None) -> None:
+        """Show the bar for so many inputs still to encode; None where nobody knows how many."""
+        self._total = "?" if inputs is None else f"{inputs:,}"
         self._progress.update(
-            self._task, total=characters, visible=True, detail=f"{inputs:,} inputs, loading"
+            self._task, total=characters, visible=True, detail=f"{self._total} inputs, loading"
         )
 
     def advance(self, inputs: int, characters: int, tokens: int) -> None:
@@ -42,7 +46,7 @@ class ExtractionBar:
         self._done += inputs
         self._tokens += tokens
         elapsed = self._progress.tasks[self._task].elapsed or 1e-9
-        detail = f"{self._done:,}/{self._total:,} inputs, {self._tokens / elapsed:,.0f} tokens/s"
+        detail = f"{self._done:,}/{self._total} inputs, {self._tokens / elapsed:,.0f} tokens/s"
         self._progress.update(self._task, advance=characters, detail=detail)
 
 

@@ -80,7 +80,13 @@ def embed_file(
     resolved = run.resolve_encoder(device)
     try:
         with extraction_bar() as bar:
-            done = extract([*conditional, *unconditional], store, LazyEncoder(resolved), bar)
+            done = extract(
+                [*conditional, *unconditional],
+                store,
+                LazyEncoder(resolved),
+                bar,
+                by_prefix=resolved.shares_prefixes,
+            )
     except NonFiniteError as error:
         number = _row_of(error.item, conditional, unconditional)
         raise UserError(f"row {number} of {texts.file}: {error}") from error

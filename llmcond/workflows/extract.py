@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +11,17 @@ from typing import Any
 
 from llmcond.config import bundled_names
 from llmcond.datasets import Columns, Dataset, RatingScale, read_dataset
-from llmcond.encoders import EncoderInput, EncoderOptions, ResolvedEncoder, resolve
+from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError
 from llmcond.features.extract import Extraction, NonFiniteError
 from llmcond.features.extract import extract as extract_inputs
-from llmcond.features.pairs import find_row, row_inputs
+from llmcond.features.pairs import SplitInputs, find_row
 from llmcond.features.store import FeatureStore, StoreDtype
 from llmcond.prompts import Prompt, load_prompt
 from llmcond.report.console import extraction_bar, note
 from llmcond.rows import Rows, leaked_pairs
 from llmcond.runs import Run, RunExistsError, create_run, open_run, run_exists, where_model
+from llmcond.workflows.workers import Helpers, check_workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ def extract(
     data: DataOptions,
     prompts: Sequence[str] = (),
     store_dtype: StoreDtype | None = None,
+    workers: int = 1,
 ) -> dict[str, Any]:
     """Extract the features of a data set under prompts into a run; what is there is not redone.
 
@@ -71,6 +73,7 @@ def extract(
         data: the rows; must be the run's own if it exists.
         prompts: names or files; none is the one that suits the encoder.
         store_dtype: type that vectors are stored in; None: the run's, or float16 for a new run.
+        workers: processes that share the work, one a GPU; on a CPU they share its cores.
 
     Returns:
         What was done, for each prompt.
@@ -88,6 +91,7 @@ def extract(
         note(f"assumed: {assumption}")
     chosen = named or [load_prompt(resolved.default_prompt)]
     _check_prompts(chosen, resolved)
+    check_workers(workers, resolved)
     created = None
     if dataset is not None:
         with suppress(RunExistsError):  # another process made it meanwhile: join it
@@ -103,7 +107,8 @@ def extract(
         f"{resolved.identity.pooling} pooling -> {run_folder}"
     )
     try:
-        return _extract_prompts(run, resolved, chosen)
+        with Helpers(workers, model, options, resolved, run_folder, chosen) as helpers:
+            return _extract_prompts(run, LazyEncoder(resolved, before=helpers.start), chosen)
     except LlmcondError:
         if created is not None and not len(created.store()):
             # Nothing came of it, and what is left would bind the folder to this encoder.
@@ -179,11 +184,9 @@ def _data_notes(dataset: Dataset) -> Iterable[str]:
             yield f"warning: {leaked:,} sentence pairs of {name} are in train too"
 
 
-def _extract_prompts(
-    run: Run, resolved: ResolvedEncoder, prompts: Sequence[Prompt]
-) -> dict[str, Any]:
+def _extract_prompts(run: Run, encoder: LazyEncoder, prompts: Sequence[Prompt]) -> dict[str, Any]:
     done: dict[str, Any] = {}
-    encoder = LazyEncoder(resolved)
+    resolved = encoder.resolved
     for prompt in prompts:
         splits = {name: run.rows(name) for name in run.splits}
         extraction = extract_rows(run.store(), encoder, prompt, splits.values())
@@ -196,6 +199,7 @@ def _extract_prompts(
             "n_truncated": extraction.n_truncated,
             "max_length": resolved.identity.max_length,
             "device": resolved.device,
+            "share_prefixes": resolved.shares_prefixes,
         }
         run.record_prompt(prompt, record)
         done[prompt.name] = {
@@ -230,8 +234,11 @@ def extraction_note(name: str, done: Extraction, max_length: int) -> str:
 class LazyEncoder:
     """Loads an encoder when it is first needed, and keeps it."""
 
-    def __init__(self, resolved: ResolvedEncoder) -> None:
-        self.resolved = resolved
+    def __init__(
+        self, resolved: ResolvedEncoder, before: Callable[[], None] = lambda: None
+    ) -> None:
+        """Take what is loaded, and what is done just before."""
+        self.resolved, self._before = resolved, before
         self._encoder: Any = None
 
     def __call__(self) -> Any:
@@ -239,6 +246,7 @@ class LazyEncoder:
         if self._encoder is None:
             from llmcond.encoders.encoder import Encoder
 
+            self._before()
             self._encoder = Encoder(self.resolved)
         return self._encoder
 
@@ -248,12 +256,11 @@ def extract_rows(
 ) -> Extraction:
     """Extract all inputs of rows; an encoder's NaN is reported with the row that made it."""
     splits = list(splits)
-    inputs: list[EncoderInput] = [
-        item for rows in splits for item in row_inputs(rows, prompt).all()
-    ]
+    inputs = SplitInputs(splits, prompt)
+    by_prefix = encoder.resolved.shares_prefixes
     with extraction_bar() as bar:
         try:
-            return extract_inputs(inputs, store, encoder, bar)
+            return extract_inputs(inputs, store, encoder, bar, by_prefix=by_prefix)
         except NonFiniteError as error:
             for rows in splits:
                 position = find_row(rows, prompt, error.item)

@@ -1,0 +1,149 @@
+"""Further processes that help with an extraction: one a GPU, or a share of the cores each.
+
+They need no word from each other: every one goes through the same inputs, takes the parts that no
+other one is at, and stores them where the others see them. So neither what is stored nor its order
+depends on how many there are, and one that dies leaves its part to the rest.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
+from llmcond.errors import LlmcondError, UserError
+from llmcond.features.extract import extract
+from llmcond.features.pairs import SplitInputs
+from llmcond.prompts import Prompt
+from llmcond.report.console import note
+from llmcond.runs import open_run
+
+_PATIENCE_SECONDS = 60
+
+
+def check_workers(workers: int, resolved: ResolvedEncoder) -> None:
+    """Refuse a number of processes that this machine has no devices for.
+
+    Raises:
+        UserError: too few or too many.
+    """
+    import torch
+
+    if workers < 1:
+        raise UserError(f"workers is {workers}; it must be at least 1.")
+    gpus = resolved.device != "cpu"
+    count = torch.cuda.device_count() if gpus else torch.get_num_threads()
+    if workers > count:
+        raise UserError(
+            f"workers is {workers}, but PyTorch sees {count} {'GPUs' if gpus else 'cores'} here, "
+            "and each worker needs one."
+        )
+
+
+class Helpers:
+    """``workers - 1`` processes that work on the same extraction, as a context.
+
+    They are started when there is something to do; see :meth:`start`.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        model: str,
+        options: EncoderOptions,
+        resolved: ResolvedEncoder,
+        run_folder: Path,
+        prompts: Sequence[Prompt],
+    ) -> None:
+        """Prepare helpers.
+
+        Args:
+            workers: processes, this one included.
+            model: of the encoder, as :func:`llmcond.encoders.resolve` takes it.
+            options: the same.
+            resolved: the encoder of this process, which takes the first device.
+            run_folder: a run that exists.
+            prompts: what is extracted.
+        """
+        self._workers, self._model, self._options = workers, model, options
+        self._cpu = resolved.device == "cpu"
+        self._run_folder, self._prompts = run_folder, list(prompts)
+        self._started: list[Any] = []
+        self._threads = 0
+
+    def start(self) -> None:
+        """Start them, and take a share of the cores beside them."""
+        import torch
+
+        if self._started or self._workers == 1:
+            return
+        self._threads = torch.get_num_threads()
+        share = max(1, self._threads // self._workers)
+        context = multiprocessing.get_context("spawn")
+        for number in range(1, self._workers):
+            options = replace(self._options, device="cpu" if self._cpu else f"cuda:{number}")
+            task = (self._model, options, self._run_folder, self._prompts, share)
+            process: Any = context.Process(target=_help, args=task, daemon=True)
+            process.start()
+            self._started.append(process)
+        if self._cpu:
+            torch.set_num_threads(share)
+
+    def __enter__(self) -> Helpers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        import torch
+
+        if not self._started:
+            return
+        torch.set_num_threads(self._threads)
+        for process in self._started:
+            if kind is None:
+                process.join(_PATIENCE_SECONDS)
+        failed = sum(process.exitcode not in (0, None) for process in self._started)
+        for process in self._started:
+            process.terminate()
+        if failed and kind is None:
+            note(f"warning: {failed} of {self._workers} workers failed; the others did their work")
+
+
+class _Leash:
+    """A progress that shows nothing, and ends a process whose parent has died."""
+
+    def start(self, inputs: int | None, characters: int | None) -> None:
+        pass
+
+    def advance(self, inputs: int, characters: int, tokens: int) -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():
+            raise SystemExit(1)
+
+
+def _help(
+    model: str, options: EncoderOptions, run_folder: Path, prompts: Sequence[Prompt], threads: int
+) -> None:
+    """Extract in a process of its own, recording nothing."""
+    import torch
+
+    from llmcond.workflows.extract import LazyEncoder
+
+    if options.device == "cpu":
+        torch.set_num_threads(threads)
+    try:
+        run = open_run(run_folder)
+        resolved = resolve(model, options)
+        run.check_encoder(resolved)
+        load = LazyEncoder(resolved)
+        for prompt in prompts:
+            inputs = SplitInputs([run.rows(name) for name in run.splits], prompt)
+            by_prefix = resolved.shares_prefixes
+            extract(inputs, run.store(), load, _Leash(), by_prefix=by_prefix)
+    except KeyboardInterrupt:
+        raise SystemExit(1) from None
+    except LlmcondError as error:
+        note(f"a worker on {options.device} failed: {error}")
+        raise SystemExit(1) from error
