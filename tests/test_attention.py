@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from llmcond.encoders import attention, batching
-from llmcond.encoders.attention import lay_out, lay_out_varlen, varlen_kernel
+from llmcond.encoders import attention, batching, products, varlen
+from llmcond.encoders import layout as layouts
 from llmcond.encoders.batching import pack, pack_shared
+from llmcond.encoders.layout import lay_out
+from llmcond.encoders.varlen import lay_out_varlen, varlen_kernel
 
 CPU = torch.device("cpu")
 SCALE = 0.3
@@ -155,7 +157,8 @@ CONSTANTS = st.one_of(
 def having(constants):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in constants.items():
-            patch.setattr(attention, name, value)
+            owner = next(m for m in (layouts, products, varlen) if hasattr(m, name))
+            patch.setattr(owner, name, value)
         yield
 
 
@@ -192,7 +195,7 @@ def test_family_longer_than_a_piece_is_attended():
     middles = [prefix[:cut] + chance.choices(range(50), k=210) for cut in (250, 250, 100)]
     ids = [middle + chance.choices(range(50), k=n) for middle in middles for n in (1, 30, 200)]
     (batch,) = tree([*ids, prefix, *middles])
-    assert batch.n_tokens > 3 * attention.BRANCH_TOKENS
+    assert batch.n_tokens > 3 * layouts.BRANCH_TOKENS
     check(batch, True)
     check(batch, True, heads=(4, 2))
 
@@ -275,31 +278,31 @@ def test_keys_of_a_piece_are_a_path_and_few_branches(nasty, monkeypatch):
     def note(query, key, value, **options):
         # A text without a path is not gathered, nor masked where it is longer than ``SHORT``.
         if options["attn_mask"] is not None:
-            assert options["attn_mask"].numel() <= attention.BRANCH_TOKENS * key.shape[2]
+            assert options["attn_mask"].numel() <= layouts.BRANCH_TOKENS * key.shape[2]
             seen.append((query.shape[2], len(key) * key.shape[2]))
         return scaled_dot_product_attention(query, key, value, **options)
 
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", note)
-    monkeypatch.setattr(attention, "SHORT", 0)
+    monkeypatch.setattr(products, "scaled_dot_product_attention", note)
+    monkeypatch.setattr(products, "SHORT", 0)
     (batch,) = tree(nasty)
     lay_out(batch, True, CPU, torch.float32).attend(*projected(batch, heads=(1, 1)), SCALE)
     longest = max(map(len, nasty))
     assert seen
     for n_queries, n_keys in seen:
-        assert n_queries <= attention.BRANCH_TOKENS
-        assert n_keys <= longest + attention.BRANCH_TOKENS
+        assert n_queries <= layouts.BRANCH_TOKENS
+        assert n_keys <= longest + layouts.BRANCH_TOKENS
 
 
 def test_pieces_are_few_where_branches_are_small():
     """Each is a call: many branches of one token must not be as many calls."""
     (batch,) = tree(nasty_trees()["one prefix, many branches"])
     blocks = lay_out(batch, True, CPU, torch.float32).blocks
-    assert len(blocks) <= 1 + -(-500 // attention.BRANCH_TOKENS)
+    assert len(blocks) <= 1 + -(-500 // layouts.BRANCH_TOKENS)
 
 
 def test_keys_for_a_kernel_are_gathered_few_segments_at_a_time(nasty):
     (batch,) = tree(nasty)
-    limit = max(attention._GATHERED * batch.n_tokens, *map(len, nasty))
+    limit = max(varlen._GATHERED * batch.n_tokens, *map(len, nasty))
     calls = []
 
     def note(query, key, value, *ends, **options):

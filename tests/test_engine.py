@@ -15,7 +15,7 @@ from test_attention import kernel
 from torch import nn
 from transformers import AttentionInterface
 
-from llmcond.encoders import MODELS, EncoderInput, attention, engine
+from llmcond.encoders import MODELS, EncoderInput, attention, engine, varlen
 from llmcond.encoders.encoder import load_encoder
 from llmcond.encoders.prepacked import PrepackedLinear, can_prepack
 from llmcond.errors import LlmcondError
@@ -436,7 +436,7 @@ def test_encoder_with_eager_attention_is_padded(tmp_path, make):
 
 
 def with_kernel(make, name, monkeypatch, chosen):
-    monkeypatch.setattr(attention, "varlen_kernel", lambda device, dtype: chosen)
+    monkeypatch.setattr(varlen, "varlen_kernel", lambda device, dtype: chosen)
     return load(make(name), CASES[name])
 
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmcond.encoders import attention
+from llmcond.encoders import attention, varlen
 from llmcond.encoders.batching import STEP, pack, pack_shared, plan_batches
 from llmcond.encoders.device import TORCH_DTYPES
 from llmcond.encoders.forward import Forward, PackedForward, PaddedForward, Way, skipped_id
@@ -192,7 +192,7 @@ class Engine:
         if not getattr(network, "_supports_attention_backend", False):
             return False
         network.set_attn_implementation(attention.NAME)
-        kernel = attention.varlen_kernel(self._way.device, self._way.dtype)
+        kernel = varlen.varlen_kernel(self._way.device, self._way.dtype)
         for choice in dict.fromkeys([kernel, None]):
             self._way = replace(self._way, kernel=choice)
             if self._same_as_padded():

@@ -9,11 +9,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from llmcond.encoders.attention import Layout, lay_out, lay_out_varlen
+from llmcond.encoders.attention import Layout
 from llmcond.encoders.batching import Batch
+from llmcond.encoders.layout import lay_out
 from llmcond.encoders.pooling import pool
 from llmcond.encoders.spec import Attention, Pooling
 from llmcond.encoders.tokenizing import Tokens
+from llmcond.encoders.varlen import lay_out_varlen
 
 Kernel = Callable[..., Any]
 

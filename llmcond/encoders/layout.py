@@ -1,0 +1,270 @@
+"""Who attends to whom in a packed row, as blocks of queries with keys of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llmcond.encoders import products
+from llmcond.encoders.attention import Layout
+from llmcond.encoders.batching import Batch, Segment
+
+#: Tokens of neighbouring branches that attend in one product, under a mask.
+BRANCH_TOKENS = 192
+#: Padding, in tokens, that costs as much as a call of its own.
+_CALL = 64
+
+
+class _Block(Protocol):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A row as blocks of queries, one behind the other, each with keys of its own.
+
+    What stands in the row behind its texts attends to nothing.
+
+    Attributes:
+        blocks: all that attend.
+        n_tokens: tokens of the texts.
+    """
+
+    blocks: Sequence[_Block]
+    n_tokens: int
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """See :class:`Layout`."""
+        heads, length, width = query.shape
+        scale = width**-0.5 if scale is None else scale
+        parts = [block.attend(query, key, value, scale) for block in self.blocks]
+        if length > self.n_tokens:
+            parts.append(query.new_zeros(length - self.n_tokens, heads, width))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Even:
+    """Texts of one length."""
+
+    start: int
+    rows: int
+    length: int
+    causal: bool
+    mask: Tensor | None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        stop = self.start + self.rows * self.length
+        shape = (self.rows, self.length)
+        query, key, value = (
+            x[:, self.start : stop].view(len(x), *shape, -1).transpose(0, 1)
+            for x in (query, key, value)
+        )
+        output = products.product(query, key, value, scale, self.mask, self.causal)
+        return output.transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Uneven:
+    """Texts of about one length, filled up to the longest.
+
+    Attributes:
+        rows: how many.
+        places: (rows * longest,); where a text is shorter, any place.
+        real: of them, those that are tokens.
+        causal: then no token sees what its row is filled up with, and keys need no mask.
+        mask: added to scores.
+    """
+
+    rows: int
+    places: Tensor
+    real: Tensor
+    causal: bool
+    mask: Tensor | None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        # Tokens first, as they lie in memory: whole tokens are copied then.
+        query, key, value = (
+            x.transpose(0, 1).index_select(0, self.places).view(self.rows, -1, len(x), x.shape[2])
+            for x in (query, key, value)
+        )
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        output = products.product(query, key, value, scale, self.mask, self.causal)
+        return output.transpose(1, 2).flatten(0, 1).index_select(0, self.real)
+
+
+@dataclass(frozen=True, slots=True)
+class _Branches:
+    """Neighbours in a prefix tree: they see themselves, and the path before them.
+
+    Attributes:
+        start, stop: the queries.
+        keys: places of the path and of the queries.
+        mask: (1, 1, queries, keys), added to scores.
+    """
+
+    start: int
+    stop: int
+    keys: Tensor
+    mask: Tensor
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        query, key, value = (
+            query[None, :, self.start : self.stop],
+            key[None].index_select(2, self.keys),
+            value[None].index_select(2, self.keys),
+        )
+        return products.product(query, key, value, scale, self.mask, False)[0].transpose(0, 1)
+
+
+def lay_out(batch: Batch, causal: bool, device: torch.device, dtype: torch.dtype) -> Layout:
+    """Return the layout of a packed row for products of PyTorch.
+
+    Args:
+        batch: the row.
+        causal: whether a token sees what stands before it only.
+        device: where it is computed.
+        dtype: what it is computed in.
+    """
+    if batch.shared:
+        blocks = [piece.to(device, dtype) for piece in _branches(batch)]
+    else:
+        groups = _groups(batch.segments)
+        blocks = [_group(runs, causal, device, dtype) for runs in groups]
+    return Blocks(blocks, batch.n_tokens)
+
+
+def _groups(segments: Sequence[Segment]) -> list[list[tuple[int, int, int]]]:
+    """Return runs of neighbours of one length, (start, rows, length), those together that pay."""
+    groups: list[list[tuple[int, int, int]]] = []
+    at = 0
+    while at < len(segments):
+        first, rows = segments[at], 1
+        while at + rows < len(segments) and segments[at + rows].length == first.length:
+            rows += 1
+        at += rows
+        run = (first.start, rows, first.length)
+        longest = max((length for _, _, length in groups[-1]), default=0) if groups else 0
+        padding = rows * (longest - first.length)
+        if groups and 0 <= padding <= _CALL:
+            groups[-1].append(run)
+        else:
+            groups.append([run])
+    return groups
+
+
+def _group(
+    runs: list[tuple[int, int, int]], causal: bool, device: torch.device, dtype: torch.dtype
+) -> _Block:
+    longest = max(length for _, _, length in runs)
+    mask = None
+    if causal and longest <= products.SHORT:
+        before = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
+        mask = _added(before, dtype)[None, None]
+    if len(runs) == 1:
+        start, rows, length = runs[0]
+        return _Even(start, rows, length, causal, mask)
+    starts = [start + row * length for start, rows, length in runs for row in range(rows)]
+    lengths = [length for _, rows, length in runs for _ in range(rows)]
+    at = torch.arange(longest)
+    real = at < torch.tensor(lengths)[:, None]
+    places = torch.where(real, torch.tensor(starts)[:, None] + at, starts[0]).to(device)
+    if not causal:
+        mask = _added(real.to(device), dtype)[:, None, None]
+    kept = real.flatten().nonzero()[:, 0].to(device)
+    return _Uneven(len(lengths), places.flatten(), kept, causal, mask)
+
+
+def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to scores so that only the visible count."""
+    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, float("-inf"))
+
+
+# -- prefix trees ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Queries ``start`` to ``stop`` of a row, and the places of their keys."""
+
+    start: int
+    stop: int
+    keys: Tensor
+    visible: Tensor | None
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> _Block:
+        if self.visible is None:
+            return _group([(self.start, 1, self.stop - self.start)], True, device, dtype)
+        mask = _added(self.visible, dtype)[None, None]
+        return _Branches(self.start, self.stop, self.keys.to(device), mask.to(device))
+
+
+def _branches(batch: Batch) -> list[_Piece]:
+    """Cut a tree into pieces that attend at once, in the order of the row.
+
+    Neighbouring branches go together up to ``BRANCH_TOKENS``. What is longer is taken apart: its
+    own tokens first, in slices, then its branches. So no piece has more queries than that, and the
+    keys and values that are gathered for it are one path and its own.
+    """
+    segments = batch.segments
+    children: dict[int, list[int]] = {}
+    for index, segment in enumerate(segments):
+        children.setdefault(segment.parent, []).append(index)
+    until = torch.repeat_interleave(
+        torch.tensor([segment.until for segment in segments]),
+        torch.tensor([segment.length for segment in segments]),
+    )
+    pieces: list[_Piece] = []
+    # Families that are still to be cut, the next one last.
+    waiting = [children[-1]]
+    while waiting:
+        family = waiting.pop()
+        size, taken = 0, 0
+        for index in family:
+            size += segments[index].until - segments[index].start
+            if size > BRANCH_TOKENS:
+                break
+            taken += 1
+        if taken < len(family):
+            waiting.append(family[max(taken, 1) :])
+        if taken == 0:
+            pieces += _slices(batch, family[0], until)
+            if family[0] in children:
+                waiting.append(children[family[0]])
+        else:
+            first, last = segments[family[0]], segments[family[taken - 1]]
+            path = places_of(batch.path(family[0]))
+            pieces.append(_piece(path, first.start, first.start, last.until, until))
+        waiting = [family for family in waiting if family]
+    return pieces
+
+
+def _slices(batch: Batch, index: int, until: Tensor) -> list[_Piece]:
+    """Cut one segment's own tokens."""
+    segment, path = batch.segments[index], places_of(batch.path(index))
+    if not len(path):
+        return [_Piece(segment.start, segment.stop, path, None)]
+    return [
+        _piece(path, segment.start, start, min(start + BRANCH_TOKENS, segment.stop), until)
+        for start in range(segment.start, segment.stop, BRANCH_TOKENS)
+    ]
+
+
+def _piece(path: Tensor, begin: int, start: int, stop: int, until: Tensor) -> _Piece:
+    """Return queries ``start`` to ``stop``, which see the path and what stands from ``begin``."""
+    keys = torch.cat([path, torch.arange(begin, stop)])
+    queries = torch.arange(start, stop)[:, None]
+    # A token is seen by what comes behind it in its own branch.
+    return _Piece(start, stop, keys, (keys <= queries) & (queries < until[keys]))
+
+
+def places_of(path: list[Segment]) -> Tensor:
+    """Return the places of the tokens of some segments, in their order."""
+    return torch.cat(
+        [torch.arange(segment.start, segment.stop) for segment in path]
+        or [torch.empty(0, dtype=torch.long)]
+    )
