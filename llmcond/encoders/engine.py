@@ -191,24 +191,34 @@ class Engine:
             return False
         if not getattr(network, "_supports_attention_backend", False):
             return False
+        rows = self._trial()
+        expected = self._padded(rows)
         network.set_attn_implementation(attention.NAME)
         kernel = varlen.varlen_kernel(self._way.device, self._way.dtype)
         for choice in dict.fromkeys([kernel, None]):
             self._way = replace(self._way, kernel=choice)
-            if self._same_as_padded():
+            if self._packed_as(expected, rows):
                 return True
+        network.set_attn_implementation("sdpa")
         return False
 
-    @torch.inference_mode()
-    def _same_as_padded(self) -> bool:
-        """Tell whether packed inputs, with and without sharing, get the vectors of padded ones."""
+    def _trial(self) -> list[Tokens]:
+        """Return five short texts, of which three begin alike."""
         size = int(self._way.network.get_input_embeddings().weight.shape[0])
         ids = [(size // 2 + at) % size for at in range(24)]
         texts = [ids[:9], ids[:6] + ids[9:12], ids[:6] + ids[12:14], ids[14:15], ids[15:24]]
-        rows = [Tokens(text, 0, len(text), len(text), len(text)) for text in texts]
+        return [Tokens(text, 0, len(text), len(text), len(text)) for text in texts]
+
+    @torch.inference_mode()
+    def _padded(self, rows: Sequence[Tokens]) -> Tensor:
         padded = PaddedForward(self._way, rows)
         padded.prepare()
-        expected = padded.hidden()
+        return padded.hidden()
+
+    @torch.inference_mode()
+    def _packed_as(self, expected: Tensor, rows: Sequence[Tokens]) -> bool:
+        """Tell whether packed inputs, with and without sharing, get the vectors of padded ones."""
+        texts = [row.ids for row in rows]
         batches = pack([len(text) for text in texts], 1_000)
         batches += pack_shared(texts, 1_000) if self.shares else []
         try:

@@ -1,0 +1,332 @@
+"""Show why llmcond offers no int8 activations: what they cost in accuracy and give in speed.
+
+Dynamic int8 is what other libraries run small encoders with on a CPU. The encoder is
+all-MiniLM-L6-v2 and the texts are the bundled sample's, so that one command needs nothing else:
+
+    python scripts/bench_int8.py
+
+Accuracy is the cosine of a text's vector to its float32 vector. Most schemes are simulated: values
+are rounded as int8 has them and multiplied in float32. Scheme A goes furthest, and runs on
+PyTorch's int8 kernels; its weights and scales are fitted to texts of all three kinds, none of which
+it is judged on. Speed is scheme A's against the bfloat16 that llmcond takes by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from bench_inputs import make_inputs
+from torch import Tensor
+from torch.nn import functional
+
+from llmcond import load_encoder
+from llmcond.encoders.encoder import Encoder
+from llmcond.encoders.prepacked import can_prepack, prepack
+from llmcond.encoders.spec import EncoderInput
+
+#: From token ids, (texts, tokens), to token vectors.
+Forward = Callable[[Tensor], Tensor]
+#: Places of texts that are equally long, so that none is padded, and their token ids.
+Batches = list[tuple[list[int], Tensor]]
+#: A kernel of PyTorch's puts scale and minimum, two float32, behind the bytes of each row.
+TRAILER = 8
+#: How much of a channel's spread goes from the activations into the weights (SmoothQuant's alpha).
+MIGRATED = 0.7
+
+
+def make_texts() -> tuple[dict[str, list[str]], list[str]]:
+    """Return the texts that schemes are judged on, by kind, and others to fit scheme A to."""
+    texts = [item.text for item in make_inputs(3_000, instruct=False)]
+    # Sentences end with a full stop, and their conditions have none.
+    conditions = sorted({text.rpartition(". ")[2] for text in texts})
+    words = sorted(set(re.findall("[a-z]+", " ".join(texts).lower())))
+    kinds = {"C-STS sentences": texts[::10], "bare conditions": conditions, "single words": words}
+    judged = {kind: [t for n, t in enumerate(found) if n % 3] for kind, found in kinds.items()}
+    return judged, [text for found in kinds.values() for text in found[::3]]
+
+
+def make_batches(encoder: Encoder, texts: Sequence[str]) -> Batches:
+    """Return a batch for each length that texts have."""
+    rows = encoder._tokenizer([EncoderInput("", text) for text in texts])
+    by_length: dict[int, list[int]] = {}
+    for place, row in enumerate(rows):
+        by_length.setdefault(len(row.ids), []).append(place)
+    return [(found, torch.tensor([rows[n].ids for n in found])) for found in by_length.values()]
+
+
+@torch.inference_mode()
+def encode(forward: Forward, batches: Batches) -> Tensor:
+    """Return normalised mean vectors, in the order of the texts."""
+    places = [place for batch, _ in batches for place in batch]
+    vectors = torch.cat([forward(ids).double().mean(1) for _, ids in batches])
+    return functional.normalize(vectors, dim=1)[torch.tensor(places).argsort()]
+
+
+def stock(network: Any) -> Forward:
+    """Return a network of transformers as a function."""
+    return lambda ids: network(input_ids=ids).last_hidden_state
+
+
+class Group(NamedTuple):
+    """Linear layers that read the same activations, and whether these come out of a norm."""
+
+    layers: list[Any]
+    after_norm: bool
+
+    @property
+    def weight(self) -> Tensor:
+        """Return their weights as one matrix."""
+        return torch.cat([layer.weight for layer in self.layers])
+
+
+def groups(network: Any) -> list[Group]:
+    """Return the linear layers of a BertModel: four groups a block, in the order they run."""
+    found = []
+    for block in network.encoder.layer:
+        mixer = block.attention.self
+        found += [
+            Group([mixer.query, mixer.key, mixer.value], True),
+            Group([block.attention.output.dense], False),
+            Group([block.intermediate.dense], True),
+            Group([block.output.dense], False),
+        ]
+    return found
+
+
+def measure_moments(network: Any, batches: Batches) -> list[Tensor]:
+    """Return second moments of each group's activations, with a one behind them for the means."""
+    found = groups(network)
+    moments: list[Any] = [0.0] * len(found)
+
+    def watch(number: int, x: Tensor) -> None:
+        x = functional.pad(x.flatten(0, 1), (0, 1), value=1.0)
+        moments[number] = moments[number] + x.T @ x
+
+    hooks = [
+        group.layers[0].register_forward_pre_hook(lambda _, given, n=n: watch(n, given[0]))
+        for n, group in enumerate(found)
+    ]
+    encode(stock(network), batches)
+    for hook in hooks:
+        hook.remove()
+    return [moment / moment[-1, -1] for moment in moments]
+
+
+def equalisation(group: Group, moments: Tensor) -> Tensor:
+    """Return what to divide activations by and to multiply weights by, channel for channel.
+
+    SmoothQuant (arXiv 2211.10438), with the root mean square in place of the maximum.
+    """
+    if not group.after_norm:
+        return torch.ones(len(moments) - 1)
+    spread = moments.diagonal()[:-1].clamp_min(1e-6).sqrt()
+    factor = spread**MIGRATED / group.weight.abs().amax(0).clamp_min(1e-4) ** (1 - MIGRATED)
+    return factor / factor.log().mean().exp()
+
+
+def per_tensor(x: Tensor) -> Tensor:
+    """Round to 256 steps between a batch's least and greatest value, as ONNX Runtime does."""
+    low, high = x.min().clamp_max(0), x.max().clamp_min(0)
+    step = (high - low) / 255
+    zero = (-low / step).round()
+    return (((x / step).round() + zero).clamp(0, 255) - zero) * step
+
+
+def per_token(x: Tensor) -> Tensor:
+    """Round to 255 steps around zero, up to a token's greatest magnitude."""
+    step = x.abs().amax(-1, keepdim=True) / 127
+    return (x / step).round() * step
+
+
+def per_token_asymmetric(x: Tensor) -> Tensor:
+    """Round to 256 steps between a token's least and greatest value."""
+    low, high = x.aminmax(dim=-1, keepdim=True)
+    step = (high - low) / 255
+    return ((x - low) / step).round() * step + low
+
+
+def simulate(
+    network: Any, rounded: Callable[[Tensor], Tensor], moments: Sequence[Tensor] | None = None
+) -> Forward:
+    """Return a network whose linear layers round, equalised first where there are moments."""
+    network = copy.deepcopy(network)
+    for number, group in enumerate(groups(network)):
+        by = equalisation(group, moments[number]) if moments else torch.ones(())
+        for layer in group.layers:
+            # Rows of a weight are rounded as tokens are: each for itself.
+            layer.weight.copy_(per_token(layer.weight * by))
+            layer.register_forward_pre_hook(lambda _, given, by=by: (rounded(given[0] / by),))
+    return stock(network)
+
+
+def gptq(weight: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 weights and scales, later inputs making up for earlier ones (2210.17323)."""
+    scale = weight.abs().amax(1) / 127
+    order = moments.diagonal().argsort(descending=True)
+    left, damped = weight[:, order], moments[order][:, order].double()
+    damped += 0.01 * damped.diagonal().mean() * torch.eye(len(order))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    inverse = torch.linalg.cholesky(inverse, upper=True).float()
+    integers = torch.empty_like(left)
+    for at in range(len(order)):
+        integers[:, at] = (left[:, at] / scale).round().clamp(-127, 127)
+        error = (left[:, at] - integers[:, at] * scale) / inverse[at, at]
+        left[:, at:].addr_(error, inverse[at, at:], alpha=-1)
+    return integers[:, order.argsort()], scale
+
+
+class Int8Linear:
+    """Linear layers side by side on int8 kernels: activations asymmetric, each token by itself."""
+
+    def __init__(self, group: Group, moments: Tensor) -> None:
+        """Round the weights for activations of given moments."""
+        by = equalisation(group, moments)
+        weight, mean = group.weight * by, moments[-1, :-1] / by
+        # A constant error is made up for by the bias: only what varies is left to GPTQ.
+        varying = moments[:-1, :-1] / by / by[:, None] - torch.outer(mean, mean)
+        integers, self.scale = gptq(weight, varying)
+        rounded = integers * self.scale[:, None]
+        self.bias = torch.cat([layer.bias for layer in group.layers]) + (weight - rounded) @ mean
+        self.sums, self.size, self.inverse = rounded.sum(1), len(by), 1 / by
+        self.zeros = torch.zeros(len(self.scale), dtype=torch.int64)
+        # Weights of zero behind the others take no part of the rows' trailers.
+        packed = functional.pad(integers, (0, TRAILER)).to(torch.int8).contiguous()
+        self.weight = torch.ops.onednn.qlinear_prepack(packed, [1_024, self.size + TRAILER])
+
+    def __call__(self, x: Tensor, plus: Tensor) -> Tensor:
+        """Return x W^T + plus, where the bias is part of the latter."""
+        # Made for embeddings, but it rounds rows to bytes in one pass.
+        rows = torch.ops.quantized.embedding_bag_byte_prepack(x)
+        trailer = rows[:, self.size :].view(torch.float32)
+        product = torch.ops.onednn.qlinear_pointwise(
+            rows, 1.0, 0, self.weight, self.scale, self.zeros, None,
+            1.0, 0, torch.float32, "none", [], "",
+        )  # fmt: skip
+        return torch.addr(plus, trailer[:, 1], self.sums).addcmul_(product, trailer[:, :1])
+
+
+class Int8Bert:
+    """A BertModel's forward pass on int8 kernels, for texts without padding."""
+
+    def __init__(self, network: Any, moments: Sequence[Tensor]) -> None:
+        self.embeddings, self.blocks = network.embeddings, list(network.encoder.layer)
+        self.heads = network.config.num_attention_heads
+        linears = map(Int8Linear, groups(network), moments)
+        self.linears = list(zip(linears, linears, linears, linears, strict=True))
+
+    @torch.inference_mode()
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Return token vectors."""
+        x = self.embeddings(input_ids=ids)
+        shape, x = x.shape, x.flatten(0, 1)
+        for block, (qkv, mixed, wide, narrow) in zip(self.blocks, self.linears, strict=True):
+            y = qkv(x * qkv.inverse, qkv.bias).view(*shape[:2], 3, self.heads, -1)
+            y = functional.scaled_dot_product_attention(*y.permute(2, 0, 3, 1, 4))
+            y = mixed(y.transpose(1, 2).reshape(x.shape), x + mixed.bias)
+            x = block.attention.output.LayerNorm(y)
+            y = functional.gelu(wide(x * wide.inverse, wide.bias))
+            x = block.output.LayerNorm(narrow(y, x + narrow.bias))
+        hidden: Tensor = x.view(shape)
+        return hidden
+
+
+def compare(forwards: dict[str, Forward], encoder: Encoder, exact: Forward) -> list[dict[str, Any]]:
+    """Return cosines to float32 for each scheme and kind of text."""
+    texts = make_texts()[0]
+    batches = {kind: make_batches(encoder, found) for kind, found in texts.items()}
+    wanted = {kind: encode(exact, found) for kind, found in batches.items()}
+    rows: list[dict[str, Any]] = []
+    for name, forward in forwards.items():
+        row: dict[str, Any] = {"scheme": name}
+        for kind, found in batches.items():
+            cosine = (encode(forward, found) * wanted[kind]).sum(1)
+            low = {"least": cosine.min().item(), "percentile_1": cosine.quantile(0.01).item()}
+            worst = texts[kind][int(cosine.argmin())]
+            row[kind] = {**low, "mean": cosine.mean().item(), "n": len(cosine), "worst": worst}
+        rows.append(row)
+    return rows
+
+
+@torch.inference_mode()
+def race(int8: Forward, bfloat16: Forward, threads: int, rounds: int) -> dict[str, Any]:
+    """Time both in turns, since the machine may be busy; return the median of the ratios."""
+    torch.set_num_threads(threads)
+    ids = torch.randint(1_000, 20_000, (51, 20), generator=torch.Generator().manual_seed(0))
+    ratios = []
+    for _ in range(rounds + 2):
+        stamps = [time.perf_counter()]
+        for forward in (bfloat16, int8):
+            forward(ids)
+            stamps.append(time.perf_counter())
+        ratios.append((stamps[1] - stamps[0]) / (stamps[2] - stamps[1]))
+    low, median, high = statistics.quantiles(ratios[2:], n=4)
+    return {"threads": threads, "ratio": median, "quartiles": [low, high]}
+
+
+def run(rounds: int) -> dict[str, Any]:
+    """Make the schemes and measure them."""
+    encoder = load_encoder("minilm", dtype="float32", device="cpu")
+    network = encoder._model.network
+    moments = measure_moments(network, make_batches(encoder, make_texts()[1]))
+    half = copy.deepcopy(network).bfloat16()
+    prepack(half)
+    bfloat16, scheme_a = stock(half), Int8Bert(network, moments)
+    forwards: dict[str, Forward] = {
+        "bfloat16, prepacked: what llmcond takes": bfloat16,
+        "int8 weights per channel, to nearest": simulate(network, lambda x: x),
+        "+ activations per tensor (ONNX Runtime, dynamic)": simulate(network, per_tensor),
+        "+ activations per token, symmetric": simulate(network, per_token),
+        "+ activations per token, asymmetric": simulate(network, per_token_asymmetric),
+        "the same, equalised (SmoothQuant)": simulate(network, per_token_asymmetric, moments),
+        "the same, weights by GPTQ: scheme A, on int8 kernels": scheme_a,
+    }
+    accuracy = compare(forwards, encoder, stock(network))
+    speed = [race(scheme_a, bfloat16, threads, rounds) for threads in (1, 2)]
+    cpu = torch.backends.cpu.get_cpu_capability()
+    return {"torch": torch.__version__, "cpu": cpu, "accuracy": accuracy, "speed": speed}
+
+
+def print_tables(result: dict[str, Any]) -> None:
+    """Print the figures as Markdown tables."""
+    kinds = [key for key in result["accuracy"][0] if key != "scheme"]
+    heads = [f"{kind} ({result['accuracy'][0][kind]['n']})" for kind in kinds]
+    print(f"minilm, torch {result['torch']}, {result['cpu']}\n")
+    print("Cosine to float32: smallest / 1st percentile / mean\n")
+    print(f"| scheme | {' | '.join(heads)} |\n|---{'|---' * len(kinds)}|")
+    for row in result["accuracy"]:
+        cells = [
+            f"{row[kind]['least']:.4f} / {row[kind]['percentile_1']:.4f} / {row[kind]['mean']:.4f}"
+            for kind in kinds
+        ]
+        print(f"| {row['scheme']} | {' | '.join(cells)} |")
+    print("\nSpeed of scheme A, 51 texts of 20 tokens, bfloat16 prepacked being 1\n")
+    print("| threads | median (quartiles) |\n|---|---|")
+    for row in result["speed"]:
+        low, high = row["quartiles"]
+        print(f"| {row['threads']} | {row['ratio']:.2f} ({low:.2f} to {high:.2f}) |")
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rounds", type=int, default=25, help="turns that each speed is taken of")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    options = parser.parse_args()
+    if not can_prepack(torch.bfloat16):
+        raise SystemExit("This CPU's PyTorch lacks bfloat16 products, which int8 is compared with.")
+    result = run(options.rounds)
+    print_tables(result)
+    if options.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
