@@ -21,7 +21,6 @@ import resource
 import statistics
 import tempfile
 import time
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,6 @@ WAYS: dict[str, tuple[str, str | None]] = {
     "sentence-transformers": ("peer", None),
     "plain transformers loop": ("loop", None),
     "llmcond, padded": ("padded", None),
-    "llmcond, padded, torch.compile": ("compiled", None),
     "llmcond, packed": ("packed", None),
     "llmcond, packed, shared prefixes": ("shared", None),
 }
@@ -82,11 +80,7 @@ class Way:
             self.network: Any = load_model(self.resolved, config).network
         else:
             self.encoder = Encoder(self.resolved)
-            self.encoder.engine.packs &= self.kind not in ("padded", "compiled")
-        if self.kind == "compiled":
-            engine: Any = self.encoder.engine
-            network = torch.compile(engine._way.network, dynamic=True)
-            engine._way = replace(engine._way, network=network)
+            self.encoder.engine.packs &= self.kind != "padded"
 
     def _peer(self, task: dict[str, Any]) -> Any:
         from sentence_transformers import SentenceTransformer
@@ -244,7 +238,6 @@ def compare(options: argparse.Namespace, inputs: list[EncoderInput], label: str)
     useful = sum(map(len, token_ids))
     dtype = options.dtype
     left_out = set() if shares(options, checkpoint, like) else {"shared"}
-    left_out |= set() if options.compile else {"compiled"}
     with tempfile.TemporaryDirectory() as scratch:
         tasks = {}
         for number, (name, (kind, own)) in enumerate(WAYS.items()):
@@ -378,7 +371,6 @@ def main() -> None:
     parser.add_argument("--sentences", type=int, default=24, help="with --conditions")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens-per-batch", type=int)
-    parser.add_argument("--compile", action="store_true", help="torch.compile too")
     parser.add_argument("--skip-peers", action="store_true", help="llmcond's own ways only")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
