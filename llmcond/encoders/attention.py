@@ -53,7 +53,8 @@ def _attention(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return output, None
-    unknown = [name for name in ("softcap", "position_bias", "s_aux") if kwargs.get(name)]
+    options = ("softcap", "position_bias", "s_aux")
+    unknown = [name for name in options if kwargs.get(name) is not None]
     if unknown:
         raise NotImplementedError(f"packed attention has no {unknown[0]}")
     return packed.attend(query[0], key[0], value[0], scaling)[None], None

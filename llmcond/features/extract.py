@@ -1,8 +1,9 @@
 """Extraction: the inputs that a store does not hold yet, encoded chunk by chunk.
 
-Inputs may come from anywhere, and as many as one likes: they are read a window at a time. Windows,
-chunks and batches are functions of the inputs alone, so an extraction that was interrupted, or that
-several processes share, computes what an undisturbed one does.
+Inputs may come from anywhere, and as many as one likes: they are read a window at a time. Windows
+are functions of the inputs, parts and batches of these and of the number of threads that encode. So
+an extraction that was interrupted computes what an undisturbed one does, to the bit on the same
+machine, and otherwise up to rounding.
 """
 
 from __future__ import annotations

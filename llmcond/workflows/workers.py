@@ -1,8 +1,9 @@
 """Further processes that help with an extraction: one a GPU, or a share of the cores each.
 
 They need no word from each other: every one goes through the same inputs, takes the parts that no
-other one is at, and stores them where the others see them. So neither what is stored nor its order
-depends on how many there are, and one that dies leaves its part to the rest.
+other one is at, and stores them where the others see them. So what is
+stored does not depend on how many there are, but for rounding, and one that dies leaves its part to
+the rest.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Helpers:
             prompts: what is extracted.
         """
         self._workers, self._model, self._options = workers, model, options
-        self._cpu = resolved.device == "cpu"
+        self._device = resolved.device
         self._run_folder, self._prompts = run_folder, list(prompts)
         self._started: list[Any] = []
         self._threads = 0
@@ -84,12 +85,12 @@ class Helpers:
         share = max(1, self._threads // self._workers)
         context = multiprocessing.get_context("spawn")
         for number in range(1, self._workers):
-            options = replace(self._options, device="cpu" if self._cpu else f"cuda:{number}")
+            options = replace(self._options, device=_another(self._device, number))
             task = (self._model, options, self._run_folder, self._prompts, share)
             process: Any = context.Process(target=_help, args=task, daemon=True)
             process.start()
             self._started.append(process)
-        if self._cpu:
+        if self._device == "cpu":
             torch.set_num_threads(share)
 
     def __enter__(self) -> Helpers:
@@ -109,6 +110,16 @@ class Helpers:
             process.terminate()
         if failed and kind is None:
             note(f"warning: {failed} of {self._workers} workers failed; the others did their work")
+
+
+def _another(device: str, number: int) -> str:
+    """Return the device ``number`` places behind one, which may be any of them."""
+    import torch
+
+    if device == "cpu":
+        return device
+    own = int(device.partition(":")[2])
+    return f"cuda:{(own + number) % torch.cuda.device_count()}"
 
 
 class _Leash:
