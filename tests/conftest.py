@@ -2,7 +2,7 @@
 
 import csv
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,17 @@ WORDS = (
     "street red blue green hat coat morning night happy sad rain sun colour number of people "
     "activity place time mood instruct query retrieve : . ,"
 ).split()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """A single thread of PyTorch's for a module's tests."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -17,17 +17,11 @@ from llmcond.encoders.batching import pack, pack_shared
 from llmcond.encoders.layout import lay_out
 from llmcond.encoders.varlen import lay_out_varlen, varlen_kernel
 
+# What is this small is done before a second thread has woken up.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 SCALE = 0.3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Rows this small are done before a second thread has woken up."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def kernel(

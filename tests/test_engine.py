@@ -20,6 +20,9 @@ from llmcond.encoders.encoder import load_encoder
 from llmcond.encoders.prepacked import PrepackedLinear, can_prepack
 from llmcond.errors import LlmcondError
 
+# What is this small is done before a second thread has woken up.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WORDS = " ".join(checkpoints.CORPUS).split()
 TASKS = ["", "", "classification", "given the Sentence: two dogs run over wet grass"]
 MAX_LENGTH = 96
@@ -86,15 +89,6 @@ def near(vectors, expected):
 def load(folder, case, **options):
     options = {"dtype": "float32", "device": "cpu", "max_length": MAX_LENGTH, **options}
     return load_encoder(str(folder), like=case.like, **case.options, **options)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Networks this small are done before a second thread has woken up."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,9 @@ from llmcond.encoders import EncoderInput, EncoderOptions, encoder, resolve
 from llmcond.encoders.encoder import load_encoder
 from llmcond.errors import LlmcondError, UserError
 
+# What is this small is done before a second thread has woken up.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 INSTRUCTION = "Retrieve semantically similar texts to the Condition, given the Sentence: two dogs"
 OTHERS = ["classification", "find {text} in\nthe river", "the time of the day is given :"]
 INSTRUCT = "Instruct: {instruction}\nQuery: {text}"
@@ -191,15 +194,6 @@ class Known:
 
     def vectors(self, texts, instruction="", max_length=None):
         return np.stack([self.vector(text, instruction, max_length) for text in texts])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Networks this small are done before a second thread has woken up."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
