@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention import kernel
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, BertConfig
+from transformers.activations import ACT2FN
+from transformers.models.bert.modeling_bert import BertOutput
 
 from llmcond.encoders import MODELS, EncoderInput, attention, engine, varlen
 from llmcond.encoders.encoder import load_encoder
-from llmcond.encoders.prepacked import PrepackedLinear, can_prepack
+from llmcond.encoders.prepacked import PrepackedLinear, PrepackedOutput, can_prepack, prepack
 from llmcond.errors import LlmcondError
 
 # What is this small is done before a second thread has woken up.
@@ -637,6 +639,67 @@ def test_prepacked_layer_is_the_layer_it_was_made_of(bias):
         assert found.dtype == torch.bfloat16
         assert found.shape == expected.shape
         torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6)
+
+
+@prepacks
+@pytest.mark.parametrize("name", ["gelu", "silu", "relu"])
+def test_activation_is_done_within_the_layer_before_it(name):
+    torch.manual_seed(0)
+    block = nn.Module()
+    block.dense, block.intermediate_act_fn = nn.Linear(48, 80), ACT2FN[name]
+    block.to(torch.bfloat16)
+    x = torch.randn(64, 48, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        expected = block.intermediate_act_fn(block.dense(x))
+        prepack(block)
+        found = block.intermediate_act_fn(block.dense(x))
+    assert block.dense.activation
+    assert isinstance(block.intermediate_act_fn, nn.Identity)
+    torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6)
+
+
+@prepacks
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_python", "mish"])
+def test_activation_that_is_not_known_stays(name):
+    block = nn.Module()
+    block.dense, block.intermediate_act_fn = nn.Linear(48, 80), ACT2FN[name]
+    block.to(torch.bfloat16)
+    prepack(block)
+    assert block.dense.activation is None
+    assert type(block.intermediate_act_fn) is type(ACT2FN[name])
+
+
+@prepacks
+def test_residual_is_added_within_the_layer_before_it():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4}
+    block = nn.Sequential(BertOutput(BertConfig(**sizes))).to(torch.bfloat16).eval()
+    x, residual = (torch.randn(64, size, dtype=torch.bfloat16) for size in (80, 48))
+    with torch.inference_mode():
+        expected = block[0](x, residual)
+        prepack(block)
+        found = block[0](x, residual)
+    assert isinstance(block[0], PrepackedOutput)
+    torch.testing.assert_close(found, expected, rtol=2**-5, atol=2**-5)
+
+
+@prepacks
+def test_output_of_another_kind_is_left_as_it_is():
+    class Output(nn.Module):
+        """Looks like BERT's, and adds nothing."""
+
+        def __init__(self):
+            super().__init__()
+            self.dense, self.LayerNorm = nn.Linear(48, 48), nn.LayerNorm(48)
+            self.dropout = nn.Dropout()
+
+        def forward(self, hidden_states):
+            return self.LayerNorm(self.dropout(self.dense(hidden_states)))
+
+    block = nn.Sequential(Output()).to(torch.bfloat16)
+    prepack(block)
+    assert type(block[0]) is Output
+    assert isinstance(block[0].dense, PrepackedLinear)
 
 
 @prepacks
