@@ -8,6 +8,7 @@ import torch
 
 from llmcond.encoders.spec import DTYPES, Dtype
 from llmcond.errors import UserError
+from llmcond.hardware import native_bfloat16
 from llmcond.launch import local_rank
 
 TORCH_DTYPES = {
@@ -49,9 +50,7 @@ def choose_dtype(dtype: str, device: str) -> Dtype:
         # Before compute capability 8.0 bfloat16 is emulated, and float16 is the fast type.
         major, _ = torch.cuda.get_device_capability(device)
         return "bfloat16" if major >= 8 else "float16"
-    capabilities = torch.cpu.get_capabilities()
-    native = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
-    return "bfloat16" if any(capabilities.get(name) for name in native) else "float32"
+    return "bfloat16" if native_bfloat16() else "float32"
 
 
 def default_token_budget(device: str) -> int:

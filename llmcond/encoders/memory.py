@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from llmcond.encoders.spec import Dtype
+from llmcond.hardware import free_memory
 
 _BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: Layers that pool. Not quantised: they decide the vector, and are small.
@@ -112,24 +112,4 @@ def available(device: str) -> int:
     if device.startswith("cuda"):
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    import psutil
-
-    free = int(psutil.virtual_memory().available)
-    limit = _cgroup_room()
-    return free if limit is None else min(free, limit)
-
-
-def _cgroup_room() -> int | None:
-    """Return what a container's own limit leaves, which the machine's figures do not show."""
-    folder = Path("/sys/fs/cgroup")
-    try:
-        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
-        used = int((folder / "memory.current").read_text(encoding="ascii"))
-        cached = next(
-            int(line.split()[1])
-            for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines()
-            if line.startswith("inactive_file ")
-        )
-    except (OSError, ValueError, StopIteration):
-        return None
-    return None if limit == "max" else max(int(limit) - used + cached, 0)
+    return free_memory()

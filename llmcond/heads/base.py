@@ -6,13 +6,15 @@ Heads know arrays only: they neither load encoders nor read rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float32]
+from llmcond.errors import UserError
+from llmcond.heads.arrays import Array, Matrix, chosen, rows_of
+
 Tensors = Mapping[str, Array]
 
 #: Vectors transformed at a time, so that memory does not grow with their number.
@@ -24,13 +26,20 @@ class PairArrays:
     """The rated pairs of a split, as heads take them.
 
     Attributes:
-        first, second: (n, dim) float32, the joint features of both sentences.
+        first, second: (n, dim) the features of both sentences, in any float type: NumPy arrays,
+            memory maps, or what :mod:`llmcond.heads.arrays` has.
         rating: (n,) float64 on 0 to 1, no NaN.
+        condition: (n, dim_c) the features e(c) of each row's condition, for heads that take them.
+        pair: (n,) the sentence pair of each row, for objectives that contrast its two conditions.
+        number: (n,) what messages call a row; its position from 1 where it is None.
     """
 
-    first: Array
-    second: Array
+    first: Matrix
+    second: Matrix
     rating: NDArray[np.float64]
+    condition: Matrix | None = None
+    pair: NDArray[np.int64] | None = None
+    number: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.rating)
@@ -39,6 +48,23 @@ class PairArrays:
     def dim(self) -> int:
         """Return the features' size."""
         return int(self.first.shape[1])
+
+    @property
+    def dim_condition(self) -> int:
+        """Return the size of the conditions' features, 0 where there are none."""
+        return 0 if self.condition is None else int(self.condition.shape[1])
+
+    def take(self, rows: NDArray[Any]) -> PairArrays:
+        """Return some rows, by positions or a mask, without reading their vectors."""
+        return replace(
+            self,
+            first=chosen(self.first, rows),
+            second=chosen(self.second, rows),
+            rating=self.rating[rows],
+            condition=None if self.condition is None else chosen(self.condition, rows),
+            pair=None if self.pair is None else self.pair[rows],
+            number=None if self.number is None else self.number[rows],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +94,19 @@ class Family:
         kind: the name that recipes use.
         settings: a frozen dataclass; its fields are the recipe's keys.
         fit: (training pairs, dev pairs or None, settings, seed, on_epoch) -> parameters.
-        transform: (parameters, (n, dim) features) -> (n, k) embeddings.
+        transform: (parameters, settings, (n, dim) features, (n, dim_c) conditions or None) ->
+            (n, k) embeddings.
+        features: which features of a sentence it takes: ``joint`` e(s|c), or ``separate`` e(s).
+            A setting of that name says otherwise.
+        conditioned: whether it takes the condition's own features e(c).
     """
 
     kind: str
     settings: type[Any]
     fit: Callable[[PairArrays, PairArrays | None, Any, int, OnEpoch], Fit]
-    transform: Callable[[Tensors, Array], Array]
+    transform: Callable[[Tensors, Any, Array, Matrix | None], Array]
+    features: str = "joint"
+    conditioned: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,6 +119,7 @@ class FittedHead:
         seed: of initialisation, dropout and the order of rows.
         dim_in: size of the features.
         fit: its parameters, and how fitting went.
+        dim_condition: size of the condition's features; 0 where it takes none.
     """
 
     family: Family
@@ -94,23 +127,65 @@ class FittedHead:
     seed: int
     dim_in: int
     fit: Fit
+    dim_condition: int = 0
 
     @property
     def dim_out(self) -> int:
         """Return the size of the embeddings."""
-        return int(self.transform(np.zeros((1, self.dim_in), dtype=np.float32)).shape[1])
+        one = np.zeros((1, self.dim_in), dtype=np.float32)
+        condition = np.zeros((1, self.dim_condition), dtype=np.float32)
+        return int(self.transform(one, condition if self.dim_condition else None).shape[1])
 
-    def transform(self, features: Array) -> Array:
-        """Return embeddings, (n, k) float32, of features, (n, dim) float32."""
-        blocks = [
-            self.family.transform(self.fit.tensors, features[start : start + _BLOCK])
-            for start in range(0, max(len(features), 1), _BLOCK)
-        ]
+    def transform(self, features: Matrix, condition: Matrix | None = None) -> Array:
+        """Return embeddings, (n, k) float32.
+
+        Args:
+            features: (n, dim) of sentences.
+            condition: (n, dim_c) of the conditions, or (1, dim_c) of one for all, for heads that
+                take them.
+
+        Raises:
+            UserError: features of another size, or conditions that are missing or not wanted.
+        """
+        self._check(features, condition)
+        n = len(features)
+        if condition is not None and len(condition) == 1 != n:
+            condition = chosen(condition, np.zeros(n, dtype=np.int64))
+        blocks = []
+        for start in range(0, max(n, 1), _BLOCK):
+            part = slice(start, start + _BLOCK)
+            given = None if condition is None else chosen(condition, np.arange(n)[part])
+            block = rows_of(features, part)
+            blocks.append(self.family.transform(self.fit.tensors, self.settings, block, given))
         return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 
-    def similarity(self, first: Array, second: Array) -> Array:
-        """Return the cosine of the embeddings of two sets of features, (n,) float32."""
-        return cosine(self.transform(first), self.transform(second))
+    def similarity(self, first: Matrix, second: Matrix, condition: Matrix | None = None) -> Array:
+        """Return the cosine of the embeddings of two sets of features, (n,) float32.
+
+        Raises:
+            UserError: as :meth:`transform`.
+        """
+        return cosine(self.transform(first, condition), self.transform(second, condition))
+
+    def _check(self, features: Matrix, condition: Matrix | None) -> None:
+        kind = self.family.kind
+        if features.shape[1] != self.dim_in:
+            raise UserError(
+                f"the features have {features.shape[1]} dimensions; this {kind} head was fitted on "
+                f"{self.dim_in}."
+            )
+        got = 0 if condition is None else int(condition.shape[1])
+        if got == self.dim_condition:
+            return
+        if not got:
+            raise UserError(
+                f"this {kind} head takes the features of each condition as well, "
+                f"(n, {self.dim_condition}); none were given."
+            )
+        wanted = f"{self.dim_condition} dimensions" if self.dim_condition else "none"
+        raise UserError(
+            f"the conditions have {got} dimensions; this {kind} head was fitted on {wanted}."
+        )
 
 
 def cosine(first: Array, second: Array) -> Array:

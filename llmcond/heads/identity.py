@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from llmcond.config import STRICT
-from llmcond.heads.base import Array, Family, Fit, OnEpoch, PairArrays, Tensors
+from llmcond.heads.arrays import Array, Matrix
+from llmcond.heads.base import Family, Fit, OnEpoch, PairArrays, Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ def _fit(
     return Fit({}, {"selected_on": None})
 
 
-def _transform(tensors: Tensors, features: Array) -> Array:
+def _transform(tensors: Tensors, settings: Any, features: Array, condition: Matrix | None) -> Array:
     return features
 
 

@@ -1,4 +1,7 @@
-"""The unsupervised heads of CASE: PCA and ICA of the training vectors (section 4, figure 4)."""
+"""Unsupervised heads: PCA and ICA of the training vectors (CASE, section 4, figure 4), and beside.
+
+Whitening, and a random projection, which needs no training at all and is what others must beat.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ import numpy as np
 
 from llmcond.config import STRICT
 from llmcond.errors import UserError
-from llmcond.heads.base import Array, Family, Fit, OnEpoch, PairArrays, Tensors
+from llmcond.heads.arrays import Array, Matrix, rows_of
+from llmcond.heads.base import Family, Fit, OnEpoch, PairArrays, Tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,14 +115,14 @@ def _not_converged(settings: IcaSettings) -> str:
 
 
 def _training_vectors(pairs: PairArrays, dim: int, kind: str) -> Array:
-    features: Array = np.concatenate([pairs.first, pairs.second])
+    features: Array = np.concatenate(
+        [rows_of(side, slice(None)) for side in (pairs.first, pairs.second)]
+    )
     if dim > len(features):
         raise UserError(
             f"{kind} with dim {dim} needs at least {dim} training vectors; there are "
             f"{len(features)}. Lower it: --dim {len(features)}."
         )
-    if not np.ptp(features, axis=0).any():
-        raise UserError(f"all {len(features)} training vectors are equal; {kind} finds nothing.")
     return features
 
 
@@ -129,10 +133,48 @@ def _tensors(model: Any) -> Tensors:
     }
 
 
-def _project(tensors: Tensors, features: Array) -> Array:
+def _fit_whitening(
+    pairs: PairArrays, dev: PairArrays | None, settings: Any, seed: int, on_epoch: OnEpoch
+) -> Fit:
+    from sklearn.decomposition import PCA
+
+    # Division by a direction's spread: float32 cannot tell the least of them from nothing.
+    features = _training_vectors(pairs, settings.dim, "whitening").astype(np.float64)
+    model = PCA(n_components=settings.dim, svd_solver="full", random_state=seed).fit(features)
+    spread = np.sqrt(model.explained_variance_)
+    dim = int((spread > _RANK_TOLERANCE * spread[0]).sum())
+    notes: tuple[str, ...] = ()
+    if dim < settings.dim:
+        notes = (
+            f"whitening: {dim} directions instead of {settings.dim}: the training vectors span no "
+            "more",
+        )
+    tensors = {
+        "mean": np.ascontiguousarray(model.mean_, dtype=np.float32),
+        "components": (model.components_[:dim] / spread[:dim, None]).astype(np.float32),
+    }
+    explained = float(model.explained_variance_ratio_[:dim].sum())
+    return Fit(tensors, {"selected_on": None, "explained_variance": explained}, notes)
+
+
+def _fit_random(
+    pairs: PairArrays, dev: PairArrays | None, settings: Any, seed: int, on_epoch: OnEpoch
+) -> Fit:
+    from sklearn.random_projection import GaussianRandomProjection
+
+    model = GaussianRandomProjection(n_components=settings.dim, random_state=seed)
+    model.fit(np.zeros((1, pairs.dim), dtype=np.float32))
+    components = np.ascontiguousarray(model.components_, dtype=np.float32)
+    mean = np.zeros(pairs.dim, dtype=np.float32)
+    return Fit({"mean": mean, "components": components}, {"selected_on": None})
+
+
+def _project(tensors: Tensors, settings: Any, features: Array, condition: Matrix | None) -> Array:
     centred = features - tensors["mean"]
     return np.asarray(centred @ tensors["components"].T, dtype=np.float32)
 
 
 PCA = Family("pca", ProjectionSettings, _fit_pca, _project)
 ICA = Family("ica", IcaSettings, _fit_ica, _project)
+WHITENING = Family("whitening", ProjectionSettings, _fit_whitening, _project)
+RANDOM = Family("random", ProjectionSettings, _fit_random, _project)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from importlib import import_module
 from typing import Any, ClassVar
 
 from llmcond.config import STRICT, build, find_toml, read_toml
 from llmcond.errors import UserError, nearest
+from llmcond.heads.arrays import rows_of
 from llmcond.heads.base import Family, FittedHead, OnEpoch, PairArrays
+
+#: Rows compared at a time.
+_BLOCK = 1_024
 
 #: Where each kind of head lives: a new one is a new file and a line here.
 _FAMILIES = {
@@ -17,6 +22,12 @@ _FAMILIES = {
     "mlp": ("llmcond.heads.siamese", "MLP"),
     "pca": ("llmcond.heads.projection", "PCA"),
     "ica": ("llmcond.heads.projection", "ICA"),
+    "whitening": ("llmcond.heads.projection", "WHITENING"),
+    "random": ("llmcond.heads.projection", "RANDOM"),
+    "hadamard": ("llmcond.heads.conditioned", "HADAMARD"),
+    "concat": ("llmcond.heads.conditioned", "CONCAT"),
+    "hypernet": ("llmcond.heads.hypernet", "HYPERNET"),
+    "hypernet-ablation": ("llmcond.heads.conditioned", "ABLATION"),
 }
 
 
@@ -58,6 +69,11 @@ class Recipe:
         dim: int | None = getattr(self.settings, "dim", None)
         return dim
 
+    @property
+    def features(self) -> str:
+        """Return which features of a sentence it takes: ``joint``, ``separate`` or ``both``."""
+        return str(getattr(self.settings, "features", self.family.features))
+
     def with_settings(self, changes: dict[str, Any], source: str) -> Recipe:
         """Return the recipe with some settings changed.
 
@@ -82,8 +98,8 @@ class Recipe:
                     f"Settings: {', '.join(kinds) or 'none'}."
                 )
             try:
-                parsed[key] = int(text) if kinds[key] == "int" else float(text)
-            except ValueError as error:
+                parsed[key] = _READERS[kinds[key]](text)
+            except (KeyError, ValueError) as error:
                 raise UserError(f"{source}: {key} is {text!r}, not {kinds[key]}.") from error
         return parsed
 
@@ -91,6 +107,15 @@ class Recipe:
         """Return the recipe as head.json records it."""
         about = {"name": self.name, "description": self.description, "source": self.source}
         return {**about, "kind": self.family.kind, "settings": asdict(self.settings)}
+
+
+#: How ``--set`` reads each type of setting.
+_READERS: Mapping[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": {"true": True, "false": False}.__getitem__,
+}
 
 
 def load_recipe(name_or_file: str) -> Recipe:
@@ -148,10 +173,37 @@ def fit_recipe(
             f"dim is {recipe.dim}, but the features have {pairs.dim}: a head never enlarges them. "
             f"Give --dim {pairs.dim} or less."
         )
-    if recipe.family.kind != "none" and len(set(pairs.rating.tolist())) < 2:
-        raise UserError(
-            f"the training split has {len(set(pairs.rating.tolist()))} distinct ratings over "
-            f"{len(pairs)} rated rows; at least 2 are needed to fit a head."
-        )
+    if recipe.family.kind != "none":
+        _check_pairs(pairs)
+    if not recipe.family.conditioned:
+        # So that a saved head says what it takes.
+        pairs = replace(pairs, condition=None)
+        dev = None if dev is None else replace(dev, condition=None)
     fit = recipe.family.fit(pairs, dev, recipe.settings, seed, on_epoch)
-    return FittedHead(recipe.family, recipe.settings, seed, pairs.dim, fit)
+    dims = (pairs.dim, pairs.dim_condition)
+    return FittedHead(recipe.family, recipe.settings, seed, dims[0], fit, dims[1])
+
+
+def _check_pairs(pairs: PairArrays) -> None:
+    distinct = len(set(pairs.rating.tolist()))
+    if distinct < 2:
+        raise UserError(
+            f"the training split has {distinct} distinct ratings over {len(pairs)} rated rows; at "
+            "least 2 are needed to fit a head."
+        )
+    if not _varies(pairs):
+        raise UserError(
+            f"all {2 * len(pairs):,} training vectors are equal, so there is nothing to fit. Were "
+            "they made by the right prompt?"
+        )
+
+
+def _varies(pairs: PairArrays) -> bool:
+    """Tell whether any two training vectors differ; as a rule the first ones do."""
+    first = rows_of(pairs.first, slice(0, 1))
+    blocks = (
+        rows_of(side, slice(start, start + _BLOCK))
+        for side in (pairs.first, pairs.second)
+        for start in range(0, len(pairs), _BLOCK)
+    )
+    return any(bool((block != first).any()) for block in blocks)

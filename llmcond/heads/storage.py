@@ -46,6 +46,7 @@ def save_head(head: FittedHead, folder: Path, record: dict[str, Any]) -> None:
             "settings": asdict(head.settings),
             "seed": head.seed,
             "dim_in": head.dim_in,
+            "dim_condition": head.dim_condition,
             "dim_out": head.dim_out,
             "weights_sha256": digest_file(temporary / "head.safetensors"),
             "fit": dict(head.fit.record),
@@ -99,5 +100,8 @@ def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
     family = find_family(description["kind"], str(folder / "head.json"))
     settings = build(family.settings, description["settings"], str(folder / "head.json"))
     fit = Fit(tensors, description["fit"])
-    head = FittedHead(family, settings, description["seed"], description["dim_in"], fit)
+    dim_condition = int(description.get("dim_condition", 0))
+    head = FittedHead(
+        family, settings, description["seed"], description["dim_in"], fit, dim_condition
+    )
     return head, description
