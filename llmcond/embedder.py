@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
-from llmcond.heads import FittedHead, cosine
+from llmcond.heads import FittedHead, Lookup, Matrix, cosine
+from llmcond.heads.arrays import rows_of
 from llmcond.prompts import Prompt
 from llmcond.runs import Run, SavedHead, open_run
+from llmcond.views import Part, View
 
 Vectors = NDArray[np.float32]
 
@@ -28,15 +30,13 @@ class Embedder:
 
     Attributes:
         encoder: f.
-        prompt: I, for both cases.
-        subtract: whether the second term is subtracted.
+        view: I, for both cases, and whether the second term is subtracted.
         head: g; None: zero-shot, the features as they are.
         name: of the head in its run.
     """
 
     encoder: Encoder
-    prompt: Prompt
-    subtract: bool = True
+    view: View
     head: FittedHead | None = None
     name: str = "none"
 
@@ -57,12 +57,17 @@ class Embedder:
             LlmcondError: the encoder gave NaN, or ran out of memory.
         """
         texts = _rows(sentences, conditions)
-        conditional = [self.prompt.conditional.render(*row) for row in texts]
-        features = self._encode_distinct(conditional)
-        if self.subtract:
-            unconditional = [self.prompt.unconditional.render(*row) for row in texts]
-            features = features - self._encode_distinct(unconditional)
-        return features if self.head is None else self.head.transform(features)
+        columns = self.view.inputs(texts)
+        # One call encodes them all, so that inputs in common are encoded once.
+        encoded = self._encode_distinct([item for column in columns for item in column])
+
+        def read(prompt: Prompt, part: Part) -> Matrix:
+            return encoded.of([getattr(prompt, part).render(*row) for row in texts])
+
+        features = self.view.sentence(read)
+        if self.head is None:
+            return rows_of(features, slice(None))
+        return self.head.transform(features, self.view.condition(read))
 
     def similarity(
         self, sentences1: Sequence[str], sentences2: Sequence[str], conditions: str | Sequence[str]
@@ -82,9 +87,8 @@ class Embedder:
         embedded = self.encode([*sentences1, *sentences2], [*given, *given])
         return cosine(embedded[: len(sentences1)], embedded[len(sentences1) :])
 
-    def _encode_distinct(self, inputs: Sequence[EncoderInput]) -> Vectors:
+    def _encode_distinct(self, inputs: Sequence[EncoderInput]) -> _Encoded:
         distinct = list(dict.fromkeys(inputs))
-        place = {item: index for index, item in enumerate(distinct)}
         vectors = self.encoder.encode(distinct)
         bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
         if len(bad):
@@ -92,7 +96,18 @@ class Embedder:
                 f"the encoder gave NaN or infinity for {distinct[bad[0]].text[:80]!r}; "
                 "try another dtype."
             )
-        return vectors[[place[item] for item in inputs]]
+        return _Encoded(vectors, {item: index for index, item in enumerate(distinct)})
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """Distinct inputs with their vectors."""
+
+    vectors: Vectors
+    place: Mapping[EncoderInput, int]
+
+    def of(self, inputs: Sequence[EncoderInput]) -> Lookup:
+        return Lookup(self.vectors, np.array([self.place[item] for item in inputs], dtype=np.int64))
 
 
 def _rows(sentences: Sequence[str], conditions: str | Sequence[str]) -> list[tuple[str, str]]:
@@ -140,8 +155,8 @@ def load_embedder(
     chosen = choose_head(opened, head, prompt)
     resolved = opened.resolve_encoder(device)
     if chosen is None:
-        return Embedder(Encoder(resolved), opened.prompt(prompt))
-    return Embedder(Encoder(resolved), chosen.prompt, chosen.subtract, chosen.head, chosen.name)
+        return Embedder(Encoder(resolved), View((opened.prompt(prompt),)))
+    return Embedder(Encoder(resolved), chosen.view, chosen.head, chosen.name)
 
 
 def choose_head(run: Run, name: str | None, prompt: str | None = None) -> SavedHead | None:
@@ -151,9 +166,9 @@ def choose_head(run: Run, name: str | None, prompt: str | None = None) -> SavedH
         UserError: no such head, several, or one that was fitted on another prompt than asked for.
     """
     chosen = _find_head(run, name)
-    if chosen is not None and prompt not in (None, chosen.prompt.name):
+    if chosen is not None and prompt not in (None, chosen.view.name):
         raise UserError(
-            f"the head {chosen.name} was fitted on the prompt {chosen.prompt.name}, not {prompt}. "
+            f"the head {chosen.name} was fitted on the prompt {chosen.view.name}, not {prompt}. "
             "Leave out --prompt, or choose another --head."
         )
     return chosen
@@ -180,8 +195,8 @@ def describe(embedder: Embedder) -> dict[str, Any]:
     return {
         "encoder": embedder.encoder.name,
         "fingerprint": embedder.encoder.identity.fingerprint,
-        "prompt": embedder.prompt.name,
-        "subtract": embedder.subtract,
+        "prompt": embedder.view.name,
+        "subtract": embedder.view.subtract,
         "head": embedder.name,
         "dim": embedder.dim,
     }

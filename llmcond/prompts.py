@@ -57,7 +57,8 @@ class Prompt:
         name: the file's name without ``.toml``.
         description: one line for listings.
         source: where the wording comes from.
-        conditional: the input for e(s|c); names both ``{sentence}`` and ``{condition}``.
+        conditional: the input for e(s|c); names both ``{sentence}`` and ``{condition}``, or the
+            sentence only: then features are separate, e(s) here and e(c) in the other.
         unconditional: the input that is subtracted; names exactly one of them.
     """
 
@@ -68,6 +69,16 @@ class Prompt:
     conditional: Part
     unconditional: Part
     name: str = field(default="", kw_only=True)
+
+    @property
+    def separate(self) -> bool:
+        """Tell whether sentence and condition are encoded each by itself, as e(s) and e(c)."""
+        return not any("{condition}" in text for text in self.conditional.templates.values())
+
+    @property
+    def of_condition(self) -> bool:
+        """Tell whether the unconditional input is that of the condition, e(c)."""
+        return any("{condition}" in text for text in self.unconditional.templates.values())
 
     @property
     def digest(self) -> str:
@@ -132,13 +143,15 @@ def load_prompt(name_or_file: str) -> Prompt:
 
 def _check(prompt: Prompt, source: str) -> None:
     conditional = _placeholders(prompt.conditional, f"{source}: [conditional]")
+    unconditional = _placeholders(prompt.unconditional, f"{source}: [unconditional]")
+    apart = conditional == {"sentence"} and unconditional == {"condition"}
     missing = [name for name in PLACEHOLDERS if name not in conditional]
-    if missing:
+    if missing and not apart:
         raise UserError(
             f"{source}: [conditional] lacks the placeholder {{{missing[0]}}}. Its text, and its "
-            f"instruction or context, must name {{sentence}} and {{condition}} between them."
+            f"instruction or context, must name {{sentence}} and {{condition}} between them; or, "
+            "for separate features, {sentence} alone where [unconditional] names {condition}."
         )
-    unconditional = _placeholders(prompt.unconditional, f"{source}: [unconditional]")
     if (prompt.conditional.context is None) != (prompt.unconditional.context is None):
         raise UserError(
             f"{source}: one of [conditional] and [unconditional] has a context, so that they would "

@@ -26,6 +26,7 @@ from llmcond.heads import FittedHead, load_head
 from llmcond.prompts import Prompt, prompt_from_json
 from llmcond.provenance import provenance
 from llmcond.rows import Rows, load_rows, save_rows
+from llmcond.views import View
 
 FORMAT = 1
 
@@ -37,15 +38,13 @@ class SavedHead:
     Attributes:
         name: its folder's name, unique in the run.
         head: the head itself.
-        prompt: the prompt whose features it takes.
-        subtract: whether unconditional features are subtracted.
+        view: which features of which prompts it takes.
         record: everything that head.json holds.
     """
 
     name: str
     head: FittedHead
-    prompt: Prompt
-    subtract: bool
+    view: View
     record: Mapping[str, Any]
 
     @property
@@ -213,6 +212,21 @@ class Run:
             )
         return prompts[wanted]
 
+    def find_prompts(self, names: str | None) -> tuple[Prompt, ...]:
+        """Return the prompts of names joined by ``+``; as :meth:`prompt` for a single one.
+
+        Raises:
+            UserError: as :meth:`prompt`, or a prompt named twice.
+        """
+        if names is None or "+" not in names:
+            return (self.prompt(names),)
+        found = tuple(self.prompt(name) for name in names.split("+"))
+        if len({prompt.name for prompt in found}) < len(found):
+            raise UserError(f"--prompt {names} names a prompt twice.")
+        if found[-1].name == "c":  # RECIPE@PROMPT+c is a head of PROMPT without subtraction
+            raise UserError(f"--prompt {names}: name the prompt c first, as heads would collide.")
+        return found
+
     def record_prompt(self, prompt: Prompt, extraction: Mapping[str, Any]) -> None:
         """Note in the manifest that a prompt's features were extracted."""
         with FileLock(self.folder / ".lock"):
@@ -255,12 +269,16 @@ class Run:
         """
         head, record = load_head(self.head_folder(name))
         where = f"the head {name} of {self.folder}"
-        _require(record, ("prompt", "subtract", "recipe", "encoder", "store_dtype"), where)
-        prompt = prompt_from_json(record["prompt"], where)
-        self._check_head(where, record, prompt)
-        return SavedHead(name, head, prompt, bool(record["subtract"]), record)
+        if "prompt" in record:  # as written before heads could have several
+            record = {**record, "prompts": [record["prompt"]]}
+        _require(record, ("prompts", "subtract", "recipe", "encoder", "store_dtype"), where)
+        prompts = tuple(prompt_from_json(prompt, where) for prompt in record["prompts"])
+        self._check_head(where, record, prompts)
+        features = getattr(head.settings, "features", head.family.features)
+        view = View(prompts, bool(record["subtract"]), features, head.family.conditioned)
+        return SavedHead(name, head, view, record)
 
-    def _check_head(self, where: str, record: Mapping[str, Any], prompt: Prompt) -> None:
+    def _check_head(self, where: str, record: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
         theirs = EncoderIdentity.from_json(record["encoder"]["identity"], where)
         differences = theirs.differences(self.identity)
         if record["store_dtype"] != self.manifest["store_dtype"]:
@@ -272,13 +290,14 @@ class Run:
                 f"({theirs.fingerprint}), and the run holds features of {self.encoder_name} "
                 f"({self.identity.fingerprint}): {'; '.join(differences)}. Fit it again here."
             )
-        recorded = self.prompts().get(prompt.name)
-        if recorded is None or recorded.digest != prompt.digest:
-            now = f"is {recorded.digest}" if recorded else "is missing"
-            raise StaleHeadError(
-                f"{where} was fitted on the prompt {prompt.name} with digest {prompt.digest}, "
-                f"which in the run {now}. Extract that prompt and fit the head again."
-            )
+        for prompt in prompts:
+            recorded = self.prompts().get(prompt.name)
+            if recorded is None or recorded.digest != prompt.digest:
+                now = f"is {recorded.digest}" if recorded else "is missing"
+                raise StaleHeadError(
+                    f"{where} was fitted on the prompt {prompt.name} with digest {prompt.digest}, "
+                    f"which in the run {now}. Extract that prompt and fit the head again."
+                )
 
     def _recipe_of(self, name: str) -> str:
         recipe = read_json(self.head_folder(name) / "head.json").get("recipe", {})
@@ -401,14 +420,13 @@ def where_model(model: str, resolved: ResolvedEncoder) -> str:
     return str(local.resolve()) if find_model(model) is None and local.is_dir() else model
 
 
-def head_name(recipe: str, prompt: str, subtract: bool) -> str:
+def head_name(recipe: str, view: View) -> str:
     """Return the name that a head has in a run unless the user gives one."""
-    return f"{recipe}@{prompt}" + ("" if subtract else "+c")
+    plain = not view.subtract and view.features != "separate"
+    return f"{recipe}@{view.name}" + ("+c" if plain else "")
 
 
-def head_record(
-    run: Run, prompt: Prompt, subtract: bool, recipe: Mapping[str, Any]
-) -> dict[str, Any]:
+def head_record(run: Run, view: View, recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return what head.json records of the features that a head was fitted on."""
     return {
         "recipe": dict(recipe),
@@ -417,8 +435,9 @@ def head_record(
             for key in ("name", "model", "revision", "fingerprint", "identity")
         },
         "store_dtype": run.manifest["store_dtype"],
-        "prompt": prompt.to_json(),
-        "subtract": subtract,
+        "prompts": [prompt.to_json() for prompt in view.prompts],
+        "subtract": view.subtract,
+        "features": view.features,
         "data": run.manifest["data"],
         **provenance(),
     }

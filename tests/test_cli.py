@@ -239,7 +239,7 @@ def test_an_artefact_says_what_made_it(capsys, own_run):
     assert record["seed"] == 7
     assert record["recipe"]["settings"]["epochs"] == 2
     assert record["encoder"]["identity"]["weights"].startswith("sha256:")
-    assert record["prompt"]["conditional"]["text"] == "{sentence} {condition}"
+    assert record["prompts"][0]["conditional"]["text"] == "{sentence} {condition}"
     assert len(record["data"]["digest"]) == 32
     assert record["versions"]["llmcond"] == llmcond.__version__
     assert len(record["fit"]["curve"]) == 2
@@ -587,7 +587,7 @@ def test_a_head_of_another_prompt_or_encoder_is_refused(capsys, own_run, tiny, t
         prompt,
     )
     line = refused(capsys, "evaluate", "--head", "pca", "--run", own_run)
-    assert good["prompt"]["digest"] in line
+    assert good["prompts"][0]["digest"] in line
 
 
 def test_features_that_are_not_all_there(capsys, own_run):

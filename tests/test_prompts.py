@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from identities import IDENTITY
 
+from llmcond.config import bundled_names
 from llmcond.encoders.spec import EncoderIdentity, EncoderInput
 from llmcond.errors import UserError
 from llmcond.prompts import Part, Prompt, load_prompt, prompt_from_json
@@ -180,7 +181,7 @@ def test_doubled_braces_in_a_template_are_single_braces_of_text(tmp_path: Path):
         ("{sentence}", "{sentence[0]}", ["unknown placeholder {sentence[0]}"]),
         ("Given {condition}", "Given {x}", ["[conditional] instruction", "{x}"]),
         ('"{sentence}"', '"no place"', ["[conditional] lacks the placeholder {sentence}"]),
-        ("Given {condition}", "Given", ["[conditional] lacks the placeholder {condition}"]),
+        ("{sentence}", "it", ["[conditional] lacks the placeholder {sentence}", "separate"]),
         ('"{condition}"', '"{condition} {sentence}"', ["names {condition} and {sentence}"]),
         ('"{condition}"', '"nothing"', ["[unconditional] names none", "exactly one"]),
         ("{sentence}", "{sentence", ["[conditional] text", "{{ and }}"]),
@@ -269,3 +270,11 @@ def test_a_changed_record_is_refused(change: dict[str, object], words: str):
     with pytest.raises(UserError, match=words) as caught:
         prompt_from_json(record, "manifest.json")
     assert str(caught.value).startswith("manifest.json")
+
+
+def test_a_template_that_encodes_both_apart_is_separate(tmp_path: Path):
+    joint = load(tmp_path, TEMPLATE)
+    apart = load(tmp_path, TEMPLATE.replace("Given {condition}", "Given"))
+    assert (joint.separate, apart.separate) == (False, True)
+    assert load_prompt("separate").separate
+    assert all(load_prompt(name).of_condition for name in bundled_names("prompts"))

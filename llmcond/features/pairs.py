@@ -1,15 +1,11 @@
-"""From rows and a prompt to inputs, and from a store to the arrays that a head is fitted on."""
+"""From rows and a prompt to the inputs of an encoder."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from llmcond.encoders.spec import EncoderInput
-from llmcond.features.store import FeatureStore
 from llmcond.prompts import Prompt
 from llmcond.rows import Rows
 
@@ -46,27 +42,6 @@ class SplitInputs(Collection[EncoderInput]):
         return any(item == own for own in self)
 
 
-@dataclass(frozen=True, slots=True)
-class PairFeatures:
-    """The features of rows: f(c; I(s)) and f(c; I(∅)) for both sentences (CASE, section 3.1).
-
-    Attributes:
-        first, second: (n, dim) float32, conditional.
-        first_unconditional, second_unconditional: (n, dim) float32.
-    """
-
-    first: NDArray[np.float32]
-    second: NDArray[np.float32]
-    first_unconditional: NDArray[np.float32]
-    second_unconditional: NDArray[np.float32]
-
-    def joint(self, subtract: bool) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Return the features that heads take, with the unconditional ones subtracted or not."""
-        if not subtract:
-            return self.first, self.second
-        return self.first - self.first_unconditional, self.second - self.second_unconditional
-
-
 def row_inputs(rows: Rows, prompt: Prompt) -> RowInputs:
     """Put every row's texts into a prompt."""
     first = list(zip(rows.sentence1, rows.condition, strict=True))
@@ -76,24 +51,6 @@ def row_inputs(rows: Rows, prompt: Prompt) -> RowInputs:
         second=[prompt.conditional.render(*texts) for texts in second],
         first_unconditional=[prompt.unconditional.render(*texts) for texts in first],
         second_unconditional=[prompt.unconditional.render(*texts) for texts in second],
-    )
-
-
-def read_features(rows: Rows, prompt: Prompt, store: FeatureStore) -> PairFeatures:
-    """Read the features of rows from a store.
-
-    Raises:
-        UserError: some were not extracted yet.
-    """
-    inputs = row_inputs(rows, prompt)
-    first = store.read(inputs.first_unconditional)
-    # With f(c; I(∅)) the unconditional input is the same for both sentences.
-    same = list(inputs.first_unconditional) == list(inputs.second_unconditional)
-    return PairFeatures(
-        first=store.read(inputs.first),
-        second=store.read(inputs.second),
-        first_unconditional=first,
-        second_unconditional=first if same else store.read(inputs.second_unconditional),
     )
 
 

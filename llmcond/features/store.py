@@ -11,8 +11,10 @@ behind the others, and merging small files keeps their order.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -40,6 +42,9 @@ _KEY = pa.binary(KEY_BYTES)
 _ARROW = {"float16": pa.float16(), "float32": pa.float32()}
 #: Rows read at a time: bounds the memory of a read beside its result.
 _READ_ROWS = 65_536
+
+#: Larger tables of vectors are kept on disk.
+_IN_MEMORY = 2**30
 
 #: Every commit adds a fragment, which slows down later ones: so many are merged into one,
 _MERGED_FRAGMENTS = 32
@@ -256,12 +261,54 @@ class FeatureStore:
         ]
         return np.concatenate(blocks) if blocks else np.zeros((0, 0), dtype=np.float32)
 
+    def lookup(self, inputs: Sequence[EncoderInput]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Return the distinct vectors of inputs as they are stored, and which each input has.
+
+        Tables above ``_IN_MEMORY`` bytes are memory maps of a file that ends with them.
+
+        Returns:
+            (m, dim) in the store's type, and (n,) places in it.
+
+        Raises:
+            UserError: some are not there.
+            DiskFullError: no room for a memory map.
+        """
+        places, index = np.unique(self._found(inputs), return_inverse=True)
+        table: NDArray[Any] | None = None
+        for start in range(0, len(places), _READ_ROWS):
+            part = places[start : start + _READ_ROWS]
+            block = self._stored(part)
+            if table is None:
+                table = self._table((len(places), block.shape[1]))
+            table[start : start + len(part)] = block
+        if table is None:
+            table = np.zeros((0, 0), dtype=self.dtype)
+        return table, index.reshape(-1)
+
+    def _table(self, shape: tuple[int, int]) -> NDArray[Any]:
+        size = math.prod(shape) * np.dtype(self.dtype).itemsize
+        if size <= _IN_MEMORY:
+            return np.empty(shape, dtype=self.dtype)
+        if shutil.disk_usage(self.folder).free < size + _SPARE_BYTES:
+            raise DiskFullError(
+                f"the disk is full: reading {size / 2**30:.1f} GiB of features in the order that "
+                f"heads take them needs as much room in {self.folder}."
+            )
+        # Without a name, so nothing is left behind whatever happens.
+        with tempfile.TemporaryFile(dir=self.folder) as file:
+            return np.memmap(file, dtype=self.dtype, mode="w+", shape=shape)
+
+    def _stored(self, places: NDArray[np.int64]) -> NDArray[Any]:
+        """Return the vectors at ascending places, in the store's type."""
+        table = self._reading(lambda: self._dataset.take(places, columns=["vector"]))
+        flat = table["vector"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        vectors: NDArray[Any] = flat.reshape(len(places), -1)
+        return vectors
+
     def _vectors(self, places: NDArray[np.int64]) -> NDArray[np.float32]:
         # Ascending places read the files front to back; the wanted order is restored after.
         distinct, inverse = np.unique(places, return_inverse=True)
-        table = self._reading(lambda: self._dataset.take(distinct, columns=["vector"]))
-        flat = table["vector"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-        vectors: NDArray[np.float32] = flat.astype(np.float32).reshape(len(distinct), -1)[inverse]
+        vectors: NDArray[np.float32] = self._stored(distinct).astype(np.float32)[inverse]
         return vectors
 
     def count_truncated(self, inputs: Sequence[EncoderInput]) -> int:

@@ -171,10 +171,9 @@ def _cosent(cosine: Tensor, rating: Tensor, scale: float) -> Tensor:
 
 def _ranking(cosine: Tensor, rating: Tensor, settings: ObjectiveSettings) -> Tensor:
     """Mean over rating_i > rating_j of log(1 + e^(scale (cos_j - cos_i)))."""
-    lead = settings.scale * (cosine[:, None] - cosine[None, :])
+    excess = settings.scale * (cosine[None, :] - cosine[:, None])
     gap = (rating[:, None] - rating[None, :]).relu()
-    # Not softplus, which is only nearly right from 20 up.
-    return _weighted_mean(-torch.nn.functional.logsigmoid(lead), _weight(gap, settings.ties))
+    return _weighted_mean(torch.nn.functional.softplus(excess), _weight(gap, settings.ties))
 
 
 def _contrast(
@@ -227,8 +226,7 @@ def _weight(gap: Tensor, ties: str) -> Tensor:
 
 
 def _weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
-    """Return the mean, 0 where all weights are 0; also then a gradient can be had."""
-    weight = weight.to(values.dtype)
+    """Return the mean, 0 where all weights are 0; then too there is a gradient, of 0."""
     return (values * weight).sum() / weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
 
 

@@ -32,7 +32,7 @@ from llmcond.heads.networks import Batch, Network, Ops, Weights
 from llmcond.heads.objectives import ObjectiveSettings, count_ties, find_twos, objective
 
 #: Beyond any use, and below what overflows.
-_LARGEST = 1_000_000
+_LARGEST, _WIDEST = 1_000_000, 65_536
 #: Heads of so many parameters are multiplied in bfloat16 where the CPU does that natively.
 _LARGE = 2**21
 #: Values in memory for each parameter: itself, its gradient, two moments of Adam, the best epoch.
@@ -122,8 +122,10 @@ def one_of(name: str, value: str, legal: tuple[str, ...]) -> None:
 
 def check_size(name: str, value: int, least: int = 1) -> None:
     """Raise a ValueError unless a size is at least 1 and below what overflows."""
-    if not least <= value <= _LARGEST:
-        raise ValueError(f"{name} must be at least {least} and at most {_LARGEST:,}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}")
+    if value > _WIDEST:
+        raise ValueError(f"{name} must be at most {_WIDEST:,}")
 
 
 def trained(

@@ -14,7 +14,7 @@ from llmcond.prompts import load_prompt
 from llmcond.provenance import provenance
 from llmcond.report.console import note
 from llmcond.runs import SavedHead, head_name, open_run
-from llmcond.workflows.evaluate import Zeroshot, check_scorable, predict, result_of
+from llmcond.workflows.evaluate import check_scorable, predict, result_of, zeroshots
 from llmcond.workflows.extract import DataOptions, extract
 from llmcond.workflows.features import Features
 from llmcond.workflows.fit import check_seed, fit_with_bar, sized
@@ -63,17 +63,18 @@ def compare_prompts(
     for prompt in [run.prompt(name) for name in names]:
         # Anew for each prompt: memory holds one prompt's features at a time.
         features = Features(run)
-        pairs = features.pairs(prompt, split)
-        for subtract in (False, True):
-            zeroshot = Zeroshot(prompt, subtract)
-            results.append(result_of(zeroshot, predict(zeroshot, pairs), rows, split))
-            train, dev = (features.rated(prompt, s, subtract) for s in ("train", "dev"))
+        for zeroshot in zeroshots(prompt):
+            view = zeroshot.view
+            scored = predict(zeroshot, features.pairs(view, split))
+            results.append(result_of(zeroshot, scored, rows, split))
+            train, dev = (features.rated(view, s) for s in ("train", "dev"))
             for recipe in recipes:
                 head = fit_with_bar(sized(recipe, None, train.dim), train, dev, seed)
                 record = {"recipe": recipe.to_json()}
-                name = head_name(recipe.name, prompt.name, subtract)
-                saved = SavedHead(name, head, prompt, subtract, record)
-                results.append(result_of(saved, predict(saved, pairs), rows, split))
+                name = head_name(recipe.name, view)
+                saved = SavedHead(name, head, view, record)
+                scored = predict(saved, features.pairs(view, split))
+                results.append(result_of(saved, scored, rows, split))
                 value = results[-1]["spearman"]
                 shown = "undefined" if value is None else f"{100 * value:.1f}"
                 note(f"{name}: Spearman {shown} on {split}")
@@ -86,7 +87,10 @@ def compare_prompts(
 def _usable_prompts(resolved: ResolvedEncoder) -> list[str]:
     usable = []
     for name in bundled_names("prompts"):
-        obstacle = load_prompt(name).obstacle(resolved.identity)
+        prompt = load_prompt(name)
+        obstacle = prompt.obstacle(resolved.identity)
+        if prompt.separate:
+            obstacle = "it gives separate features, for tri-encoder heads (name it to compare it)"
         if obstacle:
             note(f"{name} is left out: {obstacle}")
         else:

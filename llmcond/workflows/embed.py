@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,11 @@ from llmcond.encoders import EncoderInput
 from llmcond.errors import UserError
 from llmcond.features.extract import NonFiniteError, extract
 from llmcond.files import check_writable, replacing
+from llmcond.heads import Lookup, Matrix
+from llmcond.prompts import Prompt
 from llmcond.report.console import extraction_bar, note
 from llmcond.runs import open_run
+from llmcond.views import Part, View
 from llmcond.workflows.extract import LazyEncoder, extraction_note
 
 #: Rows whose vectors are in memory at a time.
@@ -65,8 +68,7 @@ def embed_file(
         raise UserError(f"{out} ends in {out.suffix or 'nothing'}; name a .parquet or .npy file.")
     run = open_run(run_folder)
     chosen = choose_head(run, head, prompt)
-    template = chosen.prompt if chosen else run.prompt(prompt)
-    subtract = chosen.subtract if chosen else True
+    view = chosen.view if chosen else View((run.prompt(prompt),))
     texts = read_texts(source, sentence, condition)
     if not texts.from_column:
         note(f"{texts.file} has no column {condition!r}: that is every row's condition")
@@ -74,39 +76,41 @@ def embed_file(
         raise UserError(f"{out} is the file that is read; name another --out.")
     check_writable(out)
     rows = list(zip(texts.sentences, texts.conditions, strict=True))
-    conditional = [template.conditional.render(*row) for row in rows]
-    unconditional = [template.unconditional.render(*row) for row in rows] if subtract else []
+    columns = view.inputs(rows)
     store = run.store()
     resolved = run.resolve_encoder(device)
     try:
         with extraction_bar() as bar:
             done = extract(
-                [*conditional, *unconditional],
+                [item for column in columns for item in column],
                 store,
                 LazyEncoder(resolved),
                 bar,
                 by_prefix=resolved.shares_prefixes,
             )
     except NonFiniteError as error:
-        number = _row_of(error.item, conditional, unconditional)
+        number = _row_of(error.item, columns)
         raise UserError(f"row {number} of {texts.file}: {error}") from error
-    note(extraction_note(template.name, done, resolved.identity.max_length))
+    note(extraction_note(view.name, done, resolved.identity.max_length))
 
     def blocks() -> Blocks:
         for start in range(0, len(rows), _BLOCK):
-            part = slice(start, start + _BLOCK)
-            features = store.read(conditional[part])
-            if subtract:
-                features = features - store.read(unconditional[part])
-            yield chosen.head.transform(features) if chosen else features
+            part = rows[start : start + _BLOCK]
+
+            def read(prompt: Prompt, side: Part, part: Sequence[Any] = part) -> Matrix:
+                return Lookup(*store.lookup([getattr(prompt, side).render(*row) for row in part]))
+
+            features = view.sentence(read)
+            condition = view.condition(read)
+            yield chosen.head.transform(features, condition) if chosen else features[:]
 
     dim = writers[out.suffix](out, texts, blocks)
     name = chosen.name if chosen else "none"
     note(f"{len(rows):,} embeddings of {dim} dimensions by {name} -> {out}")
-    return {"out": str(out), "rows": len(rows), "dim": dim, "head": name, "prompt": template.name}
+    return {"out": str(out), "rows": len(rows), "dim": dim, "head": name, "prompt": view.name}
 
 
-def _row_of(item: EncoderInput, *columns: list[EncoderInput]) -> int:
+def _row_of(item: EncoderInput, columns: list[list[EncoderInput]]) -> int:
     return 1 + min(column.index(item) for column in columns if item in column)
 
 

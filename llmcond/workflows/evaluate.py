@@ -14,24 +14,33 @@ from numpy.typing import NDArray
 from llmcond.datasets import read_rows
 from llmcond.errors import UserError
 from llmcond.evaluation.metrics import Estimate, score
-from llmcond.features.pairs import PairFeatures, read_features
 from llmcond.files import check_writable, replacing
-from llmcond.heads import cosine
+from llmcond.heads import PairArrays, cosine
 from llmcond.prompts import Prompt
 from llmcond.report.console import note
 from llmcond.report.tables import finite
 from llmcond.rows import Rows, leaked_pairs
 from llmcond.runs import Run, SavedHead, StaleHeadError, head_name, open_run
+from llmcond.views import View
 from llmcond.workflows.extract import DataOptions, LazyEncoder, extract_rows, extraction_note
-from llmcond.workflows.features import Features
+from llmcond.workflows.features import RowFeatures
+
+#: Rows compared at a time.
+_BLOCK = 8_192
 
 
 @dataclass(frozen=True, slots=True)
 class Zeroshot:
-    """The features of a prompt, compared as they are."""
+    """Features compared as they are."""
 
-    prompt: Prompt
-    subtract: bool
+    view: View
+
+
+def zeroshots(prompt: Prompt) -> list[Zeroshot]:
+    """Return the ways to compare a prompt's features as they are, with subtraction last."""
+    # Separate features without subtraction leave the condition out.
+    ways = (True,) if prompt.separate else (False, True)
+    return [Zeroshot(View((prompt,), subtract)) for subtract in ways]
 
 
 def evaluate(
@@ -62,7 +71,7 @@ def evaluate(
     if predictions is not None:
         check_writable(predictions)
     fitted = _heads_to_score(run, heads)
-    prompts = list({head.prompt.name: head.prompt for head in fitted}.values())
+    prompts = list({p.name: p for head in fitted for p in head.view.prompts}.values())
     if not fitted or not heads:
         prompts = list(run.prompts().values())
     if not prompts:
@@ -73,32 +82,29 @@ def evaluate(
         split = split or run.default_split()
         rows = run.rows(split)
         check_scorable(rows, run, other=False, predictions=predictions is not None)
-        cache = Features(run)
-        features = {prompt.name: cache.pairs(prompt, split) for prompt in prompts}
+        features = RowFeatures(rows, run.store())
     else:
         columns, scale = data.columns or run.columns, data.scale or run.scale
         rows, split = read_rows(data.source, split, columns, scale)
         check_scorable(rows, run, other=True, predictions=predictions is not None)
         note(f"scoring all {len(rows):,} rows of {rows.file}, as {split}")
         features = _features_of(run, prompts, rows, device)
-    ways: list[SavedHead | Zeroshot] = [Zeroshot(p, s) for p in prompts for s in (False, True)]
+    ways: list[SavedHead | Zeroshot] = [way for prompt in prompts for way in zeroshots(prompt)]
     ways += fitted
-    similarity = {_label(way): predict(way, features[way.prompt.name]) for way in ways}
+    similarity = {_label(way): predict(way, features.pairs(way.view)) for way in ways}
     if predictions is not None:
         _write_predictions(predictions, rows, similarity)
         note(f"predictions for {len(rows):,} rows -> {predictions}")
     return [result_of(way, similarity[_label(way)], rows, split) for way in ways]
 
 
-def _features_of(
-    run: Run, prompts: Sequence[Prompt], rows: Rows, device: str
-) -> dict[str, PairFeatures]:
+def _features_of(run: Run, prompts: Sequence[Prompt], rows: Rows, device: str) -> RowFeatures:
     store = run.store()
     encoder = LazyEncoder(run.resolve_encoder(device))
     for prompt in prompts:
         done = extract_rows(store, encoder, prompt, [rows])
         note(extraction_note(prompt.name, done, run.identity.max_length))
-    return {prompt.name: read_features(rows, prompt, store) for prompt in prompts}
+    return RowFeatures(rows, store)
 
 
 def _heads_to_score(run: Run, names: Sequence[str]) -> list[SavedHead]:
@@ -133,15 +139,26 @@ def check_scorable(rows: Rows, run: Run, other: bool, predictions: bool = False)
 def _label(way: SavedHead | Zeroshot) -> str:
     if isinstance(way, SavedHead):
         return way.name
-    return head_name("none", way.prompt.name, way.subtract)
+    return head_name("none", way.view)
 
 
-def predict(way: SavedHead | Zeroshot, features: PairFeatures) -> NDArray[np.float32]:
-    """Return the predicted similarity of each row, (n,) float32."""
-    first, second = features.joint(way.subtract)
-    if isinstance(way, SavedHead):
-        return way.head.similarity(first, second)
-    return cosine(first, second)
+def predict(way: SavedHead | Zeroshot, pairs: PairArrays) -> NDArray[np.float32]:
+    """Return the predicted similarity of each row, (n,) float32.
+
+    Args:
+        way: a head, or none.
+        pairs: the rows as it sees them.
+    """
+    blocks = []
+    for start in range(0, len(pairs), _BLOCK):
+        part = slice(start, start + _BLOCK)
+        first, second = pairs.first[part], pairs.second[part]
+        if isinstance(way, Zeroshot):
+            blocks.append(cosine(first, second))
+        else:
+            condition = None if pairs.condition is None else pairs.condition[part]
+            blocks.append(way.head.similarity(first, second, condition))
+    return np.concatenate(blocks)
 
 
 def result_of(
@@ -152,8 +169,8 @@ def result_of(
     return {
         "name": _label(way),
         "head": way.recipe if isinstance(way, SavedHead) else "none",
-        "prompt": way.prompt.name,
-        "subtract": way.subtract,
+        "prompt": way.view.name,
+        "subtract": way.view.subtract,
         "split": split,
         **_scores(similarity, rows),
         "dim": head.dim_out if head else None,

@@ -12,9 +12,11 @@ import numpy as np
 from llmcond.errors import UserError
 from llmcond.evaluation.metrics import score
 from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe, load_recipe, save_head
+from llmcond.prompts import Prompt
 from llmcond.report.console import fit_bar, note
 from llmcond.report.tables import finite
-from llmcond.runs import head_name, head_record, open_run
+from llmcond.runs import Run, head_name, head_record, open_run
+from llmcond.views import view_of
 from llmcond.workflows.features import Features
 
 
@@ -34,7 +36,8 @@ def fit_head(
         run_folder: a run with extracted features.
         head: a recipe's name or file.
         dim: size of the embeddings; None: the recipe's, at most that of the features.
-        prompt: whose features; None: the run's only one, or the one that suits its encoder.
+        prompt: whose features, several joined by ``+``; None: the run's only one, or the one that
+            suits its encoder.
         subtract: whether unconditional features are subtracted.
         seed: of everything random.
         changes: other settings of the recipe, as text.
@@ -52,14 +55,14 @@ def fit_head(
     recipe = load_recipe(head)
     if changes:
         recipe = recipe.with_settings(recipe.parse_changes(dict(changes), "--set"), "--set")
-    chosen = run.prompt(prompt)
+    view = view_of(recipe, _prompts(run, recipe, prompt), subtract)
     if name is not None and name.split("@")[0] == "none" and recipe.family.kind != "none":
         raise UserError(f"{name!r} would be taken for zero-shot. Give the head another --name.")
-    name = name or head_name(recipe.name, chosen.name, subtract)
+    name = name or head_name(recipe.name, view)
     folder = run.head_folder(name)
     features = Features(run)
-    train = features.rated(chosen, "train", subtract)
-    dev = features.rated(chosen, "dev", subtract)
+    train = features.rated(view, "train")
+    dev = features.rated(view, "dev")
     recipe = sized(recipe, dim, train.dim)
     began = time.monotonic()
     fitted = fit_with_bar(recipe, train, dev, seed)
@@ -67,15 +70,15 @@ def fit_head(
     for text in fitted.fit.notes:
         note(text)
     counts = {"n_train": len(train), "n_dev": len(dev), "n_dropped": features.dropped("train")}
-    record = head_record(run, chosen, subtract, recipe.to_json())
+    record = head_record(run, view, recipe.to_json())
     replaced = folder.exists()
     save_head(fitted, folder, {**record, "counts": counts})
     summary = {
         "name": name,
         "folder": str(folder),
         "head": recipe.name,
-        "prompt": chosen.name,
-        "subtract": subtract,
+        "prompt": view.name,
+        "subtract": view.subtract,
         "seed": seed,
         "dim_in": fitted.dim_in,
         "dim": fitted.dim_out,
@@ -86,6 +89,15 @@ def fit_head(
     }
     note(_fit_note(summary, replaced))
     return summary
+
+
+def _prompts(run: Run, recipe: Recipe, names: str | None) -> tuple[Prompt, ...]:
+    """Return the prompts named, or for a head of separate features the one that gives them."""
+    if names is None and recipe.features == "separate":
+        apart = [prompt for prompt in run.prompts().values() if prompt.separate]
+        if len(apart) == 1:
+            return (apart[0],)
+    return run.find_prompts(names)
 
 
 def check_seed(seed: int) -> None:
@@ -119,7 +131,7 @@ def fit_with_bar(recipe: Recipe, train: PairArrays, dev: PairArrays, seed: int) 
 def _dev_spearman(head: FittedHead, dev: PairArrays) -> float:
     if not len(dev):
         return float("nan")
-    similarity = head.similarity(dev.first, dev.second)
+    similarity = head.similarity(dev.first, dev.second, dev.condition)
     return score(similarity, dev.rating, np.arange(len(dev)), resamples=0).spearman.value
 
 

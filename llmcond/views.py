@@ -1,0 +1,130 @@
+"""What a head sees of sentences under conditions: the features of one prompt, or of several.
+
+Several are seen side by side. Joint features are e(s|c), with the prompt's unconditional ones
+subtracted or not (CASE, equation 1); separate ones are e(s) and e(c) (Hyper-CL, section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from llmcond.encoders.spec import EncoderInput
+from llmcond.errors import UserError
+from llmcond.heads import Difference, Joined, Matrix, Recipe
+from llmcond.prompts import Prompt
+
+Part = Literal["conditional", "unconditional"]
+#: (prompt, part) -> (n, dim) features of n rows.
+Read = Callable[[Prompt, Part], Matrix]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Which features of which prompts are taken.
+
+    Attributes:
+        prompts: at least one.
+        subtract: whether joint features have the unconditional ones subtracted.
+        features: of a sentence: ``joint``, ``separate`` or ``both``, side by side.
+        conditioned: whether the condition's own features e(c) are taken as well.
+    """
+
+    prompts: tuple[Prompt, ...]
+    subtract: bool = True
+    features: str = "joint"
+    conditioned: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what would leave the condition out, or cannot be had.
+
+        Raises:
+            UserError: naming the prompts, and what to do.
+        """
+        apart = [prompt for prompt in self.prompts if prompt.separate]
+        if self.features in ("separate", "both") and len(apart) != 1:
+            got = f"{len(apart)} such" if apart else "joint features only"
+            raise UserError(
+                f"the head takes e(s) and e(c) each by itself, and the prompt {self.name} gives "
+                f"{got}. Extract the prompt that does (llmcond extract --prompt separate ...) and "
+                f"name it: --prompt {'separate' if not apart else apart[0].name}"
+                + ("" if self.features == "separate" else f"+{self.name}")
+            )
+        if self.features == "separate" and len(self.prompts) > 1:
+            raise UserError(
+                f"the head takes separate features only, and --prompt {self.name} names joint ones "
+                f"as well. Give --prompt {apart[0].name}, or --set features=both."
+            )
+        if self.features != "separate" and len(apart) == len(self.prompts):
+            self._check_apart()
+        if self.conditioned:
+            self._conditions()
+
+    def _check_apart(self) -> None:
+        if self.features == "joint" and (self.subtract and not self.conditioned):
+            return
+        raise UserError(
+            f"the prompt {self.name} gives e(s) and e(c) each by itself, so "
+            + (
+                "without subtraction the condition would be ignored. Leave out --no-subtract, "
+                "choose a prompt that joins both, or a head that takes both."
+                if not self.conditioned
+                else "the head has no joint features to work on. Name a prompt that joins both: "
+                f"--prompt PROMPT or --prompt PROMPT+{self.name}"
+            )
+        )
+
+    @property
+    def name(self) -> str:
+        """Return the names of the prompts, joined by +."""
+        return "+".join(prompt.name for prompt in self.prompts)
+
+    def _conditions(self) -> Prompt:
+        """Return the first prompt whose unconditional features are those of the condition."""
+        for prompt in self.prompts:
+            if prompt.of_condition:
+                return prompt
+        raise UserError(
+            f"the head takes e(c), and the prompt {self.name} encodes no condition by itself "
+            "([unconditional] names {sentence}). Choose another prompt."
+        )
+
+    def sentence(self, read: Read) -> Matrix:
+        """Return the features of sentences, (n, dim).
+
+        Args:
+            read: gives the features of the prompts for these sentences and their conditions.
+        """
+        if self.features == "separate":
+            return read(self.prompts[0], "conditional")
+        parts: list[Matrix] = []
+        for prompt in self.prompts:
+            found = read(prompt, "conditional")
+            plain = not self.subtract or (self.features == "both" and prompt.separate)
+            parts.append(found if plain else Difference(found, read(prompt, "unconditional")))
+        return parts[0] if len(parts) == 1 else Joined(parts)
+
+    def condition(self, read: Read) -> Matrix | None:
+        """Return the features of the conditions, (n, dim_c), if the head takes them."""
+        return read(self._conditions(), "unconditional") if self.conditioned else None
+
+    def inputs(self, rows: Sequence[tuple[str, str]]) -> list[list[EncoderInput]]:
+        """Return every input that is needed for (sentence, condition) rows, as columns."""
+        subtracted = self.subtract and self.features != "separate"
+        of_condition = self._conditions() if self.conditioned else None
+        columns = []
+        for prompt in self.prompts:
+            columns.append([prompt.conditional.render(*row) for row in rows])
+            if subtracted or prompt is of_condition:
+                columns.append([prompt.unconditional.render(*row) for row in rows])
+        return columns
+
+
+def view_of(recipe: Recipe, prompts: Sequence[Prompt], subtract: bool) -> View:
+    """Return what a recipe's head sees.
+
+    Raises:
+        UserError: the prompts do not give the features that it takes.
+    """
+    return View(tuple(prompts), subtract, recipe.features, recipe.family.conditioned)
