@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder, load_encoder
     from llmcond.encoders.spec import EncoderInput
     from llmcond.errors import LlmcondError, UserError
+    from llmcond.heads.estimator import Head
 
 __all__ = [
     "Embedder",
     "Encoder",
     "EncoderInput",
+    "Head",
     "LlmcondError",
     "UserError",
     "__version__",
@@ -30,6 +32,7 @@ _HOMES = {
     "Embedder": "llmcond.embedder",
     "Encoder": "llmcond.encoders.encoder",
     "EncoderInput": "llmcond.encoders.spec",
+    "Head": "llmcond.heads.estimator",
     "LlmcondError": "llmcond.errors",
     "UserError": "llmcond.errors",
     "load_embedder": "llmcond.embedder",

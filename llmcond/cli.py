@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from llmcond.commands.sweep import add as add_sweep
 from llmcond.errors import (
     DiskFullError,
     LlmcondError,
@@ -18,10 +18,20 @@ from llmcond.errors import (
     nearest,
     printable,
 )
-from llmcond.launch import local_rank
+from llmcond.options import (
+    SOURCE,
+    add_command,
+    add_data,
+    add_device,
+    add_encoder,
+    add_encoder_settings,
+    add_run,
+    data_options,
+    encoder_options,
+    key_values,
+    print_json,
+)
 from llmcond.version import __version__
-
-DEFAULT_RUN = Path("runs/default")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -84,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_extract(commands)
     _add_fit_head(commands)
+    add_sweep(commands)
     _add_evaluate(commands)
     _add_compare_prompts(commands)
     _add_similarity(commands)
@@ -92,196 +103,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# -- options that commands share ---------------------------------------------------------------
-
-
-def _add_command(commands: Any, name: str, summary: str, command: Any, example: str) -> Any:
-    parser = commands.add_parser(
-        name, allow_abbrev=False, help=summary, description=summary, epilog=f"Example: {example}"
-    )
-    parser.set_defaults(command=command)
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on standard output"
-    )
-    return parser
-
-
-def _add_run(parser: Any) -> None:
-    parser.add_argument(
-        "--run",
-        type=Path,
-        default=DEFAULT_RUN,
-        metavar="DIR",
-        help="folder of this piece of work (default: runs/default)",
-    )
-
-
-def _add_device(parser: Any) -> None:
-    parser.add_argument("--device", default="auto", metavar="D", help="auto, cpu, cuda or cuda:N")
-
-
-def _add_data(parser: Any, source: str) -> None:
-    parser.add_argument("--data", metavar="SRC", help=source)
-    parser.add_argument(
-        "--columns",
-        nargs="+",
-        action="extend",
-        metavar="NAME=COLUMN",
-        help="other column names, for sentence1, sentence2, condition and label",
-    )
-    parser.add_argument(
-        "--rating-range",
-        nargs=2,
-        type=float,
-        metavar=("LOW", "HIGH"),
-        help="range of the ratings, mapped to 0 to 1 (default: 1 5)",
-    )
-    parser.add_argument(
-        "--unrated", type=float, metavar="LABEL", help="label of unrated rows (default: -1)"
-    )
-
-
-_SOURCE = (
-    "a .csv, .tsv, .jsonl or .parquet file, a folder with train, dev and test files, or "
-    "hf://datasets/OWNER/NAME"
-)
-
-
-def _add_encoder(parser: Any) -> None:
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="NAME_OR_PATH",
-        help="alias, hub name or folder (`llmcond models` lists the known ones)",
-    )
-    _add_encoder_settings(parser)
-
-
-def _add_encoder_settings(parser: Any) -> None:
-    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit on the hub")
-    parser.add_argument(
-        "--like",
-        metavar="NAME",
-        help="a known model whose settings this one has: for copies and fine-tuned ones",
-    )
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="auto: the fastest that the device computes natively",
-    )
-    parser.add_argument(
-        "--quantize",
-        default="none",
-        choices=("none", "8bit", "4bit"),
-        help="weights in 8 or 4 bit (needs llmcond[quantize])",
-    )
-    _add_device(parser)
-    parser.add_argument(
-        "--attention", choices=("bidirectional", "causal"), help="default: the model's own"
-    )
-    parser.add_argument(
-        "--max-tokens-per-batch",
-        type=int,
-        metavar="N",
-        help="token budget of one forward pass (default: by the device and its memory)",
-    )
-    parser.add_argument(
-        "--share-prefixes",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="compute what several inputs begin with once, where that is exact: for causal "
-        "encoders that pool the last token",
-    )
-    parser.add_argument(
-        "--pooling",
-        choices=("cls", "mean", "last", "pooler", "latent"),
-        help="default: the model's own",
-    )
-    parser.add_argument(
-        "--pool-over",
-        choices=("all", "text"),
-        help="pool all tokens, or the text's without its instruction; default: the model's own",
-    )
-    parser.add_argument(
-        "--normalize",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="unit L2 norm; default: the model's own",
-    )
-    parser.add_argument("--max-length", type=int, metavar="N", help="tokens of an input")
-    parser.add_argument(
-        "--instruction-format",
-        metavar="TEXT",
-        help=r"how an instruction is put before a text, e.g. "
-        r"'Instruct: {instruction}\nQuery: {text}'",
-    )
-    parser.add_argument(
-        "--special-tokens",
-        metavar="TEXT",
-        help="tokens around every input, e.g. '<s> {text} </s>', or: tokenizer (as it adds them)",
-    )
-
-
-def _encoder_options(options: argparse.Namespace) -> Any:
-    from llmcond.encoders import EncoderOptions
-
-    values = vars(options)
-    template = options.instruction_format
-    if template is not None:
-        # A shell has no easy way to write a line break.
-        values = {**values, "instruction_format": template.replace("\\n", "\n")}
-    return EncoderOptions.of(values)
-
-
-def _data_options(options: argparse.Namespace, split_seed: int | None = None) -> Any:
-    from llmcond.datasets import Columns, RatingScale
-    from llmcond.workflows import DataOptions
-
-    columns = scale = None
-    if options.columns:
-        pairs = _pairs(options.columns, "--columns")
-        legal = ("sentence1", "sentence2", "condition", "label")
-        for name in pairs:
-            if name not in legal:
-                raise UserError(f"--columns has no {name!r}. {nearest(name, legal)}")
-        columns = Columns(**pairs)
-    if options.rating_range or options.unrated is not None:
-        low, high = options.rating_range or (1.0, 5.0)
-        scale = RatingScale(low, high, -1.0 if options.unrated is None else options.unrated)
-    return DataOptions(options.data, columns, scale, split_seed)
-
-
-def _pairs(texts: Sequence[str], option: str) -> dict[str, str]:
-    pairs = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not (equals and key and value):
-            raise UserError(f"{option} is {text!r}; expected NAME=VALUE.")
-        pairs[key] = value
-    return pairs
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    if local_rank():
-        return  # of several processes that were launched together, one prints
-    sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
-
-
 # -- commands ----------------------------------------------------------------------------------
 
 
 def _add_extract(commands: Any) -> None:
-    parser = _add_command(
+    parser = add_command(
         commands,
         "extract",
         "Encode a data set's texts under prompts, once, into a run.",
         _extract,
         "llmcond extract --model minilm --data my.csv --prompt concat-sent-cond",
     )
-    _add_encoder(parser)
-    _add_run(parser)
-    _add_data(parser, f"{_SOURCE} (default: the run's own data, or the bundled sample)")
+    add_encoder(parser)
+    add_run(parser)
+    add_data(parser, f"{SOURCE} (default: the run's own data, or the bundled sample)")
     parser.add_argument(
         "--prompt",
         nargs="+",
@@ -315,19 +150,19 @@ def _extract(options: argparse.Namespace) -> None:
 
     summary = extract(
         options.model,
-        _encoder_options(options),
+        encoder_options(options),
         options.run,
-        _data_options(options, options.split_seed),
+        data_options(options, options.split_seed),
         options.prompt,
         options.store_dtype,
         options.workers,
     )
     if options.json:
-        _print_json(summary)
+        print_json(summary)
 
 
 def _add_fit_head(commands: Any) -> None:
-    parser = _add_command(
+    parser = add_command(
         commands,
         "fit-head",
         "Fit a head on a run's training features.",
@@ -346,7 +181,7 @@ def _add_fit_head(commands: Any) -> None:
         metavar="K",
         help="size of the embeddings (default: the recipe's, at most the features')",
     )
-    _add_run(parser)
+    add_run(parser)
     parser.add_argument("--prompt", metavar="NAME", help="whose features (default: the only one)")
     parser.add_argument(
         "--subtract",
@@ -378,22 +213,22 @@ def _fit_head(options: argparse.Namespace) -> None:
         options.prompt,
         options.subtract,
         options.seed,
-        _pairs(options.set, "--set"),
+        key_values(options.set, "--set"),
         options.name,
     )
     if options.json:
-        _print_json(summary)
+        print_json(summary)
 
 
 def _add_evaluate(commands: Any) -> None:
-    parser = _add_command(
+    parser = add_command(
         commands,
         "evaluate",
         "Score a run's heads, with zero-shot beside them.",
         _evaluate,
         "llmcond evaluate --head mlp --split dev --json",
     )
-    _add_run(parser)
+    add_run(parser)
     parser.add_argument(
         "--head",
         nargs="+",
@@ -407,14 +242,14 @@ def _add_evaluate(commands: Any) -> None:
         choices=("train", "dev", "test"),
         help="(default: test if there is one, else dev)",
     )
-    _add_data(parser, f"score other rows: {_SOURCE}; a single file is scored whole")
+    add_data(parser, f"score other rows: {SOURCE}; a single file is scored whole")
     parser.add_argument(
         "--predictions",
         type=Path,
         metavar="FILE.csv",
         help="write each row's predicted similarities",
     )
-    _add_device(parser)
+    add_device(parser)
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -424,7 +259,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         options.run,
         options.head,
         options.split,
-        _data_options(options),
+        data_options(options),
         options.predictions,
         options.device,
     )
@@ -432,16 +267,16 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _add_compare_prompts(commands: Any) -> None:
-    parser = _add_command(
+    parser = add_command(
         commands,
         "compare-prompts",
         "Compare prompts on the same rows, splits and seed.",
         _compare_prompts,
         "llmcond compare-prompts --model minilm --prompts my/*.toml --heads mlp",
     )
-    _add_encoder(parser)
-    _add_run(parser)
-    _add_data(parser, f"{_SOURCE} (default: the run's own data, or the bundled sample)")
+    add_encoder(parser)
+    add_run(parser)
+    add_data(parser, f"{SOURCE} (default: the run's own data, or the bundled sample)")
     parser.add_argument(
         "--prompts",
         nargs="+",
@@ -470,9 +305,9 @@ def _compare_prompts(options: argparse.Namespace) -> None:
 
     results = compare_prompts(
         options.model,
-        _encoder_options(options),
+        encoder_options(options),
         options.run,
-        _data_options(options),
+        data_options(options),
         options.prompts,
         options.heads or ("linear", "mlp"),
         options.split,
@@ -483,7 +318,7 @@ def _compare_prompts(options: argparse.Namespace) -> None:
 
 def _print_results(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     if options.json:
-        _print_json({"results": results})
+        print_json({"results": results})
         return
     from llmcond.report.tables import results_table, show
 
@@ -491,7 +326,7 @@ def _print_results(options: argparse.Namespace, results: list[dict[str, Any]]) -
 
 
 def _add_similarity(commands: Any) -> None:
-    parser = _add_command(
+    parser = add_command(
         commands,
         "similarity",
         "Compare two sentences under conditions.",
@@ -507,7 +342,7 @@ def _add_similarity(commands: Any) -> None:
         metavar="C",
         help="may be given several times",
     )
-    _add_run(parser)
+    add_run(parser)
     _add_head(parser)
 
 
@@ -518,7 +353,7 @@ def _add_head(parser: Any) -> None:
     parser.add_argument(
         "--prompt", metavar="NAME", help="for zero-shot (default: the run's only one)"
     )
-    _add_device(parser)
+    add_device(parser)
 
 
 def _similarity(options: argparse.Namespace) -> None:
@@ -538,7 +373,7 @@ def _similarity(options: argparse.Namespace) -> None:
     ]
     about = describe(embedder)
     if options.json:
-        _print_json({"similarities": rows, **about})
+        print_json({"similarities": rows, **about})
         return
     from llmcond.report.tables import listing, show
 
@@ -547,7 +382,7 @@ def _similarity(options: argparse.Namespace) -> None:
 
 
 def _add_embed(commands: Any) -> None:
-    parser = _add_command(
+    parser = add_command(
         commands,
         "embed",
         "Write an embedding for each row of a file.",
@@ -562,7 +397,7 @@ def _add_embed(commands: Any) -> None:
         metavar="COL_OR_TEXT",
         help="a column, or one condition for every row (default: the column called condition)",
     )
-    _add_run(parser)
+    add_run(parser)
     _add_head(parser)
 
 
@@ -580,11 +415,11 @@ def _embed(options: argparse.Namespace) -> None:
         options.device,
     )
     if options.json:
-        _print_json(summary)
+        print_json(summary)
 
 
 def _add_listings(commands: Any) -> None:
-    parser = _add_command(
+    parser = add_command(
         commands,
         "models",
         "List the encoders that are known by name, or check one before it is downloaded.",
@@ -597,12 +432,12 @@ def _add_listings(commands: Any) -> None:
         help="tell what an encoder reads and pools, the memory it needs, and whether it fits here; "
         "downloads its settings and tokenizer only",
     )
-    _add_encoder_settings(parser.add_argument_group("with --check"))
+    add_encoder_settings(parser.add_argument_group("with --check"))
     for name, summary in (
         ("prompts", "List the bundled prompts."),
         ("heads", "List the bundled head recipes."),
     ):
-        _add_command(commands, name, summary, _list, f"llmcond {name} --json")
+        add_command(commands, name, summary, _list, f"llmcond {name} --json")
 
 
 def _models(options: argparse.Namespace) -> None:
@@ -611,10 +446,10 @@ def _models(options: argparse.Namespace) -> None:
 
     if options.check is not None:
         _check_model(options)
-    elif _encoder_options(options) != EncoderOptions():
+    elif encoder_options(options) != EncoderOptions():
         raise UserError("these options are about one encoder; name it: --check NAME.")
     elif options.json:
-        _print_json({"models": listings.models()})
+        print_json({"models": listings.models()})
     else:
         from llmcond.report.tables import listing, show, width
 
@@ -624,9 +459,9 @@ def _models(options: argparse.Namespace) -> None:
 def _check_model(options: argparse.Namespace) -> None:
     from llmcond.workflows import check_model
 
-    report, problem = check_model(options.check, _encoder_options(options))
+    report, problem = check_model(options.check, encoder_options(options))
     if options.json:
-        _print_json({**report, "problem": str(problem) if problem else None})
+        print_json({**report, "problem": str(problem) if problem else None})
     else:
         from llmcond.report.checkup import show_checkup
 
@@ -641,6 +476,6 @@ def _list(options: argparse.Namespace) -> None:
 
     rows = getattr(listings, options.name)()
     if options.json:
-        _print_json({options.name: rows})
+        print_json({options.name: rows})
     else:
         show(listing(rows))

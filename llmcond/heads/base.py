@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.errors import UserError
-from llmcond.heads.arrays import Array, Matrix, chosen, rows_of
+from llmcond.heads.arrays import Array, Lookup, Matrix, chosen, distinct, rows_of
 
 Tensors = Mapping[str, Array]
 
@@ -150,7 +150,11 @@ class FittedHead:
         self._check(features, condition)
         n = len(features)
         if condition is not None and len(condition) == 1 != n:
-            condition = chosen(condition, np.zeros(n, dtype=np.int64))
+            condition = Lookup(condition, np.zeros(n, dtype=np.int64))
+        elif condition is not None:
+            # What is made of a condition is made once, also where its rows stand in several blocks.
+            first, number = distinct(condition)
+            condition = Lookup(chosen(condition, first), number)
         blocks = []
         for start in range(0, max(n, 1), _BLOCK):
             part = slice(start, start + _BLOCK)

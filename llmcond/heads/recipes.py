@@ -55,6 +55,7 @@ class Recipe:
         source: the paper's section or equation.
         family: the kind of head.
         settings: an instance of the family's settings.
+        path: what :func:`load_recipe` found it by.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Recipe:
     source: str
     family: Family
     settings: Any
+    path: str = ""
 
     @property
     def dim(self) -> int | None:
@@ -81,7 +83,7 @@ class Recipe:
             UserError: an unknown setting, or a value of the wrong type or range.
         """
         settings = build(self.family.settings, {**asdict(self.settings), **changes}, source)
-        return Recipe(self.name, self.description, self.source, self.family, settings)
+        return replace(self, settings=settings)
 
     def parse_changes(self, changes: dict[str, str], source: str) -> dict[str, Any]:
         """Return ``--set`` values, given as text, in the types of the settings.
@@ -136,6 +138,7 @@ def load_recipe(name_or_file: str) -> Recipe:
         source=described.source,
         family=family,
         settings=build(family.settings, settings, str(path)),
+        path=str(path.absolute()),
     )
 
 

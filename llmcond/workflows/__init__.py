@@ -6,6 +6,7 @@ from llmcond.workflows.embed import embed_file
 from llmcond.workflows.evaluate import evaluate
 from llmcond.workflows.extract import DataOptions, extract
 from llmcond.workflows.fit import fit_head
+from llmcond.workflows.sweep import sweep
 
 __all__ = [
     "DataOptions",
@@ -15,4 +16,5 @@ __all__ = [
     "evaluate",
     "extract",
     "fit_head",
+    "sweep",
 ]

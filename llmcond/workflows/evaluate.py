@@ -16,6 +16,7 @@ from llmcond.errors import UserError
 from llmcond.evaluation.metrics import Estimate, score
 from llmcond.files import check_writable, replacing
 from llmcond.heads import PairArrays, cosine
+from llmcond.heads.arrays import chosen
 from llmcond.prompts import Prompt
 from llmcond.report.console import note
 from llmcond.report.tables import finite
@@ -156,7 +157,8 @@ def predict(way: SavedHead | Zeroshot, pairs: PairArrays) -> NDArray[np.float32]
         if isinstance(way, Zeroshot):
             blocks.append(cosine(first, second))
         else:
-            condition = None if pairs.condition is None else pairs.condition[part]
+            shared = pairs.condition
+            condition = None if shared is None else chosen(shared, np.arange(len(pairs))[part])
             blocks.append(way.head.similarity(first, second, condition))
     return np.concatenate(blocks)
 

@@ -55,7 +55,7 @@ def fit_head(
     recipe = load_recipe(head)
     if changes:
         recipe = recipe.with_settings(recipe.parse_changes(dict(changes), "--set"), "--set")
-    view = view_of(recipe, _prompts(run, recipe, prompt), subtract)
+    view = view_of(recipe, prompts_for(run, recipe, prompt), subtract)
     if name is not None and name.split("@")[0] == "none" and recipe.family.kind != "none":
         raise UserError(f"{name!r} would be taken for zero-shot. Give the head another --name.")
     name = name or head_name(recipe.name, view)
@@ -91,7 +91,7 @@ def fit_head(
     return summary
 
 
-def _prompts(run: Run, recipe: Recipe, names: str | None) -> tuple[Prompt, ...]:
+def prompts_for(run: Run, recipe: Recipe, names: str | None) -> tuple[Prompt, ...]:
     """Return the prompts named, or for a head of separate features the one that gives them."""
     if names is None and recipe.features == "separate":
         apart = [prompt for prompt in run.prompts().values() if prompt.separate]
@@ -106,7 +106,7 @@ def check_seed(seed: int) -> None:
         raise UserError(f"the seed is {seed}; it must be at least 0 and below 2^32.")
 
 
-def sized(recipe: Recipe, dim: int | None, dim_in: int) -> Recipe:
+def sized(recipe: Recipe, dim: int | None, dim_in: int, quiet: bool = False) -> Recipe:
     """Return a recipe with the dimension asked for, or its own, at most that of the features.
 
     Raises:
@@ -117,7 +117,8 @@ def sized(recipe: Recipe, dim: int | None, dim_in: int) -> Recipe:
             raise UserError(f"the head {recipe.name} keeps the features' size; leave out --dim.")
         return recipe.with_settings({"dim": dim}, "--dim")
     if recipe.dim is not None and recipe.dim > dim_in:
-        note(f"{recipe.name}: dim {dim_in} instead of {recipe.dim}, the features have no more")
+        if not quiet:
+            note(f"{recipe.name}: dim {dim_in} instead of {recipe.dim}, the features have no more")
         return recipe.with_settings({"dim": dim_in}, recipe.name)
     return recipe
 

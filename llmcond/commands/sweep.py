@@ -1,0 +1,105 @@
+"""``llmcond sweep``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from llmcond.options import add_command, add_run, key_values, print_json
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    parser = add_command(
+        commands,
+        "sweep",
+        "Fit heads for every combination of settings and seeds; resumes, in one table.",
+        _sweep,
+        "llmcond sweep --head mlp linear --vary dim=64,128,256 --seeds 3 --plot dim.png",
+    )
+    parser.add_argument(
+        "--head", nargs="+", action="extend", required=True, metavar="NAME_OR_FILE", help="recipes"
+    )
+    parser.add_argument(
+        "--vary",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=V,V",
+        help="a setting of the recipe (dim, rank, learning_rate, temperature, ...) and its values",
+    )
+    add_run(parser)
+    parser.add_argument(
+        "--prompt",
+        nargs="+",
+        action="extend",
+        metavar="NAME",
+        help="whose features; several joined by + stand side by side (default: the only one)",
+    )
+    parser.add_argument(
+        "--subtract",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="subtract the unconditional embedding",
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="fits of each, by seeds 0 to N-1"
+    )
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="other settings, for all fits",
+    )
+    parser.add_argument(
+        "--split",
+        choices=("train", "dev", "test"),
+        help="what is scored (default: test if there is one, else dev)",
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="fits at a time (default: cores)")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="picture of Spearman against the first setting with several numbers (.png, .svg)",
+    )
+    parser.add_argument(
+        "--plot-steps",
+        type=Path,
+        metavar="FILE",
+        help="picture of Spearman on dev against steps of training (.png, .svg)",
+    )
+
+
+def _sweep(options: argparse.Namespace) -> None:
+    from llmcond.report.sweeps import check_plot, plot_settings, plot_steps, sweep_table
+    from llmcond.workflows import sweep
+
+    vary = {key: text.split(",") for key, text in key_values(options.vary, "--vary").items()}
+    for path in (options.plot, options.plot_steps):
+        if path is not None:
+            check_plot(path)
+    results = sweep(
+        options.run,
+        options.head,
+        vary,
+        prompts=options.prompt or (None,),
+        subtract=options.subtract,
+        changes=key_values(options.set, "--set"),
+        seeds=options.seeds,
+        split=options.split,
+        workers=options.workers,
+    )
+    if options.plot is not None:
+        plot_settings(results, options.plot)
+    if options.plot_steps is not None:
+        plot_steps(results, options.plot_steps)
+    if options.json:
+        print_json({"results": results})
+        return
+    from llmcond.report.tables import show
+
+    show(sweep_table(results, options.run))

@@ -1,0 +1,496 @@
+"""Any head as a scikit-learn estimator: for pipelines, cross-validation and grid search.
+
+Rows are cut there by matrices and nothing else, so both sentences' features and the condition's
+stand side by side in one.
+"""
+
+# scikit-learn calls the features X, also by keyword.
+# ruff: noqa: N803, N806
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import spearmanr
+from sklearn.base import BaseEstimator, TransformerMixin
+from sklearn.utils import assert_all_finite, check_array, check_random_state
+from sklearn.utils.validation import (
+    check_consistent_length,
+    check_is_fitted,
+    column_or_1d,
+    validate_data,
+)
+
+from llmcond.config import build
+from llmcond.errors import UserError
+from llmcond.heads.arrays import Array, Lookup, Matrix, distinct
+from llmcond.heads.base import Fit, FittedHead, PairArrays
+from llmcond.heads.recipes import Recipe, find_family, fit_recipe, load_recipe
+
+#: Features in 16 bit stay so; all else becomes float32, which is what heads compute in.
+_CHECKED: Mapping[str, Any] = {"dtype": [np.float32, np.float16], "order": "C"}
+
+
+class HeadError(UserError, ValueError):
+    """The user's input was wrong; a ValueError as well, which scikit-learn expects."""
+
+
+class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
+    """A head of any recipe, fitted on features of rated sentence pairs.
+
+    X is (n, 2 d + n_condition): the features of the first sentences, those of the second ones, and
+    those of the conditions e(c), side by side. A recipe that takes no conditions leaves the last
+    ``n_condition`` columns out, so that recipes of both sorts can be compared on one X. Which
+    features of a sentence a recipe is made for, e(s|c) or e(s), is said in its file; here they
+    are columns.
+
+    Ratings y are on any scale: the least of those that are fitted on becomes 0 and the greatest 1,
+    always. That is what the command line does where they reach both ends of their scale. Recipes
+    that learn nothing from ratings (pca, ica, whitening, random, none) do not look at y.
+
+    A step before the head in a pipeline sees columns: one that scales each by itself, as
+    StandardScaler does, treats the two sentences differently.
+
+    To keep a fitted head in files, give ``head_`` to :func:`llmcond.heads.save_head`; pickles are
+    for scikit-learn's own processes.
+
+    Args:
+        recipe: a bundled recipe's name, or the path of a ``.toml`` file.
+        dim: size of the embeddings; None: the recipe's, at most d.
+        settings: other settings of the recipe, such as ``{"epochs": 5}``.
+        n_condition: how many of the last columns of X are the condition's features.
+        validation_fraction: share of the rows, or of the sentence pairs where ``pair`` is given,
+            that is held out and chooses the epoch; 0: none, the last epoch is kept. Heads without
+            epochs are fitted on all rows.
+        random_state: seed of everything random, or what scikit-learn draws one from.
+
+    Attributes:
+        head_ (FittedHead): the fitted head.
+        n_features_in_ (int): columns of X.
+        feature_names_in_ (NDArray[Any]): their names, where X had names.
+        rating_range_ (tuple[float, float] | None): the ratings that became 0 and 1; None where the
+            recipe learns nothing from ratings.
+        curve_ (list[dict[str, Any]]): loss and held-out Spearman correlation of each epoch; empty
+            where there are no epochs.
+    """
+
+    def __init__(
+        self,
+        recipe: str = "mlp",
+        *,
+        dim: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+        n_condition: int = 0,
+        validation_fraction: float = 0.0,
+        random_state: Any = 0,
+    ) -> None:
+        # scikit-learn's rule: parameters are kept as they are, and looked at when fitting.
+        self.recipe = recipe
+        self.dim = dim
+        self.settings = settings
+        self.n_condition = n_condition
+        self.validation_fraction = validation_fraction
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any = None, *, pair: Any = None) -> Head:
+        """Fit the head.
+
+        Args:
+            X: (n, 2 d + n_condition) features.
+            y: (n,) ratings.
+            pair: (n,) the sentence pair of each row, as numbers or names. Objectives that contrast
+                the two conditions of a pair need it, and ``validation_fraction`` then parts no
+                pair. The rows of a pair need not stand next to each other.
+
+        Returns:
+            The estimator itself.
+
+        Raises:
+            HeadError: parameters, columns or ratings that cannot be fitted on.
+            ValueError: X, y or pair that is no such array, or not finite.
+        """
+        with _as_value_errors():
+            recipe = self._recipe()
+            seed = self._seed()
+            fraction = self._fraction()
+            X, rating, rating_range = self._validated(X, y, recipe)
+            dim = self._sentence_dim(X.shape[1], recipe)
+            condition = X[:, 2 * dim :] if recipe.family.conditioned else None
+            pairs = PairArrays(
+                first=X[:, :dim],
+                second=X[:, dim : 2 * dim],
+                rating=rating,
+                condition=None if condition is None else _shared(condition),
+                pair=_numbered(pair, len(X)),
+                number=np.arange(1, len(X) + 1),
+            )
+            pairs, dev = _split(pairs, fraction if _learns(recipe) else 0.0, seed)
+            if getattr(recipe.settings, "contrasts", False):
+                pairs = _in_twos(pairs)
+            head = fit_recipe(self._sized(recipe, dim), pairs, dev, seed, _untold)
+        for note in head.fit.notes:
+            warnings.warn(note, UserWarning, stacklevel=2)
+        self.head_ = head
+        self.rating_range_ = rating_range
+        self.curve_ = [dict(epoch) for epoch in head.fit.record.get("curve", ())]
+        return self
+
+    def transform(self, X: Any) -> Any:
+        """Return the embeddings of both sentences side by side, (n, 2 k) float32.
+
+        Args:
+            X: (n, 2 d + n_condition) features.
+
+        Raises:
+            NotFittedError: the head is not fitted.
+            ValueError: X is no such array, or not finite.
+        """
+        first, second, condition = self._sides(X)
+        sides = [self.head_.transform(side, condition) for side in (first, second)]
+        return np.concatenate(sides, axis=1)
+
+    def predict(self, X: Any) -> Array:
+        """Return the cosine of the embeddings of both sentences, (n,) float32, on -1 to 1.
+
+        Args:
+            X: (n, 2 d + n_condition) features.
+
+        Raises:
+            NotFittedError: the head is not fitted.
+            ValueError: X is no such array, or not finite.
+        """
+        first, second, condition = self._sides(X)
+        return self.head_.similarity(first, second, condition)
+
+    def score(self, X: Any, y: Any) -> float:
+        """Return the Spearman correlation of the cosine and the ratings.
+
+        It is NaN where it is undefined: all ratings or all cosines are equal, or there is one row.
+        A grid search ranks such settings last.
+
+        Args:
+            X: (n, 2 d + n_condition) features.
+            y: (n,) ratings, on any scale.
+
+        Raises:
+            NotFittedError: the head is not fitted.
+            ValueError: X or y is no such array, or not finite.
+        """
+        check_is_fitted(self, "head_")
+        if y is None:
+            raise HeadError("score compares cosines with ratings, and y is None.")
+        rating, cosine = _numbers(y), self.predict(X)
+        check_consistent_length(cosine, rating)
+        if len(rating) < 2 or np.ptp(rating) == 0 or np.ptp(cosine) == 0:
+            return float("nan")
+        return float(spearmanr(cosine, rating).statistic)
+
+    def embed(self, features: Any, condition: Any = None) -> Array:
+        """Return the embeddings of sentences, not pairs, (n, k) float32.
+
+        Args:
+            features: (n, d) of sentences.
+            condition: (n, n_condition) of their conditions, or (1, n_condition) of one for all; not
+                looked at where X had such columns and the recipe takes none.
+
+        Raises:
+            NotFittedError: the head is not fitted.
+            HeadError: another size, or conditions that are missing or not wanted.
+            ValueError: they are no such arrays, or not finite.
+        """
+        check_is_fitted(self, "head_")
+        features = check_array(features, estimator=self, input_name="features", **_CHECKED)
+        if self.n_features_in_ > 2 * self.head_.dim_in and not self.head_.dim_condition:
+            condition = None
+        shared: Matrix | None = None
+        if condition is not None:
+            condition = check_array(condition, estimator=self, input_name="condition", **_CHECKED)
+            if len(condition) != 1:
+                check_consistent_length(features, condition)
+            shared = _shared(condition)
+        with _as_value_errors():
+            return self.head_.transform(features, shared)
+
+    def get_feature_names_out(self, input_features: Any = None) -> NDArray[Any]:
+        """Return the names of what :meth:`transform` gives, (2 k,): ``head_first0`` and so on.
+
+        Args:
+            input_features: names of the columns of X; they change nothing, and are only checked.
+
+        Raises:
+            NotFittedError: the head is not fitted.
+            HeadError: names of other columns than were fitted on.
+        """
+        check_is_fitted(self, "head_")
+        if input_features is not None:
+            self._check_names(list(input_features))
+        size = range(self.head_.dim_out)
+        names = [f"head_{side}{place}" for side in ("first", "second") for place in size]
+        return np.asarray(names, dtype=object)
+
+    def __sklearn_tags__(self) -> Any:
+        """Return what scikit-learn asks of an estimator: y is needed where the recipe learns."""
+        tags = super().__sklearn_tags__()
+        try:
+            tags.target_tags.required = _learns(self._recipe())
+        except UserError:
+            # Fitting says so; tags are also asked for where nothing is to be fitted.
+            tags.target_tags.required = False
+        tags.transformer_tags.preserves_dtype = ["float32"]
+        return tags
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle holds: a family has functions that none can."""
+        state = dict(super().__getstate__())
+        if "head_" in state:
+            state["head_"] = _plain(state["head_"])
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what :meth:`__getstate__` gave."""
+        if "head_" in state:
+            state = {**state, "head_": _fitted(state["head_"])}
+        super().__setstate__(state)
+
+    # -- parameters ----------------------------------------------------------------------------
+
+    def _recipe(self) -> Recipe:
+        """Return the recipe with the settings that were given, its dimension not yet lowered."""
+        if not isinstance(self.recipe, str | os.PathLike):
+            raise HeadError(
+                f"recipe is {self.recipe!r}; it must be a recipe's name or the path of a file."
+            )
+        if not isinstance(self.settings, Mapping | None):
+            raise HeadError(
+                f"settings is {self.settings!r}; it must be a dict such as "
+                '{"epochs": 5}, or None.'
+            )
+        recipe = load_recipe(str(self.recipe))
+        changes = {name: _plain_number(value) for name, value in (self.settings or {}).items()}
+        if "dim" in changes:
+            raise HeadError('settings has "dim", which is a parameter by itself: Head(dim=...).')
+        if self.dim is not None:
+            if recipe.dim is None:
+                raise HeadError(
+                    f"the head {recipe.name} has no dim to choose, but dim is {self.dim!r}; "
+                    "leave it out."
+                )
+            changes["dim"] = _plain_number(self.dim)
+        return recipe.with_settings(changes, f"Head({recipe.name!r})")
+
+    def _sized(self, recipe: Recipe, dim: int) -> Recipe:
+        """Return the recipe with its own dimension at most that of the features."""
+        if recipe.dim is None or recipe.dim <= dim:
+            return recipe
+        if self.dim is not None:
+            raise HeadError(
+                f"dim is {recipe.dim}, but each sentence has {dim} features: a head never enlarges "
+                f"them. Give dim={dim} or less."
+            )
+        return recipe.with_settings({"dim": dim}, recipe.name)
+
+    def _seed(self) -> int:
+        """Return the seed; a generator's is drawn, so that two fits with it differ."""
+        if not isinstance(self.random_state, Integral):
+            return int(check_random_state(self.random_state).randint(2**31 - 1))
+        seed = int(self.random_state)
+        if not 0 <= seed < 2**32:
+            raise HeadError(f"random_state is {seed}; it must be at least 0 and below 2^32.")
+        return seed
+
+    def _fraction(self) -> float:
+        fraction = self.validation_fraction
+        if not isinstance(fraction, Real) or not 0 <= fraction < 1:
+            raise HeadError(
+                f"validation_fraction is {fraction!r}; it must be at least 0 and below 1."
+            )
+        return float(fraction)
+
+    # -- columns -------------------------------------------------------------------------------
+
+    def _validated(
+        self, X: Any, y: Any, recipe: Recipe
+    ) -> tuple[Array, NDArray[np.float64], tuple[float, float] | None]:
+        """Return X, the ratings on 0 to 1, and which became 0 and 1; None if nothing reads them."""
+        if not isinstance(self.n_condition, Integral) or self.n_condition < 0:
+            raise HeadError(
+                f"n_condition is {self.n_condition!r}; it must be a number of columns, 0 or more."
+            )
+        least = {"ensure_min_samples": 2, "ensure_min_features": 2 + int(self.n_condition)}
+        if not _learns(recipe):
+            X = validate_data(self, X, **least, **_CHECKED)
+            # fit_recipe asks for ratings that differ, whoever reads them.
+            return X, np.linspace(0, 1, len(X)), None
+        if y is None:
+            raise HeadError(
+                "This Head estimator requires y to be passed, but the target y is None: the head "
+                f"{recipe.name} learns from ratings."
+            )
+        X, y = validate_data(self, X, y, y_numeric=True, **least, **_CHECKED)
+        return X, *_scaled(_numbers(y))
+
+    def _sentence_dim(self, n_columns: int, recipe: Recipe) -> int:
+        """Return d, the number of features of a sentence."""
+        if recipe.family.conditioned and not self.n_condition:
+            raise HeadError(
+                f"the head {recipe.name} takes the features of each condition as well: put them "
+                "behind those of both sentences in X, and say how many columns they are with "
+                "n_condition."
+            )
+        dim, odd = divmod(n_columns - int(self.n_condition), 2)
+        if odd:
+            rest = f" less the {self.n_condition} of the condition" if self.n_condition else ""
+            raise HeadError(
+                f"X has {n_columns} columns{rest}, an odd number, which two sentences cannot share "
+                "evenly. X is their features side by side, with those of the condition behind, "
+                "which n_condition counts."
+            )
+        return dim
+
+    def _sides(self, X: Any) -> tuple[Array, Array, Matrix | None]:
+        """Return the features of both sentences, (n, d), and of the conditions if taken."""
+        check_is_fitted(self, "head_")
+        X = validate_data(self, X, reset=False, **_CHECKED)
+        dim = self.head_.dim_in
+        condition = _shared(X[:, 2 * dim :]) if self.head_.dim_condition else None
+        return X[:, :dim], X[:, dim : 2 * dim], condition
+
+    def _check_names(self, names: list[Any]) -> None:
+        """Raise a HeadError unless the names are those of the columns that were fitted on."""
+        known = getattr(self, "feature_names_in_", None)
+        if len(names) != self.n_features_in_:
+            raise HeadError(
+                "input_features should have length equal to number of features "
+                f"({self.n_features_in_}), got {len(names)}."
+            )
+        if known is not None and names != list(known):
+            raise HeadError("input_features is not equal to feature_names_in_.")
+
+
+@contextmanager
+def _as_value_errors() -> Iterator[None]:
+    """Turn what people are told into what scikit-learn expects as well."""
+    try:
+        yield
+    except HeadError:
+        raise
+    except UserError as error:
+        raise HeadError(str(error)) from error
+
+
+def _untold(epoch: int, epochs: int, score: float) -> None:
+    """Tell nobody of an epoch: the curve has it."""
+
+
+def _learns(recipe: Recipe) -> bool:
+    """Tell whether a recipe learns from ratings, as those do that have objectives."""
+    # Asked by name: the class that has it would import torch, which projections do without.
+    return hasattr(recipe.settings, "contrasts")
+
+
+def _plain_number(value: Any) -> Any:
+    """Return NumPy's numbers, such as grids are made of, as Python's."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+# -- rows --------------------------------------------------------------------------------------
+
+
+def _numbers(y: Any) -> NDArray[np.float64]:
+    """Return ratings as they are, (n,)."""
+    try:
+        found: NDArray[np.float64] = column_or_1d(y, input_name="y", warn=True).astype(np.float64)
+        assert_all_finite(found, input_name="y")
+    except (TypeError, ValueError) as error:
+        raise HeadError(f"y must be ratings, as numbers: {str(error).rstrip('.')}.") from error
+    return found
+
+
+def _scaled(y: NDArray[np.float64]) -> tuple[NDArray[np.float64], tuple[float, float]]:
+    """Return ratings on 0 to 1, and which of them became 0 and 1."""
+    low, high = float(y.min()), float(y.max())
+    if low == high:
+        raise HeadError(
+            f"all {len(y):,} ratings y are {low:g}, so there is nothing to learn from them; at "
+            "least 2 distinct ones are needed."
+        )
+    return (y - low) / (high - low), (low, high)
+
+
+def _numbered(pair: Any, n: int) -> NDArray[np.int64] | None:
+    """Return the number of each row's sentence pair."""
+    if pair is None:
+        return None
+    names = column_or_1d(pair, input_name="pair")
+    assert_all_finite(names, input_name="pair")
+    if len(names) != n:
+        raise HeadError(f"pair names the sentence pair of {len(names):,} rows, but X has {n:,}.")
+    found: NDArray[np.int64] = np.unique(names, return_inverse=True)[1].astype(np.int64)
+    return found
+
+
+def _shared(condition: Array) -> Lookup:
+    """Return conditions such that equal ones are computed once, also when transforming."""
+    first, number = distinct(condition)
+    return Lookup(condition[first], number)
+
+
+def _split(pairs: PairArrays, fraction: float, seed: int) -> tuple[PairArrays, PairArrays | None]:
+    """Return the rows to fit on and those that choose the epoch; no sentence pair is parted."""
+    if not fraction:
+        return pairs, None
+    from sklearn.model_selection import GroupShuffleSplit
+
+    groups = np.arange(len(pairs)) if pairs.pair is None else pairs.pair
+    splitter = GroupShuffleSplit(n_splits=1, test_size=fraction, random_state=seed)
+    kept, held_out = next(splitter.split(groups, groups=groups))
+    return pairs.take(kept), pairs.take(held_out)
+
+
+def _in_twos(pairs: PairArrays) -> PairArrays:
+    """Return the rows of each sentence pair one after the other, pairs by their first row."""
+    if pairs.pair is None:
+        raise HeadError(
+            "info_nce and quadruplet contrast the two conditions of a sentence pair, and no pairs "
+            "were given: fit(X, y, pair=...)."
+        )
+    _, start, number = np.unique(pairs.pair, return_index=True, return_inverse=True)
+    return pairs.take(np.argsort(start[number], kind="stable"))
+
+
+# -- pickles -----------------------------------------------------------------------------------
+
+
+def _plain(head: FittedHead) -> dict[str, Any]:
+    """Return a head in what can be pickled, its family by name."""
+    return {
+        "kind": head.family.kind,
+        "settings": asdict(head.settings),
+        "seed": head.seed,
+        "dim_in": head.dim_in,
+        "dim_condition": head.dim_condition,
+        "tensors": dict(head.fit.tensors),
+        "record": dict(head.fit.record),
+        "notes": head.fit.notes,
+    }
+
+
+def _fitted(plain: dict[str, Any]) -> FittedHead:
+    """Return the head that :func:`_plain` took apart."""
+    family = find_family(plain["kind"], "a pickled Head")
+    return FittedHead(
+        family,
+        build(family.settings, plain["settings"], "a pickled Head"),
+        plain["seed"],
+        plain["dim_in"],
+        Fit(plain["tensors"], plain["record"], plain["notes"]),
+        plain["dim_condition"],
+    )

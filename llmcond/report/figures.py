@@ -1,0 +1,304 @@
+"""Pictures: vectors in a plane by condition, and scores along dimensions or steps."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from llmcond.errors import UserError, printable
+from llmcond.files import replacing
+
+#: x (n,), mean (n,), low (n,), high (n,); NaN in the last three leaves a gap.
+Series = tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike]
+
+# Okabe and Ito's palette, told apart by colour-blind people, less its yellow: too pale for lines.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Shapes as well, for print without colour; one fewer than colours, so that twos repeat late.
+_SHAPES = ("o", "s", "^", "D", "v", "P")
+
+_FORMATS = (".png", ".svg")
+
+# Set for each picture, so that neither a matplotlibrc nor the time of day changes it.
+_STYLE: Any = {
+    "font.size": 11,
+    "axes.titlesize": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.constrained_layout.w_pad": 0.08,
+    "figure.constrained_layout.h_pad": 0.08,
+    "legend.frameon": False,
+    "savefig.bbox": None,
+    # As outlines: the reader's computer may lack the font.
+    "svg.fonttype": "path",
+    "svg.hashsalt": "llmcond",
+}
+
+_DPI = 200
+
+# More points than that make an SVG too large to open; they are put into it as an image.
+_MANY = 5_000
+
+# Marks and intervals at each x, and ticks where they have room, if there are so few.
+_FEW = 15
+
+# In inches: the width of a character and the height of a line, and what a column of a legend takes
+# beside its names.
+_CHARACTER, _LINE, _HANDLE = 0.08, 0.2, 0.75
+
+_NAME_WIDTH = 40
+
+
+def plot_clusters(
+    before: NDArray[np.floating],
+    after: NDArray[np.floating],
+    labels: ArrayLike,
+    names: Sequence[str],
+    path: Path,
+    titles: tuple[str, str] = ("before", "after"),
+) -> None:
+    """Draw vectors before and after a head, coloured by condition (Hyper-CL, figure 4).
+
+    Args:
+        before: (n, 2) a plane picture of the encoder's vectors.
+        after: (n, 2) one of the head's embeddings, in the same order.
+        labels: (n,) positions in ``names``.
+        names: the conditions.
+        path: a .png or .svg file.
+        titles: of the two panels.
+
+    Raises:
+        UserError: shapes that do not agree, values that are not finite, another kind of file, or
+            matplotlib is not installed.
+    """
+    kinds = _checked_labels(labels, names, before, after)
+
+    def draw(figure: Any) -> None:
+        panels = figure.subplots(1, 2)
+        for axes, points, title in zip(panels, (before, after), titles, strict=True):
+            _scatter(axes, points, kinds, len(names))
+            axes.set_title(_shown(title, 50))
+        _legend(figure, names, lines=False)
+
+    _save(draw, path, size=(9.0, 4.6))
+
+
+def plot_curve(
+    series: Mapping[str, Series],
+    path: Path,
+    xlabel: str,
+    ylabel: str,
+    log_x: bool = False,
+) -> None:
+    """Draw scores with their intervals along dimensions or steps (CASE, figures 3 and 4).
+
+    Args:
+        series: for each name, x (n,), the score (n,) and both ends of its interval (n,), in any
+            order of x. NaN leaves a gap.
+        path: a .png or .svg file.
+        xlabel: what x is.
+        ylabel: what the scores are.
+        log_x: whether x is drawn on a logarithmic scale.
+
+    Raises:
+        UserError: nothing to draw, lengths that do not agree, an x that the scale cannot have,
+            another kind of file, or matplotlib is not installed.
+    """
+    if not series:
+        raise UserError("no series were given; there is nothing to draw.")
+    curves = {name: _checked_curve(name, values, log_x) for name, values in series.items()}
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for i, (x, mean, low, high) in enumerate(curves.values()):
+            colour, shape = _look(i)
+            # Many marks would hide their line, and each other.
+            every = -(-len(x) // _FEW)
+            start = i * every // len(curves)
+            marks = {"marker": shape, "markersize": 6, "markevery": (start, every)}
+            axes.plot(x, mean, color=colour, **marks)
+            axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+            if every == 1:
+                # A band has no width at a point that stands alone.
+                axes.vlines(x, low, high, color=colour, alpha=0.5, linewidth=1.2)
+        if log_x:
+            axes.set_xscale("log")
+        _ticks(axes, np.unique(np.concatenate([x for x, *_ in curves.values()])), log_x)
+        axes.set_xlabel(_shown(xlabel, 80))
+        axes.set_ylabel(_shown(ylabel, 44))
+        axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+        axes.set_axisbelow(True)
+        _legend(figure, list(curves), lines=True)
+
+    _save(draw, path, size=(7.0, 4.6))
+
+
+def _save(draw: Any, path: Path, size: tuple[float, float]) -> None:
+    kind = path.suffix.lower()
+    if kind not in _FORMATS:
+        raise UserError(
+            f"cannot draw into {path}: its name has to end in {' or '.join(_FORMATS)}, which says "
+            "the kind of picture."
+        )
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError(
+            "pictures need matplotlib, which is not installed. Install it: "
+            "pip install 'llmcond[plots]'"
+        ) from error
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update(_STYLE)
+        # Not pyplot, which keeps every figure and may open a window.
+        figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
+        draw(figure)
+        # No date and no version: the same data give the same file.
+        metadata = {"Date": None} if kind == ".svg" else {"Software": None}
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format=kind[1:], metadata=metadata)
+
+
+def _look(i: int) -> tuple[str, str]:
+    """Return the colour and the mark of the i-th thing drawn."""
+    return _COLOURS[i % len(_COLOURS)], _SHAPES[i % len(_SHAPES)]
+
+
+def _scatter(
+    axes: Any, points: NDArray[np.floating], kinds: NDArray[np.int64], n_kinds: int
+) -> None:
+    size = float(np.clip(4_000 / len(points), 6, 42))
+    # In turns, so that no condition is drawn over all others.
+    turn = np.random.default_rng(0).integers(10, size=len(points))
+    for now, i in itertools.product(range(10), range(n_kinds)):
+        x, y = points[(kinds == i) & (turn == now)].T
+        colour, shape = _look(i)
+        axes.scatter(
+            x,
+            y,
+            s=size,
+            color=colour,
+            marker=shape,
+            edgecolors="white",
+            linewidths=0.4 if size > 10 else 0,
+            alpha=0.85,
+            rasterized=len(points) > _MANY,
+        )
+    # Only distances mean something in a projection, and they are the same both ways.
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.margins(0.08)
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set(visible=True, color="#bbbbbb")
+
+
+def _legend(figure: Any, names: Sequence[str], lines: bool) -> None:
+    """Put the legend below everything, where it covers no data, and make room for it."""
+    from matplotlib.lines import Line2D
+
+    shown = [_shown(name, _NAME_WIDTH) for name in names]
+    handles = []
+    for i in range(len(names)):
+        colour, shape = _look(i)
+        look: dict[str, Any] = {"color": colour, "marker": shape, "markersize": 6}
+        handles.append(Line2D([], [], linestyle="-" if lines else "none", **look))
+    width, height = figure.get_size_inches()
+    columns = next(n for n in (4, 3, 2, 1) if n == 1 or _legend_width(shown, n) <= width)
+    tallest = max(sum(text.count("\n") + 1.3 for text in c) for c in _columns(shown, columns))
+    figure.set_size_inches(width, height + tallest * _LINE)
+    figure.legend(handles, shown, loc="outside lower center", ncols=columns)
+
+
+def _columns(names: Sequence[str], columns: int) -> list[list[str]]:
+    """Return the names of each column, divided as matplotlib's legend does."""
+    parts = np.array_split(np.arange(len(names)), min(columns, len(names)))
+    return [[names[i] for i in part] for part in parts]
+
+
+def _legend_width(names: Sequence[str], columns: int) -> float:
+    longest = [
+        max(len(line) for name in column for line in name.split("\n"))
+        for column in _columns(names, columns)
+    ]
+    return sum(longest) * _CHARACTER + len(longest) * _HANDLE
+
+
+def _ticks(axes: Any, x: NDArray[np.float64], log_x: bool) -> None:
+    """Put ticks at the x values themselves, as far as they have room; at round ones for many."""
+    from matplotlib.ticker import NullLocator, StrMethodFormatter
+
+    if len(x) > _FEW:
+        if not log_x:
+            axes.xaxis.set_major_formatter(StrMethodFormatter(_TICK))
+        return
+    place = np.log(x) if log_x else x
+    inches = place / (float(np.ptp(place)) or 1.0) * 0.8 * axes.figure.get_size_inches()[0]
+    kept: list[int] = []
+    for i in reversed(range(len(x))):
+        if not kept or inches[kept[-1]] - inches[i] >= _room(x[i], x[kept[-1]]):
+            kept.append(i)
+    axes.set_xticks(x[kept])
+    axes.xaxis.set_major_formatter(StrMethodFormatter(_TICK))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+_TICK = "{x:,.10g}"
+
+
+def _room(first: float, second: float) -> float:
+    """Return how far apart two neighbouring ticks have to be, in inches."""
+    characters = len(_TICK.format(x=first)) + len(_TICK.format(x=second))
+    return (characters / 2 + 1.5) * _CHARACTER
+
+
+def _shown(text: str, width: int) -> str:
+    r"""Return a text as it is to be read: in lines, without mathematics and control characters.
+
+    Between two dollar signs matplotlib reads mathematics; ``\$`` is the sign itself.
+    """
+    lines = textwrap.wrap(printable(text), width, break_on_hyphens=False)
+    return "\n".join(lines).replace("$", r"\$")
+
+
+def _checked_labels(
+    labels: ArrayLike, names: Sequence[str], before: NDArray[Any], after: NDArray[Any]
+) -> NDArray[np.int64]:
+    kinds = np.asarray(labels, dtype=np.int64)
+    for points in (before, after):
+        if points.shape != (len(kinds), 2) or not len(kinds):
+            raise UserError(
+                f"points of shape {points.shape} came with {len(kinds)} labels; expected (n, 2) "
+                "and n labels, n at least 1."
+            )
+        if not np.isfinite(points).all():
+            raise UserError("some points are NaN or infinite and have no place in a picture.")
+    if kinds.min() < 0 or kinds.max() >= len(names):
+        raise UserError(
+            f"labels from {kinds.min()} to {kinds.max()} came with {len(names)} names; a label "
+            "is the position of its name, from 0."
+        )
+    return kinds
+
+
+def _checked_curve(name: str, values: Series, log_x: bool) -> tuple[NDArray[np.float64], ...]:
+    """Return x, mean, low and high in the order of x."""
+    columns = [np.asarray(column, dtype=np.float64) for column in values]
+    shapes = {column.shape for column in columns}
+    n = len(columns[0]) if columns[0].ndim == 1 else 0
+    if shapes != {(n,)} or n == 0:
+        told = ", ".join(str(column.shape) for column in columns)
+        raise UserError(
+            f"series {name!r} has x, mean, low and high of shapes {told}; expected four of (n,), "
+            "n at least 1."
+        )
+    x = columns[0]
+    if not np.isfinite(x).all() or (log_x and x.min() <= 0):
+        wanted = "above 0 on a logarithmic scale" if log_x else "finite"
+        raise UserError(f"series {name!r} has an x that cannot be drawn; x must be {wanted}.")
+    order = np.argsort(x, kind="stable")
+    return tuple(column[order] for column in columns)

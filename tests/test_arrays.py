@@ -1,0 +1,265 @@
+"""Vectors wherever they lie: equal to the plain array that they stand for, and read sparingly."""
+
+import mmap
+from dataclasses import replace
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmcond.heads import Difference, Joined, Lookup, PairArrays
+from llmcond.heads.arrays import chosen, distinct, on_disk, release, rows_of
+
+TYPES = [np.float16, np.float32, np.float64]
+
+
+class Unread:
+    """A matrix whose vectors nobody may look at."""
+
+    shape = (5, 3)
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, rows):
+        raise AssertionError("vectors were read")
+
+
+def whole_numbers(shape, seed, dtype=np.float32):
+    """Values that every type has, few enough for rows to be equal."""
+    return np.random.default_rng(seed).integers(-2, 3, size=shape).astype(dtype)
+
+
+@st.composite
+def matrices(draw, n, dim, depth=2):
+    """A matrix of any making, and the float32 array that it stands for."""
+    kinds = ["plain", "lookup", "difference", "joined"]
+    kind = draw(st.sampled_from(kinds[: 3 if dim < 2 else 4])) if depth else "plain"
+    if kind == "plain":
+        values = whole_numbers((n, dim), draw(st.integers(0, 99)), draw(st.sampled_from(TYPES)))
+        return values, values.astype(np.float32)
+    if kind == "lookup":
+        size = draw(st.integers(1, 5))
+        table, dense = draw(matrices(size, dim, depth - 1))
+        index = np.array(draw(st.lists(st.integers(0, size - 1), min_size=n, max_size=n)), int)
+        return Lookup(table, index), dense[index]
+    if kind == "difference":
+        (first, dense1), (second, dense2) = (draw(matrices(n, dim, depth - 1)) for _ in range(2))
+        return Difference(first, second), dense1 - dense2
+    cut = draw(st.integers(1, dim - 1))
+    (left, dense1), (right, dense2) = (
+        draw(matrices(n, size, depth - 1)) for size in (cut, dim - cut)
+    )
+    return Joined([left, right]), np.concatenate([dense1, dense2], axis=1)
+
+
+@st.composite
+def matrices_and_rows(draw):
+    n = draw(st.integers(0, 9))
+    matrix, dense = draw(matrices(n, draw(st.integers(1, 4))))
+    mask = st.lists(st.booleans(), min_size=n, max_size=n).map(lambda rows: np.array(rows, bool))
+    places = st.lists(st.integers(0, max(n - 1, 0)), max_size=12 if n else 0)
+    return matrix, dense, draw(st.one_of(mask, places.map(lambda rows: np.array(rows, int))))
+
+
+@settings(deadline=None, max_examples=150)
+@given(matrices_and_rows(), st.integers(0, 9), st.integers(0, 9))
+def test_matrices_equal_the_plain_array_they_stand_for(given_, start, stop):
+    matrix, dense, rows = given_
+    assert matrix.shape == dense.shape
+    assert len(matrix) == len(dense)
+    for part in (rows, slice(None), slice(start, stop)):
+        found = rows_of(matrix, part)
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, dense[part])
+
+
+@settings(deadline=None, max_examples=150)
+@given(matrices_and_rows(), st.data())
+def test_chosen_rows_are_those_of_the_plain_array_and_can_be_chosen_from_again(given_, data):
+    matrix, dense, rows = given_
+    part, expected = chosen(matrix, rows), dense[rows]
+    assert part.shape == expected.shape
+    assert len(part) == len(expected)
+    np.testing.assert_array_equal(rows_of(part, slice(None)), expected)
+    if len(expected):
+        again = np.array(data.draw(st.lists(st.integers(0, len(expected) - 1), max_size=5)), int)
+        np.testing.assert_array_equal(rows_of(chosen(part, again), slice(None)), expected[again])
+
+
+@settings(deadline=None, max_examples=150)
+@given(matrices_and_rows())
+def test_distinct_rows_stand_for_all(given_):
+    matrix, dense, _ = given_
+    first, number = distinct(matrix)
+    assert len(number) == len(dense)
+    np.testing.assert_array_equal(dense[first][number], dense)
+    np.testing.assert_array_equal(number[first], np.arange(len(first)))
+    if not isinstance(matrix, Lookup):
+        assert len(first) == len({row.tobytes() for row in dense + np.float32(0)})
+
+
+def test_rows_without_columns_are_all_equal():
+    first, number = distinct(np.zeros((4, 0), dtype=np.float32))
+    assert (first.tolist(), number.tolist()) == ([0], [0, 0, 0, 0])
+    first, number = distinct(np.zeros((0, 0), dtype=np.float32))
+    assert (len(first), len(number)) == (0, 0)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_distinct_rows_are_found_in_any_layout(dtype, order):
+    rows = np.array([[1, 2], [2, 1], [1, 2], [0, 0]], dtype=dtype, order=order)
+    first, number = distinct(rows[:, ::-1])
+    assert len(first) == 3
+    assert number[0] == number[2]
+    assert len(set(number.tolist())) == 3
+
+
+def test_rows_of_a_lookup_are_told_apart_without_a_look_at_them():
+    first, number = distinct(Lookup(Unread(), np.array([4, 0, 4, 2])))
+    assert len(first) == 3
+    assert number[0] == number[2]
+    np.testing.assert_array_equal(np.array([4, 0, 4, 2])[first][number], [4, 0, 4, 2])
+
+
+def test_rows_are_chosen_without_a_look_at_them():
+    matrix = Joined(
+        [Difference(Lookup(Unread(), np.arange(5)), Unread()), Lookup(Unread(), np.zeros(5, int))]
+    )
+    part = chosen(matrix, np.array([True, False, True, False, False]))
+    assert part.shape == (2, 6)
+
+
+def test_difference_of_16_bit_vectors_is_computed_in_float32():
+    first, second = (np.array([[value]], dtype=np.float16) for value in (2048, 0.5))
+    found = rows_of(Difference(first, second), slice(None))
+    assert found.item() == 2047.5  # float16 has no such number
+    assert Difference(first, second)[np.array([0])].dtype == np.float32
+
+
+def test_pairs_are_taken_with_all_that_belongs_to_them():
+    rng = np.random.default_rng(0)
+    first, second, table = (rng.normal(size=(6, 3)).astype(np.float16) for _ in range(3))
+    pairs = PairArrays(
+        first,
+        Difference(second, first),
+        np.linspace(0, 1, 6),
+        Lookup(table, np.array([0, 0, 1, 1, 2, 2])),
+        np.array([7, 7, 8, 8, 9, 9]),
+        np.arange(100, 106),
+    )
+    for rows in (np.array([5, 1]), np.arange(6) % 4 == 1):
+        part = pairs.take(rows)
+        assert (len(part), part.dim, part.dim_condition) == (2, 3, 3)
+        for name in ("first", "second", "condition"):
+            whole = rows_of(getattr(pairs, name), slice(None))
+            np.testing.assert_array_equal(rows_of(getattr(part, name), slice(None)), whole[rows])
+        for name in ("rating", "pair", "number"):
+            np.testing.assert_array_equal(getattr(part, name), getattr(pairs, name)[rows])
+
+
+def test_pairs_are_taken_without_what_they_lack():
+    pairs = PairArrays(np.zeros((3, 2)), np.ones((3, 2)), np.zeros(3))
+    part = pairs.take(np.array([1]))
+    assert (part.condition, part.pair, part.number) == (None, None, None)
+    assert part.dim_condition == 0
+
+
+def test_taking_looks_at_no_vector():
+    pairs = PairArrays(Unread(), Difference(Unread(), Unread()), np.zeros(5), Unread())
+    assert len(pairs.take(np.array([3, 4]))) == 2
+
+
+@pytest.mark.xfail(strict=True, reason="taken rows of a plain array are told apart by position")
+def test_equal_conditions_are_still_found_among_rows_that_were_taken():
+    condition = whole_numbers((3, 2), 0)[np.array([0, 1, 0, 1, 2, 0])]
+    pairs = PairArrays(np.zeros((6, 2)), np.ones((6, 2)), np.zeros(6), condition)
+    taken = pairs.take(np.arange(6))
+    assert len(distinct(taken.condition)[0]) == len(distinct(condition)[0])
+
+
+# -- memory maps -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mapped(tmp_path):
+    def make(values, mode="r"):
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.npy"
+        np.save(path, values)
+        return np.load(path, mmap_mode=mode)
+
+    return make
+
+
+def made_of(matrix):
+    """Every making of a matrix."""
+    plain = np.zeros(matrix.shape, dtype=np.float32)
+    return [
+        Lookup(matrix, np.arange(len(matrix))),
+        Difference(matrix, plain),
+        Difference(plain, matrix),
+        Joined([plain, matrix]),
+        Joined([Lookup(matrix, np.arange(len(matrix))), plain]),
+        chosen(matrix, np.arange(len(matrix))),
+    ]
+
+
+def test_what_lies_on_disk_is_told(mapped):
+    values = whole_numbers((6, 3), 0)
+    disk = mapped(values)
+    assert all(on_disk(matrix) for matrix in [disk, disk[2:], disk[:, 1:], *made_of(disk)])
+    assert not any(on_disk(matrix) for matrix in [values, *made_of(values), disk[np.array([1])]])
+
+
+@pytest.mark.xfail(strict=True, reason="NumPy's copies of a memory map are still np.memmap")
+def test_a_copy_of_a_memory_map_lies_in_memory(mapped):
+    disk = mapped(whole_numbers((6, 3), 0))
+    assert not on_disk(disk.astype(np.float16))
+    assert not on_disk(disk.copy())
+
+
+def test_nothing_is_lost_by_letting_go(mapped):
+    values = whole_numbers((6, 3), 0, np.float16)
+    disk = mapped(values)
+    for matrix in [disk, values, *made_of(disk), *made_of(values)]:
+        before = rows_of(matrix, slice(None))
+        release(matrix)
+        np.testing.assert_array_equal(rows_of(matrix, slice(None)), before)
+
+
+def test_what_was_written_to_a_memory_map_is_not_lost_by_letting_go(mapped):
+    disk = mapped(whole_numbers((6, 3), 0), "r+")
+    disk[:] = 7
+    release(disk)
+    assert (disk == 7).all()
+
+
+@pytest.mark.xfail(strict=True, reason="pages that were copied on writing are dropped")
+def test_what_was_written_to_a_private_memory_map_is_not_lost_by_letting_go(mapped):
+    disk = mapped(whole_numbers((6, 3), 0), "c")
+    disk[:] = 7
+    release(disk)
+    assert (disk == 7).all()
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="needs madvise")
+def test_letting_go_gives_memory_back(mapped):
+    disk = mapped(np.ones((8_192, 1_024), dtype=np.float32))
+    process = psutil.Process()
+    matrix = Lookup(Difference(disk, np.broadcast_to(np.float32(0), disk.shape)), np.arange(8_192))
+    for start in range(0, 8_192, 512):
+        rows_of(matrix, slice(start, start + 512))
+    read = process.memory_info().rss
+    release(matrix)
+    assert read - process.memory_info().rss > 24 * 2**20
+
+
+def test_rows_are_replaced_by_what_is_equal(mapped):
+    """A frozen value with matrices in it can be changed in one part."""
+    values = whole_numbers((4, 2), 1)
+    pairs = PairArrays(values, values, np.zeros(4))
+    other = replace(pairs, first=mapped(values))
+    np.testing.assert_array_equal(rows_of(other.first, slice(None)), values)
