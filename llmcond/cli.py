@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from llmcond.commands.analyse import add as add_analyse
 from llmcond.commands.sweep import add as add_sweep
 from llmcond.errors import (
     DiskFullError,
@@ -96,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_fit_head(commands)
     add_sweep(commands)
     _add_evaluate(commands)
+    add_analyse(commands)
     _add_compare_prompts(commands)
     _add_similarity(commands)
     _add_embed(commands)

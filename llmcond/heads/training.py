@@ -151,7 +151,7 @@ def trained(
             embedded: Array = network.forward(weights, settings, batch, Ops()).numpy()
         return embedded
 
-    return Family(kind, settings, fit, transform, features, conditioned)
+    return Family(kind, settings, fit, transform, features, conditioned, network)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """The verbs of the command line, as functions. Each works on one run folder."""
 
+from llmcond.workflows.analyse import analyse
 from llmcond.workflows.check import check_model
 from llmcond.workflows.compare import compare_prompts
 from llmcond.workflows.embed import embed_file
@@ -10,6 +11,7 @@ from llmcond.workflows.sweep import sweep
 
 __all__ = [
     "DataOptions",
+    "analyse",
     "check_model",
     "compare_prompts",
     "embed_file",

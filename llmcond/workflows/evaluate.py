@@ -71,7 +71,7 @@ def evaluate(
     run = open_run(run_folder)
     if predictions is not None:
         check_writable(predictions)
-    fitted = _heads_to_score(run, heads)
+    fitted = heads_to_score(run, heads)
     prompts = list({p.name: p for head in fitted for p in head.view.prompts}.values())
     if not fitted or not heads:
         prompts = list(run.prompts().values())
@@ -92,11 +92,11 @@ def evaluate(
         features = _features_of(run, prompts, rows, device)
     ways: list[SavedHead | Zeroshot] = [way for prompt in prompts for way in zeroshots(prompt)]
     ways += fitted
-    similarity = {_label(way): predict(way, features.pairs(way.view)) for way in ways}
+    similarity = {label(way): predict(way, features.pairs(way.view)) for way in ways}
     if predictions is not None:
         _write_predictions(predictions, rows, similarity)
         note(f"predictions for {len(rows):,} rows -> {predictions}")
-    return [result_of(way, similarity[_label(way)], rows, split) for way in ways]
+    return [result_of(way, similarity[label(way)], rows, split) for way in ways]
 
 
 def _features_of(run: Run, prompts: Sequence[Prompt], rows: Rows, device: str) -> RowFeatures:
@@ -108,7 +108,7 @@ def _features_of(run: Run, prompts: Sequence[Prompt], rows: Rows, device: str) -
     return RowFeatures(rows, store)
 
 
-def _heads_to_score(run: Run, names: Sequence[str]) -> list[SavedHead]:
+def heads_to_score(run: Run, names: Sequence[str]) -> list[SavedHead]:
     """Return the heads named, or all that fit the run's features; zero-shot rows come anyway."""
     if names:
         wanted = [name for name in names if name != "none"]
@@ -137,7 +137,8 @@ def check_scorable(rows: Rows, run: Run, other: bool, predictions: bool = False)
         note(f"warning: {leaked:,} sentence pairs of {rows.file} are in the run's train split")
 
 
-def _label(way: SavedHead | Zeroshot) -> str:
+def label(way: SavedHead | Zeroshot) -> str:
+    """Return what results call a way of predicting: a head's name, or none@PROMPT."""
     if isinstance(way, SavedHead):
         return way.name
     return head_name("none", way.view)
@@ -169,7 +170,7 @@ def result_of(
     """Return one row of results: what predicted, on what, and how well."""
     head = way.head if isinstance(way, SavedHead) else None
     return {
-        "name": _label(way),
+        "name": label(way),
         "head": way.recipe if isinstance(way, SavedHead) else "none",
         "prompt": way.view.name,
         "subtract": way.view.subtract,

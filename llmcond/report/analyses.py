@@ -1,0 +1,110 @@
+"""Analyses of heads as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from llmcond.errors import printable
+from llmcond.report.tables import show
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def show_analyses(result: Mapping[str, Any], run: object) -> None:
+    """Print every analysis that there is, a table each, on standard output."""
+    where = f"{run}, {result['split']}, {result['n']:,} rated rows"
+    if "isotropy" in result:
+        title = f"Isotropy of the embeddings of {where} (CASE, appendix B)"
+        columns = ("mean_cosine", "std_cosine", "partition_ratio", "n_zero")
+        show(_figures(title, result["isotropy"], columns))
+    if "clusters" in result:
+        show(_clusters(result["clusters"], where))
+    if "conditions" in result:
+        show(_conditions(result["conditions"], where))
+    if result.get("norms"):
+        title = "Norm of W_c over the distinct conditions (Hyper-CL, section 5.4.1)"
+        columns = ("n", "mean_norm", "raw", "normalised")
+        show(_figures(title, result["norms"], columns))
+    for head in result.get("examples", ()):
+        for side in ("better", "worse"):
+            if head[side]:
+                show(_examples(head, side))
+
+
+def _figures(title: str, rows: Rows, columns: Sequence[str]) -> Table:
+    table = _table(title, ("name",), columns)
+    for row in rows:
+        table.add_row(Text(row["name"]), *(_figure(row[column]) for column in columns))
+    return table
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _clusters(rows: Rows, where: str) -> Table:
+    conditions = rows[0]["conditions"]
+    title = (
+        f"K-means of sentences of {where}, under {len(conditions)} conditions: impurity 0 where "
+        "every condition has a cluster (Hyper-CL, section 5.2), and the sentences in each cluster"
+    )
+    table = _table(title, ("name",), ("impurity", *(printable(text) for text in conditions)))
+    for row in rows:
+        counts = ("/".join(str(count) for count in counts) for counts in row["counts"])
+        table.add_row(Text(row["name"]), f"{row['impurity']:.3f}", *counts)
+    return table
+
+
+def _conditions(rows: Rows, where: str) -> Table:
+    first = rows[0]
+    title = (
+        f"Conditions that train has and has not, {where} (Hyper-CL, section 5.3): Spearman times "
+        f"100, 95 % intervals over pairs; {first['n_seen_conditions']:,} conditions of "
+        f"{first['n_seen']:,} rows are seen, {first['n_unseen_conditions']:,} of "
+        f"{first['n_unseen']:,} are not"
+    )
+    table = _table(title, ("name",), ("overall", "seen", "unseen"))
+    for row in rows:
+        table.add_row(Text(row["name"]), *(_interval(row, key) for key in _KINDS))
+    return table
+
+
+_KINDS = ("overall", "seen", "unseen")
+
+
+def _interval(row: Mapping[str, Any], key: str) -> str:
+    if row[key] is None:
+        return "–"
+    low, high = row[f"{key}_ci"]
+    bounds = "" if low is None or high is None else f" [{100 * low:.1f}, {100 * high:.1f}]"
+    return f"{100 * row[key]:.1f}{bounds}"
+
+
+def _examples(head: Mapping[str, Any], side: str) -> Table:
+    n = head[f"n_{side}"]
+    title = (
+        f"Similarity before ({head['before']}) and after ({head['name']}), where it changed most "
+        f"for the {side}; {n:,} rows are {side} in all. Ratings on 0 to 1 (CASE, tables 3 and 8)"
+    )
+    table = _table(title, ("sentence 1", "sentence 2", "condition"), ("rating", "before", "after"))
+    for row in head[side]:
+        texts = (Text(printable(row[key])) for key in ("sentence1", "sentence2", "condition"))
+        figures = (f"{row[key]:.2f}" for key in ("rating", "before", "after"))
+        table.add_row(*texts, *figures)
+    return table
+
+
+def _table(title: str, texts: Sequence[str], figures: Sequence[str]) -> Table:
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in texts:
+        table.add_column(Text(heading), overflow="fold")
+    for heading in figures:
+        table.add_column(Text(heading.replace("_", " ")), justify="right")
+    return table

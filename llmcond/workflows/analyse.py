@@ -1,0 +1,254 @@
+"""Explain heads: how their embeddings lie, what conditions do to them, and what changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcond.errors import UserError
+from llmcond.evaluation.clusters import impurity, project_2d
+from llmcond.evaluation.conditions import (
+    change_table,
+    frobenius_variance,
+    most_changed,
+    seen_unseen,
+)
+from llmcond.evaluation.isotropy import isotropy
+from llmcond.evaluation.metrics import Scores
+from llmcond.files import write_json
+from llmcond.heads import PairArrays
+from llmcond.heads.arrays import chosen, distinct, rows_of
+from llmcond.provenance import provenance
+from llmcond.report.console import note
+from llmcond.report.figures import plot_clusters
+from llmcond.report.tables import finite
+from llmcond.rows import Rows
+from llmcond.runs import SavedHead, open_run
+from llmcond.workflows.evaluate import Zeroshot, heads_to_score, label, predict, zeroshots
+from llmcond.workflows.features import RowFeatures
+
+ANALYSES = ("isotropy", "clusters", "conditions", "norms", "examples")
+#: Rows whose embeddings are held at a time for the analyses that look at all of them.
+_MOST_ROWS = 100_000
+
+Way = SavedHead | Zeroshot
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Rated rows of a split, and how each way sees them."""
+
+    rows: Rows
+    features: RowFeatures
+    rated: NDArray[np.int64]
+
+    def pairs(self, way: Way) -> PairArrays:
+        return self.features.pairs(way.view).take(self.rated)
+
+    def embeddings(self, way: Way, side: str) -> NDArray[np.float32]:
+        pairs = self.pairs(way)
+        vectors = pairs.first if side == "first" else pairs.second
+        if isinstance(way, Zeroshot):
+            return rows_of(vectors, slice(None))
+        return way.head.transform(vectors, pairs.condition)
+
+    def texts(self, column: Sequence[str]) -> list[str]:
+        return [column[i] for i in self.rated]
+
+
+def analyse(
+    run_folder: Path,
+    heads: Sequence[str] = (),
+    split: str | None = None,
+    what: Sequence[str] = ANALYSES,
+    out: Path | None = None,
+    n_conditions: int = 3,
+    n_sentences: int = 20,
+    top: int = 5,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Analyse a run's heads, with zero-shot beside them.
+
+    Isotropy (CASE, appendix B), impurity of condition clusters (Hyper-CL, section 5.2), seen and
+    unseen conditions (5.3), variance of the norm of generated matrices (5.4.1), and the rows whose
+    similarity changed most (CASE, tables 3 and 8).
+
+    Args:
+        run_folder: a run with extracted features.
+        heads: names of fitted heads or recipes; none is every head.
+        split: whose rows; None: test if the run has one, else dev.
+        what: some of :data:`ANALYSES`.
+        out: a folder for pictures; None: ``analyses`` in the run.
+        n_conditions: conditions that are clustered: those with the most sentences.
+        n_sentences: sentences of each that are clustered.
+        top: rows that changed most, for the better and for the worse.
+        seed: of everything random.
+
+    Returns:
+        For each analysis its rows; also written to ``analyses.json`` in the run.
+
+    Raises:
+        UserError: no run, no such head, or a split with no rated rows.
+    """
+    unknown = [name for name in what if name not in ANALYSES]
+    if unknown:
+        raise UserError(f"there is no analysis {unknown[0]!r}. There are {', '.join(ANALYSES)}.")
+    run = open_run(run_folder)
+    split = split or run.default_split()
+    rows = run.rows(split)
+    rated = np.flatnonzero(rows.rated)[:_MOST_ROWS]
+    if not len(rated):
+        raise UserError(f"none of the {len(rows):,} rows of {split} is rated; nothing to analyse.")
+    fitted = heads_to_score(run, heads)
+    prompts = {p.name: p for head in fitted for p in head.view.prompts} or run.prompts()
+    ways: list[Way] = [way for prompt in prompts.values() for way in zeroshots(prompt)]
+    data = _Split(rows, RowFeatures(rows, run.store()), rated)
+    out = out or run.folder / "analyses"
+    done: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "isotropy": lambda: [_isotropy(way, data, seed) for way in [*ways, *fitted]],
+        "clusters": lambda: _clusters(ways, fitted, data, (n_conditions, n_sentences), seed, out),
+        "conditions": lambda: _conditions([*ways, *fitted], data, run.rows("train")),
+        "norms": lambda: [_norms(head, data) for head in fitted if _generates(head)],
+        "examples": lambda: [_examples(head, data, top) for head in fitted],
+    }
+    report = {name: done[name]() for name in ANALYSES if name in what}
+    result = {"split": split, "n": len(rated), **report}
+    write_json(run.folder / "analyses.json", {**result, "seed": seed, **provenance()})
+    return result
+
+
+# -- one by one --------------------------------------------------------------------------------
+
+
+def _isotropy(way: Way, data: _Split, seed: int) -> dict[str, Any]:
+    vectors = np.concatenate([data.embeddings(way, side) for side in ("first", "second")])
+    kept = vectors[np.linalg.norm(vectors, axis=1) > 0]
+    if not len(kept):
+        nothing = dict.fromkeys(("mean_cosine", "std_cosine", "partition_ratio"))
+        return {"name": label(way), **nothing, "n": 0, "n_zero": len(vectors)}
+    found = asdict(isotropy(kept, seed=seed))
+    return {"name": label(way), **found, "n_zero": len(vectors) - len(kept)}
+
+
+def _clusters(
+    ways: Sequence[Way],
+    fitted: Sequence[SavedHead],
+    data: _Split,
+    sizes: tuple[int, int],
+    seed: int,
+    out: Path,
+) -> list[dict[str, Any]]:
+    """Cluster the embeddings of some sentences under the most frequent conditions."""
+    n_conditions, n_sentences = sizes
+    conditions = data.texts(data.rows.condition)
+    names = [name for name, _ in Counter(conditions).most_common(n_conditions)]
+    if len(names) < 2:
+        raise UserError("clusters of conditions need at least 2 conditions; the split has 1.")
+    places: list[int] = []
+    for name in names:
+        places += [i for i, text in enumerate(conditions) if text == name][:n_sentences]
+    labels = [conditions[i] for i in places]
+    vectors = {label(way): data.embeddings(way, "first")[places] for way in [*ways, *fitted]}
+    results = []
+    for name, points in vectors.items():
+        found = impurity(points, labels, seed=seed)
+        results.append({"name": name, "impurity": found.value, **asdict(found)})
+    kinds = [names.index(text) for text in labels]
+    for head in fitted:
+        before = _before(head)
+        path = out / f"clusters-{head.name}.png"
+        plot_clusters(
+            project_2d(vectors.get(label(before), data.embeddings(before, "first")[places])),
+            project_2d(vectors[head.name]),
+            np.array(kinds),
+            names,
+            path,
+            (label(before), head.name),
+        )
+        note(f"picture -> {path}")
+    return results
+
+
+def _before(head: SavedHead) -> Zeroshot:
+    """Return the features that a head was fitted on, as they are."""
+    prompt = head.view.prompts[0]
+    ways = zeroshots(prompt)
+    return ways[-1] if head.view.subtract else ways[0]
+
+
+def _conditions(ways: Sequence[Way], data: _Split, train: Rows) -> list[dict[str, Any]]:
+    known = [text for text, rated in zip(train.condition, train.rated, strict=True) if rated]
+    conditions = data.texts(data.rows.condition)
+    results = []
+    for way in ways:
+        pairs = data.pairs(way)
+        similarity = predict(way, pairs)
+        found = seen_unseen(known, conditions, pairs.rating, similarity, data.rows.pair[data.rated])
+        results.append(
+            {
+                "name": label(way),
+                "n_seen_conditions": found.n_seen_conditions,
+                "n_unseen_conditions": found.n_unseen_conditions,
+                **_scores("overall", found.overall),
+                **_scores("seen", found.seen),
+                **_scores("unseen", found.unseen),
+            }
+        )
+    return results
+
+
+def _scores(name: str, scores: Scores | None) -> dict[str, Any]:
+    if scores is None:
+        return {name: None, f"{name}_ci": [None, None], f"n_{name}": 0}
+    spearman = scores.spearman
+    interval = [finite(spearman.low), finite(spearman.high)]
+    return {name: finite(spearman.value), f"{name}_ci": interval, f"n_{name}": scores.n}
+
+
+def _generates(head: SavedHead) -> bool:
+    return head.head.family.kind == "hypernet"
+
+
+def _norms(head: SavedHead, data: _Split) -> dict[str, Any]:
+    from llmcond.heads.hypernet import frobenius_norms
+
+    condition = data.pairs(head).condition
+    if condition is None:
+        raise UserError(f"the head {head.name} takes no conditions.")
+    first, _ = distinct(condition)
+    norms = frobenius_norms(head.head, chosen(condition, first))
+    size = head.head.dim_in * head.head.dim_out
+    found = frobenius_variance(norms, size)
+    return {"name": head.name, "mean_norm": float(norms.mean()), **asdict(found)}
+
+
+def _examples(head: SavedHead, data: _Split, top: int) -> dict[str, Any]:
+    before_way = _before(head)
+    before = predict(before_way, data.pairs(before_way))
+    pairs = data.pairs(head)
+    after = predict(head, pairs)
+    found = most_changed(pairs.rating, before, after, top)
+    texts = [data.texts(getattr(data.rows, c)) for c in ("sentence1", "sentence2", "condition")]
+
+    def table(chosen_rows: Sequence[int]) -> list[Mapping[str, Any]]:
+        places = np.array(chosen_rows, dtype=np.int64)
+        columns = [[column[i] for i in places] for column in texts]
+        changes = change_table(
+            columns[0], columns[1], columns[2], pairs.rating[places], before[places], after[places]
+        )
+        return [asdict(change) for change in changes]
+
+    return {
+        "name": head.name,
+        "before": label(before_way),
+        "n_better": found.n_better,
+        "n_worse": found.n_worse,
+        "better": table(found.better),
+        "worse": table(found.worse),
+    }

@@ -1,0 +1,277 @@
+"""How fast heads are fitted and applied, beside plain forms of the same, in one run.
+
+    python scripts/bench_fit.py fit          # linear and MLP on features as large as NV-Embed-v2's
+    python scripts/bench_fit.py stream       # a million pairs from disk
+    python scripts/bench_fit.py hypernet     # the low-rank hypernetwork against its per-row form
+    python scripts/bench_fit.py grid         # 10,000 sentences under 100 conditions
+
+Features are random: time and memory do not depend on what they say. Every part runs in a process of
+its own, whose peak memory is told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmcond.heads import Lookup, PairArrays, fit_recipe, load_recipe
+from llmcond.heads.networks import Batch, Ops
+from llmcond.heads.training import train
+
+#: C-STS: rows of train, and of dev; distinct conditions; the paper's dimensions.
+ROWS, CONDITIONS, WIDE, NARROW = 11_342, 3_732, 4_096, 512
+#: CASE, section 4: minutes on an A6000, learning to project 4,096 dimensions to 512.
+PAPER = {"linear": 1.5, "mlp": 5.0}
+
+
+def quiet(epoch: int, epochs: int, score: float) -> None:
+    """Ignore an epoch."""
+
+
+def pairs(rows: int, dim: int, seed: int, dtype: type[Any] = np.float16) -> PairArrays:
+    """Return random features."""
+    rng = np.random.default_rng(seed)
+    first, second = (rng.standard_normal((rows, dim), np.float32).astype(dtype) for _ in range(2))
+    return PairArrays(first, second, rng.uniform(size=rows))
+
+
+def peak() -> float:
+    """Return the peak memory of this process in GiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    """Return seconds and result."""
+    began = time.perf_counter()
+    result = function(*arguments)
+    return time.perf_counter() - began, result
+
+
+# -- fitting -----------------------------------------------------------------------------------
+
+
+def fit(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Fit linear and MLP on 4,096 dimensions, 40 epochs, and the same by a plain loop."""
+    rows = []
+    for kind in ("linear", "mlp"):
+        recipe = load_recipe(kind).with_settings({"dim": NARROW, "epochs": options.epochs}, "")
+        data = pairs(ROWS, WIDE, 0)
+        seconds, head = timed(fit_recipe, recipe, data, None, 0, quiet)
+        few = max(options.epochs // 20, 1)
+        plain = timed(plain_fit, kind, recipe.settings, data, few)[0] / few
+        rows.append(
+            {
+                "head": kind,
+                "precision": head.fit.record["precision"],
+                "seconds": seconds,
+                "of_paper": PAPER[kind] * 60 / seconds,
+                "plain_seconds": plain * options.epochs,
+                "ratio": plain * options.epochs / seconds,
+            }
+        )
+    return rows
+
+
+def plain_fit(kind: str, settings: Any, data: PairArrays, epochs: int) -> None:
+    """Fit as one would write it down: float32 throughout, nn.Module, Adam."""
+    from torch import nn
+
+    first, second = (torch.from_numpy(np.asarray(x)).float() for x in (data.first, data.second))
+    rating = torch.from_numpy(data.rating).float()
+    layers: list[Any] = [nn.Linear(WIDE, NARROW, bias=False), nn.Dropout(settings.dropout)]
+    if kind == "mlp":
+        layers = [nn.Linear(WIDE, settings.hidden, bias=False), nn.ReLU()]
+        layers += [nn.Dropout(settings.dropout), nn.Linear(settings.hidden, NARROW, bias=False)]
+        layers += [nn.ReLU(), nn.Dropout(settings.dropout)]
+    model = nn.Sequential(*layers)
+    optimiser = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
+    for _ in range(epochs):
+        order: Any = torch.randperm(len(rating))
+        for batch in order.split(settings.batch_size):
+            cosine = torch.cosine_similarity(model(first[batch]), model(second[batch]))
+            loss: Any = (cosine - rating[batch]).square().mean()
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+
+
+def stream(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Fit one epoch of a linear head on a million pairs that lie on disk."""
+    n = options.pairs
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        sides = []
+        block = np.random.default_rng(0).standard_normal((10_000, WIDE), np.float32)
+        for side in (0, 1):
+            path = Path(folder, f"{side}.f16")
+            with path.open("wb") as file:
+                for start in range(0, n, len(block)):
+                    rolled = np.roll(block, start // len(block) + side, axis=1)
+                    file.write(rolled[: n - start].astype(np.float16).tobytes())
+            sides.append(np.memmap(path, np.float16, "r", shape=(n, WIDE)))
+        data = PairArrays(sides[0], sides[1], np.random.default_rng(1).uniform(size=n))
+        recipe = load_recipe("linear").with_settings({"dim": NARROW, "epochs": 1}, "")
+        seconds, _ = timed(fit_recipe, recipe, data, None, 0, quiet)
+    return [{"pairs": n, "on_disk_gib": 4 * n * WIDE / 2**30, "seconds": seconds}]
+
+
+# -- hypernetwork ------------------------------------------------------------------------------
+
+
+def hypernet(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time epochs of the low-rank hypernetwork, K = 64 at 384 dimensions, and of its plain form."""
+    dim = 384
+    data = pairs(ROWS, dim, 0, np.float32)
+    rng = np.random.default_rng(1)
+    table = rng.standard_normal((CONDITIONS, dim)).astype(np.float32)
+    data = PairArrays(
+        data.first,
+        data.second,
+        data.rating,
+        Lookup(table, rng.integers(CONDITIONS, size=ROWS)),
+    )
+    rows: list[dict[str, Any]] = []
+    base = {"dim": dim, "rank": 64, "dropout": 0.0, "epochs": 1, "precision": "float32"}
+    changes: dict[str, dict[str, Any]] = {
+        "plain, W_c for each row and sentence": {"batches": "conditions"},
+        "llmcond, rows in any order": {"batches": "rows"},
+        "llmcond, rows of a condition together": {"batches": "conditions"},
+        "llmcond, the same in bfloat16": {"batches": "conditions", "precision": "bfloat16"},
+    }
+    for name, change in changes.items():
+        recipe = load_recipe("hypernet").with_settings({**base, **change}, "")
+        network = recipe.family.network
+        forward = plain_forward if name.startswith("plain") else network.forward
+        timed_network = type(network)(network.parameters, forward)
+        seconds = []
+        for _ in range(options.rounds):
+            fit = timed(train, timed_network, data, None, recipe.settings, 0, quiet)
+            seconds.append(fit[0])
+        rows.append({"form": name, "seconds": float(np.median(seconds)), "loss": last_loss(fit[1])})
+    for row in rows:
+        row["ratio"] = rows[0]["seconds"] / row["seconds"]
+    return rows
+
+
+def last_loss(fit: Any) -> float:
+    """Return the loss of the last epoch, which tells whether two forms compute the same."""
+    return float(fit.record["curve"][-1]["loss"])
+
+
+def plain_forward(weights: Any, settings: Any, batch: Batch, ops: Ops) -> Any:
+    """Form W_c of each row, for the first sentences and for the second, as released code does."""
+    half = len(batch.x) // 2
+    embedded = []
+    for part in (slice(0, half), slice(half, None)):
+        x, c = batch.x[part], batch.c[batch.which[part]]
+        first = (c @ weights["factor1"].T).view(len(x), -1, settings.rank)
+        second = (c @ weights["factor2"].T).view(len(x), settings.rank, -1)
+        matrix = torch.bmm(first, second)
+        embedded.append(torch.bmm(x[:, None], matrix)[:, 0])
+    return torch.cat(embedded)
+
+
+# -- inference ---------------------------------------------------------------------------------
+
+
+def grid(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Apply heads to every sentence under every condition, from features that are there."""
+    dim, few = 384, pairs(512, 384, 0, np.float32)
+    rng = np.random.default_rng(2)
+    sentences = rng.standard_normal((options.sentences, dim)).astype(np.float32)
+    conditions = rng.standard_normal((options.conditions, dim)).astype(np.float32)
+    given = PairArrays(
+        few.first,
+        few.second,
+        few.rating,
+        Lookup(conditions, rng.integers(len(conditions), size=512)),
+    )
+    changes: dict[str, dict[str, Any]] = {
+        "linear": {"dim": dim},
+        "mlp": {"dim": dim},
+        "hadamard": {},
+        "concat": {"dim": dim},
+        "hypernet-ablation": {},
+        "hypernet": {"dim": dim},
+        "hypernet-full": {"dim": dim},
+    }
+    rows = []
+    for kind, change in changes.items():
+        recipe = load_recipe(kind).with_settings({**change, "epochs": 1}, "")
+        head = fit_recipe(recipe, given, None, 0, quiet)
+
+        def apply(head: Any = head) -> None:
+            for c in conditions:
+                head.transform(sentences, c[None] if head.dim_condition else None)
+
+        apply_seconds, _ = timed(apply)
+        n = options.sentences * options.conditions
+        rows.append({"head": kind, "seconds": apply_seconds, "embeddings_per_s": n / apply_seconds})
+    seconds = options.encode or 1e6 * 26 / 33_000
+    for row in rows:
+        row["against_encoding"] = seconds * n / 1e6 / row["seconds"]
+    return rows
+
+
+PARTS = {"fit": fit, "stream": stream, "hypernet": hypernet, "grid": grid}
+
+
+def work(name: str, options: argparse.Namespace, results: Any) -> None:
+    """Run a part in a process of its own."""
+    rows = PARTS[name](options)
+    results.put((rows, peak()))
+
+
+def show(name: str, rows: list[dict[str, Any]], memory: float) -> None:
+    """Print a part as a Markdown table."""
+    print(f"\n{name}: {torch.get_num_threads()} threads, torch {torch.__version__}, peak ", end="")
+    print(f"{memory:.2f} GiB\n")
+    print("| " + " | ".join(rows[0]) + " |")
+    print("|" + "---|" * len(rows[0]))
+    for row in rows:
+        cells = (f"{v:,.4g}" if isinstance(v, float) else str(v) for v in row.values())
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", choices=tuple(PARTS), help="(default: all)")
+    parser.add_argument("--epochs", type=int, default=40, help="of fit")
+    parser.add_argument("--rounds", type=int, default=3, help="of hypernet")
+    parser.add_argument("--pairs", type=int, default=1_000_000, help="of stream")
+    parser.add_argument("--folder", type=Path, help="for the files of stream: 16 GiB")
+    parser.add_argument("--sentences", type=int, default=10_000, help="of grid")
+    parser.add_argument("--conditions", type=int, default=100, help="of grid")
+    parser.add_argument(
+        "--encode", type=float, help="seconds to encode a million inputs (bench_extract.py)"
+    )
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    found = {}
+    for name in options.parts or PARTS:
+        results = context.Queue()
+        process = context.Process(target=work, args=(name, options, results))
+        process.start()
+        rows, memory = results.get()
+        process.join()
+        show(name, rows, memory)
+        found[name] = {"rows": rows, "peak_gib": memory}
+    if options.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
