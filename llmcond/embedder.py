@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from llmcond.heads.arrays import rows_of
 from llmcond.prompts import Prompt
 from llmcond.runs import Run, SavedHead, open_run
 from llmcond.views import Part, View
+
+if TYPE_CHECKING:
+    from llmcond.heads.hypernet import ConditionCache
 
 Vectors = NDArray[np.float32]
 
@@ -33,12 +36,14 @@ class Embedder:
         view: I, for both cases, and whether the second term is subtracted.
         head: g; None: zero-shot, the features as they are.
         name: of the head in its run.
+        cache: keeps what a hypernetwork makes of conditions, from one call to the next.
     """
 
     encoder: Encoder
     view: View
     head: FittedHead | None = None
     name: str = "none"
+    cache: ConditionCache | None = None
 
     @property
     def dim(self) -> int:
@@ -67,7 +72,10 @@ class Embedder:
         features = self.view.sentence(read)
         if self.head is None:
             return rows_of(features, slice(None))
-        return self.head.transform(features, self.view.condition(read))
+        condition = self.view.condition(read)
+        if self.cache is not None and condition is not None:
+            return self.cache.transform(features, condition)
+        return self.head.transform(features, condition)
 
     def similarity(
         self, sentences1: Sequence[str], sentences2: Sequence[str], conditions: str | Sequence[str]
@@ -156,7 +164,12 @@ def load_embedder(
     resolved = opened.resolve_encoder(device)
     if chosen is None:
         return Embedder(Encoder(resolved), View((opened.prompt(prompt),)))
-    return Embedder(Encoder(resolved), chosen.view, chosen.head, chosen.name)
+    cache = None
+    if chosen.head.family.kind == "hypernet":
+        from llmcond.heads.hypernet import ConditionCache
+
+        cache = ConditionCache(chosen.head)
+    return Embedder(Encoder(resolved), chosen.view, chosen.head, chosen.name, cache)
 
 
 def choose_head(run: Run, name: str | None, prompt: str | None = None) -> SavedHead | None:

@@ -149,7 +149,7 @@ class FittedHead:
         Raises:
             UserError: features of another size, or conditions that are missing or not wanted.
         """
-        self._check(features, condition)
+        self.check(features, condition)
         n = len(features)
         if condition is not None and len(condition) == 1 != n:
             condition = Lookup(condition, np.zeros(n, dtype=np.int64))
@@ -173,7 +173,12 @@ class FittedHead:
         """
         return cosine(self.transform(first, condition), self.transform(second, condition))
 
-    def _check(self, features: Matrix, condition: Matrix | None) -> None:
+    def check(self, features: Matrix, condition: Matrix | None) -> None:
+        """Refuse what the head cannot be applied to.
+
+        Raises:
+            UserError: features of another size, or conditions that are missing or not wanted.
+        """
         kind = self.family.kind
         if features.shape[1] != self.dim_in:
             raise UserError(

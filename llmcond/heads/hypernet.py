@@ -7,6 +7,8 @@ joint ones here, which no paper has.
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from llmcond.config import STRICT
 from llmcond.errors import UserError
-from llmcond.heads.arrays import Array, Matrix, rows_of
+from llmcond.heads.arrays import Array, Lookup, Matrix, distinct, rows_of
 from llmcond.heads.base import FittedHead
 from llmcond.heads.conditioned import (
     ConditionedSettings,
@@ -29,8 +31,16 @@ from llmcond.heads.conditioned import (
     need_conditions,
     transform_parameters,
 )
-from llmcond.heads.networks import Batch, Network, Ops, Parameter, Weights, by_condition
-from llmcond.heads.training import check_size
+from llmcond.heads.networks import (
+    ACTIVATIONS,
+    Batch,
+    Network,
+    Ops,
+    Parameter,
+    Weights,
+    by_condition,
+)
+from llmcond.heads.training import check_size, one_of
 
 #: Conditions whose matrices are made at a time outside of training.
 _AT_ONCE = 64
@@ -43,12 +53,15 @@ class HypernetSettings(ConditionedSettings):
     Attributes:
         dim: size k of the embeddings; H in the paper.
         rank: K of the two factors; 0: W_c in full.
+        activation: behind the product; ``none`` in the paper. With ``relu`` no embedding points
+            away from another, as no rating is below 0.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     dim: int
     rank: int
+    activation: str = "none"
 
     def __post_init__(self) -> None:
         """Refuse values that no fit can have."""
@@ -56,6 +69,7 @@ class HypernetSettings(ConditionedSettings):
         ConditionedSettings.__post_init__(self)
         check_size("dim", self.dim)
         check_size("rank", self.rank, least=0)
+        one_of("activation", self.activation, tuple(ACTIVATIONS))
 
 
 def _parameters(settings: Any, dim: int, dim_c: int) -> Mapping[str, Parameter]:
@@ -85,7 +99,14 @@ def _factors(weights: Weights, settings: Any, c: Tensor, ops: Ops) -> list[Tenso
 
 
 def _forward(weights: Weights, settings: Any, batch: Batch, ops: Ops) -> Tensor:
-    """Z = h_s^T W_c; in low rank (h_s^T W_1) W_2, W_c never formed (Hyper-CL, section 3.4)."""
+    """Z = f(h_s^T W_c); in low rank (h_s^T W_1) W_2, W_c never formed (Hyper-CL, section 3.4)."""
+    values = _generated(weights, settings, batch, ops)
+    if settings.activation == "none":
+        return values
+    return ops.dropout(ACTIVATIONS[settings.activation](values))
+
+
+def _generated(weights: Weights, settings: Any, batch: Batch, ops: Ops) -> Tensor:
     c, which = conditions(weights, settings, batch, ops)
     if torch.is_grad_enabled() or len(c) <= _AT_ONCE:
         return by_condition(batch.x, which, _factors(weights, settings, c, ops), ops)
@@ -102,6 +123,88 @@ def _forward(weights: Weights, settings: Any, batch: Batch, ops: Ops) -> Tensor:
 
 
 HYPERNET = conditioned("hypernet", HypernetSettings, Network(_parameters, _forward))
+
+
+class ConditionCache:
+    """A fitted hypernetwork that keeps what it made of conditions (Hyper-CL, section 3.5).
+
+    A condition that comes again, in any later call, costs two small products and no generated
+    matrix. The least recently used ones are forgotten above a budget. One thread at a time.
+
+    Attributes:
+        head: of kind ``hypernet``.
+        hits, misses: distinct conditions of all calls that were there, and that were not.
+    """
+
+    def __init__(self, head: FittedHead, budget: int = 2**28) -> None:
+        """Keep up to ``budget`` bytes.
+
+        Raises:
+            UserError: the head is no hypernetwork, so there is nothing to keep.
+        """
+        if head.family.kind != "hypernet":
+            raise UserError(f"a {head.family.kind} head makes no matrices that could be kept.")
+        self.head, self.hits, self.misses = head, 0, 0
+        self._budget, self._size = budget, 0
+        self._kept: OrderedDict[bytes, list[Array]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def transform(self, features: Matrix, condition: Matrix) -> Array:
+        """Return embeddings, (n, k) float32; as :meth:`FittedHead.transform`.
+
+        Args:
+            features: (n, dim) of sentences.
+            condition: (n, dim_c) of the conditions, or (1, dim_c) of one for all.
+
+        Raises:
+            UserError: as :meth:`FittedHead.transform`.
+        """
+        self.head.check(features, condition)
+        n = len(features)
+        if len(condition) == 1 != n:
+            condition = Lookup(condition, np.zeros(n, dtype=np.int64))
+        first, number = distinct(condition)
+        order = np.argsort(number, kind="stable")
+        ends = np.cumsum(np.bincount(number, minlength=len(first)))
+        output = np.empty((n, self.head.settings.dim), dtype=np.float32)
+        for start in range(0, len(first), _AT_ONCE):
+            part = first[start : start + _AT_ONCE]
+            for i, factors in enumerate(self._factors(rows_of(condition, part)), start):
+                rows = order[ends[i - 1] if i else 0 : ends[i]]
+                values = rows_of(features, rows)
+                for factor in factors:
+                    values = values @ factor
+                output[rows] = values
+        activation = ACTIVATIONS[self.head.settings.activation]
+        embedded: Array = activation(torch.from_numpy(output)).numpy()
+        return embedded
+
+    def _factors(self, vectors: Array) -> list[list[Array]]:
+        """Return the factors of conditions, made where they are not kept."""
+        keys = [vector.tobytes() for vector in vectors]
+        with self._lock:
+            found = {key: self._kept[key] for key in keys if key in self._kept}
+            absent = [i for i, key in enumerate(keys) if key not in found]
+            self.hits += len(keys) - len(absent)
+            self.misses += len(absent)
+            if absent:
+                made = factors_of(self.head, vectors[absent])
+                for place, i in enumerate(absent):
+                    # Copies: a view would keep what was made of all of them.
+                    found[keys[i]] = [factor[place].copy() for factor in made]
+            for key in keys:
+                self._keep(key, found[key])
+        return [found[key] for key in keys]
+
+    def _keep(self, key: bytes, factors: list[Array]) -> None:
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return
+        self._kept[key] = factors
+        self._size += len(key) + sum(factor.nbytes for factor in factors)
+        while self._size > self._budget:
+            old, gone = self._kept.popitem(last=False)
+            self._size -= len(old) + sum(factor.nbytes for factor in gone)
 
 
 def factors_of(head: FittedHead, condition: Matrix) -> list[Array]:
