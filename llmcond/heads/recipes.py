@@ -28,6 +28,7 @@ _FAMILIES = {
     "concat": ("llmcond.heads.conditioned", "CONCAT"),
     "hypernet": ("llmcond.heads.hypernet", "HYPERNET"),
     "hypernet-ablation": ("llmcond.heads.conditioned", "ABLATION"),
+    "towers": ("llmcond.heads.towers", "TOWERS"),
 }
 
 
