@@ -166,9 +166,9 @@ def load_embedder(
         return Embedder(Encoder(resolved), View((opened.prompt(prompt),)))
     cache = None
     if chosen.head.family.kind == "hypernet":
-        from llmcond.heads.hypernet import ConditionCache
+        from llmcond.heads.hypernet import ConditionCache, generates
 
-        cache = ConditionCache(chosen.head)
+        cache = ConditionCache(chosen.head) if generates(chosen.head) else None
     return Embedder(Encoder(resolved), chosen.view, chosen.head, chosen.name, cache)
 
 

@@ -125,6 +125,11 @@ def _generated(weights: Weights, settings: Any, batch: Batch, ops: Ops) -> Tenso
 HYPERNET = conditioned("hypernet", HypernetSettings, Network(_parameters, _forward))
 
 
+def generates(head: FittedHead) -> bool:
+    """Tell whether a head is one hypernetwork, whose matrices can be had."""
+    return head.family.kind == "hypernet" and head.settings.members == 1
+
+
 class ConditionCache:
     """A fitted hypernetwork that keeps what it made of conditions (Hyper-CL, section 3.5).
 
@@ -142,7 +147,7 @@ class ConditionCache:
         Raises:
             UserError: the head is no hypernetwork, so there is nothing to keep.
         """
-        if head.family.kind != "hypernet":
+        if not generates(head):
             raise UserError(f"a {head.family.kind} head makes no matrices that could be kept.")
         self.head, self.hits, self.misses = head, 0, 0
         self._budget, self._size = budget, 0

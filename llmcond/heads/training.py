@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ from llmcond.heads.base import Family, Fit, OnEpoch, PairArrays, Tensors
 from llmcond.heads.networks import Batch, Network, Ops, Weights
 from llmcond.heads.objectives import ObjectiveSettings, count_ties, find_twos, objective
 
+_T = TypeVar("_T")
+
 #: Beyond any use, and below what overflows.
 _LARGEST, _WIDEST = 1_000_000, 65_536
 #: Heads of so many parameters are multiplied in bfloat16 where the CPU does that natively.
@@ -43,6 +45,10 @@ _DENSE_BYTES = 2**29
 _RUN, _RUNS = 512, 16
 #: Rows scored at a time.
 _SCORED = 4_096
+
+_MOST_MEMBERS = 100
+#: Apart enough that seeds 0, 1, 2 ... share no member.
+_SEED_STEP = 2**20
 
 PRECISIONS = ("auto", "float32", "bfloat16")
 BATCHES = ("rows", "conditions")
@@ -64,6 +70,8 @@ class TrainingSettings(ObjectiveSettings):
             a sentence pair together instead.
         precision: of products in training: ``float32``, ``bfloat16`` (summed in float32), or
             ``auto``: bfloat16 for heads of 2 M parameters and more, where the CPU has it.
+        members: heads that are fitted, each by a seed of its own. Their embeddings, each of
+            length 1, stand side by side, so that the cosine is the mean of theirs.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
@@ -76,6 +84,7 @@ class TrainingSettings(ObjectiveSettings):
     weight_decay: float = 0.0
     batches: str = "rows"
     precision: str = "auto"
+    members: int = 1
 
     def __post_init__(self) -> None:
         """Refuse values that no fit can have."""
@@ -94,6 +103,8 @@ class TrainingSettings(ObjectiveSettings):
             raise ValueError("weight_decay must be at least 0")
         one_of("batches", self.batches, BATCHES)
         one_of("precision", self.precision, PRECISIONS)
+        if not 1 <= self.members <= _MOST_MEMBERS:
+            raise ValueError(f"members must be at least 1 and at most {_MOST_MEMBERS}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +151,8 @@ def trained(
     def fit(
         pairs: PairArrays, dev: PairArrays | None, settings: Any, seed: int, on_epoch: OnEpoch
     ) -> Fit:
-        return train(network, pairs, dev, settings, seed, on_epoch)
+        seeds = [(seed + member * _SEED_STEP) % 2**32 for member in range(settings.members)]
+        return _together([train(network, pairs, dev, settings, own, on_epoch) for own in seeds])
 
     def transform(
         tensors: Tensors, settings: Any, features: Array, condition: Matrix | None
@@ -148,10 +160,40 @@ def trained(
         weights = {name: torch.from_numpy(np.asarray(value)) for name, value in tensors.items()}
         with torch.inference_mode():
             batch = _Conditions.of(condition).batch([features], slice(None), torch.float32)
-            embedded: Array = network.forward(weights, settings, batch, Ops()).numpy()
-        return embedded
+            if settings.members == 1:
+                embedded: Array = network.forward(weights, settings, batch, Ops()).numpy()
+                return embedded
+            parts = [
+                torch.nn.functional.normalize(network.forward(own, settings, batch, Ops()))
+                for own in (member_of(weights, i) for i in range(settings.members))
+            ]
+            joined: Array = (torch.cat(parts, dim=1) / len(parts) ** 0.5).numpy()
+        return joined
 
     return Family(kind, settings, fit, transform, features, conditioned, network)
+
+
+def member_of(tensors: Mapping[str, _T], number: int) -> dict[str, _T]:
+    """Return the parameters of one member."""
+    prefix = f"member{number}."
+    return {
+        name.removeprefix(prefix): value
+        for name, value in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def _together(fits: list[Fit]) -> Fit:
+    """Return several fits as one."""
+    if len(fits) == 1:
+        return fits[0]
+    tensors = {
+        f"member{number}.{name}": value
+        for number, fit in enumerate(fits)
+        for name, value in fit.tensors.items()
+    }
+    members = [{key: fit.record[key] for key in ("best_epoch", "curve")} for fit in fits]
+    return Fit(tensors, {**fits[0].record, "members": members}, fits[0].notes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,7 +212,7 @@ def _scores(name: str, scores: Scores | None) -> dict[str, Any]:
 
 
 def _generates(head: SavedHead) -> bool:
-    return head.head.family.kind == "hypernet"
+    return head.head.family.kind == "hypernet" and head.head.settings.members == 1
 
 
 def _norms(head: SavedHead, data: _Split) -> dict[str, Any]:

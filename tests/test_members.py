@@ -1,0 +1,51 @@
+"""Several heads side by side are one head, whose cosine is the mean of theirs."""
+
+import numpy as np
+import pytest
+
+from llmcond.errors import UserError
+from llmcond.heads import PairArrays, fit_recipe, load_head, load_recipe, save_head
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Wide enough that no embedding is all zeros behind ReLU: that has no direction to be a mean of.
+SETTINGS = {
+    "mlp": {"dim": 12, "hidden": 32},
+    "hypernet": {"dim": 4, "rank": 2},
+    "towers": {"dim": 20, "hidden": 32, "rank": 4},
+}
+
+
+def fit(kind, seed, **changes):
+    rng = np.random.default_rng(0)
+    wide = 20 if kind == "towers" else 12
+    first, second = rng.normal(size=(2, 60, wide)).astype(np.float32)
+    condition = rng.normal(size=(60, 12)).astype(np.float32)
+    pairs = PairArrays(first, second, rng.uniform(size=60), condition)
+    recipe = load_recipe(kind).with_settings({**SETTINGS[kind], "epochs": 3, **changes}, "test")
+    head = fit_recipe(recipe, pairs, pairs, seed, lambda *_: None)
+    return head, pairs, condition if head.dim_condition else None
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_cosine_is_the_mean_of_the_members(kind, tmp_path):
+    head, pairs, condition = fit(kind, 5, members=3)
+    assert head.dim_out == 3 * SETTINGS[kind]["dim"]
+    alone = [fit(kind, 5 + number * 2**20)[0] for number in range(3)]
+    expected = np.mean([own.similarity(pairs.first, pairs.second, condition) for own in alone], 0)
+    found = head.similarity(pairs.first, pairs.second, condition)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert [member["curve"] for member in head.fit.record["members"]] == [
+        own.fit.record["curve"] for own in alone
+    ]
+    save_head(head, tmp_path / "head", {})
+    loaded, _ = load_head(tmp_path / "head")
+    np.testing.assert_array_equal(
+        loaded.transform(pairs.first, condition), head.transform(pairs.first, condition)
+    )
+
+
+@pytest.mark.parametrize("members", [0, 101])
+def test_number_of_members_is_bounded(members):
+    with pytest.raises(UserError, match="members must be at least 1 and at most 100"):
+        fit("mlp", 0, members=members)
