@@ -202,6 +202,11 @@ class Run:
                 f"{self.folder} has features of {len(prompts)} prompts: {', '.join(prompts)}. "
                 "Choose one with --prompt."
             )
+        if "+" in name:
+            raise UserError(
+                f"--prompt {name} names several prompts, which only a head can take side by side. "
+                "Name one of them, or a fitted --head."
+            )
         # A file's path is accepted too: it was given so to `extract`.
         wanted = Path(name).stem if name.endswith(".toml") else name
         if wanted not in prompts:
@@ -220,7 +225,13 @@ class Run:
         """
         if names is None or "+" not in names:
             return (self.prompt(names),)
-        found = tuple(self.prompt(name) for name in names.split("+"))
+        if "" in names.split("+"):
+            raise UserError(f"--prompt is {names!r}; expected names joined by +: a+b.")
+        # Separate features stand last, in whatever order they are named: heads that take both
+        # kinds find them there, and the same prompts give the same name.
+        found = tuple(
+            sorted((self.prompt(name) for name in names.split("+")), key=lambda p: p.separate)
+        )
         if len({prompt.name for prompt in found}) < len(found):
             raise UserError(f"--prompt {names} names a prompt twice.")
         if found[-1].name == "c":  # RECIPE@PROMPT+c is a head of PROMPT without subtraction

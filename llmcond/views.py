@@ -48,32 +48,39 @@ class View:
             raise UserError(
                 f"the head takes e(s) and e(c) each by itself, and the prompt {self.name} gives "
                 f"{got}. Extract the prompt that does (llmcond extract --prompt separate ...) and "
-                f"name it: --prompt {'separate' if not apart else apart[0].name}"
-                + ("" if self.features == "separate" else f"+{self.name}")
+                f"name it: --prompt {self._named(apart)}"
             )
         if self.features == "separate" and len(self.prompts) > 1:
             raise UserError(
                 f"the head takes separate features only, and --prompt {self.name} names joint ones "
                 f"as well. Give --prompt {apart[0].name}, or --set features=both."
             )
-        if self.features != "separate" and len(apart) == len(self.prompts):
+        if len(apart) == len(self.prompts):
             self._check_apart()
         if self.conditioned:
             self._conditions()
 
+    def _named(self, apart: list[Prompt]) -> str:
+        """Return what to name: one prompt with separate features, and those with joint ones."""
+        names = [apart[0].name if apart else "separate"]
+        if self.features == "both":
+            names += [prompt.name for prompt in self.prompts if not prompt.separate]
+        return "+".join(names)
+
     def _check_apart(self) -> None:
-        if self.features == "joint" and (self.subtract and not self.conditioned):
-            return
-        raise UserError(
-            f"the prompt {self.name} gives e(s) and e(c) each by itself, so "
-            + (
-                "without subtraction the condition would be ignored. Leave out --no-subtract, "
-                "choose a prompt that joins both, or a head that takes both."
-                if not self.conditioned
-                else "the head has no joint features to work on. Name a prompt that joins both: "
-                f"--prompt PROMPT or --prompt PROMPT+{self.name}"
+        """Refuse separate features alone for what needs others, or leaves the condition out."""
+        start = f"the prompt {self.name} gives e(s) and e(c) each by itself, so "
+        if not self.conditioned and not (self.subtract and self.features == "joint"):
+            raise UserError(
+                f"{start}without subtraction the condition would be ignored. Leave out "
+                "--no-subtract, choose a prompt that joins both, or a head that takes both."
             )
-        )
+        if self.conditioned and self.features != "separate":
+            alone = "" if self.features == "both" else "--prompt PROMPT or "
+            raise UserError(
+                f"{start}the head has no joint features to work on. Name a prompt that joins both: "
+                f"{alone}--prompt PROMPT+{self.name}"
+            )
 
     @property
     def name(self) -> str:
@@ -90,6 +97,11 @@ class View:
             "([unconditional] names {sentence}). Choose another prompt."
         )
 
+    def _subtracts(self, prompt: Prompt) -> bool:
+        """Tell whether a prompt's unconditional features are subtracted."""
+        apart = self.features == "separate" or (self.features == "both" and prompt.separate)
+        return self.subtract and not apart
+
     def sentence(self, read: Read) -> Matrix:
         """Return the features of sentences, (n, dim).
 
@@ -101,8 +113,9 @@ class View:
         parts: list[Matrix] = []
         for prompt in self.prompts:
             found = read(prompt, "conditional")
-            plain = not self.subtract or (self.features == "both" and prompt.separate)
-            parts.append(found if plain else Difference(found, read(prompt, "unconditional")))
+            if self._subtracts(prompt):
+                found = Difference(found, read(prompt, "unconditional"))
+            parts.append(found)
         return parts[0] if len(parts) == 1 else Joined(parts)
 
     def condition(self, read: Read) -> Matrix | None:
@@ -111,12 +124,11 @@ class View:
 
     def inputs(self, rows: Sequence[tuple[str, str]]) -> list[list[EncoderInput]]:
         """Return every input that is needed for (sentence, condition) rows, as columns."""
-        subtracted = self.subtract and self.features != "separate"
         of_condition = self._conditions() if self.conditioned else None
         columns = []
         for prompt in self.prompts:
             columns.append([prompt.conditional.render(*row) for row in rows])
-            if subtracted or prompt is of_condition:
+            if self._subtracts(prompt) or prompt is of_condition:
                 columns.append([prompt.unconditional.render(*row) for row in rows])
         return columns
 

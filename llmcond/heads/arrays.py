@@ -39,10 +39,12 @@ class Lookup:
     Attributes:
         table: (m, dim) distinct vectors.
         index: (n,) the place of each row's vector.
+        told_apart: whether no two vectors of the table are equal.
     """
 
     table: Matrix
     index: Positions
+    told_apart: bool = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,12 +103,12 @@ def chosen(matrix: Matrix, rows: NDArray[Any]) -> Matrix:
         rows: positions, or a mask (n,).
     """
     if isinstance(matrix, Lookup):
-        return Lookup(matrix.table, matrix.index[rows])
+        return Lookup(matrix.table, matrix.index[rows], matrix.told_apart)
     if isinstance(matrix, Difference):
         return Difference(chosen(matrix.first, rows), chosen(matrix.second, rows))
     if isinstance(matrix, Joined):
         return Joined([chosen(part, rows) for part in matrix.parts])
-    return Lookup(matrix, np.arange(len(matrix))[rows])
+    return Lookup(matrix, np.arange(len(matrix))[rows], told_apart=False)
 
 
 def rows_of(matrix: Matrix, rows: Any) -> Array:
@@ -116,19 +118,33 @@ def rows_of(matrix: Matrix, rows: Any) -> Array:
 
 
 def distinct(matrix: Matrix) -> tuple[Positions, Positions]:
-    """Return what tells equal rows: (m,) a position of each distinct one, (n,) its number.
+    """Return what tells equal rows: (m,) the first of each distinct one, (n,) its number.
 
+    Numbers go by first appearance, whatever type the vectors have and however they are stored.
     Rows that share an entry of a :class:`Lookup` are equal without a look at their vectors.
     """
     if isinstance(matrix, Lookup):
         _, first, number = np.unique(matrix.index, return_index=True, return_inverse=True)
-        return first, number.reshape(-1)
+        if not matrix.told_apart:
+            firsts, numbers = distinct(np.asarray(matrix[first]))
+            first, number = first[firsts], numbers[number.reshape(-1)]
+            # The first of equal vectors need not be the first by its place in the table.
+            first = np.full(len(first), len(number)).astype(np.int64)
+            np.minimum.at(first, number, np.arange(len(number)))
+        return _by_appearance(first, number)
     flat = np.ascontiguousarray(matrix[:])
     if not flat.shape[1]:
         return np.zeros(min(len(flat), 1), dtype=np.int64), np.zeros(len(flat), dtype=np.int64)
     rows = flat.view(np.dtype((np.void, flat.dtype.itemsize * flat.shape[1]))).reshape(-1)
     _, first, number = np.unique(rows, return_index=True, return_inverse=True)
-    return first, number.reshape(-1)
+    return _by_appearance(first, number)
+
+
+def _by_appearance(first: Positions, number: Positions) -> tuple[Positions, Positions]:
+    order = np.argsort(first)
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    return first[order], rank[number.reshape(-1)]
 
 
 def release(matrix: Matrix) -> None:
@@ -141,8 +157,10 @@ def release(matrix: Matrix) -> None:
     elif isinstance(matrix, Joined):
         for part in matrix.parts:
             release(part)
-    elif isinstance(mapped := getattr(matrix, "_mmap", None), mmap.mmap):
-        mapped.madvise(mmap.MADV_DONTNEED)
+    # Of a private map, what was written would be lost.
+    elif on_disk(matrix) and getattr(matrix, "mode", "c") != "c":
+        mapped: Any = matrix
+        mapped._mmap.madvise(mmap.MADV_DONTNEED)
 
 
 def on_disk(matrix: Matrix) -> bool:
@@ -153,4 +171,5 @@ def on_disk(matrix: Matrix) -> bool:
         return on_disk(matrix.first) or on_disk(matrix.second)
     if isinstance(matrix, Joined):
         return any(on_disk(part) for part in matrix.parts)
-    return isinstance(matrix, np.memmap)
+    # NumPy's copies of a memory map are of its class, and lie in memory.
+    return isinstance(getattr(matrix, "_mmap", None), mmap.mmap)

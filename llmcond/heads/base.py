@@ -186,6 +186,11 @@ class FittedHead:
                 f"{self.dim_in}."
             )
         got = 0 if condition is None else int(condition.shape[1])
+        if condition is not None and len(condition) not in (1, len(features)):
+            raise UserError(
+                f"there are {len(features)} sentences and {len(condition)} conditions; they must "
+                "be as many, or one condition for all."
+            )
         if got == self.dim_condition:
             return
         if not got:

@@ -120,11 +120,12 @@ def transform_parameters(settings: Any, dim_c: int) -> dict[str, Parameter]:
 def conditions(weights: Weights, settings: Any, batch: Batch, ops: Ops) -> tuple[Tensor, Tensor]:
     """Return the conditions c' that a head goes on with, and which of them each row has.
 
-    c' = W Dropout(h_c) + b where the settings say so, else c' = h_c.
+    c' = W Dropout(h_c) + b where the settings say so, else c' = h_c. Rows are picked by
+    ``index_select``: gradients of an index are added in any order on several threads.
     """
     c, which = batch.c, batch.which
     if ops.training and settings.masks == "own":
-        c, which = c[which], torch.arange(len(which))
+        c, which = c.index_select(0, which), torch.arange(len(which))
     if settings.transform:
         c = apply(weights, "transform", ops.dropout(c), ops)
     return c, which
@@ -148,7 +149,7 @@ def _hadamard_parameters(settings: Any, dim: int, dim_c: int) -> Mapping[str, Pa
 def _hadamard(weights: Weights, settings: Any, batch: Batch, ops: Ops) -> Tensor:
     """Z = h_s * c' (C-STS, released code)."""
     c, which = conditions(weights, settings, batch, ops)
-    return batch.x * c[which]
+    return batch.x * c.index_select(0, which)
 
 
 # -- concatenation -----------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def _concat(weights: Weights, settings: Any, batch: Batch, ops: Ops) -> Tensor:
     c, which = conditions(weights, settings, batch, ops)
     sentence = ops.product(ops.dropout(batch.x), weights["sentence"])
     condition = ops.product(ops.dropout(c), weights["condition"])
-    total = sentence + condition[which]
+    total = sentence + condition.index_select(0, which)
     if settings.bias:
         total = total + weights["bias"]
     return ACTIVATIONS[settings.activation](total)
@@ -200,7 +201,7 @@ def _ablation(weights: Weights, settings: Any, batch: Batch, ops: Ops) -> Tensor
     c, which = conditions(weights, settings, batch, ops)
     up = apply(weights, "up", ops.dropout(c), ops)
     down = apply(weights, "down", ops.dropout(up), ops)
-    return batch.x * down[which]
+    return batch.x * down.index_select(0, which)
 
 
 def conditioned(kind: str, settings: type[Any], network: Network) -> Any:

@@ -94,7 +94,7 @@ def _factors(weights: Weights, settings: Any, c: Tensor, ops: Ops) -> list[Tenso
     names = ("factor1", "factor2") if settings.rank else ("matrix",)
     inner = settings.rank or settings.dim
     made = [apply(weights, name, ops.dropout(c), ops) for name in names]
-    first = made[0].view(len(c), -1, inner)
+    first = made[0].view(len(c), len(weights[names[0]]) // inner, inner)
     return [first, *(one.view(len(c), inner, settings.dim) for one in made[1:])]
 
 

@@ -71,7 +71,7 @@ class Ops:
         self.training = masks is not None
         self._masks, self._half = masks, half
         #: Sixteen bits a unit are drawn: bits for a float of each take longer than the products.
-        self._kept = round((1 - dropout) * 65_536)
+        self._kept = max(1, round((1 - dropout) * 65_536))
 
     def dropout(self, values: Tensor) -> Tensor:
         """Return values of which some are 0, and the others larger by as much."""
@@ -132,9 +132,11 @@ def by_condition(x: Tensor, which: Tensor, factors: list[Tensor], ops: Ops) -> T
         (m, b) of the last factor.
     """
     count = len(factors[0])
+    if not len(x):
+        return x.new_empty(0, factors[-1].shape[2], dtype=factors[-1].dtype)
     rows = torch.bincount(which, minlength=count)
     most = max(4, -(-2 * len(x) // max(count, 1)))
-    width = int(min(int(rows.max()), most)) if len(x) else 1
+    width = int(min(int(rows.max()), most))
     pieces = (rows + width - 1) // width
     order = torch.argsort(which, stable=True)
     ordered = which[order]
@@ -148,7 +150,8 @@ def by_condition(x: Tensor, which: Tensor, factors: list[Tensor], ops: Ops) -> T
     whole = bool((pieces == 1).all())
     owner = torch.repeat_interleave(torch.arange(count), pieces)
     for factor in factors:
-        grouped = ops.batched(grouped, factor if whole else factor[owner])
+        # Not factor[owner]: gradients of an index are added in any order on several threads.
+        grouped = ops.batched(grouped, factor if whole else factor.index_select(0, owner))
     back = torch.empty_like(place)
     back[order] = place
     return grouped.reshape(total * width, -1)[back]

@@ -8,7 +8,7 @@ before both stand side by side, so that the cosine is the mean of the two cosine
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -48,6 +48,12 @@ class TowersSettings(HypernetSettings):
             raise ValueError(f"dim is {self.dim}; it must be even, half for each tower")
 
 
+def _tower(settings: Any) -> HypernetSettings:
+    """Return the settings of the hypernetwork by itself."""
+    own = {item.name: getattr(settings, item.name) for item in fields(HypernetSettings)}
+    return HypernetSettings(**{**own, "dim": settings.dim // 2})
+
+
 def _parameters(settings: Any, dim: int, dim_c: int) -> Mapping[str, Parameter]:
     need_conditions("towers", dim_c)
     if dim <= dim_c:
@@ -56,7 +62,7 @@ def _parameters(settings: Any, dim: int, dim_c: int) -> Mapping[str, Parameter]:
             f"and the features have {dim} in all."
         )
     joint, half = dim - dim_c, settings.dim // 2
-    generated = HYPERNET.network.parameters(replace(settings, dim=half), dim_c, dim_c)
+    generated = HYPERNET.network.parameters(_tower(settings), dim_c, dim_c)
     return {
         "weight1": Parameter((settings.hidden, joint), joint),
         "weight2": Parameter((half, settings.hidden), settings.hidden),
@@ -72,8 +78,7 @@ def _forward(weights: Weights, settings: Any, batch: Batch, ops: Ops) -> Tensor:
     activation = ACTIVATIONS[settings.activation]
     hidden = ops.dropout(activation(ops.product(joint, weights["weight1"])))
     first = ops.dropout(activation(ops.product(hidden, weights["weight2"])))
-    half = replace(settings, dim=settings.dim // 2)
-    second = HYPERNET.network.forward(weights, half, replace(batch, x=sentence), ops)
+    second = HYPERNET.network.forward(weights, _tower(settings), replace(batch, x=sentence), ops)
     return torch.cat([normalize(first), normalize(second)], dim=1)
 
 

@@ -192,7 +192,7 @@ def _together(fits: list[Fit]) -> Fit:
         for number, fit in enumerate(fits)
         for name, value in fit.tensors.items()
     }
-    members = [{key: fit.record[key] for key in ("best_epoch", "curve")} for fit in fits]
+    members = [{key: fit.record.get(key) for key in ("best_epoch", "curve")} for fit in fits]
     return Fit(tensors, {**fits[0].record, "members": members}, fits[0].notes)
 
 
@@ -233,6 +233,8 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     parameters = network.parameters(settings, pairs.dim, pairs.dim_condition)
     n_parameters = sum(parameter.size for parameter in parameters.values())
+    if not n_parameters:
+        return Fit({}, {"selected_on": None}, ("the head has no parameters, so nothing is fitted",))
     _check_memory(n_parameters)
     weights = {
         name: parameter.draw(generator).requires_grad_() for name, parameter in parameters.items()
@@ -364,8 +366,9 @@ class _Conditions:
 
 def _tensor(matrix: Matrix, rows: Any, dtype: torch.dtype) -> Tensor:
     found = np.asarray(matrix[rows])
-    # torch takes no array that cannot be written.
-    return torch.from_numpy(found if found.flags.writeable else found.copy()).to(dtype)
+    # torch takes no array that cannot be written, or stands backwards in memory.
+    plain = found.flags.writeable and found.flags.c_contiguous
+    return torch.from_numpy(found if plain else found.copy(order="C")).to(dtype)
 
 
 class _Loader:
@@ -417,11 +420,16 @@ class _Loader:
         if not self._streams:
             yield self._sides, np.arange(n)
             return
-        order = self._permutation(-(-n // _RUN))
+        begins = np.arange(0, n, _RUN)
+        if self._settings.contrasts and self._pairs.pair is not None:
+            # A two is not parted: its second row goes with the first.
+            pair = self._pairs.pair
+            begins[1:] += pair[begins[1:]] == pair[begins[1:] - 1]
+        ends = np.append(begins[1:], n)
+        order = self._permutation(len(begins))
         for start in range(0, len(order), _RUNS):
-            runs = [
-                np.arange(run * _RUN, min((run + 1) * _RUN, n)) for run in order[start:][:_RUNS]
-            ]
+            drawn = order[start : start + _RUNS]
+            runs = [np.arange(begins[run], ends[run]) for run in drawn]
             rows = np.concatenate(runs)
             # Neighbours are read at once, in their order on disk.
             sides: list[Matrix] = [_Held.read(side, np.sort(rows)) for side in self._sides]
@@ -455,7 +463,9 @@ class _Loader:
         begin = 0
         while begin < len(order):
             last = int(np.searchsorted(ends, begin + size, side="right")) - 1
-            stop = max(int(ends[max(last, 0)]), begin + 1)
+            if last < 0 or ends[last] <= begin:
+                last += 1
+            stop = int(ends[last])
             yield order[begin:stop]
             begin = stop
 

@@ -14,6 +14,7 @@ from llmcond.prompts import load_prompt
 from llmcond.provenance import provenance
 from llmcond.report.console import note
 from llmcond.runs import SavedHead, head_name, open_run
+from llmcond.views import view_of
 from llmcond.workflows.evaluate import check_scorable, predict, result_of, zeroshots
 from llmcond.workflows.extract import DataOptions, extract
 from llmcond.workflows.features import Features
@@ -67,8 +68,9 @@ def compare_prompts(
             view = zeroshot.view
             scored = predict(zeroshot, features.pairs(view, split))
             results.append(result_of(zeroshot, scored, rows, split))
-            train, dev = (features.rated(view, s) for s in ("train", "dev"))
             for recipe in recipes:
+                view = view_of(recipe, (prompt,), zeroshot.view.subtract)
+                train, dev = (features.rated(view, s) for s in ("train", "dev"))
                 head = fit_with_bar(sized(recipe, None, train.dim), train, dev, seed)
                 record = {"recipe": recipe.to_json()}
                 name = head_name(recipe.name, view)
