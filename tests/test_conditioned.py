@@ -585,13 +585,14 @@ def test_hypernetwork_transforms_no_rows(heads, name):
 
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("transform", [True, False])
+@pytest.mark.parametrize("masks", ["shared", "own"])
 def test_hypernetwork_makes_some_matrices_at_a_time_outside_of_training(
-    monkeypatch, rank, transform
+    monkeypatch, rank, transform, masks
 ):
     generator = torch.Generator().manual_seed(0)
     which = torch.cat([torch.arange(23), torch.randint(23, (40,), generator=generator)])
     batch = Batch(random((63, 4), generator), random((25, 3), generator), which)
-    chosen = recipe("hypernet", dim=3, rank=rank, transform=transform).settings
+    chosen = recipe("hypernet", dim=3, rank=rank, transform=transform, masks=masks).settings
     weights = drawn_weights("hypernet", chosen, 4, 3, generator)
     expected = NETWORKS["hypernet"].forward(weights, chosen, batch, Ops())
     made = []

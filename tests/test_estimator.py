@@ -48,6 +48,7 @@ RECIPES = {
     "none": {},
     "pca": {},
     "random": {},
+    "towers": {**SHORT, "rank": 2, "hidden": 8},
     "whitening": {},
 }
 UNSUPERVISED = ["ica", "none", "pca", "random", "whitening"]

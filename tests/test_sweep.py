@@ -633,7 +633,6 @@ def test_what_a_sweep_gives_is_what_is_drawn(capsys, own, drawn):
 # -- known defects -----------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="combinations are counted that are the same fit")
 def test_a_value_named_twice_is_one(capsys, own, fits):
     rows, told = swept(capsys, own, "--head", "small.toml", "--seeds", 2, "--vary", "dim=2,2")
     assert len(fits) == 2
@@ -641,7 +640,6 @@ def test_a_value_named_twice_is_one(capsys, own, fits):
     assert "2 fits, 0 of them done before" in told
 
 
-@pytest.mark.xfail(strict=True, reason="of a key that is named twice the last values are taken")
 def test_a_key_that_is_varied_twice_is_refused_or_has_all_values(capsys, own):
     vary = ("--vary", "dim=2", "--vary", "dim=4", "--seeds", "2")
     arguments = ["sweep", "--run", str(own), "--prompt", J, "--head", "small.toml", *vary]
@@ -650,7 +648,6 @@ def test_a_key_that_is_varied_twice_is_refused_or_has_all_values(capsys, own):
         assert {row["dim"] for row in found} == {2, 4}
 
 
-@pytest.mark.xfail(strict=True, reason="recipes are grouped by name, as if they were seeds of one")
 def test_recipes_of_one_name_are_not_taken_for_seeds_of_one(capsys, own):
     Path("other").mkdir()
     Path("other/small.toml").write_text(
@@ -663,14 +660,12 @@ def test_recipes_of_one_name_are_not_taken_for_seeds_of_one(capsys, own):
         assert [row["seeds"] for row in json.loads(captured.out)["results"]] == [[0, 1]] * 2
 
 
-@pytest.mark.xfail(strict=True, reason="fits are told apart by settings, and named as they were")
 def test_recipes_of_equal_settings_have_their_own_names(capsys, own):
     shutil.copy("small.toml", "copy.toml")
     rows, _ = swept(capsys, own, "--head", "small.toml", "copy.toml", "--seeds", 2)
     assert {row["head"] for row in rows} == {"small", "copy"}
 
 
-@pytest.mark.xfail(strict=True, reason="fits are told apart by settings, and named as they were")
 def test_a_recipe_that_was_renamed_has_its_new_name(capsys, own):
     swept(capsys, own, "--head", "small.toml", "--seeds", 2)
     Path("small.toml").rename("renamed.toml")
@@ -693,7 +688,6 @@ class Broken:
         pass
 
 
-@pytest.mark.xfail(strict=True, raises=BrokenProcessPool, reason="it is not caught")
 def test_a_process_that_is_killed_is_one_line(capsys, monkeypatch, own):
     monkeypatch.setattr(MODULE, "ProcessPoolExecutor", Broken)
     arguments = ["sweep", "--run", str(own), "--prompt", J, "--workers", "2"]
@@ -701,25 +695,21 @@ def test_a_process_that_is_killed_is_one_line(capsys, monkeypatch, own):
     assert capsys.readouterr().err.count("llmcond: error: ") == 1
 
 
-@pytest.mark.xfail(strict=True, reason="folders are made before settings are looked at")
 def test_a_refused_sweep_leaves_no_folder_for_its_pictures(capsys, own):
     refused(capsys, "sweep", "--run", own, *DIMS, "--set", "dmi=2", "--plot", "pictures/x.png")
     assert not Path("pictures").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="the second picture replaces the first one")
 def test_two_pictures_are_not_drawn_into_one_file(capsys, own, drawn):
     plots = ("--plot", "x.png", "--plot-steps", "x.png", "--workers", 1)
     refused(capsys, "sweep", "--run", own, *DIMS, *plots)
 
 
-@pytest.mark.xfail(strict=True, reason="it tells of the seed -1")
 def test_no_seeds_are_refused_by_their_own_name(capsys, own):
     vary = ("--vary", "dim=2,4", "--seeds", "0")
     assert "-1" not in refused(capsys, "sweep", "--run", own, "--head", "small.toml", *vary)
 
 
-@pytest.mark.xfail(strict=True, reason="no combination is taken for several")
 def test_a_setting_without_values_is_refused(own):
     with pytest.raises(UserError):
         sweep(own, ["small.toml"], {"dim": []}, seeds=1, workers=1)

@@ -192,6 +192,19 @@ def test_features_in_any_form_give_the_same_head(monkeypatch, name, form):
         assert found.fit.record == expected.fit.record
 
 
+@pytest.mark.parametrize("bytes_made_dense", [2**29, 0])
+def test_differences_that_16_bits_do_not_hold_are_not_rounded(monkeypatch, bytes_made_dense):
+    pairs, other = paired(dtype=np.float16), paired(seed=1, dtype=np.float16)
+    made = {
+        side: Difference(getattr(pairs, side), getattr(other, side)) for side in ("first", "second")
+    }
+    dense = {side: rows_of(matrix, slice(None)) for side, matrix in made.items()}
+    assert (dense["first"] != dense["first"].astype(np.float16)).any()
+    monkeypatch.setattr("llmcond.heads.training._DENSE_BYTES", bytes_made_dense)
+    heads = [fit("linear", replace(pairs, **sides), **SHORT, dim=4) for sides in (made, dense)]
+    assert tensors(heads[0]) == tensors(heads[1])
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["low rank, any rows", "concat", "hadamard"])
 def test_conditions_in_any_form_give_the_same_head_but_for_rounding(name, form):
@@ -548,6 +561,7 @@ def test_weights_start_uniform_and_apart_from_the_global_generator():
         ("linear", {"dim": 4}, {"weight": DIM}),
         ("mlp", {"dim": 4, "hidden": 5, "depth": 3}, {"weight1": DIM, "weight2": 5, "weight3": 5}),
         ("hadamard", {}, {"transform": DIM_C, "transform_bias": DIM_C}),
+        ("hadamard", {"bias": False}, {"transform": DIM_C}),
         (
             "concat",
             {"dim": 4, "transform": False},
@@ -585,6 +599,16 @@ def test_weights_start_within_what_their_inputs_say(kind, changes, fan_in):
             assert np.abs(value).max() > 0.8 * fan_in[name] ** -0.5
     sizes = sum(value.size for value in head.fit.tensors.values())
     assert head.fit.record["n_parameters"] == sizes
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_a_step_is_that_of_adam_with_decoupled_decay(decay):
+    """The first step of Adam is as long as the learning rate in every direction."""
+    values = {"epochs": 1, "batch_size": 120, "dropout": 0.0, "learning_rate": 0.01}
+    head = fit("linear", paired(), dim=4, **values, weight_decay=decay)
+    start = Parameter((4, DIM), DIM).draw(torch.Generator().manual_seed(0)).numpy()
+    step = head.fit.tensors["weight"] - start * (1 - 0.01 * decay)
+    np.testing.assert_allclose(np.abs(step), 0.01, rtol=1e-3)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.5, 0.9])

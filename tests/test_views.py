@@ -187,31 +187,26 @@ def test_a_view_that_cannot_be_is_refused(features, letters, subtract, condition
     assert "\n" not in str(caught.value)
 
 
-#: What names several separate prompts is told to name one of them twice.
-TWICE = {("both", "SJT")}
-#: A head of both is told to name a joint prompt alone.
-HALF = {("both", "S")}
-
-
-@pytest.mark.parametrize(
-    ("features", "letters", "subtract", "conditioned", "given"),
-    [case for case in REFUSED if case[3] and "encodes no condition" not in case[-1]],
-)
-def test_what_a_refusal_advises_is_accepted(features, letters, subtract, conditioned, given):
+def advice(case: tuple) -> str:
     with pytest.raises(UserError) as caught:
-        made(features, letters, subtract, conditioned)
+        made(*case[:-1])
+    return str(caught.value).replace("llmcond extract --prompt", "extracting")
+
+
+@pytest.mark.parametrize("case", [case for case in REFUSED if case[3]])
+def test_what_a_refusal_advises_is_accepted(case):
+    features, letters, subtract, conditioned, given = case
     names = {known.name: letter for letter, known in PROMPTS.items()} | {"PROMPT": "K"}
-    text = str(caught.value).partition("Extract the prompt that does (")
-    advised = re.findall(r"--prompt ([\w+]+)", text[2].partition(")")[2] or text[0])
-    advised = [names_ for names_ in advised if names_ != made_name(letters)]
-    assert advised
+    told = advice(case).replace(f"--prompt {view_name(letters)} names", "")
+    advised = re.findall(r"--prompt ([\w+]+)", told)
+    assert bool(advised) == ("encodes no condition" not in given)
     for prompts in advised:
         chosen = [names[name] for name in prompts.split("+")]
         assert len(set(chosen)) == len(chosen)
         made(features, "".join(chosen), subtract, conditioned)
 
 
-def made_name(letters: str) -> str:
+def view_name(letters: str) -> str:
     return "+".join(PROMPTS[letter].name for letter in letters)
 
 
@@ -610,39 +605,64 @@ def test_a_run_without_the_separate_prompt_is_told_to_extract_it(capsys, tiny_ru
     assert line.endswith("--prompt separate")
 
 
-def test_towers_see_separate_features_where_they_are(capsys, own, by_hand):
-    """The prompts' order as the advice has it: e(s) stands first."""
+def test_towers_see_separate_features_wherever_their_prompt_is_named(capsys, own, by_hand):
     fit = ("fit-head", "--head", "towers", "--run", own, "--dim", "4", "--name", "turned")
-    line = refused(capsys, *fit, "--prompt", J)
-    assert f"--prompt {S}+{J}" in line
+    assert f"--prompt {S}+{J}" in refused(capsys, *fit, "--prompt", J)
     settings = ("--set", "hidden=8", "rank=2", "activation=none", "epochs=1")
-    if run([*map(str, fit), "--prompt", f"{S}+{J}", *settings]) == 2:
-        return
-    head = by_hand.run.load_head("two-towers").head
-    turned = open_run(own).load_head("turned")
-    weights, shapes = turned.head.fit.tensors, head.fit.tensors
-    assert {key: w.shape for key, w in weights.items()} == {k: w.shape for k, w in shapes.items()}
+    assert ok(capsys, *fit, "--prompt", f"{S}+{J}", *settings)["prompt"] == BOTH
+    weights = open_run(own).load_head("turned").head.fit.tensors
     # The first half of an embedding is of joint features alone.
-    joint = by_hand.features("J-j", TEXTS)
-    hidden = joint @ weights["weight1"].T @ weights["weight2"].T
-    embedder = llmcond.load_embedder(own, head="turned")
-    found = embedder.encode(SENTENCES, CONDITIONS)[:, :2]
-    np.testing.assert_allclose(
-        found, hidden / np.linalg.norm(hidden, axis=1, keepdims=True), rtol=0, atol=1e-5
-    )
+    first = by_hand.features("J-j", TEXTS) @ weights["weight1"].T @ weights["weight2"].T
+    expected = first / np.linalg.norm(first, axis=1, keepdims=True)
+    found = llmcond.load_embedder(own, head="turned").encode(SENTENCES, CONDITIONS)
+    np.testing.assert_allclose(found[:, :2], expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("head", ["hypernet", "hypernet-joint"])
-def test_heads_with_conditions_are_compared_or_refused_in_words_of_the_command_line(
-    capsys, own, head
-):
+def test_prompts_in_another_order_are_the_same(capsys, sampled, own):
+    fit = [*fit_arguments("of-both"), "--run", own]
+    fit[fit.index(BOTH)] = f"{S}+{J}"
+    assert ok(capsys, *fit)["name"] == f"hypernet@{BOTH}"
+    heads = [open_run(own).load_head(name).head for name in ("of-both", f"hypernet@{BOTH}")]
+    for name, weights in heads[0].fit.tensors.items():
+        np.testing.assert_array_equal(heads[1].fit.tensors[name], weights)
+
+
+@pytest.mark.xfail(strict=True, reason="names are compared as they were given")
+def test_a_head_is_found_by_its_prompts_in_another_order(capsys, sampled):
+    similarity = ("similarity", "a", "b", "--condition", "the place", "--run", sampled.folder)
+    assert run([*map(str, similarity), "--head", "layers", "--prompt", f"{S}+{J}"]) == 0
+
+
+def small_recipe(head: str) -> str:
     recipe = (llmcond.config.bundled("heads") / f"{head}.toml").read_text()
-    recipe = recipe.replace("rank = 64", "rank = 2").replace("epochs = 60", "epochs = 1")
+    recipe = recipe.replace("rank = 64", "rank = 2").replace("epochs = 60", "epochs = 2")
     Path("mine.toml").write_text(recipe)
-    options = ["--run", str(own), *ENCODER, "--prompts", J, "--heads", "mine.toml"]
-    code = run(["compare-prompts", "--model", model_of(own), *options])
-    assert "PairArrays" not in capsys.readouterr().err
-    assert code in (0, 2)
+    return "mine.toml"
+
+
+@pytest.mark.parametrize(("head", "prompt"), [("hypernet-joint", J), ("hypernet", S)])
+def test_heads_with_conditions_are_compared(capsys, own, head, prompt):
+    mine = small_recipe(head)
+    options = ("--run", own, *ENCODER, "--prompts", prompt, "--heads", mine)
+    rows = ok(capsys, "compare-prompts", "--model", model_of(own), *options)["results"]
+    found = {row["name"]: row for row in rows if row["head"] == "mine"}
+    fit = ("fit-head", "--run", own, "--head", mine, "--prompt", prompt)
+    for extra in ([], ["--no-subtract"])[: len(found)]:
+        name = ok(capsys, *fit, *extra)["name"]
+        single = ok(capsys, "evaluate", "--run", own, "--head", name)["results"][-1]
+        assert found[name] == single
+    assert set(found) == ({f"mine@{J}", f"mine@{J}+c"} if prompt == J else {f"mine@{S}"})
+
+
+@pytest.mark.xfail(strict=True, reason="prompts are looked at when all of them were extracted")
+def test_heads_that_no_prompt_suits_are_not_compared_before_anything_is_encoded(
+    capsys, own, write_rows, small_rows
+):
+    encoder = ("--model", model_of(own), "--data", write_rows(small_rows), "--run", "fresh")
+    heads = ("--prompts", J, "--heads", small_recipe("hypernet"))
+    line = refused(capsys, "compare-prompts", *encoder, *ENCODER, *heads)
+    assert "--prompt separate" in line
+    assert not Path("fresh").exists()
 
 
 def test_the_prompts_of_a_head_are_not_those_of_another(capsys, sampled):

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from llmcond.errors import UserError
 from llmcond.options import add_command, add_run, key_values, print_json
 
 
@@ -78,10 +79,17 @@ def _sweep(options: argparse.Namespace) -> None:
     from llmcond.report.sweeps import check_plot, plot_settings, plot_steps, sweep_table
     from llmcond.workflows import sweep
 
+    named = [text.partition("=")[0] for text in options.vary]
+    if len(set(named)) < len(named):
+        raise UserError(
+            f"--vary names a setting twice: {', '.join(named)}. Give all its values once."
+        )
     vary = {key: text.split(",") for key, text in key_values(options.vary, "--vary").items()}
-    for path in (options.plot, options.plot_steps):
-        if path is not None:
-            check_plot(path)
+    plots = [path for path in (options.plot, options.plot_steps) if path is not None]
+    if len({path.absolute() for path in plots}) < len(plots):
+        raise UserError(f"--plot and --plot-steps both name {plots[0]}. Name two files.")
+    for path in plots:
+        check_plot(path)
     results = sweep(
         options.run,
         options.head,

@@ -69,7 +69,9 @@ def check_plot(path: Path) -> None:
         raise UserError(f"{path} ends in {path.suffix or 'nothing'}; name a .png or .svg file.")
     if find_spec("matplotlib") is None:
         raise UserError("pictures need matplotlib: pip install 'llmcond[plots]'.")
-    check_writable(path)
+    # Folders are made when there is something to put into them: tried out where one is now.
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    check_writable(folder / path.name if folder != path.absolute().parent else path)
 
 
 def plot_settings(results: Results, path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ class Point:
     def digest(self, run: Run, split: str) -> str:
         """Identify everything that decides its result."""
         parts = {
-            "recipe": [self.recipe.family.kind, asdict(self.recipe.settings), self.dim],
+            "recipe": [self.recipe.name, self.recipe.family.kind, self.dim],
+            "settings": asdict(self.recipe.settings),
             "prompts": [prompt.digest for prompt in self.view.prompts],
             "view": [self.view.subtract, self.view.features, self.view.conditioned],
             "features": [run.identity.fingerprint, run.manifest["store_dtype"]],
@@ -107,12 +109,13 @@ def sweep(
         raise UserError(f"workers is {workers}; it must be at least 1.")
     split = split or run.default_split()
     check_scorable(run.rows(split), run, other=False)
-    points = list(_points(run, heads, vary, prompts, subtract, changes or {}, seeds))
+    points = _points(run, heads, vary, prompts, subtract, changes or {}, seeds)
     folder = run.folder / "sweep"
+    # What is the same fit, as where a value is named twice, is one.
     paths = {point.digest(run, split): point for point in points}
     results = {digest: _read(folder / f"{digest}.json") for digest in paths}
     missing = [digest for digest, result in results.items() if result is None]
-    note(f"{len(points):,} fits, {len(points) - len(missing):,} of them done before")
+    note(f"{len(paths):,} fits, {len(paths) - len(missing):,} of them done before")
     failures: list[str] = []
     for digest, outcome in _fit_all(run, split, {d: paths[d] for d in missing}, workers):
         if isinstance(outcome, str):
@@ -145,7 +148,12 @@ def _points(
     """Yield every fit; all that can be wrong in settings is found before the first one."""
     if not heads:
         raise UserError("no head was named. Name one or more: --head mlp")
+    if seeds < 1:
+        raise UserError(f"the number of seeds is {seeds}; it must be at least 1.")
     check_seed(seeds - 1)
+    empty = [key for key, values in vary.items() if not values]
+    if empty:
+        raise UserError(f"{empty[0]} is varied without a value. Give some: --vary {empty[0]}=A,B")
     if seeds == len(heads) == len(prompts) == 1 and all(len(v) == 1 for v in vary.values()):
         raise UserError(
             "there is nothing to vary. Give several values (--vary dim=64,128,256), heads, prompts "
@@ -250,6 +258,11 @@ def _fit_all(
         futures = [executor.submit(_fit_one, _pack(d, point)) for d, point in points.items()]
         for future in as_completed(futures):
             yield future.result()
+    except BrokenProcessPool as error:
+        raise LlmcondError(
+            "a process of the sweep was ended from outside, as where memory runs out. What was "
+            "fitted is kept; run the same command with fewer --workers."
+        ) from error
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
         if before is None:
@@ -273,7 +286,9 @@ def _summarise(done: Sequence[tuple[Point, Mapping[str, Any]]]) -> list[dict[str
     """Return a row for each combination of head, prompt and settings, best mean first."""
     groups: dict[str, list[tuple[Point, Mapping[str, Any]]]] = {}
     for point, result in done:
-        key = json.dumps([head_name(point.recipe.name, point.view), dict(point.varied)])
+        # Recipes of one name, from different folders, are told apart by all that they set.
+        recipe = [point.recipe.path, asdict(point.recipe.settings), point.dim]
+        key = json.dumps([head_name(point.recipe.name, point.view), recipe])
         groups.setdefault(key, []).append((point, result))
     rows = [_row(group) for group in groups.values()]
     return sorted(rows, key=lambda row: -(row["spearman"] if row["spearman"] is not None else -2))
