@@ -630,7 +630,7 @@ def test_what_a_sweep_gives_is_what_is_drawn(capsys, own, drawn):
     assert {row["steps_per_epoch"] for row in rows} == {4}
 
 
-# -- known defects -----------------------------------------------------------------------------
+# -- what is the same, and what is not -----------------------------------------------------------
 
 
 def test_a_value_named_twice_is_one(capsys, own, fits):
@@ -688,11 +688,18 @@ class Broken:
         pass
 
 
-def test_a_process_that_is_killed_is_one_line(capsys, monkeypatch, own):
+@pytest.mark.parametrize("threads", ["3", None])
+def test_a_process_that_is_killed_is_one_line(capsys, monkeypatch, own, threads):
     monkeypatch.setattr(MODULE, "ProcessPoolExecutor", Broken)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
     arguments = ["sweep", "--run", str(own), "--prompt", J, "--workers", "2"]
     assert run([*arguments, *map(str, DIMS)]) == 1
-    assert capsys.readouterr().err.count("llmcond: error: ") == 1
+    err = capsys.readouterr().err
+    assert err.count("llmcond: error: ") == 1
+    assert "What was fitted is kept" in err
+    assert os.environ.get("OMP_NUM_THREADS") == threads
 
 
 def test_a_refused_sweep_leaves_no_folder_for_its_pictures(capsys, own):
