@@ -179,7 +179,8 @@ def choose_head(run: Run, name: str | None, prompt: str | None = None) -> SavedH
         UserError: no such head, several, or one that was fitted on another prompt than asked for.
     """
     chosen = _find_head(run, name)
-    if chosen is not None and prompt not in (None, chosen.view.name):
+    named = None if prompt is None else set(prompt.split("+"))
+    if chosen is not None and named not in (None, set(chosen.view.name.split("+"))):
         raise UserError(
             f"the head {chosen.name} was fitted on the prompt {chosen.view.name}, not {prompt}. "
             "Leave out --prompt, or choose another --head."

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import sklearn
 import torch
+from joblib.externals.loky import get_reusable_executor
 from scipy.stats import spearmanr
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
@@ -491,7 +492,14 @@ def test_grid_search_ranks_undefined_scores_last(data):
     assert search.cv_results_["rank_test_score"].tolist() == [2, 1]
 
 
-def test_two_processes_give_what_one_gives(data):
+@pytest.fixture
+def no_processes_left():
+    """End the processes that scikit-learn keeps for a next call."""
+    yield
+    get_reusable_executor().shutdown(wait=True)
+
+
+def test_two_processes_give_what_one_gives(data, no_processes_left):
     X, y = data
     head = Head("mlp", settings=RECIPES["mlp"])
     one, two = (

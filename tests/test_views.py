@@ -627,7 +627,6 @@ def test_prompts_in_another_order_are_the_same(capsys, sampled, own):
         np.testing.assert_array_equal(heads[1].fit.tensors[name], weights)
 
 
-@pytest.mark.xfail(strict=True, reason="names are compared as they were given")
 def test_a_head_is_found_by_its_prompts_in_another_order(capsys, sampled):
     similarity = ("similarity", "a", "b", "--condition", "the place", "--run", sampled.folder)
     assert run([*map(str, similarity), "--head", "layers", "--prompt", f"{S}+{J}"]) == 0
@@ -654,7 +653,6 @@ def test_heads_with_conditions_are_compared(capsys, own, head, prompt):
     assert set(found) == ({f"mine@{J}", f"mine@{J}+c"} if prompt == J else {f"mine@{S}"})
 
 
-@pytest.mark.xfail(strict=True, reason="prompts are looked at when all of them were extracted")
 def test_heads_that_no_prompt_suits_are_not_compared_before_anything_is_encoded(
     capsys, own, write_rows, small_rows
 ):

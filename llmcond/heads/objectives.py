@@ -25,6 +25,9 @@ _TIES = ("drop", "keep", "gap")
 _LARGEST = 1_000_000
 _SMALLEST = 1 / _LARGEST
 
+#: Above it softplus is the identity to the last bit of float64; PyTorch takes 20, where it is not.
+_LINEAR = 40.0
+
 #: Rows that a message names before it only counts.
 _NAMED = 6
 
@@ -173,7 +176,8 @@ def _ranking(cosine: Tensor, rating: Tensor, settings: ObjectiveSettings) -> Ten
     """Mean over rating_i > rating_j of log(1 + e^(scale (cos_j - cos_i)))."""
     excess = settings.scale * (cosine[None, :] - cosine[:, None])
     gap = (rating[:, None] - rating[None, :]).relu()
-    return _weighted_mean(torch.nn.functional.softplus(excess), _weight(gap, settings.ties))
+    loss = torch.nn.functional.softplus(excess, threshold=_LINEAR)
+    return _weighted_mean(loss, _weight(gap, settings.ties))
 
 
 def _contrast(

@@ -54,6 +54,10 @@ def compare_prompts(
     check_seed(seed)
     recipes = [load_recipe(name) for name in dict.fromkeys(heads) if name != "none"]
     names = list(prompts) or _usable_prompts(resolve(model, options))
+    for recipe in recipes:
+        for name in names:
+            # Before hours of encoding: a head that a prompt does not suit.
+            view_of(recipe, (load_prompt(name),), subtract=True)
     extract(model, options, run_folder, data, names)
     run = open_run(run_folder)
     split = split or run.default_split()
