@@ -706,11 +706,13 @@ def test_hadamard_without_a_transform_needs_equal_sizes():
         fit("hadamard", paired(), **SHORT, transform=False)
 
 
-def test_hadamard_without_a_transform_is_the_product():
+def test_hadamard_without_a_transform_is_the_product(tmp_path):
     pairs = paired(dim_c=DIM)
     head = fit("hadamard", pairs, **SHORT, transform=False)
+    save_head(head, tmp_path / "head", {})
     condition = pairs.condition[np.arange(len(pairs))]
-    np.testing.assert_allclose(head.transform(pairs.first, condition), pairs.first * condition)
+    for one in (head, load_head(tmp_path / "head")[0]):
+        np.testing.assert_allclose(one.transform(pairs.first, condition), pairs.first * condition)
 
 
 @pytest.mark.parametrize("dim", [2, 6])

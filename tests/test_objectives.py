@@ -402,6 +402,13 @@ def test_twos_are_the_adjacent_rows_of_a_pair(sizes, random):
     assert twos.tolist() == expected
 
 
+def test_a_pair_that_occurs_again_elsewhere_gives_another_two():
+    pair = np.array([7, 7, 3, 5, 5, 7, 7, 5, 5])
+    assert find_twos(pair, None).tolist() == [[0, 1], [3, 4], [5, 6], [7, 8]]
+    with pytest.raises(UserError, match=r"^rows 1, 2 and 4 have the same sentence pair\. "):
+        find_twos(np.array([7, 7, 3, 7, 5, 5]), None)
+
+
 NUMBERS = [3, 4, 7, 8, 9, 12, 13, 14]
 
 

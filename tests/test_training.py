@@ -502,8 +502,18 @@ def test_twos_from_disk_are_kept_together_across_runs(tmp_path, short_runs):
         assert_twos_are_whole(rows, pair)
 
 
+def test_the_last_run_on_disk_may_lose_its_only_row_to_the_one_before(tmp_path, short_runs):
+    """Its row belongs to a two, and it may be drawn by itself."""
+    pair = np.array([0, 1, 1, 2, 2, 3, 4, 4, 5, 5, 6, 7, 7, 8, 9, 9])
+    for seed in range(3):
+        spy = spied(on_disk(named(16, pair=pair), tmp_path), seed=seed, **CONTRASTING)
+        for rows in epochs_of(spy):
+            assert sorted(flat(rows)) == list(range(16))
+            assert_twos_are_whole(rows, pair)
+
+
 def test_the_twos_of_a_batch_are_told_to_the_objective():
-    pair = np.array([3, 3, 1, 0, 0, 2, 2, 5, 4, 4])
+    pair = np.array([3, 3, 1, 0, 0, 2, 2, 5, 4, 4, 3, 3])  # the first one occurs again
     seen = []
 
     def spy(first, second, rating, chosen, twos):
@@ -512,10 +522,11 @@ def test_the_twos_of_a_batch_are_told_to_the_objective():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llmcond.heads.training.objective", spy)
-        found = spied(named(10, pair=pair), batch_size=4, **CONTRASTING)
+        found = spied(named(12, pair=pair), batch_size=4, **CONTRASTING)
     for rows, twos in zip(found.rows(), seen, strict=True):
         named_twos = {tuple(rows[place] for place in two) for two in twos.tolist()}
-        assert named_twos == {two for two in [(0, 1), (3, 4), (5, 6), (8, 9)] if two[0] in rows}
+        known = [(0, 1), (3, 4), (5, 6), (8, 9), (10, 11)]
+        assert named_twos == {two for two in known if two[0] in rows}
 
 
 def test_twos_are_kept_together_whatever_batches_says():

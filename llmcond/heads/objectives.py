@@ -234,26 +234,33 @@ def _weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
     return (values * weight).sum() / weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
 
 
-def find_twos(pair: NDArray[np.int64], numbers: NDArray[np.int64] | None) -> NDArray[np.int64]:
-    """Return the positions, (p, 2), of the two rows of each sentence pair that has two.
+def stretches(pair: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return (n,) the number of each row's stretch: rows of one pair, one right after the other."""
+    return np.cumsum(np.diff(pair, prepend=pair[:1]) != 0).astype(np.int64)
 
-    A pair with a single row has nothing to be contrasted with.
+
+def find_twos(pair: NDArray[np.int64], numbers: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    """Return the positions, (p, 2), of the rows that stand in twos.
+
+    A pair with a single row has nothing to be contrasted with. A pair that occurs again elsewhere,
+    as some of C-STS do, gives a two each time.
 
     Args:
         pair: (n,) the sentence pair of each row.
         numbers: (n,) what messages call the rows; their positions from 1 where it is None.
 
     Raises:
-        UserError: a pair has more than two rows, or two that are not adjacent.
+        UserError: a pair has several rows that do not all stand in twos.
     """
-    _, start, count = np.unique(pair, return_index=True, return_counts=True)
-    start, count = start[count > 1], count[count > 1]
-    wrong = start[(count > 2) | (pair[start + 1] != pair[start])]
+    _, start, count = np.unique(stretches(pair), return_index=True, return_counts=True)
+    pairs, rows = np.unique(pair, return_counts=True)
+    several = np.isin(pair[start], pairs[rows > 1])
+    wrong = np.unique(pair[start[several & (count != 2)]])
     if len(wrong):
-        rows = np.flatnonzero(pair == pair[wrong.min()])
-        named = rows + 1 if numbers is None else numbers[rows]
-        raise UserError(_not_twos(named.tolist(), len(wrong) - 1))
-    start = np.sort(start)
+        named = np.flatnonzero(pair == pair[np.isin(pair, wrong)][0])
+        shown = named + 1 if numbers is None else numbers[named]
+        raise UserError(_not_twos(shown.tolist(), len(wrong) - 1))
+    start = start[count == 2]
     return np.stack([start, start + 1], axis=1).astype(np.int64)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -29,7 +29,7 @@ from llmcond.heads.arrays import (
 )
 from llmcond.heads.base import Family, Fit, OnEpoch, PairArrays, Tensors
 from llmcond.heads.networks import Batch, Network, Ops, Weights
-from llmcond.heads.objectives import ObjectiveSettings, count_ties, find_twos, objective
+from llmcond.heads.objectives import ObjectiveSettings, count_ties, find_twos, objective, stretches
 
 _T = TypeVar("_T")
 
@@ -249,6 +249,9 @@ def train(
     half = _half(settings.precision, n_parameters)
     ops = Ops(settings.dropout, np.random.Generator(np.random.SFC64(seed)), half)
     contrast = _contrast(pairs, settings)
+    if pairs.pair is not None:
+        # A pair that occurs again elsewhere is another two.
+        pairs = replace(pairs, pair=stretches(pairs.pair))
     loader = _Loader(pairs, settings, generator, torch.bfloat16 if half else torch.float32)
     scorer = None if dev is None else _Loader(dev, settings, generator, torch.float32)
 
@@ -425,6 +428,8 @@ class _Loader:
             # A two is not parted: its second row goes with the first.
             pair = self._pairs.pair
             begins[1:] += pair[begins[1:]] == pair[begins[1:] - 1]
+            # The last run may have had that row only.
+            begins = begins[begins < n]
         ends = np.append(begins[1:], n)
         order = self._permutation(len(begins))
         for start in range(0, len(order), _RUNS):
