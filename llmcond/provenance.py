@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -24,10 +25,16 @@ _LIBRARIES = (
 
 def provenance() -> dict[str, Any]:
     """Return the time now and the versions of Python, this package and its libraries."""
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"created": created, "versions": dict(_versions())}
+
+
+@cache
+def _versions() -> dict[str, str]:
     versions = {"llmcond": __version__, "python": platform.python_version()}
     for name in _LIBRARIES:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return {"created": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions}
+    return versions

@@ -11,7 +11,6 @@ import time
 import xml.etree.ElementTree as ET
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,27 +24,18 @@ import llmcond.config
 from llmcond.cli import run
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import LlmcondError, UserError
-from llmcond.evaluation import metrics
 from llmcond.report import sweeps
 from llmcond.workflows import DataOptions, extract, sweep
 
-pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp", "quick")
+pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")
 
 #: The module, which the package's function of that name hides.
-MODULE = import_module("llmcond.workflows.sweep")
+MODULE = import_module("llmcond.workflows.sweep_fits")
 
 J, S = "concat-sent-cond", "separate"
 BOTH = f"{J}+{S}"
 #: Of Student's distribution, the 97.5 % quantile for 2 and 3 values.
 T2, T3 = 12.706204736432095, 4.302652729911275
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few resamples for the intervals of one fit, and versions looked up once."""
-    few = partial(metrics.score, resamples=20)
-    monkeypatch.setattr(import_module("llmcond.workflows.evaluate"), "score", few)
-    monkeypatch.setattr(MODULE, "provenance", cache(MODULE.provenance))
 
 
 @pytest.fixture
@@ -107,6 +97,7 @@ def kept(folder):
 
 
 DIMS = ("--head", "small.toml", "--vary", "dim=2,4", "--seeds", 2)
+DIMS_TEXT = [str(part) for part in DIMS]
 
 
 # -- what is fitted ----------------------------------------------------------------------------
@@ -238,7 +229,10 @@ def test_results_are_those_of_single_fits(capsys, own, head, prompt, settings, v
                 for result in found
                 if result["seed"] == seed and str(result["recipe"]["settings"][key]) == text
             )
-            assert {key: same[key] for key in single} == {**single, "name": same["name"]}
+            # A sweep's intervals are over seeds.
+            single |= {"name": same["name"], **{key: same[key] for key in single if "_ci" in key}}
+            assert {key: same[key] for key in single} == single
+            assert same["spearman_ci"] == [None, None]
             assert same["fit"] == record["fit"]
             assert same["recipe"] == record["recipe"]
             by_seed[seed] = single
@@ -276,9 +270,9 @@ def scored(monkeypatch, scores):
     """Let fits be scored as told: by (size, seed), Spearman and accuracy."""
     result_of = MODULE.result_of
 
-    def told(saved, similarity, rows, split):
+    def told(saved, similarity, rows, split, resamples):
         spearman, accuracy = scores[saved.head.dim_out, saved.head.seed]
-        found = result_of(saved, similarity, rows, split)
+        found = result_of(saved, similarity, rows, split, resamples)
         return {**found, "spearman": spearman, "accuracy": accuracy}
 
     monkeypatch.setattr(MODULE, "result_of", told)
@@ -325,7 +319,7 @@ def test_without_json_a_table_is_printed(capsys, monkeypatch, own):
     scored(monkeypatch, scores)
     rows, _ = swept(capsys, own, *DIMS, "--no-subtract")
     arguments = ["sweep", "--run", str(own), "--workers", "1", "--prompt", J, "--no-subtract"]
-    assert run([*arguments, *map(str, DIMS)]) == 0
+    assert run([*arguments, *DIMS_TEXT]) == 0
     assert "small" in capsys.readouterr().out
     text = " ".join(shown(sweeps.sweep_table(rows, "runs/[/x]"), width=140).split())
     assert "runs/[/x], test: 12 rows." in text
@@ -341,6 +335,8 @@ def test_without_json_a_table_is_printed(capsys, monkeypatch, own):
     [
         (["--seeds", "1"], "there is nothing to vary"),
         (["--seeds", "1", "--vary", "dim=4", "dropout=0.1"], "there is nothing to vary"),
+        (["--seeds", "1", "--vary", "dim=4,4"], "there is nothing to vary"),
+        (["--seeds", "1", "--head", "small.toml", "small.toml"], "there is nothing to vary"),
         (["--vary", "dmi=2,4"], "Did you mean 'dim'"),
         (["--vary", "rank=2,4"], "has no setting 'rank'"),
         (["--set", "dmi=2"], "Did you mean 'dim'"),
@@ -358,7 +354,7 @@ def test_without_json_a_table_is_printed(capsys, monkeypatch, own):
         (["--head", "mpl"], "Did you mean 'mlp'"),
         (["--head", "hadamard", "--vary", "dim=2,4"], "has no setting 'dim'"),
         (["--split", "tset"], "Did you mean 'test'"),
-        (["--vary", "dim=2,4", "--plot", "x.jpg"], "name a .png or .svg file"),
+        (["--vary", "dim=2,4", "--plot", "x.JPG"], "name a .png or .svg file"),
         (["--vary", "dim=2,4", "--plot-steps", "x"], "ends in nothing"),
         (["--vary", "dim=2,4", "--plot", "own"], "ends in nothing"),
         (["--vary", "dim=2,4", "--plot", "small.toml/x.png"], "cannot write"),
@@ -456,6 +452,17 @@ def test_nothing_but_failures_is_an_error(capsys, own):
         sweep(own, ["small.toml"], {"dim": ["33", "34"]}, seeds=1, prompts=[J], workers=1)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), MemoryError("too much")])
+def test_a_fit_that_runs_out_of_memory_is_one_that_fails(capsys, monkeypatch, own, error):
+    failing(monkeypatch, lambda number, *_: number == 1, error)
+    assert run(["sweep", "--run", str(own), "--workers", "1", "--prompt", J, *DIMS_TEXT]) == 0
+    line = f"small@{J} dim=2 seed=1: {type(error).__name__}: {error}"
+    assert f"failed: {line}" in capsys.readouterr().err
+    report = json.loads((own / "sweep.json").read_text())
+    assert report["failures"] == [line]
+    assert [row["seeds"] for row in report["results"] if row["dim"] == 2] == [[0]]
+
+
 def test_failures_beside_fits_of_before_are_no_error(capsys, own):
     swept(capsys, own, "--head", "small.toml", "--vary", "dim=2,4", "--seeds", 1)
     rows, told = swept(capsys, own, "--head", "small.toml", "--vary", "dim=2,33", "--seeds", 1)
@@ -463,14 +470,14 @@ def test_failures_beside_fits_of_before_are_no_error(capsys, own):
     assert "dim=33 seed=0" in told
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("gone"), RuntimeError("a bug")])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("gone"), ValueError("a bug")])
 def test_what_ends_a_sweep_loses_no_fit(capsys, monkeypatch, two_prompts, own, tmp_path, error):
     whole, _ = swept(capsys, shutil.copytree(two_prompts, tmp_path / "whole"), *DIMS)
     with monkeypatch.context() as patched:
         failing(patched, lambda number, *_: number == 2, error)
-        arguments = ["sweep", "--run", str(own), "--workers", "1", "--prompt", J, *map(str, DIMS)]
-        if isinstance(error, RuntimeError):
-            with pytest.raises(RuntimeError, match="a bug"):
+        arguments = ["sweep", "--run", str(own), "--workers", "1", "--prompt", J, *DIMS_TEXT]
+        if isinstance(error, ValueError):
+            with pytest.raises(ValueError, match="a bug"):
                 run(arguments)
         else:
             assert run(arguments) == 1
@@ -508,11 +515,47 @@ def test_a_killed_sweep_keeps_complete_fits_and_goes_on(capsys, own, fits):
     assert [len(row["seeds"]) for row in rows] == [8, 8]
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="it looks for processes in /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_sweep_that_ends_takes_its_processes_with_it(own, number):
+    """Those that are in the midst of a long fit, too."""
+    epochs = ("--vary", "epochs=1,1000000", "--set", "patience=1000000", "dim=4", "--seeds", "2")
+    arguments = ("sweep", "--run", str(own), "--prompt", J, "--head", "small.toml", *epochs)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llmcond", *arguments, "--workers", "2"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        until(lambda: len(kept(own)) == 2, 120)
+        listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(listed) >= 2
+        process.send_signal(number)
+        _, told = process.communicate(timeout=30)
+        until(lambda: not any(Path(f"/proc/{child}").exists() for child in listed), 10)
+    finally:
+        process.kill()
+    assert len(kept(own)) == 2
+    if number == signal.SIGINT:
+        assert process.returncode == 1
+        assert "stored is kept" in told
+        assert "Traceback" not in told
+
+
+def until(holds, seconds):
+    """Wait for something, and fail if it does not come."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 # -- pictures ----------------------------------------------------------------------------------
 
 
 def is_whole(path: Path) -> bool:
-    if path.suffix == ".svg":
+    if path.suffix.lower() == ".svg":
         return ET.parse(path).getroot().tag.endswith("svg")
     from matplotlib.image import imread
 
@@ -522,11 +565,11 @@ def is_whole(path: Path) -> bool:
 
 
 def test_pictures_are_whole_files(capsys, own):
-    plots = ("--plot", "pictures/dim.png", "--plot-steps", "steps.svg")
+    plots = ("--plot", "pictures/dim.png", "--plot-steps", "steps.SVG")
     _, told = swept(capsys, own, *DIMS, *plots)
     assert told.count("picture -> ") == 2
     assert is_whole(Path("pictures/dim.png"))
-    assert is_whole(Path("steps.svg"))
+    assert is_whole(Path("steps.SVG"))
     assert [path.name for path in Path("pictures").iterdir()] == ["dim.png"]
 
 
@@ -695,7 +738,7 @@ def test_a_process_that_is_killed_is_one_line(capsys, monkeypatch, own, threads)
     if threads:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
     arguments = ["sweep", "--run", str(own), "--prompt", J, "--workers", "2"]
-    assert run([*arguments, *map(str, DIMS)]) == 1
+    assert run([*arguments, *DIMS_TEXT]) == 1
     err = capsys.readouterr().err
     assert err.count("llmcond: error: ") == 1
     assert "What was fitted is kept" in err

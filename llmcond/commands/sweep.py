@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +86,18 @@ def _sweep(options: argparse.Namespace) -> None:
             f"--vary names a setting twice: {', '.join(named)}. Give all its values once."
         )
     vary = {key: text.split(",") for key, text in key_values(options.vary, "--vary").items()}
+    several = [options.head, options.prompt or (), *vary.values()]
+    if options.seeds == 1 and all(len(set(values)) <= 1 for values in several):
+        raise UserError(
+            "there is nothing to vary. Give several values (--vary dim=64,128,256), heads, prompts "
+            "or --seeds."
+        )
     plots = [path for path in (options.plot, options.plot_steps) if path is not None]
     if len({path.absolute() for path in plots}) < len(plots):
         raise UserError(f"--plot and --plot-steps both name {plots[0]}. Name two files.")
     for path in plots:
         check_plot(path)
-    results = sweep(
+    swept = sweep(
         options.run,
         options.head,
         vary,
@@ -102,12 +109,12 @@ def _sweep(options: argparse.Namespace) -> None:
         workers=options.workers,
     )
     if options.plot is not None:
-        plot_settings(results, options.plot)
+        plot_settings(swept.results, options.plot)
     if options.plot_steps is not None:
-        plot_steps(results, options.plot_steps)
+        plot_steps(swept.results, options.plot_steps)
     if options.json:
-        print_json({"results": results})
+        print_json(asdict(swept))
         return
     from llmcond.report.tables import show
 
-    show(sweep_table(results, options.run))
+    show(sweep_table(swept.results, options.run))

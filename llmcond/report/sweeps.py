@@ -65,7 +65,7 @@ def check_plot(path: Path) -> None:
     Raises:
         UserError: no place, another type of file, or nothing to draw with.
     """
-    if path.suffix not in (".png", ".svg"):
+    if path.suffix.lower() not in (".png", ".svg"):
         raise UserError(f"{path} ends in {path.suffix or 'nothing'}; name a .png or .svg file.")
     if find_spec("matplotlib") is None:
         raise UserError("pictures need matplotlib: pip install 'llmcond[plots]'.")

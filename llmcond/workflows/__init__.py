@@ -7,10 +7,11 @@ from llmcond.workflows.embed import embed_file
 from llmcond.workflows.evaluate import evaluate
 from llmcond.workflows.extract import DataOptions, extract
 from llmcond.workflows.fit import fit_head
-from llmcond.workflows.sweep import sweep
+from llmcond.workflows.sweep import SweepResult, sweep
 
 __all__ = [
     "DataOptions",
+    "SweepResult",
     "analyse",
     "check_model",
     "compare_prompts",

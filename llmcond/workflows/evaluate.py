@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from llmcond.datasets import read_rows
 from llmcond.errors import UserError
-from llmcond.evaluation.metrics import Estimate, score
+from llmcond.evaluation.metrics import RESAMPLES, Estimate, score
 from llmcond.files import check_writable, replacing
 from llmcond.heads import PairArrays, cosine
 from llmcond.heads.arrays import chosen
@@ -165,9 +165,21 @@ def predict(way: SavedHead | Zeroshot, pairs: PairArrays) -> NDArray[np.float32]
 
 
 def result_of(
-    way: SavedHead | Zeroshot, similarity: NDArray[np.float32], rows: Rows, split: str
+    way: SavedHead | Zeroshot,
+    similarity: NDArray[np.float32],
+    rows: Rows,
+    split: str,
+    resamples: int = RESAMPLES,
 ) -> dict[str, Any]:
-    """Return one row of results: what predicted, on what, and how well."""
+    """Return one row of results: what predicted, on what, and how well.
+
+    Args:
+        way: a head, or none.
+        similarity: (n,) predicted.
+        rows: the rows.
+        split: their name.
+        resamples: of the bootstrap; 0: no intervals.
+    """
     head = way.head if isinstance(way, SavedHead) else None
     return {
         "name": label(way),
@@ -175,21 +187,21 @@ def result_of(
         "prompt": way.view.name,
         "subtract": way.view.subtract,
         "split": split,
-        **_scores(similarity, rows),
+        **_scores(similarity, rows, resamples),
         "dim": head.dim_out if head else None,
         "seed": head.seed if head else None,
         "selected_on": head.fit.record.get("selected_on") if head else None,
     }
 
 
-def _scores(similarity: NDArray[np.float32], rows: Rows) -> dict[str, Any]:
+def _scores(similarity: NDArray[np.float32], rows: Rows, resamples: int) -> dict[str, Any]:
     rated = rows.rated
     if not rated.any():
         nothing = dict.fromkeys(("spearman", "pearson", "accuracy"))
         intervals = {f"{name}_ci": [None, None] for name in nothing}
         counts = {"n": 0, "n_dropped": len(rows), "n_pairs": 0, "n_compared": 0, "n_tied": 0}
         return {**counts, **nothing, **intervals}
-    scores = score(similarity[rated], rows.rating[rated], rows.pair[rated])
+    scores = score(similarity[rated], rows.rating[rated], rows.pair[rated], resamples=resamples)
     return {
         "n": scores.n,
         "n_dropped": int((~rated).sum()),

@@ -4,69 +4,39 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
-import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from llmcond.errors import LlmcondError, UserError
-from llmcond.files import digest_text, read_json, write_json
-from llmcond.heads import Recipe, fit_recipe, load_recipe
+from llmcond.files import read_json, write_json
+from llmcond.heads import load_recipe
 from llmcond.provenance import provenance
 from llmcond.report.console import note
-from llmcond.runs import Run, SavedHead, head_name, open_run
-from llmcond.views import View, view_of
-from llmcond.workflows.evaluate import check_scorable, predict, result_of
-from llmcond.workflows.features import Features
-from llmcond.workflows.fit import check_seed, prompts_for, sized
+from llmcond.runs import Run, head_name, open_run
+from llmcond.views import view_of
+from llmcond.workflows.evaluate import check_scorable
+from llmcond.workflows.fit import check_seed, prompts_for
+from llmcond.workflows.sweep_fits import Point, fit_all
 
 #: Of the interval around a mean over seeds.
 _CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One fit of a sweep.
+class SweepResult:
+    """What a sweep gave.
 
     Attributes:
-        recipe: with its settings changed, not yet sized to the features.
-        dim: size of the embeddings, if it is varied.
-        view: which features it takes.
-        seed: of everything random.
-        varied: the settings that the sweep varies, and their values here.
+        results: a row for each combination: mean, deviation and interval over seeds, best first.
+        failures: a line for each fit that failed; its row lacks that seed.
     """
 
-    recipe: Recipe
-    dim: int | None
-    view: View
-    seed: int
-    varied: Mapping[str, Any]
-
-    @property
-    def label(self) -> str:
-        """Return what tells it from others, for messages."""
-        settings = " ".join(f"{key}={value}" for key, value in self.varied.items())
-        return f"{head_name(self.recipe.name, self.view)} {settings} seed={self.seed}"
-
-    def digest(self, run: Run, split: str) -> str:
-        """Identify everything that decides its result."""
-        parts = {
-            "recipe": [self.recipe.name, self.recipe.family.kind, self.dim],
-            "settings": asdict(self.recipe.settings),
-            "prompts": [prompt.digest for prompt in self.view.prompts],
-            "view": [self.view.subtract, self.view.features, self.view.conditioned],
-            "features": [run.identity.fingerprint, run.manifest["store_dtype"]],
-            "data": run.manifest["data"]["digest"],
-            "split": split,
-            "seed": self.seed,
-            "versions": provenance()["versions"],
-        }
-        return digest_text(json.dumps(parts, sort_keys=True))
+    results: list[dict[str, Any]]
+    failures: list[str]
 
 
 def sweep(
@@ -80,7 +50,7 @@ def sweep(
     seeds: int = 3,
     split: str | None = None,
     workers: int | None = None,
-) -> list[dict[str, Any]]:
+) -> SweepResult:
     """Fit and score heads for every combination of settings, each with several seeds.
 
     What was fitted before, with the same features, settings and versions, is not fitted again.
@@ -97,12 +67,9 @@ def sweep(
         split: what is scored; None: test if the run has one, else dev, which also chose the epochs.
         workers: fits at a time, each with its share of the cores; None: one a core, at most eight.
 
-    Returns:
-        A row for each combination: mean, deviation and interval over seeds, best first.
-
     Raises:
-        UserError: nothing to vary, settings that cannot be, or no such run.
-        LlmcondError: every fit failed.
+        UserError: settings that cannot be, or no such run.
+        LlmcondError: every fit failed, or a process was ended from outside.
     """
     run = open_run(run_folder)
     if workers is not None and workers < 1:
@@ -117,20 +84,22 @@ def sweep(
     missing = [digest for digest, result in results.items() if result is None]
     note(f"{len(paths):,} fits, {len(paths) - len(missing):,} of them done before")
     failures: list[str] = []
-    for digest, outcome in _fit_all(run, split, {d: paths[d] for d in missing}, workers):
-        if isinstance(outcome, str):
-            failures.append(f"{paths[digest].label}: {outcome}")
-            note(f"failed: {failures[-1]}")
-            continue
-        write_json(folder / f"{digest}.json", outcome)
-        results[digest] = outcome
+    # Closed here and now: an interrupt would leave it, and its processes, to the traceback.
+    with closing(fit_all(run, split, {d: paths[d] for d in missing}, workers)) as outcomes:
+        for digest, outcome in outcomes:
+            if isinstance(outcome, str):
+                failures.append(f"{paths[digest].label}: {outcome}")
+                note(f"failed: {failures[-1]}")
+                continue
+            write_json(folder / f"{digest}.json", outcome)
+            results[digest] = outcome
     if failures and not any(results.values()):
         raise LlmcondError(f"every fit failed; the first one: {failures[0]}")
     done = [(paths[digest], result) for digest, result in results.items() if result is not None]
-    rows = _summarise(done)
-    report = {"results": rows, "data": run.manifest["data"], **provenance()}
+    swept = SweepResult(_summarise(done), failures)
+    report = {**asdict(swept), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "sweep.json", report)
-    return rows
+    return swept
 
 
 # -- what is fitted ----------------------------------------------------------------------------
@@ -154,11 +123,6 @@ def _points(
     empty = [key for key, values in vary.items() if not values]
     if empty:
         raise UserError(f"{empty[0]} is varied without a value. Give some: --vary {empty[0]}=A,B")
-    if seeds == len(heads) == len(prompts) == 1 and all(len(v) == 1 for v in vary.values()):
-        raise UserError(
-            "there is nothing to vary. Give several values (--vary dim=64,128,256), heads, prompts "
-            "or --seeds."
-        )
     twice = sorted(set(vary) & set(changes))
     if twice:
         raise UserError(f"{twice[0]} is both varied and set. Give it once.")
@@ -176,107 +140,6 @@ def _points(
 
 def _read(path: Path) -> dict[str, Any] | None:
     return read_json(path) if path.is_file() else None
-
-
-# -- fitting -----------------------------------------------------------------------------------
-
-
-class _Worker:
-    """A run's features, and how they are fitted; one for each process."""
-
-    def __init__(self, folder: Path, split: str) -> None:
-        self._run, self._split = open_run(folder), split
-        self._features = Features(self._run)
-
-    def fit(self, point: Point) -> dict[str, Any] | str:
-        """Return the result of a fit, or why there is none."""
-        try:
-            train = self._features.rated(point.view, "train")
-            dev = self._features.rated(point.view, "dev")
-            recipe = sized(point.recipe, point.dim, train.dim, quiet=True)
-            head = fit_recipe(recipe, train, dev if len(dev) else None, point.seed, _quiet)
-        except UserError as error:
-            return str(error)
-        name = head_name(recipe.name, point.view)
-        saved = SavedHead(name, head, point.view, {"recipe": recipe.to_json()})
-        similarity = predict(saved, self._features.pairs(point.view, self._split))
-        rows = self._run.rows(self._split)
-        return {
-            **result_of(saved, similarity, rows, self._split),
-            "recipe": recipe.to_json(),
-            "fit": dict(head.fit.record),
-            **provenance(),
-        }
-
-
-def _quiet(epoch: int, epochs: int, score: float) -> None:
-    pass
-
-
-_worker: _Worker | None = None
-
-
-def _begin(folder: Path, split: str, threads: int) -> None:
-    import torch
-
-    torch.set_num_threads(threads)
-    global _worker  # noqa: PLW0603 - a process of a pool has no other place for it
-    _worker = _Worker(folder, split)
-
-
-def _fit_one(packed: tuple[str, str, dict[str, Any], int | None, Any, int]) -> Any:
-    digest, head, settings, dim, view, seed = packed
-    recipe = load_recipe(head).with_settings(settings, "sweep")
-    return digest, _worker and _worker.fit(Point(recipe, dim, View(*view), seed, {}))
-
-
-def _fit_all(
-    run: Run, split: str, points: Mapping[str, Point], workers: int | None
-) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    """Yield each fit's digest and result as it is done."""
-    if not points:
-        return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    count = min(workers or min(cores or 1, 8), len(points))
-    if count == 1:
-        worker = _Worker(run.folder, split)
-        for digest, point in points.items():
-            yield digest, worker.fit(point)
-        return
-    threads = max(1, (cores or 1) // count)
-    # Cores that two processes share make both several times slower; numbers of threads are read
-    # when libraries are loaded.
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    executor = ProcessPoolExecutor(
-        count,
-        multiprocessing.get_context("spawn"),
-        initializer=_begin,
-        initargs=(run.folder, split, threads),
-    )
-    try:
-        futures = [executor.submit(_fit_one, _pack(d, point)) for d, point in points.items()]
-        for future in as_completed(futures):
-            yield future.result()
-    except BrokenProcessPool as error:
-        raise LlmcondError(
-            "a process of the sweep was ended from outside, as where memory runs out. What was "
-            "fitted is kept; run the same command with fewer --workers."
-        ) from error
-    finally:
-        executor.shutdown(wait=False, cancel_futures=True)
-        if before is None:
-            os.environ.pop("OMP_NUM_THREADS", None)
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
-
-
-def _pack(digest: str, point: Point) -> Any:
-    """Return a fit as plain values: families hold functions, which other processes cannot get."""
-    view = point.view
-    packed = (view.prompts, view.subtract, view.features, view.conditioned)
-    settings = asdict(point.recipe.settings)
-    return digest, point.recipe.path, settings, point.dim, packed, point.seed
 
 
 # -- the table ---------------------------------------------------------------------------------
