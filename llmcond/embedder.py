@@ -210,7 +210,7 @@ def describe(embedder: Embedder) -> dict[str, Any]:
         "encoder": embedder.encoder.name,
         "fingerprint": embedder.encoder.identity.fingerprint,
         "prompt": embedder.view.name,
-        "subtract": embedder.view.subtract,
+        "subtract": embedder.view.subtracts,
         "head": embedder.name,
         "dim": embedder.dim,
     }

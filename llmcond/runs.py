@@ -315,7 +315,7 @@ class Run:
         return str(recipe.get("name"))
 
     def find_heads(self, names: Sequence[str]) -> list[SavedHead]:
-        """Load heads by full name, or all heads of a recipe.
+        """Load heads by full name, or else all heads of a recipe.
 
         Raises:
             UserError: a name that nothing was fitted under.
@@ -323,7 +323,7 @@ class Run:
         known = self.head_names()
         chosen: list[str] = []
         for name in names:
-            matches = [k for k in known if name in (k, self._recipe_of(k))]
+            matches = [name] if name in known else [k for k in known if self._recipe_of(k) == name]
             if not matches:
                 fitted = f"fitted: {', '.join(known)}" if known else "none is fitted yet"
                 recipe = name.split("@")[0]

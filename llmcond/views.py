@@ -88,14 +88,22 @@ class View:
         return "+".join(prompt.name for prompt in self.prompts)
 
     def _conditions(self) -> Prompt:
-        """Return the first prompt whose unconditional features are those of the condition."""
-        for prompt in self.prompts:
+        """Return the prompt whose unconditional features are those of the condition.
+
+        Of several, the one with separate features: others may set e(c) into an instruction.
+        """
+        for prompt in sorted(self.prompts, key=lambda prompt: not prompt.separate):
             if prompt.of_condition:
                 return prompt
         raise UserError(
             f"the head takes e(c), and the prompt {self.name} encodes no condition by itself "
             "([unconditional] names {sentence}). Choose another prompt."
         )
+
+    @property
+    def subtracts(self) -> bool:
+        """Tell whether anything is subtracted; nothing is from separate features."""
+        return any(self._subtracts(prompt) for prompt in self.prompts)
 
     def _subtracts(self, prompt: Prompt) -> bool:
         """Tell whether a prompt's unconditional features are subtracted."""

@@ -203,7 +203,7 @@ def test_loss_is_the_mean_squared_error_of_the_cosine(train):
 
 def test_diverging_loss_is_an_error(train):
     broken = replace(train, first=np.where(train.first > 5, np.float32(np.inf), train.first))
-    with pytest.raises(UserError, match=r"loss became nan in epoch 1.*learning_rate=0\.0001"):
+    with pytest.raises(UserError, match=r"loss became nan in epoch 1.*learning_rate, to 0\.0001"):
         fit("linear", broken, **SHORT)
 
 
@@ -247,12 +247,12 @@ def test_ica_of_features_of_low_rank_gives_fewer_components_and_says_so(train):
 def test_ica_that_has_not_converged_says_so(train):
     head = fit("ica", train, dim=10, max_iterations=1)
     assert head.fit.record["converged"] is False
-    assert "--set max_iterations=2" in head.fit.notes[0]
+    assert "max_iterations=2" in head.fit.notes[0]
 
 
 @pytest.mark.parametrize("kind", ["linear", "mlp", "pca", "ica"])
 def test_a_head_never_enlarges_the_features(train, kind):
-    with pytest.raises(UserError, match=r"dim is 25, but the features have 24.*--dim 24 or less"):
+    with pytest.raises(UserError, match=r"dim is 25, but the features have 24.*dim to 24 or less"):
         fit(kind, train, dim=DIM + 1)
 
 
@@ -263,11 +263,20 @@ def test_pca_needs_as_many_vectors_as_components():
 
 
 @pytest.mark.parametrize("rows", [0, 1, 50])
-@pytest.mark.parametrize("kind", ["linear", "mlp", "pca", "ica"])
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_fewer_than_two_distinct_ratings_are_refused(train, kind, rows):
     pairs = PairArrays(train.first[:rows], train.second[:rows], np.full(rows, 0.5))
     with pytest.raises(UserError, match=rf"{min(rows, 1)} distinct ratings over {rows} rated"):
         fit(kind, pairs, dim=1)
+
+
+@pytest.mark.parametrize("kind", ["pca", "ica", "whitening", "random"])
+def test_heads_that_learn_nothing_from_ratings_do_not_look_at_them(train, kind):
+    rated = fit(kind, train, dim=4)
+    equal = fit(kind, replace(train, rating=np.full(len(train), 0.5)), dim=4)
+    np.testing.assert_array_equal(rated.transform(train.first), equal.transform(train.first))
+    with pytest.raises(UserError, match="all 0 training vectors are equal"):
+        fit(kind, train.take(np.arange(0)), dim=1)
 
 
 def test_head_cuts_long_inputs_into_blocks_of_equal_result(train, dev, monkeypatch):

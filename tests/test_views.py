@@ -86,7 +86,7 @@ SENTENCE = r"takes e\(c\), and the prompt {} encodes no condition by itself"
 VIEWS = {
     ("joint", "J"): ("J-j", "J-j | j", "J", "J | j"),
     ("joint", "S"): ("S-s", f"!{NOTHING}", f"!{IGNORED}", f"!{NOTHING}"),
-    ("joint", "JS"): ("J-j S-s", "J-j S-s | j", "J S", "J S | j"),
+    ("joint", "JS"): ("J-j S-s", "J-j S-s | s", "J S", "J S | s"),
     ("joint", "SJ"): ("S-s J-j", "S-s J-j | s", "S J", "S J | s"),
     ("joint", "JK"): ("J-j K-k", "J-j K-k | j", "J K", "J K | j"),
     ("separate", "J"): (f"!{APART.format('joint', JOINT)}",) * 4,
@@ -96,7 +96,7 @@ VIEWS = {
     ("separate", "JK"): (f"!{APART.format('joint.other', JOINT)}",) * 4,
     ("both", "J"): (f"!{APART.format('joint', JOINT)}",) * 4,
     ("both", "S"): (f"!{SEPARATE}", f"!{NOTHING}", f"!{SEPARATE}", f"!{NOTHING}"),
-    ("both", "JS"): ("J-j S", "J-j S | j", "J S", "J S | j"),
+    ("both", "JS"): ("J-j S", "J-j S | s", "J S", "J S | s"),
     ("both", "SJ"): ("S J-j", "S J-j | s", "S J", "S J | s"),
     ("both", "JK"): (f"!{APART.format('joint.other', JOINT)}",) * 4,
     # Unconditional features that are the sentence's own, three prompts, and two separate ones.
@@ -104,7 +104,7 @@ VIEWS = {
     ("joint", "MJ"): ("M-m J-j", "M-m J-j | j", "M J", "M J | j"),
     ("joint", "KJM"): ("K-k J-j M-m", "K-k J-j M-m | k", "K J M", "K J M | k"),
     ("both", "MS"): ("M-m S", "M-m S | s", "M S", "M S | s"),
-    ("both", "JSK"): ("J-j S K-k", "J-j S K-k | j", "J S K", "J S K | j"),
+    ("both", "JSK"): ("J-j S K-k", "J-j S K-k | s", "J S K", "J S K | s"),
     ("joint", "ST"): ("S-s T-t", f"!{NOTHING}", f"!{IGNORED}", f"!{NOTHING}"),
     ("joint", "SJT"): ("S-s J-j T-t", "S-s J-j T-t | s", "S J T", "S J T | s"),
     ("separate", "ST"): (f"!{APART.format('separate.texts', '2 such')}",) * 4,

@@ -99,6 +99,7 @@ class Family:
         features: which features of a sentence it takes: ``joint`` e(s|c), or ``separate`` e(s).
             A setting of that name says otherwise.
         conditioned: whether it takes the condition's own features e(c).
+        supervised: whether it learns from ratings.
         network: what is trained, for families that are.
     """
 
@@ -108,6 +109,7 @@ class Family:
     transform: Callable[[Tensors, Any, Array, Matrix | None], Array]
     features: str = "joint"
     conditioned: bool = False
+    supervised: bool = False
     network: Any = None
 
 

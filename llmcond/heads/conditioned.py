@@ -141,7 +141,7 @@ def _hadamard_parameters(settings: Any, dim: int, dim_c: int) -> Mapping[str, Pa
     if dim != dim_c:
         raise UserError(
             f"the sentences' features have {dim} dimensions and the conditions' {dim_c}; without "
-            "a transform the hadamard head needs as many: --set transform=true."
+            "a transform the hadamard head needs as many. Set transform to true."
         )
     return {}
 

@@ -132,7 +132,7 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
                 pair=_numbered(pair, len(X)),
                 number=np.arange(1, len(X) + 1),
             )
-            pairs, dev = _split(pairs, fraction if _learns(recipe) else 0.0, seed)
+            pairs, dev = _split(pairs, fraction if recipe.family.supervised else 0.0, seed)
             if getattr(recipe.settings, "contrasts", False):
                 pairs = _in_twos(pairs)
             head = fit_recipe(self._sized(recipe, dim), pairs, dev, seed, _untold)
@@ -240,7 +240,7 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
         """Return what scikit-learn asks of an estimator: y is needed where the recipe learns."""
         tags = super().__sklearn_tags__()
         try:
-            tags.target_tags.required = _learns(self._recipe())
+            tags.target_tags.required = self._recipe().family.supervised
         except UserError:
             # Fitting says so; tags are also asked for where nothing is to be fitted.
             tags.target_tags.required = False
@@ -325,10 +325,9 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
                 f"n_condition is {self.n_condition!r}; it must be a number of columns, 0 or more."
             )
         least = {"ensure_min_samples": 2, "ensure_min_features": 2 + int(self.n_condition)}
-        if not _learns(recipe):
+        if not recipe.family.supervised:
             X = validate_data(self, X, **least, **_CHECKED)
-            # fit_recipe asks for ratings that differ, whoever reads them.
-            return X, np.linspace(0, 1, len(X)), None
+            return X, np.zeros(len(X)), None
         if y is None:
             raise HeadError(
                 "This Head estimator requires y to be passed, but the target y is None: the head "
@@ -388,12 +387,6 @@ def _as_value_errors() -> Iterator[None]:
 
 def _untold(epoch: int, epochs: int, score: float) -> None:
     """Tell nobody of an epoch: the curve has it."""
-
-
-def _learns(recipe: Recipe) -> bool:
-    """Tell whether a recipe learns from ratings, as those do that have objectives."""
-    # Asked by name: the class that has it would import torch, which projections do without.
-    return hasattr(recipe.settings, "contrasts")
 
 
 def _plain_number(value: Any) -> Any:

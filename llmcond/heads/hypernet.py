@@ -80,7 +80,7 @@ def _parameters(settings: Any, dim: int, dim_c: int) -> Mapping[str, Parameter]:
     if settings.rank > min(dim, settings.dim):
         raise UserError(
             f"rank is {settings.rank}, above the {min(dim, settings.dim)} dimensions that a "
-            f"{dim} x {settings.dim} matrix has. Lower it, or give --set rank=0 for the full form."
+            f"{dim} x {settings.dim} matrix has. Lower it, or set rank to 0 for the full form."
         )
     return {
         **before,

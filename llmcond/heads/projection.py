@@ -110,7 +110,7 @@ def _not_converged(settings: IcaSettings) -> str:
     more = 2 * settings.max_iterations
     return (
         f"ICA had not converged after {settings.max_iterations} iterations "
-        f"(--set max_iterations={more}, or a smaller --dim)"
+        f"(max_iterations={more}, or a smaller dim)"
     )
 
 
@@ -121,7 +121,7 @@ def _training_vectors(pairs: PairArrays, dim: int, kind: str) -> Array:
     if dim > len(features):
         raise UserError(
             f"{kind} with dim {dim} needs at least {dim} training vectors; there are "
-            f"{len(features)}. Lower it: --dim {len(features)}."
+            f"{len(features)}. Lower dim to {len(features)}."
         )
     return features
 

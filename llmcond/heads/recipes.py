@@ -175,10 +175,12 @@ def fit_recipe(
     if recipe.dim is not None and recipe.dim > pairs.dim:
         raise UserError(
             f"dim is {recipe.dim}, but the features have {pairs.dim}: a head never enlarges them. "
-            f"Give --dim {pairs.dim} or less."
+            f"Set dim to {pairs.dim} or less."
         )
+    if recipe.family.supervised:
+        _check_ratings(pairs)
     if recipe.family.kind != "none":
-        _check_pairs(pairs)
+        _check_vectors(pairs)
     if not recipe.family.conditioned:
         # So that a saved head says what it takes.
         pairs = replace(pairs, condition=None)
@@ -188,13 +190,16 @@ def fit_recipe(
     return FittedHead(recipe.family, recipe.settings, seed, dims[0], fit, dims[1])
 
 
-def _check_pairs(pairs: PairArrays) -> None:
+def _check_ratings(pairs: PairArrays) -> None:
     distinct = len(set(pairs.rating.tolist()))
     if distinct < 2:
         raise UserError(
             f"the training split has {distinct} distinct ratings over {len(pairs)} rated rows; at "
             "least 2 are needed to fit a head."
         )
+
+
+def _check_vectors(pairs: PairArrays) -> None:
     if not _varies(pairs):
         raise UserError(
             f"all {2 * len(pairs):,} training vectors are equal, so there is nothing to fit. Were "

@@ -170,7 +170,9 @@ def trained(
             joined: Array = (torch.cat(parts, dim=1) / len(parts) ** 0.5).numpy()
         return joined
 
-    return Family(kind, settings, fit, transform, features, conditioned, network)
+    return Family(
+        kind, settings, fit, transform, features, conditioned, supervised=True, network=network
+    )
 
 
 def member_of(tensors: Mapping[str, _T], number: int) -> dict[str, _T]:
@@ -261,8 +263,8 @@ def train(
         loss = _run_epoch(network, weights, loader, settings, optimiser, ops)
         if not math.isfinite(loss):
             raise UserError(
-                f"the loss became {loss} in epoch {number}. Lower the learning rate: "
-                f"--set learning_rate={settings.learning_rate / 10:g}"
+                f"the loss became {loss} in epoch {number}. Lower learning_rate, to "
+                f"{settings.learning_rate / 10:g} or so."
             )
         score = math.nan if scorer is None else _dev_spearman(network, weights, scorer, settings)
         defined = None if math.isnan(score) else score
@@ -289,7 +291,7 @@ def train(
         notes = (
             *notes,
             f"the {len(pairs):,} training rows fill no batch of {settings.batch_size:,}, so every "
-            "epoch is one step (--set batch_size=...)",
+            "epoch is one step; lower batch_size for more",
         )
     return Fit({name: weight.numpy() for name, weight in best.weights.items()}, record, notes)
 
@@ -305,8 +307,8 @@ def _check_memory(n_parameters: int) -> None:
     if needed > free:
         raise UserError(
             f"this head has {n_parameters:,} parameters, which take {needed / 2**30:,.1f} GiB to "
-            f"fit, and {free / 2**30:,.1f} GiB are free. Lower its rank or size: --set rank=... or "
-            "--dim ..."
+            f"fit, and {free / 2**30:,.1f} GiB are free. Lower its dim, or its "
+            "rank if it has one."
         )
 
 

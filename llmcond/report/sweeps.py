@@ -39,7 +39,7 @@ def sweep_table(results: Results, run: object) -> Table:
         low, high = row["spearman_ci"]
         table.add_row(
             Text(str(row["head"])),
-            Text(str(row["prompt"]) + ("" if row["subtract"] else " +c")),
+            Text(str(row["prompt"]) + (" +c" if str(row["name"]).endswith("+c") else "")),
             Text(_settings(row["settings"])),
             str(row["dim"]),
             str(len(row["seeds"])),

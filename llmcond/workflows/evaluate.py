@@ -185,7 +185,7 @@ def result_of(
         "name": label(way),
         "head": way.recipe if isinstance(way, SavedHead) else "none",
         "prompt": way.view.name,
-        "subtract": way.view.subtract,
+        "subtract": way.view.subtracts,
         "split": split,
         **_scores(similarity, rows, resamples),
         "dim": head.dim_out if head else None,

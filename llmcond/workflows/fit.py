@@ -78,7 +78,7 @@ def fit_head(
         "folder": str(folder),
         "head": recipe.name,
         "prompt": view.name,
-        "subtract": view.subtract,
+        "subtract": view.subtracts,
         "seed": seed,
         "dim_in": fitted.dim_in,
         "dim": fitted.dim_out,
