@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from llmcond.encoders.spec import EncoderInput, plan_inputs
 from llmcond.errors import UserError
 from llmcond.features.keys import KeyIndex
+from llmcond.features.missing import Missing, count_missing, fresh, windows
 from llmcond.features.store import FeatureStore
 from llmcond.files import digest_bytes
 
@@ -174,8 +175,8 @@ def extract(
     began = time.monotonic()
     work = _Work(store, load, progress or Silent(), chunk, by_prefix)
     if isinstance(inputs, Collection):
-        work.count_absent(_windows(inputs, window))
-    work.run(_windows(inputs, window))
+        work.tell(count_missing(store, inputs, window))
+    work.run(windows(inputs, window))
     n_inputs, n_truncated = work.counts()
     seconds = time.monotonic() - began
     return Extraction(n_inputs, work.n_computed, n_truncated, work.n_tokens, seconds)
@@ -185,12 +186,6 @@ def plan(inputs: Iterable[EncoderInput], *, by_prefix: bool = False) -> list[Enc
     """Return the distinct inputs in the order that they are encoded in."""
     distinct = list(dict.fromkeys(inputs))
     return [distinct[place] for place in plan_inputs(distinct, by_prefix=by_prefix)]
-
-
-def _windows(inputs: Iterable[EncoderInput], size: int) -> Iterator[list[EncoderInput]]:
-    stream = iter(inputs)
-    while window := list(islice(stream, size)):
-        yield window
 
 
 class _Work:
@@ -216,22 +211,15 @@ class _Work:
         #: Parts that other processes are at.
         self._busy: deque[list[EncoderInput]] = deque()
 
-    def count_absent(self, windows: Iterable[list[EncoderInput]]) -> None:
+    def tell(self, missing: Missing) -> None:
         """Tell the progress how much there is to do."""
-        n_absent = n_characters = 0
-        seen = KeyIndex()
-        for window in windows:
-            fresh = _fresh(window, seen)
-            absent = self._store.missing(fresh)
-            n_absent += len(absent)
-            n_characters += sum(fresh[place].size for place in absent)
-        if n_absent:
-            self._progress.start(n_absent, n_characters)
+        if missing.n_missing:
+            self._progress.start(missing.n_missing, missing.n_characters)
             self._started = True
 
-    def run(self, windows: Iterable[list[EncoderInput]]) -> None:
-        """Encode and store everything."""
-        self._encode(self._parts(windows))
+    def run(self, inputs: Iterable[list[EncoderInput]]) -> None:
+        """Encode and store everything, read in windows."""
+        self._encode(self._parts(inputs))
         while self._busy:
             # Others are at everything that is left: wait for them, or take over if they die.
             waiting = list(self._busy)
@@ -248,10 +236,10 @@ class _Work:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _parts(self, windows: Iterable[list[EncoderInput]]) -> Iterator[list[EncoderInput]]:
+    def _parts(self, inputs: Iterable[list[EncoderInput]]) -> Iterator[list[EncoderInput]]:
         """Yield the parts of windows that the store does not hold whole."""
-        for window in windows:
-            ordered = plan(_fresh(window, self._seen), by_prefix=self._by_prefix)
+        for window in inputs:
+            ordered = plan(fresh(window, self._seen), by_prefix=self._by_prefix)
             self._note_asked(ordered)
             absent = np.zeros(len(ordered), dtype=np.bool_)
             absent[self._store.missing(ordered)] = True
@@ -335,15 +323,6 @@ class _Done:
     n_added: int
     n_characters: int
     n_tokens: int
-
-
-def _fresh(window: Iterable[EncoderInput], seen: KeyIndex) -> list[EncoderInput]:
-    """Return the distinct inputs of a window that no window before it had, and note them."""
-    distinct = list(dict.fromkeys(window))
-    known = seen.find(b"".join(item.key for item in distinct)) >= 0
-    fresh = [item for item, old in zip(distinct, known, strict=True) if not old]
-    seen.add(b"".join(item.key for item in fresh))
-    return fresh
 
 
 def _name(part: Sequence[EncoderInput]) -> str:

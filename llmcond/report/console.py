@@ -20,6 +20,16 @@ def note(text: str) -> None:
     _CONSOLE.print(printable(text), markup=False, emoji=False)
 
 
+def duration(seconds: float) -> str:
+    """Return a span of time in words, of one or two units."""
+    if seconds < 60:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
 class ExtractionBar:
     """A progress bar for extraction: inputs, tokens a second, time left.
 

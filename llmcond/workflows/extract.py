@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from llmcond.config import bundled_names
 from llmcond.datasets import Columns, Dataset, RatingScale, read_dataset
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError
-from llmcond.features.extract import Extraction, NonFiniteError
+from llmcond.features.extract import CHUNK, WINDOW, Extraction, NonFiniteError
 from llmcond.features.extract import extract as extract_inputs
+from llmcond.features.missing import count_missing
 from llmcond.features.pairs import SplitInputs, find_row
 from llmcond.features.store import FeatureStore, StoreDtype
 from llmcond.prompts import Prompt, load_prompt
-from llmcond.report.console import extraction_bar, note
+from llmcond.report.console import duration, extraction_bar, note
 from llmcond.rows import Rows, leaked_pairs
 from llmcond.runs import Run, RunExistsError, create_run, open_run, run_exists, where_model
 from llmcond.workflows.workers import Helpers, check_workers
@@ -108,7 +110,9 @@ def extract(
     )
     try:
         with Helpers(workers, model, options, resolved, run_folder, chosen) as helpers:
-            return _extract_prompts(run, LazyEncoder(resolved, before=helpers.start), chosen)
+            encoder = LazyEncoder(resolved, before=helpers.start)
+            _tell_plan(run, encoder, chosen, workers)
+            return _extract_prompts(run, encoder, chosen)
     except LlmcondError:
         if created is not None and not len(created.store()):
             # Nothing came of it, and what is left would bind the folder to this encoder.
@@ -182,6 +186,21 @@ def _data_notes(dataset: Dataset) -> Iterable[str]:
         leaked = leaked_pairs(rows, dataset.splits["train"]) if name != "train" else 0
         if leaked:
             yield f"warning: {leaked:,} sentence pairs of {name} are in train too"
+
+
+def _tell_plan(run: Run, encoder: LazyEncoder, prompts: Sequence[Prompt], workers: int) -> None:
+    """Say how much is to be encoded, and where it is much, about how long that takes."""
+    splits = [run.rows(name) for name in run.splits]
+    wanted = chain.from_iterable(SplitInputs(splits, prompt) for prompt in prompts)
+    missing = count_missing(run.store(), wanted, WINDOW)
+    if not missing.n_missing:
+        note(f"all {missing.n_inputs:,} inputs are there; nothing is encoded")
+        return
+    plan = f"to encode: {missing.n_missing:,} of {missing.n_inputs:,} inputs"
+    if missing.n_missing > CHUNK:
+        seconds = missing.seconds(encoder().encode_counted) / workers
+        plan += f", in about {duration(seconds)}"
+    note(plan)
 
 
 def _extract_prompts(run: Run, encoder: LazyEncoder, prompts: Sequence[Prompt]) -> dict[str, Any]:

@@ -1,0 +1,88 @@
+"""Which inputs a store lacks, told before they are encoded: how many, and about how long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from llmcond.encoders.spec import EncoderInput
+from llmcond.features.keys import KeyIndex
+from llmcond.features.store import FeatureStore
+
+#: Inputs that are tried, more of them until it takes so long that the time can be trusted.
+_TRIALS, _TRUSTED_SECONDS = (2, 8, 32, 128), 0.4
+#: Inputs that a trial is drawn from.
+_SAMPLE = 2_048
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What is to be encoded.
+
+    Attributes:
+        n_inputs: distinct inputs that are wanted.
+        n_missing: those of them that the store lacks.
+        n_characters: of the latter.
+        sample: some of them, from all over.
+    """
+
+    n_inputs: int
+    n_missing: int
+    n_characters: int
+    sample: Sequence[EncoderInput]
+
+    def seconds(self, encode: Callable[[Sequence[EncoderInput]], object]) -> float:
+        """Return about how long one process takes, by trying some of them.
+
+        Reckoned by characters, as long inputs take longer. 0 where nothing is missing.
+        """
+        took, tried = 0.0, self.sample[:0]
+        for count in _TRIALS:
+            tried = self.sample[:: -(-len(self.sample) // count) or 1]
+            began = time.monotonic()
+            encode(tried)
+            took = time.monotonic() - began
+            if took >= _TRUSTED_SECONDS or len(tried) == len(self.sample):
+                break
+        return took * self.n_characters / max(1, sum(item.size for item in tried))
+
+
+def count_missing(store: FeatureStore, inputs: Iterable[EncoderInput], window: int) -> Missing:
+    """Return what of some inputs a store lacks, in memory that hardly grows with them.
+
+    Args:
+        store: what was encoded before.
+        inputs: repeats are counted once.
+        window: inputs that are looked up together.
+    """
+    seen = KeyIndex()
+    n_missing = n_characters = 0
+    sample: list[EncoderInput] = []
+    every = 1
+    for part in windows(inputs, window):
+        distinct = fresh(part, seen)
+        absent = [distinct[place] for place in store.missing(distinct)]
+        n_missing += len(absent)
+        n_characters += sum(item.size for item in absent)
+        sample += absent[::every]
+        while len(sample) > _SAMPLE:
+            sample, every = sample[::2], 2 * every
+    return Missing(len(seen), n_missing, n_characters, sample)
+
+
+def windows(inputs: Iterable[EncoderInput], size: int) -> Iterator[list[EncoderInput]]:
+    """Yield inputs so many at a time."""
+    stream = iter(inputs)
+    while window := list(islice(stream, size)):
+        yield window
+
+
+def fresh(window: Iterable[EncoderInput], seen: KeyIndex) -> list[EncoderInput]:
+    """Return the distinct inputs of a window that no window before it had, and note them."""
+    distinct = list(dict.fromkeys(window))
+    known = seen.find(b"".join(item.key for item in distinct)) >= 0
+    found = [item for item, old in zip(distinct, known, strict=True) if not old]
+    seen.add(b"".join(item.key for item in found))
+    return found

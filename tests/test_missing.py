@@ -1,0 +1,75 @@
+"""What a store lacks is told before it is encoded: how many inputs, and about how long."""
+
+import time
+
+import numpy as np
+import pytest
+from identities import IDENTITY
+
+from llmcond.encoders.spec import EncoderInput
+from llmcond.features import missing
+from llmcond.features.missing import count_missing
+from llmcond.features.store import FeatureStore
+from llmcond.report.console import duration
+
+
+def inputs(numbers):
+    return [EncoderInput(instruction="", text=f"text {number:04d}") for number in numbers]
+
+
+@pytest.fixture
+def store(tmp_path):
+    return FeatureStore(tmp_path / "store", IDENTITY, "float16")
+
+
+def add(store, items):
+    n = len(items)
+    store.append(items, np.ones((n, 4), np.float32), np.zeros(n, np.int32), np.zeros(n, np.bool_))
+
+
+@pytest.mark.parametrize("window", [1, 7, 1000])
+def test_what_is_there_and_what_repeats_is_not_missing(store, window):
+    add(store, inputs(range(10)))
+    found = count_missing(store, iter(inputs([*range(5, 30), *range(25)])), window)
+    assert (found.n_inputs, found.n_missing, found.n_characters) == (30, 20, 20 * 9)
+    assert list(found.sample) == inputs(range(10, 30))
+
+
+def test_the_sample_is_small_and_from_all_over(store, monkeypatch):
+    monkeypatch.setattr(missing, "_SAMPLE", 16)
+    found = count_missing(store, inputs(range(1000)), 50)
+    numbers = [int(item.text.split()[1]) for item in found.sample]
+    assert found.n_missing == 1000
+    assert 8 <= len(numbers) <= 16
+    assert numbers == sorted(set(numbers))
+    assert numbers[0] == 0
+    assert numbers[-1] > 850
+
+
+def test_time_is_reckoned_by_characters(store):
+    """Of an encoder that takes a millisecond for nine characters."""
+    found = count_missing(store, inputs(range(4000)), 500)
+    tried = []
+
+    def encode(items):
+        tried.append(len(items))
+        time.sleep(sum(item.size for item in items) / 9_000)
+
+    assert found.seconds(encode) == pytest.approx(4, rel=0.25)
+    assert tried == sorted(tried)
+    assert tried[0] == 2
+    assert tried[-1] <= 128
+
+
+def test_nothing_takes_no_time(store):
+    found = count_missing(store, [], 10)
+    assert (found.n_inputs, found.n_missing) == (0, 0)
+    assert found.seconds(lambda items: None) == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "1 s"), (59.2, "59 s"), (89, "1 min"), (3_540, "59 min"), (7_260, "2 h 1 min")],
+)
+def test_spans_of_time_have_one_or_two_units(seconds, text):
+    assert duration(seconds) == text
