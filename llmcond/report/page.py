@@ -1,0 +1,133 @@
+"""Results as one HTML file that needs nothing else: no network, no further file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from llmcond.errors import UserError
+from llmcond.files import check_writable, replacing
+from llmcond.report import page_charts
+from llmcond.report.page_data import Page, by_head, counts, embedded, isotropy_charts
+from llmcond.report.page_tables import Baselines, difference_table, isotropy_table, main_table
+
+__all__ = ["Page", "check_page", "write_page"]
+
+_FOLDER = Path(__file__).parent
+_NEEDED = ("altair", "jinja2", "vl_convert")
+
+
+def check_page(path: Path) -> None:
+    """Refuse, before hours of work, a page that could not be made.
+
+    Raises:
+        UserError: another kind of file, no place to write to, or a library is not installed.
+    """
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"{path} ends in {path.suffix or 'nothing'}; name an .html file.")
+    if any(find_spec(name) is None for name in _NEEDED):
+        raise UserError("pages need Altair, Jinja and vl-convert: pip install 'llmcond[report]'.")
+    # Folders are made when there is something to put into them: tried out where one is now.
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    check_writable(folder / path.name if folder != path.absolute().parent else path)
+
+
+def write_page(page: Page, path: Path) -> None:
+    """Write a page of results, complete in itself.
+
+    Args:
+        page: what it tells.
+        path: an .html file.
+
+    Raises:
+        UserError: another kind of file, no place to write to, or a library is not installed.
+    """
+    check_page(path)
+    # Half of a surrogate pair is no character; it is written out instead of ending the run.
+    content = _render(page).encode("utf-8", "backslashreplace")
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def _render(page: Page) -> str:
+    import jinja2
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.tests["nested"] = _nested
+    environment.filters["plain"] = _plain
+    baselines = Baselines.of(page.results, page.baseline)
+    data, heads, isotropy = embedded(page), by_head(page), isotropy_charts(page)
+    if heads:
+        data["charts"]["heads"] = heads[0]
+    if isotropy:
+        data["charts"] |= {f"isotropy-{i}": chart for i, chart in enumerate(isotropy[0])}
+    scripts = [_script(page_charts.libraries()), _script((_FOLDER / "page.js").read_text("utf-8"))]
+    text = environment.get_template("page.html.j2").render(
+        page=page,
+        counts=counts(page.results),
+        results=main_table(page.results, baselines),
+        baselines=baselines,
+        differences=difference_table(page.results if baselines.named else ()),
+        heads=heads and heads[1],
+        isotropy=isotropy and (isotropy_table(page.isotropy), isotropy[1], len(isotropy[0])),
+        data=data,
+        policy=_policy(scripts),
+        json=Markup(_json(data)),  # noqa: S704
+        style=Markup((_FOLDER / "page.css").read_text("utf-8")),  # noqa: S704
+        scripts=[Markup(script) for script in scripts],  # noqa: S704
+    )
+    return text.lstrip() + "\n"
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    """Return a policy that allows no request, and no script but these."""
+    digests = (hashlib.sha256(script.encode()).digest() for script in scripts)
+    allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _script(text: str) -> str:
+    """Return a script that neither ends early nor changes on its way through a parser."""
+    return text.replace("\r\n", "\n").replace("</script", r"<\/script").replace("<!--", r"<\!--")
+
+
+#: What ends a script element or opens a comment in it, and what ends a line in older JavaScript.
+_ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.translate(_ESCAPES)
+
+
+def _nested(value: object) -> bool:
+    """Tell whether a value of what made the page takes a table of its own."""
+    if isinstance(value, Mapping):
+        return bool(value)
+    return isinstance(value, list | tuple) and any(isinstance(v, Mapping | list) for v in value)
+
+
+def _plain(value: object) -> str:
+    """Return a value of what made the page as text."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None or value in ({}, [], ()):
+        return "–"
+    if isinstance(value, list | tuple):
+        return ", ".join(_plain(item) for item in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

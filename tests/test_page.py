@@ -1,0 +1,647 @@
+"""The page of results: what it holds, that nothing of it runs or asks, and how browsers see it."""
+
+import json
+import re
+import shutil
+from contextlib import contextmanager
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from llmcond.errors import UserError
+from llmcond.evaluation.breakdown import rank_error
+from llmcond.report.page import Page, check_page, write_page
+from llmcond.report.page_tables import figure, hundred, interval, probability
+
+WHO = ("A young woman", "Two old men", "Three children in red coats", "A large group of students")
+DOES = ("rides a bicycle", "is reading a newspaper", "play chess", "throws a ball to a brown dog")
+WHERE = ("on a crowded beach at sunset", "in a narrow street", "beside a frozen lake", "at home")
+EXTRA = ("while a small dog looks on and somebody behind them is taking a picture", "", "at night")
+COMMON = ("The number of people.", "the activity", "The place", "The age of the people.", "mood")
+RARE = ("the colour of the {}", "what the {} is made of", "how far away the {} is", "the {} itself")
+THINGS = "coat hat dog ball street lake newspaper bicycle window table horse umbrella".split()
+TEMPLATES = ("pair-cond", "concat-sent-cond", "concat-cond-sent", "question-then-sentence")
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "</script><script>document.title = 'run'</script><!-- <script>",
+    "<img src=x onerror=alert(1)> &amp; \u2028 \u2029 \x00 {{ 7 * 7 }} ${7 * 7} \\u003c",
+    "\N{FAMILY} 👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301 — ﷽ and a family on the beach 🏖️",
+    "امرأتان تقرأان كتابًا على الشاطئ في المساء.",
+    "\u202eright to left, never closed",
+    "wordwithoutanyspace" * 105,
+    "A long story of a dog, and of its owner. " * 50,
+)
+
+
+def result(name, spearman, head="mlp", prompt="pair-cond", **given):
+    bounds = [None, None] if spearman is None else [spearman - 0.035, spearman + 0.033]
+    accuracy = None if spearman is None else 0.52 + spearman / 2
+    return {
+        "name": name,
+        "head": head,
+        "prompt": prompt,
+        "subtract": not name.endswith("+c"),
+        "split": "dev",
+        "n": 1_830,
+        "n_pairs": 985,
+        "spearman": spearman,
+        "spearman_ci": bounds,
+        "pearson": None if spearman is None else spearman - 0.012,
+        "accuracy": accuracy,
+        "accuracy_ci": [None, None] if accuracy is None else [accuracy - 0.026, accuracy + 0.024],
+        "dim": None if head == "none" else 384,
+        "seeds": [] if head == "none" else [0, 1, 2],
+        "spearman_sd": None if head == "none" else 0.0071,
+        "control": "",
+        "difference": None,
+        **given,
+    }
+
+
+def difference(value):
+    verdict = "better" if value > 0.04 else "worse" if value < -0.04 else "no evidence"
+    p = float(np.exp(-abs(value) * 90))
+    bounds = {"low": value - 0.04, "high": value + 0.038, "p": p, "p_holm": min(1.0, 8 * p)}
+    return {"value": value, **bounds, "minimum": 0.056, "verdict": verdict}
+
+
+def differences(row, reference):
+    return {key: difference(row[key] - reference[key]) for key in ("spearman", "accuracy")}
+
+
+def texts(n, random):
+    """Sentence pairs like those of C-STS, each under two conditions."""
+
+    def sentence():
+        who, does, where, extra = (random.choice(part) for part in (WHO, DOES, WHERE, EXTRA))
+        return f"{who} {does} {where} {extra}".strip() + "."
+
+    def condition():
+        if random.random() < 0.55:
+            return str(random.choice(COMMON))
+        return str(random.choice(RARE)).format(random.choice(THINGS))
+
+    pairs = [(sentence(), sentence()) for _ in range((n + 1) // 2)]
+    first, second = zip(*[pairs[i // 2] for i in range(n)], strict=True)
+    return list(first), list(second), [condition() for _ in range(n)]
+
+
+def example(n=1_830, templates=TEMPLATES, seed=0):
+    """A page of every kind of way: zero-shot and fitted heads, with and without subtraction."""
+    random = np.random.default_rng(seed)
+    rating = random.choice([0, 0.25, 0.5, 0.75, 1], size=n, p=[0.3, 0.2, 0.14, 0.18, 0.18])
+    results, similarity, curves, isotropy = [], {}, {}, []
+    for t, template in enumerate(templates):
+        for head, base in (("none", 0.14), ("linear", 0.42), ("mlp", 0.585)):
+            for suffix, loss in (("", 0.0), ("+c", 0.05 + 0.02 * t)):
+                name = f"{head}@{template}{suffix}"
+                score = base - 0.03 * t - loss
+                noise = random.normal(size=n)
+                latent = score * (rating - rating.mean()) / rating.std() + noise * (1 - score)
+                similarity[name] = np.tanh(latent * (0.15 if head == "none" else 0.8)) + 0.01 * t
+                results.append(result(name, score, head, template))
+                if head == "none":
+                    mean = 0.3 - 0.02 * t if not suffix else 0.78 + 0.03 * t
+                    figures = {"mean_cosine": mean, "std_cosine": 0.11}
+                    isotropy.append({"name": name, **figures, "partition_ratio": 0.9 - mean / 2})
+                else:
+                    curves[name] = [run(score, head, random) for _ in range(3)]
+    results.append(
+        result("mlp@control-shuffled", 0.02, prompt="control-shuffled", control="shuffled c")
+    )
+    similarity["mlp@control-shuffled"] = random.normal(size=n) / 5
+    results.sort(key=lambda r: -r["spearman"])
+    baseline = f"mlp@{templates[1]}"
+    references = {(r["head"], r["subtract"]): r for r in results if r["prompt"] == templates[1]}
+    for row in results:
+        reference = references[row["head"], row["subtract"]]
+        if row is not reference:
+            row["difference"] = differences(row, reference)
+    first, second, condition = texts(n, random)
+    return Page(
+        title="Prompt templates on re-annotated C-STS with minilm",
+        summary=[
+            "An MLP on pair-cond minus c orders the rows best: Spearman 58.5 (55.0 to 61.8).",
+            "With mlp: no evidence of a difference to concat-sent-cond for pair-cond minus c "
+            "(these rows would show 5.6 or more); worse: question-then-sentence by 6.0.",
+            "Subtraction of the unconditional vector helps every template, most where the "
+            "sentence is pooled. The shuffled control is at chance, as it has to be.",
+        ],
+        results=results,
+        number=list(range(1, n + 1)),
+        sentence1=first,
+        sentence2=second,
+        condition=condition,
+        rating=rating,
+        scale=(1.0, 5.0),
+        similarity=similarity,
+        isotropy=isotropy,
+        curves=curves,
+        made={
+            "model": {"name": "minilm", "revision": "c9745ed1d9f207416be6d2e6f8de32d1f16199bf"},
+            "prompts": {
+                template: {
+                    "conditional": {"text": "{sentence}\nGiven the condition: {condition}"},
+                    "unconditional": None,
+                }
+                for template in templates
+            },
+            "data": {"file": "dev.csv", "digest": "5f2c" * 16, "rows": n, "rated": True},
+            "settings": {"seeds": [0, 1, 2], "learning_rate": 1e-3, "steps": [{"a": 1}, {"b": []}]},
+            "versions": {"llmcond": "0.1.0", "torch": "2.13.0"},
+            "seconds": 81.25,
+        },
+        baseline=baseline,
+    )
+
+
+def run(score, head, random):
+    epochs = 10 if head == "linear" else 25
+    rising = score * (1 - np.exp(-np.arange(1, epochs + 1) / 4)) + random.normal(0, 0.006, epochs)
+    losses = 0.12 * np.exp(-np.arange(epochs) / 6) + random.uniform(0.02, 0.025)
+    return [
+        {"epoch": i + 1, "loss": float(losses[i]), "dev_spearman": float(rising[i])}
+        for i in range(epochs)
+    ]
+
+
+def hostile(page):
+    """The page with texts in every place that mean something to HTML, JavaScript or Jinja."""
+    evil = HOSTILE[0]
+    n = len(page.rating)
+    cycled = [HOSTILE[i % len(HOSTILE)] for i in range(n)]
+    old, new = page.baseline, f"mlp@{evil}"
+    renamed = [
+        {**row, "name": new, "prompt": evil, "control": evil} if row["name"] == old else row
+        for row in page.results
+    ]
+    return replace(
+        page,
+        title=f"Title {evil}",
+        summary=[*HOSTILE[:3], *page.summary],
+        results=renamed,
+        sentence1=cycled,
+        sentence2=cycled[1:] + cycled[:1],
+        condition=[f"{text} {i % 3}" for i, text in enumerate(cycled)],
+        similarity={new if name == old else name: v for name, v in page.similarity.items()},
+        curves={new if name == old else name: v for name, v in page.curves.items()},
+        isotropy=[{**row, "name": row["name"] + evil} for row in page.isotropy],
+        made={evil: {"text": HOSTILE[1], "list": [HOSTILE[0], 1]}, "long": HOSTILE[6]},
+        baseline=new,
+    )
+
+
+def undefined(page):
+    """The page with no figure defined anywhere."""
+    figures = ("spearman", "pearson", "accuracy", "dim", "spearman_sd")
+    nothing = dict.fromkeys(("value", "low", "high", "p", "p_holm", "minimum", "verdict"))
+    results = [
+        {
+            **row,
+            **dict.fromkeys(figures),
+            "spearman_ci": [None, None],
+            "accuracy_ci": [None, None],
+            "difference": row["difference"] and {"spearman": nothing, "accuracy": nothing},
+        }
+        for row in page.results
+    ]
+    empty = {"epoch": 1, "loss": None, "dev_spearman": None}
+    return replace(
+        page,
+        results=results,
+        rating=np.full(len(page.rating), np.nan),
+        similarity={name: np.full(len(v), np.nan) for name, v in page.similarity.items()},
+        isotropy=[
+            {**row, **dict.fromkeys(("mean_cosine", "std_cosine", "partition_ratio"))}
+            for row in page.isotropy
+        ],
+        curves={name: [[empty]] for name in page.curves},
+        made={"nothing": None},
+    )
+
+
+def partial(page):
+    """The page with some rows that are not rated, and some that one way does not predict."""
+    rating = np.where(np.arange(len(page.rating)) % 7 == 0, np.nan, page.rating)
+    (name, *_) = page.similarity
+    some = np.where(np.arange(len(rating)) % 5 == 0, np.nan, page.similarity[name])
+    return replace(page, rating=rating, similarity={**page.similarity, name: some})
+
+
+def plain(page):
+    """What an evaluation of one head gives: nothing to compare with, no curves."""
+    (best, *_) = page.results
+    return replace(
+        page,
+        results=[{**best, "difference": None}],
+        similarity={best["name"]: page.similarity[best["name"]]},
+        isotropy=(),
+        curves={},
+        baseline=None,
+    )
+
+
+class Parsed(HTMLParser):
+    """What of a page a browser would take for elements, attributes, scripts and text."""
+
+    VOID = ("meta", "link", "input", "br")
+
+    def __init__(self, source):
+        super().__init__(convert_charrefs=True)
+        self.elements, self.scripts, self.text, self.open = [], [], [], []
+        self.feed(source)
+        self.close()
+        self.said = " ".join(" ".join(self.text).split())
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "script":
+            self.scripts[-1] += data
+        elif self.open and self.open[-1] != "style":
+            self.text.append(data)
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    @property
+    def data(self):
+        return json.loads(self.scripts[0])
+
+
+def written(page, folder):
+    path = folder / "page.html"
+    write_page(page, path)
+    return Parsed(path.read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def page():
+    return example(n=300)
+
+
+@pytest.fixture(scope="module")
+def parsed(page, tmp_path_factory):
+    return written(page, tmp_path_factory.mktemp("page"))
+
+
+def test_every_section_is_there_and_can_be_gone_to(parsed):
+    sections = [attributes["id"] for attributes in parsed.all("section")]
+    assert sections == ["summary", "results", "heads", "ways", "isotropy", "curves", "made"]
+    assert [a["href"] for a in parsed.all("a")] == [f"#{section}" for section in sections]
+    ids = [attributes["id"] for _, attributes in parsed.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {attributes["aria-labelledby"] for attributes in parsed.all("section")} <= set(ids)
+    assert not parsed.open
+
+
+def test_nothing_is_fetched_and_no_script_runs_but_the_pages_own(parsed):
+    policy = parsed.all("meta")[1]
+    assert policy["http-equiv"] == "Content-Security-Policy"
+    assert "default-src 'none'" in policy["content"]
+    assert "unsafe-eval" not in policy["content"]
+    assert len(re.findall("'sha256-[^']+'", policy["content"])) == 2
+    for _, attributes in parsed.elements:
+        assert "src" not in attributes
+        assert not any(name.startswith("on") for name in attributes)
+        assert attributes.get("href", "#").startswith(("#", "data:,"))
+    assert "@import" not in "".join(parsed.text)
+
+
+def test_the_main_table_has_figures_intervals_and_verdicts_in_words(parsed):
+    headings = "head template minus c Spearman Spearman against the baseline accuracy"
+    assert headings in parsed.said
+    assert "mlp pair-cond yes 58.5 55.0 to 61.8 no evidence +3.0 −1.0 to +6.8 81.2" in parsed.said
+    assert "control: shuffled c" in parsed.said
+    told = "compared with the baseline template, concat-sent-cond , under the same head"
+    assert told in parsed.said
+    assert parsed.said.count(" baseline concat-sent-cond ") == 6
+    assert "dev: 1,830 rated rows of 985 sentence pairs" in parsed.said
+
+
+def test_all_ways_may_be_compared_with_a_single_one(page, tmp_path):
+    reference = next(row for row in page.results if row["name"] == page.baseline)
+    results = [
+        {**row, "difference": None if row is reference else differences(row, reference)}
+        for row in page.results
+    ]
+    source = written(replace(page, results=results), tmp_path)
+    assert "Each way is compared with the baseline, mlp@concat-sent-cond ." in source.said
+    assert source.said.count(" baseline concat-sent-cond ") == 1
+    assert "The dashed line is the baseline." in source.said
+
+
+def test_what_made_it_is_told_in_full(parsed):
+    assert "revision c9745ed1d9f207416be6d2e6f8de32d1f16199bf" in parsed.said
+    assert "{sentence} Given the condition: {condition}" in parsed.said
+    assert "seeds 0, 1, 2 learning rate 0.001 steps a 1 b –" in parsed.said
+
+
+def test_embedded_numbers_are_those_of_the_rows(page, parsed):
+    data = parsed.data
+    names = [way["name"] for way in data["ways"]]
+    assert names == [result["name"] for result in page.results]
+    assert data["chosen"] == ["mlp@pair-cond", "mlp@concat-sent-cond"]
+    way = data["ways"][3]
+    np.testing.assert_allclose(way["similarity"], page.similarity[way["name"]], atol=5e-5)
+    error = rank_error(page.similarity[way["name"]], page.rating)
+    np.testing.assert_allclose(way["error"], 1000 * error, atol=0.51)
+    assert [data["texts"][i] for i in data["rows"]["sentence2"]] == page.sentence2
+    assert len(set(data["texts"])) == len(data["texts"])
+    assert set(data["rows"]["rating"]) == {1, 2, 3, 4, 5}
+    mood = [i for i, text in enumerate(page.condition) if text == "mood"]
+    place = [data["texts"][i] for i in data["conditions"]["text"]].index("mood")
+    assert data["conditions"]["n"][place] == len(mood)
+    expected = 1000 * np.abs(error)[mood].mean()
+    assert data["conditions"]["error"][3][place] == pytest.approx(expected, abs=0.51)
+    assert [level[0] for level in way["levels"]] == [1, 2, 3, 4, 5]
+
+
+def test_hostile_texts_are_texts(page, tmp_path):
+    source = written(hostile(page), tmp_path)
+    assert len(source.scripts) == 3
+    assert len(source.all("style")) == 1
+    assert not source.all("img")
+    assert set(HOSTILE) <= set(source.data["texts"])
+    raw = (tmp_path / "page.html").read_text("utf-8").replace(source.scripts[1], "")
+    assert "<script>alert" not in raw
+    assert "<img" not in raw
+    assert not re.search("[<>&\u2028\u2029]", source.scripts[0])
+    assert source.said.count("{{ 7 * 7 }}") == 1
+
+
+def test_half_a_surrogate_pair_is_no_reason_to_fail(page, tmp_path):
+    source = written(replace(page, title="a \ud800", condition=["\udfff"] * 300), tmp_path)
+    assert source.data["texts"][-1] == "\udfff"
+
+
+def test_a_page_of_a_whole_split_is_small(tmp_path):
+    page = example()
+    assert (len(page.results), len(page.rating)) == (25, 1_830)
+    longer = replace(page, sentence1=[f"{t} {t} {i}" for i, t in enumerate(page.sentence1)])
+    write_page(longer, tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size < 5_000_000
+
+
+def test_figures_may_be_undefined_everywhere(page, tmp_path):
+    source = written(undefined(page), tmp_path)
+    assert "undefined" in source.said
+    assert "nan" not in source.said.lower()
+    assert source.data["conditions"] is None
+    sections = [attributes["id"] for attributes in source.all("section")]
+    assert sections == ["summary", "results", "ways", "made"]
+
+
+def test_rows_may_lack_a_rating_or_a_prediction(page, tmp_path):
+    page = partial(page)
+    (name, *_) = page.similarity
+    data = written(page, tmp_path).data
+    (way,) = [way for way in data["ways"] if way["name"] == name]
+    for i, (rating, similarity) in enumerate(zip(page.rating, page.similarity[name], strict=True)):
+        assert (data["rows"]["rating"][i] is None) == np.isnan(rating)
+        assert (way["similarity"][i] is None) == (way["place"][i] is None) == np.isnan(similarity)
+        assert (way["error"][i] is None) == np.isnan(rating + similarity)
+    assert sum(data["conditions"]["n"]) == np.isfinite(page.rating).sum()
+    assert max(way["place"][i] for i in range(1, 300, 5)) <= 1000
+
+
+def test_one_result_has_a_page_of_its_own(page, tmp_path):
+    source = written(plain(page), tmp_path)
+    sections = [attributes["id"] for attributes in source.all("section")]
+    assert sections == ["summary", "results", "ways", "made"]
+    assert source.data["chosen"] == ["mlp@pair-cond", None]
+    assert "against the baseline" not in source.said
+    assert "verdict" not in source.said
+
+
+def test_results_alone_are_enough(page, tmp_path):
+    bare = Page("t", [], page.results[:1], [], [], [], [], np.array([]))
+    sections = [attributes["id"] for attributes in written(bare, tmp_path).all("section")]
+    assert sections == ["results"]
+
+
+def test_fits_of_one_head_and_template_do_not_cover_each_other(page, tmp_path):
+    again = [{**page.results[0], "name": f"mine-{i}"} for i in range(2)]
+    source = written(replace(page, results=[*page.results, *again]), tmp_path)
+    sets = source.data["charts"]["heads"]["datasets"].values()
+    rows = next(rows for rows in sets if "way" in rows[0])
+    places = [(row["label"], row["slot"]) for row in rows]
+    assert len(set(places)) == len(places)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"results": []}, "without results"),
+        ({"baseline": "x"}, "the baseline 'x' is none of the results"),
+        ({"number": [1]}, "1 numbers came with 300 ratings"),
+        ({"similarity": {"a": np.zeros(2)}}, "2 predictions of a came with 300 ratings"),
+    ],
+)
+def test_a_page_that_does_not_fit_together_is_refused(page, change, message):
+    with pytest.raises(UserError, match=message):
+        replace(page, **change)
+    with pytest.raises(UserError, match="1 names occur more than once, such as 'mlp@pair-cond'"):
+        replace(page, results=[page.results[0], page.results[0]])
+
+
+def test_a_page_that_cannot_be_made_is_refused(page, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"ends in \.pdf; name an \.html file"):
+        write_page(page, tmp_path / "page.pdf")
+    (tmp_path / "folder.html").mkdir()
+    with pytest.raises(UserError, match="is a folder; name a file"):
+        check_page(tmp_path / "folder.html")
+    check_page(tmp_path / "new" / "page.html")
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr("llmcond.report.page.find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"pip install 'llmcond\[report\]'"):
+        check_page(tmp_path / "page.html")
+
+
+def test_figures_are_written_for_people():
+    assert [hundred(v) for v in (0.5851, -0.0239, 0.0, -0.0001, None)] == [
+        "58.5",
+        "−2.4",
+        "0.0",
+        "0.0",
+        "–",
+    ]
+    assert [hundred(v, signed=True) for v in (0.031, -0.031, 0.0001)] == ["+3.1", "−3.1", "0.0"]
+    assert figure(float("nan"), ".3f") == "–"
+    assert interval([0.1, None]) == interval(None) == ""
+    assert [probability(p) for p in (0.0004, 0.0312, None)] == ["< 0.001", "0.031", "–"]
+
+
+# -- in a browser --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser():
+    library = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+    pytest.importorskip("axe_playwright_python", reason="axe is not installed")
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        pytest.skip("no Chromium or Chrome is installed")
+    with library.sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=found)
+
+
+@pytest.fixture(scope="module")
+def files(page, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pages")
+    pages = {
+        "full": page,
+        "hostile": hostile(page),
+        "undefined": undefined(page),
+        "partial": partial(page),
+        "plain": plain(page),
+    }
+    for name, one in pages.items():
+        write_page(one, folder / f"{name}.html")
+    return folder
+
+
+DRAWN = "[...document.querySelectorAll('[data-chart]')].every(box => box.querySelector('svg'))"
+
+
+@contextmanager
+def opened(browser, path, width=1_280, scheme="light"):
+    """A page in a browser; at the end, it must have complained of nothing and asked for nothing."""
+    complaints, asked = [], []
+    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    try:
+        tab = context.new_page()
+        tab.set_default_timeout(15_000)
+        tab.on("console", lambda message: complaints.append(message.text))
+        tab.on("pageerror", lambda error: complaints.append(str(error)))
+        tab.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.goto(path.as_uri())
+        tab.wait_for_function(DRAWN)
+        yield tab
+        assert complaints == []
+        assert asked == [path.as_uri()]
+    finally:
+        context.close()
+
+
+def sideways(tab):
+    """How far the page scrolls sideways, and what reaches out of it unless it has a scroll box."""
+    return tab.evaluate(
+        """() => {
+            const width = document.documentElement.clientWidth;
+            const out = [...document.querySelectorAll("body *")].filter((e) =>
+                e.getBoundingClientRect().right > width + 1 && !e.closest(".scroll"));
+            return [document.documentElement.scrollWidth - width, out.map((e) => e.outerHTML)];
+        }"""
+    )
+
+
+def faults(tab):
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(tab).response["violations"]
+    return [fault for fault in found if fault["impact"] in ("serious", "critical")]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1_280])
+def test_a_browser_shows_it_without_complaint(browser, files, width, scheme):
+    with opened(browser, files / "full.html", width, scheme) as tab:
+        assert sideways(tab) == [0, []]
+        assert tab.locator("[data-chart] svg").count() == 8
+        for box in tab.locator("details").all():
+            box.locator("summary").first.click()
+        for box in tab.locator("[data-numbers]").all():
+            box.locator("tbody tr").nth(4).wait_for()
+        assert sideways(tab) == [0, []]
+        assert faults(tab) == []
+
+
+@pytest.mark.parametrize("name", ["undefined", "partial", "plain"])
+def test_a_browser_shows_little_as_well(browser, files, name):
+    with opened(browser, files / f"{name}.html", 360, "dark") as tab:
+        assert sideways(tab) == [0, []]
+        assert faults(tab) == []
+
+
+def test_hostile_texts_stay_texts_in_a_browser(browser, files):
+    with opened(browser, files / "hostile.html", 360) as tab:
+        assert tab.title() == f"Title {HOSTILE[0]}"
+        assert sideways(tab) == [0, []]
+        for text in (HOSTILE[0], HOSTILE[1], HOSTILE[5]):
+            tab.get_by_label("Search texts").fill(text)
+            assert tab.locator(".card .text", has_text=text).count() > 0
+        tab.get_by_label("Search texts").fill("wordwithout")
+        card = tab.locator(".card").first
+        before = card.bounding_box()["height"]
+        card.get_by_role("button", name="Show all").first.click()
+        assert card.bounding_box()["height"] > before + 300
+        assert sideways(tab) == [0, []]
+        tab.locator(
+            "[data-chart=scatter-A] path[aria-roledescription], [data-chart=scatter-A] path"
+        )
+        assert faults(tab) == []
+
+
+def test_tables_are_sorted_by_keyboard(browser, files):
+    with opened(browser, files / "full.html") as tab:
+        table = tab.locator("#results table").first
+        column = table.locator("thead th", has_text="seeds").last
+        column.get_by_role("button").focus()
+        seen = []
+        for _ in range(2):
+            tab.keyboard.press("Enter")
+            last = table.locator("tbody tr").last.locator("td").nth(8).inner_text()
+            seen.append((column.get_attribute("aria-sort"), last))
+        # What has no seeds comes last either way.
+        assert seen == [("descending", "–"), ("ascending", "–")]
+        table.locator("thead button", has_text="template").click()
+        assert (
+            table.locator("tbody tr").first.locator("td").first.inner_text() == "concat-cond-sent"
+        )
+        assert table.locator("[aria-sort=ascending]").count() == 1
+
+
+def test_other_ways_and_conditions_can_be_looked_at(browser, files):
+    with opened(browser, files / "full.html") as tab:
+        cards = tab.locator("#disagreements").inner_text()
+        tab.locator("#way-B").select_option(label="none@pair-cond+c")
+        tab.wait_for_function(DRAWN)
+        assert tab.locator("#scatter-name-B").inner_text() == "B: none@pair-cond+c"
+        assert tab.locator("#disagreements").inner_text() != cards
+        tab.get_by_label("Search conditions").fill("MOOD")
+        rows = tab.locator("#conditions tbody tr")
+        assert [row.split("\t")[0] for row in rows.all_inner_texts()] == ["mood"]
+        tab.get_by_label("Nearer to the rating").select_option("B")
+        said = tab.locator(".card > .detail").all_inner_texts()
+        assert set(said) == {"B is nearer to the rating"}
+        tab.locator("#way-curves").select_option(label="linear@pair-cond")
+        tab.locator("[data-numbers=curves] summary").click()
+        row = tab.locator("[data-numbers=curves] tbody tr").first
+        assert row.inner_text().startswith("linear@pair-cond\t0\t1\t")
+
+
+def test_its_theme_can_be_turned_and_print_is_always_light(browser, files):
+    background = "getComputedStyle(document.body).backgroundColor"
+    with opened(browser, files / "full.html", 718, "dark") as tab:
+        dark = tab.evaluate(background)
+        tab.get_by_role("button", name="Light theme").click()
+        light = tab.evaluate(background)
+        tab.get_by_role("button", name="Dark theme").click()
+        assert tab.evaluate(background) == dark != light
+        tab.emulate_media(media="print")
+        assert tab.evaluate(background) == light
+        assert sideways(tab) == [0, []]
