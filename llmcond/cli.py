@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from llmcond.commands.analyse import add as add_analyse
+from llmcond.commands.compare import add as add_compare
+from llmcond.commands.prompts import add as add_prompts
 from llmcond.commands.sweep import add as add_sweep
 from llmcond.errors import (
     DiskFullError,
@@ -26,6 +28,7 @@ from llmcond.options import (
     add_device,
     add_encoder,
     add_encoder_settings,
+    add_format,
     add_run,
     data_options,
     encoder_options,
@@ -98,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     add_sweep(commands)
     _add_evaluate(commands)
     add_analyse(commands)
-    _add_compare_prompts(commands)
+    add_compare(commands)
     _add_similarity(commands)
     _add_embed(commands)
     _add_listings(commands)
@@ -251,6 +254,10 @@ def _add_evaluate(commands: Any) -> None:
         metavar="FILE.csv",
         help="write each row's predicted similarities",
     )
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE.html", help="a page to read: charts, texts, settings"
+    )
+    add_format(parser)
     add_device(parser)
 
 
@@ -264,56 +271,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         data_options(options),
         options.predictions,
         options.device,
-    )
-    _print_results(options, results)
-
-
-def _add_compare_prompts(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "compare-prompts",
-        "Compare prompts on the same rows, splits and seed.",
-        _compare_prompts,
-        "llmcond compare-prompts --model minilm --prompts my/*.toml --heads mlp",
-    )
-    add_encoder(parser)
-    add_run(parser)
-    add_data(parser, f"{SOURCE} (default: the run's own data, or the bundled sample)")
-    parser.add_argument(
-        "--prompts",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="FILE",
-        help="names or files (default: every bundled one that the model can use)",
-    )
-    parser.add_argument(
-        "--heads",
-        nargs="+",
-        action="extend",
-        metavar="NAME",
-        help="recipes to fit beside zero-shot (default: linear mlp; none: none)",
-    )
-    parser.add_argument(
-        "--split",
-        choices=("train", "dev", "test"),
-        help="(default: test if there is one, else dev)",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="(default: 0)")
-
-
-def _compare_prompts(options: argparse.Namespace) -> None:
-    from llmcond.workflows import compare_prompts
-
-    results = compare_prompts(
-        options.model,
-        encoder_options(options),
-        options.run,
-        data_options(options),
-        options.prompts,
-        options.heads or ("linear", "mlp"),
-        options.split,
-        options.seed,
+        options.report,
     )
     _print_results(options, results)
 
@@ -324,7 +282,7 @@ def _print_results(options: argparse.Namespace, results: list[dict[str, Any]]) -
         return
     from llmcond.report.tables import results_table, show
 
-    show(results_table(results, options.run))
+    show(results_table(results, options.run), options.format)
 
 
 def _add_similarity(commands: Any) -> None:
@@ -344,6 +302,7 @@ def _add_similarity(commands: Any) -> None:
         metavar="C",
         help="may be given several times",
     )
+    add_format(parser)
     add_run(parser)
     _add_head(parser)
 
@@ -380,7 +339,7 @@ def _similarity(options: argparse.Namespace) -> None:
     from llmcond.report.tables import listing, show
 
     note(f"{about['encoder']}, prompt {about['prompt']}, head {about['head']}")
-    show(listing(rows))
+    show(listing(rows), options.format)
 
 
 def _add_embed(commands: Any) -> None:
@@ -435,11 +394,12 @@ def _add_listings(commands: Any) -> None:
         "downloads its settings and tokenizer only",
     )
     add_encoder_settings(parser.add_argument_group("with --check"))
-    for name, summary in (
-        ("prompts", "List the bundled prompts."),
-        ("heads", "List the bundled head recipes."),
-    ):
-        add_command(commands, name, summary, _list, f"llmcond {name} --json")
+    add_format(parser)
+    add_prompts(commands)
+    heads = add_command(
+        commands, "heads", "List the bundled head recipes.", _heads, "llmcond heads --json"
+    )
+    add_format(heads)
 
 
 def _models(options: argparse.Namespace) -> None:
@@ -455,7 +415,7 @@ def _models(options: argparse.Namespace) -> None:
     else:
         from llmcond.report.tables import listing, show, width
 
-        show(listing(listings.models_in_brief(width())))
+        show(listing(listings.models_in_brief(width())), options.format)
 
 
 def _check_model(options: argparse.Namespace) -> None:
@@ -472,12 +432,12 @@ def _check_model(options: argparse.Namespace) -> None:
         raise problem
 
 
-def _list(options: argparse.Namespace) -> None:
+def _heads(options: argparse.Namespace) -> None:
     from llmcond import listings
     from llmcond.report.tables import listing, show
 
-    rows = getattr(listings, options.name)()
+    rows = listings.heads()
     if options.json:
-        print_json({options.name: rows})
+        print_json({"heads": rows})
     else:
-        show(listing(rows))
+        show(listing(rows), options.format)

@@ -156,20 +156,23 @@ def load_embedder(
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
 
     Raises:
-        UserError: no such run or head, several heads of that name, or an encoder that has changed.
+        UserError: no such run or head, several heads of that name, a prompt that is a control, or
+            an encoder that has changed.
         LlmcondError: the encoder cannot be loaded.
     """
     opened = open_run(Path(run))
     chosen = choose_head(opened, head, prompt)
+    view = View((opened.prompt(prompt),)) if chosen is None else chosen.view
+    view.check_texts()
     resolved = opened.resolve_encoder(device)
     if chosen is None:
-        return Embedder(Encoder(resolved), View((opened.prompt(prompt),)))
+        return Embedder(Encoder(resolved), view)
     cache = None
     if chosen.head.family.kind == "hypernet":
         from llmcond.heads.hypernet import ConditionCache, generates
 
         cache = ConditionCache(chosen.head) if generates(chosen.head) else None
-    return Embedder(Encoder(resolved), chosen.view, chosen.head, chosen.name, cache)
+    return Embedder(Encoder(resolved), view, chosen.head, chosen.name, cache)
 
 
 def choose_head(run: Run, name: str | None, prompt: str | None = None) -> SavedHead | None:

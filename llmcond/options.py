@@ -27,6 +27,16 @@ def add_command(commands: Any, name: str, summary: str, command: Any, example: s
     return parser
 
 
+def add_format(parser: Any) -> None:
+    """Add ``--format``."""
+    parser.add_argument(
+        "--format",
+        default="table",
+        choices=("table", "markdown", "latex"),
+        help="of the table: for a terminal, a Markdown page or a paper (default: table)",
+    )
+
+
 def add_run(parser: Any) -> None:
     """Add ``--run``."""
     parser.add_argument(

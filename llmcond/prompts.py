@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from string import Formatter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from llmcond.config import STRICT, build, find_toml, read_toml
 from llmcond.encoders.spec import TOKENIZER_DECIDES, EncoderIdentity, EncoderInput, fill
@@ -18,6 +18,8 @@ from llmcond.errors import UserError, nearest
 from llmcond.files import digest_text
 
 PLACEHOLDERS = ("sentence", "condition")
+#: What a template that others are compared with does to the condition.
+Control = Literal["left-out", "shuffled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,11 @@ class Prompt:
         conditional: the input for e(s|c); names both ``{sentence}`` and ``{condition}``, or the
             sentence only: then features are separate, e(s) here and e(c) in the other.
         unconditional: the input that is subtracted; names exactly one of them.
+        control: for templates that are there to be compared with only. ``left-out``: the condition
+            is in neither input, so both rows of a sentence pair get the same one. Nothing is
+            subtracted then, as e(c) would bring the condition in again, and any constant would be
+            one more choice; ``unconditional`` repeats ``conditional``. ``shuffled``: every row
+            gets the condition of another row; see :mod:`llmcond.features.pairs`.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
@@ -68,12 +75,19 @@ class Prompt:
     source: str
     conditional: Part
     unconditional: Part
+    control: Control | None = None
     name: str = field(default="", kw_only=True)
 
     @property
     def separate(self) -> bool:
         """Tell whether sentence and condition are encoded each by itself, as e(s) and e(c)."""
-        return not any("{condition}" in text for text in self.conditional.templates.values())
+        joint = any("{condition}" in text for text in self.conditional.templates.values())
+        return not joint and self.subtractable
+
+    @property
+    def subtractable(self) -> bool:
+        """Tell whether there is something to subtract; without the condition there is nothing."""
+        return self.control != "left-out"
 
     @property
     def of_condition(self) -> bool:
@@ -84,6 +98,8 @@ class Prompt:
     def digest(self) -> str:
         """Identify everything in the template that changes an encoder's input."""
         parts = (self.conditional, self.unconditional)
+        if self.control is not None:
+            return digest_text(self.control, *(json.dumps(part.templates) for part in parts))
         if all(part.context is None for part in parts):
             return digest_text(*(text for part in parts for text in part.templates.values()))
         return digest_text(*(json.dumps(part.templates) for part in parts))
@@ -109,7 +125,10 @@ class Prompt:
 
     def to_json(self) -> dict[str, Any]:
         """Return the template with its digest, as manifests record it."""
-        return {**asdict(self), "digest": self.digest}
+        values = {**asdict(self), "digest": self.digest}
+        if self.control is None:
+            del values["control"]  # as records of before there were controls
+        return values
 
 
 def prompt_from_json(values: dict[str, Any], source: str) -> Prompt:
@@ -144,6 +163,9 @@ def load_prompt(name_or_file: str) -> Prompt:
 def _check(prompt: Prompt, source: str) -> None:
     conditional = _placeholders(prompt.conditional, f"{source}: [conditional]")
     unconditional = _placeholders(prompt.unconditional, f"{source}: [unconditional]")
+    if prompt.control == "left-out":
+        _check_left_out(prompt, conditional | unconditional, source)
+        return
     apart = conditional == {"sentence"} and unconditional == {"condition"}
     missing = [name for name in PLACEHOLDERS if name not in conditional]
     if missing and not apart:
@@ -163,6 +185,20 @@ def _check(prompt: Prompt, source: str) -> None:
         raise UserError(
             f"{source}: [unconditional] names {got}. It must name exactly one placeholder, "
             "{sentence} or {condition}: the text whose own embedding is subtracted."
+        )
+
+
+def _check_left_out(prompt: Prompt, placeholders: set[str], source: str) -> None:
+    if placeholders != {"sentence"}:
+        got = " and ".join(f"{{{name}}}" for name in sorted(placeholders)) or "none"
+        raise UserError(
+            f"{source}: control is 'left-out', and the template names {got}. Without the condition "
+            "both [conditional] and [unconditional] must name {sentence} alone."
+        )
+    if prompt.conditional != prompt.unconditional:
+        raise UserError(
+            f"{source}: control is 'left-out', so nothing is subtracted, and [unconditional] must "
+            "be the same as [conditional]. Copy it."
         )
 
 

@@ -108,7 +108,7 @@ class View:
     def _subtracts(self, prompt: Prompt) -> bool:
         """Tell whether a prompt's unconditional features are subtracted."""
         apart = self.features == "separate" or (self.features == "both" and prompt.separate)
-        return self.subtract and not apart
+        return self.subtract and not apart and prompt.subtractable
 
     def sentence(self, read: Read) -> Matrix:
         """Return the features of sentences, (n, dim).
@@ -130,8 +130,31 @@ class View:
         """Return the features of the conditions, (n, dim_c), if the head takes them."""
         return read(self._conditions(), "unconditional") if self.conditioned else None
 
+    def check_texts(self) -> None:
+        """Refuse controls, which have nothing to tell of a text under a condition of one's own.
+
+        Raises:
+            UserError: naming the prompt, and what to do.
+        """
+        does = {
+            "left-out": "it leaves the condition out",
+            "shuffled": "it puts another row's condition in the place of a row's own",
+        }
+        for prompt in self.prompts:
+            if prompt.control is not None:
+                raise UserError(
+                    f"the prompt {prompt.name} is a control, for comparing only: "
+                    f"{does[prompt.control]}. Name a --prompt that is none, or a --head that was "
+                    "fitted on one."
+                )
+
     def inputs(self, rows: Sequence[tuple[str, str]]) -> list[list[EncoderInput]]:
-        """Return every input that is needed for (sentence, condition) rows, as columns."""
+        """Return every input that is needed for (sentence, condition) rows, as columns.
+
+        Raises:
+            UserError: a prompt is a control, whose inputs are those of a whole split.
+        """
+        self.check_texts()
         of_condition = self._conditions() if self.conditioned else None
         columns = []
         for prompt in self.prompts:

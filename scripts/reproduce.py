@@ -28,8 +28,8 @@ from llmcond.provenance import provenance
 from llmcond.report.console import note
 from llmcond.runs import Run, open_run
 from llmcond.workflows import DataOptions, evaluate, extract, sweep
-from llmcond.workflows.evaluate import zeroshots
 from llmcond.workflows.features import Features
+from llmcond.workflows.ways import zeroshots
 
 #: Rows of train and dev -> what data of these sizes is, in short, and what is to be known of it.
 _KNOWN_DATA = {

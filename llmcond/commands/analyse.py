@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from llmcond.options import add_command, add_run, print_json
+from llmcond.options import add_command, add_format, add_run, print_json
 
 _WHAT = ("isotropy", "clusters", "conditions", "norms", "examples")
 
@@ -27,6 +27,7 @@ def add(commands: Any) -> None:
         "--what", nargs="+", action="extend", choices=_WHAT, metavar="X", help=", ".join(_WHAT)
     )
     add_run(parser)
+    add_format(parser)
     parser.add_argument(
         "--split",
         choices=("train", "dev", "test"),
@@ -65,4 +66,4 @@ def _analyse(options: argparse.Namespace) -> None:
     if options.json:
         print_json(result)
     else:
-        show_analyses(result, options.run)
+        show_analyses(result, options.run, options.format)

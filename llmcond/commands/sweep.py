@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcond.errors import UserError
-from llmcond.options import add_command, add_run, key_values, print_json
+from llmcond.options import add_command, add_format, add_run, key_values, print_json
 
 
 def add(commands: Any) -> None:
@@ -62,6 +62,7 @@ def add(commands: Any) -> None:
         help="what is scored (default: test if there is one, else dev)",
     )
     parser.add_argument("--workers", type=int, metavar="N", help="fits at a time (default: cores)")
+    add_format(parser)
     parser.add_argument(
         "--plot",
         type=Path,
@@ -117,4 +118,4 @@ def _sweep(options: argparse.Namespace) -> None:
         return
     from llmcond.report.tables import show
 
-    show(sweep_table(swept.results, options.run))
+    show(sweep_table(swept.results, options.run), options.format)

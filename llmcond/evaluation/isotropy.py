@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,9 @@ from llmcond.errors import UserError
 
 #: Random directions that the partition ratio is taken over: k of CASE, appendix B.
 DIRECTIONS = 1_000
+
+#: Vectors that are worth looking at: more change no digit that is shown.
+MOST_VECTORS = 100_000
 
 #: Vectors looked at together, so that memory does not grow with their number.
 _BLOCK = 8_192
@@ -130,3 +133,19 @@ def _unit_directions(directions: int, dim: int, seed: int) -> NDArray[np.float32
     drawn = np.random.default_rng((seed, directions)).standard_normal((directions, dim))
     unit = drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
     return np.ascontiguousarray(unit.T, dtype=np.float32)
+
+
+def measure_isotropy(name: str, vectors: NDArray[Any], seed: int = 0) -> dict[str, Any]:
+    """Return the isotropy of vectors as results have it; zero vectors are counted, and left out.
+
+    Args:
+        name: what results call them.
+        vectors: (n, dim).
+        seed: of the random directions.
+    """
+    kept = vectors[np.linalg.norm(vectors, axis=1) > 0]
+    if not len(kept):
+        nothing = dict.fromkeys(("mean_cosine", "std_cosine", "partition_ratio"))
+        return {"name": name, **nothing, "n": 0, "n_zero": len(vectors)}
+    found = asdict(isotropy(kept, seed=seed))
+    return {"name": name, **found, "n_zero": len(vectors) - len(kept)}

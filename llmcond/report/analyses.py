@@ -15,25 +15,25 @@ from llmcond.report.tables import show
 Rows = Sequence[Mapping[str, Any]]
 
 
-def show_analyses(result: Mapping[str, Any], run: object) -> None:
+def show_analyses(result: Mapping[str, Any], run: object, form: str = "table") -> None:
     """Print every analysis that there is, a table each, on standard output."""
     where = f"{run}, {result['split']}, {result['n']:,} rated rows"
     if "isotropy" in result:
         title = f"Isotropy of the embeddings of {where} (CASE, appendix B)"
         columns = ("mean_cosine", "std_cosine", "partition_ratio", "n_zero")
-        show(_figures(title, result["isotropy"], columns))
+        show(_figures(title, result["isotropy"], columns), form)
     if "clusters" in result:
-        show(_clusters(result["clusters"], where))
+        show(_clusters(result["clusters"], where), form)
     if "conditions" in result:
-        show(_conditions(result["conditions"], where))
+        show(_conditions(result["conditions"], where), form)
     if result.get("norms"):
         title = "Norm of W_c over the distinct conditions (Hyper-CL, section 5.4.1)"
         columns = ("n", "mean_norm", "raw", "normalised")
-        show(_figures(title, result["norms"], columns))
+        show(_figures(title, result["norms"], columns), form)
     for head in result.get("examples", ()):
         for side in ("better", "worse"):
             if head[side]:
-                show(_examples(head, side))
+                show(_examples(head, side), form)
 
 
 def _figures(title: str, rows: Rows, columns: Sequence[str]) -> Table:

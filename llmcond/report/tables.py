@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from llmcond.errors import printable
+
+#: How tables are printed -> what tabulate calls it.
+_FORMS = {"markdown": "github", "latex": "latex_booktabs"}
+FORMATS = ("table", *_FORMS)
+#: Characters of a line of prose.
+_READABLE = 100
 
 
 def results_table(results: Sequence[Mapping[str, Any]], run: object) -> Table:
@@ -66,9 +73,46 @@ def listing(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def show(table: Table) -> None:
-    """Print a table on standard output; where that is no terminal, it is wide enough for all."""
-    Console(highlight=False, width=width()).print(table)
+def show(table: Table, form: str = "table") -> None:
+    """Print a table on standard output; where that is no terminal, it is wide enough for all.
+
+    Args:
+        table: what to print.
+        form: one of :data:`FORMATS`; all but ``table`` are for other documents.
+    """
+    if form == "table":
+        Console(highlight=False, width=width()).print(table)
+        return
+    from tabulate import tabulate
+
+    # Markup of texts is none of ours: `_plain` of a rich Text is its text.
+    headings = [_plain(column.header) for column in table.columns]
+    rows = list(
+        zip(*([_plain(cell) for cell in column.cells] for column in table.columns), strict=True)
+    )
+    cells = [[_escaped(cell, form) for cell in row] for row in rows]
+    text = tabulate(cells, headings, _FORMS[form], disable_numparse=True)
+    title = _plain(table.title) if table.title else ""
+    before = {"markdown": f"{title}\n\n", "latex": f"% {title}\n"}[form] if title else ""
+    sys.stdout.write(f"{before}{text}\n")
+
+
+def _plain(cell: object) -> str:
+    return cell.plain if isinstance(cell, Text) else str(cell)
+
+
+def _escaped(cell: str, form: str) -> str:
+    """Return a cell's text on one line, and such that it does not end the cell."""
+    line = " ".join(cell.split())
+    return line.replace("|", r"\|") if form == "markdown" else line
+
+
+def say(sentences: Sequence[str], form: str = "table") -> None:
+    """Print sentences on standard output, before a table for people."""
+    if form == "table":
+        console = Console(highlight=False, width=min(width(), _READABLE))
+        for sentence in sentences:
+            console.print(Text(sentence))
 
 
 def width() -> int:

@@ -2,7 +2,7 @@
 
 from llmcond.workflows.analyse import analyse
 from llmcond.workflows.check import check_model
-from llmcond.workflows.compare import compare_prompts
+from llmcond.workflows.compare import CompareOptions, Comparison, compare_prompts
 from llmcond.workflows.embed import embed_file
 from llmcond.workflows.evaluate import evaluate
 from llmcond.workflows.extract import DataOptions, extract
@@ -10,6 +10,8 @@ from llmcond.workflows.fit import fit_head
 from llmcond.workflows.sweep import SweepResult, sweep
 
 __all__ = [
+    "CompareOptions",
+    "Comparison",
     "DataOptions",
     "SweepResult",
     "analyse",

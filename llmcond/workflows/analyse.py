@@ -19,7 +19,7 @@ from llmcond.evaluation.conditions import (
     most_changed,
     seen_unseen,
 )
-from llmcond.evaluation.isotropy import isotropy
+from llmcond.evaluation.isotropy import MOST_VECTORS, measure_isotropy
 from llmcond.evaluation.metrics import Scores
 from llmcond.files import write_json
 from llmcond.heads import PairArrays
@@ -30,12 +30,11 @@ from llmcond.report.figures import plot_clusters
 from llmcond.report.tables import finite
 from llmcond.rows import Rows
 from llmcond.runs import SavedHead, open_run
-from llmcond.workflows.evaluate import Zeroshot, heads_to_score, label, predict, zeroshots
+from llmcond.workflows.evaluate import heads_to_score
 from llmcond.workflows.features import RowFeatures
+from llmcond.workflows.ways import Zeroshot, label, predict, zeroshots
 
 ANALYSES = ("isotropy", "clusters", "conditions", "norms", "examples")
-#: Rows whose embeddings are held at a time for the analyses that look at all of them.
-_MOST_ROWS = 100_000
 
 Way = SavedHead | Zeroshot
 
@@ -102,7 +101,7 @@ def analyse(
     run = open_run(run_folder)
     split = split or run.default_split()
     rows = run.rows(split)
-    rated = np.flatnonzero(rows.rated)[:_MOST_ROWS]
+    rated = np.flatnonzero(rows.rated)[:MOST_VECTORS]
     if not len(rated):
         raise UserError(f"none of the {len(rows):,} rows of {split} is rated; nothing to analyse.")
     fitted = heads_to_score(run, heads)
@@ -128,12 +127,7 @@ def analyse(
 
 def _isotropy(way: Way, data: _Split, seed: int) -> dict[str, Any]:
     vectors = np.concatenate([data.embeddings(way, side) for side in ("first", "second")])
-    kept = vectors[np.linalg.norm(vectors, axis=1) > 0]
-    if not len(kept):
-        nothing = dict.fromkeys(("mean_cosine", "std_cosine", "partition_ratio"))
-        return {"name": label(way), **nothing, "n": 0, "n_zero": len(vectors)}
-    found = asdict(isotropy(kept, seed=seed))
-    return {"name": label(way), **found, "n_zero": len(vectors) - len(kept)}
+    return measure_isotropy(label(way), vectors, seed)
 
 
 def _clusters(

@@ -1,24 +1,106 @@
-"""Compare prompts on the same rows, splits and seed."""
+"""Compare prompts on the same rows, splits, seeds and heads, with paired evidence."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llmcond.config import bundled_names
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
-from llmcond.files import write_json
-from llmcond.heads import load_recipe
-from llmcond.prompts import load_prompt
+from llmcond.errors import LlmcondError, UserError, nearest
+from llmcond.evaluation.paired import Candidate, Compared, compare, corrected, estimate
+from llmcond.features.pairs import check_inputs_differ
+from llmcond.files import read_json, write_json
+from llmcond.heads import Recipe, load_recipe
+from llmcond.prompts import Prompt, load_prompt
 from llmcond.provenance import provenance
+from llmcond.report.comparisons import FEW_PAIRS, summary
 from llmcond.report.console import note
-from llmcond.runs import SavedHead, head_name, open_run
+from llmcond.report.page import Page, check_page, write_page
+from llmcond.report.tables import finite
+from llmcond.rows import Rows
+from llmcond.runs import Run, open_run, run_exists
 from llmcond.views import view_of
-from llmcond.workflows.evaluate import check_scorable, predict, result_of, zeroshots
-from llmcond.workflows.extract import DataOptions, extract
+from llmcond.workflows.evaluate import check_scorable, result_of
+from llmcond.workflows.extract import DataOptions, check_named_once, extract
 from llmcond.workflows.features import Features
-from llmcond.workflows.fit import check_seed, fit_with_bar, sized
+from llmcond.workflows.fit import check_seed
+from llmcond.workflows.page import page_of
+from llmcond.workflows.sweep_fits import Point, fit_all
+from llmcond.workflows.ways import predict, zeroshots
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What a comparison gave.
+
+    Attributes:
+        results: a row for each prompt, head and subtraction, best Spearman first; ``difference``
+            is to the baseline's row of the same head and subtraction, None for that row itself.
+        baseline: the prompt that the others are compared with.
+        left_out: prompt -> why it could not be compared.
+        failures: a line for each fit that failed.
+    """
+
+    results: list[dict[str, Any]]
+    baseline: str
+    left_out: dict[str, str]
+    failures: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One way of predicting: a prompt, with or without a head, with or without subtraction.
+
+    Attributes:
+        group: what it has in common with the prompts that it is compared with.
+        prompt: its name.
+        control: which control it is; empty for none.
+        result: what results say of it, but for its figures.
+        similarity: (seeds, n) predictions of all rows.
+        curves: of each seed's fit.
+    """
+
+    group: tuple[str, bool]
+    prompt: str
+    control: str
+    result: Mapping[str, Any]
+    similarity: NDArray[np.float32]
+    curves: Sequence[Any] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions:
+    """What is compared, and how.
+
+    Attributes:
+        prompts: names or files; none is every bundled prompt that the encoder can use. Of those
+            named, the ones that it cannot use are left out, and that is said.
+        baseline: one of the prompts; None: the encoder's default if it is among them, else the
+            first.
+        heads: recipes to fit beside zero-shot.
+        changes: settings of the recipes, for all heads that have them.
+        seeds: fits of each head, by seeds 0 to so many, less one.
+        plain: whether heads are fitted without subtraction as well; zero-shot is both in any case.
+        split: what is scored; None: test if there is one, else dev.
+        workers: fits at a time; None: one a core, at most eight.
+    """
+
+    prompts: Sequence[str] = ()
+    baseline: str | None = None
+    heads: Sequence[str] = ("linear", "mlp")
+    changes: Mapping[str, str] = field(default_factory=dict)
+    seeds: int = 3
+    plain: bool = False
+    split: str | None = None
+    workers: int | None = None
 
 
 def compare_prompts(
@@ -26,79 +108,320 @@ def compare_prompts(
     options: EncoderOptions,
     run_folder: Path,
     data: DataOptions,
-    prompts: Sequence[str] = (),
-    heads: Sequence[str] = ("linear", "mlp"),
-    split: str | None = None,
-    seed: int = 0,
-) -> list[dict[str, Any]]:
-    """Compare prompts on the same rows, splits and seed: zero-shot and fitted, with and without c.
+    asked: CompareOptions = CompareOptions(),
+    report: Path | None = None,
+) -> Comparison:
+    """Compare prompts on the same rows, splits, seeds and heads.
 
-    The results are kept in the run as ``compare-prompts.json``; no head of the run is touched.
+    Every prompt is compared with the baseline under the same head: the difference of Spearman and
+    of accuracy, with an interval from a bootstrap over sentence pairs that draws the same pairs for
+    both, and Holm's correction over all comparisons (:mod:`llmcond.evaluation.paired`). What was
+    extracted or fitted before is not done again; heads of the run are not touched. The results are
+    kept in the run as ``compare-prompts.json``.
 
     Args:
         model: as in :func:`extract`.
         options: as in :func:`extract`.
         run_folder: as in :func:`extract`.
         data: as in :func:`extract`.
-        prompts: names or files; none is every bundled prompt that the encoder can use.
-        heads: recipes to fit beside zero-shot.
-        split: what is scored; None: test if there is one, else dev.
-        seed: of every fit.
-
-    Returns:
-        A result for each prompt, head and subtraction, best Spearman first.
+        asked: what is compared, and how.
+        report: a page to write, .html.
 
     Raises:
-        UserError: as :func:`extract` and :func:`fit_head`.
+        UserError: as :func:`extract` and :func:`llmcond.workflows.fit_head`; a prompt that makes
+            rows of different conditions the same; a report that cannot be written.
+        LlmcondError: every fit failed.
     """
-    check_seed(seed)
-    recipes = [load_recipe(name) for name in dict.fromkeys(heads) if name != "none"]
-    names = list(prompts) or _usable_prompts(resolve(model, options))
-    for recipe in recipes:
-        for name in names:
-            # Before hours of encoding: a head that a prompt does not suit.
-            view_of(recipe, (load_prompt(name),), subtract=True)
-    extract(model, options, run_folder, data, names)
+    if report is not None:
+        check_page(report)
+    if asked.seeds < 1:
+        raise UserError(f"the number of seeds is {asked.seeds}; it must be at least 1.")
+    check_seed(asked.seeds - 1)
+    recipes = _recipes(asked.heads, asked.changes)
+    named = [load_prompt(name) for name in asked.prompts]
+    _check_different(named)
+    resolved = resolve(model, options)
+    usable, left_out = _usable(named, resolved)
+    baseline = _baseline(asked.baseline, usable, resolved)
+    for recipe, prompt in itertools.product(recipes, usable):
+        view_of(recipe, (prompt,), subtract=True)
+    _check_rows(run_folder, data, usable)
+    # By the paths that were given: names of files are not those of bundled prompts.
+    given = dict(zip([prompt.name for prompt in named], asked.prompts, strict=True))
+    extract(model, options, run_folder, data, [given.get(p.name, p.name) for p in usable])
     run = open_run(run_folder)
-    split = split or run.default_split()
+    split = asked.split or run.default_split()
     rows = run.rows(split)
     check_scorable(rows, run, other=False)
-    results = []
+    _warn_of_few(rows)
     # From the run: a file that was changed meanwhile is not what was extracted.
-    for prompt in [run.prompt(name) for name in names]:
+    stored = [run.prompt(prompt.name) for prompt in usable]
+    ways = _zeroshot_ways(run, stored, split)
+    fitted, failures = _fitted_ways(run, stored, recipes, split, asked)
+    ways += fitted
+    results = _results(ways, baseline, rows)
+    comparison = Comparison(results, baseline, left_out, failures)
+    if report is not None:
+        write_page(_page(run, rows, comparison, ways, asked), report)
+        note(f"report -> {report}")
+    record = {**asdict(comparison), "data": run.manifest["data"], **provenance()}
+    write_json(run.folder / "compare-prompts.json", record)
+    return comparison
+
+
+# -- what is compared --------------------------------------------------------------------------
+
+
+def _recipes(heads: Sequence[str], changes: Mapping[str, str]) -> list[Recipe]:
+    recipes = [load_recipe(name) for name in dict.fromkeys(heads) if name != "none"]
+    changed = []
+    unknown = set(changes)
+    for recipe in recipes:
+        own = {key: text for key, text in changes.items() if key in asdict(recipe.settings)}
+        unknown -= set(own)
+        changed.append(recipe.with_settings(recipe.parse_changes(own, "--set"), "--set"))
+    if unknown:
+        known = sorted({key for recipe in recipes for key in asdict(recipe.settings)})
+        key = min(unknown)
+        raise UserError(f"--set: none of the heads has a setting {key!r}. {nearest(key, known)}")
+    return changed
+
+
+def _check_different(prompts: Sequence[Prompt]) -> None:
+    check_named_once(prompts)
+    by_digest: dict[str, str] = {}
+    for prompt in prompts:
+        other = by_digest.setdefault(prompt.digest, prompt.name)
+        if other != prompt.name:
+            raise UserError(
+                f"the prompts {other} and {prompt.name} are the same template under two names. "
+                "Leave one of them out."
+            )
+
+
+def _usable(
+    named: Sequence[Prompt], resolved: ResolvedEncoder
+) -> tuple[list[Prompt], dict[str, str]]:
+    """Return the prompts that an encoder can use, and why not of the others."""
+    bundled = [load_prompt(name) for name in bundled_names("prompts")]
+    usable, left_out = [], {}
+    for prompt in named or bundled:
+        reason = prompt.obstacle(resolved.identity)
+        if not named and prompt.separate and not reason:
+            reason = "it gives separate features, for tri-encoder heads (name it to compare it)"
+        if reason:
+            left_out[prompt.name] = reason
+            note(f"{prompt.name} is left out: {reason}")
+        else:
+            usable.append(prompt)
+    if not usable:
+        others = [prompt.name for prompt in bundled if not prompt.obstacle(resolved.identity)]
+        raise UserError(
+            f"none of the prompts goes with {resolved.checkpoint.name}. Prompts that do: "
+            f"{', '.join(others)}."
+        )
+    return usable, left_out
+
+
+def _baseline(name: str | None, usable: Sequence[Prompt], resolved: ResolvedEncoder) -> str:
+    names = [prompt.name for prompt in usable]
+    if name is None:
+        return resolved.default_prompt if resolved.default_prompt in names else names[0]
+    stem = Path(name).stem if name.endswith(".toml") else name
+    if stem not in names:
+        raise UserError(
+            f"the baseline {name} is none of the prompts that are compared. "
+            f"{nearest(stem, names)} Compared: {', '.join(names)}."
+        )
+    return stem
+
+
+def _check_rows(run_folder: Path, data: DataOptions, prompts: Sequence[Prompt]) -> None:
+    """Refuse, before hours of encoding, prompts that make rows the same."""
+    if run_exists(run_folder):
+        run = open_run(run_folder)
+        splits = [run.rows(name) for name in run.splits]
+    else:
+        splits = list(data.read().splits.values())
+    for rows, prompt in itertools.product(splits, prompts):
+        check_inputs_differ(rows, prompt)
+
+
+def _warn_of_few(rows: Rows) -> None:
+    n_pairs = len(set(rows.pair[rows.rated].tolist()))
+    if n_pairs < FEW_PAIRS:
+        note(
+            f"warning: {n_pairs:,} sentence pairs are few; only large differences can be told from "
+            f"chance (at least {FEW_PAIRS} are better)"
+        )
+
+
+# -- predictions -------------------------------------------------------------------------------
+
+
+def _zeroshot_ways(run: Run, prompts: Sequence[Prompt], split: str) -> list[_Way]:
+    rows = run.rows(split)
+    ways = []
+    for prompt in prompts:
         # Anew for each prompt: memory holds one prompt's features at a time.
         features = Features(run)
         for zeroshot in zeroshots(prompt):
-            view = zeroshot.view
-            scored = predict(zeroshot, features.pairs(view, split))
-            results.append(result_of(zeroshot, scored, rows, split))
-            for recipe in recipes:
-                view = view_of(recipe, (prompt,), zeroshot.view.subtract)
-                train, dev = (features.rated(view, s) for s in ("train", "dev"))
-                head = fit_with_bar(sized(recipe, None, train.dim), train, dev, seed)
-                record = {"recipe": recipe.to_json()}
-                name = head_name(recipe.name, view)
-                saved = SavedHead(name, head, view, record)
-                scored = predict(saved, features.pairs(view, split))
-                results.append(result_of(saved, scored, rows, split))
-                value = results[-1]["spearman"]
-                shown = "undefined" if value is None else f"{100 * value:.1f}"
-                note(f"{name}: Spearman {shown} on {split}")
-    results.sort(key=lambda result: -(result["spearman"] if result["spearman"] is not None else -2))
-    report = {"results": results, "seed": seed, "data": run.manifest["data"], **provenance()}
-    write_json(run.folder / "compare-prompts.json", report)
+            similarity = predict(zeroshot, features.pairs(zeroshot.view, split))
+            result = result_of(zeroshot, similarity, rows, split, resamples=0)
+            group = ("none", zeroshot.view.subtract)
+            ways.append(_Way(group, prompt.name, prompt.control or "", result, similarity[None]))
+    return ways
+
+
+def _fitted_ways(
+    run: Run,
+    prompts: Sequence[Prompt],
+    recipes: Sequence[Recipe],
+    split: str,
+    asked: CompareOptions,
+) -> tuple[list[_Way], list[str]]:
+    """Return the predictions of every head over seeds, and what failed."""
+    combinations = [
+        (recipe, view_of(recipe, (prompt,), zeroshot.view.subtract))
+        for recipe, prompt in itertools.product(recipes, prompts)
+        for zeroshot in zeroshots(prompt)
+        if asked.plain or zeroshot.view.subtract
+    ]
+    points = {
+        point.digest(run, split): point
+        for recipe, view in combinations
+        for point in (Point(recipe, None, view, seed, {}) for seed in range(asked.seeds))
+    }
+    outcomes, failures = _outcomes(run, split, points, asked.workers)
+    ways = []
+    for recipe, view in combinations:
+        found = [
+            outcomes[digest]
+            for digest, point in points.items()
+            if (point.recipe, point.view) == (recipe, view) and digest in outcomes
+        ]
+        if not found:
+            continue
+        similarity = np.array([one["similarity"] for one in found], dtype=np.float32)
+        curves = [one["fit"].get("curve") or [] for one in found]
+        ways.append(
+            _Way(
+                (recipe.name, view.subtract),
+                view.prompts[0].name,
+                view.prompts[0].control or "",
+                {**found[0], "seeds": [one["seed"] for one in found]},
+                similarity,
+                curves,
+            )
+        )
+    return ways, failures
+
+
+def _outcomes(
+    run: Run, split: str, points: Mapping[str, Point], workers: int | None
+) -> tuple[dict[str, Any], list[str]]:
+    folder = run.folder / "comparisons"
+    paths = {digest: folder / f"{digest}.json" for digest in points}
+    outcomes = {digest: read_json(path) for digest, path in paths.items() if path.is_file()}
+    missing = {digest: point for digest, point in points.items() if digest not in outcomes}
+    if points:
+        note(f"{len(points):,} fits, {len(outcomes):,} of them done before")
+    failures = []
+    fits = fit_all(run, split, missing, workers, predictions=True)
+    with closing(fits):
+        for done, (digest, outcome) in enumerate(fits, start=1):
+            label = f"{done:,}/{len(missing):,} {points[digest].label}"
+            if isinstance(outcome, str):
+                failures.append(f"{points[digest].label}: {outcome}")
+                note(f"{label} failed: {outcome}")
+                continue
+            write_json(paths[digest], outcome)
+            outcomes[digest] = outcome
+            value = outcome["spearman"]
+            shown = "undefined" if value is None else f"{100 * value:.1f}"
+            note(f"{label}: Spearman {shown} on {split}")
+    if failures and not outcomes:
+        raise LlmcondError(f"every fit failed; the first one: {failures[0]}")
+    return outcomes, failures
+
+
+# -- evidence ----------------------------------------------------------------------------------
+
+
+def _results(ways: Sequence[_Way], baseline: str, rows: Rows) -> list[dict[str, Any]]:
+    """Return a row of results for each way, best Spearman first."""
+    rated = rows.rated
+    rating, pair = rows.rating[rated], rows.pair[rated]
+    candidates = [Candidate(str(i), way.similarity[:, rated]) for i, way in enumerate(ways)]
+    differences = _differences(ways, candidates, baseline, rating, pair)
+    results = []
+    for way, own, found in zip(ways, estimate(candidates, rating, pair), differences, strict=True):
+        dropped = ("similarity", "recipe", "fit", "created", "versions", "seed", "selected_on")
+        result = {key: value for key, value in way.result.items() if key not in dropped}
+        result |= {
+            "seeds": way.result.get("seeds", []),
+            "spearman": finite(own.spearman.value),
+            "spearman_ci": [finite(own.spearman.low), finite(own.spearman.high)],
+            "spearman_sd": own.seed_sd,
+            "accuracy": finite(own.accuracy.value),
+            "accuracy_ci": [finite(own.accuracy.low), finite(own.accuracy.high)],
+            "control": way.control,
+            "difference": found and _difference_json(found),
+        }
+        results.append(result)
+    results.sort(key=lambda result: -(-2 if result["spearman"] is None else result["spearman"]))
     return results
 
 
-def _usable_prompts(resolved: ResolvedEncoder) -> list[str]:
-    usable = []
-    for name in bundled_names("prompts"):
-        prompt = load_prompt(name)
-        obstacle = prompt.obstacle(resolved.identity)
-        if prompt.separate:
-            obstacle = "it gives separate features, for tri-encoder heads (name it to compare it)"
-        if obstacle:
-            note(f"{name} is left out: {obstacle}")
-        else:
-            usable.append(name)
-    return usable
+def _differences(
+    ways: Sequence[_Way],
+    candidates: Sequence[Candidate],
+    baseline: str,
+    rating: NDArray[np.float64],
+    pair: NDArray[np.int64],
+) -> list[Compared | None]:
+    """Compare each way with the baseline's of its group; Holm's correction is over all of them."""
+    found: dict[int, Compared] = {}
+    for group in dict.fromkeys(way.group for way in ways):
+        members = [i for i, way in enumerate(ways) if way.group == group]
+        base = [i for i in members if ways[i].prompt == baseline]
+        others = [i for i in members if ways[i].prompt != baseline]
+        if base and others:
+            compared = compare([candidates[i] for i in others], candidates[base[0]], rating, pair)
+            found |= dict(zip(others, compared, strict=True))
+    whole = dict(zip(found, corrected(list(found.values())), strict=True))
+    return [whole.get(i) for i in range(len(ways))]
+
+
+def _difference_json(compared: Compared) -> dict[str, Any]:
+    measures = {"spearman": compared.spearman, "accuracy": compared.accuracy}
+    return {
+        name: {
+            key: finite(value) if isinstance(value, float) else value
+            for key, value in asdict(difference).items()
+        }
+        for name, difference in measures.items()
+    }
+
+
+def _page(
+    run: Run, rows: Rows, comparison: Comparison, ways: Sequence[_Way], asked: CompareOptions
+) -> Page:
+    best = comparison.results[0]
+    same = [
+        result["name"]
+        for result in comparison.results
+        if (result["prompt"], result["head"], result["subtract"])
+        == (comparison.baseline, best["head"], best["subtract"])
+    ]
+    return page_of(
+        run,
+        rows,
+        comparison.results,
+        {way.result["name"]: way.similarity.mean(axis=0) for way in ways},
+        {way.result["name"]: way.curves for way in ways},
+        title=f"Prompts compared: {run.encoder_name}",
+        summary=summary(comparison.results, comparison.baseline),
+        settings={**asdict(asked), "left_out": comparison.left_out},
+        baseline=same[0] if same else None,
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +14,16 @@ from llmcond.datasets import read_rows
 from llmcond.errors import UserError
 from llmcond.evaluation.metrics import RESAMPLES, Estimate, score
 from llmcond.files import check_writable, replacing
-from llmcond.heads import PairArrays, cosine
-from llmcond.heads.arrays import chosen
 from llmcond.prompts import Prompt
 from llmcond.report.console import note
+from llmcond.report.page import Page, check_page, write_page
 from llmcond.report.tables import finite
 from llmcond.rows import Rows, leaked_pairs
-from llmcond.runs import Run, SavedHead, StaleHeadError, head_name, open_run
-from llmcond.views import View
+from llmcond.runs import Run, SavedHead, StaleHeadError, open_run
 from llmcond.workflows.extract import DataOptions, LazyEncoder, extract_rows, extraction_note
 from llmcond.workflows.features import RowFeatures
-
-#: Rows compared at a time.
-_BLOCK = 8_192
-
-
-@dataclass(frozen=True, slots=True)
-class Zeroshot:
-    """Features compared as they are."""
-
-    view: View
-
-
-def zeroshots(prompt: Prompt) -> list[Zeroshot]:
-    """Return the ways to compare a prompt's features as they are, with subtraction last."""
-    # Separate features without subtraction leave the condition out.
-    ways = (True,) if prompt.separate else (False, True)
-    return [Zeroshot(View((prompt,), subtract)) for subtract in ways]
+from llmcond.workflows.page import page_of
+from llmcond.workflows.ways import Zeroshot, label, predict, zeroshots
 
 
 def evaluate(
@@ -51,6 +33,7 @@ def evaluate(
     data: DataOptions = DataOptions(),
     predictions: Path | None = None,
     device: str = "auto",
+    report: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Score a run's heads, with the zero-shot rows of their prompts beside them.
 
@@ -61,6 +44,7 @@ def evaluate(
         data: other rows to score, extracted into the run's store; all rows of a single file.
         predictions: a .csv file for each row's predicted similarities.
         device: for extracting other rows.
+        report: a page to write, .html.
 
     Returns:
         A result for each way of predicting.
@@ -71,6 +55,8 @@ def evaluate(
     run = open_run(run_folder)
     if predictions is not None:
         check_writable(predictions)
+    if report is not None:
+        check_page(report)
     fitted = heads_to_score(run, heads)
     prompts = list({p.name: p for head in fitted for p in head.view.prompts}.values())
     if not fitted or not heads:
@@ -96,7 +82,45 @@ def evaluate(
     if predictions is not None:
         _write_predictions(predictions, rows, similarity)
         note(f"predictions for {len(rows):,} rows -> {predictions}")
-    return [result_of(way, similarity[label(way)], rows, split) for way in ways]
+    results = [result_of(way, similarity[label(way)], rows, split) for way in ways]
+    if report is not None:
+        write_page(_page(run, rows, results, similarity, fitted), report)
+        note(f"report -> {report}")
+    return results
+
+
+def _page(
+    run: Run,
+    rows: Rows,
+    results: Sequence[Mapping[str, Any]],
+    similarity: Mapping[str, NDArray[np.float32]],
+    fitted: Sequence[SavedHead],
+) -> Page:
+    first = results[0]
+    if first["n"] == 0:
+        raise UserError("there are no ratings to report on; leave out --report.")
+    best = sorted(results, key=lambda r: -(-2 if r["spearman"] is None else r["spearman"]))
+    summary = [
+        f"{len(results):,} ways of predicting, on {first['n']:,} rated rows of "
+        f"{first['n_pairs']:,} sentence pairs of {rows.file}."
+    ]
+    if best[0]["spearman"] is not None:
+        low, high = (100 * end for end in best[0]["spearman_ci"])
+        summary.append(
+            f"Best: {best[0]['name']}, Spearman {100 * best[0]['spearman']:.1f} [{low:.1f}, "
+            f"{high:.1f}], accuracy {100 * (best[0]['accuracy'] or 0):.1f}. Intervals are 95 %, "
+            "over sentence pairs; to tell whether two ways differ, use compare-prompts."
+        )
+    return page_of(
+        run,
+        rows,
+        best,
+        similarity,
+        {head.name: [head.head.fit.record.get("curve") or []] for head in fitted},
+        title=f"Evaluation: {run.encoder_name}",
+        summary=summary,
+        settings={"heads": [head.name for head in fitted]},
+    )
 
 
 def _features_of(run: Run, prompts: Sequence[Prompt], rows: Rows, device: str) -> RowFeatures:
@@ -135,33 +159,6 @@ def check_scorable(rows: Rows, run: Run, other: bool, predictions: bool = False)
     leaked = leaked_pairs(rows, run.rows("train")) if other else 0
     if leaked:
         note(f"warning: {leaked:,} sentence pairs of {rows.file} are in the run's train split")
-
-
-def label(way: SavedHead | Zeroshot) -> str:
-    """Return what results call a way of predicting: a head's name, or none@PROMPT."""
-    if isinstance(way, SavedHead):
-        return way.name
-    return head_name("none", way.view)
-
-
-def predict(way: SavedHead | Zeroshot, pairs: PairArrays) -> NDArray[np.float32]:
-    """Return the predicted similarity of each row, (n,) float32.
-
-    Args:
-        way: a head, or none.
-        pairs: the rows as it sees them.
-    """
-    blocks = []
-    for start in range(0, len(pairs), _BLOCK):
-        part = slice(start, start + _BLOCK)
-        first, second = pairs.first[part], pairs.second[part]
-        if isinstance(way, Zeroshot):
-            blocks.append(cosine(first, second))
-        else:
-            shared = pairs.condition
-            condition = None if shared is None else chosen(shared, np.arange(len(pairs))[part])
-            blocks.append(way.head.similarity(first, second, condition))
-    return np.concatenate(blocks)
 
 
 def result_of(

@@ -128,7 +128,12 @@ def _read_and_tell(data: DataOptions) -> Dataset:
     return dataset
 
 
-def _check_prompts(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None:
+def check_named_once(prompts: Sequence[Prompt]) -> None:
+    """Refuse prompts of one name.
+
+    Raises:
+        UserError: naming the prompt.
+    """
     names = [prompt.name for prompt in prompts]
     for name in names:
         if names.count(name) > 1:
@@ -136,6 +141,10 @@ def _check_prompts(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None
                 f"the prompt {name} was given {names.count(name)} times. Give it once; files of "
                 "the same name in different folders must be renamed."
             )
+
+
+def _check_prompts(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None:
+    check_named_once(prompts)
     for prompt in prompts:
         obstacle = prompt.obstacle(resolved.identity)
         if obstacle:

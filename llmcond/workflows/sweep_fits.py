@@ -22,9 +22,10 @@ from llmcond.heads import Recipe, fit_recipe, load_recipe
 from llmcond.provenance import provenance
 from llmcond.runs import Run, SavedHead, head_name, open_run
 from llmcond.views import View
-from llmcond.workflows.evaluate import predict, result_of
+from llmcond.workflows.evaluate import result_of
 from llmcond.workflows.features import Features
 from llmcond.workflows.fit import sized
+from llmcond.workflows.ways import predict
 
 #: Without --workers; each has features of its own in memory.
 _MOST_WORKERS = 8
@@ -78,8 +79,8 @@ Outcome = dict[str, Any] | str
 class _Worker:
     """A run's features, and how they are fitted; one for each process."""
 
-    def __init__(self, folder: Path, split: str) -> None:
-        self._run, self._split = open_run(folder), split
+    def __init__(self, folder: Path, split: str, predictions: bool) -> None:
+        self._run, self._split, self._predictions = open_run(folder), split, predictions
         self._features = Features(self._run)
 
     def fit(self, point: Point) -> Outcome:
@@ -102,6 +103,7 @@ class _Worker:
         return {
             # The interval that a sweep shows is over seeds.
             **result_of(saved, similarity, rows, self._split, resamples=0),
+            **({"similarity": similarity.tolist()} if self._predictions else {}),
             "recipe": recipe.to_json(),
             "fit": dict(head.fit.record),
             **provenance(),
@@ -113,7 +115,11 @@ def _quiet(epoch: int, epochs: int, score: float) -> None:
 
 
 def fit_all(
-    run: Run, split: str, points: Mapping[str, Point], workers: int | None
+    run: Run,
+    split: str,
+    points: Mapping[str, Point],
+    workers: int | None,
+    predictions: bool = False,
 ) -> Generator[tuple[str, Outcome]]:
     """Yield each fit's digest and what it gave, as it is done.
 
@@ -122,6 +128,8 @@ def fit_all(
         split: what is scored.
         points: digest -> fit.
         workers: fits at a time; None: one a core, at most eight.
+        predictions: whether the predicted similarity of each row, unrated ones included, is part
+            of what a fit gives.
 
     Raises:
         LlmcondError: a process was ended from outside.
@@ -131,11 +139,12 @@ def fit_all(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     count = min(workers or min(cores or 1, _MOST_WORKERS), len(points))
     if count == 1:
-        worker = _Worker(run.folder, split)
+        worker = _Worker(run.folder, split, predictions)
         for digest, point in points.items():
             yield digest, worker.fit(point)
         return
-    with _processes(run.folder, split, count, max(1, (cores or 1) // count)) as executor:
+    threads = max(1, (cores or 1) // count)
+    with _processes((run.folder, split, predictions), count, threads) as executor:
         futures = [executor.submit(_fit_one, _pack(d, point)) for d, point in points.items()]
         try:
             for future in as_completed(futures):
@@ -151,7 +160,9 @@ def fit_all(
 
 
 @contextmanager
-def _processes(folder: Path, split: str, count: int, threads: int) -> Iterator[ProcessPoolExecutor]:
+def _processes(
+    work: tuple[Path, str, bool], count: int, threads: int
+) -> Iterator[ProcessPoolExecutor]:
     """Start processes that fit; they end with the block, whatever they are at then."""
     context = multiprocessing.get_context("spawn")
     held, end = context.Pipe(duplex=False)
@@ -160,7 +171,7 @@ def _processes(folder: Path, split: str, count: int, threads: int) -> Iterator[P
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)
     executor = ProcessPoolExecutor(
-        count, context, initializer=_begin, initargs=(folder, split, threads, held)
+        count, context, initializer=_begin, initargs=(work, threads, held)
     )
     try:
         yield executor
@@ -177,7 +188,7 @@ def _processes(folder: Path, split: str, count: int, threads: int) -> Iterator[P
 _worker: _Worker | None = None
 
 
-def _begin(folder: Path, split: str, threads: int, held: Connection) -> None:
+def _begin(work: tuple[Path, str, bool], threads: int, held: Connection) -> None:
     import torch
 
     # Ctrl-C is for the process that the others belong to.
@@ -185,7 +196,7 @@ def _begin(folder: Path, split: str, threads: int, held: Connection) -> None:
     threading.Thread(target=_end_with, args=(held,), daemon=True).start()
     torch.set_num_threads(threads)
     global _worker  # noqa: PLW0603 - a process of a pool has no other place for it
-    _worker = _Worker(folder, split)
+    _worker = _Worker(*work)
 
 
 def _end_with(held: Connection) -> None:

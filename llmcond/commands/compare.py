@@ -1,0 +1,109 @@
+"""``llmcond compare-prompts``."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from llmcond.options import (
+    SOURCE,
+    add_command,
+    add_data,
+    add_encoder,
+    add_format,
+    add_run,
+    data_options,
+    encoder_options,
+    key_values,
+    print_json,
+)
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    parser = add_command(
+        commands,
+        "compare-prompts",
+        "Compare prompts on the same rows, splits, seeds and heads, with paired evidence.",
+        _compare_prompts,
+        "llmcond compare-prompts --model minilm --prompts my/*.toml --heads mlp --report page.html",
+    )
+    add_encoder(parser)
+    add_run(parser)
+    add_data(parser, f"{SOURCE} (default: the run's own data, or the bundled sample)")
+    parser.add_argument(
+        "--prompts",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="names or files (default: every bundled one that the model can use)",
+    )
+    parser.add_argument(
+        "--baseline",
+        metavar="NAME",
+        help="what the others are compared with (default: the one that suits the model)",
+    )
+    parser.add_argument(
+        "--heads",
+        nargs="+",
+        action="extend",
+        metavar="NAME",
+        help="recipes to fit beside zero-shot (default: linear mlp; none: none)",
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="fits of each, by seeds 0 to N-1"
+    )
+    parser.add_argument(
+        "--plain", action="store_true", help="fit heads without subtraction as well"
+    )
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="settings of the recipes, for all heads that have them",
+    )
+    parser.add_argument(
+        "--split",
+        choices=("train", "dev", "test"),
+        help="what is scored (default: test if there is one, else dev)",
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="fits at a time (default: cores)")
+    add_format(parser)
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE.html", help="a page to read: charts, texts, settings"
+    )
+
+
+def _compare_prompts(options: argparse.Namespace) -> None:
+    from llmcond.workflows import CompareOptions, compare_prompts
+
+    compared = compare_prompts(
+        options.model,
+        encoder_options(options),
+        options.run,
+        data_options(options),
+        CompareOptions(
+            prompts=options.prompts,
+            baseline=options.baseline,
+            heads=options.heads or ("linear", "mlp"),
+            changes=key_values(options.set, "--set"),
+            seeds=options.seeds,
+            plain=options.plain,
+            split=options.split,
+            workers=options.workers,
+        ),
+        options.report,
+    )
+    if options.json:
+        print_json(asdict(compared))
+        return
+    from llmcond.report.comparisons import comparison_table, summary
+    from llmcond.report.tables import say, show
+
+    say(summary(compared.results, compared.baseline), options.format)
+    show(comparison_table(compared.results, compared.baseline, options.run), options.format)
