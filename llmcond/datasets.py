@@ -163,6 +163,37 @@ def read_dataset(
     return Dataset(splits, source or "sample", columns, scale, seed, notes)
 
 
+@dataclass(frozen=True, slots=True)
+class DataOptions:
+    """Where rows come from, and how they are read.
+
+    Attributes:
+        source: None: the run's own data, or the bundled sample for a new run.
+        columns: None: the default names, or those of the run.
+        scale: None: 1 to 5, or that of the run.
+        split_seed: decides how a single file is split. None: 0, or that of the run.
+    """
+
+    source: str | None = None
+    columns: Columns | None = None
+    scale: RatingScale | None = None
+    split_seed: int | None = None
+
+    def read(self) -> Dataset:
+        """Read and split the rows."""
+        return read_dataset(
+            self.source,
+            self.columns or Columns(),
+            self.scale or RatingScale(),
+            self.split_seed or 0,
+        )
+
+    def like(self, columns: Columns, scale: RatingScale, split_seed: int) -> DataOptions:
+        """Return the options with what was not given taken from how other rows were read."""
+        seed = split_seed if self.split_seed is None else self.split_seed
+        return DataOptions(self.source, self.columns or columns, self.scale or scale, seed)
+
+
 def read_rows(
     source: str,
     split: str | None = None,

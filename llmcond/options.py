@@ -173,8 +173,7 @@ def encoder_options(options: argparse.Namespace) -> Any:
 
 def data_options(options: argparse.Namespace, split_seed: int | None = None) -> Any:
     """Return where rows are read, and how."""
-    from llmcond.datasets import Columns, RatingScale
-    from llmcond.workflows import DataOptions
+    from llmcond.datasets import Columns, DataOptions, RatingScale
 
     columns = scale = None
     if options.columns:

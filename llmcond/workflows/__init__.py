@@ -1,11 +1,12 @@
 """The verbs of the command line, as functions. Each works on one run folder."""
 
+from llmcond.datasets import DataOptions
 from llmcond.workflows.analyse import analyse
 from llmcond.workflows.check import check_model
 from llmcond.workflows.compare import CompareOptions, Comparison, compare_prompts
 from llmcond.workflows.embed import embed_file
 from llmcond.workflows.evaluate import evaluate
-from llmcond.workflows.extract import DataOptions, extract
+from llmcond.workflows.extract import extract
 from llmcond.workflows.fit import fit_head
 from llmcond.workflows.sweep import SweepResult, sweep
 

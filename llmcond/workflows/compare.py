@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.config import bundled_names
+from llmcond.datasets import DataOptions
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError, nearest
 from llmcond.evaluation.paired import Candidate, Compared, compare, corrected, estimate
@@ -29,7 +30,7 @@ from llmcond.rows import Rows
 from llmcond.runs import Run, open_run, run_exists
 from llmcond.views import view_of
 from llmcond.workflows.evaluate import check_scorable, result_of
-from llmcond.workflows.extract import DataOptions, check_named_once, extract
+from llmcond.workflows.extract import check_named_once, extract
 from llmcond.workflows.features import Features
 from llmcond.workflows.fit import check_seed
 from llmcond.workflows.page import page_of

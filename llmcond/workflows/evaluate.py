@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.datasets import read_rows
+from llmcond.datasets import DataOptions, read_rows
 from llmcond.errors import UserError
 from llmcond.evaluation.metrics import RESAMPLES, Estimate, score
 from llmcond.files import check_writable, replacing
@@ -20,7 +20,7 @@ from llmcond.report.page import Page, check_page, write_page
 from llmcond.report.tables import finite
 from llmcond.rows import Rows, leaked_pairs
 from llmcond.runs import Run, SavedHead, StaleHeadError, open_run
-from llmcond.workflows.extract import DataOptions, LazyEncoder, extract_rows, extraction_note
+from llmcond.workflows.extract import LazyEncoder, extract_rows, extraction_note
 from llmcond.workflows.features import RowFeatures
 from llmcond.workflows.page import page_of
 from llmcond.workflows.ways import Zeroshot, label, predict, zeroshots

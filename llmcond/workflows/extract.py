@@ -5,13 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from llmcond.config import bundled_names
-from llmcond.datasets import Columns, Dataset, RatingScale, read_dataset
+from llmcond.datasets import DataOptions, Dataset
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError
 from llmcond.features.extract import CHUNK, WINDOW, Extraction, NonFiniteError
@@ -24,37 +23,6 @@ from llmcond.report.console import duration, extraction_bar, note
 from llmcond.rows import Rows, leaked_pairs
 from llmcond.runs import Run, RunExistsError, create_run, open_run, run_exists, where_model
 from llmcond.workflows.workers import Helpers, check_workers
-
-
-@dataclass(frozen=True, slots=True)
-class DataOptions:
-    """Where rows come from, and how they are read.
-
-    Attributes:
-        source: None: the run's own data, or the bundled sample for a new run.
-        columns: None: the default names, or those of the run.
-        scale: None: 1 to 5, or that of the run.
-        split_seed: decides how a single file is split. None: 0, or that of the run.
-    """
-
-    source: str | None = None
-    columns: Columns | None = None
-    scale: RatingScale | None = None
-    split_seed: int | None = None
-
-    def read(self) -> Dataset:
-        """Read and split the rows."""
-        return read_dataset(
-            self.source,
-            self.columns or Columns(),
-            self.scale or RatingScale(),
-            self.split_seed or 0,
-        )
-
-    def like(self, run: Run) -> DataOptions:
-        """Return the options with what was not given taken from a run."""
-        seed = run.manifest["data"]["split_seed"] if self.split_seed is None else self.split_seed
-        return DataOptions(self.source, self.columns or run.columns, self.scale or run.scale, seed)
 
 
 def extract(
@@ -170,16 +138,16 @@ def _check_run(
             "Use another --run."
         )
     recorded = run.manifest["data"]
+    read_by = (run.columns, run.scale, recorded["split_seed"])
     if data.source is None:
-        asked = data.like(run)
-        read_by = (run.columns, run.scale, recorded["split_seed"])
+        asked = data.like(*read_by)
         if (asked.columns, asked.scale, asked.split_seed) != read_by:
             raise UserError(
                 f"{run.folder} holds the data {recorded['source']}, read in another way than asked "
                 "for. Name the --data too, and another --run."
             )
         return
-    digest = data.like(run).read().digest
+    digest = data.like(*read_by).read().digest
     if digest != recorded["digest"]:
         raise UserError(
             f"{run.folder} holds the data {recorded['source']} (digest {recorded['digest']}), and "
