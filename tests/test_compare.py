@@ -263,10 +263,10 @@ RESULTS = [
 
 def test_a_comparison_is_told_in_plain_words():
     text = summary(RESULTS, "base")
-    assert text[0] == (
+    assert text[1] == (
         "6 prompts, zero-shot and with mlp, on 100 rated rows of 50 sentence pairs of dev."
     )
-    assert text[1] == "Best: mlp on good minus c, Spearman 60.0 [50.0, 70.0]."
+    assert text[0] == "Best: mlp on good minus c, Spearman 60.0 [50.0, 70.0]."
     mlp = next(sentence for sentence in text if sentence.startswith("With mlp"))
     assert "better than base: good minus c by +20.0 [15.0, 25.0]; worse than base: bad" in mlp
     assert (
@@ -342,13 +342,19 @@ def test_controls_are_at_chance_on_real_texts(capsys, write_rows):
 
 
 def test_a_comparison_is_written_as_a_page(call, own):
-    prompts = ("--prompts", J, K, SHUFFLED, "--seeds", 2)
+    prompts = ("--prompts", J, K, SHUFFLED, LEFT_OUT, "--seeds", 2)
     captured = call(*prompts, "--report", "pages/page.html", "--json")
     assert "report -> pages/page.html" in captured.err
     text = Path("pages/page.html").read_text(encoding="utf-8")
     for words in ("control-shuffled", "the number of people", "quick", "digest"):
         assert words in text
     assert "no evidence" in text
+    results = in_json(captured)["results"]
+    # What nothing is subtracted from is compared with what heads are fitted on.
+    (bare,) = (r for r in results if (r["prompt"], r["head"]) == (LEFT_OUT, "quick"))
+    assert (bare["subtract"], bare["against"]) == (False, f"quick@{J}")
+    for row in results:
+        assert (row["against"] is None) == (row["difference"] is None)
     assert [path.name for path in Path("pages").iterdir()] == ["page.html"]
 
 

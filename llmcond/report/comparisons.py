@@ -23,18 +23,18 @@ def summary(results: Results, baseline: str) -> list[str]:
     prompts = {result["prompt"] for result in results}
     heads = sorted({result["head"] for result in results} - {"none"})
     with_heads = f" and with {_listed(heads)}" if heads else ""
+    best = next((result for result in results if result["spearman"] is not None), None)
+    told = [] if best is None else [f"Best: {_named(best)}, Spearman {_figure(best, 'spearman')}."]
     sentences = [
+        *told,
         f"{_count(len(prompts), 'prompt')}, zero-shot{with_heads}, on {first['n']:,} rated rows of "
-        f"{first['n_pairs']:,} sentence pairs of {first['split']}."
+        f"{first['n_pairs']:,} sentence pairs of {first['split']}.",
     ]
     if first["n_pairs"] < FEW_PAIRS:
         sentences.append(
             f"{first['n_pairs']:,} sentence pairs are few: only large differences can be told from "
             "chance."
         )
-    best = next((result for result in results if result["spearman"] is not None), None)
-    if best is not None:
-        sentences.append(f"Best: {_named(best)}, Spearman {_figure(best, 'spearman')}.")
     for head in ["none", *heads]:
         sentences += _verdicts([r for r in results if r["head"] == head], head, baseline)
     sentences += _controls(results)

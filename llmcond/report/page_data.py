@@ -38,7 +38,8 @@ class Page:
             accuracy, accuracy_ci, dim, seeds, spearman_sd, control ("" if it is none) and
             difference: None for a baseline and where nothing is compared, or for spearman and
             accuracy value, low, high, p, p_holm, minimum and verdict ("better", "worse", "no
-            evidence"). Any figure may be None.
+            evidence"); against, if it is there, names the result that it is a difference to. Any
+            figure may be None.
         number: (n,) the row's number in its file.
         sentence1, sentence2, condition: (n,) texts.
         rating: (n,) on 0 to 1; NaN where the row is unrated.

@@ -105,19 +105,22 @@ class Baselines:
         named: the page's baseline; None where nothing is compared.
         own: by head and subtraction, the results of the baseline's template that nothing is said
             to differ from: a template is best compared under the same head.
+        all: by name, every result: one may say by ``against`` what it is compared with.
     """
 
     named: Result | None
     own: Mapping[tuple[str, bool], Result]
+    all: Mapping[str, Result]
 
     @classmethod
     def of(cls, results: Sequence[Result], name: str | None) -> Baselines:
         """Find them among results."""
         named = next((result for result in results if result["name"] == name), None)
         if named is None:
-            return cls(None, {})
+            return cls(None, {}, {})
         found = (r for r in results if r["prompt"] == named["prompt"] and not r["difference"])
-        return cls(named, {_group(result): result for result in found} | {_group(named): named})
+        own = {_group(result): result for result in found} | {_group(named): named}
+        return cls(named, own, {result["name"]: result for result in results})
 
     def names(self) -> list[str]:
         """Return the names of all of them."""
@@ -125,7 +128,10 @@ class Baselines:
 
     def beside(self, result: Result) -> Result | None:
         """Return what a result is compared with; None where it is not compared."""
-        return self.own.get(_group(result), self.named) if result["difference"] else None
+        if not result["difference"]:
+            return None
+        said = self.all.get(result.get("against", ""))
+        return said or self.own.get(_group(result), self.named)
 
 
 def _group(result: Result) -> tuple[str, bool]:

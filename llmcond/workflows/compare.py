@@ -356,6 +356,7 @@ def _results(ways: Sequence[_Way], baseline: str, rows: Rows) -> list[dict[str, 
     candidates = [Candidate(str(i), way.similarity[:, rated]) for i, way in enumerate(ways)]
     differences = _differences(ways, candidates, baseline, rating, pair)
     results = []
+    bases = {way.group: way.result["name"] for way in ways if way.prompt == baseline}
     for way, own, found in zip(ways, estimate(candidates, rating, pair), differences, strict=True):
         dropped = ("similarity", "recipe", "fit", "created", "versions", "seed", "selected_on")
         result = {key: value for key, value in way.result.items() if key not in dropped}
@@ -368,6 +369,7 @@ def _results(ways: Sequence[_Way], baseline: str, rows: Rows) -> list[dict[str, 
             "accuracy_ci": [finite(own.accuracy.low), finite(own.accuracy.high)],
             "control": way.control,
             "difference": found and _difference_json(found),
+            "against": bases[way.group] if found else None,
         }
         results.append(result)
     results.sort(key=lambda result: -(-2 if result["spearman"] is None else result["spearman"]))
