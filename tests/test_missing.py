@@ -1,11 +1,14 @@
 """What a store lacks is told before it is encoded: how many inputs, and about how long."""
 
+import re
 import time
+from importlib import import_module
 
 import numpy as np
 import pytest
 from identities import IDENTITY
 
+from llmcond.cli import run
 from llmcond.encoders.spec import EncoderInput
 from llmcond.features import missing
 from llmcond.features.missing import count_missing
@@ -73,3 +76,19 @@ def test_nothing_takes_no_time(store):
 )
 def test_spans_of_time_have_one_or_two_units(seconds, text):
     assert duration(seconds) == text
+
+
+def test_extraction_tells_what_it_will_do(
+    capsys, tiny_checkpoint, write_rows, small_rows, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(import_module("llmcond.workflows.extract"), "CHUNK", 10)
+    data = str(write_rows(small_rows))
+    fixed = ["--device", "cpu", "--dtype", "float32", "--pooling", "mean", "--normalize"]
+    arguments = ["extract", "--model", str(tiny_checkpoint()), "--run", str(tmp_path / "run")]
+    prompts = ["--prompt", "concat-sent-cond", "pair-cond"]
+    assert run([*arguments, "--data", data, *fixed, *prompts]) == 0
+    told = capsys.readouterr().err
+    (found, wanted) = re.search(r"to encode: (\d+) of (\d+) inputs, in about \d+ s", told).groups()
+    assert found == wanted
+    assert run([*arguments, *fixed, *prompts]) == 0
+    assert f"all {wanted} inputs are there; nothing is encoded" in capsys.readouterr().err

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmcond.config import bundled_names
 from llmcond.datasets import DataOptions
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError, nearest
-from llmcond.evaluation.paired import Candidate, Compared, compare, corrected, estimate
 from llmcond.features.pairs import check_inputs_differ
 from llmcond.files import read_json, write_json
 from llmcond.heads import Recipe, load_recipe
@@ -25,11 +25,11 @@ from llmcond.provenance import provenance
 from llmcond.report.comparisons import FEW_PAIRS, summary
 from llmcond.report.console import note
 from llmcond.report.page import Page, check_page, write_page
-from llmcond.report.tables import finite
 from llmcond.rows import Rows
 from llmcond.runs import Run, open_run, run_exists
 from llmcond.views import view_of
 from llmcond.workflows.evaluate import check_scorable, result_of
+from llmcond.workflows.evidence import SeededWay, with_evidence
 from llmcond.workflows.extract import check_named_once, extract
 from llmcond.workflows.features import Features
 from llmcond.workflows.fit import check_seed
@@ -54,27 +54,6 @@ class Comparison:
     baseline: str
     left_out: dict[str, str]
     failures: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """One way of predicting: a prompt, with or without a head, with or without subtraction.
-
-    Attributes:
-        group: what it has in common with the prompts that it is compared with.
-        prompt: its name.
-        control: which control it is; empty for none.
-        result: what results say of it, but for its figures.
-        similarity: (seeds, n) predictions of all rows.
-        curves: of each seed's fit.
-    """
-
-    group: tuple[str, bool]
-    prompt: str
-    control: str
-    result: Mapping[str, Any]
-    similarity: NDArray[np.float32]
-    curves: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +112,7 @@ def compare_prompts(
             rows of different conditions the same; a report that cannot be written.
         LlmcondError: every fit failed.
     """
+    began = time.monotonic()
     if report is not None:
         check_page(report)
     if asked.seeds < 1:
@@ -160,10 +140,11 @@ def compare_prompts(
     ways = _zeroshot_ways(run, stored, split)
     fitted, failures = _fitted_ways(run, stored, recipes, split, asked)
     ways += fitted
-    results = _results(ways, baseline, rows)
+    results = with_evidence(ways, baseline, rows)
     comparison = Comparison(results, baseline, left_out, failures)
     if report is not None:
-        write_page(_page(run, rows, comparison, ways, asked), report)
+        seconds = time.monotonic() - began
+        write_page(_page(run, rows, comparison, ways, asked, seconds), report)
         note(f"report -> {report}")
     record = {**asdict(comparison), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "compare-prompts.json", record)
@@ -260,7 +241,7 @@ def _warn_of_few(rows: Rows) -> None:
 # -- predictions -------------------------------------------------------------------------------
 
 
-def _zeroshot_ways(run: Run, prompts: Sequence[Prompt], split: str) -> list[_Way]:
+def _zeroshot_ways(run: Run, prompts: Sequence[Prompt], split: str) -> list[SeededWay]:
     rows = run.rows(split)
     ways = []
     for prompt in prompts:
@@ -270,7 +251,9 @@ def _zeroshot_ways(run: Run, prompts: Sequence[Prompt], split: str) -> list[_Way
             similarity = predict(zeroshot, features.pairs(zeroshot.view, split))
             result = result_of(zeroshot, similarity, rows, split, resamples=0)
             group = ("none", zeroshot.view.subtract)
-            ways.append(_Way(group, prompt.name, prompt.control or "", result, similarity[None]))
+            ways.append(
+                SeededWay(group, prompt.name, prompt.control or "", result, similarity[None])
+            )
     return ways
 
 
@@ -280,7 +263,7 @@ def _fitted_ways(
     recipes: Sequence[Recipe],
     split: str,
     asked: CompareOptions,
-) -> tuple[list[_Way], list[str]]:
+) -> tuple[list[SeededWay], list[str]]:
     """Return the predictions of every head over seeds, and what failed."""
     combinations = [
         (recipe, view_of(recipe, (prompt,), zeroshot.view.subtract))
@@ -305,12 +288,15 @@ def _fitted_ways(
             continue
         similarity = np.array([one["similarity"] for one in found], dtype=np.float32)
         curves = [one["fit"].get("curve") or [] for one in found]
+        defined = [one["pearson"] for one in found if one["pearson"] is not None]
+        pearson = fmean(defined) if len(defined) == len(found) else None
+        seeds = [one["seed"] for one in found]
         ways.append(
-            _Way(
+            SeededWay(
                 (recipe.name, view.subtract),
                 view.prompts[0].name,
                 view.prompts[0].control or "",
-                {**found[0], "seeds": [one["seed"] for one in found]},
+                {**found[0], "seeds": seeds, "pearson": pearson},
                 similarity,
                 curves,
             )
@@ -346,69 +332,13 @@ def _outcomes(
     return outcomes, failures
 
 
-# -- evidence ----------------------------------------------------------------------------------
-
-
-def _results(ways: Sequence[_Way], baseline: str, rows: Rows) -> list[dict[str, Any]]:
-    """Return a row of results for each way, best Spearman first."""
-    rated = rows.rated
-    rating, pair = rows.rating[rated], rows.pair[rated]
-    candidates = [Candidate(str(i), way.similarity[:, rated]) for i, way in enumerate(ways)]
-    differences = _differences(ways, candidates, baseline, rating, pair)
-    results = []
-    bases = {way.group: way.result["name"] for way in ways if way.prompt == baseline}
-    for way, own, found in zip(ways, estimate(candidates, rating, pair), differences, strict=True):
-        dropped = ("similarity", "recipe", "fit", "created", "versions", "seed", "selected_on")
-        result = {key: value for key, value in way.result.items() if key not in dropped}
-        result |= {
-            "seeds": way.result.get("seeds", []),
-            "spearman": finite(own.spearman.value),
-            "spearman_ci": [finite(own.spearman.low), finite(own.spearman.high)],
-            "spearman_sd": own.seed_sd,
-            "accuracy": finite(own.accuracy.value),
-            "accuracy_ci": [finite(own.accuracy.low), finite(own.accuracy.high)],
-            "control": way.control,
-            "difference": found and _difference_json(found),
-            "against": bases[way.group] if found else None,
-        }
-        results.append(result)
-    results.sort(key=lambda result: -(-2 if result["spearman"] is None else result["spearman"]))
-    return results
-
-
-def _differences(
-    ways: Sequence[_Way],
-    candidates: Sequence[Candidate],
-    baseline: str,
-    rating: NDArray[np.float64],
-    pair: NDArray[np.int64],
-) -> list[Compared | None]:
-    """Compare each way with the baseline's of its group; Holm's correction is over all of them."""
-    found: dict[int, Compared] = {}
-    for group in dict.fromkeys(way.group for way in ways):
-        members = [i for i, way in enumerate(ways) if way.group == group]
-        base = [i for i in members if ways[i].prompt == baseline]
-        others = [i for i in members if ways[i].prompt != baseline]
-        if base and others:
-            compared = compare([candidates[i] for i in others], candidates[base[0]], rating, pair)
-            found |= dict(zip(others, compared, strict=True))
-    whole = dict(zip(found, corrected(list(found.values())), strict=True))
-    return [whole.get(i) for i in range(len(ways))]
-
-
-def _difference_json(compared: Compared) -> dict[str, Any]:
-    measures = {"spearman": compared.spearman, "accuracy": compared.accuracy}
-    return {
-        name: {
-            key: finite(value) if isinstance(value, float) else value
-            for key, value in asdict(difference).items()
-        }
-        for name, difference in measures.items()
-    }
-
-
 def _page(
-    run: Run, rows: Rows, comparison: Comparison, ways: Sequence[_Way], asked: CompareOptions
+    run: Run,
+    rows: Rows,
+    comparison: Comparison,
+    ways: Sequence[SeededWay],
+    asked: CompareOptions,
+    seconds: float,
 ) -> Page:
     best = comparison.results[0]
     same = [
@@ -425,6 +355,13 @@ def _page(
         {way.result["name"]: way.curves for way in ways},
         title=f"Prompts compared: {run.encoder_name}",
         summary=summary(comparison.results, comparison.baseline),
-        settings={**asdict(asked), "left_out": comparison.left_out},
+        settings={
+            **asdict(asked),
+            "baseline": comparison.baseline,
+            "split": comparison.results[0]["split"],
+            "left_out": comparison.left_out,
+            "failures": comparison.failures,
+            "seconds": round(seconds, 1),
+        },
         baseline=same[0] if same else None,
     )
