@@ -30,6 +30,7 @@ from llmcond.options import (
     add_encoder_settings,
     add_format,
     add_run,
+    add_split,
     data_options,
     encoder_options,
     key_values,
@@ -242,11 +243,7 @@ def _add_evaluate(commands: Any) -> None:
         metavar="NAME",
         help="fitted heads (default: all; none: zero-shot only)",
     )
-    parser.add_argument(
-        "--split",
-        choices=("train", "dev", "test"),
-        help="(default: test if there is one, else dev)",
-    )
+    add_split(parser)
     add_data(parser, f"score other rows: {SOURCE}; a single file is scored whole")
     parser.add_argument(
         "--predictions",

@@ -27,6 +27,26 @@ def add_command(commands: Any, name: str, summary: str, command: Any, example: s
     return parser
 
 
+def add_split(parser: Any) -> None:
+    """Add ``--split``."""
+    parser.add_argument(
+        "--split",
+        choices=("train", "dev", "test"),
+        help="whose rows (default: test if there is one, else dev)",
+    )
+
+
+def add_fits(parser: Any, settings: str) -> None:
+    """Add how many fits there are, and how: ``--seeds``, ``--set`` and ``--workers``."""
+    parser.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="fits of each, by seeds 0 to N-1"
+    )
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=settings
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="fits at a time (default: cores)")
+
+
 def add_format(parser: Any) -> None:
     """Add ``--format``."""
     parser.add_argument(

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from llmcond.options import add_command, add_format, add_run, print_json
+from llmcond.options import add_command, add_format, add_run, add_split, print_json
 
 _WHAT = ("isotropy", "clusters", "conditions", "norms", "examples")
 
@@ -28,11 +28,7 @@ def add(commands: Any) -> None:
     )
     add_run(parser)
     add_format(parser)
-    parser.add_argument(
-        "--split",
-        choices=("train", "dev", "test"),
-        help="(default: test if there is one, else dev)",
-    )
+    add_split(parser)
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="for pictures (default: in the run)"
     )

@@ -12,8 +12,10 @@ from llmcond.options import (
     add_command,
     add_data,
     add_encoder,
+    add_fits,
     add_format,
     add_run,
+    add_split,
     data_options,
     encoder_options,
     key_values,
@@ -54,25 +56,10 @@ def add(commands: Any) -> None:
         help="recipes to fit beside zero-shot (default: linear mlp; none: none)",
     )
     parser.add_argument(
-        "--seeds", type=int, default=3, metavar="N", help="fits of each, by seeds 0 to N-1"
-    )
-    parser.add_argument(
         "--plain", action="store_true", help="fit heads without subtraction as well"
     )
-    parser.add_argument(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=VALUE",
-        help="settings of the recipes, for all heads that have them",
-    )
-    parser.add_argument(
-        "--split",
-        choices=("train", "dev", "test"),
-        help="what is scored (default: test if there is one, else dev)",
-    )
-    parser.add_argument("--workers", type=int, metavar="N", help="fits at a time (default: cores)")
+    add_fits(parser, "settings of the recipes, for all heads that have them")
+    add_split(parser)
     add_format(parser)
     parser.add_argument(
         "--report", type=Path, metavar="FILE.html", help="a page to read: charts, texts, settings"

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from llmcond.errors import UserError
-from llmcond.options import add_command, add_format, add_run, key_values, print_json
+from llmcond.options import (
+    add_command,
+    add_fits,
+    add_format,
+    add_run,
+    add_split,
+    key_values,
+    print_json,
+)
 
 
 def add(commands: Any) -> None:
@@ -45,23 +53,8 @@ def add(commands: Any) -> None:
         default=True,
         help="subtract the unconditional embedding",
     )
-    parser.add_argument(
-        "--seeds", type=int, default=3, metavar="N", help="fits of each, by seeds 0 to N-1"
-    )
-    parser.add_argument(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=VALUE",
-        help="other settings, for all fits",
-    )
-    parser.add_argument(
-        "--split",
-        choices=("train", "dev", "test"),
-        help="what is scored (default: test if there is one, else dev)",
-    )
-    parser.add_argument("--workers", type=int, metavar="N", help="fits at a time (default: cores)")
+    add_fits(parser, "other settings, for all fits")
+    add_split(parser)
     add_format(parser)
     parser.add_argument(
         "--plot",
