@@ -11,6 +11,8 @@ from rich.text import Text
 
 Results = Sequence[Mapping[str, Any]]
 
+#: More prompts than that are counted, not named, where nothing was found about them.
+_NAMED = 3
 #: Characters of a drawn interval.
 _BAR = 21
 #: Fewer sentence pairs than that tell next to nothing.
@@ -43,7 +45,7 @@ def summary(results: Results, baseline: str) -> list[str]:
 
 def _verdicts(results: Results, head: str, baseline: str) -> list[str]:
     """Return what one head tells of prompts beside the baseline."""
-    compared = [result for result in results if result["difference"]]
+    compared = [result for result in results if result["difference"] and not result["control"]]
     if not compared:
         return []
     told = "Zero-shot" if head == "none" else f"With {head}"
@@ -61,16 +63,15 @@ def _verdicts(results: Results, head: str, baseline: str) -> list[str]:
         minima = [r["difference"]["spearman"]["minimum"] for r in unsure]
         least = [100 * value for value in minima if value is not None]
         could = f" (these rows would show {max(least):.1f} or more)" if least else ""
-        parts.append(
-            f"no evidence of a difference to {baseline} for "
-            f"{_listed([_prompt(r) for r in unsure])}{could}"
-        )
+        few = len(unsure) <= _NAMED
+        which = _listed([_prompt(r) for r in unsure]) if few else f"the other {len(unsure)}"
+        parts.append(f"no evidence of a difference to {baseline} for {which}{could}")
     return [f"{told}: {'; '.join(parts)}."]
 
 
 def _controls(results: Results) -> list[str]:
     """Return whether controls are at chance."""
-    controls = [result for result in results if result.get("control")]
+    controls = [result for result in results if result["control"]]
     defined = [result for result in controls if result["accuracy_ci"][0] is not None]
     if not defined:
         return []
@@ -94,7 +95,7 @@ def _named(result: Mapping[str, Any]) -> str:
 
 
 def _prompt(result: Mapping[str, Any]) -> str:
-    return str(result["prompt"]) + (" minus c" if result["subtract"] else "")
+    return str(result["prompt"]) + ("" if result["subtract"] else " (c kept)")
 
 
 def _difference(result: Mapping[str, Any]) -> str:
