@@ -536,7 +536,7 @@ def test_other_rows_are_encoded_for_the_prompts_of_the_heads_that_are_named(
 
 
 def test_evaluating_in_blocks_and_from_disk_changes_nothing(capsys, monkeypatch, sampled):
-    monkeypatch.setattr(import_module("llmcond.workflows.evaluate"), "_BLOCK", 7)
+    monkeypatch.setattr(import_module("llmcond.workflows.ways"), "_BLOCK", 7)
     monkeypatch.setattr("llmcond.features.store._IN_MEMORY", 1_000)
     names = ("apart", "of-two", "two-towers", "layers")
     ok(capsys, "evaluate", "--run", sampled.folder, "--head", *names, "--predictions", "p.csv")
