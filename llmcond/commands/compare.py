@@ -93,4 +93,6 @@ def _compare_prompts(options: argparse.Namespace) -> None:
     from llmcond.report.tables import say, show
 
     say(summary(compared.results, compared.baseline), options.format)
-    show(comparison_table(compared.results, compared.baseline, options.run), options.format)
+    drawn = options.format == "table"  # elsewhere characters do not stand in line
+    table = comparison_table(compared.results, compared.baseline, options.run, drawn=drawn)
+    show(table, options.format)

@@ -132,8 +132,15 @@ def _signed(value: float | None) -> str:
 # -- the table ---------------------------------------------------------------------------------
 
 
-def comparison_table(results: Results, baseline: str, run: object) -> Table:
-    """Return a comparison, a row for each prompt, head and subtraction; figures are times 100."""
+def comparison_table(results: Results, baseline: str, run: object, *, drawn: bool = True) -> Table:
+    """Return a comparison, a row for each prompt, head and subtraction; figures are times 100.
+
+    Args:
+        results: at least one.
+        baseline: the prompt that others are compared with.
+        run: what the title names.
+        drawn: whether there is a column of intervals drawn with characters.
+    """
     first = results[0]
     title = (
         f"{run}, {first['split']}: {first['n']:,} rows of {first['n_pairs']:,} sentence pairs. "
@@ -147,7 +154,8 @@ def comparison_table(results: Results, baseline: str, run: object) -> Table:
     table.add_column("Spearman", justify="right", no_wrap=True)
     table.add_column("seeds ±", justify="right", no_wrap=True)
     least, most = _range(results)
-    table.add_column(f"{100 * least:.0f} to {100 * most:.0f}", no_wrap=True)
+    if drawn:
+        table.add_column(f"{100 * least:.0f} to {100 * most:.0f}", no_wrap=True)
     for heading in ("difference", "p"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
@@ -159,7 +167,7 @@ def comparison_table(results: Results, baseline: str, run: object) -> Table:
             "yes" if result["subtract"] else "no",
             _figure(result, "spearman"),
             _hundred(result["spearman_sd"]),
-            _drawn(result, least, most),
+            *([_drawn(result, least, most)] if drawn else []),
             *_evidence(result, baseline),
             _figure(result, "accuracy"),
         )
