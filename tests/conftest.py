@@ -2,6 +2,7 @@
 
 import csv
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,12 @@ WORDS = (
     "street red blue green hat coat morning night happy sad rain sun colour number of people "
     "activity place time mood instruct query retrieve : . ,"
 ).split()
+
+
+def pytest_configure() -> None:
+    """Hear interrupts: what a shell starts in the background ignores them, children included."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")
