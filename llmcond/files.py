@@ -68,8 +68,12 @@ def check_writable(path: Path) -> None:
     if path.is_dir():
         raise UserError(f"{path} is a folder; name a file.")
     if not path.exists():
-        write_text(path, "")
-        path.unlink()
+        # Folders are made when there is something to put into them: tried out where one is now.
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        tried = path if folder == path.absolute().parent else folder / path.name
+        if not tried.exists():
+            write_text(tried, "")
+            tried.unlink()
 
 
 def write_json(path: Path, value: object) -> None:

@@ -9,6 +9,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from llmcond.report.tables import hundred
+
 Results = Sequence[Mapping[str, Any]]
 
 #: More prompts than that are counted, not named, where nothing was found about them.
@@ -114,15 +116,11 @@ def _count(number: int, noun: str) -> str:
 
 
 def _figure(result: Mapping[str, Any], key: str) -> str:
-    return f"{_hundred(result[key])} {_interval(*result[f'{key}_ci'])}"
+    return f"{hundred(result[key])} {_interval(*result[f'{key}_ci'])}"
 
 
 def _interval(low: float | None, high: float | None) -> str:
-    return f"[{_hundred(low)}, {_hundred(high)}]"
-
-
-def _hundred(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f}"
+    return f"[{hundred(low)}, {hundred(high)}]"
 
 
 def _signed(value: float | None) -> str:
@@ -166,7 +164,7 @@ def comparison_table(results: Results, baseline: str, run: object, *, drawn: boo
             Text(str(result["prompt"]) + (" (control)" if result.get("control") else "")),
             "yes" if result["subtract"] else "no",
             _figure(result, "spearman"),
-            _hundred(result["spearman_sd"]),
+            hundred(result["spearman_sd"]),
             *([_drawn(result, least, most)] if drawn else []),
             *_evidence(result, baseline),
             _figure(result, "accuracy"),

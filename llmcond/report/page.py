@@ -32,9 +32,7 @@ def check_page(path: Path) -> None:
         raise UserError(f"{path} ends in {path.suffix or 'nothing'}; name an .html file.")
     if any(find_spec(name) is None for name in _NEEDED):
         raise UserError("pages need Altair, Jinja and vl-convert: pip install 'llmcond[report]'.")
-    # Folders are made when there is something to put into them: tried out where one is now.
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    check_writable(folder / path.name if folder != path.absolute().parent else path)
+    check_writable(path)
 
 
 def write_page(page: Page, path: Path) -> None:

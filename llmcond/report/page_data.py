@@ -126,7 +126,8 @@ def embedded(page: Page) -> dict[str, Any]:
         texts: dict[str, int] = {}
         low, high = page.scale
         data["scale"] = [low, high]
-        data["ways"] = [_way(page, name) for name in page.ways]
+        errors = {name: _errors(page, name) for name in page.ways}
+        data["ways"] = [_way(page, name, error) for name, error in errors.items()]
         data["chosen"] = page.chosen()
         data["rows"] = {
             "number": [int(number) for number in page.number],
@@ -136,7 +137,7 @@ def embedded(page: Page) -> dict[str, Any]:
                 for key in ("sentence1", "sentence2", "condition")
             },
         }
-        data["conditions"] = _conditions(page, texts)
+        data["conditions"] = _conditions(page, texts, errors)
         data["spans"] = _spans(page)
         data["texts"] = list(texts)
         data["charts"] |= {"scatter": page_charts.scatter(), "levels": page_charts.calibration()}
@@ -147,7 +148,7 @@ def embedded(page: Page) -> dict[str, Any]:
     return data
 
 
-def _way(page: Page, name: str) -> dict[str, Any]:
+def _way(page: Page, name: str, error: Floats) -> dict[str, Any]:
     similarity = np.asarray(page.similarity[name], dtype=np.float64)
     there = np.isfinite(similarity)
     rated = there & ~np.isnan(page.rating)
@@ -160,7 +161,7 @@ def _way(page: Page, name: str) -> dict[str, Any]:
         "told": _told(result),
         "similarity": _rounded(similarity, 4),
         "place": _rounded(1000 * place, 0),
-        "error": _rounded(1000 * _errors(page, name), 0),
+        "error": _rounded(1000 * error, 0),
         "levels": [
             [
                 round(low + (high - low) * level.rating, 4),
@@ -185,7 +186,9 @@ def _errors(page: Page, name: str) -> Floats:
     return error
 
 
-def _conditions(page: Page, texts: dict[str, int]) -> dict[str, Any] | None:
+def _conditions(
+    page: Page, texts: dict[str, int], errors: Mapping[str, Floats]
+) -> dict[str, Any] | None:
     rated = ~np.isnan(page.rating)
     if not rated.any():
         return None
@@ -197,8 +200,7 @@ def _conditions(page: Page, texts: dict[str, int]) -> dict[str, Any] | None:
         "rating": _rounded(low + (high - low) * groups.mean(page.rating[rated]), 2),
         "chance": _rounded(1000 * groups.mean(chance_error(page.rating[rated])), 0),
         "error": [
-            _rounded(1000 * groups.mean(np.abs(_errors(page, name)[rated])), 0)
-            for name in page.ways
+            _rounded(1000 * groups.mean(np.abs(error[rated])), 0) for error in errors.values()
         ],
     }
 

@@ -17,6 +17,7 @@ from llmcond.errors import UserError
 from llmcond.files import check_writable
 from llmcond.report.console import note
 from llmcond.report.figures import plot_curve
+from llmcond.report.tables import hundred
 
 Results = Sequence[Mapping[str, Any]]
 #: x, a score, and both ends of its interval.
@@ -43,20 +44,16 @@ def sweep_table(results: Results, run: object) -> Table:
             Text(_settings(row["settings"])),
             str(row["dim"]),
             str(len(row["seeds"])),
-            _hundred(row["spearman"]),
-            _hundred(row["spearman_sd"]),
-            "–" if low is None else f"{_hundred(low)} to {_hundred(high)}",
-            _hundred(row["accuracy"]),
+            hundred(row["spearman"]),
+            hundred(row["spearman_sd"]),
+            "–" if low is None else f"{hundred(low)} to {hundred(high)}",
+            hundred(row["accuracy"]),
         )
     return table
 
 
 def _settings(settings: Mapping[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in settings.items())
-
-
-def _hundred(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f}"
 
 
 def check_plot(path: Path) -> None:
@@ -69,9 +66,7 @@ def check_plot(path: Path) -> None:
         raise UserError(f"{path} ends in {path.suffix or 'nothing'}; name a .png or .svg file.")
     if find_spec("matplotlib") is None:
         raise UserError("pictures need matplotlib: pip install 'llmcond[plots]'.")
-    # Folders are made when there is something to put into them: tried out where one is now.
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    check_writable(folder / path.name if folder != path.absolute().parent else path)
+    check_writable(path)
 
 
 def plot_settings(results: Results, path: Path) -> None:

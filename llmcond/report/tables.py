@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -55,11 +55,18 @@ def _interval(result: Mapping[str, Any], key: str) -> str:
     value, (low, high) = result[key], result[f"{key}_ci"]
     if value is None:
         return "undefined"
-    return f"{_hundred(value)} [{_hundred(low)}, {_hundred(high)}]"
+    return f"{hundred(value)} [{hundred(low)}, {hundred(high)}]"
 
 
-def _hundred(value: float | None) -> str:
+def hundred(value: float | None) -> str:
+    """Return a figure times 100, a dash where it is undefined."""
     return "–" if value is None else f"{100 * value:.1f}"
+
+
+def best_first(results: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Return results by their Spearman, undefined ones last."""
+    key = "spearman"
+    return sorted(results, key=lambda r: -2 if r[key] is None else r[key], reverse=True)
 
 
 def listing(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -271,19 +271,18 @@ def _fitted_ways(
         for zeroshot in zeroshots(prompt)
         if asked.plain or zeroshot.view.subtract
     ]
-    points = {
-        point.digest(run, split): point
+    seeded = [
+        {
+            point.digest(run, split): point
+            for point in (Point(recipe, None, view, seed, {}) for seed in range(asked.seeds))
+        }
         for recipe, view in combinations
-        for point in (Point(recipe, None, view, seed, {}) for seed in range(asked.seeds))
-    }
+    ]
+    points = {digest: point for fits in seeded for digest, point in fits.items()}
     outcomes, failures = _outcomes(run, split, points, asked.workers)
     ways = []
-    for recipe, view in combinations:
-        found = [
-            outcomes[digest]
-            for digest, point in points.items()
-            if (point.recipe, point.view) == (recipe, view) and digest in outcomes
-        ]
+    for (recipe, view), fits in zip(combinations, seeded, strict=True):
+        found = [outcomes[digest] for digest in fits if digest in outcomes]
         if not found:
             continue
         similarity = np.array([one["similarity"] for one in found], dtype=np.float32)

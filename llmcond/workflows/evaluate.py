@@ -17,7 +17,7 @@ from llmcond.files import check_writable, replacing
 from llmcond.prompts import Prompt
 from llmcond.report.console import note
 from llmcond.report.page import Page, check_page, write_page
-from llmcond.report.tables import finite
+from llmcond.report.tables import best_first, finite
 from llmcond.rows import Rows, leaked_pairs
 from llmcond.runs import Run, SavedHead, StaleHeadError, open_run
 from llmcond.workflows.extract import LazyEncoder, extract_rows, extraction_note
@@ -99,7 +99,7 @@ def _page(
     first = results[0]
     if first["n"] == 0:
         raise UserError("there are no ratings to report on; leave out --report.")
-    best = sorted(results, key=lambda r: -(-2 if r["spearman"] is None else r["spearman"]))
+    best = best_first(results)
     summary = [
         f"{len(results):,} ways of predicting, on {first['n']:,} rated rows of "
         f"{first['n_pairs']:,} sentence pairs of {rows.file}."

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.evaluation.paired import Candidate, Compared, compare, corrected, estimate
-from llmcond.report.tables import finite
+from llmcond.report.tables import best_first, finite
 from llmcond.rows import Rows
 
 #: Of a single fit: not said of several, or in another way.
@@ -69,8 +69,7 @@ def with_evidence(ways: Sequence[SeededWay], baseline: str, rows: Rows) -> list[
             "against": bases[way.group] if found else None,
         }
         results.append(result)
-    results.sort(key=lambda result: -(-2 if result["spearman"] is None else result["spearman"]))
-    return results
+    return best_first(results)
 
 
 def _differences(

@@ -16,6 +16,7 @@ from llmcond.files import read_json, write_json
 from llmcond.heads import load_recipe
 from llmcond.provenance import provenance
 from llmcond.report.console import note
+from llmcond.report.tables import best_first
 from llmcond.runs import Run, head_name, open_run
 from llmcond.views import view_of
 from llmcond.workflows.evaluate import check_scorable
@@ -154,7 +155,7 @@ def _summarise(done: Sequence[tuple[Point, Mapping[str, Any]]]) -> list[dict[str
         key = json.dumps([head_name(point.recipe.name, point.view), recipe])
         groups.setdefault(key, []).append((point, result))
     rows = [_row(group) for group in groups.values()]
-    return sorted(rows, key=lambda row: -(row["spearman"] if row["spearman"] is not None else -2))
+    return best_first(rows)
 
 
 def _row(group: Sequence[tuple[Point, Mapping[str, Any]]]) -> dict[str, Any]:
