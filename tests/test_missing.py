@@ -11,7 +11,8 @@ from identities import IDENTITY
 from llmcond.cli import run
 from llmcond.encoders.spec import EncoderInput
 from llmcond.features import missing
-from llmcond.features.missing import count_missing
+from llmcond.features.keys import KeyIndex
+from llmcond.features.missing import count_missing, together
 from llmcond.features.store import FeatureStore
 from llmcond.report.console import duration
 
@@ -36,6 +37,19 @@ def test_what_is_there_and_what_repeats_is_not_missing(store, window):
     found = count_missing(store, iter(inputs([*range(5, 30), *range(25)])), window)
     assert (found.n_inputs, found.n_missing, found.n_characters) == (30, 20, 20 * 9)
     assert list(found.sample) == inputs(range(10, 30))
+
+
+def test_counts_of_several_share_what_they_have_seen(store):
+    """What two prompts have in common is encoded for the first, so the second does not lack it."""
+    seen = KeyIndex()
+    parts = [
+        count_missing(store, inputs(numbers), 7, seen)
+        for numbers in (range(20), range(10, 25), range(5))
+    ]
+    assert [(part.n_inputs, part.n_missing) for part in parts] == [(20, 20), (5, 5), (0, 0)]
+    whole = together(parts)
+    assert (whole.n_inputs, whole.n_missing, whole.n_characters) == (25, 25, 25 * 9)
+    assert list(whole.sample) == inputs(range(25))
 
 
 def test_the_sample_is_small_and_from_all_over(store, monkeypatch):

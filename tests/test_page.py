@@ -57,6 +57,7 @@ def result(name, spearman, head="mlp", prompt="pair-cond", **given):
         "spearman_sd": None if head == "none" else 0.0071,
         "control": "",
         "difference": None,
+        "against": None,
         **given,
     }
 
@@ -119,7 +120,7 @@ def example(n=1_830, templates=TEMPLATES, seed=0):
     for row in results:
         reference = references[row["head"], row["subtract"]]
         if row is not reference:
-            row["difference"] = differences(row, reference)
+            row |= {"difference": differences(row, reference), "against": reference["name"]}
     first, second, condition = texts(n, random)
     return Page(
         title="Prompt templates on re-annotated C-STS with minilm",
@@ -175,7 +176,9 @@ def hostile(page):
     cycled = [HOSTILE[i % len(HOSTILE)] for i in range(n)]
     old, new = page.baseline, f"mlp@{evil}"
     renamed = [
-        {**row, "name": new, "prompt": evil, "control": evil} if row["name"] == old else row
+        {**row, "name": new, "prompt": evil, "control": evil}
+        if row["name"] == old
+        else {**row, "against": new if row["against"] == old else row["against"]}
         for row in page.results
     ]
     return replace(
@@ -333,7 +336,9 @@ def test_the_main_table_has_figures_intervals_and_verdicts_in_words(parsed):
 def test_all_ways_may_be_compared_with_a_single_one(page, tmp_path):
     reference = next(row for row in page.results if row["name"] == page.baseline)
     results = [
-        {**row, "difference": None if row is reference else differences(row, reference)}
+        {**row, "difference": differences(row, reference), "against": reference["name"]}
+        if row is not reference
+        else row
         for row in page.results
     ]
     source = written(replace(page, results=results), tmp_path)

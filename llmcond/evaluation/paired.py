@@ -111,8 +111,8 @@ def compare(
     over all candidates and the baseline, as they are fitted alike, divided by how many seeds there
     are. The two add up, with Welch's degrees of freedom. In simulations
     (``scripts/simulate_comparison.py``) this keeps to 5 % of false alarms, and its intervals hold
-    the truth about as often as they say, from 30 pairs up. Without the seeds' part false alarms
-    reach 11 % where seeds spread as much as rows do. Percentiles of the same draws give too many as
+    the truth about as often as they say, from 30 pairs up. Without the seeds' part they would
+    be more wherever seeds differ. Percentiles of the same draws give too many as
     well: at few pairs they are too narrow, and a correction for many candidates rests on the
     outermost of them. Single fits are taken as they are: "better" is then said of these fits.
 

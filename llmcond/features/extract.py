@@ -150,6 +150,7 @@ def extract(
     *,
     by_prefix: bool = False,
     window: int = WINDOW,
+    missing: Missing | None = None,
 ) -> Extraction:
     """Encode the inputs that ``store`` lacks and commit them chunk by chunk.
 
@@ -167,6 +168,7 @@ def extract(
         chunk: inputs that are computed before they are committed.
         by_prefix: whether the encoder computes once what several inputs begin with.
         window: inputs that are ordered together.
+        missing: what of the inputs was counted as missing, for the progress; None: counted now.
 
     Raises:
         NonFiniteError: the encoder gave NaN or infinity; the good ones of its chunk are stored.
@@ -174,8 +176,10 @@ def extract(
     """
     began = time.monotonic()
     work = _Work(store, load, progress or Silent(), chunk, by_prefix)
-    if isinstance(inputs, Collection):
-        work.tell(count_missing(store, inputs, window))
+    if missing is None and isinstance(inputs, Collection):
+        missing = count_missing(store, inputs, window)
+    if missing is not None:
+        work.tell(missing)
     work.run(windows(inputs, window))
     n_inputs, n_truncated = work.counts()
     seconds = time.monotonic() - began

@@ -49,15 +49,32 @@ class Missing:
         return took * self.n_characters / max(1, sum(item.size for item in tried))
 
 
-def count_missing(store: FeatureStore, inputs: Iterable[EncoderInput], window: int) -> Missing:
+def together(parts: Sequence[Missing]) -> Missing:
+    """Return what several counts that share what they have seen come to."""
+    return Missing(
+        sum(part.n_inputs for part in parts),
+        sum(part.n_missing for part in parts),
+        sum(part.n_characters for part in parts),
+        [item for part in parts for item in part.sample],
+    )
+
+
+def count_missing(
+    store: FeatureStore,
+    inputs: Iterable[EncoderInput],
+    window: int,
+    seen: KeyIndex | None = None,
+) -> Missing:
     """Return what of some inputs a store lacks, in memory that hardly grows with them.
 
     Args:
         store: what was encoded before.
         inputs: repeats are counted once.
         window: inputs that are looked up together.
+        seen: inputs that were counted before, and are not counted again; these join them.
     """
-    seen = KeyIndex()
+    seen = KeyIndex() if seen is None else seen
+    before = len(seen)
     n_missing = n_characters = 0
     sample: list[EncoderInput] = []
     every = 1
@@ -69,7 +86,7 @@ def count_missing(store: FeatureStore, inputs: Iterable[EncoderInput], window: i
         sample += absent[::every]
         while len(sample) > _SAMPLE:
             sample, every = sample[::2], 2 * every
-    return Missing(len(seen), n_missing, n_characters, sample)
+    return Missing(len(seen) - before, n_missing, n_characters, sample)
 
 
 def windows(inputs: Iterable[EncoderInput], size: int) -> Iterator[list[EncoderInput]]:

@@ -38,8 +38,8 @@ class Page:
             accuracy, accuracy_ci, dim, seeds, spearman_sd, control ("" if it is none) and
             difference: None for a baseline and where nothing is compared, or for spearman and
             accuracy value, low, high, p, p_holm, minimum and verdict ("better", "worse", "no
-            evidence"); against, if it is there, names the result that it is a difference to. Any
-            figure may be None.
+            evidence"); against: the name of the result that it is a difference to. Any figure may
+            be None.
         number: (n,) the row's number in its file.
         sentence1, sentence2, condition: (n,) texts.
         rating: (n,) on 0 to 1; NaN where the row is unrated.
@@ -49,9 +49,8 @@ class Page:
         isotropy: for each set of vectors name, mean_cosine, std_cosine and partition_ratio.
         curves: by name and seed, epochs of epoch, loss and dev_spearman.
         made: what made the page, as nested JSON.
-        baseline: the name of the result that the others are compared with; where results of its
-            template without a difference exist for other heads and subtractions as well, those
-            with the same are compared with them.
+        baseline: the name of the result that comes first of those that others are compared with;
+            None: nothing is compared.
     """
 
     title: str
@@ -76,8 +75,10 @@ class Page:
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
             raise UserError(f"{len(twice)} names occur more than once, such as {twice[0]!r}.")
-        if self.baseline is not None and self.baseline not in names:
-            raise UserError(f"the baseline {self.baseline!r} is none of the results.")
+        against = [result["against"] for result in self.results if result["difference"]]
+        for name in () if self.baseline is None else (self.baseline, *against):
+            if name not in names:
+                raise UserError(f"the baseline {name!r} is none of the results.")
         n = len(self.rating)
         columns: dict[str, Any] = {
             "numbers": self.number,
@@ -288,7 +289,7 @@ def by_head(page: Page) -> tuple[dict[str, Any], Legend] | None:
             }
         )
     baselines = Baselines.of(page.results, page.baseline)
-    one = baselines.named if len(baselines.own) == 1 else None
+    one = baselines.named if len(baselines.all) == 1 else None
     reference = None if one is None or one["spearman"] is None else 100 * one["spearman"]
     description = "Spearman of each way of predicting with its 95 % interval, by template and head."
     spec = page_charts.intervals(rows, series, "Spearman × 100", description, reference)

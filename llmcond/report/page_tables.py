@@ -103,39 +103,24 @@ class Baselines:
 
     Attributes:
         named: the page's baseline; None where nothing is compared.
-        own: by head and subtraction, the results of the baseline's template that nothing is said
-            to differ from: a template is best compared under the same head.
-        all: by name, every result: one may say by ``against`` what it is compared with.
+        all: by name, every result that others name by ``against``, and the page's baseline.
     """
 
     named: Result | None
-    own: Mapping[tuple[str, bool], Result]
     all: Mapping[str, Result]
 
     @classmethod
     def of(cls, results: Sequence[Result], name: str | None) -> Baselines:
         """Find them among results."""
-        named = next((result for result in results if result["name"] == name), None)
-        if named is None:
-            return cls(None, {}, {})
-        found = (r for r in results if r["prompt"] == named["prompt"] and not r["difference"])
-        own = {_group(result): result for result in found} | {_group(named): named}
-        return cls(named, own, {result["name"]: result for result in results})
-
-    def names(self) -> list[str]:
-        """Return the names of all of them."""
-        return [str(result["name"]) for result in self.own.values()]
+        by_name = {str(result["name"]): result for result in results}
+        if name is None or name not in by_name:
+            return cls(None, {})
+        named = {str(r["against"]) for r in results if r["difference"]} | {name}
+        return cls(by_name[name], {other: by_name[other] for other in named})
 
     def beside(self, result: Result) -> Result | None:
         """Return what a result is compared with; None where it is not compared."""
-        if not result["difference"]:
-            return None
-        said = self.all.get(result.get("against", ""))
-        return said or self.own.get(_group(result), self.named)
-
-
-def _group(result: Result) -> tuple[str, bool]:
-    return str(result["head"]), bool(result["subtract"])
+        return self.all.get(str(result["against"])) if result["difference"] else None
 
 
 def main_table(results: Sequence[Result], baselines: Baselines) -> Table:
@@ -166,8 +151,7 @@ def main_table(results: Sequence[Result], baselines: Baselines) -> Table:
     if len({(r["split"], r["n"]) for r in results}) > 1:
         parts.append((Column("rows"), lambda r: Cell(f"{r['n']:,}", r["n"], r["split"])))
     rows = tuple(tuple(cell(result) for _, cell in parts) for result in results)
-    names = baselines.names()
-    places = frozenset(i for i, result in enumerate(results) if result["name"] in names)
+    places = frozenset(i for i, result in enumerate(results) if result["name"] in baselines.all)
     return Table(tuple(column for column, _ in parts), rows, places)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError
 from llmcond.features.extract import CHUNK, WINDOW, Extraction, NonFiniteError
 from llmcond.features.extract import extract as extract_inputs
-from llmcond.features.missing import count_missing
+from llmcond.features.keys import KeyIndex
+from llmcond.features.missing import Missing, count_missing, together
 from llmcond.features.pairs import SplitInputs, find_row
 from llmcond.features.store import FeatureStore, StoreDtype
 from llmcond.prompts import Prompt, load_prompt
@@ -79,8 +79,8 @@ def extract(
     try:
         with Helpers(workers, model, options, resolved, run_folder, chosen) as helpers:
             encoder = LazyEncoder(resolved, before=helpers.start)
-            _tell_plan(run, encoder, chosen, workers)
-            return _extract_prompts(run, encoder, chosen)
+            missing = _tell_plan(run, encoder, chosen, workers)
+            return _extract_prompts(run, encoder, chosen, missing)
     except LlmcondError:
         if created is not None and not len(created.store()):
             # Nothing came of it, and what is left would bind the folder to this encoder.
@@ -165,27 +165,38 @@ def _data_notes(dataset: Dataset) -> Iterable[str]:
             yield f"warning: {leaked:,} sentence pairs of {name} are in train too"
 
 
-def _tell_plan(run: Run, encoder: LazyEncoder, prompts: Sequence[Prompt], workers: int) -> None:
-    """Say how much is to be encoded, and where it is much, about how long that takes."""
-    splits = [run.rows(name) for name in run.splits]
-    wanted = chain.from_iterable(SplitInputs(splits, prompt) for prompt in prompts)
-    missing = count_missing(run.store(), wanted, WINDOW)
+def _tell_plan(
+    run: Run, encoder: LazyEncoder, prompts: Sequence[Prompt], workers: int
+) -> list[Missing]:
+    """Say how much is to be encoded, and where it is much, about how long that takes.
+
+    Returns:
+        What each prompt lacks once those before it are extracted.
+    """
+    splits, store, seen = [run.rows(name) for name in run.splits], run.store(), KeyIndex()
+    by_prompt = [
+        count_missing(store, SplitInputs(splits, prompt), WINDOW, seen) for prompt in prompts
+    ]
+    missing = together(by_prompt)
     if not missing.n_missing:
         note(f"all {missing.n_inputs:,} inputs are there; nothing is encoded")
-        return
+        return by_prompt
     plan = f"to encode: {missing.n_missing:,} of {missing.n_inputs:,} inputs"
     if missing.n_missing > CHUNK:
         seconds = missing.seconds(encoder().encode_counted) / workers
         plan += f", in about {duration(seconds)}"
     note(plan)
+    return by_prompt
 
 
-def _extract_prompts(run: Run, encoder: LazyEncoder, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def _extract_prompts(
+    run: Run, encoder: LazyEncoder, prompts: Sequence[Prompt], missing: Sequence[Missing]
+) -> dict[str, Any]:
     done: dict[str, Any] = {}
     resolved = encoder.resolved
-    for prompt in prompts:
-        splits = {name: run.rows(name) for name in run.splits}
-        extraction = extract_rows(run.store(), encoder, prompt, splits.values())
+    for prompt, lacking in zip(prompts, missing, strict=True):
+        splits = [run.rows(name) for name in run.splits]
+        extraction = extract_rows(run.store(), encoder, prompt, splits, lacking)
         before = run.manifest["prompts"].get(prompt.name)
         if before and before["prompt"]["digest"] != prompt.digest:
             note(f"the prompt {prompt.name} has changed; fit its heads again")
@@ -248,15 +259,18 @@ class LazyEncoder:
 
 
 def extract_rows(
-    store: FeatureStore, encoder: LazyEncoder, prompt: Prompt, splits: Iterable[Rows]
+    store: FeatureStore,
+    encoder: LazyEncoder,
+    prompt: Prompt,
+    splits: Sequence[Rows],
+    missing: Missing | None = None,
 ) -> Extraction:
     """Extract all inputs of rows; an encoder's NaN is reported with the row that made it."""
-    splits = list(splits)
     inputs = SplitInputs(splits, prompt)
     by_prefix = encoder.resolved.shares_prefixes
     with extraction_bar() as bar:
         try:
-            return extract_inputs(inputs, store, encoder, bar, by_prefix=by_prefix)
+            return extract_inputs(inputs, store, encoder, bar, by_prefix=by_prefix, missing=missing)
         except NonFiniteError as error:
             for rows in splits:
                 position = find_row(rows, prompt, error.item)

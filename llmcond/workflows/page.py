@@ -19,7 +19,13 @@ from llmcond.workflows.features import RowFeatures
 from llmcond.workflows.ways import label, zeroshots
 
 #: What results of evaluations lack beside those of comparisons.
-_DEFAULTS: Mapping[str, Any] = {"seeds": (), "spearman_sd": None, "control": "", "difference": None}
+_DEFAULTS: Mapping[str, Any] = {
+    "seeds": (),
+    "spearman_sd": None,
+    "control": "",
+    "difference": None,
+    "against": None,
+}
 
 
 def page_of(
