@@ -15,8 +15,8 @@ from llmcond.datasets import read_dataset
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
 from llmcond.features.pairs import given_conditions, row_inputs
-from llmcond.listings import prompt_on_row
 from llmcond.prompts import load_prompt
+from llmcond.shown import prompt_on_row
 
 TRAIN = read_dataset(None).splits["train"]
 

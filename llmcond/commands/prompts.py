@@ -88,10 +88,10 @@ def _list(options: argparse.Namespace) -> None:
 
 
 def _show(options: argparse.Namespace) -> None:
-    from llmcond import listings
     from llmcond.encoders import EncoderOptions, resolve
     from llmcond.prompts import load_prompt
     from llmcond.report.console import note
+    from llmcond.shown import prompt_on_row
 
     prompt = load_prompt(options.prompt)
     if options.model is None and encoder_options(options) != EncoderOptions():
@@ -102,7 +102,7 @@ def _show(options: argparse.Namespace) -> None:
         resolved = resolve(options.model, encoder_options(options), identify=False)
         for assumption in resolved.assumed:
             note(f"assumed: {assumption}")
-    report = listings.prompt_on_row(prompt, dataset, options.split, options.row, resolved)
+    report = prompt_on_row(prompt, dataset, options.split, options.row, resolved)
     if options.json:
         print_json(report)
     else:
