@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from llmcond.encoders.adapter import (
+    CONFIG,
+    TUNED,
+    WEIGHTS,
+    Tuned,
+    identify,
+    read_lora,
+    read_tuned,
+)
 from llmcond.encoders.models import KnownModel, Package, find_model, known_names
 from llmcond.errors import LlmcondError, UserError, first_line, nearest
 from llmcond.files import digest_file, digest_files
@@ -44,27 +53,46 @@ class Checkpoint:
 
     Attributes:
         name: how messages and manifests call it.
-        folder: where its files lie.
+        folder: where its files lie; of an adapter, those of its base.
         known: its entry among the known models, if it has one.
-        repo: its name on the hub, if that is where it comes from.
+        repo: its name on the hub, if that is where it comes from; of an adapter, its base's.
+        adapter: the folder of the adapter that is put onto it, if it has one.
+        stated: what training recorded: settings by their names in ``EncoderOptions``, and
+            ``quantize`` where an adapter's base was quantised.
     """
 
     name: str
     folder: Path
     known: KnownModel | None = None
     repo: str | None = None
+    adapter: Path | None = None
+    stated: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def weights(self) -> str:
-        """Identify its content, as ``EncoderIdentity.weights`` does. A local one is read whole."""
+        """Identify its content, as ``EncoderIdentity.weights`` does. A local one is read whole.
+
+        Raises:
+            UserError: it is an adapter that was trained on another base.
+        """
         if self.repo is not None:
             # The cache names a snapshot's folder by its commit, whatever the revision was called.
-            return f"hub:{self.repo}@{self.folder.name}"
-        return f"sha256:{digest_files(self.folder, _deciding(self.folder))}"
+            own = f"hub:{self.repo}@{self.folder.name}"
+        else:
+            own = f"sha256:{digest_files(self.folder, _deciding(self.folder))}"
+        return own if self.adapter is None else identify(self.adapter, self.name, own)
+
+    @property
+    def source(self) -> str:
+        """Return where its files come from, for people."""
+        own = f"{self.repo}@{self.folder.name}" if self.repo else str(self.folder)
+        return own if self.adapter is None else f"{self.adapter} on {own}"
 
 
 def find_checkpoint(name_or_path: str, revision: str | None, like: str | None = None) -> Checkpoint:
     """Return the checkpoint for an alias, a hub name or a folder; of the hub, all but weights.
+
+    An adapter's is that of its base, which is found by what the adapter says.
 
     Args:
         name_or_path: alias, hub name or folder.
@@ -72,9 +100,17 @@ def find_checkpoint(name_or_path: str, revision: str | None, like: str | None = 
         like: a known model whose settings it has, for copies and fine-tuned ones.
 
     Raises:
-        UserError: an unknown model or revision, or a folder that holds no checkpoint.
+        UserError: an unknown model or revision, a folder that holds no checkpoint, or an adapter
+            that cannot be used.
         LlmcondError: the hub cannot be reached, or installed weights are not the official ones.
     """
+    return _find(name_or_path, revision, like, None)
+
+
+def _find(
+    name_or_path: str, revision: str | None, like: str | None, adapter: str | None
+) -> Checkpoint:
+    """Return a checkpoint, or the one that ``adapter`` belongs to."""
     if not name_or_path.strip():
         raise UserError(f"the model's name is empty. Known: {', '.join(known_names())}.")
     known = find_model(name_or_path)
@@ -86,7 +122,7 @@ def find_checkpoint(name_or_path: str, revision: str | None, like: str | None = 
                 f"a revision was given ({revision}), but {name_or_path} is a folder. A revision "
                 "belongs to a hub name; leave it out."
             )
-        return _from_folder(name_or_path, folder, kin)
+        return _from_folder(name_or_path, folder, kin, adapter)
     if known is not None and known.package is not None and revision is None:
         packaged = _package_folder(known.package)
         if packaged is not None:
@@ -98,12 +134,16 @@ def find_checkpoint(name_or_path: str, revision: str | None, like: str | None = 
         )
     repo = known.repo if known else name_or_path
     with _hub_errors(repo, revision, known):
-        found = _download(repo, revision, (*_SETTINGS, *_MODULES))
-    if not (found / "config.json").is_file():
-        raise UserError(
-            f"{repo} has no config.json, so it is no Hugging Face checkpoint that can be loaded."
-        )
-    return Checkpoint(known.name if known else repo, found, kin or _recognise(found), repo)
+        found = _download(repo, revision, (*_SETTINGS, *_MODULES, TUNED))
+        if not (found / "config.json").is_file():
+            found = _download(repo, found.name, (CONFIG, WEIGHTS, TUNED))
+    if (found / "config.json").is_file():
+        return _whole(known.name if known else repo, found, kin, repo)
+    if (found / CONFIG).is_file():
+        return _on_base(repo, found, kin, adapter)
+    raise UserError(
+        f"{repo} has no config.json, so it is no Hugging Face checkpoint that can be loaded."
+    )
 
 
 def fetch_weights(checkpoint: Checkpoint) -> None:
@@ -214,13 +254,110 @@ def _looks_like_hub_name(name: str) -> bool:
     return len(parts) == 2 and all(part and not part.startswith(".") for part in parts)
 
 
-def _from_folder(name: str, folder: Path, kin: KnownModel | None) -> Checkpoint:
-    if not (folder / "config.json").is_file():
+def _from_folder(
+    name: str, folder: Path, kin: KnownModel | None, adapter: str | None
+) -> Checkpoint:
+    if (folder / "config.json").is_file():
+        return _whole(name, folder, kin, None)
+    if (folder / CONFIG).is_file():
+        return _on_base(name, folder, kin, adapter)
+    raise UserError(
+        f"{name} is a folder without config.json, so not a Hugging Face checkpoint. Name the "
+        "folder that save_pretrained wrote."
+    )
+
+
+def _whole(name: str, folder: Path, kin: KnownModel | None, repo: str | None) -> Checkpoint:
+    """Return a checkpoint with weights of its own, and what training recorded of it."""
+    tuned = read_tuned(folder)
+    recorded = _recorded(tuned, folder)
+    if None not in (kin, recorded) and kin is not recorded:
+        raise _trained_as(name, recorded, kin)
+    known = kin or recorded or _recognise(folder)
+    return Checkpoint(name, folder, known, repo, stated=tuned.settings if tuned else {})
+
+
+def _on_base(name: str, folder: Path, kin: KnownModel | None, adapter: str | None) -> Checkpoint:
+    """Return the base of an adapter, with the adapter.
+
+    Args:
+        name: what messages call it.
+        folder: of the adapter.
+        kin: the known model that it is to be taken for.
+        adapter: another one whose base it would be.
+
+    Raises:
+        UserError: it cannot be used, or names no base that can be found.
+        LlmcondError: its base cannot be had now.
+    """
+    if adapter is not None:
         raise UserError(
-            f"{name} is a folder without config.json, so not a Hugging Face checkpoint. Name the "
-            "folder that save_pretrained wrote."
+            f"{name} is an adapter itself. Merge it into its own base with peft "
+            "(merge_and_unload), save that, and let it be the base."
         )
-    return Checkpoint(name, folder, kin or _recognise(folder))
+    config, tuned = read_lora(folder, name), read_tuned(folder)
+    recorded = _recorded(tuned, folder)
+    if tuned is not None:
+        where, key, named, revision = TUNED, "base", tuned.base, tuned.revision
+    else:
+        where, key, revision = CONFIG, "base_model_name_or_path", config.get("revision")
+        named = config.get(key)
+    if not isinstance(named, str) or not named.strip():
+        raise UserError(
+            f"{name} is an adapter, and its {where} does not name the encoder that it belongs to. "
+            f"Put its name or folder there, as {key}."
+        )
+    like = next((known.repo for known in (recorded, kin) if known), None)
+    base = _base(name, _beside(named, folder), revision, like, where)
+    if kin is not None and kin is not base.known:
+        raise _trained_as(name, base.known, kin)
+    stated = {**base.stated, **(tuned.settings if tuned else {})}
+    if tuned is not None and tuned.quantize != "none":
+        stated["quantize"] = tuned.quantize
+    return replace(base, name=name, adapter=folder, stated=stated)
+
+
+def _beside(named: str, folder: Path) -> str:
+    """Return the base that an adapter names, which may lie where the adapter does."""
+    there = find_model(named) is not None or Path(named).expanduser().is_dir()
+    return str(folder / named) if not there and (folder / named).is_dir() else named
+
+
+def _base(name: str, base: str, revision: str | None, like: str | None, where: str) -> Checkpoint:
+    known = find_model(base) is not None
+    local = not known and Path(base).expanduser().is_dir()
+    if not (known or local or _looks_like_hub_name(base)):
+        raise UserError(
+            f"{name} is an adapter of {base}, as its {where} says, which is no folder here, no "
+            "known name and no hub name (OWNER/NAME). Put its base there, or change what "
+            f"{where} says."
+        )
+    if local:
+        revision = None  # of another day, when it was on the hub
+    try:
+        return _find(base, revision, None if known else like, name)
+    except LlmcondError as error:
+        raise type(error)(
+            f"{name} is an adapter of {base}, as its {where} says, which cannot be had: {error}"
+        ) from error
+
+
+def _recorded(tuned: Tuned | None, folder: Path) -> KnownModel | None:
+    """Return the known model whose settings a checkpoint was trained with, if it has one's."""
+    if tuned is None or tuned.like is None:
+        return None
+    known = find_model(tuned.like)
+    if known is None:
+        raise UserError(
+            f"{folder / TUNED} says like {tuned.like!r}, no known model. "
+            f"{nearest(tuned.like, known_names())}"
+        )
+    return known
+
+
+def _trained_as(name: str, own: KnownModel | None, other: KnownModel | None) -> UserError:
+    trained, taken = (known.name if known else "no known model" for known in (own, other))
+    return UserError(f"{name} was trained as {trained}; it cannot be taken as {taken}.")
 
 
 def _recognise(folder: Path) -> KnownModel | None:

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from llmcond.encoders.architecture import build_on_meta, load_config, load_tokenizer
 from llmcond.encoders.device import default_token_budget
+from llmcond.encoders.loading import check_parts
 from llmcond.encoders.memory import Footprint, available, footprint
 from llmcond.encoders.models import PADDING_SIDE, KnownModel
 from llmcond.encoders.nv_embed import read_config
@@ -67,15 +68,18 @@ def _pooled(row: Tokens, pooling: str) -> list[bool]:
 
 
 def describe(resolved: ResolvedEncoder) -> dict[str, Any]:
-    """Return what is settled of an encoder, and the memory it needs on its device."""
+    """Return what is settled of an encoder, and the memory it needs on its device.
+
+    Raises:
+        UserError: it has an adapter that does not belong to it, or peft is not installed.
+    """
     identity, checkpoint = resolved.identity, resolved.checkpoint
     config = load_config(checkpoint, identity.attention)
+    check_parts(resolved, build_on_meta(config))
     return {
         **_known_facts(checkpoint.known),
         "name": checkpoint.name,
-        "source": f"{checkpoint.repo}@{checkpoint.folder.name}"
-        if checkpoint.repo
-        else str(checkpoint.folder),
+        "source": checkpoint.source,
         "pooling": identity.pooling,
         **_shared(identity),
         "dtype": identity.dtype,

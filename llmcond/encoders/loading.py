@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from llmcond.encoders.adapter import attach, check_adapter
 from llmcond.encoders.architecture import build_on_meta, quiet
 from llmcond.encoders.checkpoint import fetch_weights
 from llmcond.encoders.device import TORCH_DTYPES
@@ -40,24 +41,64 @@ class LoadedModel:
 def load_model(resolved: ResolvedEncoder, config: Any) -> LoadedModel:
     """Load the checkpoint's weights in the resolved type, on the resolved device.
 
+    An adapter is added to its base's weights; where those are quantised, its layers stay.
+
     Raises:
-        UserError: an architecture that transformers lacks, or quantisation without its library.
+        UserError: an architecture that transformers lacks, quantisation or an adapter without its
+            library, or an adapter of another architecture.
         LlmcondError: weights that do not fit the architecture, or no memory for them.
     """
     checkpoint, identity = resolved.checkpoint, resolved.identity
     arguments: dict[str, Any] = {"dtype": TORCH_DTYPES[identity.dtype]}
     if identity.quantize != "none":
         arguments["quantization_config"] = quantization(identity.quantize, identity.dtype)
-    size = footprint(build_on_meta(config))
+    empty = build_on_meta(config)
+    size = footprint(empty)
     placement = _placement(resolved, size)
     if placement == "auto":
         require(f"{checkpoint.name} must be spread over several devices", "accelerate")
+    check_parts(resolved, empty)
     fetch_weights(checkpoint)
     # With accelerate, weights go to a GPU one by one instead of all through the host's memory.
     if (placement != "cpu" and installed("accelerate")) or identity.quantize != "none":
         arguments["device_map"] = placement
+    network = _read(resolved, config, arguments, size)
+    _drop_pooler(network, resolved)
+    if checkpoint.adapter is not None:
+        merge = identity.quantize == "none"
+        network = attach(network, checkpoint.adapter, checkpoint.name, merge=merge)
+    if resolved.fold_latents:
+        _fold(network)
+    if "device_map" not in arguments:
+        network = network.to(resolved.device)
+    network = network.eval().requires_grad_(False)
+    dense, dim = load_dense(resolved, int(config.hidden_size))
+    return LoadedModel(network, dense, dim)
+
+
+def check_parts(resolved: ResolvedEncoder, network: Any) -> None:
+    """Refuse an adapter that does not belong to its base, before weights are downloaded.
+
+    Args:
+        resolved: the encoder.
+        network: its architecture without memory for weights, which is used up.
+
+    Raises:
+        UserError: it is another architecture's, or peft is not installed.
+        LlmcondError: its file is broken.
+    """
+    checkpoint = resolved.checkpoint
+    if checkpoint.adapter is not None:
+        _drop_pooler(network, resolved)
+        check_adapter(network, checkpoint.adapter, checkpoint.name)
+
+
+def _read(
+    resolved: ResolvedEncoder, config: Any, arguments: dict[str, Any], size: Footprint
+) -> Any:
+    checkpoint = resolved.checkpoint
     try:
-        network = read_network(resolved, config, arguments)
+        return read_network(resolved, config, arguments)
     except torch.OutOfMemoryError as error:
         raise _no_memory(resolved, size) from error
     except UnpicklingError as error:
@@ -70,16 +111,12 @@ def load_model(resolved: ResolvedEncoder, config: Any) -> LoadedModel:
         # For shapes that differ, transformers points at a report that it has not printed.
         why = "their shapes are not those of config.json" if _differ(error) else first_line(error)
         raise LlmcondError(f"the weights of {checkpoint.name} cannot be loaded: {why}.") from error
-    if resolved.fold_latents:
-        _fold(network)
-    if identity.pooling != "pooler" and getattr(network, "pooler", None) is not None:
+
+
+def _drop_pooler(network: Any, resolved: ResolvedEncoder) -> None:
+    if resolved.identity.pooling != "pooler" and getattr(network, "pooler", None) is not None:
         # Where its weights are missing, quantising leaves it broken; and it is not used.
         network.pooler = None
-    if "device_map" not in arguments:
-        network = network.to(resolved.device)
-    network = network.eval().requires_grad_(False)
-    dense, dim = load_dense(resolved, int(config.hidden_size))
-    return LoadedModel(network, dense, dim)
 
 
 def _fold(network: Any) -> None:

@@ -38,8 +38,13 @@ def quantization(quantize: str, dtype: Dtype) -> BitsAndBytesConfig:
     )
 
 
-def require(what: str, *names: str) -> None:
+def require(what: str, *names: str, extra: str = "quantize") -> None:
     """Refuse what needs libraries that are not installed.
+
+    Args:
+        what: that needs them.
+        names: of the libraries.
+        extra: of ours that installs them.
 
     Raises:
         UserError: naming them, and what installs them.
@@ -48,7 +53,7 @@ def require(what: str, *names: str) -> None:
     if absent:
         raise UserError(
             f"{what}, which needs {' and '.join(absent)}. "
-            "Install it: pip install 'llmcond[quantize]'"
+            f"Install it: pip install 'llmcond[{extra}]'"
         )
 
 

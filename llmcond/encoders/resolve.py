@@ -7,12 +7,19 @@ features without touching the weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from llmcond.encoders.checkpoint import Checkpoint, dense_folders, find_checkpoint
 from llmcond.encoders.models import default_prompt
-from llmcond.encoders.settings import Settings, check_code, check_kind, check_modules, pooling_of
+from llmcond.encoders.settings import (
+    Settings,
+    check_code,
+    check_kind,
+    check_modules,
+    pooling_of,
+    stated_beside,
+)
 from llmcond.encoders.spec import (
     ATTENTIONS,
     DTYPES,
@@ -153,11 +160,14 @@ def settle(
 ) -> ResolvedEncoder:
     """Settle every setting of a checkpoint that was found; see :func:`resolve`.
 
+    What the user left open is as the checkpoint was trained, where that is recorded.
+
     Raises:
         UserError: an option that the model cannot have.
     """
     from llmcond.encoders.device import default_token_budget
 
+    options = _as_trained(checkpoint, options)
     settings = Settings.read(checkpoint.folder)
     check_kind(checkpoint, settings)
     check_code(checkpoint, settings)
@@ -186,6 +196,12 @@ def settle(
             f"8 bit multiplies in float16, which {checkpoint.name} does not stand: "
             f"{checkpoint.known.no_float16}; prefer --quantize 4bit"
         )
+    trained = checkpoint.stated.get("quantize")
+    if trained is not None and options.quantize == "none":
+        assumed.append(
+            f"whole weights of the base, though its adapter was trained on {trained} ones "
+            f"(--quantize {trained})"
+        )
     return ResolvedEncoder(
         checkpoint=checkpoint,
         identity=identity,
@@ -197,6 +213,17 @@ def settle(
         fold_latents=options.fold_latents,
         share_prefixes=options.share_prefixes,
         budget_given=options.max_tokens_per_batch is not None,
+    )
+
+
+def _as_trained(checkpoint: Checkpoint, options: EncoderOptions) -> EncoderOptions:
+    """Fill what the user left open with what training recorded."""
+    stated = {**stated_beside(checkpoint), **checkpoint.stated}
+    if options.pooling in ("cls", "pooler", "latent"):
+        stated.pop("pool_over", None)  # it went with another pooling
+    return replace(
+        options,
+        **{key: value for key, value in stated.items() if getattr(options, key) is None},
     )
 
 

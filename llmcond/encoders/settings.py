@@ -156,6 +156,31 @@ def check_modules(checkpoint: Checkpoint, settings: Settings) -> None:
             )
 
 
+def stated_beside(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the settings that sentence-transformers wrote beside an adapter; {} without any.
+
+    Raises:
+        UserError: there is a module that would be left out.
+    """
+    if checkpoint.adapter is None or not (checkpoint.adapter / "modules.json").is_file():
+        return {}
+    settings = Settings.read(checkpoint.adapter)
+    check_modules(checkpoint, settings)
+    if any(_kind(module) == "Dense" for module in settings.modules):
+        raise UserError(
+            f"{checkpoint.name} is an adapter with a dense layer behind its pooling, which is not "
+            "supported; without it its vectors would be others. Merge the adapter into its base, "
+            "and save all of it."
+        )
+    length = settings.transformer.get("max_seq_length")
+    stated = {
+        "pooling": settings.pooling or None,
+        "normalize": settings.normalize,
+        "max_length": length if isinstance(length, int) else None,
+    }
+    return {name: value for name, value in stated.items() if value is not None}
+
+
 def check_kind(checkpoint: Checkpoint, settings: Settings) -> None:
     """Refuse a checkpoint that is no encoder by itself, or not the one that it is taken for.
 
@@ -170,8 +195,9 @@ def check_kind(checkpoint: Checkpoint, settings: Settings) -> None:
         )
     if (checkpoint.folder / "adapter_config.json").is_file():
         raise UserError(
-            f"{checkpoint.name} holds an adapter, which is not applied. Merge it into its encoder "
-            "(merge_and_unload in peft), save that, and name its folder."
+            f"{checkpoint.name} holds an adapter, which is not applied to the weights beside "
+            "it. Take config.json away, and it is applied to the base that it names; or take away "
+            "adapter_config.json."
         )
 
 

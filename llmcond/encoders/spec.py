@@ -93,7 +93,8 @@ class EncoderIdentity:
     Device, batch size and paths are left out on purpose: they may change rounding, not meaning.
 
     Attributes:
-        weights: ``hub:NAME@COMMIT``, or ``sha256:DIGEST`` of a local checkpoint's files.
+        weights: ``hub:NAME@COMMIT``, or ``sha256:DIGEST`` of a local checkpoint's files; of an
+            adapter ``sha256:DIGEST on`` those of its base.
         dtype: the type the weights and activations are computed in.
         quantize: ``none``, ``8bit`` or ``4bit``.
         attention: ``bidirectional`` or ``causal``.
