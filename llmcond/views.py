@@ -116,19 +116,33 @@ class View:
         Args:
             read: gives the features of the prompts for these sentences and their conditions.
         """
-        if self.features == "separate":
-            return read(self.prompts[0], "conditional")
         parts: list[Matrix] = []
-        for prompt in self.prompts:
+        for prompt, subtracts in self.terms():
             found = read(prompt, "conditional")
-            if self._subtracts(prompt):
-                found = Difference(found, read(prompt, "unconditional"))
-            parts.append(found)
+            parts.append(Difference(found, read(prompt, "unconditional")) if subtracts else found)
         return parts[0] if len(parts) == 1 else Joined(parts)
 
     def condition(self, read: Read) -> Matrix | None:
         """Return the features of the conditions, (n, dim_c), if the head takes them."""
-        return read(self._conditions(), "unconditional") if self.conditioned else None
+        prompt = self.of_condition()
+        return None if prompt is None else read(prompt, "unconditional")
+
+    def terms(self) -> list[tuple[Prompt, bool]]:
+        """Return the prompts of a sentence's features, and whether each has e(c) subtracted."""
+        return [(prompt, self._subtracts(prompt)) for prompt in self.prompts]
+
+    def of_condition(self) -> Prompt | None:
+        """Return the prompt whose unconditional features are those of the condition, if wanted."""
+        return self._conditions() if self.conditioned else None
+
+    def needed(self) -> list[tuple[Prompt, Part]]:
+        """Return every part of every prompt that is needed, each once."""
+        found: list[tuple[Prompt, Part]] = []
+        for prompt, subtracts in self.terms():
+            found.append((prompt, "conditional"))
+            if subtracts or prompt is self.of_condition():
+                found.append((prompt, "unconditional"))
+        return found
 
     def check_texts(self) -> None:
         """Refuse controls, which have nothing to tell of a text under a condition of one's own.
@@ -155,13 +169,8 @@ class View:
             UserError: a prompt is a control, whose inputs are those of a whole split.
         """
         self.check_texts()
-        of_condition = self._conditions() if self.conditioned else None
-        columns = []
-        for prompt in self.prompts:
-            columns.append([prompt.conditional.render(*row) for row in rows])
-            if self._subtracts(prompt) or prompt is of_condition:
-                columns.append([prompt.unconditional.render(*row) for row in rows])
-        return columns
+        templates = [getattr(prompt, part) for prompt, part in self.needed()]
+        return [[template.render(*row) for row in rows] for template in templates]
 
 
 def view_of(recipe: Recipe, prompts: Sequence[Prompt], subtract: bool) -> View:

@@ -62,7 +62,13 @@ class Engine:
     """
 
     def __init__(
-        self, model: LoadedModel, resolved: ResolvedEncoder, pad_id: int, at_once: int = 1
+        self,
+        model: LoadedModel,
+        resolved: ResolvedEncoder,
+        pad_id: int,
+        at_once: int = 1,
+        *,
+        frozen: bool = True,
     ) -> None:
         """Find the fastest way that gives the right vectors.
 
@@ -71,6 +77,7 @@ class Engine:
             resolved: what it was loaded for.
             pad_id: fills rows up.
             at_once: threads that run it.
+            frozen: whether its weights stay as they are, and may be laid out for products.
         """
         self.model, self.identity = model, resolved.identity
         self.shares = resolved.shares_prefixes
@@ -90,14 +97,27 @@ class Engine:
         # the memory.
         self._turn = nullcontext() if self._out.type == "cpu" else threading.Lock()
         self.packs = self._settle()
-        if self.packs and self._prepacks():
+        if self.packs and frozen and self._prepacks():
             prepack(model.network)
+            self._way = replace(self._way, step=STEP)
+        elif self.packs and not frozen and self._out.type == "cpu":
+            # Products in 16 bit are prepared for each number of rows here too.
             self._way = replace(self._way, step=STEP)
 
     @property
     def device(self) -> torch.device:
         """Return where token ids are put."""
         return self._way.device
+
+    @property
+    def out(self) -> torch.device:
+        """Return where vectors are given."""
+        return self._out
+
+    @property
+    def dim(self) -> int:
+        """Return the size of its vectors."""
+        return self.model.dim
 
     # -- batches -------------------------------------------------------------------------------
 
@@ -129,15 +149,49 @@ class Engine:
                 done.update(inputs)
             waiting = [index for index in waiting if index not in done]
 
+    def embed(self, rows: Sequence[Tokens], *, padded: bool = False) -> Tensor:
+        """Return the vectors of inputs, (n, dim) in float32, with their gradients.
+
+        In the batches that :meth:`run` computes, but all of them are kept until gradients are
+        taken, so that memory grows with the number of inputs.
+
+        Args:
+            rows: the inputs.
+            padded: whether none is packed, to compare with.
+
+        Raises:
+            OutOfMemoryError: they do not fit.
+        """
+        order: list[int] = []
+        parts: list[Tensor] = []
+        everything = list(range(len(rows)))
+        try:
+            for inputs, forward in self._plan(rows, everything, self.budget, padded=padded):
+                forward.prepare()
+                parts.append(self._embedded(forward))
+                order += inputs
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                f"ran out of memory on {self._out} with {sum(len(row.ids) for row in rows):,} "
+                "tokens in one step."
+            ) from error
+        back = torch.empty(len(order), dtype=torch.long)
+        back[torch.tensor(order)] = torch.arange(len(order))
+        # Not parts[back]: gradients of an index are added in any order on several threads.
+        return torch.cat(parts).index_select(0, back.to(self._out))
+
     def _plan(
-        self, rows: Sequence[Tokens], waiting: list[int], budget: int
+        self, rows: Sequence[Tokens], waiting: list[int], budget: int, padded: bool = False
     ) -> Iterator[tuple[list[int], Forward]]:
         """Yield batches, those that are padded first."""
-        padded = [i for i in waiting if not self.packs or len(rows[i].ids) > self._longest]
-        for batch in plan_batches([len(rows[i].ids) for i in padded], budget):
-            inputs = [padded[place] for place in batch]
+        packs = self.packs and not padded
+        apart = [i for i in waiting if not packs or len(rows[i].ids) > self._longest]
+        for batch in plan_batches([len(rows[i].ids) for i in apart], budget):
+            inputs = [apart[place] for place in batch]
             yield inputs, PaddedForward(self._way, [rows[i] for i in inputs])
-        rest = sorted(set(waiting) - set(padded))
+        rest = sorted(set(waiting) - set(apart))
         chosen = [rows[i] for i in rest]
         if self.shares:
             batches = pack_shared([row.ids for row in chosen], budget)
@@ -162,12 +216,14 @@ class Engine:
     def _compute(self, forward: Forward) -> NDArray[np.float32]:
         forward.prepare()
         with self._turn:
-            pooled = self.model.dense(forward.pooled().to(self._out))
-            if self.identity.normalize:
-                pooled = torch.nn.functional.normalize(pooled, dim=1)
+            pooled = self._embedded(forward)
         # Not in turn: the next thread queues its work while this one waits for the device.
         array: NDArray[np.float32] = pooled.cpu().numpy()
         return array
+
+    def _embedded(self, forward: Forward) -> Tensor:
+        pooled: Tensor = self.model.dense(forward.pooled().to(self._out))
+        return torch.nn.functional.normalize(pooled, dim=1) if self.identity.normalize else pooled
 
     def _shrink(self, budget: int, n_tokens: int, rows: Sequence[Tokens]) -> None:
         # Where prefixes are shared, inputs that are the same cannot be parted.

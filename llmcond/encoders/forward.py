@@ -193,7 +193,9 @@ class PackedForward:
     def pooled(self) -> Tensor:
         """See :class:`Forward`."""
         hidden = self.hidden()
-        hidden = hidden[self._places.to(hidden.device)]
+        places = self._places.to(hidden.device)
+        # Not hidden[places]: gradients of an index are added one by one, in any order.
+        hidden = hidden.index_select(0, places.flatten()).view(*places.shape, -1)
         if self._way.pooling == "pooler":
             pooled: Tensor = self._way.network.pooler(hidden).float()
             return pooled

@@ -125,7 +125,7 @@ def conditions(weights: Weights, settings: Any, batch: Batch, ops: Ops) -> tuple
     """
     c, which = batch.c, batch.which
     if ops.training and settings.masks == "own":
-        c, which = c.index_select(0, which), torch.arange(len(which))
+        c, which = c.index_select(0, which), torch.arange(len(which), device=c.device)
     if settings.transform:
         c = apply(weights, "transform", ops.dropout(c), ops)
     return c, which

@@ -78,7 +78,7 @@ class Ops:
         if self._masks is None or self._kept == 65_536:
             return values
         drawn = self._masks.integers(65_536, size=tuple(values.shape), dtype=np.uint16)
-        scale = torch.from_numpy(drawn < self._kept).to(values.dtype)
+        scale = torch.from_numpy(drawn < self._kept).to(values)
         return values * scale.mul_(65_536 / self._kept)
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -141,14 +141,14 @@ def by_condition(x: Tensor, which: Tensor, factors: list[Tensor], ops: Ops) -> T
     order = torch.argsort(which, stable=True)
     ordered = which[order]
     begins = torch.cumsum(rows, 0) - rows
-    rank = torch.arange(len(x)) - begins[ordered]
+    rank = torch.arange(len(x), device=x.device) - begins[ordered]
     place = (torch.cumsum(pieces, 0) - pieces)[ordered] * width + rank
     total = int(pieces.sum())
     grouped = x.new_zeros(total * width, x.shape[1]).index_copy(0, place, x[order])
     grouped = grouped.view(total, width, -1)
     # As a rule every condition is one piece, and no matrix is copied at all.
     whole = bool((pieces == 1).all())
-    owner = torch.repeat_interleave(torch.arange(count), pieces)
+    owner = torch.repeat_interleave(torch.arange(count, device=x.device), pieces)
     for factor in factors:
         # Not factor[owner]: gradients of an index are added in any order on several threads.
         grouped = ops.batched(grouped, factor if whole else factor.index_select(0, owner))

@@ -239,6 +239,12 @@ def stretches(pair: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.cumsum(np.diff(pair, prepend=pair[:1]) != 0).astype(np.int64)
 
 
+def neighbours(stretch: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the positions, (p, 2), of adjacent rows of one stretch, whose rows are two at most."""
+    first = np.flatnonzero(stretch[1:] == stretch[:-1])
+    return np.stack([first, first + 1], axis=1)
+
+
 def find_twos(pair: NDArray[np.int64], numbers: NDArray[np.int64] | None) -> NDArray[np.int64]:
     """Return the positions, (p, 2), of the rows that stand in twos.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -41,6 +41,7 @@ class _About:
     kind: str
     description: str
     source: str
+    finetune: dict[str, Any] = field(default_factory=dict)
 
 
 _ABOUT = tuple(item.name for item in fields(_About))
@@ -57,6 +58,8 @@ class Recipe:
         family: the kind of head.
         settings: an instance of the family's settings.
         path: what :func:`load_recipe` found it by.
+        finetune: how an encoder is trained with it, where its authors did: settings of
+            ``train-lora`` that go before the defaults.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Recipe:
     family: Family
     settings: Any
     path: str = ""
+    finetune: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def dim(self) -> int | None:
@@ -92,19 +96,7 @@ class Recipe:
         Raises:
             UserError: an unknown setting, or text that is no such number.
         """
-        kinds = {item.name: str(item.type) for item in fields(self.family.settings)}
-        parsed: dict[str, Any] = {}
-        for key, text in changes.items():
-            if key not in kinds:
-                raise UserError(
-                    f"{source}: the head {self.name} has no setting {key!r}. {nearest(key, kinds)} "
-                    f"Settings: {', '.join(kinds) or 'none'}."
-                )
-            try:
-                parsed[key] = _READERS[kinds[key]](text)
-            except (KeyError, ValueError) as error:
-                raise UserError(f"{source}: {key} is {text!r}, not {kinds[key]}.") from error
-        return parsed
+        return parse_settings(self.family.settings, changes, source, f"the head {self.name}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the recipe as head.json records it."""
@@ -119,6 +111,29 @@ _READERS: Mapping[str, Callable[[str], Any]] = {
     "str": str,
     "bool": {"true": True, "false": False}.__getitem__,
 }
+
+
+def parse_settings(
+    settings: type[Any], changes: Mapping[str, str], source: str, what: str
+) -> dict[str, Any]:
+    """Return values that were given as text in the types of a dataclass's fields.
+
+    Raises:
+        UserError: a setting that ``what`` does not have, or text that is no such number.
+    """
+    kinds = {item.name: str(item.type) for item in fields(settings)}
+    parsed: dict[str, Any] = {}
+    for key, text in changes.items():
+        if key not in kinds:
+            raise UserError(
+                f"{source}: {what} has no setting {key!r}. {nearest(key, kinds)} "
+                f"Settings: {', '.join(kinds) or 'none'}."
+            )
+        try:
+            parsed[key] = _READERS[kinds[key]](text)
+        except (KeyError, ValueError) as error:
+            raise UserError(f"{source}: {key} is {text!r}, not {kinds[key]}.") from error
+    return parsed
 
 
 def load_recipe(name_or_file: str) -> Recipe:
@@ -140,6 +155,7 @@ def load_recipe(name_or_file: str) -> Recipe:
         family=family,
         settings=build(family.settings, settings, str(path)),
         path=str(path.absolute()),
+        finetune=described.finetune,
     )
 
 

@@ -29,7 +29,14 @@ from llmcond.heads.arrays import (
 )
 from llmcond.heads.base import Family, Fit, OnEpoch, PairArrays, Tensors
 from llmcond.heads.networks import Batch, Network, Ops, Weights
-from llmcond.heads.objectives import ObjectiveSettings, count_ties, find_twos, objective, stretches
+from llmcond.heads.objectives import (
+    ObjectiveSettings,
+    count_ties,
+    find_twos,
+    neighbours,
+    objective,
+    stretches,
+)
 
 _T = TypeVar("_T")
 
@@ -250,7 +257,7 @@ def train(
     )
     half = _half(settings.precision, n_parameters)
     ops = Ops(settings.dropout, np.random.Generator(np.random.SFC64(seed)), half)
-    contrast = _contrast(pairs, settings)
+    contrast = check_twos(pairs.pair, pairs.number, pairs.rating, settings)
     if pairs.pair is not None:
         # A pair that occurs again elsewhere is another two.
         pairs = replace(pairs, pair=stretches(pairs.pair))
@@ -318,22 +325,37 @@ def _half(precision: str, n_parameters: int) -> bool:
     return precision == "bfloat16"
 
 
-def _contrast(pairs: PairArrays, settings: TrainingSettings) -> dict[str, int]:
-    """Check that rows stand in twos where an objective contrasts them; count those and ties."""
+def check_twos(
+    pair: NDArray[np.int64] | None,
+    number: NDArray[np.int64] | None,
+    rating: NDArray[np.float64],
+    settings: ObjectiveSettings,
+) -> dict[str, int]:
+    """Check that rows stand in twos where an objective contrasts them; count those and ties.
+
+    Args:
+        pair: (n,) the sentence pair of each row.
+        number: (n,) what messages call a row; its position from 1 where it is None.
+        rating: (n,).
+        settings: what is minimised.
+
+    Raises:
+        UserError: rows that do not, or no pairs.
+    """
     if not settings.contrasts:
         return {}
-    if pairs.pair is None:
+    if pair is None:
         raise UserError(
             "info_nce and quadruplet contrast the two conditions of a sentence pair, and no pairs "
             "were given: PairArrays(..., pair=...)."
         )
-    twos = find_twos(pairs.pair, pairs.number)
+    twos = find_twos(pair, number)
     if not len(twos):
         raise UserError(
             "info_nce and quadruplet contrast the two conditions of a sentence pair, and no "
             "sentence pair has two rated rows. Use mse, cosent or ranking instead."
         )
-    counted = count_ties(twos, pairs.rating)
+    counted = count_ties(twos, rating)
     return {"n_twos": counted.n_twos, "n_tied_twos": counted.n_tied}
 
 
@@ -487,9 +509,7 @@ class _Loader:
     def _twos(self, rows: NDArray[np.int64]) -> Tensor | None:
         if not self._settings.contrasts or self._pairs.pair is None:
             return None
-        pair = self._pairs.pair[rows]
-        first = np.flatnonzero(pair[1:] == pair[:-1])
-        return torch.from_numpy(np.stack([first, first + 1], axis=1))
+        return torch.from_numpy(neighbours(self._pairs.pair[rows]))
 
 
 @dataclass(frozen=True, eq=False)
