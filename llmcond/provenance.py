@@ -19,7 +19,9 @@ _LIBRARIES = (
     "tokenizers",
     "torch",
     "transformers",
+    "accelerate",
     "bitsandbytes",
+    "peft",
 )
 
 

@@ -21,7 +21,7 @@ from llmcond.datasets import Columns, Dataset, RatingScale
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
 from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full, nearest
 from llmcond.features.store import FeatureStore, StoreDtype
-from llmcond.files import check_format, read_json, write_json
+from llmcond.files import check_format, read_json, replacing, write_json
 from llmcond.heads import FittedHead, load_head
 from llmcond.prompts import Prompt, prompt_from_json
 from llmcond.provenance import provenance
@@ -29,6 +29,8 @@ from llmcond.rows import Rows, load_rows, save_rows
 from llmcond.views import View
 
 FORMAT = 1
+#: What ``run.json`` calls an encoder that lies in the run's own folder, wherever that is.
+HERE = "."
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +107,14 @@ class Run:
         encoder = self.manifest["encoder"]
         where = {"device": device, "revision": encoder["revision"], "like": encoder.get("like")}
         options = EncoderOptions.of({**self.identity.to_json(), **where})
-        resolved = resolve(self.manifest["encoder"]["model"], options)
+        model = str(self.folder) if encoder["model"] == HERE else encoder["model"]
+        resolved = resolve(model, options)
         self.check_encoder(resolved)
         return replace(resolved, checkpoint=replace(resolved.checkpoint, name=self.encoder_name))
 
     def record_model(self, model: str) -> None:
         """Note where the encoder is found now; its identity is checked to be the run's."""
-        if self.manifest["encoder"]["model"] == model:
+        if self.manifest["encoder"]["model"] in (model, HERE):
             return
         with FileLock(self.folder / ".lock"):
             self.manifest = read_json(self.folder / "run.json")
@@ -385,25 +388,7 @@ def create_run(
         UserError: the folder cannot be written.
         DiskFullError: no room.
     """
-    identity = resolved.identity
-    commit = identity.weights.partition("@")[2] if identity.weights.startswith("hub:") else None
-    manifest = {
-        "format": FORMAT,
-        "encoder": {
-            "name": resolved.checkpoint.name,
-            "model": where_model(model, resolved),
-            "revision": commit,
-            "like": resolved.checkpoint.known.repo if resolved.checkpoint.known else None,
-            "fingerprint": identity.fingerprint,
-            "identity": identity.to_json(),
-            "default_prompt": resolved.default_prompt,
-            "assumed": list(resolved.assumed),
-        },
-        "store_dtype": store_dtype,
-        "data": dataset.to_json(),
-        "prompts": {},
-        **provenance(),
-    }
+    manifest = _manifest(where_model(model, resolved), resolved, dataset, store_dtype)
     temporary: Path | None = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -423,6 +408,46 @@ def create_run(
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
     return Run(folder, manifest)
+
+
+def complete_run(
+    folder: Path, resolved: ResolvedEncoder, dataset: Dataset, store_dtype: StoreDtype
+) -> Run:
+    """Make a run of the folder that holds its encoder; ``run.json`` comes last.
+
+    Raises:
+        UserError: the folder cannot be written.
+        DiskFullError: no room.
+    """
+    manifest = _manifest(HERE, resolved, dataset, store_dtype)
+    with replacing(folder / "rows.parquet") as path:
+        save_rows(path, dataset.splits)
+    write_json(folder / "run.json", manifest)
+    return Run(folder, manifest)
+
+
+def _manifest(
+    model: str, resolved: ResolvedEncoder, dataset: Dataset, store_dtype: StoreDtype
+) -> dict[str, Any]:
+    identity = resolved.identity
+    commit = identity.weights.partition("@")[2] if identity.weights.startswith("hub:") else None
+    return {
+        "format": FORMAT,
+        "encoder": {
+            "name": resolved.checkpoint.name,
+            "model": model,
+            "revision": commit,
+            "like": resolved.checkpoint.known.repo if resolved.checkpoint.known else None,
+            "fingerprint": identity.fingerprint,
+            "identity": identity.to_json(),
+            "default_prompt": resolved.default_prompt,
+            "assumed": list(resolved.assumed),
+        },
+        "store_dtype": store_dtype,
+        "data": dataset.to_json(),
+        "prompts": {},
+        **provenance(),
+    }
 
 
 def where_model(model: str, resolved: ResolvedEncoder) -> str:

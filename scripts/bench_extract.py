@@ -21,6 +21,7 @@ import resource
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -207,13 +208,15 @@ def work(connection: Connection, task: dict[str, Any]) -> None:
         )
 
 
-def measure(tasks: dict[str, dict[str, Any]], rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """Let every way encode the texts as often as there are rounds, in turn."""
+def measure(
+    tasks: dict[str, dict[str, Any]], rounds: int, target: Callable[..., None] = work
+) -> dict[str, list[dict[str, Any]]]:
+    """Let every way have a turn as often as there are rounds, each in a process of its own."""
     context = multiprocessing.get_context("spawn")
     workers = {}
     for name, task in tasks.items():
         ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(theirs, task), daemon=True)
+        process = context.Process(target=target, args=(theirs, task), daemon=True)
         process.start()
         if ours.recv() != "ready":
             raise SystemExit(f"{name} could not be loaded; see above.")

@@ -182,6 +182,7 @@ class NVEmbedModel(PreTrainedModel):  # type: ignore[misc]
     _no_split_modules = ("MistralDecoderLayer", "LatentAttention")
     _supports_sdpa = True
     _supports_attention_backend = True
+    supports_gradient_checkpointing = True
 
     def __init__(self, config: LatentConfig) -> None:
         super().__init__(config)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -71,6 +72,56 @@ class FitBar:
         """Show the epoch that is done."""
         detail = f"epoch {epoch}, dev Spearman {100 * score:.1f}"
         self._progress.update(self._task, completed=epoch, total=epochs, detail=detail)
+
+
+class Training(Protocol):
+    """How far a training is."""
+
+    @property
+    def step(self) -> int:
+        """Return the steps done."""
+        ...
+
+    @property
+    def curve(self) -> Sequence[Mapping[str, Any]]:
+        """Return an entry for each evaluation."""
+        ...
+
+    @property
+    def best_score(self) -> float | None:
+        """Return the best on dev."""
+        ...
+
+
+class TrainBar:
+    """A progress bar for training: steps, the loss, and the best score on dev."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("training", total=None, detail="")
+        self._shown = 0
+
+    def on_step(self, done: Training, steps: int, loss: float) -> None:
+        """Show the step that is done; an evaluation in a line of its own, which stays."""
+        best = "" if done.best_score is None else f", best dev {100 * done.best_score:.1f}"
+        detail = f"step {done.step:,} of {steps:,}, loss {loss:.4f}{best}"
+        self._progress.update(self._task, completed=done.step, total=steps, detail=detail)
+        for entry in done.curve[self._shown :]:
+            if entry["step"] == done.step:
+                score = entry["dev_spearman"]
+                shown = "undefined" if score is None else f"{100 * score:.1f}"
+                note(
+                    f"step {entry['step']:,}, epoch {entry['epoch']}: loss {entry['loss']:.4f}, "
+                    f"dev Spearman {shown}"
+                )
+        self._shown = len(done.curve)
+
+
+@contextmanager
+def train_bar() -> Iterator[TrainBar]:
+    """Show a bar for one training."""
+    with _progress() as progress:
+        yield TrainBar(progress)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from llmcond.workflows.compare import CompareOptions, Comparison, compare_prompt
 from llmcond.workflows.embed import embed_file
 from llmcond.workflows.evaluate import evaluate
 from llmcond.workflows.extract import extract
+from llmcond.workflows.finetune import HeadChoice, train_lora
 from llmcond.workflows.fit import fit_head
 from llmcond.workflows.sweep import SweepResult, sweep
 
@@ -14,6 +15,7 @@ __all__ = [
     "CompareOptions",
     "Comparison",
     "DataOptions",
+    "HeadChoice",
     "SweepResult",
     "analyse",
     "check_model",
@@ -23,4 +25,5 @@ __all__ = [
     "extract",
     "fit_head",
     "sweep",
+    "train_lora",
 ]

@@ -55,12 +55,12 @@ def extract(
     existing = open_run(run_folder) if run_exists(run_folder) else None
     # All that can be wrong in files is found before a model is looked for, or downloaded.
     named = [load_prompt(name) for name in prompts]
-    dataset = None if existing else _read_and_tell(data)
+    dataset = None if existing else read_and_tell(data)
     resolved = resolve(model, options)
     for assumption in resolved.assumed:
         note(f"assumed: {assumption}")
     chosen = named or [load_prompt(resolved.default_prompt)]
-    _check_prompts(chosen, resolved)
+    check_prompts(chosen, resolved)
     check_workers(workers, resolved)
     created = None
     if dataset is not None:
@@ -88,7 +88,7 @@ def extract(
         raise
 
 
-def _read_and_tell(data: DataOptions) -> Dataset:
+def read_and_tell(data: DataOptions) -> Dataset:
     """Read a data set and tell what was decided and what is odd about it."""
     dataset = data.read()
     for text in (*dataset.notes, *_data_notes(dataset)):
@@ -111,7 +111,12 @@ def check_named_once(prompts: Sequence[Prompt]) -> None:
             )
 
 
-def _check_prompts(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None:
+def check_prompts(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None:
+    """Refuse prompts of one name, and those whose inputs an encoder cannot take.
+
+    Raises:
+        UserError: naming the prompt, and those that go with the encoder.
+    """
     check_named_once(prompts)
     for prompt in prompts:
         obstacle = prompt.obstacle(resolved.identity)
@@ -200,14 +205,7 @@ def _extract_prompts(
         before = run.manifest["prompts"].get(prompt.name)
         if before and before["prompt"]["digest"] != prompt.digest:
             note(f"the prompt {prompt.name} has changed; fit its heads again")
-        record = {
-            "n_inputs": extraction.n_inputs,
-            "n_computed": extraction.n_computed,
-            "n_truncated": extraction.n_truncated,
-            "max_length": resolved.identity.max_length,
-            "device": resolved.device,
-            "share_prefixes": resolved.shares_prefixes,
-        }
+        record = extraction_record(extraction, resolved)
         run.record_prompt(prompt, record)
         done[prompt.name] = {
             **record,
@@ -221,6 +219,18 @@ def _extract_prompts(
         "fingerprint": run.identity.fingerprint,
         "dtype": resolved.identity.dtype,
         "prompts": done,
+    }
+
+
+def extraction_record(done: Extraction, resolved: ResolvedEncoder) -> dict[str, Any]:
+    """Return what a run's manifest keeps of an extraction."""
+    return {
+        "n_inputs": done.n_inputs,
+        "n_computed": done.n_computed,
+        "n_truncated": done.n_truncated,
+        "max_length": resolved.identity.max_length,
+        "device": resolved.device,
+        "share_prefixes": resolved.shares_prefixes,
     }
 
 

@@ -1,0 +1,184 @@
+"""Loading an encoder to be trained: its weights, its adapters, and a way through it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from llmcond.encoders.architecture import load_config, load_tokenizer
+from llmcond.encoders.direction import check_direction
+from llmcond.encoders.engine import Engine, OutOfMemoryError, is_out_of_memory
+from llmcond.encoders.loading import LoadedModel, load_model
+from llmcond.encoders.resolve import ResolvedEncoder
+from llmcond.encoders.tokenizing import InputTokenizer, Tokens
+from llmcond.errors import LlmcondError, UserError, first_line
+from llmcond.finetune.settings import TuneSettings
+from llmcond.finetune.targets import add_adapters
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """An encoder that can be trained.
+
+    Attributes:
+        resolved: what it was loaded for.
+        tokenizer: from inputs to tokens.
+        engine: around its network.
+        adapted: peft's model around the network; None where all of it is trained.
+    """
+
+    resolved: ResolvedEncoder
+    tokenizer: InputTokenizer
+    engine: Engine
+    adapted: Any
+
+    @property
+    def network(self) -> Any:
+        """Return the encoder's network, in which adapters are put in place."""
+        return self.engine.model.network
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many of the encoder's weights are trained, and how many there are.
+
+        Those of adapters are no part of the encoder's own; quantised ones are counted as if not.
+        """
+        trained = total = 0
+        for name, value in self.network.named_parameters():
+            trained += value.numel() if value.requires_grad else 0
+            if "lora_" not in name:
+                # bitsandbytes holds two weights of 4 bit in a byte.
+                total += value.numel() * (2 if value.dtype == torch.uint8 else 1)
+        return trained, total
+
+
+def prepare_accelerator(resolved: ResolvedEncoder) -> Accelerator:
+    """Return what computes on one device, or on those of several processes launched together."""
+    # Products in the resolved type; the loss and what stands before it in float32.
+    precision = {"bfloat16": "bf16", "float16": "fp16"}.get(resolved.identity.dtype, "no")
+    # Of an earlier training in this process, which may have had another precision.
+    AcceleratorState._reset_state()
+    return Accelerator(mixed_precision=precision, cpu=resolved.device == "cpu")
+
+
+def check_trainable(resolved: ResolvedEncoder, settings: TuneSettings) -> None:
+    """Refuse what cannot be trained, before anything is loaded.
+
+    Raises:
+        UserError: an adapter, or quantised weights that are all to be trained.
+    """
+    identity, name = resolved.identity, resolved.checkpoint.name
+    if resolved.checkpoint.adapter is not None:
+        raise UserError(
+            f"{name} is an adapter already. Merge it first (train-lora --merge), or train its base "
+            "encoder."
+        )
+    if settings.full and identity.quantize != "none":
+        raise UserError(
+            f"--rank full trains every weight, and {identity.quantize} weights cannot be trained. "
+            "Give a --rank such as 16, or leave out --quantize."
+        )
+
+
+def load_trainable(resolved: ResolvedEncoder, settings: TuneSettings, seed: int) -> Trainable:
+    """Load an encoder, frozen but for its adapters, or whole.
+
+    On a CPU, or where all of it is trained, weights are in float32 and products in the resolved
+    type; else frozen weights are in the resolved type, and adapters in float32.
+
+    Args:
+        resolved: the encoder.
+        settings: what is trained of it.
+        seed: of the adapters' first weights.
+
+    Raises:
+        UserError: as :func:`check_trainable`, or a target that it lacks.
+        LlmcondError: it cannot be loaded, or the device cannot compute gradients through it.
+    """
+    check_trainable(resolved, settings)
+    identity, name = resolved.identity, resolved.checkpoint.name
+    if settings.full or (resolved.device == "cpu" and identity.quantize == "none"):
+        # What is folded has no gradient of its own weights.
+        resolved = replace(
+            resolved,
+            identity=replace(identity, dtype="float32"),
+            fold_latents=resolved.fold_latents and not settings.full,
+        )
+    config = load_config(resolved.checkpoint, identity.attention)
+    tokenizer = InputTokenizer(load_tokenizer(resolved.checkpoint, config), identity, name)
+    if not settings.encoder_dropout:
+        _without_dropout(config)
+    loaded = load_model(resolved, config)
+    _keep_unpacked(loaded.network)
+    torch.manual_seed(seed)
+    adapted = None
+    if settings.full:
+        loaded.network.requires_grad_(True)
+    else:
+        adapted = add_adapters(loaded.network, settings, name)
+    engine = _engine(loaded, resolved, tokenizer.pad_id)
+    if settings.gradient_checkpointing:
+        _checkpoint_gradients(loaded.network, name)
+    trainable = Trainable(resolved, tokenizer, engine, adapted)
+    _try_out(trainable)
+    return trainable
+
+
+def _without_dropout(config: Any) -> None:
+    """Set every dropout of a config to 0, that on attention weights included."""
+    for key, value in vars(config).items():
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, 0.0)
+
+
+def _keep_unpacked(network: Any) -> None:
+    """Keep bitsandbytes from packing 4 bit weights on a CPU: it can take no gradients then."""
+    for module in network.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def _checkpoint_gradients(network: Any, name: str) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # it is about to have another name
+            network.gradient_checkpointing_enable({"use_reentrant": False})
+    except (AttributeError, ValueError) as error:
+        raise UserError(
+            f"{name} cannot compute activations again: {first_line(error)} Leave out "
+            "--gradient-checkpointing, and raise --accumulate instead."
+        ) from error
+
+
+def _engine(loaded: LoadedModel, resolved: ResolvedEncoder, pad_id: int) -> Engine:
+    engine = Engine(loaded, resolved, pad_id, frozen=False)
+    attention, name = resolved.identity.attention, resolved.checkpoint.name
+    check_direction(loaded.network, attention, name, engine.device)
+    return engine
+
+
+def _try_out(trainable: Trainable) -> None:
+    """Take gradients of one short text, where that fails at once if it fails at all."""
+    identity, device = trainable.resolved.identity, trainable.resolved.device
+    text = Tokens([trainable.tokenizer.pad_id] * 4, 0, 4, 4, 4)
+    try:
+        trainable.engine.embed([text, text]).square().sum().backward()  # type: ignore[no-untyped-call]
+        weights = [value for value in trainable.network.parameters() if value.requires_grad]
+        if not any(value.grad is not None for value in weights):
+            raise RuntimeError("no gradient reaches the trained weights")
+    except OutOfMemoryError:
+        raise
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise LlmcondError(
+            f"{trainable.resolved.checkpoint.name} cannot be trained as {identity.dtype}, quantize "
+            f"{identity.quantize}, on {device}: {first_line(error)}. Try another --quantize, "
+            "--dtype or --device."
+        ) from error
+    finally:
+        trainable.network.zero_grad(set_to_none=True)

@@ -1,0 +1,139 @@
+"""Rated rows as the distinct inputs of an encoder, each tokenised once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from llmcond.encoders.spec import EncoderInput
+from llmcond.encoders.tokenizing import InputTokenizer, Tokens
+from llmcond.features.pairs import RowInputs, row_inputs
+from llmcond.heads import Lookup, Matrix, PairArrays
+from llmcond.heads.networks import Batch
+from llmcond.prompts import Prompt
+from llmcond.rows import Rows
+from llmcond.views import Part, View
+
+Places = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RatedInputs:
+    """Rated rows, as positions among distinct inputs.
+
+    Attributes:
+        view: what a head sees of the rows.
+        items: the distinct inputs.
+        tokens: of each.
+        columns: (n,) position of a row's input, by prompt, part and sentence (0 or 1).
+        rating: (n,) on 0 to 1.
+        pair: (n,) the sentence pair of each row.
+        number: (n,) what messages call a row.
+    """
+
+    view: View
+    items: list[EncoderInput]
+    tokens: list[Tokens]
+    columns: dict[tuple[str, Part, int], Places]
+    rating: NDArray[np.float64]
+    pair: NDArray[np.int64]
+    number: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, rows: Rows, view: View, tokenizer: InputTokenizer) -> RatedInputs:
+        """Take the rated rows of a whole split.
+
+        Raises:
+            UserError: an instruction or a context that the encoder cannot take.
+        """
+        rated = rows.rated
+        place: dict[EncoderInput, int] = {}
+        columns: dict[tuple[str, Part, int], Places] = {}
+        for prompt, part in view.needed():
+            # Of the whole split: a shuffled control draws among all of its conditions.
+            inputs = row_inputs(rows, prompt)
+            for side, texts in enumerate(_sides(inputs, part)):
+                found = [place.setdefault(item, len(place)) for item in texts]
+                columns[prompt.name, part, side] = np.array(found, dtype=np.int64)[rated]
+        used = np.unique(np.concatenate(list(columns.values())))
+        every = list(place)
+        items = [every[own] for own in used]
+        columns = {key: np.searchsorted(used, column) for key, column in columns.items()}
+        return cls(
+            view=view,
+            items=items,
+            tokens=tokenizer(items),
+            columns=columns,
+            rating=rows.rating[rated],
+            pair=rows.pair[rated],
+            number=rows.number[rated],
+        )
+
+    def __len__(self) -> int:
+        return len(self.rating)
+
+    def arrays(self, vectors: NDArray[np.float32]) -> PairArrays:
+        """Return all rows as a head takes them, given the vector of each distinct input."""
+
+        def reader(side: int) -> Any:
+            def read(prompt: Prompt, part: Part) -> Matrix:
+                return Lookup(vectors, self.columns[prompt.name, part, side])
+
+            return read
+
+        return PairArrays(
+            first=self.view.sentence(reader(0)),
+            second=self.view.sentence(reader(1)),
+            rating=self.rating,
+            condition=self.view.condition(reader(0)),
+            pair=self.pair,
+            number=self.number,
+        )
+
+    def used(self, rows: Places) -> Places:
+        """Return the distinct inputs of some rows."""
+        return np.unique(np.concatenate([column[rows] for column in self.columns.values()]))
+
+    def batch(self, rows: Places, used: Places, vectors: Tensor) -> Batch:
+        """Return rows as heads are trained on them: first sentences, then second ones.
+
+        Args:
+            rows: (m,) which.
+            used: (u,) what :meth:`used` gives for them.
+            vectors: (u, dim) of those inputs.
+        """
+
+        def pick(prompt: Prompt, part: Part, side: int) -> Tensor:
+            places = np.searchsorted(used, self.columns[prompt.name, part, side][rows])
+            # Not vectors[places]: gradients of an index are added in any order.
+            return vectors.index_select(0, torch.from_numpy(places).to(vectors.device))
+
+        sides = []
+        for side in (0, 1):
+            parts = []
+            for prompt, subtracts in self.view.terms():
+                found = pick(prompt, "conditional", side)
+                parts.append(found - pick(prompt, "unconditional", side) if subtracts else found)
+            sides.append(torch.cat(parts, dim=1))
+        x = torch.cat(sides)
+        of = self.view.of_condition()
+        if of is None:
+            return Batch(x)
+        kinds, which = np.unique(
+            self.columns[of.name, "unconditional", 0][rows], return_inverse=True
+        )
+        places = torch.from_numpy(np.searchsorted(used, kinds)).to(vectors.device)
+        number = torch.from_numpy(which.reshape(-1)).to(vectors.device)
+        return Batch(x, vectors.index_select(0, places), number.repeat(2))
+
+
+def _sides(inputs: RowInputs, part: Part) -> tuple[Sequence[EncoderInput], Sequence[EncoderInput]]:
+    if part == "conditional":
+        return inputs.first, inputs.second
+    return inputs.first_unconditional, inputs.second_unconditional

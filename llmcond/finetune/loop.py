@@ -1,0 +1,318 @@
+"""The training loop: steps, the score on dev, checkpoints, and an exact way to go on from one."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from numpy.typing import NDArray
+from torch import Tensor
+
+from llmcond.encoders.engine import OutOfMemoryError, is_out_of_memory
+from llmcond.errors import LlmcondError, UserError
+from llmcond.evaluation.metrics import spearman
+from llmcond.finetune.inputs import RatedInputs
+from llmcond.finetune.model import TunedModel
+from llmcond.finetune.order import Order
+from llmcond.finetune.settings import TuneSettings
+from llmcond.finetune.state import Progress, StateFolder
+from llmcond.heads.objectives import stretches
+
+Tensors = dict[str, Tensor]
+#: Told of each step and each evaluation.
+OnStep = Callable[[Progress, int, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is trained on what.
+
+    Attributes:
+        train, dev: rated rows; dev chooses the weights, if there is one.
+        settings: of training.
+        head_rate: learning rate of the head.
+        head_decay: weight decay of the head's matrices.
+        contrasts: whether the two rows of a sentence pair stay together.
+        seed: of order and dropout.
+    """
+
+    train: RatedInputs
+    dev: RatedInputs | None
+    settings: TuneSettings
+    head_rate: float
+    head_decay: float
+    contrasts: bool
+    seed: int
+
+
+class Trainer:
+    """Trains a model, step by step.
+
+    Attributes:
+        model: what is trained.
+        progress: how far it is.
+        steps: of all epochs.
+    """
+
+    def __init__(
+        self, model: TunedModel, job: Job, accelerator: Accelerator, state: StateFolder
+    ) -> None:
+        """Prepare a training, and go on where an earlier one was stopped.
+
+        Raises:
+            UserError: it was begun with other settings, or has too few rows.
+            LlmcondError: its checkpoint was damaged.
+        """
+        self.model, self._job, self._accelerator, self._state = model, job, accelerator, state
+        unit = stretches(job.train.pair) if job.contrasts else None
+        self._order = Order.of(
+            unit, len(job.train), job.settings, job.seed, accelerator.num_processes
+        )
+        self.steps = self._order.steps * job.settings.epochs
+        self._weights = model.trained()
+        self._average = (
+            {name: value.detach().clone() for name, value in self._weights.items()}
+            if job.settings.average
+            else {}
+        )
+        self.progress = Progress()
+        self._optimiser = accelerator.prepare_optimizer(
+            torch.optim.AdamW(self._groups(), fused=True), device_placement=False
+        )
+        self._resume()
+        self._wrapped = accelerator.prepare_model(model, device_placement=False)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        settings = self._job.settings
+        groups: dict[tuple[float, float], list[Tensor]] = {}
+        for name, value in self._weights.items():
+            head = name.startswith("head.")
+            own = self._job.head_decay if head else settings.weight_decay
+            decay = own if value.ndim > 1 else 0.0  # not of biases and gains
+            rate = self._job.head_rate if head else settings.learning_rate
+            groups.setdefault((rate, decay), []).append(value)
+        return [
+            {"params": values, "lr": rate, "weight_decay": decay, "base": rate}
+            for (rate, decay), values in groups.items()
+        ]
+
+    # -- going on ------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        found = self._state.load()
+        if found is None:
+            return
+        self.progress, tensors = found
+        _copy(tensors, "weights.", self._weights)
+        _copy(tensors, "average.", self._average)
+        inner = self._optimiser.optimizer
+        for name, value in self._weights.items():
+            own = {
+                key: tensors[f"{key}.{name}"].to(value.device) for key in ("exp_avg", "exp_avg_sq")
+            }
+            step = torch.tensor(float(self.progress.step), dtype=torch.float32)
+            inner.state[value] = {"step": step.to(value.device), **own}
+        scaler: Any = self._accelerator.scaler
+        if scaler is not None and self.progress.scaler:
+            scaler.load_state_dict(dict(self.progress.scaler))
+
+    def _save(self) -> None:
+        if not self._accelerator.is_main_process:
+            return
+        tensors = {f"weights.{name}": value for name, value in self._weights.items()}
+        tensors |= {f"average.{name}": value for name, value in self._average.items()}
+        for name, value in self._weights.items():
+            own = self._optimiser.optimizer.state[value]
+            tensors |= {f"{key}.{name}": own[key] for key in ("exp_avg", "exp_avg_sq")}
+        scaler: Any = self._accelerator.scaler
+        if scaler is not None:
+            self.progress = replace(self.progress, scaler=scaler.state_dict())
+        self._state.save(self.progress, tensors)
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def run(self, on_step: OnStep) -> None:
+        """Train until the last step, or until dev has not got better for long enough.
+
+        Raises:
+            UserError: the loss or the gradients became NaN or infinite; where and what is kept.
+            DiskFullError: no room for a checkpoint; the one before is kept.
+            OutOfMemoryError: a step does not fit.
+        """
+        settings = self._job.settings
+        began = time.monotonic() - self.progress.seconds
+        self.model.train()
+        epoch, parts = -1, self._order.epoch(0)
+        while not self.progress.done:
+            step = self.progress.step
+            number, place = divmod(step, self._order.steps)
+            if number != epoch:
+                epoch, parts = number, self._order.epoch(number)
+            loss = self._try(parts[place], step)
+            self.progress = replace(
+                self.progress,
+                step=step + 1,
+                loss=self.progress.loss + loss,
+                losses=self.progress.losses + 1,
+                seconds=time.monotonic() - began,
+            )
+            scored = self._due(place + 1)
+            if scored:
+                self._evaluate(number + 1)
+            on_step(self.progress, self.steps, loss)
+            if scored or self.progress.step % settings.checkpoint_steps == 0:
+                self._save()
+
+    def _due(self, done: int) -> bool:
+        """Tell whether an evaluation follows that many steps of an epoch."""
+        count, steps = min(self._job.settings.evaluations, self._order.steps), self._order.steps
+        return done * count // steps > (done - 1) * count // steps
+
+    def _try(self, parts: list[NDArray[np.int64]], step: int) -> float:
+        """Take a step; say what to do where there is no memory for it."""
+        try:
+            return self._step(parts, step)
+        except (OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not (isinstance(error, OutOfMemoryError) or is_out_of_memory(error)):
+                raise
+            settings = self._job.settings
+            advice = [] if settings.gradient_checkpointing else ["--gradient-checkpointing"]
+            advice.append(f"--accumulate {2 * settings.accumulate}")
+            raise LlmcondError(
+                f"ran out of memory in step {step + 1:,}, with {settings.batch_size} rows in "
+                f"{settings.accumulate} parts. Try {' or '.join(advice)}, or a smaller "
+                "--batch-size, in another --run."
+            ) from error
+
+    def _step(self, parts: list[NDArray[np.int64]], step: int) -> float:
+        accelerator, settings = self._accelerator, self._job.settings
+        share, count = accelerator.process_index, accelerator.num_processes
+        mine = parts[share * settings.accumulate : (share + 1) * settings.accumulate]
+        total = sum(len(rows) for rows in parts)
+        self._optimiser.zero_grad()
+        loss = torch.zeros((), device=self.model.engine.out)
+        for number, rows in enumerate(mine):
+            last = number == len(mine) - 1
+            with _together(accelerator, self._wrapped, last):
+                # Gradients are averaged over processes, so that each row of the step weighs alike.
+                part = self._wrapped(
+                    self._job.train, rows, [self._job.seed, step, share, number]
+                ) * (len(rows) * count / total)
+                accelerator.backward(part)
+            loss += part.detach() / count
+        value = float(accelerator.reduce(loss, "sum"))
+        self._check(value, step, "the loss")
+        norm = accelerator.clip_grad_norm_(self._weights.values(), settings.clip or math.inf)
+        if accelerator.scaler is None:  # float16 meets infinite gradients, and skips the step
+            self._check(float(norm), step, "the norm of the gradients")
+        rate = settings.rate(step, self.steps)
+        for group in self._optimiser.param_groups:
+            group["lr"] = group["base"] * rate
+        self._optimiser.step()
+        with torch.no_grad():
+            for name, average in self._average.items():
+                # At first it forgets faster, or it would be of where training began.
+                decay = min(settings.average, (step + 1) / (step + 10))
+                average.lerp_(self._weights[name], 1 - decay)
+        return value
+
+    def _check(self, value: float, step: int, what: str) -> None:
+        if math.isfinite(value):
+            return
+        settings = self._job.settings
+        kept = "nothing was kept"
+        if self.progress.best_step:
+            kept = (
+                f"the weights of step {self.progress.best_step:,} are the best so far, and are in "
+                f"{self._state.folder}"
+            )
+        raise UserError(
+            f"{what} became {value} in step {step + 1:,} of {self.steps:,} (epoch "
+            f"{step // self._order.steps + 1}); {kept}. Lower --learning-rate, to "
+            f"{settings.learning_rate / 4:g} or so, in another --run."
+        )
+
+    # -- dev -----------------------------------------------------------------------------------
+
+    def _evaluate(self, epoch: int) -> None:
+        progress, settings = self.progress, self._job.settings
+        weights = self._average or self._weights
+        with _Borrowed(self._weights, self._average):
+            found = self._dev_spearman()
+        loss = progress.loss / max(1, progress.losses)
+        entry = {"step": progress.step, "epoch": epoch, "loss": loss, "dev_spearman": found}
+        curve = (*progress.curve, entry)
+        # An undefined score is never better than what there is; without dev the last is kept.
+        better = (
+            self._job.dev is None
+            or progress.best_score is None
+            or (found is not None and found > progress.best_score)
+        )
+        if better:
+            progress = replace(progress, best_step=progress.step, best_score=found)
+            if self._accelerator.is_main_process:
+                self._state.save_best(progress.step, weights)
+        since = sum(entry["step"] > progress.best_step for entry in curve)
+        done = progress.step >= self.steps or since >= settings.patience
+        self.progress = replace(progress, curve=curve, loss=0.0, losses=0, done=done)
+
+    def _dev_spearman(self) -> float | None:
+        dev = self._job.dev
+        if dev is None:
+            return None
+        pairs = dev.arrays(self._encode(dev))
+        similarity = self.model.fitted().similarity(pairs.first, pairs.second, pairs.condition)
+        if not np.isfinite(similarity).all():
+            return None
+        value = spearman(similarity.astype(np.float64), pairs.rating)
+        return None if math.isnan(value) else value
+
+    def _encode(self, inputs: RatedInputs) -> NDArray[np.float32]:
+        """Return the vectors of all distinct inputs, each process a share of them."""
+        accelerator = self._accelerator
+        count, n = accelerator.num_processes, len(inputs.items)
+        # As many for each process: the last ones are encoded twice.
+        mine = np.arange(accelerator.process_index, -(-n // count) * count, count) % n
+        own = self.model.encode(inputs, mine, accelerator.autocast())
+        if count == 1:
+            return own
+        gathered = accelerator.gather(torch.from_numpy(own).to(accelerator.device))
+        parts = gathered.view(count, len(mine), -1).transpose(0, 1).reshape(count * len(mine), -1)
+        vectors: NDArray[np.float32] = parts[:n].cpu().numpy()
+        return vectors
+
+    def keep_best(self) -> None:
+        """Put the weights of the best evaluation into the model."""
+        _copy(self._state.best(), "", self._weights)
+
+
+def _together(accelerator: Accelerator, model: Any, last: bool) -> AbstractContextManager[Any]:
+    """Return a context in which gradients of several processes are added up for the last part."""
+    return nullcontext() if last else accelerator.no_sync(model)
+
+
+def _copy(tensors: Mapping[str, Tensor], prefix: str, into: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in into.items():
+            value.copy_(tensors[f"{prefix}{name}"])
+
+
+class _Borrowed:
+    """Weights that stand in for others within a block; nothing where there are none."""
+
+    def __init__(self, weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
+        self._weights, self._others = weights, others
+
+    def __enter__(self) -> None:
+        self._kept = {name: self._weights[name].detach().clone() for name in self._others}
+        _copy(self._others, "", {name: self._weights[name] for name in self._others})
+
+    def __exit__(self, *_: object) -> None:
+        _copy(self._kept, "", {name: self._weights[name] for name in self._others})

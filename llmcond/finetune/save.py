@@ -1,0 +1,138 @@
+"""What training leaves of an encoder, on disk: an adapter in peft's format, or all weights."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from llmcond.encoders.adapter import CONFIG, WEIGHTS, Tuned, write_tuned
+from llmcond.encoders.architecture import build_on_meta, load_config
+from llmcond.encoders.checkpoint import dense_folders, weight_files
+from llmcond.encoders.models import find_model
+from llmcond.encoders.resolve import ResolvedEncoder
+from llmcond.errors import UserError
+from llmcond.files import read_json, replacing, write_json
+from llmcond.finetune.build import Trainable
+from llmcond.finetune.state import write_tensors
+
+#: What transformers and peft look for in the header.
+_OURS = {"format": "pt"}
+#: Settings of an encoder that decide what its weights were trained for.
+_STATED = (
+    "attention",
+    "pooling",
+    "pool_over",
+    "normalize",
+    "max_length",
+    "instruction_format",
+    "special_tokens",
+)
+
+
+def check_merge(resolved: ResolvedEncoder) -> None:
+    """Refuse to merge adapters into quantised weights: what was trained would be rounded away.
+
+    Raises:
+        UserError: saying so.
+    """
+    quantize = resolved.identity.quantize
+    if quantize != "none":
+        raise UserError(
+            f"--merge adds the adapters to the encoder's weights, and those are in {quantize}. "
+            "Leave out --merge, or --quantize."
+        )
+
+
+def save_encoder(trainable: Trainable, model: str, folder: Path, *, merge: bool) -> None:
+    """Write what was trained of an encoder, so that the folder can be named as a model.
+
+    Args:
+        trainable: the encoder.
+        model: what its base is found by: an alias, a hub name, or an absolute path.
+        folder: where; files of an earlier try are replaced.
+        merge: whether adapters are added to the weights, and all of those are written.
+
+    Raises:
+        DiskFullError: no room.
+    """
+    resolved = trainable.resolved
+    whole = trainable.adapted is None or merge
+    if whole:
+        _save_whole(trainable, folder)
+    else:
+        _save_adapter(trainable, model, folder)
+    identity, known = resolved.identity, resolved.checkpoint.known
+    tuned = Tuned(
+        base=None if whole else model,
+        revision=None if whole else _commit(resolved),
+        like=known.repo if known else None,
+        settings={name: getattr(identity, name) for name in _STATED},
+        quantize=identity.quantize,
+        base_weights=identity.weights,
+    )
+    write_tuned(folder, tuned)
+
+
+def hub_name(model: str, resolved: ResolvedEncoder) -> str | None:
+    """Return what an encoder is called on the hub, if it is there."""
+    known = find_model(model)
+    return known.repo if known else resolved.checkpoint.repo
+
+
+def _commit(resolved: ResolvedEncoder) -> str | None:
+    weights = resolved.identity.weights
+    return weights.partition("@")[2] if weights.startswith("hub:") else None
+
+
+def _save_adapter(trainable: Trainable, model: str, folder: Path) -> None:
+    from peft import get_peft_model_state_dict
+
+    # Left to itself, peft asks the hub whether the vocabulary has grown.
+    tensors = get_peft_model_state_dict(trainable.adapted, save_embedding_layers=False)
+    write_tensors(folder / WEIGHTS, tensors, _OURS)
+    config: Any = trainable.adapted.peft_config["default"]
+    config.inference_mode = True
+    # peft itself looks there: a hub's name rather than our short one.
+    config.base_model_name_or_path = hub_name(model, trainable.resolved) or model
+    config.revision = _commit(trainable.resolved)
+    with tempfile.TemporaryDirectory() as temporary:
+        config.save_pretrained(temporary)
+        write_json(folder / CONFIG, read_json(Path(temporary) / CONFIG))
+
+
+def _save_whole(trainable: Trainable, folder: Path) -> None:
+    if trainable.adapted is not None:
+        trainable.adapted.merge_and_unload()
+    origin = trainable.resolved.checkpoint.folder
+    for path in _settings_files(origin):
+        with replacing(folder / path.relative_to(origin)) as copy:
+            shutil.copyfile(path, copy)
+    write_tensors(folder / "model.safetensors", _whole(trainable), _OURS)
+
+
+def _whole(trainable: Trainable) -> dict[str, Tensor]:
+    """Return all weights by the names of the architecture.
+
+    What was multiplied out when it was loaded is as the base has it: nothing there is trained.
+    """
+    checkpoint, state = trainable.resolved.checkpoint, dict(trainable.network.state_dict())
+    names = build_on_meta(load_config(checkpoint)).state_dict().keys()
+    found = {name: state[name] for name in names if name in state}
+    for path in weight_files(checkpoint.folder):
+        with safe_open(path, framework="pt", backend="pread") as file:
+            for name in (names - found.keys()) & set(file.keys()):
+                found[name] = file.get_tensor(name)
+    return found
+
+
+def _settings_files(folder: Path) -> list[Path]:
+    """Return what belongs to a checkpoint beside its weights, dense layers included."""
+    patterns = ["*.json", "*.txt", "*.model", "*/config.json"]
+    patterns += [f"{name}/model.safetensors" for name in dense_folders(folder)]
+    found = {path for pattern in patterns for path in folder.glob(pattern)}
+    return sorted(path for path in found if not path.name.endswith(".index.json"))

@@ -1,0 +1,485 @@
+"""Train an encoder and a head together, into a run whose folder is the encoder's too."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmcond.config import build
+from llmcond.datasets import DataOptions, Dataset
+from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
+from llmcond.errors import UserError
+from llmcond.files import digest_file, read_json, write_json, write_text
+from llmcond.finetune.settings import TuneSettings
+from llmcond.heads import FittedHead, Recipe, load_head, load_recipe, save_head
+from llmcond.heads.objectives import ObjectiveSettings
+from llmcond.heads.recipes import parse_settings
+from llmcond.prompts import Prompt, load_prompt, prompt_from_json
+from llmcond.provenance import provenance
+from llmcond.report.card import model_card
+from llmcond.report.console import duration, note, train_bar
+from llmcond.runs import Run, complete_run, head_name, head_record, open_run, where_model
+from llmcond.views import View, view_of
+from llmcond.workflows.evaluate import result_of
+from llmcond.workflows.extract import (
+    LazyEncoder,
+    check_prompts,
+    extract_rows,
+    extraction_note,
+    extraction_record,
+    read_and_tell,
+)
+from llmcond.workflows.features import RowFeatures
+from llmcond.workflows.fit import check_seed, sized
+from llmcond.workflows.ways import predict
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from llmcond.finetune.build import Trainable
+    from llmcond.finetune.loop import Trainer
+
+#: Of the folder's own account of the training.
+FORMAT = 1
+RECORD, STATE = "training.json", "training"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadChoice:
+    """The head that is trained behind an encoder.
+
+    Attributes:
+        head: a recipe's name or file; None: that of ``start``.
+        start: folder of a fitted head to begin with; its prompts are taken too.
+        dim: size of the embeddings; None: the recipe's.
+        changes: other settings of the recipe, as text.
+        prompts: names or files; none: the one that suits the encoder and the head.
+        subtract: whether unconditional features are subtracted; None: not, or as ``start`` does.
+        seed: of everything random.
+    """
+
+    head: str | None = None
+    start: Path | None = None
+    dim: int | None = None
+    changes: Mapping[str, str] | None = None
+    prompts: Sequence[str] = ()
+    subtract: bool | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """All that decides what training gives, before a model is looked for."""
+
+    recipe: Recipe
+    objective: ObjectiveSettings
+    prompts: tuple[Prompt, ...]
+    subtract: bool
+    seed: int
+    start: FittedHead | None
+    start_digest: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What is trained on what, into which folder.
+
+    Attributes:
+        made_of: everything that decides what comes out, by name.
+    """
+
+    model: str
+    resolved: ResolvedEncoder
+    folder: Path
+    dataset: Dataset
+    plan: _Plan
+    settings: TuneSettings
+    made_of: Mapping[str, Any]
+
+    @property
+    def merge(self) -> bool:
+        """Tell whether adapters are added to the weights in the end."""
+        return bool(self.made_of["merge"])
+
+    @property
+    def view(self) -> View:
+        """Return what the head sees."""
+        return view_of(self.plan.recipe, self.plan.prompts, self.plan.subtract)
+
+
+def train_lora(
+    model: str,
+    options: EncoderOptions,
+    run_folder: Path,
+    data: DataOptions,
+    choice: HeadChoice,
+    settings: Mapping[str, Any],
+    merge: bool = False,
+) -> dict[str, Any]:
+    """Train an encoder's adapters, or all of its weights, and a head behind it.
+
+    Stopped at any step, the same call goes on from the last checkpoint, and ends as if it had not
+    been stopped: on one CPU with the same number of threads to the last bit.
+
+    Args:
+        model: alias, hub name or folder of the encoder.
+        options: how it computes.
+        run_folder: made if it is not there; in the end a run, and a model's folder.
+        data: rows with a train split, and as a rule a dev split that chooses the weights.
+        choice: the head, and what it is given.
+        settings: of :class:`TuneSettings`, those that are not as by default.
+        merge: whether adapters are added to the weights in the end, and all are written.
+
+    Returns:
+        What was trained, and its scores.
+
+    Raises:
+        UserError: wrong input, a run of something else, or a loss that became NaN.
+        LlmcondError: the encoder cannot be loaded or trained.
+    """
+    check_seed(choice.seed)
+    plan = _plan(choice)
+    tuning = _settings(settings, plan.recipe)
+    dataset = read_and_tell(data)
+    _check_rated(dataset)
+    resolved = resolve(model, options)
+    for assumption in resolved.assumed:
+        note(f"assumed: {assumption}")
+    plan = _with_prompts(plan, resolved)
+    _check_encoder(resolved, tuning, merge)
+    made_of = {**_made_of(plan, resolved, dataset, tuning), "merge": merge}
+    done = _finished(run_folder, made_of)
+    if done is not None:
+        note(f"{run_folder} is trained already, with the same settings; nothing is done")
+        return done
+    return _train(_Task(model, resolved, run_folder, dataset, plan, tuning, made_of))
+
+
+# -- what is asked for -------------------------------------------------------------------------
+
+
+def _settings(given: Mapping[str, Any], recipe: Recipe) -> TuneSettings:
+    """Return the settings that were given, else those of the recipe, else the defaults."""
+    build(TuneSettings, dict(recipe.finetune), f"{recipe.path}: [finetune]")
+    values = {**recipe.finetune, **given}
+    if values.get("rank") == 0 and "learning_rate" not in values:
+        # All weights move at once, so each has less far to go.
+        values["learning_rate"] = 5e-5
+    return build(TuneSettings, values, "train-lora")
+
+
+def _plan(choice: HeadChoice) -> _Plan:
+    start = digest = None
+    subtract, prompts = bool(choice.subtract), [load_prompt(name) for name in choice.prompts]
+    if choice.start is not None:
+        if choice.head is not None or choice.dim is not None:
+            raise UserError(
+                "a head that was fitted has its kind and size already: with --start, leave out "
+                "--head and --dim."
+            )
+        start, record = load_head(choice.start)
+        digest = digest_file(choice.start / "head.safetensors")
+        where = str(choice.start / "head.json")
+        prompts = prompts or [prompt_from_json(dict(own), where) for own in record["prompts"]]
+        subtract = bool(record["subtract"]) if choice.subtract is None else choice.subtract
+        about: dict[str, Any] = {
+            key: str(record["recipe"][key]) for key in ("name", "description", "source")
+        }
+        recipe = Recipe(**about, family=start.family, settings=start.settings)
+    elif choice.head is not None:
+        recipe = load_recipe(choice.head)
+    else:
+        raise UserError("no head was named. Give --head (none: nothing behind the encoder).")
+    recipe, objective = _changed(recipe, dict(choice.changes or {}))
+    if choice.dim is not None:
+        recipe = sized(recipe, choice.dim, choice.dim)
+    _check_trains(recipe)
+    return _Plan(recipe, objective, tuple(prompts), subtract, choice.seed, start, digest)
+
+
+def _changed(recipe: Recipe, changes: dict[str, str]) -> tuple[Recipe, ObjectiveSettings]:
+    """Return a recipe with ``--set``, and what is minimised; for no head that has settings too."""
+    if recipe.family.kind == "none":
+        parsed = parse_settings(ObjectiveSettings, changes, "--set", "no head")
+        return recipe, build(ObjectiveSettings, parsed, "--set")
+    if changes:
+        recipe = recipe.with_settings(recipe.parse_changes(changes, "--set"), "--set")
+    settings = recipe.settings  # of a head that is not trained, it lacks them
+    names = [item.name for item in fields(ObjectiveSettings) if hasattr(settings, item.name)]
+    return recipe, ObjectiveSettings(**{name: getattr(settings, name) for name in names})
+
+
+def _check_trains(recipe: Recipe) -> None:
+    if recipe.family.network is None and recipe.family.kind != "none":
+        raise UserError(
+            f"the head {recipe.name} is not fitted by gradients, so it cannot be trained with an "
+            "encoder. Heads that can: none, linear, mlp, hadamard, concat, hypernet, towers; or "
+            "fit it afterwards on the trained encoder: llmcond fit-head."
+        )
+    if getattr(recipe.settings, "members", 1) > 1:
+        raise UserError(
+            f"the head {recipe.name} has {recipe.settings.members} members, each fitted by itself; "
+            "with an encoder one is trained. Give --set members=1."
+        )
+
+
+def _check_rated(dataset: Dataset) -> None:
+    train = dataset.splits["train"]
+    if int(train.rated.sum()) < 2:
+        raise UserError(
+            f"{train.file} has {int(train.rated.sum())} rated rows among its {len(train):,}; "
+            "training needs pairs of sentences with ratings. Name another --data, or its label "
+            "column: --columns label=COLUMN"
+        )
+    if len(set(train.rating[train.rated].tolist())) < 2:
+        raise UserError(
+            f"all rated rows of {train.file} have the same rating, so there is nothing to learn."
+        )
+
+
+def _check_encoder(resolved: ResolvedEncoder, settings: TuneSettings, merge: bool) -> None:
+    from llmcond.encoders.quantization import require
+
+    require("training an encoder", "accelerate", "peft", extra="lora")
+    from llmcond.finetune.build import check_trainable
+    from llmcond.finetune.save import check_merge
+
+    check_trainable(resolved, settings)
+    if merge:
+        check_merge(resolved)
+
+
+def _with_prompts(plan: _Plan, resolved: ResolvedEncoder) -> _Plan:
+    """Return the plan with prompts: those named, or what suits encoder and head."""
+    apart, joint = [load_prompt("separate")], [load_prompt(resolved.default_prompt)]
+    suits = {"separate": apart, "joint": joint, "both": [*joint, *apart]}
+    prompts = plan.prompts or tuple(suits[plan.recipe.features])
+    check_prompts(prompts, resolved)
+    # Separate features stand last: heads that take both kinds find them there.
+    ordered = tuple(sorted(prompts, key=lambda prompt: prompt.separate))
+    for prompt in ordered:
+        if prompt.control is not None:
+            raise UserError(
+                f"the prompt {prompt.name} is a control, for comparing only. Name another --prompt."
+            )
+    view_of(plan.recipe, ordered, plan.subtract)
+    return replace(plan, prompts=ordered)
+
+
+def _made_of(
+    plan: _Plan, resolved: ResolvedEncoder, dataset: Dataset, settings: TuneSettings
+) -> dict[str, Any]:
+    """Return everything that decides the weights that come out, by name."""
+    return {
+        "encoder": resolved.identity.to_json(),
+        "data": dataset.digest,
+        "prompts": {prompt.name: prompt.digest for prompt in plan.prompts},
+        "subtract": plan.subtract,
+        "head": {"kind": plan.recipe.family.kind, **_plain(plan.recipe.settings)},
+        "objective": asdict(plan.objective),
+        "start": plan.start_digest,
+        "seed": plan.seed,
+        "settings": settings.to_json(),
+    }
+
+
+def _plain(settings: Any) -> dict[str, Any]:
+    return asdict(settings)
+
+
+def _finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the summary of a training that has ended in a folder; None where there is none.
+
+    Raises:
+        UserError: something else is there, or a training with other settings.
+    """
+    from llmcond.finetune.state import differences
+
+    if not folder.exists():
+        return None
+    if not folder.is_dir():
+        raise UserError(f"{folder} is a file; name a folder with --run.")
+    if (folder / RECORD).is_file():
+        record = read_json(folder / RECORD)
+        found = differences(record.get("made_of", {}), made_of)
+        if found:
+            raise UserError(
+                f"{folder} holds an encoder that was trained with other settings: "
+                f"{'; '.join(found)}. Name another --run."
+            )
+        summary: dict[str, Any] = record["summary"]
+        return {**summary, "run": str(folder)}
+    if (folder / "run.json").is_file() and not (folder / STATE).is_dir():
+        name = open_run(folder).encoder_name
+        raise UserError(
+            f"{folder} holds features of {name}, frozen. A trained encoder is another one: name "
+            "another --run."
+        )
+    known = {STATE, ".lock"}
+    other = [path.name for path in folder.iterdir() if path.name not in known]
+    if other and not (folder / STATE).is_dir():
+        raise UserError(f"{folder} holds other files ({other[0]}). Name another --run.")
+    return None
+
+
+# -- training ----------------------------------------------------------------------------------
+
+
+def _train(task: _Task) -> dict[str, Any]:
+    from llmcond.finetune.build import load_trainable, prepare_accelerator
+
+    accelerator = prepare_accelerator(task.resolved)
+    trainable = load_trainable(task.resolved, task.settings, task.plan.seed)
+    trainer = _trainer(task, trainable, accelerator)
+    _tell_plan(task, trainable, trainer)
+    with train_bar() as bar:
+        trainer.run(bar.on_step)
+    trainer.keep_best()
+    accelerator.wait_for_everyone()
+    summary = _finish(task, trainable, trainer) if accelerator.is_main_process else {}
+    accelerator.wait_for_everyone()
+    return summary
+
+
+def _trainer(task: _Task, trainable: Trainable, accelerator: Accelerator) -> Trainer:
+    from llmcond.finetune.inputs import RatedInputs
+    from llmcond.finetune.loop import Job, Trainer
+    from llmcond.finetune.model import HeadPlan, TunedModel
+    from llmcond.finetune.state import StateFolder
+    from llmcond.heads.training import check_twos
+
+    plan, splits, view = task.plan, task.dataset.splits, task.view
+    dim = trainable.engine.dim
+    dims = dim * len(view.prompts), dim if view.conditioned else 0
+    recipe = plan.recipe if plan.start else sized(plan.recipe, None, dims[0])
+    train = RatedInputs.of(splits["train"], view, trainable.tokenizer)
+    has_dev = "dev" in splits and bool(splits["dev"].rated.any())
+    dev = RatedInputs.of(splits["dev"], view, trainable.tokenizer) if has_dev else None
+    if dev is None:
+        note("no rated dev rows: the last weights are kept")
+    check_twos(train.pair, train.number, train.rating, plan.objective)
+    start = None if plan.start is None else dict(plan.start.fit.tensors)
+    head = HeadPlan(recipe, plan.objective, plan.seed, start)
+    job = Job(
+        train=train,
+        dev=dev,
+        settings=task.settings,
+        head_rate=getattr(recipe.settings, "learning_rate", task.settings.learning_rate),
+        head_decay=getattr(recipe.settings, "weight_decay", 0.0),
+        contrasts=plan.objective.contrasts,
+        seed=plan.seed,
+    )
+    made_of = {**task.made_of, "processes": accelerator.num_processes}
+    model = TunedModel(trainable.engine, head, dims)
+    return Trainer(model, job, accelerator, StateFolder(task.folder / STATE, made_of))
+
+
+def _tell_plan(task: _Task, trainable: Trainable, trainer: Trainer) -> None:
+    trained, total = trainable.counts()
+    resolved, quantize = task.resolved, task.resolved.identity.quantize
+    note(
+        f"training {trained:,} weights of {resolved.checkpoint.name} "
+        f"({100 * trained / total:.1f} % of {total:,}) and {trainer.model.n_head:,} of the head "
+        f"{task.plan.recipe.name} in {resolved.identity.dtype}"
+        + ("" if quantize == "none" else f" ({quantize})")
+        + f" on {resolved.device}: {trainer.steps:,} steps"
+        + (f", from step {trainer.progress.step:,}" if trainer.progress.step else "")
+    )
+
+
+def _finish(task: _Task, trainable: Trainable, trainer: Trainer) -> dict[str, Any]:
+    """Write encoder, head, features, scores and card; the account of the training comes last."""
+    from llmcond.finetune.save import hub_name, save_encoder
+
+    folder, progress, base = task.folder, trainer.progress, task.resolved
+    curve = [dict(entry) for entry in progress.curve]
+    fitting = {
+        "best_step": progress.best_step,
+        "selected_on": None if progress.best_score is None else "dev",
+        "n_parameters": trainer.model.n_head,
+        "curve": curve,
+    }
+    head, recipe = trainer.model.fitted(fitting), trainer.model.recipe
+    save_encoder(trainable, where_model(task.model, base), folder, merge=task.merge)
+    run = _run_of(task)
+    name = head_name(recipe.name, task.view)
+    save_head(head, run.head_folder(name), head_record(run, task.view, recipe.to_json()))
+    trained, total = trainable.counts()
+    summary = {
+        "run": str(folder),
+        "encoder": base.checkpoint.name,
+        "head": name,
+        "prompt": task.view.name,
+        "subtract": task.view.subtracts,
+        "seed": task.plan.seed,
+        "weights": {"trained": trained, "of": total, "head": trainer.model.n_head},
+        "steps": progress.step,
+        "best_step": progress.best_step,
+        "dev_spearman": progress.best_score,
+        "seconds": round(progress.seconds, 1),
+        "scores": _scores(run, name),
+    }
+    account = {
+        "format": FORMAT,
+        "summary": summary,
+        "curve": curve,
+        "made_of": task.made_of,
+        "base": {
+            "model": task.model,
+            "repo": hub_name(task.model, base),
+            "weights": base.identity.weights,
+        },
+        "data": task.dataset.to_json(),
+        **provenance(),
+    }
+    write_text(folder / "README.md", model_card(account, task.view.prompts, recipe.to_json()))
+    write_json(folder / RECORD, account)
+    shutil.rmtree(folder / STATE, ignore_errors=True)
+    _tell(summary)
+    return summary
+
+
+def _run_of(task: _Task) -> Run:
+    """Make the folder a run of the encoder that lies in it, with its features of all rows."""
+    identity = task.resolved.identity
+    options = EncoderOptions(
+        dtype=identity.dtype, quantize=identity.quantize, device=task.resolved.device
+    )
+    resolved = resolve(str(task.folder), options)
+    run = complete_run(task.folder, resolved, task.dataset, "float16")
+    note(f"encoder -> {task.folder}; its features:")
+    encoder = LazyEncoder(resolved)
+    for prompt in task.view.prompts:
+        done = extract_rows(run.store(), encoder, prompt, [run.rows(name) for name in run.splits])
+        run.record_prompt(prompt, extraction_record(done, resolved))
+        note(extraction_note(prompt.name, done, resolved.identity.max_length))
+    return run
+
+
+def _scores(run: Run, name: str) -> list[dict[str, Any]]:
+    """Return the head's scores on dev and test, as ``evaluate`` gives them."""
+    saved = run.load_head(name)
+    found = []
+    for split in ("dev", "test"):
+        if split in run.splits and run.rows(split).rated.any():
+            rows = run.rows(split)
+            pairs = RowFeatures(rows, run.store()).pairs(saved.view)
+            found.append(result_of(saved, predict(saved, pairs), rows, split))
+    return found
+
+
+def _tell(summary: Mapping[str, Any]) -> None:
+    for scores in summary["scores"]:
+        if scores["spearman"] is not None:
+            low, high = (100 * end for end in scores["spearman_ci"])
+            note(
+                f"{scores['split']}: Spearman {100 * scores['spearman']:.1f} [{low:.1f}, "
+                f"{high:.1f}] on {scores['n']:,} rows"
+            )
+    note(
+        f"{summary['head']}: step {summary['best_step']:,} of {summary['steps']:,}, trained in "
+        f"{duration(summary['seconds'])} -> {summary['run']}"
+    )
