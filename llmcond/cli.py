@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from llmcond.commands.analyse import add as add_analyse
 from llmcond.commands.compare import add as add_compare
 from llmcond.commands.prompts import add as add_prompts
+from llmcond.commands.push import add as add_push
 from llmcond.commands.sweep import add as add_sweep
 from llmcond.commands.train import add as add_train
 from llmcond.errors import (
@@ -102,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_fit_head(commands)
     add_sweep(commands)
     add_train(commands)
+    add_push(commands)
     _add_evaluate(commands)
     add_analyse(commands)
     add_compare(commands)

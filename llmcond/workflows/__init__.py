@@ -9,6 +9,7 @@ from llmcond.workflows.evaluate import evaluate
 from llmcond.workflows.extract import extract
 from llmcond.workflows.finetune import HeadChoice, train_lora
 from llmcond.workflows.fit import fit_head
+from llmcond.workflows.push import push_to_hub
 from llmcond.workflows.sweep import SweepResult, sweep
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "evaluate",
     "extract",
     "fit_head",
+    "push_to_hub",
     "sweep",
     "train_lora",
 ]

@@ -1,0 +1,445 @@
+"""Put a trained encoder and its heads onto the Hugging Face hub: never the data, nor its paths."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from fnmatch import fnmatch
+from pathlib import Path, PurePath
+from typing import Any
+
+from llmcond.encoders import find_model
+from llmcond.encoders.adapter import CONFIG, TUNED, WEIGHTS, Tuned, identify, read_tuned
+from llmcond.encoders.checkpoint import (
+    dense_folders,
+    find_checkpoint,
+    read_settings,
+    weight_files,
+)
+from llmcond.errors import LlmcondError, UserError, first_line
+from llmcond.files import gib, read_json, write_json
+from llmcond.report.console import note
+from llmcond.runs import Run, open_run
+from llmcond.version import __version__
+from llmcond.workflows.finetune import RECORD, STATE
+
+MANIFEST, CARD = "run.json", "README.md"
+
+#: What a whole checkpoint may have beside its weights. Nothing else that lies there is pushed.
+_CHECKPOINT = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "*.model",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+)
+#: Those of it that hold tokens, which may look like paths.
+_VOCABULARIES = {"tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"}
+#: What an earlier push may have left in a repository, which would be taken for this one's.
+_PUSHED = (*_CHECKPOINT, "heads/*", "*/config.json", "*.safetensors", CONFIG)
+
+#: Texts and names of the user's that decide what is computed: templates, and columns.
+_VERBATIM = {
+    "text",
+    "instruction",
+    "context",
+    "instruction_format",
+    "special_tokens",
+    "sentence1",
+    "sentence2",
+    "condition",
+    "label",
+}
+#: An absolute path within a text.
+_PATH = re.compile(r"(?<![\w.:/~-])~?(?:/[^\s/'\"`,;()]+)+/([^\s/'\"`,;()]+)")
+
+
+def push_to_hub(
+    run_folder: Path, repo: str, private: bool = False, revision: str | None = None
+) -> dict[str, Any]:
+    """Upload what ``train-lora`` left in a folder, in one commit.
+
+    Pushed are the encoder's files, its heads, and the accounts of both, in which a path of this
+    machine becomes its last name. Rows and features stay here. What an earlier push put there and
+    this one does not have is deleted by the same commit.
+
+    Args:
+        run_folder: of a training that has ended.
+        repo: OWNER/NAME; made if it is not there.
+        private: whether others cannot see it.
+        revision: the branch, made if it is not there; None: ``main``.
+
+    Returns:
+        The repository, its address, the commit, and the names of its files.
+
+    Raises:
+        UserError: no trained encoder, one that others could not load, or a repository that
+            cannot be written.
+        LlmcondError: the hub cannot be reached, or has failed.
+    """
+    _check_name(repo)
+    run, tuned = _trained(run_folder)
+    token = _token(repo, revision)
+    with tempfile.TemporaryDirectory(prefix="llmcond-push-") as temporary:
+        staged = Path(temporary)
+        _stage(run, tuned, staged)
+        _check_no_paths(staged, run.folder)
+        files = sorted(path.relative_to(staged).as_posix() for path in _files(staged))
+        size = sum((staged / name).stat().st_size for name in files)
+        note(f"uploading {len(files)} files ({gib(size)}) to {repo}")
+        url, commit = _upload(staged, files, repo, token, private, revision)
+    _tell(run, repo, url, revision)
+    return {"repo": repo, "url": url, "commit": commit, "files": files}
+
+
+def _tell(run: Run, repo: str, url: str, revision: str | None) -> None:
+    heads = run.head_names()
+    # Which of several was fitted last is not known any more where they are downloaded.
+    head = f', "{heads[-1]}"' if len(heads) > 1 else ""
+    branch = f" --revision {revision}" if revision else ""
+    note(f"{run.folder} -> {url}")
+    note(
+        f"to use it: hf download {repo}{branch} --local-dir tuned, then "
+        f'llmcond.load_embedder("tuned"{head})'
+    )
+
+
+# -- what is there -----------------------------------------------------------------------------
+
+
+def _check_name(repo: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # by way
+
+    expected = f"the repository is {repo!r}; expected OWNER/NAME, such as ada/tuned-encoder"
+    if len(repo.split("/")) != 2:
+        raise UserError(f"{expected}.")
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise UserError(f"{expected} ({first_line(error)}).") from error
+
+
+def _trained(folder: Path) -> tuple[Run, Tuned]:
+    """Return the run of a training that has ended, and what training recorded of its encoder."""
+    if not (folder / RECORD).is_file():
+        if (folder / STATE).is_dir():
+            raise UserError(
+                f"the training in {folder} has not ended. Give its llmcond train-lora command "
+                "again, which goes on where it stopped."
+            )
+        raise UserError(
+            f"{folder} holds no trained encoder (it has no {RECORD}). Train it first: llmcond "
+            f"train-lora --model MODEL --head HEAD --run {folder}"
+        )
+    run, tuned = open_run(folder), read_tuned(folder)
+    if tuned is None:
+        raise UserError(f"{folder / TUNED} is missing, so others could not use it. Train it anew.")
+    if tuned.base is not None and _is_local(tuned.base, folder):
+        raise UserError(
+            f"{folder} is an adapter of {tuned.base}, a folder that nobody else has. Train it with "
+            "--merge into another --run, and push that: then the whole encoder is in it."
+        )
+    return run, tuned
+
+
+def _is_local(base: str, folder: Path) -> bool:
+    if find_model(base) is not None:
+        return False
+    return _is_absolute(base) or base.count("/") != 1 or (folder / base).is_dir()
+
+
+def _token(repo: str, revision: str | None) -> str:
+    from huggingface_hub import get_token
+
+    with _hub_errors(repo, revision):
+        token = get_token()
+    if token is None:
+        raise UserError(
+            "there is no token to write to the hub with. Log in: hf auth login, or set HF_TOKEN."
+        )
+    return token
+
+
+# -- what is pushed ----------------------------------------------------------------------------
+
+
+def _stage(run: Run, tuned: Tuned, staged: Path) -> None:
+    """Lay out what is pushed in a folder; files with paths in them are written anew.
+
+    Raises:
+        UserError: a file is missing or damaged, or the encoder is not the one that was trained.
+    """
+    folder = run.folder
+    whole = tuned.base is None
+    encoder = _whole_files(folder) if whole else [CONFIG, WEIGHTS]
+    for name in encoder:
+        _place(folder / name, staged / name)
+    _place(folder / TUNED, staged / TUNED)
+    trained, found = run.identity.weights, _weights(staged, tuned)
+    if found not in (None, trained):
+        raise UserError(
+            f"the encoder in {folder} has changed since it was trained: it is {found}, not "
+            f"{trained}. Its heads would not fit it; train it anew."
+        )
+    renamed: dict[str, str] = {}
+    if _tidy_settings(staged, encoder) and whole:
+        # The same encoder by another name, as its settings decide what it is called.
+        own = run.identity
+        now = replace(own, weights=find_checkpoint(str(staged), None).weights)
+        renamed = {own.weights: now.weights, own.fingerprint: now.fingerprint}
+    for name in (MANIFEST, RECORD, TUNED):
+        write_json(staged / name, _tidy_record(read_json(folder / name), renamed))
+    for head in run.head_names():
+        there, here = run.head_folder(head), staged / "heads" / head
+        write_json(here / "head.json", _tidy_record(read_json(there / "head.json"), renamed))
+        _place(there / "head.safetensors", here / "head.safetensors")
+    if (folder / CARD).is_file():
+        _place(folder / CARD, staged / CARD)
+        _tell_of_paths(folder / CARD)
+
+
+def _whole_files(folder: Path) -> list[str]:
+    """Return the names of a whole checkpoint's files, those of its modules included."""
+    modules = read_settings(folder / "modules.json", [])
+    patterns = [*_CHECKPOINT]
+    patterns += [f"{module['path']}/config.json" for module in modules if module.get("path")]
+    patterns += [f"{name}/model.safetensors" for name in dense_folders(folder)]
+    found = {path.relative_to(folder) for pattern in patterns for path in folder.glob(pattern)}
+    # A module's path is what another person's file says: it leads nowhere else.
+    names = {path.as_posix() for path in found if ".." not in path.parts}
+    weights = [path.name for path in weight_files(folder)] or ["model.safetensors"]
+    return sorted({*names, "config.json", *weights})
+
+
+def _place(source: Path, copy: Path) -> None:
+    """Have a file in another place too, without copying it if that can be.
+
+    Raises:
+        UserError: it is not there.
+    """
+    if not source.is_file():
+        raise UserError(f"{source} is missing, so others could not use what is pushed.")
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    origin = source.resolve()
+    for way in (os.link, os.symlink):
+        try:
+            way(origin, copy)
+        except OSError:  # another disk, or a system that allows neither
+            continue
+        return
+    shutil.copyfile(origin, copy)
+
+
+def _weights(staged: Path, tuned: Tuned) -> str | None:
+    """Identify the encoder's files as its run does; None where the record is too old to tell."""
+    if tuned.base is None:
+        return find_checkpoint(str(staged), None).weights
+    return tuned.base_weights and identify(staged, "the encoder", tuned.base_weights)
+
+
+# -- paths of this machine ---------------------------------------------------------------------
+
+
+def _tidy_settings(staged: Path, names: Collection[str]) -> bool:
+    """Take paths out of the encoder's own settings; tell whether there were any."""
+    changed = False
+    for name in names:
+        if name.endswith(".json") and PurePath(name).name not in _VOCABULARIES:
+            before = _json(staged / name, name)
+            after = _mapped(before, _tidy_setting)
+            if after != before:
+                write_json(staged / name, after)  # in the place of the link, not through it
+                changed = True
+    return changed
+
+
+def _json(path: Path, name: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{name} of the encoder is not a readable JSON file: {error}.") from error
+
+
+def _tidy_record(record: dict[str, Any], renamed: dict[str, str]) -> dict[str, Any]:
+    """Return a record of ours without paths, and with the encoder's other name if it has one."""
+
+    def tidy(key: str, text: str) -> str:
+        if key in _VERBATIM:
+            return text
+        if _is_absolute(text):
+            return PurePath(text).name
+        return _PATH.sub(r"\1", renamed.get(text, text))
+
+    tidied: dict[str, Any] = _mapped(record, tidy)
+    data = tidied.get("data")
+    if isinstance(data, dict) and isinstance(data.get("source"), str):
+        # Folders are the user's own matter also where they are relative.
+        tidied["data"] = {**data, "source": PurePath(data["source"]).name or "data"}
+    return tidied
+
+
+def _tidy_setting(key: str, text: str) -> str:
+    named = key.endswith("name_or_path") and _is_absolute(text)
+    return PurePath(text).name if named or _leads_somewhere(text) else text
+
+
+def _leads_somewhere(text: str) -> bool:
+    """Tell a path from a text that begins with a slash, such as a token."""
+    return _is_absolute(text) and len(PurePath(text).parts) > 2 and "\n" not in text
+
+
+def _is_absolute(text: str) -> bool:
+    return PurePath(text).is_absolute() or text.startswith("~/")
+
+
+def _mapped(value: Any, change: Callable[[str, str], str], key: str = "") -> Any:
+    """Return JSON with every text as ``change`` makes it, which is given its key too."""
+    if isinstance(value, dict):
+        return {name: _mapped(item, change, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_mapped(item, change, key) for item in value]
+    return change(key, value) if isinstance(value, str) else value
+
+
+def _check_no_paths(staged: Path, run_folder: Path) -> None:
+    """Refuse to publish where things lie on this machine.
+
+    Raises:
+        UserError: naming the file, and what it holds.
+    """
+    places = [place for place in (Path.home(), run_folder.resolve()) if len(place.parts) > 1]
+    own = re.compile("|".join(rf"{re.escape(str(place))}(?![\w.-])" for place in places) or "(?!)")
+    for path in _files(staged):
+        name = path.relative_to(staged).as_posix()
+        if path.suffix != ".json" or path.name in _VOCABULARIES:
+            continue
+
+        def check(key: str, text: str, name: str = name) -> str:
+            if own.search(text) or (key not in _VERBATIM and _leads_somewhere(text)):
+                raise UserError(
+                    f"{name} would publish a path of this machine: {key} is {text!r}. Take it out "
+                    f"of {run_folder / name}, or train with another text."
+                )
+            return text
+
+        _mapped(_json(path, name), check)
+
+
+def _tell_of_paths(card: Path) -> None:
+    found = _PATH.search(card.read_text(encoding="utf-8"))
+    if found is not None:
+        note(f"{card} is pushed as it is, and names {found[0]}")
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+# -- the hub -----------------------------------------------------------------------------------
+
+
+def _upload(
+    staged: Path, files: list[str], repo: str, token: str, private: bool, revision: str | None
+) -> tuple[str, str]:
+    """Make the repository and the one commit; return the address and the commit."""
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    api = HfApi(token=token, library_name="llmcond", library_version=__version__)
+    with _hub_errors(repo, revision):
+        # Not False, which overrules what an organisation has chosen for its own.
+        url = str(api.create_repo(repo, private=private or None, exist_ok=True))
+        if private and not api.model_info(repo).private:
+            raise UserError(
+                f"{repo} is there already, and public. Make it private in its settings on the hub, "
+                "name another one, or leave out --private."
+            )
+        if revision is not None and not revision.startswith("refs/"):
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        left = _left(repo, set(api.list_repo_files(repo, revision=revision)), files)
+        # Not upload_folder, which cuts what is large into several commits.
+        done = api.create_commit(
+            repo,
+            [
+                *(CommitOperationDelete(name) for name in left),
+                *(CommitOperationAdd(name, staged / name) for name in files),
+            ],
+            commit_message=f"Push what llmcond {__version__} trained",
+            revision=revision,
+        )
+    return url if revision is None else f"{url}/tree/{revision}", str(done.oid)
+
+
+def _left(repo: str, there: Collection[str], files: Collection[str]) -> list[str]:
+    """Return what an earlier push left in a repository and this one does not have.
+
+    Raises:
+        UserError: a model is there that was not pushed so.
+    """
+    if RECORD not in there:
+        if CONFIG in there or "config.json" in there:
+            raise UserError(
+                f"{repo} holds another model, which llmcond did not push. Name another OWNER/NAME."
+            )
+        return []
+    ours = {name for name in there for pattern in _PUSHED if fnmatch(name, pattern)}
+    return sorted(ours - set(files))
+
+
+@contextmanager
+def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
+    """Tell what went wrong on the hub in our own words."""
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError, by way
+        HfHubHTTPError,
+        HTTPError,
+        OfflineModeIsEnabled,
+        RevisionNotFoundError,
+    )
+
+    away = f"the Hugging Face hub cannot be reached, so nothing was pushed to {repo}"
+    try:
+        yield
+    except RevisionNotFoundError as error:
+        raise UserError(f"{repo} has no revision {revision!r}. Name a branch.") from error
+    except HfHubHTTPError as error:
+        raise _refusal(repo, error) from error
+    except OfflineModeIsEnabled as error:
+        raise LlmcondError(f"{away}: HF_HUB_OFFLINE is set. Unset it.") from error
+    except HTTPError as error:
+        raise LlmcondError(f"{away}: {first_line(error)}. Check the connection.") from error
+    except (OSError, RuntimeError, ValueError) as error:
+        if str(error).startswith("Invalid metadata in README.md"):
+            raise UserError(f"the hub does not take {CARD}: {error}") from error
+        raise LlmcondError(
+            f"pushing to {repo} failed: {first_line(error)}. Give the same command again."
+        ) from error
+
+
+def _refusal(repo: str, error: Any) -> LlmcondError:
+    """Return what an answer of the hub that is no success means."""
+    status = error.response.status_code
+    said = " ".join(str(error.server_message or error.response.reason_phrase).split())
+    if status in (401, 403, 404):
+        return UserError(
+            f"the hub does not let you write to {repo} ({status}: {said}). Name a repository of "
+            "yours, or log in with a token that may write: hf auth login, or HF_TOKEN."
+        )
+    if status == 400:
+        return UserError(f"the hub does not take what was to be pushed to {repo}: {said}")
+    return LlmcondError(
+        f"the hub failed ({status}: {said}), and nothing was pushed to {repo}. Give the same "
+        "command again later."
+    )

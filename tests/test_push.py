@@ -1,0 +1,604 @@
+"""Pushing to the hub: the real client against a server of our own, that keeps what it is sent."""
+
+import base64
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path, PurePath
+from threading import Thread
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import pytest
+from huggingface_hub import constants
+from test_cli import ok, refused
+
+import llmcond
+from llmcond.cli import run
+from llmcond.files import digest_file
+from llmcond.workflows import push_to_hub
+from llmcond.workflows.push import _PATH
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+REPO = "ada/tuned"
+VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
+
+
+# -- a hub -------------------------------------------------------------------------------------
+
+
+class Hub:
+    """What a server was sent: files by repository and branch, and what it is to refuse.
+
+    Attributes:
+        branches: files by branch, by repository.
+        private: of each repository.
+        commits: repository, branch, and what was done to which file, of each commit.
+        failing: status and body by the end of the addresses that are not answered as they should.
+        tokens: those that came.
+    """
+
+    def __init__(self, url: str = "") -> None:
+        self.url = url
+        self.branches: dict[str, dict[str, dict[str, bytes]]] = {}
+        self.private: dict[str, bool] = {}
+        self.commits: list[tuple[str, str, dict[str, str]]] = []
+        self.failing: dict[str, tuple[int, str]] = {}
+        self.tokens: set[str | None] = set()
+
+    def files(self, repo: str = REPO, branch: str = "main") -> dict[str, bytes]:
+        return self.branches[repo][branch]
+
+    def answer(self, method: str, path: str, body: bytes) -> tuple[int, object]:
+        for end, (status, text) in self.failing.items():
+            if path.endswith(end):
+                return status, text
+        parts = [unquote(part) for part in path.strip("/").split("/")]
+        if parts == ["api", "repos", "create"]:
+            return self._create(json.loads(body))
+        if parts == ["api", "validate-yaml"]:
+            assert json.loads(body)["content"].startswith("---\n")
+            return 200, {"errors": [], "warnings": []}
+        if parts[:2] != ["api", "models"] or len(parts) < 4:
+            return 404, {"error": "no such thing"}
+        repo, rest = "/".join(parts[2:4]), parts[4:]
+        if repo not in self.branches:
+            return 404, {"error": "Repository not found"}
+        return self._of_repo(method, repo, rest, body)
+
+    def _create(self, wanted: dict) -> tuple[int, object]:
+        repo = f"{wanted['organization']}/{wanted['name']}"
+        url = {"url": f"{self.url}/{repo}", "name": repo}
+        if repo in self.branches:
+            return 409, {**url, "error": "You already created this model repo"}
+        self.branches[repo] = {"main": {".gitattributes": b""}}
+        self.private[repo] = wanted.get("visibility") == "private" or bool(wanted.get("private"))
+        return 200, url
+
+    def _of_repo(self, method: str, repo: str, rest: list[str], body: bytes) -> tuple[int, object]:
+        info = {"id": repo, "private": self.private[repo], "sha": self._head(), "siblings": []}
+        if not rest:
+            return 200, info
+        kind, branch = rest
+        branches = self.branches[repo]
+        if kind == "branch":
+            known = branch in branches
+            branches.setdefault(branch, dict(branches["main"]))
+            return (409, {"error": "exists"}) if known else (200, {})
+        files = branches[branch]
+        if kind == "revision":
+            return 200, info
+        if kind == "tree":
+            return 200, [
+                {"type": "file", "path": name, "oid": oid(content), "size": len(content)}
+                for name, content in files.items()
+            ]
+        if kind == "preupload":
+            return 200, {
+                "files": [
+                    {
+                        "path": file["path"],
+                        "uploadMode": "regular",
+                        "shouldIgnore": False,
+                        "oid": oid(files[file["path"]]) if file["path"] in files else None,
+                    }
+                    for file in json.loads(body)["files"]
+                ]
+            }
+        assert (method, kind) == ("POST", "commit")
+        return self._commit(repo, branch, body)
+
+    def _commit(self, repo: str, branch: str, body: bytes) -> tuple[int, object]:
+        header, *operations = (json.loads(line) for line in body.splitlines())
+        assert header["key"] == "header"
+        done = {}
+        for operation in operations:
+            value = operation["value"]
+            done[value["path"]] = operation["key"]
+            if operation["key"] == "deletedFile":
+                del self.files(repo, branch)[value["path"]]
+            else:
+                assert (operation["key"], value["encoding"]) == ("file", "base64")
+                self.files(repo, branch)[value["path"]] = base64.b64decode(value["content"])
+        self.commits.append((repo, branch, done))
+        url = f"{self.url}/{repo}/commit/{self._head()}"
+        return 200, {"commitUrl": url, "commitOid": self._head(), "success": True}
+
+    def _head(self) -> str:
+        return f"{len(self.commits):040x}"
+
+    def download(self, folder: Path, repo: str = REPO, branch: str = "main") -> Path:
+        for name, content in self.files(repo, branch).items():
+            path = folder / name
+            assert path.resolve().is_relative_to(folder.resolve())
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        return folder
+
+
+def oid(content: bytes) -> str:
+    """Return what git calls a file's content."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+@pytest.fixture
+def server():
+    """A hub that listens; it is nobody's endpoint yet."""
+    kept = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _any(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            address = urlsplit(self.path)
+            if address.path.startswith(("/api/repos/", "/api/models/")):
+                kept.tokens.add(self.headers.get("Authorization"))
+            status, value = kept.answer(self.command, address.path, body)
+            content = value if isinstance(value, str) else json.dumps(value)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content.encode())))
+            self.end_headers()
+            self.wfile.write(content.encode())
+
+        do_GET = do_POST = _any  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http.daemon_threads = True
+    kept.url = f"http://127.0.0.1:{http.server_port}"
+    Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
+    yield kept
+    http.shutdown()
+    http.server_close()
+
+
+@pytest.fixture
+def hub(server, monkeypatch, tmp_path):
+    """The same as the client's endpoint, with a token."""
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    return server
+
+
+# -- what is pushed ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data(small_rows, tmp_path_factory) -> Path:
+    """Small rows in a file of their own."""
+    path = tmp_path_factory.mktemp("home") / "secret-rows.csv"
+    lines = ["sentence1,sentence2,condition,label"]
+    lines += [",".join(str(value) for value in row) for row in small_rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def base(tiny_checkpoint) -> Path:
+    """A small random BERT with a sentence-transformers pooling, that says where it once lay."""
+    folder = tiny_checkpoint()
+    for name, key in (("config.json", "_name_or_path"), ("tokenizer_config.json", "name_or_path")):
+        settings = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**settings, key: "/data/ada/bert"}))
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    entries = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(modules)
+    ]
+    (folder / "modules.json").write_text(json.dumps(entries))
+    (folder / "config_sentence_transformers.json").write_text('{"prompts": {}}')
+    return folder
+
+
+def train(model, data, folder, *arguments) -> Path:
+    plain = "--epochs 1 --batch-size 16 --dtype float32 --max-length 32 --rank 2".split()
+    given = ["--model", model, "--data", data, "--run", folder, *plain, *arguments]
+    assert run(["train-lora", *map(str, given)]) == 0
+    # What lies about in the folder is no part of it.
+    (folder / "heads" / ".half").mkdir()
+    (folder / "heads" / ".half" / "head.json").write_text("{}")
+    for name in ("predictions.csv", "mine.json", "rows.txt", "heads/none.txt"):
+        (folder / name).write_text("mine")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(base, data, tmp_path_factory) -> Path:
+    """A BERT with its adapters merged, and an MLP."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return train(base, data, folder, "--merge", "--head", "mlp", "--dim", "8")
+
+
+@pytest.fixture(scope="module")
+def adapter(data, tmp_path_factory) -> Path:
+    """An adapter of MiniLM, without a head's weights."""
+    return train("minilm", data, tmp_path_factory.mktemp("adapter") / "run", "--head", "none")
+
+
+def shown(folder: Path) -> dict[str, tuple[str, int]]:
+    return {
+        str(path.relative_to(folder)): (digest_file(path), path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def similarity(folder: Path) -> np.ndarray:
+    first = ["two men play in the park", "three women read"]
+    second = ["two dogs sit at the beach", "children ride on the street"]
+    return llmcond.load_embedder(folder).similarity(first, second, "the place")
+
+
+def texts(value: object) -> list[str]:
+    """Return every text in JSON, keys included."""
+    if isinstance(value, dict):
+        return [*value, *(text for item in value.values() for text in texts(item))]
+    if isinstance(value, list):
+        return [text for item in value for text in texts(item)]
+    return [value] if isinstance(value, str) else []
+
+
+def heads_of(name: str) -> set[str]:
+    return {f"heads/{name}/head.json", f"heads/{name}/head.safetensors"}
+
+
+ACCOUNTS = {"README.md", "encoder.json", "run.json", "training.json"}
+WHOLE = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+WHOLE |= {"modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"}
+EXPECTED = {
+    "whole": ACCOUNTS | WHOLE | heads_of("mlp@concat-sent-cond+c"),
+    "adapter": ACCOUNTS
+    | {"adapter_config.json", "adapter_model.safetensors"}
+    | heads_of("none@concat-sent-cond+c"),
+}
+
+
+@pytest.mark.parametrize("kind", ["whole", "adapter"])
+def test_what_arrives_is_all_that_others_need(request, hub, capsys, tmp_path, kind):
+    folder = request.getfixturevalue(kind)
+    expected, before = similarity(folder), shown(folder)
+    done = ok(capsys, "push", REPO, "--run", folder)
+    assert done == {
+        "repo": REPO,
+        "url": f"{hub.url}/{REPO}",
+        "commit": f"{1:040x}",
+        "files": sorted(EXPECTED[kind]),
+    }
+    assert set(hub.files()) - {".gitattributes"} == EXPECTED[kind]
+    assert len(hub.commits) == 1
+    assert hub.tokens == {"Bearer hf_test"}
+    assert hub.private[REPO] is False
+    assert shown(folder) == before
+    assert hub.files()["README.md"] == (folder / "README.md").read_bytes()
+    downloaded = hub.download(tmp_path / "tuned")
+    np.testing.assert_array_equal(similarity(downloaded), expected)
+
+
+@pytest.mark.parametrize("kind", ["whole", "adapter"])
+def test_no_path_of_this_machine_arrives(request, hub, base, data, tmp_path_factory, kind):
+    folder = request.getfixturevalue(kind)
+    made = json.loads((folder / "run.json").read_text())
+    assert made["data"]["source"] == str(data)
+    assert made["encoder"]["name"] == str(folder)
+    push_to_hub(folder, REPO)
+    for name, content in hub.files().items():
+        if name != "README.md":
+            assert str(tmp_path_factory.getbasetemp()).encode() not in content, name
+            assert b"two men play" not in content, name
+        if name.endswith(".json") and name not in VOCABULARIES:
+            assert str(Path.home()) not in content.decode()
+            found = [text for text in texts(json.loads(content)) if PurePath(text).is_absolute()]
+            assert found == [], name
+    records = {name: json.loads(hub.files()[name]) for name in ("run.json", "training.json")}
+    head = next(name for name in hub.files() if name.endswith("head.json"))
+    for record in (*records.values(), json.loads(hub.files()[head])):
+        assert record["data"]["source"] == "secret-rows.csv"
+    assert records["run.json"]["encoder"]["model"] == "."
+    assert records["run.json"]["encoder"]["name"] == "run"
+    assert records["training.json"]["summary"]["run"] == "run"
+    assert records["training.json"]["base"]["model"] == (base.name if kind == "whole" else "minilm")
+    # All else is as it was.
+    assert (
+        records["training.json"]["curve"]
+        == json.loads((folder / "training.json").read_text())["curve"]
+    )
+
+
+def test_settings_without_their_path_are_those_of_another_encoder(hub, whole):
+    """Which its run and heads must call by its new name."""
+    push_to_hub(whole, REPO)
+    assert json.loads((whole / "config.json").read_text())["_name_or_path"] == "/data/ada/bert"
+    assert json.loads(hub.files()["config.json"])["_name_or_path"] == "bert"
+    before = json.loads((whole / "run.json").read_text())["encoder"]
+    after = json.loads(hub.files()["run.json"])["encoder"]
+    head = json.loads(hub.files()["heads/mlp@concat-sent-cond+c/head.json"])["encoder"]
+    assert before["identity"]["weights"] != after["identity"]["weights"]
+    for key in ("fingerprint", "identity"):
+        assert after[key] == head[key] != before[key]
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("which /home/ada/runs/x does not stand", "which x does not stand"),
+        ("read (~/data/x.csv), twice", "read (x.csv), twice"),
+        ("https://arxiv.org/abs/2503.17279 and/or either/or/neither", None),
+        ("./a/b ../c/d 1/2 /nothink", None),
+    ],
+)
+def test_a_path_in_a_sentence_becomes_its_last_name(text, left):
+    assert _PATH.sub(r"\1", text) == (left or text)
+
+
+def test_of_a_record_paths_are_taken_out_and_nothing_else(hub, adapter, tmp_path):
+    copy = Path(shutil.copytree(adapter, tmp_path / "copy"))
+
+    def change(made: dict) -> None:
+        made["data"]["source"] = "../../ada/rows.csv"
+        made["encoder"]["name"] = "/home/ada/my runs/tuned"
+        made["encoder"]["assumed"] = [f"8 bit of {adapter}."]
+        made["encoder"]["identity"]["special_tokens"] = "/think/now {text}"
+
+    edit(copy / "run.json", change)
+    push_to_hub(copy, REPO)
+    made = json.loads(hub.files()["run.json"])
+    assert made["data"]["source"] == "rows.csv"
+    assert made["encoder"]["name"] == "tuned"
+    assert made["encoder"]["assumed"] == ["8 bit of run."]
+    assert made["encoder"]["identity"]["special_tokens"] == "/think/now {text}"
+
+
+def edit(path: Path, change) -> None:
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+
+
+def test_pushed_again_it_is_the_same_commit(hub, adapter):
+    first = push_to_hub(adapter, REPO)
+    assert push_to_hub(adapter, REPO) == first
+    assert len(hub.commits) == 1
+
+
+def test_what_the_push_before_left_is_taken_away(hub, whole, adapter):
+    push_to_hub(whole, REPO)
+    hub.files()["LICENSE"] = b"theirs"
+    push_to_hub(adapter, REPO)
+    assert set(hub.files()) == EXPECTED["adapter"] | {".gitattributes", "LICENSE"}
+    assert len(hub.commits) == 2
+    deleted = {name for name, done in hub.commits[1][2].items() if done == "deletedFile"}
+    assert deleted == EXPECTED["whole"] - EXPECTED["adapter"]
+
+
+def test_a_branch_is_made_and_leaves_main_as_it_is(hub, adapter, capsys):
+    done = ok(capsys, "push", REPO, "--run", adapter, "--revision", "rank/2")
+    assert done["url"] == f"{hub.url}/{REPO}/tree/rank/2"
+    assert set(hub.files(branch="rank/2")) == EXPECTED["adapter"] | {".gitattributes"}
+    assert set(hub.files()) == {".gitattributes"}
+    again = ok(capsys, "push", REPO, "--run", adapter, "--revision", "rank/2")
+    assert again == done
+
+
+def test_private_is_private_from_the_start(hub, adapter, capsys):
+    ok(capsys, "push", REPO, "--run", adapter, "--private")
+    assert hub.private[REPO]
+    ok(capsys, "push", "ada/open", "--run", adapter)
+    hub.files("ada/open").clear()
+    said = refused(capsys, "push", "ada/open", "--run", adapter, "--private")
+    assert "public" in said
+    assert hub.files("ada/open") == {}
+
+
+def test_the_command_tells_where_it_is_and_how_to_use_it(server, adapter, tmp_path):
+    """In a process of its own, by nothing but the environment."""
+    environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_TOKEN": "hf_own"}
+    environment["HF_HOME"] = str(tmp_path / "hf")
+    command = [sys.executable, "-m", "llmcond", "push", REPO, "--run", str(adapter)]
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert f"{adapter} -> {server.url}/{REPO}" in done.stderr
+    assert f"hf download {REPO} --local-dir tuned" in done.stderr
+    assert 'llmcond.load_embedder("tuned")' in done.stderr
+    assert "Bearer hf_own" in server.tokens
+    assert set(server.files()) - {".gitattributes"} == EXPECTED["adapter"]
+
+
+def test_of_several_heads_the_last_is_named(hub, adapter, capfd, tmp_path):
+    copy = Path(shutil.copytree(adapter, tmp_path / "copy"))
+    command = ["fit-head", "--head", "linear", "--dim", "8", "--set", "epochs=2", "--run", copy]
+    assert run([str(part) for part in command]) == 0
+    push_to_hub(copy, REPO)
+    added = heads_of("linear@concat-sent-cond")
+    assert set(hub.files()) == EXPECTED["adapter"] | added | {".gitattributes"}
+    assert 'load_embedder("tuned", "linear@concat-sent-cond")' in capfd.readouterr().err
+
+
+def test_a_card_that_names_a_folder_is_told(hub, whole, base, capfd):
+    card = whole / "README.md"
+    assert str(base) not in card.read_text()
+    push_to_hub(whole, REPO)
+    assert "is pushed as it is" not in capfd.readouterr().err
+    before = card.read_text()
+    card.write_text(f"{before}\nSee {base} for more.\n")
+    push_to_hub(whole, REPO)
+    card.write_text(before)
+    assert f"is pushed as it is, and names {base}" in capfd.readouterr().err
+
+
+# -- refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tuned", "ada/tuned/x", "https://huggingface.co/ada/tuned", "ada/", "ada/a b", "a/b--c"],
+)
+def test_a_name_that_is_not_owner_and_name(hub, adapter, capsys, name):
+    assert "expected OWNER/NAME" in refused(capsys, "push", name, "--run", adapter)
+    assert hub.branches == {}
+
+
+def test_a_folder_that_holds_nothing_trained(hub, adapter, tiny_run, capsys, tmp_path):
+    for folder in (tmp_path / "nowhere", tmp_path, tiny_run, adapter / "README.md"):
+        said = refused(capsys, "push", REPO, "--run", folder)
+        assert "Train it first: llmcond train-lora" in said
+        assert str(folder) in said
+    (tmp_path / "begun" / "training").mkdir(parents=True)
+    said = refused(capsys, "push", REPO, "--run", tmp_path / "begun")
+    assert "has not ended" in said
+    assert hub.branches == {}
+
+
+def test_files_that_are_missing_or_damaged(hub, adapter, whole, capsys, tmp_path):
+    head = "heads/none@concat-sent-cond+c/head.safetensors"
+    for name in ("run.json", "encoder.json", "adapter_model.safetensors", head):
+        copy = Path(shutil.copytree(adapter, tmp_path / name.replace("/", "-")))
+        (copy / name).unlink()
+        assert name in refused(capsys, "push", REPO, "--run", copy)
+    copy = Path(shutil.copytree(whole, tmp_path / "whole"))
+    (copy / "config_sentence_transformers.json").write_text("{")
+    said = refused(capsys, "push", REPO, "--run", copy)
+    assert "config_sentence_transformers.json of the encoder is not a readable JSON" in said
+    assert hub.branches == {}
+
+
+@pytest.mark.parametrize("named", ["/data/ada/gone", "my/base", "base"])
+def test_an_adapter_whose_base_nobody_else_has(hub, adapter, capsys, tmp_path, named):
+    copy = Path(shutil.copytree(adapter, tmp_path / "copy"))
+    (copy / "my" / "base").mkdir(parents=True)
+    edit(copy / "encoder.json", lambda tuned: tuned.update(base=named))
+    said = refused(capsys, "push", REPO, "--run", copy)
+    assert named in said
+    assert "--merge" in said
+    assert hub.branches == {}
+
+
+@pytest.mark.parametrize("kind", ["whole", "adapter"])
+def test_an_encoder_that_is_not_the_trained_one(request, hub, capsys, tmp_path, kind):
+    copy = Path(shutil.copytree(request.getfixturevalue(kind), tmp_path / "copy"))
+    name = "config.json" if kind == "whole" else "adapter_config.json"
+    edit(copy / name, lambda config: config.update(lora_alpha=3.0))
+    said = refused(capsys, "push", REPO, "--run", copy)
+    assert "has changed since it was trained" in said
+    assert hub.branches == {}
+
+
+def test_a_path_that_cannot_be_taken_out(hub, adapter, capsys, tmp_path):
+    """Of a template, whose words decide what is computed."""
+    copy = Path(shutil.copytree(adapter, tmp_path / "copy"))
+    text = f"Read {Path.home()} {{text}}"
+    edit(copy / "run.json", lambda made: made["encoder"]["identity"].update(special_tokens=text))
+    said = refused(capsys, "push", REPO, "--run", copy)
+    assert "run.json would publish a path of this machine: special_tokens" in said
+    assert hub.branches == {}
+
+
+def test_without_a_token(hub, adapter, capsys, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN")
+    said = refused(capsys, "push", REPO, "--run", adapter)
+    assert "hf auth login" in said
+    assert "HF_TOKEN" in said
+    assert hub.tokens == set()
+
+
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("end", ["/repos/create", "/commit/main"])
+def test_without_the_right_to_write(hub, adapter, capsys, status, end):
+    hub.failing[end] = (status, json.dumps({"error": "You may not.\nNot here."}))
+    said = refused(capsys, "push", REPO, "--run", adapter)
+    assert f"does not let you write to {REPO} ({status}: " in said
+    assert "hf auth login" in said
+    assert hub.commits == []
+
+
+def test_a_repository_that_holds_another_model(hub, adapter, capsys):
+    push_to_hub(adapter, REPO)
+    hub.files().clear()
+    hub.files()["config.json"] = b"{}"
+    assert "another model" in refused(capsys, "push", REPO, "--run", adapter)
+    assert hub.files() == {"config.json": b"{}"}
+
+
+def test_what_the_hub_does_not_take(hub, adapter, capsys):
+    said = {"errors": [{"message": '"license" must be one of'}]}
+    hub.failing["/validate-yaml"] = (400, json.dumps(said))
+    assert "license" in refused(capsys, "push", REPO, "--run", adapter)
+    hub.failing = {"/branch/x..y": (400, json.dumps({"error": "Invalid branch"}))}
+    said = refused(capsys, "push", REPO, "--run", adapter, "--revision", "x..y")
+    assert "Invalid branch" in said
+    assert hub.commits == []
+
+
+@pytest.mark.parametrize(
+    ("failing", "said"),
+    [
+        ({"/repos/create": (500, "{}")}, "the hub failed (500: Internal Server Error)"),
+        ({"/commit/main": (502, "<html>Bad gateway</html>")}, "the hub failed (502"),
+        ({"/validate-yaml": (503, "<html>Busy</html>")}, f"pushing to {REPO} failed"),
+        ({"/repos/create": (200, "<html>Log in to the hotel</html>")}, f"pushing to {REPO} failed"),
+    ],
+)
+def test_a_server_that_fails(hub, adapter, capsys, failing, said):
+    hub.failing = failing
+    assert said in failed(capsys, adapter)
+    assert hub.commits == []
+
+
+def failed(capsys, folder: Path) -> str:
+    """Push what cannot be for no fault of the user's, and return the one line."""
+    before = shown(folder)
+    capsys.readouterr()
+    assert run(["push", REPO, "--run", str(folder)]) == 1
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if line.startswith("llmcond: error: ")]
+    assert len(lines) == 1
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+    assert shown(folder) == before
+    return lines[0]
+
+
+def test_no_connection(hub, adapter, capsys, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in failed(capsys, adapter)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    said = failed(capsys, adapter)
+    assert "cannot be reached" in said
+    assert "Check the connection" in said
+    assert hub.branches == {}
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    ok(capsys, "push", REPO, "--run", adapter)
