@@ -150,7 +150,13 @@ def every_one_matters(gradients):
 
 def loss_and_gradients(trainable, rows, **options):
     """Return a loss in which each number of each vector has a weight of its own."""
+    ways = set()
+    hook = trainable.network.register_forward_pre_hook(
+        lambda module, given, named: ways.add("packed" in named), with_kwargs=True
+    )
     vectors = trainable.engine.embed(rows, **options)
+    hook.remove()
+    assert (True in ways) == (trainable.engine.packs and not options.get("padded"))
     weights = torch.randn(vectors.shape, generator=torch.Generator().manual_seed(1))
     loss = (weights * vectors).sum() / len(rows)
     loss.backward()
@@ -320,7 +326,7 @@ class Task:
         prompts = [load_prompt(name) for name, _ in self.terms]
         return view_of(self.recipe, prompts, any(subtract for _, subtract in self.terms))
 
-    def model(self, trainable, **settings):
+    def model(self, trainable):
         view, dim = self.view, trainable.engine.dim
         dims = dim * len(view.prompts), dim if view.conditioned else 0
         plan = HeadPlan(self.recipe, self.objective, seed=1)
@@ -496,7 +502,7 @@ def test_an_encoder_s_own_dropout_is_on_in_training_only(prepare, name, drops):
     trainable = prepare(name, encoder_dropout=True)
     shake(trainable)
     task = Task()
-    model, inputs = task.model(trainable, encoder_dropout=True), task.inputs(trainable)
+    model, inputs = task.model(trainable), task.inputs(trainable)
     model.eval()
     expected = vectors(trainable.engine, inputs.tokens)
     model.train()
@@ -510,7 +516,7 @@ def test_dropout_of_adapters_is_on_where_the_encoder_s_is_off(prepare):
     trainable = prepare("simcse-bert", adapter_dropout=0.5)
     shake(trainable)
     rows = every_length(trainable)[:30]
-    model = Task().model(trainable, adapter_dropout=0.5)
+    model = Task().model(trainable)
     model.eval()
     expected = vectors(trainable.engine, rows)
     model.train()
@@ -829,7 +835,7 @@ def test_activations_computed_again_give_the_same_gradients(prepare, name, full)
     for again in (False, True):
         trainable = prepare(name, gradient_checkpointing=again, **kind)
         shake(trainable)
-        model, inputs = task.model(trainable, **kind), task.inputs(trainable)
+        model, inputs = task.model(trainable), task.inputs(trainable)
         before, names = BLOCKS[CASES[name].kind]
         calls = []
         # The last ones of a block are not needed again.

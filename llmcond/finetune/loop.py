@@ -117,7 +117,7 @@ class Trainer:
             own = {
                 key: tensors[f"{key}.{name}"].to(value.device) for key in ("exp_avg", "exp_avg_sq")
             }
-            step = torch.tensor(float(self.progress.step), dtype=torch.float32)
+            step = torch.tensor(float(self.progress.updates), dtype=torch.float32)
             inner.state[value] = {"step": step.to(value.device), **own}
         scaler: Any = self._accelerator.scaler
         if scaler is not None and self.progress.scaler:
@@ -134,6 +134,9 @@ class Trainer:
         scaler: Any = self._accelerator.scaler
         if scaler is not None:
             self.progress = replace(self.progress, scaler=scaler.state_dict())
+        # In float16 some steps update nothing.
+        updates = int(own["step"])
+        self.progress = replace(self.progress, updates=updates)
         self._state.save(self.progress, tensors)
 
     # -- steps ---------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ class Progress:
 
     Attributes:
         step: steps done, of all epochs.
+        updates: of them, those that changed the weights, at the last checkpoint.
         curve: an entry for each evaluation: step, epoch, mean loss since the one before, score.
         best_step: of the best evaluation; 0 before there is one.
         best_score: Spearman on dev; None where nothing was scored, or it is undefined.
@@ -41,6 +42,7 @@ class Progress:
     """
 
     step: int = 0
+    updates: int = 0
     curve: tuple[Mapping[str, Any], ...] = ()
     best_step: int = 0
     best_score: float | None = None

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from llmcond.finetune.build import Trainable
     from llmcond.finetune.loop import Trainer
+    from llmcond.finetune.state import Progress
 
 #: Of the folder's own account of the training.
 FORMAT = 1
@@ -337,9 +338,14 @@ def _train(task: _Task) -> dict[str, Any]:
     _tell_plan(task, trainable, trainer)
     with train_bar() as bar:
         trainer.run(bar.on_step)
-    trainer.keep_best()
     accelerator.wait_for_everyone()
-    summary = _finish(task, trainable, trainer) if accelerator.is_main_process else {}
+    main, summary = accelerator.is_main_process, {}
+    trained = _save_trained(task, trainable, trainer) if main else None
+    # What is written is loaded again, and both may be too much for a GPU.
+    del trainable, trainer
+    accelerator.free_memory()
+    if trained is not None:
+        summary = _finish(task, trained)
     accelerator.wait_for_everyone()
     return summary
 
@@ -390,24 +396,42 @@ def _tell_plan(task: _Task, trainable: Trainable, trainer: Trainer) -> None:
     )
 
 
-def _finish(task: _Task, trainable: Trainable, trainer: Trainer) -> dict[str, Any]:
-    """Write encoder, head, features, scores and card; the account of the training comes last."""
-    from llmcond.finetune.save import hub_name, save_encoder
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """What training has come to, but for the encoder, which is on disk."""
 
-    folder, progress, base = task.folder, trainer.progress, task.resolved
-    curve = [dict(entry) for entry in progress.curve]
+    head: FittedHead
+    recipe: Recipe
+    progress: Progress
+    weights: dict[str, int]
+
+
+def _save_trained(task: _Task, trainable: Trainable, trainer: Trainer) -> _Trained:
+    from llmcond.finetune.save import save_encoder
+
+    trainer.keep_best()
+    model, progress = trainer.model, trainer.progress
+    n_trained, n_all = trainable.counts()
     fitting = {
         "best_step": progress.best_step,
         "selected_on": None if progress.best_score is None else "dev",
-        "n_parameters": trainer.model.n_head,
-        "curve": curve,
+        "n_parameters": model.n_head,
+        "curve": [dict(entry) for entry in progress.curve],
     }
-    head, recipe = trainer.model.fitted(fitting), trainer.model.recipe
-    save_encoder(trainable, where_model(task.model, base), folder, merge=task.merge)
-    run = _run_of(task)
-    name = head_name(recipe.name, task.view)
-    save_head(head, run.head_folder(name), head_record(run, task.view, recipe.to_json()))
-    trained, total = trainable.counts()
+    where = where_model(task.model, task.resolved)
+    save_encoder(trainable, where, task.folder, merge=task.merge)
+    weights = {"trained": n_trained, "of": n_all, "head": model.n_head}
+    return _Trained(model.fitted(fitting), model.recipe, progress, weights)
+
+
+def _finish(task: _Task, trained: _Trained) -> dict[str, Any]:
+    """Write head, features, scores and card; the account of the training comes last."""
+    from llmcond.finetune.save import hub_name
+
+    folder, progress, base = task.folder, trained.progress, task.resolved
+    run, recipe = _run_of(task), trained.recipe.to_json()
+    name = head_name(trained.recipe.name, task.view)
+    save_head(trained.head, run.head_folder(name), head_record(run, task.view, recipe))
     summary = {
         "run": str(folder),
         "encoder": base.checkpoint.name,
@@ -415,7 +439,7 @@ def _finish(task: _Task, trainable: Trainable, trainer: Trainer) -> dict[str, An
         "prompt": task.view.name,
         "subtract": task.view.subtracts,
         "seed": task.plan.seed,
-        "weights": {"trained": trained, "of": total, "head": trainer.model.n_head},
+        "weights": trained.weights,
         "steps": progress.step,
         "best_step": progress.best_step,
         "dev_spearman": progress.best_score,
@@ -425,7 +449,7 @@ def _finish(task: _Task, trainable: Trainable, trainer: Trainer) -> dict[str, An
     account = {
         "format": FORMAT,
         "summary": summary,
-        "curve": curve,
+        "curve": trained.head.fit.record["curve"],
         "made_of": task.made_of,
         "base": {
             "model": task.model,
@@ -435,7 +459,7 @@ def _finish(task: _Task, trainable: Trainable, trainer: Trainer) -> dict[str, An
         "data": task.dataset.to_json(),
         **provenance(),
     }
-    write_text(folder / "README.md", model_card(account, task.view.prompts, recipe.to_json()))
+    write_text(folder / "README.md", model_card(account, task.view.prompts, recipe))
     write_json(folder / RECORD, account)
     shutil.rmtree(folder / STATE, ignore_errors=True)
     _tell(summary)
