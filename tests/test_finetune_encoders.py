@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import shutil
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -96,12 +97,12 @@ def make(tmp_path_factory):
 def prepare(make):
     """A loader of encoders that are to be trained, in float32 on the CPU."""
 
-    def load(case, quantize="none", **settings):
+    def load(case, quantize="none", folder=None, **settings):
         case = CASES[case] if isinstance(case, str) else case
         options = {**case.options, "max_length": MAX_LENGTH, "dtype": "float32", "device": "cpu"}
         given = EncoderOptions(like=case.like, quantize=quantize, **options)
         chosen = TuneSettings(**{**PLAIN, **settings})
-        return load_trainable(resolve(str(make(case)), given), chosen, seed=0)
+        return load_trainable(resolve(str(folder or make(case)), given), chosen, seed=0)
 
     return load
 
@@ -781,6 +782,25 @@ def test_fully_trained_encoder_is_saved_whole(name, prepare, tmp_path):
     assert moved(trainable, items, expected)
     if CASES[name].kind != "nv-embed":
         plain(trainable, tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", [FULL, PLAIN])
+def test_files_of_another_run_are_not_taken_for_a_checkpoint_s(prepare, make, tmp_path, kind):
+    """A base may be a trained run itself: its account would stand for that of the new one."""
+    base = shutil.copytree(make(CASES["gemma"]), tmp_path / "base")
+    for file in ("run.json", "training.json", "heads/config.json"):
+        checkpoints.write_json(base / file, {})
+    trainable = prepare("gemma", folder=base, **kind)
+    saved(trainable, tmp_path / "out", merge=True)
+    found = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.json")}
+    assert found == {
+        "config.json",
+        "encoder.json",
+        "modules.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        *(f"{folder}/config.json" for folder in ("1_Pooling", "2_Dense", "3_Dense")),
+    }
 
 
 @pytest.mark.parametrize("name", QUANTISED)

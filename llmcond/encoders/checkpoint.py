@@ -43,6 +43,13 @@ _SETTINGS = (
     "*.model",
 )
 _MODULES = ("modules.json", "sentence_bert_config.json", "*/config.json")
+#: What lies beside the weights in a checkpoint's own folder.
+SETTINGS = (
+    *_SETTINGS,
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+)
 #: The same weights in other formats.
 _COPIES = ("onnx/*", "openvino/*", "original/*", "consolidated*")
 
@@ -231,6 +238,17 @@ def _listed(folder: Path) -> list[str]:
     if (folder / "model.safetensors").is_file():
         return []
     return [shard for name in _WHOLE for shard in _shards(folder / f"{name}.index.json")]
+
+
+def settings_files(folder: Path) -> list[Path]:
+    """Return what belongs to a checkpoint beside its weights, dense layers included; no others."""
+    patterns = [*SETTINGS]
+    modules = read_settings(folder / "modules.json", [])
+    patterns += [f"{module['path']}/config.json" for module in modules if module.get("path")]
+    patterns += [f"{name}/model.safetensors" for name in dense_folders(folder)]
+    found = {path for pattern in patterns for path in folder.glob(pattern)}
+    # A module's path is what another person's file says: it leads nowhere else.
+    return sorted(path for path in found if ".." not in path.relative_to(folder).parts)
 
 
 def dense_folders(folder: Path) -> list[str]:

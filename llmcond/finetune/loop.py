@@ -21,7 +21,7 @@ from llmcond.evaluation.metrics import spearman
 from llmcond.finetune.inputs import RatedInputs
 from llmcond.finetune.model import TunedModel
 from llmcond.finetune.order import Order
-from llmcond.finetune.settings import TuneSettings
+from llmcond.finetune.settings import TuneSettings, usual_rate
 from llmcond.finetune.state import Progress, StateFolder
 from llmcond.heads.objectives import stretches
 
@@ -239,7 +239,8 @@ class Trainer:
         raise UserError(
             f"{what} became {value} in step {step + 1:,} of {self.steps:,} (epoch "
             f"{step // self._order.steps + 1}); {kept}. Lower --learning-rate, to "
-            f"{settings.learning_rate / 4:g} or so, in another --run."
+            f"{min(settings.learning_rate / 4, usual_rate(settings.rank)):g} or so, in another "
+            "--run."
         )
 
     # -- dev -----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmcond.encoders.adapter import CONFIG, WEIGHTS, Tuned, write_tuned
 from llmcond.encoders.architecture import build_on_meta, load_config
-from llmcond.encoders.checkpoint import dense_folders, weight_files
+from llmcond.encoders.checkpoint import settings_files, weight_files
 from llmcond.encoders.models import find_model
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.errors import UserError
@@ -109,7 +109,7 @@ def _save_whole(trainable: Trainable, folder: Path) -> None:
     if trainable.adapted is not None:
         trainable.adapted.merge_and_unload()
     origin = trainable.resolved.checkpoint.folder
-    for path in _settings_files(origin):
+    for path in settings_files(origin):
         with replacing(folder / path.relative_to(origin)) as copy:
             shutil.copyfile(path, copy)
     write_tensors(folder / "model.safetensors", _whole(trainable), _OURS)
@@ -128,11 +128,3 @@ def _whole(trainable: Trainable) -> dict[str, Tensor]:
             for name in (names - found.keys()) & set(file.keys()):
                 found[name] = file.get_tensor(name)
     return found
-
-
-def _settings_files(folder: Path) -> list[Path]:
-    """Return what belongs to a checkpoint beside its weights, dense layers included."""
-    patterns = ["*.json", "*.txt", "*.model", "*/config.json"]
-    patterns += [f"{name}/model.safetensors" for name in dense_folders(folder)]
-    found = {path for pattern in patterns for path in folder.glob(pattern)}
-    return sorted(path for path in found if not path.name.endswith(".index.json"))

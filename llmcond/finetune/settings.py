@@ -14,6 +14,12 @@ SCHEDULES = ("linear", "cosine", "constant")
 _LARGEST = 1_000_000
 
 
+def usual_rate(rank: int) -> float:
+    """Return the learning rate that an encoder has by default: of LoRA, or for rank 0 of it all."""
+    # All weights move at once, so each has less far to go.
+    return 1e-3 if rank else 5e-5
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneSettings:
     """How an encoder is trained; the head's learning rate and dropout are those of its recipe.

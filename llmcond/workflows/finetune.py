@@ -13,7 +13,7 @@ from llmcond.datasets import DataOptions, Dataset
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import UserError
 from llmcond.files import digest_file, read_json, write_json, write_text
-from llmcond.finetune.settings import TuneSettings
+from llmcond.finetune.settings import TuneSettings, usual_rate
 from llmcond.heads import FittedHead, Recipe, load_head, load_recipe, save_head
 from llmcond.heads.objectives import ObjectiveSettings
 from llmcond.heads.recipes import parse_settings
@@ -166,9 +166,8 @@ def _settings(given: Mapping[str, Any], recipe: Recipe) -> TuneSettings:
     """Return the settings that were given, else those of the recipe, else the defaults."""
     build(TuneSettings, dict(recipe.finetune), f"{recipe.path}: [finetune]")
     values = {**recipe.finetune, **given}
-    if values.get("rank") == 0 and "learning_rate" not in values:
-        # All weights move at once, so each has less far to go.
-        values["learning_rate"] = 5e-5
+    if isinstance(values.get("rank"), int):
+        values.setdefault("learning_rate", usual_rate(values["rank"]))
     return build(TuneSettings, values, "train-lora")
 
 

@@ -16,12 +16,7 @@ from typing import Any
 
 from llmcond.encoders import find_model
 from llmcond.encoders.adapter import CONFIG, TUNED, WEIGHTS, Tuned, identify, read_tuned
-from llmcond.encoders.checkpoint import (
-    dense_folders,
-    find_checkpoint,
-    read_settings,
-    weight_files,
-)
+from llmcond.encoders.checkpoint import SETTINGS, find_checkpoint, settings_files, weight_files
 from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.files import gib, read_json, write_json
 from llmcond.report.console import note
@@ -31,25 +26,10 @@ from llmcond.workflows.finetune import RECORD, STATE
 
 MANIFEST, CARD = "run.json", "README.md"
 
-#: What a whole checkpoint may have beside its weights. Nothing else that lies there is pushed.
-_CHECKPOINT = (
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "*.model",
-    "modules.json",
-    "sentence_bert_config.json",
-    "config_sentence_transformers.json",
-)
-#: Those of it that hold tokens, which may look like paths.
+#: A checkpoint's files that hold tokens, which may look like paths.
 _VOCABULARIES = {"tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"}
 #: What an earlier push may have left in a repository, which would be taken for this one's.
-_PUSHED = (*_CHECKPOINT, "heads/*", "*/config.json", "*.safetensors", CONFIG)
+_PUSHED = (*SETTINGS, "heads/*", "*/config.json", "*.safetensors", CONFIG)
 
 #: Texts and names of the user's that decide what is computed: templates, and columns.
 _VERBATIM = {
@@ -214,13 +194,7 @@ def _stage(run: Run, tuned: Tuned, staged: Path) -> None:
 
 def _whole_files(folder: Path) -> list[str]:
     """Return the names of a whole checkpoint's files, those of its modules included."""
-    modules = read_settings(folder / "modules.json", [])
-    patterns = [*_CHECKPOINT]
-    patterns += [f"{module['path']}/config.json" for module in modules if module.get("path")]
-    patterns += [f"{name}/model.safetensors" for name in dense_folders(folder)]
-    found = {path.relative_to(folder) for pattern in patterns for path in folder.glob(pattern)}
-    # A module's path is what another person's file says: it leads nowhere else.
-    names = {path.as_posix() for path in found if ".." not in path.parts}
+    names = {path.relative_to(folder).as_posix() for path in settings_files(folder)}
     weights = [path.name for path in weight_files(folder)] or ["model.safetensors"]
     return sorted({*names, "config.json", *weights})
 
