@@ -133,25 +133,26 @@ class Way:
         lengths = [len(row.ids) for row in rows]
         return torch.cat(vectors).numpy(), padded(lengths, list(range(len(rows))), 32)
 
-    def peak(self) -> float:
-        """Return the machine's matrix product now, in FLOP/s: the best of a few."""
-        dtype = TORCH_DTYPES[self.options.dtype]
-        size = 2_048 if self.device == "cpu" else 8_192
-        first, second = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
-        best = float("inf")
-        for _ in range(6):
-            synchronize(self.device)
-            began = time.perf_counter()
-            first @ second
-            synchronize(self.device)
-            best = min(best, time.perf_counter() - began)
-        return 2 * size**3 / best
 
-    def memory(self) -> float:
-        """Return the peak of the device's memory in GiB; on a CPU of the process."""
-        if self.device != "cpu":
-            return torch.cuda.max_memory_allocated(self.device) / 2**30
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+def product_peak(device: str, dtype: torch.dtype) -> float:
+    """Return the machine's matrix product now, in FLOP/s: the best of a few."""
+    size = 2_048 if device == "cpu" else 8_192
+    first, second = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(6):
+        synchronize(device)
+        began = time.perf_counter()
+        first @ second
+        synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best
+
+
+def peak_memory(device: str) -> float:
+    """Return the peak of a device's memory in GiB; on a CPU of the process."""
+    if device != "cpu":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def padded(lengths: list[int], order: list[int], size: int) -> int:
@@ -189,7 +190,7 @@ def work(connection: Connection, task: dict[str, Any]) -> None:
     first = time.perf_counter() - began
     connection.send("ready")
     while connection.recv() == "go":
-        peak = way.peak()
+        peak = product_peak(way.device, TORCH_DTYPES[way.options.dtype])
         synchronize(way.device)
         began = time.perf_counter()
         vectors, computed = way.encode(inputs)
@@ -202,7 +203,7 @@ def work(connection: Connection, task: dict[str, Any]) -> None:
                 "computed": computed,
                 "peak": peak,
                 "share": way.flops * computed / seconds / peak,
-                "memory": way.memory(),
+                "memory": peak_memory(way.device),
                 "first": first,
             }
         )

@@ -25,11 +25,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_extract import Way, find_checkpoint, linear_flops, measure, synchronize
+from bench_extract import (
+    find_checkpoint,
+    linear_flops,
+    measure,
+    peak_memory,
+    product_peak,
+    synchronize,
+)
 
 from llmcond.datasets import read_dataset
 from llmcond.encoders.architecture import build_on_meta, load_config
-from llmcond.encoders.device import choose_device
+from llmcond.encoders.device import TORCH_DTYPES, choose_device
 from llmcond.encoders.models import known_names
 from llmcond.encoders.resolve import EncoderOptions, resolve
 from llmcond.finetune.build import load_trainable, prepare_accelerator
@@ -138,7 +145,7 @@ def work(connection: Connection, task: dict[str, Any]) -> None:
     connection.send("ready")
     turn = 0
     while connection.recv() == "go":
-        peak = Way.peak(way)  # type: ignore[arg-type]  # it asks for device and type only
+        peak = product_peak(way.device, TORCH_DTYPES[task["dtype"]])
         seconds, useful, computed = way.steps(2 + turn * task["steps"], task["steps"])
         turn += 1
         # Forward, and backward to the activations; frozen weights need no gradient of their own.
@@ -149,7 +156,7 @@ def work(connection: Connection, task: dict[str, Any]) -> None:
                 "useful": useful / task["steps"],
                 "computed": computed / task["steps"],
                 "share": passes * way.flops * computed / seconds / peak,
-                "memory": Way.memory(way),  # type: ignore[arg-type]
+                "memory": peak_memory(way.device),
             }
         )
 
