@@ -152,6 +152,7 @@ def test_every_bundled_head_loads_with_the_settings_its_file_states(path: Path):
     stated = read_toml(path)
     assert (recipe.name, recipe.family.kind) == (path.stem, stated["kind"])
     assert (recipe.description, recipe.source) == (stated["description"], stated["source"])
+    assert dict(recipe.finetune) == stated.pop("finetune", {})
     settings = recipe.to_json()["settings"]
     assert {key: settings[key] for key in stated if key in settings} == {
         key: value for key, value in stated.items() if key not in {"kind", "description", "source"}

@@ -197,7 +197,9 @@ def test_fitted_head_equals_that_of_fit_recipe(conditioned, name):
 def test_every_bundled_recipe_is_tried():
     from llmcond.config import bundled_names
 
-    assert sorted(RECIPES) == bundled_names("heads")
+    # Hyper-CL's recipes by encoder are hypernet-released with other numbers.
+    others = [name for name in bundled_names("heads") if not name.startswith("hypercl-")]
+    assert sorted(RECIPES) == others
 
 
 @pytest.mark.parametrize("name", ["mlp", "ica", "hypernet"])
