@@ -2,8 +2,9 @@ r"""Measure training by LoRA: llmcond's step against a plain loop of transformer
 
 The plain loop is that of the released code of C-STS: both sentences of every row are encoded, each
 with its condition, in one batch padded to its longest text. Both have the same adapters, rows,
-optimiser, and precision. Each has a process of its own, and they take turns; ratios are medians of
-rounds.
+optimiser and precision. Each has a process of its own, and they take turns; ratios are medians of
+rounds. Where the encoder has dropout, the plain loop has it on attention weights too, and packed
+rows do not; with --no-dropout neither has any.
 
     python scripts/bench_train.py --model minilm
     python scripts/bench_train.py --model Salesforce/SFR-Embedding-Mistral --quantize 4bit \
@@ -65,7 +66,11 @@ class Training:
         config = load_config(resolved.checkpoint, resolved.identity.attention)
         self.checkpointing = bool(task["checkpointing"])
         self.flops = linear_flops(build_on_meta(config))
-        settings = TuneSettings(rank=task["rank"], gradient_checkpointing=self.checkpointing)
+        settings = TuneSettings(
+            rank=task["rank"],
+            gradient_checkpointing=self.checkpointing,
+            encoder_dropout=not task["no_dropout"],
+        )
         self.accelerator = prepare_accelerator(resolved)
         self.trainable = load_trainable(resolved, settings, 0)
         recipe = load_recipe("none")
@@ -181,6 +186,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--max-tokens-per-batch", type=int)
+    parser.add_argument("--no-dropout", action="store_true")
     parser.add_argument("--skip-peer", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -201,6 +207,7 @@ def main() -> None:
                     "batch_size",
                     "steps",
                     "max_tokens_per_batch",
+                    "no_dropout",
                 )
             },
         }

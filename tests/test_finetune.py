@@ -128,12 +128,14 @@ def test_what_a_recipe_says_of_training_is_legal(name):
 # -- going on ----------------------------------------------------------------------------------
 
 
-def trainer_of(tiny, data, folder, **settings):
+def trainer_of(tiny, data, folder, dropout=0.1, **settings):
     """A trainer of a BERT and a hypernetwork with a contrast, dropout and all."""
     tuning = TuneSettings(rank=4, batch_size=16, checkpoint_steps=3, **settings)
     resolved = resolve(str(tiny), EncoderOptions(dtype="float32", device="cpu", pooling="mean"))
     trainable = load_trainable(resolved, tuning, seed=5)
-    recipe = load_recipe("hypernet").with_settings({"dim": 8, "rank": 2, "info_nce": 1.0}, "test")
+    recipe = load_recipe("hypernet").with_settings(
+        {"dim": 8, "rank": 2, "info_nce": 1.0, "dropout": dropout}, "test"
+    )
     view = view_of(recipe, [load_prompt("separate")], False)
     splits = read_dataset(str(data)).splits
     train, dev = (RatedInputs.of(splits[s], view, trainable.tokenizer) for s in ("train", "dev"))
@@ -194,13 +196,16 @@ def test_accumulated_parts_give_the_gradients_of_the_whole(tiny, data, tmp_path)
     ends = []
     for parts in (1, 2, 4):
         trainer = trainer_of(
-            tiny, data, tmp_path / str(parts), epochs=1, accumulate=parts, encoder_dropout=False
+            tiny,
+            data,
+            tmp_path / str(parts),
+            epochs=1,
+            accumulate=parts,
+            encoder_dropout=False,
+            dropout=0.0,
         )
         # The objective's contrast is a mean over twos, of which each part here has as many.
         trainer._job.train.rating[:] = np.tile([0.25, 0.75], len(trainer._job.train) // 2)
-        trainer.model.train = lambda mode=True, model=trainer.model: torch.nn.Module.train(
-            model, False
-        )
         trainer.run(lambda *_: None)
         ends.append(trainer.model.trained())
     for name, value in ends[0].items():
@@ -523,6 +528,7 @@ def test_a_loss_that_is_no_number_stops_and_keeps_what_was_good(train, tmp_path)
     said = train("wild", *arguments, command=refused)
     assert "became" in said
     assert "step 2 of" in said
+    assert "the last checkpoint is kept in wild/training" in said
     assert "--learning-rate" in said
     state = StateFolder(tmp_path / "wild" / "training", {})
     assert (state.folder / STATE).is_file()

@@ -395,7 +395,7 @@ class OneByOne:
         if self.task.conditions:
             part = self.prompts[self.task.conditions].unconditional
             batch = Batch(x, self.vector(part, first, condition), torch.zeros(2, dtype=torch.long))
-        return recipe.family.network.forward(self.model._weights(), recipe.settings, batch, Ops())
+        return recipe.family.network.forward(self.model.head, recipe.settings, batch, Ops())
 
     def cosine(self, row):
         first, second = self.embeddings(row)

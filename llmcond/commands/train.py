@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcond.errors import UserError
+from llmcond.finetune.settings import TuneSettings
 from llmcond.options import (
     SOURCE,
     add_command,
@@ -19,22 +20,22 @@ from llmcond.options import (
     print_json,
 )
 
-#: Options that are settings of the training, by their names there: how each is read, and its help.
-_SETTINGS: dict[str, tuple[Any, str, str]] = {
-    "alpha": (float, "A", "scale of the adapters is A / rank (default: 32)"),
-    "adapter_dropout": (float, "P", "share of the adapters' inputs dropped (default: 0)"),
-    "learning_rate": (float, "LR", "of the encoder (default: 1e-3; with --rank full 5e-5)"),
-    "weight_decay": (float, "W", "of the encoder's matrices (default: 0.01)"),
-    "batch_size": (int, "N", "rated rows a step (default: 64)"),
-    "epochs": (int, "N", "at most (default: 4)"),
-    "warmup": (float, "SHARE", "of the steps, in which learning rates rise (default: 0.06)"),
-    "schedule": (str, "NAME", "how they fall: linear, cosine or constant (default: linear)"),
-    "clip": (float, "NORM", "largest norm of the gradients; 0: no clipping (default: 1)"),
-    "accumulate": (int, "N", "parts that a step is computed in, to save memory (default: 1)"),
-    "average": (float, "D", "decay of a running average of the weights; 0: none (default: 0)"),
-    "patience": (int, "N", "evaluations without a better dev score before it stops (default: 3)"),
-    "evaluations": (int, "N", "on dev, an epoch (default: 1)"),
-    "checkpoint_steps": (int, "N", "steps between checkpoints (default: 200)"),
+#: Options that are settings of the training, by their names there: their values, and their help.
+_SETTINGS = {
+    "alpha": ("A", "scale of the adapters is A / rank"),
+    "adapter_dropout": ("P", "share of the adapters' inputs dropped"),
+    "learning_rate": ("LR", "of the encoder; with --rank full 5e-05"),
+    "weight_decay": ("W", "of the encoder's matrices"),
+    "batch_size": ("N", "rated rows a step"),
+    "epochs": ("N", "at most"),
+    "warmup": ("SHARE", "of the steps, in which learning rates rise"),
+    "schedule": ("NAME", "how they fall: linear, cosine or constant"),
+    "clip": ("NORM", "largest norm of the gradients; 0: no clipping"),
+    "accumulate": ("N", "parts that a step is computed in, to save memory"),
+    "average": ("D", "decay of a running average of the weights; 0: none"),
+    "patience": ("N", "evaluations without a better dev score before it stops"),
+    "evaluations": ("N", "on dev, an epoch"),
+    "checkpoint_steps": ("N", "steps between checkpoints"),
 }
 
 
@@ -98,8 +99,15 @@ def add(commands: Any) -> None:
         metavar="NAME",
         help="projections that get adapters: auto (all), attention, mlp, or names such as q_proj",
     )
-    for name, (kind, metavar, text) in _SETTINGS.items():
-        training.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
+    usual = TuneSettings()
+    for name, (metavar, text) in _SETTINGS.items():
+        default = getattr(usual, name)
+        training.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=type(default),
+            metavar=metavar,
+            help=f"{text} (default: {default})",
+        )
     training.add_argument(
         "--encoder-dropout",
         action=argparse.BooleanOptionalAction,

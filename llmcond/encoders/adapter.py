@@ -27,7 +27,7 @@ TUNED = "encoder.json"
 FORMAT = 1
 
 #: The settings of an encoder that are recorded, and their types.
-_SETTINGS: dict[str, type] = {
+STATED: dict[str, type] = {
     "attention": str,
     "pooling": str,
     "pool_over": str,
@@ -169,7 +169,7 @@ def _damaged(path: Path, name: str, value: Any) -> LlmcondError:
 
 def _is_setting(name: str, value: Any) -> bool:
     # Not isinstance: a bool is an int as well.
-    return type(value) is _SETTINGS.get(name) and value in _LEGAL.get(name, (value,))
+    return type(value) is STATED.get(name) and value in _LEGAL.get(name, (value,))
 
 
 # -- an adapter's files ------------------------------------------------------------------------

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from llmcond.finetune.inputs import RatedInputs
 from llmcond.finetune.model import TunedModel
 from llmcond.finetune.order import Order
 from llmcond.finetune.settings import TuneSettings, usual_rate
-from llmcond.finetune.state import Progress, StateFolder
+from llmcond.finetune.state import STATE, Progress, StateFolder
 from llmcond.heads.objectives import stretches
 
 Tensors = dict[str, Tensor]
@@ -152,7 +152,7 @@ class Trainer:
         settings = self._job.settings
         began = time.monotonic() - self.progress.seconds
         self.model.train()
-        epoch, parts = -1, self._order.epoch(0)
+        epoch, parts = -1, list[list[NDArray[np.int64]]]()
         while not self.progress.done:
             step = self.progress.step
             number, place = divmod(step, self._order.steps)
@@ -203,7 +203,8 @@ class Trainer:
         loss = torch.zeros((), device=self.model.engine.out)
         for number, rows in enumerate(mine):
             last = number == len(mine) - 1
-            with _together(accelerator, self._wrapped, last):
+            # Gradients of several processes are added up once, with the last part.
+            with nullcontext() if last else accelerator.no_sync(self._wrapped):
                 # Gradients are averaged over processes, so that each row of the step weighs alike.
                 part = self._wrapped(
                     self._job.train, rows, [self._job.seed, step, share, number]
@@ -230,12 +231,11 @@ class Trainer:
         if math.isfinite(value):
             return
         settings = self._job.settings
-        kept = "nothing was kept"
+        kept = "nothing was kept yet"
+        if (self._state.folder / STATE).is_file():
+            kept = f"the last checkpoint is kept in {self._state.folder}"
         if self.progress.best_step:
-            kept = (
-                f"the weights of step {self.progress.best_step:,} are the best so far, and are in "
-                f"{self._state.folder}"
-            )
+            kept += f", and the best weights, of step {self.progress.best_step:,}"
         raise UserError(
             f"{what} became {value} in step {step + 1:,} of {self.steps:,} (epoch "
             f"{step // self._order.steps + 1}); {kept}. Lower --learning-rate, to "
@@ -248,7 +248,7 @@ class Trainer:
     def _evaluate(self, epoch: int) -> None:
         progress, settings = self.progress, self._job.settings
         weights = self._average or self._weights
-        with _Borrowed(self._weights, self._average):
+        with _borrowed(self._weights, self._average):
             found = self._dev_spearman()
         loss = progress.loss / max(1, progress.losses)
         entry = {"step": progress.step, "epoch": epoch, "loss": loss, "dev_spearman": found}
@@ -297,26 +297,19 @@ class Trainer:
         _copy(self._state.best(), "", self._weights)
 
 
-def _together(accelerator: Accelerator, model: Any, last: bool) -> AbstractContextManager[Any]:
-    """Return a context in which gradients of several processes are added up for the last part."""
-    return nullcontext() if last else accelerator.no_sync(model)
-
-
 def _copy(tensors: Mapping[str, Tensor], prefix: str, into: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, value in into.items():
             value.copy_(tensors[f"{prefix}{name}"])
 
 
-class _Borrowed:
-    """Weights that stand in for others within a block; nothing where there are none."""
-
-    def __init__(self, weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
-        self._weights, self._others = weights, others
-
-    def __enter__(self) -> None:
-        self._kept = {name: self._weights[name].detach().clone() for name in self._others}
-        _copy(self._others, "", {name: self._weights[name] for name in self._others})
-
-    def __exit__(self, *_: object) -> None:
-        _copy(self._kept, "", {name: self._weights[name] for name in self._others})
+@contextmanager
+def _borrowed(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let others stand in for weights of the same names within a block."""
+    kept = {name: weights[name].detach().clone() for name in others}
+    own = {name: weights[name] for name in others}
+    _copy(others, "", own)
+    try:
+        yield
+    finally:
+        _copy(kept, "", own)

@@ -82,9 +82,8 @@ class TunedModel(nn.Module):
         self.encoder: nn.Module = engine.model.network
         drawn = plan.draw(*dims)
         self.head = nn.ParameterDict(
-            {_safe(name): nn.Parameter(value.to(engine.out)) for name, value in drawn.items()}
+            {name: nn.Parameter(value.to(engine.out)) for name, value in drawn.items()}
         )
-        self._names = {_safe(name): name for name in drawn}
         self.engine, self._plan = engine, plan
         self.dims = dims
 
@@ -109,7 +108,7 @@ class TunedModel(nn.Module):
             if network is not None:
                 masks = np.random.Generator(np.random.SFC64(int(drawn[1])))
                 ops = Ops(recipe.settings.dropout, masks if self.training else None)
-                embedded = network.forward(self._weights(), recipe.settings, batch, ops)
+                embedded = network.forward(self.head, recipe.settings, batch, ops)
             return objective(
                 embedded[: len(rows)],
                 embedded[len(rows) :],
@@ -117,9 +116,6 @@ class TunedModel(nn.Module):
                 self._plan.objective,
                 self._twos(inputs, rows, embedded.device),
             )
-
-    def _weights(self) -> Tensors:
-        return {self._names[name]: value for name, value in self.head.items()}
 
     def _twos(self, inputs: RatedInputs, rows: Places, device: torch.device) -> Tensor | None:
         if not self._plan.objective.contrasts:
@@ -145,8 +141,7 @@ class TunedModel(nn.Module):
     def fitted(self, record: Mapping[str, Any] | None = None) -> FittedHead:
         """Return the head as it is now, as one that was fitted."""
         tensors = {
-            name: value.detach().float().cpu().numpy().copy()
-            for name, value in self._weights().items()
+            name: value.detach().float().cpu().numpy().copy() for name, value in self.head.items()
         }
         recipe = self._plan.recipe
         return FittedHead(
@@ -173,8 +168,3 @@ class TunedModel(nn.Module):
                 vectors[done.inputs] = done.vectors
         self.train(was)
         return vectors
-
-
-def _safe(name: str) -> str:
-    """Return a name that a module's parameter may have."""
-    return name.replace(".", "__")

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from llmcond.encoders.adapter import CONFIG, WEIGHTS, Tuned, write_tuned
+from llmcond.encoders.adapter import CONFIG, STATED, WEIGHTS, Tuned, write_tuned
 from llmcond.encoders.architecture import build_on_meta, load_config
 from llmcond.encoders.checkpoint import settings_files, weight_files
 from llmcond.encoders.models import find_model
@@ -22,16 +22,6 @@ from llmcond.finetune.state import write_tensors
 
 #: What transformers and peft look for in the header.
 _OURS = {"format": "pt"}
-#: Settings of an encoder that decide what its weights were trained for.
-_STATED = (
-    "attention",
-    "pooling",
-    "pool_over",
-    "normalize",
-    "max_length",
-    "instruction_format",
-    "special_tokens",
-)
 
 
 def check_merge(resolved: ResolvedEncoder) -> None:
@@ -71,7 +61,7 @@ def save_encoder(trainable: Trainable, model: str, folder: Path, *, merge: bool)
         base=None if whole else model,
         revision=None if whole else _commit(resolved),
         like=known.repo if known else None,
-        settings={name: getattr(identity, name) for name in _STATED},
+        settings={name: getattr(identity, name) for name in STATED},
         quantize=identity.quantize,
         base_weights=identity.weights,
     )

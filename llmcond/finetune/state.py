@@ -122,8 +122,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
         DiskFullError: no room.
         UserError: the folder cannot be written.
     """
-    # Copies: safetensors refuses tensors that share memory.
-    plain = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
+    plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
     with replacing(path) as temporary:
         mode = temporary.stat().st_mode
         try:

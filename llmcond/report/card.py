@@ -8,6 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from llmcond.prompts import Prompt
+from llmcond.report.tables import hundred
 
 
 def model_card(account: Mapping[str, Any], prompts: Sequence[Prompt], recipe: Any) -> str:
@@ -55,7 +56,7 @@ def model_card(account: Mapping[str, Any], prompts: Sequence[Prompt], recipe: An
             "python",
         ),
         "## Scores",
-        _scores(summary["scores"], summary["best_step"], summary["steps"]),
+        _scores(summary),
         "## Inputs",
         _fence(json.dumps([_texts(prompt) for prompt in prompts], indent=2, ensure_ascii=False)),
         "## Training",
@@ -105,19 +106,19 @@ def _fence(text: str, language: str = "json") -> str:
     return f"{fence}{language}\n{text}\n{fence}"
 
 
-def _scores(scores: Sequence[Mapping[str, Any]], best: int, steps: int) -> str:
+def _scores(summary: Mapping[str, Any]) -> str:
+    scores = summary["scores"]
     if not scores:
         return "No rated rows were kept apart to score it on."
     names = ("split", "rows", "Spearman", "95 % interval", "Pearson", "accuracy")
     rows = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for own in scores:
-        cells = [own["split"], f"{own['n']:,}", _hundred(own["spearman"])]
+        cells = [own["split"], f"{own['n']:,}", hundred(own["spearman"])]
         low, high = own["spearman_ci"]
-        cells += [f"{_hundred(low)} to {_hundred(high)}", _hundred(own["pearson"])]
-        rows.append("| " + " | ".join([*cells, _hundred(own["accuracy"])]) + " |")
-    said = f"Dev chose the weights, those of step {best:,} of {steps:,}."
+        cells += [f"{hundred(low)} to {hundred(high)}", hundred(own["pearson"])]
+        rows.append("| " + " | ".join([*cells, hundred(own["accuracy"])]) + " |")
+    steps = f"step {summary['best_step']:,} of {summary['steps']:,}"
+    said = f"No dev rows chose the weights, those of {steps}."
+    if summary["dev_spearman"] is not None:
+        said = f"Dev chose the weights, those of {steps}."
     return "\n".join(rows) + f"\n\nTimes 100; intervals over sentence pairs. {said}"
-
-
-def _hundred(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f}"

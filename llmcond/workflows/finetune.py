@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmcond.config import build
+from llmcond.config import build, bundled_names
 from llmcond.datasets import DataOptions, Dataset
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import UserError
@@ -213,17 +213,22 @@ def _changed(recipe: Recipe, changes: dict[str, str]) -> tuple[Recipe, Objective
 
 
 def _check_trains(recipe: Recipe) -> None:
-    if recipe.family.network is None and recipe.family.kind != "none":
+    if not _trains(recipe):
+        can = [name for name in bundled_names("heads") if _trains(load_recipe(name))]
         raise UserError(
             f"the head {recipe.name} is not fitted by gradients, so it cannot be trained with an "
-            "encoder. Heads that can: none, linear, mlp, hadamard, concat, hypernet, towers; or "
-            "fit it afterwards on the trained encoder: llmcond fit-head."
+            f"encoder. Heads that can: {', '.join(can)}; or fit it afterwards on the trained "
+            "encoder: llmcond fit-head."
         )
     if getattr(recipe.settings, "members", 1) > 1:
         raise UserError(
             f"the head {recipe.name} has {recipe.settings.members} members, each fitted by itself; "
             "with an encoder one is trained. Give --set members=1."
         )
+
+
+def _trains(recipe: Recipe) -> bool:
+    return recipe.family.network is not None or recipe.family.kind == "none"
 
 
 def _check_rated(dataset: Dataset) -> None:
@@ -260,12 +265,7 @@ def _with_prompts(plan: _Plan, resolved: ResolvedEncoder) -> _Plan:
     check_prompts(prompts, resolved)
     # Separate features stand last: heads that take both kinds find them there.
     ordered = tuple(sorted(prompts, key=lambda prompt: prompt.separate))
-    for prompt in ordered:
-        if prompt.control is not None:
-            raise UserError(
-                f"the prompt {prompt.name} is a control, for comparing only. Name another --prompt."
-            )
-    view_of(plan.recipe, ordered, plan.subtract)
+    view_of(plan.recipe, ordered, plan.subtract).check_texts()
     return replace(plan, prompts=ordered)
 
 
@@ -278,16 +278,12 @@ def _made_of(
         "data": dataset.digest,
         "prompts": {prompt.name: prompt.digest for prompt in plan.prompts},
         "subtract": plan.subtract,
-        "head": {"kind": plan.recipe.family.kind, **_plain(plan.recipe.settings)},
+        "head": {"kind": plan.recipe.family.kind, **asdict(plan.recipe.settings)},
         "objective": asdict(plan.objective),
         "start": plan.start_digest,
         "seed": plan.seed,
         "settings": settings.to_json(),
     }
-
-
-def _plain(settings: Any) -> dict[str, Any]:
-    return asdict(settings)
 
 
 def _finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | None:
