@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from llmcond.version import __version__
 
 if TYPE_CHECKING:
-    from llmcond.embedder import Embedder, load_embedder
     from llmcond.encoders.encoder import Encoder, load_encoder
     from llmcond.encoders.spec import EncoderInput
     from llmcond.errors import LlmcondError, UserError
     from llmcond.heads.estimator import Head
+    from llmcond.runs.embedder import Embedder, load_embedder
 
 __all__ = [
     "Embedder",
@@ -29,13 +29,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Embedder": "llmcond.embedder",
+    "Embedder": "llmcond.runs.embedder",
     "Encoder": "llmcond.encoders.encoder",
     "EncoderInput": "llmcond.encoders.spec",
     "Head": "llmcond.heads.estimator",
     "LlmcondError": "llmcond.errors",
     "UserError": "llmcond.errors",
-    "load_embedder": "llmcond.embedder",
+    "load_embedder": "llmcond.runs.embedder",
     "load_encoder": "llmcond.encoders.encoder",
 }
 

@@ -10,20 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from llmcond.commands.analyse import add as add_analyse
-from llmcond.commands.compare import add as add_compare
-from llmcond.commands.prompts import add as add_prompts
-from llmcond.commands.push import add as add_push
-from llmcond.commands.sweep import add as add_sweep
-from llmcond.commands.train import add as add_train
-from llmcond.errors import (
-    DiskFullError,
-    LlmcondError,
-    UserError,
-    is_disk_full,
-    nearest,
-    printable,
-)
-from llmcond.options import (
+from llmcond.commands.arguments import (
     SOURCE,
     add_command,
     add_data,
@@ -38,11 +25,26 @@ from llmcond.options import (
     key_values,
     print_json,
 )
+from llmcond.commands.compare import add as add_compare
+from llmcond.commands.prompts import add as add_prompts
+from llmcond.commands.push import add as add_push
+from llmcond.commands.sweep import add as add_sweep
+from llmcond.commands.train import add as add_train
+from llmcond.errors import (
+    DiskFullError,
+    LlmcondError,
+    UserError,
+    is_disk_full,
+    nearest,
+    printable,
+)
+from llmcond.log import log_to_terminal
 from llmcond.version import __version__
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code: 0 done, 2 wrong input, 1 anything else."""
+    log_to_terminal()
     try:
         options = _parser().parse_args(arguments)
         options.command(options)
@@ -281,7 +283,7 @@ def _print_results(options: argparse.Namespace, results: list[dict[str, Any]]) -
     if options.json:
         print_json({"results": results})
         return
-    from llmcond.report.tables import results_table, show
+    from llmcond.report.terminal import results_table, show
 
     show(results_table(results, options.run), options.format)
 
@@ -319,8 +321,8 @@ def _add_head(parser: Any) -> None:
 
 
 def _similarity(options: argparse.Namespace) -> None:
-    from llmcond.embedder import describe, load_embedder
-    from llmcond.report.console import note
+    from llmcond.log import log
+    from llmcond.runs.embedder import describe, load_embedder
 
     embedder = load_embedder(
         options.run, options.head, prompt=options.prompt, device=options.device
@@ -337,9 +339,9 @@ def _similarity(options: argparse.Namespace) -> None:
     if options.json:
         print_json({"similarities": rows, **about})
         return
-    from llmcond.report.tables import listing, show
+    from llmcond.report.terminal import listing, show
 
-    note(f"{about['encoder']}, prompt {about['prompt']}, head {about['head']}")
+    log.info(f"{about['encoder']}, prompt {about['prompt']}, head {about['head']}")
     show(listing(rows), options.format)
 
 
@@ -414,7 +416,7 @@ def _models(options: argparse.Namespace) -> None:
     elif options.json:
         print_json({"models": listings.models()})
     else:
-        from llmcond.report.tables import listing, show, width
+        from llmcond.report.terminal import listing, show, width
 
         show(listing(listings.models_in_brief(width())), options.format)
 
@@ -435,7 +437,7 @@ def _check_model(options: argparse.Namespace) -> None:
 
 def _heads(options: argparse.Namespace) -> None:
     from llmcond import listings
-    from llmcond.report.tables import listing, show
+    from llmcond.report.terminal import listing, show
 
     rows = listings.heads()
     if options.json:

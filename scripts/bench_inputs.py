@@ -16,7 +16,7 @@ from llmcond.encoders.resolve import EncoderOptions, resolve
 from llmcond.encoders.spec import EncoderInput
 
 SHARD = 2 * 2**30
-SAMPLE = Path(__file__).resolve().parent.parent / "llmcond" / "sample"
+SAMPLE = Path(__file__).resolve().parent.parent / "llmcond" / "data" / "sample"
 INSTRUCTION = "Retrieve semantically similar texts to the Condition, given the Sentence: {}"
 
 

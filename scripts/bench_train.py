@@ -35,11 +35,12 @@ from bench_extract import (
     synchronize,
 )
 
-from llmcond.datasets import read_dataset
+from llmcond.data.datasets import read_dataset
 from llmcond.encoders.architecture import build_on_meta, load_config
 from llmcond.encoders.device import TORCH_DTYPES, choose_device
 from llmcond.encoders.models import known_names
 from llmcond.encoders.resolve import EncoderOptions, resolve
+from llmcond.features.view import view_of
 from llmcond.finetune.build import load_trainable, prepare_accelerator
 from llmcond.finetune.inputs import RatedInputs
 from llmcond.finetune.model import HeadPlan, TunedModel
@@ -47,7 +48,6 @@ from llmcond.finetune.settings import TuneSettings
 from llmcond.heads import load_recipe
 from llmcond.heads.objectives import ObjectiveSettings, cosine_mse
 from llmcond.prompts import load_prompt
-from llmcond.views import view_of
 
 
 class Training:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from llmcond.encoders import EncoderOptions
-from llmcond.report.tables import results_table, show
+from llmcond.report.terminal import results_table, show
 from llmcond.workflows import DataOptions, evaluate, extract, fit_head
 
 

@@ -1,6 +1,6 @@
 """Write the bundled sample data: sentence pairs rated 1 to 5 under a condition.
 
-    python scripts/make_sample.py [--out llmcond/sample] [--check]
+    python scripts/make_sample.py [--out llmcond/data/sample] [--check]
 
 Every sentence describes a small invented scene (who, how many, doing what, where, ...), and
 every sentence pair is rated twice, under two conditions that ask about two different slots.
@@ -604,7 +604,7 @@ def check(splits: Mapping[str, Sequence[Row]], folder: Path) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write or check the sample files."""
     parser = argparse.ArgumentParser(description="Write the bundled sample data.")
-    default = Path(__file__).resolve().parents[1] / "llmcond" / "sample"
+    default = Path(__file__).resolve().parents[1] / "llmcond" / "data" / "sample"
     parser.add_argument("--out", type=Path, default=default, help="folder of the CSV files")
     parser.add_argument("--check", action="store_true", help="compare and report, write nothing")
     args = parser.parse_args(argv)

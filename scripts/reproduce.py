@@ -17,19 +17,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llmcond.datasets import Dataset
+from llmcond.commands.arguments import SOURCE, add_data, add_device, data_options
+from llmcond.data.datasets import Dataset
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.models import find_model
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import check_writable, write_text
-from llmcond.options import SOURCE, add_data, add_device, data_options
+from llmcond.log import log
 from llmcond.prompts import load_prompt
-from llmcond.provenance import provenance
-from llmcond.report.console import note
 from llmcond.runs import Run, open_run
+from llmcond.runs.features import Features
+from llmcond.runs.predictors import zeroshots
+from llmcond.runs.provenance import provenance
 from llmcond.workflows import DataOptions, evaluate, extract, sweep
-from llmcond.workflows.features import Features
-from llmcond.workflows.ways import zeroshots
 
 #: Rows of train and dev -> what data of these sizes is, in short, and what is to be known of it.
 _KNOWN_DATA = {
@@ -321,7 +321,7 @@ class Work:
         try:
             return self._extracted(place, folder or name, chosen, prompts)
         except LlmcondError as error:
-            note(f"{name}: {error}")
+            log.info(f"{name}: {error}")
             place.reason = str(error)
             return place
 
@@ -494,10 +494,12 @@ def run_paper(paper: Paper, arguments: Sequence[str] | None) -> int:
     try:
         return _reproduce(paper, options)
     except LlmcondError as error:
-        note(f"{paper.script}: {error}")
+        log.info(f"{paper.script}: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        note("interrupted; what was extracted and fitted is kept, and the same command resumes.")
+        log.info(
+            "interrupted; what was extracted and fitted is kept, and the same command resumes."
+        )
         return 1
 
 
@@ -519,7 +521,7 @@ def _reproduce(paper: Paper, options: argparse.Namespace) -> int:
         print(texts[-1], flush=True)
     if options.out is not None:
         write_text(options.out, "\n".join(texts))
-        note(f"tables -> {options.out}")
+        log.info(f"tables -> {options.out}")
     if options.json:
         print(json.dumps(_record(paper, work, sections), ensure_ascii=False, allow_nan=False))
     sys.stdout.flush()

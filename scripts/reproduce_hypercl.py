@@ -35,17 +35,17 @@ from reproduce import (
     table_of,
 )
 
+from llmcond.arrays import chosen, distinct, rows_of
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.clusters import impurity
 from llmcond.evaluation.conditions import frobenius_variance
+from llmcond.features.view import View
 from llmcond.heads import PairArrays, load_recipe
-from llmcond.heads.arrays import chosen, distinct, rows_of
-from llmcond.provenance import provenance
-from llmcond.report.console import note
+from llmcond.log import log
 from llmcond.runs import SavedHead, open_run
-from llmcond.views import View
+from llmcond.runs.features import Features
+from llmcond.runs.provenance import provenance
 from llmcond.workflows import analyse, evaluate, fit_head
-from llmcond.workflows.features import Features
 from llmcond.workflows.fit import sized
 
 # -- the paper ---------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class Heads:
             try:
                 self._names[key] = [_fit(place, spec, seed) for seed in range(self.work.seeds)]
             except LlmcondError as error:
-                note(f"{place.name}, {spec.key}: {error}")
+                log.info(f"{place.name}, {spec.key}: {error}")
                 self._names[key] = not_done(error)
         return self._names[key]
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmcond.arrays import chosen, distinct, on_disk, release, rows_of
 from llmcond.heads import Difference, Joined, Lookup, PairArrays
-from llmcond.heads.arrays import chosen, distinct, on_disk, release, rows_of
 
 TYPES = [np.float16, np.float32, np.float64]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.stats import pearsonr, spearmanr
 
-from llmcond.evaluation.metrics import pearson, score, spearman
+from llmcond.metrics import pearson, score, spearman
 
 # Few distinct values, so that most examples have ties.
 PAIRED = st.integers(3, 40).flatmap(

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from llmcond.options import add_command, add_format, add_run, add_split, print_json
+from llmcond.commands.arguments import add_command, add_format, add_run, add_split, print_json
 
 _WHAT = ("isotropy", "clusters", "conditions", "norms", "examples")
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from llmcond.options import (
+from llmcond.commands.arguments import (
     SOURCE,
     add_command,
     add_data,
@@ -90,7 +90,7 @@ def _compare_prompts(options: argparse.Namespace) -> None:
         print_json(asdict(compared))
         return
     from llmcond.report.comparisons import comparison_table, summary
-    from llmcond.report.tables import say, show
+    from llmcond.report.terminal import say, show
 
     say(summary(compared.results, compared.baseline), options.format)
     drawn = options.format == "table"  # elsewhere characters do not stand in line

@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from llmcond.errors import UserError, printable
-from llmcond.options import (
+from llmcond.commands.arguments import (
     SOURCE,
     add_command,
     add_data,
@@ -17,6 +16,7 @@ from llmcond.options import (
     encoder_options,
     print_json,
 )
+from llmcond.errors import UserError, printable
 
 
 def add(commands: Any) -> None:
@@ -78,7 +78,7 @@ def _add_show(actions: Any) -> None:
 
 def _list(options: argparse.Namespace) -> None:
     from llmcond import listings
-    from llmcond.report.tables import listing, show
+    from llmcond.report.terminal import listing, show
 
     rows = listings.prompts()
     if options.json:
@@ -89,9 +89,9 @@ def _list(options: argparse.Namespace) -> None:
 
 def _show(options: argparse.Namespace) -> None:
     from llmcond.encoders import EncoderOptions, resolve
+    from llmcond.log import log
     from llmcond.prompts import load_prompt
-    from llmcond.report.console import note
-    from llmcond.shown import prompt_on_row
+    from llmcond.prompts.preview import prompt_on_row
 
     prompt = load_prompt(options.prompt)
     if options.model is None and encoder_options(options) != EncoderOptions():
@@ -101,7 +101,7 @@ def _show(options: argparse.Namespace) -> None:
     if options.model is not None:
         resolved = resolve(options.model, encoder_options(options), identify=False)
         for assumption in resolved.assumed:
-            note(f"assumed: {assumption}")
+            log.info(f"assumed: {assumption}")
     report = prompt_on_row(prompt, dataset, options.split, options.row, resolved)
     if options.json:
         print_json(report)
@@ -113,7 +113,7 @@ def _print(report: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from llmcond.report.tables import width
+    from llmcond.report.terminal import width
 
     console = Console(highlight=False)
     for line, style in _lines(report, width()):

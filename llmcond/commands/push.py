@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from llmcond.options import add_command, add_run, print_json
+from llmcond.commands.arguments import add_command, add_run, print_json
 
 
 def add(commands: Any) -> None:

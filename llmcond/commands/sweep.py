@@ -7,8 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from llmcond.errors import UserError
-from llmcond.options import (
+from llmcond.commands.arguments import (
     add_command,
     add_fits,
     add_format,
@@ -17,6 +16,7 @@ from llmcond.options import (
     key_values,
     print_json,
 )
+from llmcond.errors import UserError
 
 
 def add(commands: Any) -> None:
@@ -109,6 +109,6 @@ def _sweep(options: argparse.Namespace) -> None:
     if options.json:
         print_json(asdict(swept))
         return
-    from llmcond.report.tables import show
+    from llmcond.report.terminal import show
 
     show(sweep_table(swept.results, options.run), options.format)

@@ -6,9 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from llmcond.errors import UserError
-from llmcond.finetune.settings import TuneSettings
-from llmcond.options import (
+from llmcond.commands.arguments import (
     SOURCE,
     add_command,
     add_data,
@@ -19,6 +17,8 @@ from llmcond.options import (
     key_values,
     print_json,
 )
+from llmcond.errors import UserError
+from llmcond.finetune.settings import TuneSettings
 
 #: Options that are settings of the training, by their names there: their values, and their help.
 _SETTINGS = {

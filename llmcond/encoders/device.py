@@ -8,8 +8,7 @@ import torch
 
 from llmcond.encoders.spec import DTYPES, Dtype
 from llmcond.errors import UserError
-from llmcond.hardware import native_bfloat16
-from llmcond.launch import local_rank
+from llmcond.system import local_rank, native_bfloat16
 
 TORCH_DTYPES = {
     "float32": torch.float32,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from llmcond.encoders.spec import Dtype
-from llmcond.hardware import free_memory
+from llmcond.system import free_memory
 
 _BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: Layers that pool. Not quantised: they decide the vector, and are small.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from llmcond.errors import UserError
-from llmcond.evaluation.metrics import Floats
+from llmcond.metrics import Floats
 
 #: So many distinct ratings are shown one by one; more are put into classes of equal width.
 _FEW_RATINGS = 11

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.errors import UserError
-from llmcond.evaluation.metrics import RESAMPLES, Floats, Scores, score
+from llmcond.metrics import RESAMPLES, Floats, Scores, score
 
 
 @dataclass(frozen=True, slots=True)

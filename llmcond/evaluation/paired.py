@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t as student
 
-from llmcond.evaluation.metrics import Estimate
+from llmcond.metrics import Estimate
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -103,7 +103,7 @@ def compare(
     Accuracy is the share, over all twos of conditions on one sentence pair whose ratings differ, of
     those that predictions order as ratings do. Equal predictions count one half, so that
     predictions that do not see the condition are at chance; in
-    :func:`llmcond.evaluation.metrics.score`, which follows CASE (equation 8), they are wrong.
+    :func:`llmcond.metrics.score`, which follows CASE (equation 8), they are wrong.
 
     Intervals and p-values are those of Student's t. Of the rows: the bootstrap standard error times
     sqrt(k / (k - 1)), on k - 1 degrees of freedom, where k is the number of sentence pairs (for

@@ -11,14 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from llmcond.data.rows import Rows
 from llmcond.encoders.spec import EncoderInput
 from llmcond.encoders.tokenizing import InputTokenizer, Tokens
-from llmcond.features.pairs import RowInputs, row_inputs
+from llmcond.features.view import Part, View
 from llmcond.heads import Lookup, Matrix, PairArrays
 from llmcond.heads.networks import Batch
 from llmcond.prompts import Prompt
-from llmcond.rows import Rows
-from llmcond.views import Part, View
+from llmcond.prompts.inputs import RowInputs, row_inputs
 
 Places = NDArray[np.int64]
 

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from llmcond.encoders.engine import OutOfMemoryError, is_out_of_memory
 from llmcond.errors import LlmcondError, UserError
-from llmcond.evaluation.metrics import spearman
 from llmcond.finetune.inputs import RatedInputs
 from llmcond.finetune.model import TunedModel
 from llmcond.finetune.order import Order
 from llmcond.finetune.settings import TuneSettings, usual_rate
 from llmcond.finetune.state import STATE, Progress, StateFolder
 from llmcond.heads.objectives import stretches
+from llmcond.metrics import spearman
 
 Tensors = dict[str, Tensor]
 #: Told of each step and each evaluation.

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcond.arrays import Array, Lookup, Matrix, chosen, distinct, rows_of
 from llmcond.errors import UserError
-from llmcond.heads.arrays import Array, Lookup, Matrix, chosen, distinct, rows_of
 
 Tensors = Mapping[str, Array]
 
@@ -27,7 +27,7 @@ class PairArrays:
 
     Attributes:
         first, second: (n, dim) the features of both sentences, in any float type: NumPy arrays,
-            memory maps, or what :mod:`llmcond.heads.arrays` has.
+            memory maps, or what :mod:`llmcond.arrays` has.
         rating: (n,) float64 on 0 to 1, no NaN.
         condition: (n, dim_c) the features e(c) of each row's condition, for heads that take them.
         pair: (n,) the sentence pair of each row, for objectives that contrast its two conditions.

@@ -29,9 +29,9 @@ from sklearn.utils.validation import (
     validate_data,
 )
 
+from llmcond.arrays import Array, Lookup, Matrix, distinct
 from llmcond.config import build
 from llmcond.errors import UserError
-from llmcond.heads.arrays import Array, Lookup, Matrix, distinct
 from llmcond.heads.base import Fit, FittedHead, PairArrays
 from llmcond.heads.recipes import Recipe, find_family, fit_recipe, load_recipe
 

@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from llmcond.arrays import Array, Lookup, Matrix, distinct, rows_of
 from llmcond.config import STRICT
 from llmcond.errors import UserError
-from llmcond.heads.arrays import Array, Lookup, Matrix, distinct, rows_of
 from llmcond.heads.base import FittedHead
 from llmcond.heads.conditioned import (
     ConditionedSettings,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from llmcond.arrays import Array, Matrix
 from llmcond.config import STRICT
-from llmcond.heads.arrays import Array, Matrix
 from llmcond.heads.base import Family, Fit, OnEpoch, PairArrays, Tensors
 
 

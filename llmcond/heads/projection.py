@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from llmcond.arrays import Array, Matrix, rows_of
 from llmcond.config import STRICT
 from llmcond.errors import UserError
-from llmcond.heads.arrays import Array, Matrix, rows_of
 from llmcond.heads.base import Family, Fit, OnEpoch, PairArrays, Tensors
 
 

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import import_module
 from typing import Any, ClassVar
 
+from llmcond.arrays import rows_of
 from llmcond.config import STRICT, build, find_toml, read_toml
 from llmcond.errors import UserError, nearest
-from llmcond.heads.arrays import rows_of
 from llmcond.heads.base import Family, FittedHead, OnEpoch, PairArrays
 
 #: Rows compared at a time.

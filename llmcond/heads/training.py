@@ -13,10 +13,7 @@ from numpy.typing import NDArray
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from llmcond.config import STRICT
-from llmcond.errors import UserError
-from llmcond.hardware import free_memory, native_bfloat16
-from llmcond.heads.arrays import (
+from llmcond.arrays import (
     Array,
     Difference,
     Joined,
@@ -27,6 +24,8 @@ from llmcond.heads.arrays import (
     release,
     rows_of,
 )
+from llmcond.config import STRICT
+from llmcond.errors import UserError
 from llmcond.heads.base import Family, Fit, OnEpoch, PairArrays, Tensors
 from llmcond.heads.networks import Batch, Network, Ops, Weights
 from llmcond.heads.objectives import (
@@ -37,6 +36,7 @@ from llmcond.heads.objectives import (
     objective,
     stretches,
 )
+from llmcond.system import free_memory, native_bfloat16
 
 _T = TypeVar("_T")
 

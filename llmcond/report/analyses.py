@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llmcond.errors import printable
-from llmcond.report.tables import show
+from llmcond.report.terminal import show
 
 Rows = Sequence[Mapping[str, Any]]
 

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from llmcond.prompts import Prompt
-from llmcond.report.tables import hundred
+from llmcond.report.terminal import hundred
 
 
 def model_card(account: Mapping[str, Any], prompts: Sequence[Prompt], recipe: Any) -> str:

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from llmcond.report.tables import hundred
+from llmcond.report.terminal import hundred
 
 Results = Sequence[Mapping[str, Any]]
 

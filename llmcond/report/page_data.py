@@ -21,7 +21,7 @@ from llmcond.evaluation.breakdown import (
     rank_share,
     rating_span,
 )
-from llmcond.evaluation.metrics import Floats
+from llmcond.metrics import Floats
 from llmcond.report import page_charts
 from llmcond.report.page_tables import Baselines, Result, figure, hundred, interval, known
 

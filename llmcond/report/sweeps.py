@@ -15,9 +15,9 @@ from rich.text import Text
 
 from llmcond.errors import UserError
 from llmcond.files import check_writable
-from llmcond.report.console import note
+from llmcond.log import log
 from llmcond.report.figures import plot_curve
-from llmcond.report.tables import hundred
+from llmcond.report.terminal import hundred
 
 Results = Sequence[Mapping[str, Any]]
 #: x, a score, and both ends of its interval.
@@ -76,7 +76,7 @@ def plot_settings(results: Results, path: Path) -> None:
     """
     key = _numeric(results)
     if key is None:
-        note(f"{path} is not drawn: no setting with several numbers was varied")
+        log.info(f"{path} is not drawn: no setting with several numbers was varied")
         return
     series: dict[str, list[_Point]] = {}
     for row in results:
@@ -91,11 +91,11 @@ def plot_settings(results: Results, path: Path) -> None:
         bounds = (value, value) if low is None or high is None else (low, high)
         series.setdefault(name, []).append((place, value, *bounds))
     if not series:
-        note(f"{path} is not drawn: no score is defined")
+        log.info(f"{path} is not drawn: no score is defined")
         return
     places = sorted({point[0] for points in series.values() for point in points})
-    log = places[0] > 0 and places[-1] / places[0] > 8
-    _draw(series, path, key.replace("_", " "), "Spearman x 100", log)
+    log_x = places[0] > 0 and places[-1] / places[0] > 8
+    _draw(series, path, key.replace("_", " "), "Spearman x 100", log_x)
 
 
 def _numeric(results: Results) -> str | None:
@@ -127,15 +127,17 @@ def plot_steps(results: Results, path: Path) -> None:
             name = " ".join(filter(None, (str(row["name"]), _settings(row["settings"]))))
             series[name] = points
     if not series:
-        note(f"{path} is not drawn: no head of the sweep is trained by steps, or there is no dev")
+        log.info(
+            f"{path} is not drawn: no head of the sweep is trained by steps, or there is no dev"
+        )
         return
-    _draw(series, path, "steps", "Spearman on dev x 100", log=False)
+    _draw(series, path, "steps", "Spearman on dev x 100", log_x=False)
 
 
 def _draw(
-    series: Mapping[str, Sequence[_Point]], path: Path, xlabel: str, ylabel: str, log: bool
+    series: Mapping[str, Sequence[_Point]], path: Path, xlabel: str, ylabel: str, log_x: bool
 ) -> None:
     columns = {name: np.array(sorted(set(points))).T for name, points in series.items()}
     lines = {name: (x, y, low, high) for name, (x, y, low, high) in columns.items()}
-    plot_curve(lines, path, xlabel, ylabel, log_x=log)
-    note(f"picture -> {path}")
+    plot_curve(lines, path, xlabel, ylabel, log_x=log_x)
+    log.info(f"picture -> {path}")

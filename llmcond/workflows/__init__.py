@@ -1,6 +1,6 @@
 """The verbs of the command line, as functions. Each works on one run folder."""
 
-from llmcond.datasets import DataOptions
+from llmcond.data.datasets import DataOptions
 from llmcond.workflows.analyse import analyse
 from llmcond.workflows.check import check_model
 from llmcond.workflows.compare import CompareOptions, Comparison, compare_prompts

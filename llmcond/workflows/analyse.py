@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcond.arrays import chosen, distinct, rows_of
+from llmcond.data.rows import Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.clusters import impurity, project_2d
 from llmcond.evaluation.conditions import (
@@ -20,19 +22,17 @@ from llmcond.evaluation.conditions import (
     seen_unseen,
 )
 from llmcond.evaluation.isotropy import MOST_VECTORS, measure_isotropy
-from llmcond.evaluation.metrics import Scores
 from llmcond.files import write_json
 from llmcond.heads import PairArrays
-from llmcond.heads.arrays import chosen, distinct, rows_of
-from llmcond.provenance import provenance
-from llmcond.report.console import note
+from llmcond.log import log
+from llmcond.metrics import Scores
 from llmcond.report.figures import plot_clusters
-from llmcond.report.tables import finite
-from llmcond.rows import Rows
+from llmcond.report.terminal import finite
 from llmcond.runs import SavedHead, open_run
+from llmcond.runs.features import RowFeatures
+from llmcond.runs.predictors import Zeroshot, label, predict, zeroshots
+from llmcond.runs.provenance import provenance
 from llmcond.workflows.evaluate import heads_to_score
-from llmcond.workflows.features import RowFeatures
-from llmcond.workflows.ways import Zeroshot, label, predict, zeroshots
 
 ANALYSES = ("isotropy", "clusters", "conditions", "norms", "examples")
 
@@ -165,7 +165,7 @@ def _clusters(
             path,
             (label(before), head.name),
         )
-        note(f"picture -> {path}")
+        log.info(f"picture -> {path}")
     return results
 
 

@@ -14,28 +14,28 @@ from typing import Any
 import numpy as np
 
 from llmcond.config import bundled_names
-from llmcond.datasets import DataOptions
+from llmcond.data.datasets import DataOptions
+from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError, nearest
-from llmcond.features.pairs import check_inputs_differ
+from llmcond.features.view import view_of
 from llmcond.files import read_json, write_json
 from llmcond.heads import Recipe, load_recipe
+from llmcond.log import log
 from llmcond.prompts import Prompt, load_prompt
-from llmcond.provenance import provenance
+from llmcond.prompts.inputs import check_inputs_differ
 from llmcond.report.comparisons import FEW_PAIRS, summary
-from llmcond.report.console import note
 from llmcond.report.page import Page, check_page, write_page
-from llmcond.rows import Rows
 from llmcond.runs import Run, open_run, run_exists
-from llmcond.views import view_of
+from llmcond.runs.features import Features
+from llmcond.runs.predictors import predict, zeroshots
+from llmcond.runs.provenance import provenance
 from llmcond.workflows.evaluate import check_scorable, result_of
 from llmcond.workflows.evidence import SeededWay, with_evidence
 from llmcond.workflows.extract import check_named_once, extract
-from llmcond.workflows.features import Features
 from llmcond.workflows.fit import check_seed
 from llmcond.workflows.page import page_of
 from llmcond.workflows.sweep_fits import Point, fit_all
-from llmcond.workflows.ways import predict, zeroshots
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def compare_prompts(
     if report is not None:
         seconds = time.monotonic() - began
         write_page(_page(run, rows, comparison, ways, asked, seconds), report)
-        note(f"report -> {report}")
+        log.info(f"report -> {report}")
     record = {**asdict(comparison), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "compare-prompts.json", record)
     return comparison
@@ -193,7 +193,7 @@ def _usable(
             reason = "it gives separate features, for tri-encoder heads (name it to compare it)"
         if reason:
             left_out[prompt.name] = reason
-            note(f"{prompt.name} is left out: {reason}")
+            log.info(f"{prompt.name} is left out: {reason}")
         else:
             usable.append(prompt)
     if not usable:
@@ -232,8 +232,8 @@ def _check_rows(run_folder: Path, data: DataOptions, prompts: Sequence[Prompt]) 
 def _warn_of_few(rows: Rows) -> None:
     n_pairs = len(set(rows.pair[rows.rated].tolist()))
     if n_pairs < FEW_PAIRS:
-        note(
-            f"warning: {n_pairs:,} sentence pairs are few; only large differences can be told from "
+        log.warning(
+            f"{n_pairs:,} sentence pairs are few; only large differences can be told from "
             f"chance (at least {FEW_PAIRS} are better)"
         )
 
@@ -311,7 +311,7 @@ def _outcomes(
     outcomes = {digest: read_json(path) for digest, path in paths.items() if path.is_file()}
     missing = {digest: point for digest, point in points.items() if digest not in outcomes}
     if points:
-        note(f"{len(points):,} fits, {len(outcomes):,} of them done before")
+        log.info(f"{len(points):,} fits, {len(outcomes):,} of them done before")
     failures = []
     fits = fit_all(run, split, missing, workers, predictions=True)
     with closing(fits):
@@ -319,13 +319,13 @@ def _outcomes(
             label = f"{done:,}/{len(missing):,} {points[digest].label}"
             if isinstance(outcome, str):
                 failures.append(f"{points[digest].label}: {outcome}")
-                note(f"{label} failed: {outcome}")
+                log.info(f"{label} failed: {outcome}")
                 continue
             write_json(paths[digest], outcome)
             outcomes[digest] = outcome
             value = outcome["spearman"]
             shown = "undefined" if value is None else f"{100 * value:.1f}"
-            note(f"{label}: Spearman {shown} on {split}")
+            log.info(f"{label}: Spearman {shown} on {split}")
     if failures and not outcomes:
         raise LlmcondError(f"every fit failed; the first one: {failures[0]}")
     return outcomes, failures

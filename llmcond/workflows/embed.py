@@ -11,17 +11,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from llmcond.datasets import Texts, read_texts
-from llmcond.embedder import choose_head
+from llmcond.data.datasets import Texts, read_texts
 from llmcond.encoders import EncoderInput
 from llmcond.errors import UserError
 from llmcond.features.extract import NonFiniteError, extract
+from llmcond.features.view import Part, View
 from llmcond.files import check_writable, replacing
 from llmcond.heads import Lookup, Matrix
+from llmcond.log import log
+from llmcond.progress import extraction_bar
 from llmcond.prompts import Prompt
-from llmcond.report.console import extraction_bar, note
 from llmcond.runs import open_run
-from llmcond.views import Part, View
+from llmcond.runs.embedder import choose_head
 from llmcond.workflows.extract import LazyEncoder, extraction_note
 
 #: Rows whose vectors are in memory at a time.
@@ -52,7 +53,7 @@ def embed_file(
         sentence: the sentences' column.
         condition: the conditions' column, or one text for every row. None: the column called
             condition.
-        head: as in :func:`llmcond.embedder.load_embedder`.
+        head: as in :func:`llmcond.runs.embedder.load_embedder`.
         prompt: for zero-shot; a head has its own.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
 
@@ -71,7 +72,7 @@ def embed_file(
     view = chosen.view if chosen else View((run.prompt(prompt),))
     texts = read_texts(source, sentence, condition)
     if not texts.from_column:
-        note(f"{texts.file} has no column {condition!r}: that is every row's condition")
+        log.info(f"{texts.file} has no column {condition!r}: that is every row's condition")
     if out.absolute() == Path(source).absolute():
         raise UserError(f"{out} is the file that is read; name another --out.")
     check_writable(out)
@@ -91,7 +92,7 @@ def embed_file(
     except NonFiniteError as error:
         number = _row_of(error.item, columns)
         raise UserError(f"row {number} of {texts.file}: {error}") from error
-    note(extraction_note(view.name, done, resolved.identity.max_length))
+    log.info(extraction_note(view.name, done, resolved.identity.max_length))
 
     def blocks() -> Blocks:
         for start in range(0, len(rows), _BLOCK):
@@ -106,7 +107,7 @@ def embed_file(
 
     dim = writers[out.suffix](out, texts, blocks)
     name = chosen.name if chosen else "none"
-    note(f"{len(rows):,} embeddings of {dim} dimensions by {name} -> {out}")
+    log.info(f"{len(rows):,} embeddings of {dim} dimensions by {name} -> {out}")
     return {"out": str(out), "rows": len(rows), "dim": dim, "head": name, "prompt": view.name}
 
 

@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.datasets import DataOptions, read_rows
+from llmcond.data.datasets import DataOptions, read_rows
+from llmcond.data.rows import Rows, leaked_pairs
 from llmcond.errors import UserError
-from llmcond.evaluation.metrics import RESAMPLES, Estimate, score
 from llmcond.files import check_writable, replacing
+from llmcond.log import log
+from llmcond.metrics import RESAMPLES, Estimate, score
 from llmcond.prompts import Prompt
-from llmcond.report.console import note
 from llmcond.report.page import Page, check_page, write_page
-from llmcond.report.tables import best_first, finite
-from llmcond.rows import Rows, leaked_pairs
+from llmcond.report.terminal import best_first, finite
 from llmcond.runs import Run, SavedHead, StaleHeadError, open_run
+from llmcond.runs.features import RowFeatures
+from llmcond.runs.predictors import Zeroshot, label, predict, zeroshots
 from llmcond.workflows.extract import LazyEncoder, extract_rows, extraction_note
-from llmcond.workflows.features import RowFeatures
 from llmcond.workflows.page import page_of
-from llmcond.workflows.ways import Zeroshot, label, predict, zeroshots
 
 
 def evaluate(
@@ -74,18 +74,18 @@ def evaluate(
         columns, scale = data.columns or run.columns, data.scale or run.scale
         rows, split = read_rows(data.source, split, columns, scale)
         check_scorable(rows, run, other=True, predictions=predictions is not None)
-        note(f"scoring all {len(rows):,} rows of {rows.file}, as {split}")
+        log.info(f"scoring all {len(rows):,} rows of {rows.file}, as {split}")
         features = _features_of(run, prompts, rows, device)
     ways: list[SavedHead | Zeroshot] = [way for prompt in prompts for way in zeroshots(prompt)]
     ways += fitted
     similarity = {label(way): predict(way, features.pairs(way.view)) for way in ways}
     if predictions is not None:
         _write_predictions(predictions, rows, similarity)
-        note(f"predictions for {len(rows):,} rows -> {predictions}")
+        log.info(f"predictions for {len(rows):,} rows -> {predictions}")
     results = [result_of(way, similarity[label(way)], rows, split) for way in ways]
     if report is not None:
         write_page(_page(run, rows, results, similarity, fitted), report)
-        note(f"report -> {report}")
+        log.info(f"report -> {report}")
     return results
 
 
@@ -128,7 +128,7 @@ def _features_of(run: Run, prompts: Sequence[Prompt], rows: Rows, device: str) -
     encoder = LazyEncoder(run.resolve_encoder(device))
     for prompt in prompts:
         done = extract_rows(store, encoder, prompt, [rows])
-        note(extraction_note(prompt.name, done, run.identity.max_length))
+        log.info(extraction_note(prompt.name, done, run.identity.max_length))
     return RowFeatures(rows, store)
 
 
@@ -143,7 +143,7 @@ def heads_to_score(run: Run, names: Sequence[str]) -> list[SavedHead]:
             try:
                 found.append(run.load_head(name))
             except StaleHeadError as error:
-                note(f"left out: {error}")
+                log.info(f"left out: {error}")
     return [head for head in found if head.head.family.kind != "none"]
 
 
@@ -158,7 +158,7 @@ def check_scorable(rows: Rows, run: Run, other: bool, predictions: bool = False)
         )
     leaked = leaked_pairs(rows, run.rows("train")) if other else 0
     if leaked:
-        note(f"warning: {leaked:,} sentence pairs of {rows.file} are in the run's train split")
+        log.warning(f"{leaked:,} sentence pairs of {rows.file} are in the run's train split")
 
 
 def result_of(

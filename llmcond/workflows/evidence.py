@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcond.data.rows import Rows
 from llmcond.evaluation.paired import Candidate, Compared, compare, corrected, estimate
-from llmcond.report.tables import best_first, finite
-from llmcond.rows import Rows
+from llmcond.report.terminal import best_first, finite
 
 #: Of a single fit: not said of several, or in another way.
 _DROPPED = (

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from llmcond.config import bundled_names
-from llmcond.datasets import DataOptions, Dataset
+from llmcond.data.datasets import DataOptions, Dataset
+from llmcond.data.rows import Rows, leaked_pairs
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError
 from llmcond.features.extract import CHUNK, WINDOW, Extraction, NonFiniteError
 from llmcond.features.extract import extract as extract_inputs
 from llmcond.features.keys import KeyIndex
 from llmcond.features.missing import Missing, count_missing, together
-from llmcond.features.pairs import SplitInputs, find_row
 from llmcond.features.store import FeatureStore, StoreDtype
+from llmcond.log import log
+from llmcond.progress import duration, extraction_bar
 from llmcond.prompts import Prompt, load_prompt
-from llmcond.report.console import duration, extraction_bar, note
-from llmcond.rows import Rows, leaked_pairs
+from llmcond.prompts.inputs import SplitInputs, find_row
 from llmcond.runs import Run, RunExistsError, create_run, open_run, run_exists, where_model
 from llmcond.workflows.workers import Helpers, check_workers
 
@@ -58,7 +59,7 @@ def extract(
     dataset = None if existing else read_and_tell(data)
     resolved = resolve(model, options)
     for assumption in resolved.assumed:
-        note(f"assumed: {assumption}")
+        log.info(f"assumed: {assumption}")
     chosen = named or [load_prompt(resolved.default_prompt)]
     check_prompts(chosen, resolved)
     check_workers(workers, resolved)
@@ -70,7 +71,7 @@ def extract(
     if run is not created:
         _check_run(run, resolved, data, store_dtype)
         run.record_model(where_model(model, resolved))
-    note(
+    log.info(
         f"{resolved.checkpoint.name} in {resolved.identity.dtype}"
         + ("" if resolved.identity.quantize == "none" else f" ({resolved.identity.quantize})")
         + f" on {resolved.device}, "
@@ -91,8 +92,15 @@ def extract(
 def read_and_tell(data: DataOptions) -> Dataset:
     """Read a data set and tell what was decided and what is odd about it."""
     dataset = data.read()
-    for text in (*dataset.notes, *_data_notes(dataset)):
-        note(text)
+    for text in dataset.notes:
+        log.info(text)
+    for name, rows in dataset.splits.items():
+        unrated = int((~rows.rated).sum())
+        if unrated:
+            log.info(f"{name}: {unrated:,} of {len(rows):,} rows are unrated and not used")
+        leaked = leaked_pairs(rows, dataset.splits["train"]) if name != "train" else 0
+        if leaked:
+            log.warning(f"{leaked:,} sentence pairs of {name} are in train too")
     return dataset
 
 
@@ -160,16 +168,6 @@ def _check_run(
         )
 
 
-def _data_notes(dataset: Dataset) -> Iterable[str]:
-    for name, rows in dataset.splits.items():
-        unrated = int((~rows.rated).sum())
-        if unrated:
-            yield f"{name}: {unrated:,} of {len(rows):,} rows are unrated and not used"
-        leaked = leaked_pairs(rows, dataset.splits["train"]) if name != "train" else 0
-        if leaked:
-            yield f"warning: {leaked:,} sentence pairs of {name} are in train too"
-
-
 def _tell_plan(
     run: Run, encoder: LazyEncoder, prompts: Sequence[Prompt], workers: int
 ) -> list[Missing]:
@@ -184,13 +182,13 @@ def _tell_plan(
     ]
     missing = together(by_prompt)
     if not missing.n_missing:
-        note(f"all {missing.n_inputs:,} inputs are there; nothing is encoded")
+        log.info(f"all {missing.n_inputs:,} inputs are there; nothing is encoded")
         return by_prompt
     plan = f"to encode: {missing.n_missing:,} of {missing.n_inputs:,} inputs"
     if missing.n_missing > CHUNK:
         seconds = missing.seconds(encoder().encode_counted) / workers
         plan += f", in about {duration(seconds)}"
-    note(plan)
+    log.info(plan)
     return by_prompt
 
 
@@ -204,7 +202,7 @@ def _extract_prompts(
         extraction = extract_rows(run.store(), encoder, prompt, splits, lacking)
         before = run.manifest["prompts"].get(prompt.name)
         if before and before["prompt"]["digest"] != prompt.digest:
-            note(f"the prompt {prompt.name} has changed; fit its heads again")
+            log.info(f"the prompt {prompt.name} has changed; fit its heads again")
         record = extraction_record(extraction, resolved)
         run.record_prompt(prompt, record)
         done[prompt.name] = {
@@ -212,7 +210,7 @@ def _extract_prompts(
             "n_tokens": extraction.n_tokens,
             "seconds": round(extraction.seconds, 3),
         }
-        note(extraction_note(prompt.name, extraction, resolved.identity.max_length))
+        log.info(extraction_note(prompt.name, extraction, resolved.identity.max_length))
     return {
         "run": str(run.folder),
         "encoder": run.encoder_name,

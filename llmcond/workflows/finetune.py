@@ -9,20 +9,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcond.config import build, bundled_names
-from llmcond.datasets import DataOptions, Dataset
+from llmcond.data.datasets import DataOptions, Dataset
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import UserError
+from llmcond.features.view import View, view_of
 from llmcond.files import digest_file, read_json, write_json, write_text
 from llmcond.finetune.settings import TuneSettings, usual_rate
 from llmcond.heads import FittedHead, Recipe, load_head, load_recipe, save_head
 from llmcond.heads.objectives import ObjectiveSettings
 from llmcond.heads.recipes import parse_settings
+from llmcond.log import log
+from llmcond.progress import duration, train_bar
 from llmcond.prompts import Prompt, load_prompt, prompt_from_json
-from llmcond.provenance import provenance
 from llmcond.report.card import model_card
-from llmcond.report.console import duration, note, train_bar
 from llmcond.runs import Run, complete_run, head_name, head_record, open_run, where_model
-from llmcond.views import View, view_of
+from llmcond.runs.features import RowFeatures
+from llmcond.runs.predictors import predict
+from llmcond.runs.provenance import provenance
 from llmcond.workflows.evaluate import result_of
 from llmcond.workflows.extract import (
     LazyEncoder,
@@ -32,9 +35,7 @@ from llmcond.workflows.extract import (
     extraction_record,
     read_and_tell,
 )
-from llmcond.workflows.features import RowFeatures
 from llmcond.workflows.fit import check_seed, sized
-from llmcond.workflows.ways import predict
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -148,13 +149,13 @@ def train_lora(
     _check_rated(dataset)
     resolved = resolve(model, options)
     for assumption in resolved.assumed:
-        note(f"assumed: {assumption}")
+        log.info(f"assumed: {assumption}")
     plan = _with_prompts(plan, resolved)
     _check_encoder(resolved, tuning, merge)
     made_of = {**_made_of(plan, resolved, dataset, tuning), "merge": merge}
     done = _finished(run_folder, made_of)
     if done is not None:
-        note(f"{run_folder} is trained already, with the same settings; nothing is done")
+        log.info(f"{run_folder} is trained already, with the same settings; nothing is done")
         return done
     return _train(_Task(model, resolved, run_folder, dataset, plan, tuning, made_of))
 
@@ -360,7 +361,7 @@ def _trainer(task: _Task, trainable: Trainable, accelerator: Accelerator) -> Tra
     has_dev = "dev" in splits and bool(splits["dev"].rated.any())
     dev = RatedInputs.of(splits["dev"], view, trainable.tokenizer) if has_dev else None
     if dev is None:
-        note("no rated dev rows: the last weights are kept")
+        log.info("no rated dev rows: the last weights are kept")
     check_twos(train.pair, train.number, train.rating, plan.objective)
     start = None if plan.start is None else dict(plan.start.fit.tensors)
     head = HeadPlan(recipe, plan.objective, plan.seed, start)
@@ -381,7 +382,7 @@ def _trainer(task: _Task, trainable: Trainable, accelerator: Accelerator) -> Tra
 def _tell_plan(task: _Task, trainable: Trainable, trainer: Trainer) -> None:
     trained, total = trainable.counts()
     resolved, quantize = task.resolved, task.resolved.identity.quantize
-    note(
+    log.info(
         f"training {trained:,} weights of {resolved.checkpoint.name} "
         f"({100 * trained / total:.1f} % of {total:,}) and {trainer.model.n_head:,} of the head "
         f"{task.plan.recipe.name} in {resolved.identity.dtype}"
@@ -469,12 +470,12 @@ def _run_of(task: _Task) -> Run:
     )
     resolved = resolve(str(task.folder), options)
     run = complete_run(task.folder, resolved, task.dataset, "float16")
-    note(f"encoder -> {task.folder}; its features:")
+    log.info(f"encoder -> {task.folder}; its features:")
     encoder = LazyEncoder(resolved)
     for prompt in task.view.prompts:
         done = extract_rows(run.store(), encoder, prompt, [run.rows(name) for name in run.splits])
         run.record_prompt(prompt, extraction_record(done, resolved))
-        note(extraction_note(prompt.name, done, resolved.identity.max_length))
+        log.info(extraction_note(prompt.name, done, resolved.identity.max_length))
     return run
 
 
@@ -494,11 +495,11 @@ def _tell(summary: Mapping[str, Any]) -> None:
     for scores in summary["scores"]:
         if scores["spearman"] is not None:
             low, high = (100 * end for end in scores["spearman_ci"])
-            note(
+            log.info(
                 f"{scores['split']}: Spearman {100 * scores['spearman']:.1f} [{low:.1f}, "
                 f"{high:.1f}] on {scores['n']:,} rows"
             )
-    note(
+    log.info(
         f"{summary['head']}: step {summary['best_step']:,} of {summary['steps']:,}, trained in "
         f"{duration(summary['seconds'])} -> {summary['run']}"
     )

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 
 from llmcond.errors import UserError
-from llmcond.evaluation.metrics import score
+from llmcond.features.view import view_of
 from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe, load_recipe, save_head
+from llmcond.log import log
+from llmcond.metrics import score
+from llmcond.progress import fit_bar
 from llmcond.prompts import Prompt
-from llmcond.report.console import fit_bar, note
-from llmcond.report.tables import finite
+from llmcond.report.terminal import finite
 from llmcond.runs import Run, head_name, head_record, open_run
-from llmcond.views import view_of
-from llmcond.workflows.features import Features
+from llmcond.runs.features import Features
 
 
 def fit_head(
@@ -68,7 +69,7 @@ def fit_head(
     fitted = fit_with_bar(recipe, train, dev, seed)
     seconds = time.monotonic() - began
     for text in fitted.fit.notes:
-        note(text)
+        log.info(text)
     counts = {"n_train": len(train), "n_dev": len(dev), "n_dropped": features.dropped("train")}
     record = head_record(run, view, recipe.to_json())
     replaced = folder.exists()
@@ -87,7 +88,7 @@ def fit_head(
         "dev_spearman": finite(_dev_spearman(fitted, dev)),
         "seconds": round(seconds, 3),
     }
-    note(_fit_note(summary, replaced))
+    log.info(_fit_note(summary, replaced))
     return summary
 
 
@@ -118,7 +119,9 @@ def sized(recipe: Recipe, dim: int | None, dim_in: int, quiet: bool = False) -> 
         return recipe.with_settings({"dim": dim}, "--dim")
     if recipe.dim is not None and recipe.dim > dim_in:
         if not quiet:
-            note(f"{recipe.name}: dim {dim_in} instead of {recipe.dim}, the features have no more")
+            log.info(
+                f"{recipe.name}: dim {dim_in} instead of {recipe.dim}, the features have no more"
+            )
         return recipe.with_settings({"dim": dim_in}, recipe.name)
     return recipe
 

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcond.arrays import rows_of
+from llmcond.data.rows import Rows
 from llmcond.evaluation.isotropy import MOST_VECTORS, measure_isotropy
-from llmcond.heads.arrays import rows_of
 from llmcond.prompts import Prompt
-from llmcond.provenance import provenance
 from llmcond.report.page import Page
-from llmcond.rows import Rows
 from llmcond.runs import Run
-from llmcond.workflows.features import RowFeatures
-from llmcond.workflows.ways import label, zeroshots
+from llmcond.runs.features import RowFeatures
+from llmcond.runs.predictors import label, zeroshots
+from llmcond.runs.provenance import provenance
 
 #: What results of evaluations lack beside those of comparisons.
 _DEFAULTS: Mapping[str, Any] = {

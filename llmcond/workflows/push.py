@@ -19,7 +19,7 @@ from llmcond.encoders.adapter import CONFIG, TUNED, WEIGHTS, Tuned, identify, re
 from llmcond.encoders.checkpoint import SETTINGS, find_checkpoint, settings_files, weight_files
 from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.files import gib, read_json, write_json
-from llmcond.report.console import note
+from llmcond.log import log
 from llmcond.runs import Run, open_run
 from llmcond.version import __version__
 from llmcond.workflows.finetune import RECORD, STATE
@@ -79,7 +79,7 @@ def push_to_hub(
         _check_no_paths(staged, run.folder)
         files = sorted(path.relative_to(staged).as_posix() for path in _files(staged))
         size = sum((staged / name).stat().st_size for name in files)
-        note(f"uploading {len(files)} files ({gib(size)}) to {repo}")
+        log.info(f"uploading {len(files)} files ({gib(size)}) to {repo}")
         url, commit = _upload(staged, files, repo, token, private, revision)
     _tell(run, repo, url, revision)
     return {"repo": repo, "url": url, "commit": commit, "files": files}
@@ -90,8 +90,8 @@ def _tell(run: Run, repo: str, url: str, revision: str | None) -> None:
     # Which of several was fitted last is not known any more where they are downloaded.
     head = f', "{heads[-1]}"' if len(heads) > 1 else ""
     branch = f" --revision {revision}" if revision else ""
-    note(f"{run.folder} -> {url}")
-    note(
+    log.info(f"{run.folder} -> {url}")
+    log.info(
         f"to use it: hf download {repo}{branch} --local-dir tuned, then "
         f'llmcond.load_embedder("tuned"{head})'
     )
@@ -316,7 +316,7 @@ def _check_no_paths(staged: Path, run_folder: Path) -> None:
 def _tell_of_paths(card: Path) -> None:
     found = _PATH.search(card.read_text(encoding="utf-8"))
     if found is not None:
-        note(f"{card} is pushed as it is, and names {found[0]}")
+        log.info(f"{card} is pushed as it is, and names {found[0]}")
 
 
 def _files(folder: Path) -> Iterator[Path]:

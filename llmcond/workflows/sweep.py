@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from llmcond.errors import LlmcondError, UserError
+from llmcond.features.view import view_of
 from llmcond.files import read_json, write_json
 from llmcond.heads import load_recipe
-from llmcond.provenance import provenance
-from llmcond.report.console import note
-from llmcond.report.tables import best_first
+from llmcond.log import log
+from llmcond.report.terminal import best_first
 from llmcond.runs import Run, head_name, open_run
-from llmcond.views import view_of
+from llmcond.runs.provenance import provenance
 from llmcond.workflows.evaluate import check_scorable
 from llmcond.workflows.fit import check_seed, prompts_for
 from llmcond.workflows.sweep_fits import Point, fit_all
@@ -83,14 +83,14 @@ def sweep(
     paths = {point.digest(run, split): point for point in points}
     results = {digest: _read(folder / f"{digest}.json") for digest in paths}
     missing = [digest for digest, result in results.items() if result is None]
-    note(f"{len(paths):,} fits, {len(paths) - len(missing):,} of them done before")
+    log.info(f"{len(paths):,} fits, {len(paths) - len(missing):,} of them done before")
     failures: list[str] = []
     # Closed here and now: an interrupt would leave it, and its processes, to the traceback.
     with closing(fit_all(run, split, {d: paths[d] for d in missing}, workers)) as outcomes:
         for digest, outcome in outcomes:
             if isinstance(outcome, str):
                 failures.append(f"{paths[digest].label}: {outcome}")
-                note(f"failed: {failures[-1]}")
+                log.info(f"failed: {failures[-1]}")
                 continue
             write_json(folder / f"{digest}.json", outcome)
             results[digest] = outcome

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from llmcond.errors import LlmcondError, UserError
+from llmcond.features.view import View
 from llmcond.files import digest_text
 from llmcond.heads import Recipe, fit_recipe, load_recipe
-from llmcond.provenance import provenance
 from llmcond.runs import Run, SavedHead, head_name, open_run
-from llmcond.views import View
+from llmcond.runs.features import Features
+from llmcond.runs.predictors import predict
+from llmcond.runs.provenance import provenance
 from llmcond.workflows.evaluate import result_of
-from llmcond.workflows.features import Features
 from llmcond.workflows.fit import sized
-from llmcond.workflows.ways import predict
 
 #: Without --workers; each has features of its own in memory.
 _MOST_WORKERS = 8

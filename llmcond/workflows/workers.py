@@ -17,9 +17,9 @@ from typing import Any
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError
 from llmcond.features.extract import extract
-from llmcond.features.pairs import SplitInputs
+from llmcond.log import log, log_to_terminal
 from llmcond.prompts import Prompt
-from llmcond.report.console import note
+from llmcond.prompts.inputs import SplitInputs
 from llmcond.runs import open_run
 
 _PATIENCE_SECONDS = 60
@@ -109,7 +109,7 @@ class Helpers:
         for process in self._started:
             process.terminate()
         if failed and kind is None:
-            note(f"warning: {failed} of {self._workers} workers failed; the others did their work")
+            log.warning(f"{failed} of {self._workers} workers failed; the others did their work")
 
 
 def _another(device: str, number: int) -> str:
@@ -142,6 +142,7 @@ def _help(
 
     from llmcond.workflows.extract import LazyEncoder
 
+    log_to_terminal()
     if options.device == "cpu":
         torch.set_num_threads(threads)
     try:
@@ -156,5 +157,5 @@ def _help(
     except KeyboardInterrupt:
         raise SystemExit(1) from None
     except LlmcondError as error:
-        note(f"a worker on {options.device} failed: {error}")
+        log.info(f"a worker on {options.device} failed: {error}")
         raise SystemExit(1) from error

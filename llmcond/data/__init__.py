@@ -1,0 +1,1 @@
+"""Data sets: files become rows, checked, on a stated scale, in splits."""

@@ -1,0 +1,358 @@
+"""Reading data sets: files become rows, checked, on a stated scale, in splits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmcond.data.readers import Source, has_column, open_source, read_records, without_shard
+from llmcond.data.rows import Rows, rows_digest, split_by_pair
+from llmcond.errors import UserError
+from llmcond.files import digest_text
+
+SPLITS = ("train", "dev", "test")
+#: Share of sentence pairs that each split of a single file gets.
+FRACTIONS = {"train": 0.7, "dev": 0.15, "test": 0.15}
+#: Share of the training pairs that become dev where a folder has no dev file.
+DEV_FRACTION = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The names that a file's columns have."""
+
+    sentence1: str = "sentence1"
+    sentence2: str = "sentence2"
+    condition: str = "condition"
+    label: str = "label"
+
+
+@dataclass(frozen=True, slots=True)
+class RatingScale:
+    """The range that ratings are on, mapped to 0 to 1.
+
+    Attributes:
+        low: the rating that becomes 0.
+        high: the rating that becomes 1.
+        unrated: the label of a row that is unrated or ill-defined.
+    """
+
+    low: float = 1.0
+    high: float = 5.0
+    unrated: float = -1.0
+
+    def check(self) -> None:
+        """Raise a UserError unless low < high, with ``unrated`` outside."""
+        if not (np.isfinite([self.low, self.high]).all() and self.low < self.high):
+            raise UserError(
+                f"the rating range is {self.low:g} to {self.high:g}; low must be below high, and "
+                "both must be finite."
+            )
+        if self.low <= self.unrated <= self.high:
+            raise UserError(
+                f"the label {self.unrated:g} marks unrated rows, but lies within the rating range "
+                f"{self.low:g} to {self.high:g}. Name another with --unrated."
+            )
+
+    def to_unit(self, label: object) -> float:
+        """Return a label on 0 to 1; NaN for an unrated row.
+
+        Raises:
+            ValueError: not a number, or out of range; the message says which.
+        """
+        text = str(label).strip() if label is not None else ""
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if value == self.unrated:
+            return float("nan")
+        if not np.isfinite(value):
+            raise ValueError(f"is {text!r}, not a number")
+        if not self.low <= value <= self.high:
+            raise ValueError(
+                f"is {value:g}, outside the rating range {self.low:g} to {self.high:g} (and not "
+                f"{self.unrated:g}, which marks unrated rows); name the range with --rating-range"
+            )
+        return (value - self.low) / (self.high - self.low)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Splits of rows, and what they came from.
+
+    Attributes:
+        splits: rows by ``train``, ``dev`` and ``test``; ``test`` may be missing.
+        source: what the user named, or ``sample``.
+        columns: the columns read.
+        scale: the range that ratings were on.
+        split_seed: what a single file was split by.
+        notes: what was decided on the way, in sentences for the user.
+    """
+
+    splits: Mapping[str, Rows]
+    source: str
+    columns: Columns
+    scale: RatingScale
+    split_seed: int = 0
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def digest(self) -> str:
+        """Identify texts, ratings and splits, whatever file they came from."""
+        return digest_text(*(f"{name}:{rows_digest(rows)}" for name, rows in self.splits.items()))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record that manifests keep: source, digest, settings and counts."""
+        return {
+            "source": self.source,
+            "digest": self.digest,
+            "columns": asdict(self.columns),
+            "scale": asdict(self.scale),
+            "split_seed": self.split_seed,
+            "rows": {name: len(rows) for name, rows in self.splits.items()},
+            "unrated": {name: int((~rows.rated).sum()) for name, rows in self.splits.items()},
+            "notes": list(self.notes),
+        }
+
+
+def sample_folder() -> Path:
+    """Return the folder of the bundled sample."""
+    return Path(__file__).resolve().parent / "sample"
+
+
+def read_dataset(
+    source: str | None,
+    columns: Columns = Columns(),
+    scale: RatingScale = RatingScale(),
+    seed: int = 0,
+) -> Dataset:
+    """Read a file or a folder of splits; None is the bundled sample.
+
+    A single file is split by sentence pair (70 % train, 15 % dev, 15 % test), by a hash of the
+    seed and the two sentences: the order of rows does not matter. In a folder without a dev file,
+    10 % of the training pairs become dev.
+
+    Args:
+        source: a .csv, .tsv, .jsonl or .parquet file; a folder with train, dev (or validation)
+            and test files; or either as ``hf://datasets/...``.
+        columns: the columns' names.
+        scale: the range of the ratings.
+        seed: decides which pairs go where.
+
+    Raises:
+        UserError: nothing there, a missing column, an empty file, or a row that is wrong.
+    """
+    scale.check()
+    opened = open_source(source or str(sample_folder()))
+    if opened.splits is None:
+        rows = _read_rows(opened, opened.files, columns, scale)
+        splits = split_by_pair(rows, FRACTIONS, seed)
+        notes: tuple[str, ...] = (f"one file, split by sentence pair with seed {seed}",)
+    else:
+        splits = {
+            name: _read_rows(opened, files, columns, scale) for name, files in opened.splits.items()
+        }
+        splits, notes = _complete(splits, source, seed)
+    return Dataset(splits, source or "sample", columns, scale, seed, notes)
+
+
+@dataclass(frozen=True, slots=True)
+class DataOptions:
+    """Where rows come from, and how they are read.
+
+    Attributes:
+        source: None: the run's own data, or the bundled sample for a new run.
+        columns: None: the default names, or those of the run.
+        scale: None: 1 to 5, or that of the run.
+        split_seed: decides how a single file is split. None: 0, or that of the run.
+    """
+
+    source: str | None = None
+    columns: Columns | None = None
+    scale: RatingScale | None = None
+    split_seed: int | None = None
+
+    def read(self) -> Dataset:
+        """Read and split the rows."""
+        return read_dataset(
+            self.source,
+            self.columns or Columns(),
+            self.scale or RatingScale(),
+            self.split_seed or 0,
+        )
+
+    def like(self, columns: Columns, scale: RatingScale, split_seed: int) -> DataOptions:
+        """Return the options with what was not given taken from how other rows were read."""
+        seed = split_seed if self.split_seed is None else self.split_seed
+        return DataOptions(self.source, self.columns or columns, self.scale or scale, seed)
+
+
+def read_rows(
+    source: str,
+    split: str | None = None,
+    columns: Columns = Columns(),
+    scale: RatingScale = RatingScale(),
+) -> tuple[Rows, str]:
+    """Read the rows of a single file, all of them, or of one split of a folder.
+
+    Returns:
+        The rows, and the split they are: the one asked for; else test, or for a folder without
+        test dev.
+
+    Raises:
+        UserError: as :func:`read_dataset`, or a folder without that split.
+    """
+    scale.check()
+    opened = open_source(source)
+    if opened.splits is None:
+        return _read_rows(opened, opened.files, columns, scale), split or "test"
+    wanted = split or ("test" if "test" in opened.splits else "dev")
+    if wanted not in opened.splits:
+        raise UserError(f"{source} has no {wanted} file; it has {', '.join(opened.splits)}.")
+    return _read_rows(opened, opened.splits[wanted], columns, scale), wanted
+
+
+def _complete(
+    splits: dict[str, Rows], source: str | None, seed: int
+) -> tuple[dict[str, Rows], tuple[str, ...]]:
+    if "train" not in splits:
+        raise UserError(f"{source} has no train file; it has {', '.join(splits)}.")
+    if "dev" in splits:
+        return {name: splits[name] for name in SPLITS if name in splits}, ()
+    parts = split_by_pair(splits["train"], {"train": 1 - DEV_FRACTION, "dev": DEV_FRACTION}, seed)
+    complete = {**splits, **parts}
+    note = f"no dev file: {DEV_FRACTION:.0%} of the training pairs are dev, chosen with seed {seed}"
+    return {name: complete[name] for name in SPLITS if name in complete}, (note,)
+
+
+def _read_rows(source: Source, files: Sequence[str], columns: Columns, scale: RatingScale) -> Rows:
+    wanted = asdict(columns)
+    found = [_read_file(source, file, wanted, scale) for file in files]
+    merged = Rows(
+        sentence1=[text for rows in found for text in rows.sentence1],
+        sentence2=[text for rows in found for text in rows.sentence2],
+        condition=[text for rows in found for text in rows.condition],
+        rating=np.concatenate([rows.rating for rows in found]),
+        number=np.concatenate([rows.number for rows in found]),
+        file=found[0].file,
+    )
+    if len(found) == 1:
+        return merged
+    # Shards count as one file, cut into pieces.
+    return replace(merged, number=np.arange(1, len(merged) + 1), file=without_shard(merged.file))
+
+
+def _read_file(source: Source, file: str, wanted: dict[str, str], scale: RatingScale) -> Rows:
+    name = Path(file).name
+    texts: dict[str, list[str]] = {key: [] for key in ("sentence1", "sentence2", "condition")}
+    ratings: list[float] = []
+    problems = Problems(name)
+    for number, record in enumerate(read_records(source, file, list(wanted.values())), 1):
+        for key, column in texts.items():
+            column.append(problems.text(number, wanted[key], record[wanted[key]]))
+        try:
+            ratings.append(scale.to_unit(record[wanted["label"]]))
+        except ValueError as error:
+            problems.add(number, f"{wanted['label']} {error}")
+    problems.raise_if_any()
+    return Rows(
+        **texts,
+        rating=np.array(ratings, dtype=np.float64),
+        number=np.arange(1, len(ratings) + 1),
+        file=name,
+    )
+
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Problems:
+    """What is wrong in a file's rows, gathered so that one error tells how many there are."""
+
+    def __init__(self, file: str) -> None:
+        """Start with none, for messages about ``file``."""
+        self._file = file
+        self._first: str | None = None
+        self._rows: set[int] = set()
+
+    def add(self, number: int, what: str) -> None:
+        """Note that the row with this number is wrong."""
+        self._first = self._first or f"row {number} of {self._file}: {what}"
+        self._rows.add(number)
+
+    def text(self, number: int, column: str, value: object) -> str:
+        """Return ``value`` as text, noting the row if it is empty or no text at all."""
+        if value is None or (isinstance(value, str) and not value.strip()):
+            self.add(number, f"{column} is empty")
+            return ""
+        if not isinstance(value, str):
+            self.add(number, f"{column} is {value!r}, not a text")
+            return ""
+        if _LONE_SURROGATE.search(value):
+            self.add(number, f"{column} holds half of a surrogate pair, which is no character")
+            return ""
+        return value
+
+    def raise_if_any(self) -> None:
+        """Raise a UserError that names the first wrong row and counts the others."""
+        if self._first is None:
+            return
+        others = len(self._rows) - 1
+        what = "row is" if others == 1 else "rows are"
+        more = f" ({others} more {what} wrong too)" if others else ""
+        raise UserError(f"{self._first}{more}. Mend or remove it and try again.")
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Sentences with their conditions, for embedding.
+
+    Attributes:
+        sentences: n texts.
+        conditions: n texts.
+        file: the name of the file they came from.
+        from_column: whether conditions were a column of it, not one text for every row.
+    """
+
+    sentences: list[str]
+    conditions: list[str]
+    file: str
+    from_column: bool
+
+
+def read_texts(source: str, sentence: str, condition: str | None) -> Texts:
+    """Read sentences with their conditions from one file.
+
+    Args:
+        source: a single file.
+        sentence: the name of the sentences' column.
+        condition: the name of a column, or, where the file has no such column, the one condition
+            that every sentence gets. None: the column called condition, which must be there.
+
+    Raises:
+        UserError: a folder, a missing column, an empty file or an empty text.
+    """
+    if condition is not None and not condition.strip():
+        raise UserError("the condition is empty; name a column or give a text.")
+    opened = open_source(source)
+    if opened.splits is not None:
+        raise UserError(f"{source} is a folder; name one file.")
+    file = opened.files[0]
+    is_column = condition is None or has_column(opened, file, condition)
+    condition = condition or "condition"
+    texts = Texts([], [], Path(file).name, is_column)
+    problems = Problems(texts.file)
+    wanted = [sentence, condition] if texts.from_column else [sentence]
+    for number, record in enumerate(read_records(opened, file, wanted), 1):
+        texts.sentences.append(problems.text(number, sentence, record[sentence]))
+        given = record[condition] if texts.from_column else condition
+        texts.conditions.append(problems.text(number, condition, given))
+    problems.raise_if_any()
+    return texts

@@ -1,0 +1,177 @@
+"""From rows and a prompt to the inputs of an encoder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from llmcond.data.rows import Rows
+from llmcond.encoders.spec import EncoderInput
+from llmcond.errors import UserError
+from llmcond.files import digest_text
+from llmcond.prompts import Prompt
+
+#: Of the draw that gives each row another row's condition. Another seed would give other inputs
+#: under the same digest of the prompt.
+_SEED = "0"
+
+
+@dataclass(frozen=True, slots=True)
+class RowInputs:
+    """The inputs of rows, as columns: conditional and unconditional, for both sentences."""
+
+    first: Sequence[EncoderInput]
+    second: Sequence[EncoderInput]
+    first_unconditional: Sequence[EncoderInput]
+    second_unconditional: Sequence[EncoderInput]
+
+
+class SplitInputs(Collection[EncoderInput]):
+    """Every input of some rows under a prompt, repeats included; made when it is asked for."""
+
+    def __init__(self, splits: Iterable[Rows], prompt: Prompt) -> None:
+        """Take the rows, each split by itself.
+
+        Raises:
+            UserError: as :func:`given_conditions`.
+        """
+        self._splits = [(rows, given_conditions(rows, prompt)) for rows in splits]
+        self._prompt = prompt
+
+    def __iter__(self) -> Iterator[EncoderInput]:
+        # Row by row, so that inputs which begin alike stand near each other.
+        for rows, conditions in self._splits:
+            texts = zip(rows.sentence1, rows.sentence2, conditions, strict=True)
+            for first, second, condition in texts:
+                for sentence in (first, second):
+                    yield self._prompt.conditional.render(sentence, condition)
+                    yield self._prompt.unconditional.render(sentence, condition)
+
+    def __len__(self) -> int:
+        return 4 * sum(len(rows) for rows, _ in self._splits)
+
+    def __contains__(self, item: object) -> bool:
+        return any(item == own for own in self)
+
+
+def given_conditions(rows: Rows, prompt: Prompt) -> Sequence[str]:
+    """Return the condition that each row is given: its own, or for a shuffled control another's.
+
+    Another's is drawn among all rows whose condition differs, so frequent conditions are drawn
+    often. The draw depends on the row's texts and on the conditions that the rows have between
+    them, not on their order: give the rows of a whole split, never a part of it.
+
+    Args:
+        rows: a split.
+        prompt: whose ``control`` decides.
+
+    Returns:
+        n conditions. Each is for both sentences of a row.
+
+    Raises:
+        UserError: the prompt is a shuffled control, and the rows have one condition between them.
+    """
+    if prompt.control != "shuffled":
+        return rows.condition
+    # Most tokenizers see neither case nor further spaces: another spelling is no other condition.
+    kinds = [" ".join(text.casefold().split()) for text in rows.condition]
+    if len(set(kinds)) == 1:
+        raise UserError(
+            f"the prompt {prompt.name} gives each row the condition of another row, and all "
+            f"{len(rows):,} rows of a split of {rows.file} have the same, {rows.condition[0]!r}. "
+            "Leave the prompt out, or name rows under several conditions."
+        )
+    order = sorted(range(len(rows)), key=lambda i: (kinds[i], rows.condition[i]))
+    counts = Counter(kinds[position] for position in order)
+    starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
+    given = []
+    texts = zip(rows.sentence1, rows.sentence2, rows.condition, kinds, strict=True)
+    for first, second, condition, kind in texts:
+        drawn = int(digest_text(_SEED, first, second, condition), 16) % (len(rows) - counts[kind])
+        # Rows of its own kind are stepped over.
+        place = drawn + counts[kind] if drawn >= starts[kind] else drawn
+        given.append(rows.condition[order[place]])
+    return given
+
+
+def row_inputs(rows: Rows, prompt: Prompt) -> RowInputs:
+    """Put every row's texts into a prompt.
+
+    Raises:
+        UserError: as :func:`given_conditions`.
+    """
+    conditions = given_conditions(rows, prompt)
+    first = list(zip(rows.sentence1, conditions, strict=True))
+    second = list(zip(rows.sentence2, conditions, strict=True))
+    return RowInputs(
+        first=[prompt.conditional.render(*texts) for texts in first],
+        second=[prompt.conditional.render(*texts) for texts in second],
+        first_unconditional=[prompt.unconditional.render(*texts) for texts in first],
+        second_unconditional=[prompt.unconditional.render(*texts) for texts in second],
+    )
+
+
+def same_inputs(rows: Rows, prompt: Prompt) -> tuple[int, int] | None:
+    """Find two rows that a prompt makes the same though their conditions differ.
+
+    Whatever is made of such rows, it cannot tell their conditions apart. What is subtracted does
+    not count, as it need not be; separate features are e(s) and e(c) together.
+
+    Args:
+        rows: a split.
+        prompt: a control is not looked at: it is there to leave the condition out.
+
+    Returns:
+        The numbers of the first such two, as messages name rows; None where there are none.
+    """
+    found = _same(rows, prompt)
+    return found and (int(rows.number[found[0]]), int(rows.number[found[1]]))
+
+
+def _same(rows: Rows, prompt: Prompt) -> tuple[int, int] | None:
+    """Return the positions of two such rows."""
+    if prompt.control is not None:
+        return None
+    inputs = row_inputs(rows, prompt)
+    columns = [inputs.first, inputs.second]
+    if prompt.separate:
+        columns.append(inputs.first_unconditional)
+    seen: dict[tuple[bytes, ...], int] = {}
+    for position, row in enumerate(zip(*columns, strict=True)):
+        earlier = seen.setdefault(tuple(item.key for item in row), position)
+        if rows.condition[earlier] != rows.condition[position]:
+            return earlier, position
+    return None
+
+
+def check_inputs_differ(rows: Rows, prompt: Prompt) -> None:
+    """Refuse a prompt that makes two rows the same though their conditions differ.
+
+    Raises:
+        UserError: naming the prompt and both rows.
+    """
+    found = _same(rows, prompt)
+    if found is None:
+        return
+    first, second = found
+    raise UserError(
+        f"the prompt {prompt.name} makes the same input of {rows.describe(first)} and "
+        f"{rows.describe(second)}, though their conditions differ ({rows.condition[first]!r} and "
+        f"{rows.condition[second]!r}), so that nothing can tell them apart. Put words or "
+        "punctuation between {sentence} and {condition} in the template."
+    )
+
+
+def find_row(rows: Rows, prompt: Prompt, item: EncoderInput) -> int | None:
+    """Return the position of the first row that needs ``item``; None if no row does."""
+    inputs = row_inputs(rows, prompt)
+    columns = zip(
+        inputs.first,
+        inputs.second,
+        inputs.first_unconditional,
+        inputs.second_unconditional,
+        strict=True,
+    )
+    return next((position for position, row in enumerate(columns) if item in row), None)

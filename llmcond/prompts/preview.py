@@ -1,0 +1,167 @@
+"""What a prompt makes of a row: the exact texts, and the tokens that an encoder reads of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from llmcond.encoders.spec import EncoderInput
+from llmcond.errors import UserError
+from llmcond.prompts import Prompt
+from llmcond.prompts.inputs import given_conditions
+
+if TYPE_CHECKING:
+    from llmcond.data.datasets import Dataset
+    from llmcond.data.rows import Rows
+    from llmcond.encoders import ResolvedEncoder
+
+
+def prompt_on_row(
+    prompt: Prompt,
+    dataset: Dataset,
+    split: str | None = None,
+    number: int | None = None,
+    resolved: ResolvedEncoder | None = None,
+) -> dict[str, Any]:
+    """Return what a prompt makes of a row: the exact texts, and the tokens that an encoder reads.
+
+    Args:
+        prompt: the template.
+        dataset: where the row is.
+        split: whose row. None: train, or another split of the same file if that has the row.
+        number: the row's number in its file; None: the split's first.
+        resolved: an encoder, of which the tokenizer is loaded; None: texts only.
+
+    Returns:
+        The row, and under ``inputs`` each conditional input, then what is subtracted.
+
+    Raises:
+        UserError: no such split or row, or an encoder that cannot take the template or the texts.
+    """
+    obstacle = prompt.obstacle(resolved.identity) if resolved else ""
+    if resolved and obstacle:
+        raise UserError(
+            f"the prompt {prompt.name} does not go with {resolved.checkpoint.name}: {obstacle}. "
+            "Name another prompt or --model."
+        )
+    split, position = _find_row(dataset, split, number)
+    rows = dataset.splits[split]
+    condition = given_conditions(rows, prompt)[position]
+    items = _row_items(prompt, (rows.sentence1[position], rows.sentence2[position]), condition)
+    read = _as_read([item for _, _, item in items], resolved) if resolved else [{}] * len(items)
+    return {
+        "prompt": prompt.name,
+        "description": prompt.description,
+        "control": prompt.control,
+        "digest": prompt.digest,
+        "data": dataset.source,
+        "split": split,
+        "file": rows.file,
+        "row": int(rows.number[position]),
+        "sentence1": rows.sentence1[position],
+        "sentence2": rows.sentence2[position],
+        "condition": rows.condition[position],
+        "given_condition": condition,
+        "encoder": _encoder_facts(resolved) if resolved else None,
+        "inputs": [
+            {
+                "part": part,
+                "sentence": sentence,
+                "instruction": item.instruction,
+                "context": item.context,
+                "text": item.text,
+                **tokens,
+            }
+            for (part, sentence, item), tokens in zip(items, read, strict=True)
+        ],
+    }
+
+
+def _find_row(dataset: Dataset, split: str | None, number: int | None) -> tuple[str, int]:
+    """Return the split of a row, and its position there."""
+    if split is not None and split not in dataset.splits:
+        raise UserError(
+            f"{dataset.source} has no {split} split; it has {', '.join(dataset.splits)}."
+        )
+    rows = dataset.splits[split or "train"]
+    if number is None:
+        return split or "train", 0
+    # A single file is cut into splits: its rows keep their numbers, in whichever split they are.
+    alike = {name: found for name, found in dataset.splits.items() if found.file == rows.file}
+    places = {name: _position(found, number) for name, found in alike.items()}
+    having = [name for name, position in places.items() if position is not None]
+    if split is None and having:
+        split = having[0]
+    position = places.get(split or "train")
+    if position is None:
+        hint = f" It is in {having[0]}: --split {having[0]}." if having else ""
+        raise UserError(
+            f"there is no row {number} in the {split or 'train'} split of {rows.file}, whose "
+            f"{len(rows):,} rows are numbered {rows.number.min()} to {rows.number.max()}.{hint}"
+        )
+    return split or "train", position
+
+
+def _position(rows: Rows, number: int) -> int | None:
+    found = (rows.number == number).nonzero()[0]
+    return int(found[0]) if len(found) else None
+
+
+def _row_items(
+    prompt: Prompt, sentences: tuple[str, str], condition: str
+) -> list[tuple[str, int | None, EncoderInput]]:
+    """Return what of a template each input is, of which sentence, and the input."""
+    items: list[tuple[str, int | None, EncoderInput]] = [
+        ("conditional", number, prompt.conditional.render(sentence, condition))
+        for number, sentence in enumerate(sentences, 1)
+    ]
+    if not prompt.subtractable:
+        return items
+    unconditional = [prompt.unconditional.render(sentence, condition) for sentence in sentences]
+    if prompt.of_condition:
+        return [*items, ("unconditional", None, unconditional[0])]
+    return [*items, *(("unconditional", n, item) for n, item in enumerate(unconditional, 1))]
+
+
+def _encoder_facts(resolved: ResolvedEncoder) -> dict[str, Any]:
+    names = ("pooling", "pool_over", "max_length", "special_tokens", "instruction_format")
+    return {
+        "name": resolved.checkpoint.name,
+        **{name: getattr(resolved.identity, name) for name in names},
+    }
+
+
+def _as_read(items: Sequence[EncoderInput], resolved: ResolvedEncoder) -> list[dict[str, Any]]:
+    """Return the tokens of inputs, those that are pooled, and those that are cut."""
+    # Tokenizers take a second to import; texts alone need none.
+    from llmcond.encoders.doctor import samples
+
+    labelled = [("", item) for item in items]
+    read = samples(resolved, labelled)
+    whole = read
+    if any(len(sample.tokens) >= resolved.identity.max_length for sample in read):
+        unlimited = replace(resolved.identity, max_length=sys.maxsize)
+        whole = samples(replace(resolved, identity=unlimited), labelled)
+    return [
+        {
+            "tokens": sample.tokens,
+            "pooled": sample.pooled,
+            "n_tokens": len(uncut.tokens),
+            "cut": _cut(uncut.tokens, sample.tokens),
+        }
+        for sample, uncut in zip(read, whole, strict=True)
+    ]
+
+
+def _cut(whole: Sequence[str], kept: Sequence[str]) -> list[str]:
+    """Return the tokens that are missing; what is kept stands in the same order."""
+    missing: list[str] = []
+    at = 0
+    for token in whole:
+        if at < len(kept) and kept[at] == token:
+            at += 1
+        else:
+            missing.append(token)
+    return missing

@@ -1,0 +1,235 @@
+"""Prompt templates: a sentence and a condition become what the encoder reads.
+
+A template is one TOML file. It holds the task instruction and the encoded text, for the
+conditional embedding f(c; I(s)) and for the unconditional one f(c; I(∅)) that is subtracted from
+it (CASE, section 3.1, equation 1). Sentences are put in as text: braces in them mean nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from string import Formatter
+from typing import Any, ClassVar, Literal
+
+from llmcond.config import STRICT, build, find_toml, read_toml
+from llmcond.encoders.spec import TOKENIZER_DECIDES, EncoderIdentity, EncoderInput, fill
+from llmcond.errors import UserError, nearest
+from llmcond.files import digest_text
+
+PLACEHOLDERS = ("sentence", "condition")
+#: What a template that others are compared with does to the condition.
+Control = Literal["left-out", "shuffled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One input of a template: the text that is encoded, and what it is encoded under.
+
+    Attributes:
+        text: what is encoded.
+        instruction: the task, for encoders that take one.
+        context: what is read before the text but not pooled, for encoders that read pairs; see
+            ``EncoderInput``. Empty: none, but pooled alike. None: a plain text.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    text: str
+    instruction: str = ""
+    context: str | None = None
+
+    @property
+    def templates(self) -> dict[str, str]:
+        """Return its templates by their keys, without a context that is not there."""
+        found = {"instruction": self.instruction, "text": self.text}
+        return found if self.context is None else {**found, "context": self.context}
+
+    def render(self, sentence: str, condition: str) -> EncoderInput:
+        """Return the encoder input with both texts put in."""
+        values = {"sentence": sentence, "condition": condition}
+        return EncoderInput(**{key: fill(text, values) for key, text in self.templates.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A template file, checked.
+
+    Attributes:
+        name: the file's name without ``.toml``.
+        description: one line for listings.
+        source: where the wording comes from.
+        conditional: the input for e(s|c); names both ``{sentence}`` and ``{condition}``, or the
+            sentence only: then features are separate, e(s) here and e(c) in the other.
+        unconditional: the input that is subtracted; names exactly one of them.
+        control: for templates that are there to be compared with only. ``left-out``: the condition
+            is in neither input, so both rows of a sentence pair get the same one. Nothing is
+            subtracted then, as e(c) would bring the condition in again, and any constant would be
+            one more choice; ``unconditional`` repeats ``conditional``. ``shuffled``: every row
+            gets the condition of another row; see :mod:`llmcond.prompts.inputs`.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    description: str
+    source: str
+    conditional: Part
+    unconditional: Part
+    control: Control | None = None
+    name: str = field(default="", kw_only=True)
+
+    @property
+    def separate(self) -> bool:
+        """Tell whether sentence and condition are encoded each by itself, as e(s) and e(c)."""
+        joint = any("{condition}" in text for text in self.conditional.templates.values())
+        return not joint and self.subtractable
+
+    @property
+    def subtractable(self) -> bool:
+        """Tell whether there is something to subtract; without the condition there is nothing."""
+        return self.control != "left-out"
+
+    @property
+    def of_condition(self) -> bool:
+        """Tell whether the unconditional input is that of the condition, e(c)."""
+        return any("{condition}" in text for text in self.unconditional.templates.values())
+
+    @property
+    def digest(self) -> str:
+        """Identify everything in the template that changes an encoder's input."""
+        parts = (self.conditional, self.unconditional)
+        if self.control is not None:
+            return digest_text(self.control, *(json.dumps(part.templates) for part in parts))
+        if all(part.context is None for part in parts):
+            return digest_text(*(text for part in parts for text in part.templates.values()))
+        return digest_text(*(json.dumps(part.templates) for part in parts))
+
+    def obstacle(self, encoder: EncoderIdentity) -> str:
+        """Return why an encoder cannot take the template's inputs; empty if it can."""
+        parts = (self.conditional, self.unconditional)
+        if any(part.instruction for part in parts) and not encoder.instruction_format:
+            return (
+                "it gives an instruction, and the encoder takes none (or say how to put it in: "
+                r"--instruction-format 'Instruct: {instruction}\nQuery: {text}')"
+            )
+        if all(part.context is None for part in parts):
+            return ""
+        if encoder.special_tokens != TOKENIZER_DECIDES:
+            return "it gives a context, and the encoder reads one text only, not a pair"
+        if encoder.pooling not in ("mean", "last"):
+            return (
+                "it pools over the text's own tokens, and the encoder pools by "
+                f"{encoder.pooling} (--pooling mean)"
+            )
+        return ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the template with its digest, as manifests record it."""
+        values = {**asdict(self), "digest": self.digest}
+        if self.control is None:
+            del values["control"]  # as records of before there were controls
+        return values
+
+
+def prompt_from_json(values: dict[str, Any], source: str) -> Prompt:
+    """Return the template that :meth:`Prompt.to_json` recorded.
+
+    Raises:
+        UserError: the record was changed by hand.
+    """
+    recorded = {key: value for key, value in values.items() if key != "digest"}
+    prompt = build(Prompt, recorded, source)
+    _check(prompt, source)
+    if prompt.digest != values.get("digest"):
+        raise UserError(f"{source}: the prompt's text does not match its recorded digest.")
+    return prompt
+
+
+def load_prompt(name_or_file: str) -> Prompt:
+    """Read a template by its bundled name or by the path of a ``.toml`` file.
+
+    Raises:
+        UserError: no such template, an unknown or missing key, an unknown or missing placeholder.
+    """
+    path = find_toml(name_or_file, "prompts")
+    values = read_toml(path)
+    if "name" in values:
+        raise UserError(f"{path}: unknown key 'name': a prompt is named by its file.")
+    prompt = build(Prompt, {**values, "name": path.stem}, str(path))
+    _check(prompt, str(path))
+    return prompt
+
+
+def _check(prompt: Prompt, source: str) -> None:
+    conditional = _placeholders(prompt.conditional, f"{source}: [conditional]")
+    unconditional = _placeholders(prompt.unconditional, f"{source}: [unconditional]")
+    if prompt.control == "left-out":
+        _check_left_out(prompt, conditional | unconditional, source)
+        return
+    apart = conditional == {"sentence"} and unconditional == {"condition"}
+    missing = [name for name in PLACEHOLDERS if name not in conditional]
+    if missing and not apart:
+        raise UserError(
+            f"{source}: [conditional] lacks the placeholder {{{missing[0]}}}. Its text, and its "
+            f"instruction or context, must name {{sentence}} and {{condition}} between them; or, "
+            "for separate features, {sentence} alone where [unconditional] names {condition}."
+        )
+    if (prompt.conditional.context is None) != (prompt.unconditional.context is None):
+        raise UserError(
+            f"{source}: one of [conditional] and [unconditional] has a context, so that they would "
+            'be pooled over different tokens. Give both one; context = "" reads nothing before '
+            "the text."
+        )
+    if len(unconditional) != 1:
+        got = " and ".join(f"{{{name}}}" for name in sorted(unconditional)) or "none"
+        raise UserError(
+            f"{source}: [unconditional] names {got}. It must name exactly one placeholder, "
+            "{sentence} or {condition}: the text whose own embedding is subtracted."
+        )
+
+
+def _check_left_out(prompt: Prompt, placeholders: set[str], source: str) -> None:
+    if placeholders != {"sentence"}:
+        got = " and ".join(f"{{{name}}}" for name in sorted(placeholders)) or "none"
+        raise UserError(
+            f"{source}: control is 'left-out', and the template names {got}. Without the condition "
+            "both [conditional] and [unconditional] must name {sentence} alone."
+        )
+    if prompt.conditional != prompt.unconditional:
+        raise UserError(
+            f"{source}: control is 'left-out', so nothing is subtracted, and [unconditional] must "
+            "be the same as [conditional]. Copy it."
+        )
+
+
+def _placeholders(part: Part, source: str) -> set[str]:
+    found: set[str] = set()
+    for key, template in part.templates.items():
+        try:
+            fields = list(Formatter().parse(template))
+        except ValueError as error:
+            raise UserError(
+                f"{source} {key}: {error}. Write {{{{ and }}}} for braces that are text."
+            ) from error
+        for _, name, spec, conversion in fields:
+            if name is None:
+                continue
+            if name in PLACEHOLDERS and (spec or conversion):
+                written = (
+                    name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
+                )
+                raise UserError(
+                    f"{source} {key} has {{{written}}}, but texts are put in as they are; write "
+                    f"{{{name}}}."
+                )
+            if name not in PLACEHOLDERS:
+                raise UserError(
+                    f"{source} {key} has the unknown placeholder {{{name}}}. "
+                    f"{nearest(name, PLACEHOLDERS)} Legal: {{sentence}}, {{condition}}."
+                )
+            found.add(name)
+    if part.instruction and part.context is not None:
+        raise UserError(f"{source} has both an instruction and a context; give one of them.")
+    if not part.text.strip():
+        raise UserError(f"{source} text is empty: there is nothing to encode.")
+    return found

@@ -1,0 +1,219 @@
+"""Encoder, prompt and head as one object, applied to new text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcond.encoders.encoder import Encoder
+from llmcond.encoders.spec import EncoderInput
+from llmcond.errors import UserError
+from llmcond.heads import FittedHead, Lookup, Matrix, cosine
+from llmcond.arrays import rows_of
+from llmcond.prompts import Prompt
+from llmcond.runs import Run, SavedHead, open_run
+from llmcond.features.view import Part, View
+
+if TYPE_CHECKING:
+    from llmcond.heads.hypernet import ConditionCache
+
+Vectors = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Embedder:
+    """Condition-aware embeddings: CASE(s, c) = g(f(c; I(s)) - f(c; I(∅))) (CASE, equation 1).
+
+    Make one with :func:`load_embedder`.
+
+    Attributes:
+        encoder: f.
+        view: I, for both cases, and whether the second term is subtracted.
+        head: g; None: zero-shot, the features as they are.
+        name: of the head in its run.
+        cache: keeps what a hypernetwork makes of conditions, from one call to the next.
+    """
+
+    encoder: Encoder
+    view: View
+    head: FittedHead | None = None
+    name: str = "none"
+    cache: ConditionCache | None = None
+
+    @property
+    def dim(self) -> int:
+        """Return the size of the embeddings."""
+        return self.encoder.dim if self.head is None else self.head.dim_out
+
+    def encode(self, sentences: Sequence[str], conditions: str | Sequence[str]) -> Vectors:
+        """Return one condition-aware embedding a row, (n, k) float32.
+
+        Args:
+            sentences: n texts.
+            conditions: n conditions, or one for all.
+
+        Raises:
+            UserError: lengths that differ, or an empty sentence or condition.
+            LlmcondError: the encoder gave NaN, or ran out of memory.
+        """
+        texts = _rows(sentences, conditions)
+        columns = self.view.inputs(texts)
+        # One call encodes them all, so that inputs in common are encoded once.
+        encoded = self._encode_distinct([item for column in columns for item in column])
+
+        def read(prompt: Prompt, part: Part) -> Matrix:
+            return encoded.of([getattr(prompt, part).render(*row) for row in texts])
+
+        features = self.view.sentence(read)
+        if self.head is None:
+            return rows_of(features, slice(None))
+        condition = self.view.condition(read)
+        if self.cache is not None and condition is not None:
+            return self.cache.transform(features, condition)
+        return self.head.transform(features, condition)
+
+    def similarity(
+        self, sentences1: Sequence[str], sentences2: Sequence[str], conditions: str | Sequence[str]
+    ) -> Vectors:
+        """Return the cosine of both sentences' embeddings under each row's condition, (n,) float32.
+
+        Raises:
+            UserError: lengths that differ, or an empty sentence or condition.
+        """
+        if len(sentences1) != len(sentences2):
+            raise UserError(
+                f"sentences1 has {len(sentences1)} texts and sentences2 {len(sentences2)}; they "
+                "must be as many."
+            )
+        given = [conditions] * len(sentences1) if isinstance(conditions, str) else list(conditions)
+        # One call encodes both sides, so that inputs in common are encoded once.
+        embedded = self.encode([*sentences1, *sentences2], [*given, *given])
+        return cosine(embedded[: len(sentences1)], embedded[len(sentences1) :])
+
+    def _encode_distinct(self, inputs: Sequence[EncoderInput]) -> _Encoded:
+        distinct = list(dict.fromkeys(inputs))
+        vectors = self.encoder.encode(distinct)
+        bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+        if len(bad):
+            raise UserError(
+                f"the encoder gave NaN or infinity for {distinct[bad[0]].text[:80]!r}; "
+                "try another dtype."
+            )
+        return _Encoded(vectors, {item: index for index, item in enumerate(distinct)})
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """Distinct inputs with their vectors."""
+
+    vectors: Vectors
+    place: Mapping[EncoderInput, int]
+
+    def of(self, inputs: Sequence[EncoderInput]) -> Lookup:
+        return Lookup(self.vectors, np.array([self.place[item] for item in inputs], dtype=np.int64))
+
+
+def _rows(sentences: Sequence[str], conditions: str | Sequence[str]) -> list[tuple[str, str]]:
+    if isinstance(sentences, str):
+        raise UserError("sentences is one text; give a list of texts.")
+    given = [conditions] * len(sentences) if isinstance(conditions, str) else list(conditions)
+    if len(given) != len(sentences):
+        raise UserError(
+            f"there are {len(sentences)} sentences and {len(given)} conditions; they must be as "
+            "many, or one condition for all."
+        )
+    rows = list(zip(sentences, given, strict=True))
+    for number, texts in enumerate(rows):
+        wrong = [text for text in texts if not isinstance(text, str)]
+        if wrong:
+            raise UserError(f"position {number} holds {wrong[0]!r}, which is not a text.")
+        sentence, condition = texts
+        if not sentence.strip() or not condition.strip():
+            empty = "condition" if sentence.strip() else "sentence"
+            raise UserError(f"the {empty} at position {number} is empty.")
+    return rows
+
+
+def load_embedder(
+    run: str | Path = "runs/default",
+    head: str | None = None,
+    *,
+    prompt: str | None = None,
+    device: str = "auto",
+) -> Embedder:
+    """Load a run's encoder with one of its heads.
+
+    Args:
+        run: the run's folder.
+        head: a fitted head's name, or its recipe's if that is fitted once. ``none``: zero-shot.
+            None: the head fitted last, or zero-shot if there is none.
+        prompt: for zero-shot, the prompt; a head has its own.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Raises:
+        UserError: no such run or head, several heads of that name, a prompt that is a control, or
+            an encoder that has changed.
+        LlmcondError: the encoder cannot be loaded.
+    """
+    opened = open_run(Path(run))
+    chosen = choose_head(opened, head, prompt)
+    view = View((opened.prompt(prompt),)) if chosen is None else chosen.view
+    view.check_texts()
+    resolved = opened.resolve_encoder(device)
+    if chosen is None:
+        return Embedder(Encoder(resolved), view)
+    cache = None
+    if chosen.head.family.kind == "hypernet":
+        from llmcond.heads.hypernet import ConditionCache, generates
+
+        cache = ConditionCache(chosen.head) if generates(chosen.head) else None
+    return Embedder(Encoder(resolved), view, chosen.head, chosen.name, cache)
+
+
+def choose_head(run: Run, name: str | None, prompt: str | None = None) -> SavedHead | None:
+    """Return the head that a name stands for; None for zero-shot.
+
+    Raises:
+        UserError: no such head, several, or one that was fitted on another prompt than asked for.
+    """
+    chosen = _find_head(run, name)
+    named = None if prompt is None else set(prompt.split("+"))
+    if chosen is not None and named not in (None, set(chosen.view.name.split("+"))):
+        raise UserError(
+            f"the head {chosen.name} was fitted on the prompt {chosen.view.name}, not {prompt}. "
+            "Leave out --prompt, or choose another --head."
+        )
+    return chosen
+
+
+def _find_head(run: Run, name: str | None) -> SavedHead | None:
+    fitted = run.head_names()
+    if name == "none" or (name is None and not fitted):
+        return None
+    if name is None:
+        return run.load_head(fitted[-1])
+    found = run.find_heads([name])
+    exact = [head for head in found if head.name == name]
+    if len(exact or found) > 1:
+        raise UserError(
+            f"{run.folder} has several heads {name!r}: {', '.join(h.name for h in found)}. Give "
+            "the full name."
+        )
+    return (exact or found)[0]
+
+
+def describe(embedder: Embedder) -> dict[str, Any]:
+    """Return what an embedder is made of, as commands print it."""
+    return {
+        "encoder": embedder.encoder.name,
+        "fingerprint": embedder.encoder.identity.fingerprint,
+        "prompt": embedder.view.name,
+        "subtract": embedder.view.subtracts,
+        "head": embedder.name,
+        "dim": embedder.dim,
+    }

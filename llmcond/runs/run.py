@@ -1,0 +1,479 @@
+"""A run: the folder that holds one piece of work and a manifest of what made it.
+
+``run.json`` says which encoder, data and prompts; ``rows.parquet`` are the rows by split;
+``features/`` is the store; ``heads/`` the fitted heads. A run belongs to one encoder and one
+data set for good; prompts and heads are added to it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from llmcond.config import bundled_names, check_name
+from llmcond.data.datasets import Columns, Dataset, RatingScale
+from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
+from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full, nearest
+from llmcond.features.store import FeatureStore, StoreDtype
+from llmcond.files import check_format, read_json, replacing, write_json
+from llmcond.heads import FittedHead, load_head
+from llmcond.prompts import Prompt, prompt_from_json
+from llmcond.runs.provenance import provenance
+from llmcond.data.rows import Rows, load_rows, save_rows
+from llmcond.features.view import View
+
+FORMAT = 1
+#: What ``run.json`` calls an encoder that lies in the run's own folder, wherever that is.
+HERE = "."
+
+
+@dataclass(frozen=True, slots=True)
+class SavedHead:
+    """A fitted head of a run, with what it was fitted on.
+
+    Attributes:
+        name: its folder's name, unique in the run.
+        head: the head itself.
+        view: which features of which prompts it takes.
+        record: everything that head.json holds.
+    """
+
+    name: str
+    head: FittedHead
+    view: View
+    record: Mapping[str, Any]
+
+    @property
+    def recipe(self) -> str:
+        """Return the name of the recipe it was fitted by."""
+        return str(self.record["recipe"]["name"])
+
+
+class StaleHeadError(UserError):
+    """A head was fitted on features of another encoder, prompt or setting than the run's."""
+
+
+class RunExistsError(UserError):
+    """Another process made the run in the meantime."""
+
+
+class Run:
+    """An existing run folder. Make one with :func:`open_run` or :func:`create_run`.
+
+    Attributes:
+        folder: where it lies.
+        manifest: what run.json holds.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._rows: dict[str, Rows] | None = None
+
+    # -- encoder and features ------------------------------------------------------------------
+
+    @property
+    def identity(self) -> EncoderIdentity:
+        """Return the identity of the run's encoder."""
+        where = str(self.folder / "run.json")
+        return EncoderIdentity.from_json(self.manifest["encoder"]["identity"], where)
+
+    @property
+    def encoder_name(self) -> str:
+        """Return the name of the run's encoder, for messages."""
+        return str(self.manifest["encoder"]["name"])
+
+    def store(self) -> FeatureStore:
+        """Open the run's feature store.
+
+        Raises:
+            UserError: it was written by a newer version.
+        """
+        dtype: StoreDtype = self.manifest["store_dtype"]
+        return FeatureStore(self.folder / "features", self.identity, dtype)
+
+    def resolve_encoder(self, device: str = "auto") -> ResolvedEncoder:
+        """Find the run's encoder again, on any device.
+
+        Raises:
+            UserError: the checkpoint is gone, or is not what the features were made with.
+        """
+        encoder = self.manifest["encoder"]
+        where = {"device": device, "revision": encoder["revision"], "like": encoder.get("like")}
+        options = EncoderOptions.of({**self.identity.to_json(), **where})
+        model = str(self.folder) if encoder["model"] == HERE else encoder["model"]
+        resolved = resolve(model, options)
+        self.check_encoder(resolved)
+        return replace(resolved, checkpoint=replace(resolved.checkpoint, name=self.encoder_name))
+
+    def record_model(self, model: str) -> None:
+        """Note where the encoder is found now; its identity is checked to be the run's."""
+        if self.manifest["encoder"]["model"] in (model, HERE):
+            return
+        with FileLock(self.folder / ".lock"):
+            self.manifest = read_json(self.folder / "run.json")
+            self.manifest["encoder"]["model"] = model
+            write_json(self.folder / "run.json", self.manifest)
+
+    def check_encoder(self, resolved: ResolvedEncoder) -> None:
+        """Refuse an encoder that is not the one the run's features were made with.
+
+        Raises:
+            UserError: naming both, and what differs.
+        """
+        differences = resolved.identity.differences(self.identity)
+        if differences:
+            raise UserError(
+                f"{self.folder} holds features of {self.encoder_name} "
+                f"({self.identity.fingerprint}), not of {resolved.checkpoint.name} "
+                f"({resolved.identity.fingerprint}): {'; '.join(differences)}. Use another --run, "
+                "or the settings that the run has."
+            )
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    @property
+    def splits(self) -> list[str]:
+        """Return the names of the run's splits."""
+        return list(self.manifest["data"]["rows"])
+
+    @property
+    def columns(self) -> Columns:
+        """Return the column names that the data was read by."""
+        return Columns(**self.manifest["data"]["columns"])
+
+    @property
+    def scale(self) -> RatingScale:
+        """Return the rating scale that the data was read by."""
+        return RatingScale(**self.manifest["data"]["scale"])
+
+    def rows(self, split: str) -> Rows:
+        """Return the rows of a split.
+
+        Raises:
+            UserError: the run has no such split.
+        """
+        if self._rows is None:
+            self._rows = load_rows(self.folder / "rows.parquet")
+        if split not in self._rows:
+            raise UserError(f"{self.folder} has no {split} split; it has {', '.join(self.splits)}.")
+        return self._rows[split]
+
+    def default_split(self) -> str:
+        """Return ``test`` if it has rated rows, else ``dev``: figures on dev chose the epoch."""
+        rated = {
+            name: self.manifest["data"]["rows"][name] - self.manifest["data"]["unrated"][name]
+            for name in self.splits
+        }
+        return "test" if rated.get("test", 0) else "dev"
+
+    # -- prompts -------------------------------------------------------------------------------
+
+    def prompts(self) -> dict[str, Prompt]:
+        """Return the run's prompts by name, in the order they were added."""
+        where = str(self.folder / "run.json")
+        return {
+            name: prompt_from_json(record["prompt"], where)
+            for name, record in self.manifest["prompts"].items()
+        }
+
+    def prompt(self, name: str | None) -> Prompt:
+        """Return a prompt by name; None is the only one, or the one that suits the encoder.
+
+        Raises:
+            UserError: no such prompt in the run, or several to choose from.
+        """
+        prompts = self.prompts()
+        if not prompts:
+            raise UserError(
+                f"no extraction into {self.folder} has finished yet. Run `llmcond extract` again; "
+                "it resumes where it stopped."
+            )
+        if name is None:
+            if len(prompts) == 1:
+                return next(iter(prompts.values()))
+            default = self.manifest["encoder"]["default_prompt"]
+            if default in prompts:
+                return prompts[default]
+            raise UserError(
+                f"{self.folder} has features of {len(prompts)} prompts: {', '.join(prompts)}. "
+                "Choose one with --prompt."
+            )
+        if "+" in name:
+            raise UserError(
+                f"--prompt {name} names several prompts, which only a head can take side by side. "
+                "Name one of them, or a fitted --head."
+            )
+        # A file's path is accepted too: it was given so to `extract`.
+        wanted = Path(name).stem if name.endswith(".toml") else name
+        if wanted not in prompts:
+            raise UserError(
+                f"{self.folder} has no features of the prompt {wanted!r}. "
+                f"{nearest(wanted, prompts)} Extract them: llmcond extract --model "
+                f"{self.encoder_name} --prompt {name} --run {self.folder}"
+            )
+        return prompts[wanted]
+
+    def find_prompts(self, names: str | None) -> tuple[Prompt, ...]:
+        """Return the prompts of names joined by ``+``; as :meth:`prompt` for a single one.
+
+        Raises:
+            UserError: as :meth:`prompt`, or a prompt named twice.
+        """
+        if names is None or "+" not in names:
+            return (self.prompt(names),)
+        if "" in names.split("+"):
+            raise UserError(f"--prompt is {names!r}; expected names joined by +: a+b.")
+        # Separate features stand last, in whatever order they are named: heads that take both
+        # kinds find them there, and the same prompts give the same name.
+        found = tuple(
+            sorted((self.prompt(name) for name in names.split("+")), key=lambda p: p.separate)
+        )
+        if len({prompt.name for prompt in found}) < len(found):
+            raise UserError(f"--prompt {names} names a prompt twice.")
+        if found[-1].name == "c":  # RECIPE@PROMPT+c is a head of PROMPT without subtraction
+            raise UserError(f"--prompt {names}: name the prompt c first, as heads would collide.")
+        return found
+
+    def record_prompt(self, prompt: Prompt, extraction: Mapping[str, Any]) -> None:
+        """Note in the manifest that a prompt's features were extracted."""
+        with FileLock(self.folder / ".lock"):
+            self.manifest = read_json(self.folder / "run.json")
+            known = self.manifest["prompts"].get(prompt.name)
+            if known and known["prompt"] == prompt.to_json() and not extraction["n_computed"]:
+                return  # nothing is new, so what made it has not changed either
+            self.manifest["prompts"][prompt.name] = {
+                "prompt": prompt.to_json(),
+                "extraction": {**extraction, **provenance()},
+            }
+            write_json(self.folder / "run.json", self.manifest)
+
+    # -- heads ---------------------------------------------------------------------------------
+
+    def head_folder(self, name: str) -> Path:
+        """Return the folder that a head of this name has.
+
+        Raises:
+            UserError: the name cannot be a folder's.
+        """
+        return self.folder / "heads" / check_name(name, "a head", "@+")
+
+    def head_names(self) -> list[str]:
+        """Return the names of the fitted heads, oldest first."""
+        found = [
+            path.parent
+            for path in (self.folder / "heads").glob("*/head.json")
+            if not path.parent.name.startswith(".")
+        ]
+        return [
+            path.name for path in sorted(found, key=lambda p: (p / "head.json").stat().st_mtime_ns)
+        ]
+
+    def load_head(self, name: str) -> SavedHead:
+        """Load a head by its full name, and check that its features are this run's.
+
+        Raises:
+            UserError: its features came from another encoder, prompt or setting.
+        """
+        head, record = load_head(self.head_folder(name))
+        where = f"the head {name} of {self.folder}"
+        if "prompt" in record:  # as written before heads could have several
+            record = {**record, "prompts": [record["prompt"]]}
+        _require(record, ("prompts", "subtract", "recipe", "encoder", "store_dtype"), where)
+        prompts = tuple(prompt_from_json(prompt, where) for prompt in record["prompts"])
+        self._check_head(where, record, prompts)
+        features = getattr(head.settings, "features", head.family.features)
+        view = View(prompts, bool(record["subtract"]), features, head.family.conditioned)
+        return SavedHead(name, head, view, record)
+
+    def _check_head(self, where: str, record: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
+        theirs = EncoderIdentity.from_json(record["encoder"]["identity"], where)
+        differences = theirs.differences(self.identity)
+        if record["store_dtype"] != self.manifest["store_dtype"]:
+            mine = self.manifest["store_dtype"]
+            differences.append(f"features stored as {record['store_dtype']!r}, not {mine!r}")
+        if differences:
+            raise StaleHeadError(
+                f"{where} was fitted on features of {record['encoder']['name']} "
+                f"({theirs.fingerprint}), and the run holds features of {self.encoder_name} "
+                f"({self.identity.fingerprint}): {'; '.join(differences)}. Fit it again here."
+            )
+        for prompt in prompts:
+            recorded = self.prompts().get(prompt.name)
+            if recorded is None or recorded.digest != prompt.digest:
+                now = f"is {recorded.digest}" if recorded else "is missing"
+                raise StaleHeadError(
+                    f"{where} was fitted on the prompt {prompt.name} with digest {prompt.digest}, "
+                    f"which in the run {now}. Extract that prompt and fit the head again."
+                )
+
+    def _recipe_of(self, name: str) -> str:
+        recipe = read_json(self.head_folder(name) / "head.json").get("recipe", {})
+        return str(recipe.get("name"))
+
+    def find_heads(self, names: Sequence[str]) -> list[SavedHead]:
+        """Load heads by full name, or else all heads of a recipe.
+
+        Raises:
+            UserError: a name that nothing was fitted under.
+        """
+        known = self.head_names()
+        chosen: list[str] = []
+        for name in names:
+            matches = [name] if name in known else [k for k in known if self._recipe_of(k) == name]
+            if not matches:
+                fitted = f"fitted: {', '.join(known)}" if known else "none is fitted yet"
+                recipe = name.split("@")[0]
+                recipes = bundled_names("heads")
+                fit = f"Fit it: llmcond fit-head --head {recipe} --run {self.folder}"
+                remedy = fit if recipe in recipes else nearest(name, [*known, *recipes])
+                raise UserError(f"{self.folder} has no fitted head {name!r} ({fitted}). {remedy}")
+            chosen += matches
+        return [self.load_head(name) for name in dict.fromkeys(chosen)]
+
+
+def open_run(folder: Path) -> Run:
+    """Open a run.
+
+    Raises:
+        UserError: nothing there, a folder that is no run, or one written by a newer version.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(
+            f"there is no run at {folder}. Extract features first: llmcond extract --model MODEL "
+            f"--run {folder}"
+        )
+    if not (folder / "run.json").is_file():
+        raise UserError(
+            f"{folder} is not a run of llmcond (it has no run.json). Name another --run; nothing "
+            "in it was touched."
+        )
+    manifest = read_json(folder / "run.json")
+    check_format(manifest, FORMAT, str(folder))
+    _require(manifest, ("encoder", "store_dtype", "data", "prompts"), str(folder / "run.json"))
+    return Run(folder, manifest)
+
+
+def _require(record: Mapping[str, Any], keys: Sequence[str], what: str) -> None:
+    missing = [key for key in keys if key not in record]
+    if missing:
+        raise LlmcondError(f"{what} lacks {missing[0]!r}; it was damaged.")
+
+
+def run_exists(folder: Path) -> bool:
+    """Tell whether a run is at ``folder``.
+
+    Raises:
+        UserError: something else is there, or a run that a newer version wrote.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    open_run(folder)
+    return True
+
+
+def create_run(
+    folder: Path, model: str, resolved: ResolvedEncoder, dataset: Dataset, store_dtype: StoreDtype
+) -> Run:
+    """Make a run folder, complete from the moment it is there.
+
+    Raises:
+        RunExistsError: another process was first.
+        UserError: the folder cannot be written.
+        DiskFullError: no room.
+    """
+    manifest = _manifest(where_model(model, resolved), resolved, dataset, store_dtype)
+    temporary: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        save_rows(temporary / "rows.parquet", dataset.splits)
+        write_json(temporary / "run.json", manifest)
+        temporary.chmod(0o755)
+        # Atomic, also over an empty folder that the user made beforehand.
+        temporary.rename(folder)
+    except OSError as error:
+        if is_disk_full(error):
+            raise DiskFullError(f"the disk is full: {folder} could not be made.") from error
+        if (folder / "run.json").is_file():
+            raise RunExistsError(f"{folder} was made by another process just now.") from error
+        raise UserError(f"cannot make {folder}: {error.strerror or error}.") from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return Run(folder, manifest)
+
+
+def complete_run(
+    folder: Path, resolved: ResolvedEncoder, dataset: Dataset, store_dtype: StoreDtype
+) -> Run:
+    """Make a run of the folder that holds its encoder; ``run.json`` comes last.
+
+    Raises:
+        UserError: the folder cannot be written.
+        DiskFullError: no room.
+    """
+    manifest = _manifest(HERE, resolved, dataset, store_dtype)
+    with replacing(folder / "rows.parquet") as path:
+        save_rows(path, dataset.splits)
+    write_json(folder / "run.json", manifest)
+    return Run(folder, manifest)
+
+
+def _manifest(
+    model: str, resolved: ResolvedEncoder, dataset: Dataset, store_dtype: StoreDtype
+) -> dict[str, Any]:
+    identity = resolved.identity
+    commit = identity.weights.partition("@")[2] if identity.weights.startswith("hub:") else None
+    return {
+        "format": FORMAT,
+        "encoder": {
+            "name": resolved.checkpoint.name,
+            "model": model,
+            "revision": commit,
+            "like": resolved.checkpoint.known.repo if resolved.checkpoint.known else None,
+            "fingerprint": identity.fingerprint,
+            "identity": identity.to_json(),
+            "default_prompt": resolved.default_prompt,
+            "assumed": list(resolved.assumed),
+        },
+        "store_dtype": store_dtype,
+        "data": dataset.to_json(),
+        "prompts": {},
+        **provenance(),
+    }
+
+
+def where_model(model: str, resolved: ResolvedEncoder) -> str:
+    """Return what finds a model again from any working folder: its name, or an absolute path."""
+    local = Path(model).expanduser()
+    return str(local.resolve()) if find_model(model) is None and local.is_dir() else model
+
+
+def head_name(recipe: str, view: View) -> str:
+    """Return the name that a head has in a run unless the user gives one."""
+    plain = not view.subtract and view.features != "separate"
+    return f"{recipe}@{view.name}" + ("+c" if plain else "")
+
+
+def head_record(run: Run, view: View, recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what head.json records of the features that a head was fitted on."""
+    return {
+        "recipe": dict(recipe),
+        "encoder": {
+            key: run.manifest["encoder"][key]
+            for key in ("name", "model", "revision", "fingerprint", "identity")
+        },
+        "store_dtype": run.manifest["store_dtype"],
+        "prompts": [prompt.to_json() for prompt in view.prompts],
+        "subtract": view.subtract,
+        "features": view.features,
+        "data": run.manifest["data"],
+        **provenance(),
+    }

@@ -1,0 +1,46 @@
+"""This machine and process: free memory, native number types, local rank."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def local_rank() -> int:
+    """Return this process's local rank under torchrun or accelerate; 0 without a launcher."""
+    value = os.environ.get("LOCAL_RANK", "")
+    return int(value) if value.isdecimal() else 0
+
+
+def native_bfloat16() -> bool:
+    """Return whether this CPU multiplies bfloat16 in hardware."""
+    import torch
+
+    capabilities = torch.cpu.get_capabilities()
+    native = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+    return any(capabilities.get(name) for name in native)
+
+
+def free_memory() -> int:
+    """Return the bytes of main memory that are free now, within a container's limit."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    limit = _cgroup_room()
+    return free if limit is None else min(free, limit)
+
+
+def _cgroup_room() -> int | None:
+    """Return what a container's own limit leaves, which the machine's figures do not show."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
+        used = int((folder / "memory.current").read_text(encoding="ascii"))
+        cached = next(
+            int(line.split()[1])
+            for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+            if line.startswith("inactive_file ")
+        )
+    except (OSError, ValueError, StopIteration):
+        return None
+    return None if limit == "max" else max(int(limit) - used + cached, 0)

@@ -1,0 +1,695 @@
+"""Every command as a user gives it: real processes where start-up matters, else in process."""
+
+import csv
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import checkpoints
+import lance
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import llmcond
+import llmcond.config
+from llmcond.cli import run
+from llmcond.features.extract import plan
+from llmcond.prompts.inputs import SplitInputs
+from llmcond.runs import open_run
+
+pytestmark = pytest.mark.usefixtures("in_tmp")
+
+
+@pytest.fixture
+def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run in an empty folder, so that runs/default is the test's own."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def own_run(tiny_run: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny run that a test may change."""
+    return Path(shutil.copytree(tiny_run, tmp_path / "own"))
+
+
+@pytest.fixture
+def tiny(tiny_run: Path) -> str:
+    """The folder of the checkpoint that the tiny run was made with."""
+    return str(json.loads((tiny_run / "run.json").read_text())["encoder"]["model"])
+
+
+def ok(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
+    """Run a command that must succeed with --json, and return its one object."""
+    assert run([str(argument) for argument in arguments] + ["--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run a command that must be refused as wrong input, and return its one line."""
+    assert run([str(argument) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if line.startswith("llmcond: error: ")]
+    assert captured.out == ""
+    assert len(lines) == 1
+    assert "Traceback" not in captured.err
+    return lines[0].removeprefix("llmcond: error: ")
+
+
+# -- the whole way -----------------------------------------------------------------------------
+
+
+def test_sample_from_extract_to_similarity(capsys):
+    first = ok(capsys, "extract", "--model", "minilm")
+    assert first["prompts"]["concat-sent-cond"]["n_computed"] > 3_000
+    second = ok(capsys, "extract", "--model", "minilm")
+    assert second["prompts"]["concat-sent-cond"]["n_computed"] == 0
+
+    fitted = ok(capsys, "fit-head", "--head", "mlp", "--dim", "128", "--set", "epochs=25")
+    assert (fitted["dim"], fitted["selected_on"], fitted["subtract"]) == (128, "dev", True)
+    rows = ok(capsys, "evaluate")["results"]
+    by_head = {(row["head"], row["subtract"]): row for row in rows}
+    assert set(by_head) == {("none", False), ("none", True), ("mlp", True)}
+    mlp, zero_shot = by_head["mlp", True], by_head["none", True]
+    assert mlp["split"] == "test"
+    assert mlp["n"] == 600
+    assert mlp["spearman"] > zero_shot["spearman"] + 0.3
+    low, high = mlp["spearman_ci"]
+    assert low < mlp["spearman"] < high
+
+    alike = ok(
+        capsys,
+        "similarity",
+        "Two women read a book at the beach.",
+        "Two women cook at night.",
+        "--condition",
+        "the number of people",
+        "--condition",
+        "the place",
+    )
+    values = {row["condition"]: row["similarity"] for row in alike["similarities"]}
+    assert alike["head"] == "mlp@concat-sent-cond"
+    assert values["the number of people"] > values["the place"]
+
+
+def test_a_single_file_is_split_by_pair_and_compared(capsys, tiny, write_rows, small_rows):
+    data = write_rows(small_rows)
+    quick = Path("quick.toml")
+    recipe = (llmcond.config.bundled("heads") / "linear.toml").read_text()
+    quick.write_text(recipe.replace("epochs = 200", "epochs = 3"))
+    results = ok(
+        capsys,
+        "compare-prompts",
+        "--model",
+        tiny,
+        "--data",
+        data,
+        "--heads",
+        quick,
+        "pca",
+        "--prompts",
+        "concat-sent-cond",
+        "concat-cond-sent",
+        "pair-cond",
+        "pair-sent",
+        "--seeds",
+        "1",
+        "--plain",
+        "--device",
+        "cpu",
+        "--run",
+        "runs/compare",
+    )["results"]
+    ways = {(row["prompt"], row["head"], row["subtract"]) for row in results}
+    assert len(results) == len(ways) == 4 * 3 * 2
+    assert {row["prompt"] for row in results} == {
+        "concat-sent-cond",
+        "concat-cond-sent",
+        "pair-cond",
+        "pair-sent",
+    }
+    assert len({(row["n"], row["n_pairs"], row["split"]) for row in results}) == 1
+    spearman = [row["spearman"] for row in results]
+    assert spearman == sorted(spearman, reverse=True)
+    assert json.loads(Path("runs/compare/compare-prompts.json").read_text())["results"] == results
+
+
+def test_embed_writes_rows_in_order_and_the_same_as_python(capsys, own_run, write_rows):
+    ok(capsys, "fit-head", "--head", "linear", "--run", own_run, "--set", "epochs=3")
+    texts = [(f"two men play in the park {i}", "the place") for i in range(30)]
+    data = write_rows(texts, header="sentence,condition")
+    ok(capsys, "embed", data, "--out", "v.parquet", "--run", own_run)
+    ok(capsys, "embed", data, "--out", "v.npy", "--run", own_run, "--condition", "the mood")
+    table = pq.read_table("v.parquet")
+    assert table["sentence"].to_pylist() == [sentence for sentence, _ in texts]
+
+    embedder = llmcond.load_embedder(own_run, head="linear")
+    expected = embedder.encode([s for s, _ in texts], "the place")
+    stored = np.stack(table["embedding"].to_numpy())
+    assert np.allclose(stored, expected, atol=2e-3)
+    under_mood = np.load("v.npy")
+    assert np.allclose(under_mood, embedder.encode([s for s, _ in texts], "the mood"), atol=2e-3)
+    assert not np.allclose(under_mood, stored, atol=2e-3)
+
+
+def test_embed_again_encodes_nothing(capsys, own_run, write_rows):
+    data = write_rows([("two men", "the place")], header="sentence,condition")
+    assert run(["embed", str(data), "--out", "a.npy", "--run", str(own_run)]) == 0
+    capsys.readouterr()
+    assert run(["embed", str(data), "--out", "b.npy", "--run", str(own_run)]) == 0
+    assert "0 of 2 inputs encoded" in capsys.readouterr().err
+    assert np.array_equal(np.load("a.npy"), np.load("b.npy"))
+
+
+def test_other_rows_are_scored_whole_and_written(capsys, own_run, write_rows, small_rows):
+    ok(capsys, "fit-head", "--head", "pca", "--dim", "8", "--run", own_run)
+    data = write_rows([*small_rows[:20], ("two dogs", "a hat", "the mood", -1)], "other.csv")
+    rows = ok(
+        capsys,
+        "evaluate",
+        "--run",
+        own_run,
+        "--data",
+        data,
+        "--predictions",
+        "p.csv",
+        "--head",
+        "pca",
+    )["results"]
+    assert [row["n"] for row in rows] == [20, 20, 20]
+    assert [row["n_dropped"] for row in rows] == [1, 1, 1]
+    with Path("p.csv").open(encoding="utf-8") as stream:
+        written = list(csv.DictReader(stream))
+    assert len(written) == 21
+    assert written[20]["rating"] == ""
+    assert {"none@concat-sent-cond", "none@concat-sent-cond+c", "pca@concat-sent-cond"} < set(
+        written[0]
+    )
+
+
+def test_heads_of_two_seeds_stand_side_by_side(capsys, own_run):
+    for seed in (0, 1):
+        ok(
+            capsys,
+            "fit-head",
+            "--head",
+            "linear",
+            "--run",
+            own_run,
+            "--seed",
+            seed,
+            "--name",
+            f"linear-{seed}",
+            "--set",
+            "epochs=2",
+        )
+    rows = ok(capsys, "evaluate", "--run", own_run)["results"]
+    assert [row["seed"] for row in rows if row["head"] == "linear"] == [0, 1]
+
+
+def test_a_seed_gives_the_same_head(capsys, own_run):
+    for name in ("a", "b"):
+        ok(
+            capsys,
+            "fit-head",
+            "--head",
+            "mlp",
+            "--run",
+            own_run,
+            "--name",
+            name,
+            "--set",
+            "epochs=3",
+        )
+    first, second = (own_run / "heads" / name / "head.safetensors" for name in ("a", "b"))
+    assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.parametrize("command", ["models", "prompts", "heads"])
+def test_listings(capsys, command):
+    rows = ok(capsys, command)[command]
+    assert len(rows) >= 2
+    assert run([command]) == 0
+    out = capsys.readouterr().out
+    assert all(row["name"] in out for row in rows)
+
+
+def test_an_artefact_says_what_made_it(capsys, own_run):
+    ok(capsys, "fit-head", "--head", "mlp", "--run", own_run, "--set", "epochs=2", "--seed", "7")
+    record = json.loads((own_run / "heads/mlp@concat-sent-cond/head.json").read_text())
+    assert record["seed"] == 7
+    assert record["recipe"]["settings"]["epochs"] == 2
+    assert record["encoder"]["identity"]["weights"].startswith("sha256:")
+    assert record["prompts"][0]["conditional"]["text"] == "{sentence} {condition}"
+    assert len(record["data"]["digest"]) == 32
+    assert record["versions"]["llmcond"] == llmcond.__version__
+    assert len(record["fit"]["curve"]) == 2
+
+
+def test_names_never_collide(capsys, own_run, tiny):
+    """A prompt called x and the head of another without subtraction have different names."""
+    bundled = (llmcond.config.bundled("prompts") / "concat-sent-cond.toml").read_text()
+    Path("x+c.toml").write_text(bundled)
+    extract = ("extract", "--model", tiny, "--run", own_run, "--dtype", "float32")
+    assert "cannot be called 'x+c'" in refused(capsys, *extract, "--prompt", "x+c.toml")
+    line = refused(capsys, "fit-head", "--head", "pca", "--name", "none@x", "--run", own_run)
+    assert "taken for zero-shot" in line
+
+
+def test_none_can_be_fitted_and_is_listed_once(capsys, own_run):
+    ok(capsys, "fit-head", "--head", "none", "--run", own_run)
+    rows = ok(capsys, "evaluate", "--run", own_run)["results"]
+    assert [(row["head"], row["subtract"]) for row in rows] == [("none", False), ("none", True)]
+
+
+def test_an_undefined_dev_score_keeps_the_last_epoch(capsys, tiny, write_rows, small_rows):
+    write_rows(small_rows, "d/train.csv")
+    write_rows([(*row[:3], 3) for row in small_rows[:6]], "d/dev.csv")
+    ok(capsys, "extract", "--model", tiny, "--data", "d")
+    fitted = ok(capsys, "fit-head", "--head", "mlp", "--set", "epochs=4")
+    assert (fitted["best_epoch"], fitted["selected_on"], fitted["dev_spearman"]) == (4, None, None)
+
+
+def test_a_hidden_test_split_is_predicted(capsys, tiny, write_rows, small_rows):
+    for split in ("train", "dev"):
+        write_rows(small_rows, f"d/{split}.csv")
+    write_rows([(*row[:3], -1) for row in small_rows[:6]], "d/test.csv")
+    ok(capsys, "extract", "--model", tiny, "--data", "d")
+    assert ok(capsys, "evaluate")["results"][0]["split"] == "dev"
+    assert "there is nothing to score" in refused(capsys, "evaluate", "--split", "test")
+    rows = ok(capsys, "evaluate", "--split", "test", "--predictions", "p.csv")["results"]
+    assert [(row["n"], row["spearman"]) for row in rows] == [(0, None), (0, None)]
+    assert len(Path("p.csv").read_text().splitlines()) == 7
+
+
+def test_evaluate_leaves_out_a_head_whose_prompt_has_changed(capsys, own_run, tiny):
+    ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", own_run)
+    prompt = Path("concat-sent-cond.toml")
+    bundled = (llmcond.config.bundled("prompts") / prompt.name).read_text()
+    prompt.write_text(bundled.replace("{sentence} {condition}", "{sentence}: {condition}"))
+    extract = ["extract", "--model", tiny, "--run", str(own_run), "--dtype", "float32"]
+    assert run([*extract, "--prompt", str(prompt)]) == 0
+    assert "the prompt concat-sent-cond has changed" in capsys.readouterr().err
+    assert run(["evaluate", "--run", str(own_run), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "left out: the head pca@concat-sent-cond" in captured.err
+    assert {row["head"] for row in json.loads(captured.out)["results"]} == {"none"}
+
+
+def test_an_extraction_that_does_nothing_changes_nothing(capsys, own_run, tiny):
+    before = (own_run / "run.json").read_bytes()
+    ok(capsys, "extract", "--model", tiny, "--run", own_run, "--dtype", "float32")
+    assert (own_run / "run.json").read_bytes() == before
+
+
+def test_a_moved_checkpoint_is_found_again_once_it_was_named(capsys, own_run, tiny):
+    moved = shutil.copytree(tiny, "moved")
+    manifest = own_run / "run.json"
+    manifest.write_text(manifest.read_text().replace(tiny, "/gone/checkpoint"))
+    similarity = ("similarity", "a", "b", "--condition", "c", "--run", own_run)
+    assert "/gone/checkpoint" in refused(capsys, *similarity)
+    ok(capsys, "extract", "--model", moved, "--run", own_run, "--dtype", "float32")
+    assert ok(capsys, *similarity)["head"] == "none"
+
+
+@pytest.mark.parametrize("name", ["exp:1", "r[/x]", "with space"])
+def test_any_folder_name_will_do_for_a_run(capsys, tiny, write_rows, small_rows, name):
+    data = write_rows(small_rows)
+    ok(capsys, "extract", "--model", tiny, "--data", data, "--run", name)
+    assert run(["evaluate", "--run", name]) == 0
+
+
+def test_prefixes_are_shared_or_not_and_give_the_same_vectors(capsys, write_rows, small_rows):
+    model = checkpoints.make("mistral", Path("model")).folder
+    data = write_rows(small_rows)
+    causal = ("--like", "intfloat/e5-mistral-7b-instruct", "--dtype", "float32", "--device", "cpu")
+    vectors = []
+    for option in ("--share-prefixes", "--no-share-prefixes"):
+        extract = ("extract", "--model", model, "--data", data, "--run", option[2:], *causal)
+        ok(capsys, *extract, "--store-dtype", "float32", option)
+        own = open_run(Path(option[2:]))
+        rows = [own.rows(split) for split in own.splits]
+        inputs = SplitInputs(rows, own.prompt(None))
+        # Stored as they were encoded: by what they begin with, or the longest first.
+        keys = lance.dataset(str(own.store().folder / "vectors.lance")).to_table()["key"]
+        planned = plan(inputs, by_prefix=option == "--share-prefixes")
+        assert keys.to_pylist() == [item.key for item in planned]
+        vectors.append(own.store().read(plan(inputs)))
+    np.testing.assert_allclose(*vectors, rtol=0, atol=1e-3)
+
+
+# -- start-up ----------------------------------------------------------------------------------
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from llmcond.cli import run\n"
+        "try: run(['extract', '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'pyarrow', 'lance', 'rich', 'sklearn'}\n"
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["fit-head", "--help"], ["models", "--json"]]
+)
+def test_the_command_itself(arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "llmcond", *arguments], check=True, capture_output=True, text=True
+    )
+    assert done.stdout
+    assert done.stderr == ""
+
+
+def test_help_names_what_makes_an_extraction_fast(capsys):
+    with pytest.raises(SystemExit):
+        run(["extract", "--help"])
+    out = capsys.readouterr().out
+    assert "--workers N" in out
+    assert "--share-prefixes, --no-share-prefixes" in out
+    with pytest.raises(SystemExit):
+        run(["embed", "--help"])
+    assert "--workers" not in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_is_no_error():
+    command = f"{sys.executable} -m llmcond prompts | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert "Traceback" not in done.stderr
+
+
+# -- bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["extrac"], "Did you mean 'extract'"),
+        ([], "COMMAND"),
+        (["extract"], "--model"),
+        (["extract", "--model", "mini-lm"], "Did you mean 'minilm'"),
+        (["extract", "--model", "minilm", "--prompt", "concat"], "'concat-sent-cond'"),
+        (["extract", "--model", "minilm", "--prompt", "mine.toml"], "does not exist"),
+        (["extract", "--model", "minilm", "--prompt", "cond"], "takes none"),
+        (["extract", "--model", "minilm", "--prompt", "sent", "sent"], "2 times"),
+        (["extract", "--model", "minilm", "--dtype", "fp16"], "float16"),
+        (["extract", "--model", "minilm", "--data", "missing.csv"], "does not exist"),
+        (["extract", "--model", "minilm", "--columns", "sentence=x"], "Did you mean 'sentence"),
+        (["extract", "--model", "minilm", "--columns", "sentence1"], "NAME=VALUE"),
+        (["extract", "--model", "minilm", "--rating-range", "5", "1"], "low must be below high"),
+        (["extract", "--model", "minilm", "--max-tokens-per-batch", "0"], "at least 1"),
+        (["extract", "--model", "minilm", "--instruction-format", "{text}"], "{instruction}"),
+        (["fit-head", "--head", "mlp"], "llmcond extract --model"),
+        (["evaluate"], "llmcond extract --model"),
+        (["similarity", "a", "b", "--condition", "c"], "llmcond extract --model"),
+        (["embed", "x.csv", "--out", "x.txt"], ".parquet or .npy"),
+    ],
+)
+def test_wrong_arguments_are_one_clear_line(capsys, arguments, expected):
+    assert expected in refused(capsys, *arguments)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "is empty"),
+        (b"sentence1,sentence2,condition,label\n", "is empty"),
+        (b"sentence1,sentence2,cond,label\na,b,c,1\n", "no column 'condition'"),
+        (
+            b"sentence1,sentence2,condition,label\na,b,c,1\n ,b,c,1\n",
+            "row 2 of rows.csv: sentence1",
+        ),
+        (b"sentence1,sentence2,condition,label\na,b,,1\n", "condition is empty"),
+        (b"sentence1,sentence2,condition,label\na,b,c,6\n", "outside the rating range"),
+        (b"sentence1,sentence2,condition,label\na,b,c,good\n", "not a number"),
+        ("sentence1,sentence2,condition,label\ncafé,b,c,1\n".encode("latin-1"), "not UTF-8"),
+        (b"sentence1,sentence2,condition,label\na,b,c\n", "3 fields, not 4"),
+    ],
+)
+def test_bad_rows_are_refused_before_anything_is_written(capsys, tiny, content, expected):
+    Path("rows.csv").write_bytes(content)
+    assert expected in refused(capsys, "extract", "--model", tiny, "--data", "rows.csv")
+    assert not Path("runs").exists()
+
+
+def test_a_folder_that_is_no_run(capsys, tiny):
+    Path("mine").mkdir()
+    Path("mine/thesis.txt").write_text("precious")
+    for command in (["extract", "--model", tiny], ["fit-head", "--head", "mlp"], ["evaluate"]):
+        assert "is not a run" in refused(capsys, *command, "--run", "mine")
+    assert [path.name for path in Path("mine").iterdir()] == ["thesis.txt"]
+
+
+def test_a_run_of_another_encoder(capsys, own_run, tiny_checkpoint):
+    line = refused(
+        capsys,
+        "extract",
+        "--model",
+        tiny_checkpoint(seed=1),
+        "--run",
+        own_run,
+        "--dtype",
+        "float32",
+    )
+    assert "holds features of" in line
+    assert "weights: " in line
+
+
+def test_a_run_of_the_same_encoder_in_another_dtype(capsys, own_run, tiny):
+    line = refused(capsys, "extract", "--model", tiny, "--run", own_run, "--dtype", "bfloat16")
+    assert "dtype: 'bfloat16', not 'float32'" in line
+
+
+def test_a_run_of_other_data(capsys, own_run, tiny, write_rows, small_rows):
+    data = write_rows(small_rows[:30])
+    line = refused(
+        capsys, "extract", "--model", tiny, "--run", own_run, "--dtype", "float32", "--data", data
+    )
+    assert "holds the data" in line
+
+
+def test_a_newer_run_and_a_newer_store(capsys, own_run):
+    store = next(own_run.glob("features/*/store.json"))
+    store.write_text(json.dumps({**json.loads(store.read_text()), "format": 99}))
+    assert "newer version" in refused(capsys, "fit-head", "--head", "mlp", "--run", own_run)
+    manifest = own_run / "run.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
+    assert "newer version" in refused(capsys, "evaluate", "--run", own_run)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--head", "mpl"], "Did you mean 'mlp'"),
+        (["--head", "mlp", "--dim", "33"], "the features have 32"),
+        (["--head", "pca", "--dim", "0"], "at least 1"),
+        (["--head", "none", "--dim", "3"], "leave out --dim"),
+        (["--head", "mlp", "--prompt", "cond"], "no features of the prompt 'cond'"),
+        (["--head", "mlp", "--set", "epoch=3"], "Did you mean 'epochs'"),
+        (["--head", "mlp", "--set", "epochs=many"], "not int"),
+        (["--head", "mlp", "--set", "dropout=1"], "below 1"),
+        (["--head", "mlp", "--name", "../../x"], "cannot be called"),
+    ],
+)
+def test_fits_that_cannot_be(capsys, own_run, arguments, expected):
+    assert expected in refused(capsys, "fit-head", *arguments, "--run", own_run)
+    assert not (own_run / "heads").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["evaluate", "--rating-range", "0", "10"], "belong to --data"),
+        (["evaluate", "--head", "mpl"], "Did you mean 'mlp'"),
+        (["similarity", "a", "b", "--condition", " "], "condition at position 0 is empty"),
+        (["similarity", "a", "b", "--condition", "c", "--head", "p", "--prompt", "q"], "not q"),
+        (["embed", "texts.csv", "--out", "v.npy"], "no column 'condition'"),
+        (["embed", "texts.csv", "--out", "no/v.npy", "--sentence", "x"], "no column 'x'"),
+        (["embed", "t.parquet", "--out", "t.parquet", "--condition", "c"], "the file that is read"),
+        (["fit-head", "--head", "ica", "--seed", "-1"], "the seed is -1"),
+        (["fit-head", "--head", "mlp", "--set", "hidden=10000000000"], "at most 65,536"),
+    ],
+)
+def test_what_a_run_cannot_do(capsys, own_run, write_rows, arguments, expected):
+    write_rows([("two men", "park")], "texts.csv", "sentence,place")
+    pq.write_table(pa.table({"sentence": ["two men"]}), "t.parquet")
+    ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", own_run)
+    assert expected in refused(capsys, *arguments, "--run", own_run)
+    assert not Path("no").exists()
+
+
+def test_options_of_the_data_that_would_be_ignored(capsys, own_run, tiny):
+    extract = ("extract", "--model", tiny, "--run", own_run, "--dtype", "float32")
+    assert "in another way" in refused(capsys, *extract, "--split-seed", "9")
+    assert "in another way" in refused(capsys, *extract, "--rating-range", "0", "10")
+
+
+def test_an_encoder_that_cannot_be_loaded_leaves_no_run(capsys, tiny, write_rows, small_rows):
+    broken = Path(shutil.copytree(tiny, "broken"))
+    weights = (broken / "model.safetensors").read_bytes()
+    data = write_rows(small_rows)
+    (broken / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert run(["extract", "--model", "broken", "--data", str(data)]) == 1
+    assert "cannot be loaded" in capsys.readouterr().err
+    (broken / "model.safetensors").write_bytes(weights)
+    (broken / "tokenizer.json").unlink()
+    assert "no tokenizer" in refused(capsys, "extract", "--model", "broken", "--data", data)
+    assert not Path("runs/default").exists()
+
+
+@pytest.mark.parametrize("file", ["run.json", "heads/p/head.json"])
+def test_a_damaged_record_is_one_line(capsys, own_run, file):
+    ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", own_run)
+    (own_run / file).write_text('{"format": 1}')
+    assert run(["evaluate", "--run", str(own_run)]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("llmcond: error: ")
+    assert err.count("\n") == 1
+
+
+def test_one_distinct_rating_is_not_enough(capsys, tiny, write_rows, small_rows):
+    data = write_rows([(*row[:3], 3) for row in small_rows])
+    ok(capsys, "extract", "--model", tiny, "--data", data)
+    assert "1 distinct ratings" in refused(capsys, "fit-head", "--head", "linear")
+
+
+def test_a_head_that_is_not_fitted(capsys, own_run):
+    assert "fit-head --head mlp" in refused(capsys, "evaluate", "--head", "mlp", "--run", own_run)
+
+
+def test_a_head_of_another_prompt_or_encoder_is_refused(capsys, own_run, tiny, tiny_checkpoint):
+    ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", own_run)
+    record = own_run / "heads/pca@concat-sent-cond/head.json"
+    good = json.loads(record.read_text())
+    identity = {**good["encoder"]["identity"], "pooling": "cls"}
+    record.write_text(json.dumps({**good, "encoder": {**good["encoder"], "identity": identity}}))
+    line = refused(capsys, "evaluate", "--head", "pca", "--run", own_run)
+    assert "pooling: 'cls', not 'mean'" in line
+
+    record.write_text(json.dumps(good))
+    prompt = Path("concat-sent-cond.toml")
+    bundled = llmcond.config.bundled("prompts") / prompt.name
+    prompt.write_text(
+        bundled.read_text().replace("{sentence} {condition}", "{sentence}: {condition}")
+    )
+    ok(
+        capsys,
+        "extract",
+        "--model",
+        tiny,
+        "--run",
+        own_run,
+        "--dtype",
+        "float32",
+        "--prompt",
+        prompt,
+    )
+    line = refused(capsys, "evaluate", "--head", "pca", "--run", own_run)
+    assert good["prompts"][0]["digest"] in line
+
+
+def test_features_that_are_not_all_there(capsys, own_run):
+    shutil.rmtree(next(own_run.glob("features/*/vectors.lance")))
+    assert "it resumes" in refused(capsys, "fit-head", "--head", "mlp", "--run", own_run)
+
+
+def test_several_heads_of_a_name(capsys, own_run):
+    for extra in ([], ["--no-subtract"]):
+        ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", own_run, *extra)
+    line = refused(
+        capsys, "similarity", "a", "b", "--condition", "c", "--head", "pca", "--run", own_run
+    )
+    assert "pca@concat-sent-cond, pca@concat-sent-cond+c" in line
+    assert ok(
+        capsys,
+        "similarity",
+        "a",
+        "b",
+        "--condition",
+        "c",
+        "--run",
+        own_run,
+        "--head",
+        "pca@concat-sent-cond",
+    )["subtract"]
+
+
+def test_a_full_disk_loses_nothing(own_run, tiny, write_rows, small_rows):
+    """A limit on file size stands in for a full disk: the write fails in the same place."""
+    code = (
+        "import resource, signal, sys; from llmcond.cli import run\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "sys.exit(run(sys.argv[1:]))"
+    )
+    before = sorted(path for path in own_run.rglob("*") if "claims" not in path.parts)
+    arguments = [
+        "extract",
+        "--model",
+        tiny,
+        "--run",
+        str(own_run),
+        "--dtype",
+        "float32",
+        "--prompt",
+        "concat-cond-sent",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "the disk is full" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert set(before) <= set(own_run.rglob("*"))
+    assert run(["fit-head", "--head", "pca", "--dim", "4", "--run", str(own_run)]) == 0
+    assert run(arguments) == 0
+
+
+def test_nan_names_the_row(capsys, tiny_checkpoint, write_rows, small_rows):
+    from safetensors.torch import load_file, save_file
+
+    checkpoint = tiny_checkpoint(seed=5)
+    vocabulary = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["embeddings.word_embeddings.weight"][vocabulary["rain"]] = float("nan")
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    rows = [("two men play", "a dog", "the mood", 1 + i % 5) for i in range(5)]
+    rows = [(f"{a} {i}", b, c, r) for i, (a, b, c, r) in enumerate(rows)]
+    rows[3] = ("men sit in the rain", *rows[3][1:])
+    for split in ("train", "dev"):
+        write_rows(rows if split == "train" else rows[:2], f"d/{split}.csv")
+    line = refused(capsys, "extract", "--model", checkpoint, "--data", "d", "--dtype", "float32")
+    assert line.startswith("row 4 of train.csv")
+    assert "NaN or infinity" in line
+
+
+def test_an_interrupt_is_one_line():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llmcond", "extract", "--model", "minilm"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("minilm in ")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.startswith("llmcond: error: interrupted")
+    assert err.count("\n") == 1
+
+
+def test_public_names():
+    for name in llmcond.__all__:
+        assert getattr(llmcond, name) is not None
+    with pytest.raises(AttributeError, match="nothing"):
+        llmcond.nothing  # noqa: B018

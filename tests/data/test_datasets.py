@@ -1,0 +1,393 @@
+"""Rows: ratings on their scale, faults by row, and splits that share no sentence pair."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmcond.data.datasets import (
+    FRACTIONS,
+    Columns,
+    RatingScale,
+    Texts,
+    read_dataset,
+    read_rows,
+    read_texts,
+)
+from llmcond.data.rows import Rows, leaked_pairs, rows_digest, split_by_pair
+from llmcond.errors import UserError
+
+Write = Callable[..., Path]
+NAMES = ("sentence1", "sentence2", "condition", "label")
+
+
+def rows_of(*arguments: Any, **options: Any) -> Rows:
+    return read_rows(*arguments, **options)[0]
+
+
+def write_json_lines(path: Path, *labels: str) -> str:
+    start = '{"sentence1": "a", "sentence2": "b", "condition": "c", "label": '
+    path.write_text("".join(f"{start}{label}}}\n" for label in labels))
+    return str(path)
+
+
+def make_rows(pairs: list[tuple[str, str]]) -> Rows:
+    return Rows(
+        sentence1=[first for first, _ in pairs],
+        sentence2=[second for _, second in pairs],
+        condition=[f"condition {i}" for i in range(len(pairs))],
+        rating=np.linspace(0, 1, len(pairs)),
+        number=np.arange(1, len(pairs) + 1),
+        file="rows.csv",
+    )
+
+
+def unordered_pairs(rows: Rows) -> set[frozenset[str]]:
+    return {frozenset(pair) for pair in zip(rows.sentence1, rows.sentence2, strict=True)}
+
+
+# --- Ratings ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scale", "labels", "expected"),
+    [
+        (RatingScale(), [1, 2, 3.5, 5], [0, 0.25, 0.625, 1]),
+        (RatingScale(), [2, 3, 4], [0.25, 0.5, 0.75]),
+        (RatingScale(), ["1e0", " 3 ", "+5"], [0, 0.5, 1]),
+        (RatingScale(0, 1), [0, 0.25, 1], [0, 0.25, 1]),
+        (RatingScale(-5, 5, unrated=99), [-5, -1, 99, 5], [0, 0.4, np.nan, 1]),
+        (RatingScale(0, 10, unrated=-2.5), [-2.5, 10], [np.nan, 1]),
+        (RatingScale(), [-1, "-1.0", 5], [np.nan, np.nan, 1]),
+    ],
+)
+def test_ratings_are_scaled_by_the_range_and_not_by_what_the_file_holds(
+    write_rows: Write, scale: RatingScale, labels: list[object], expected: list[float]
+):
+    path = write_rows([("a", "b", "c", label) for label in labels])
+    rows = rows_of(str(path), scale=scale)
+    np.testing.assert_allclose(rows.rating, expected, rtol=0, atol=1e-15)
+    assert rows.rated.tolist() == [not np.isnan(value) for value in expected]
+
+
+@pytest.mark.parametrize(
+    ("label", "words"),
+    [
+        (0, "label is 0, outside the rating range 1 to 5"),
+        (5.01, "label is 5.01, outside the rating range 1 to 5"),
+        (-2, "label is -2, outside"),
+        ("high", "label is 'high', not a number"),
+        ("3,5", "label is '3,5', not a number"),
+        ("", "label is '', not a number"),
+        ("nan", "label is 'nan', not a number"),
+        ("inf", "label is 'inf', not a number"),
+        ("True", "label is 'True', not a number"),
+    ],
+)
+def test_a_label_that_is_no_rating_is_refused_with_its_row(
+    write_rows: Write, label: object, words: str
+):
+    path = write_rows([("a", "b", "c", 1), ("a", "b", "c", label)])
+    with pytest.raises(UserError) as caught:
+        rows_of(str(path))
+    assert f"row 2 of rows.csv: {words}" in str(caught.value)
+
+
+@pytest.mark.parametrize("label", ["true", "null", "NaN", "Infinity", "[3]", '"x"'])
+def test_a_json_value_that_is_no_number_is_refused_with_its_row(tmp_path: Path, label: str):
+    path = write_json_lines(tmp_path / "rows.jsonl", "1", label)
+    with pytest.raises(UserError, match=r"row 2 of rows.jsonl: label is .*, not a number"):
+        rows_of(path)
+
+
+def test_a_rating_out_of_range_tells_how_to_name_the_range_and_unrated_rows(write_rows: Write):
+    path = write_rows([("a", "b", "c", 7)])
+    with pytest.raises(UserError, match=r"-1, which marks unrated rows.*--rating-range"):
+        rows_of(str(path))
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        (RatingScale(5, 1), "low must be below high"),
+        (RatingScale(3, 3), "low must be below high"),
+        (RatingScale(1, float("nan")), "rating range"),
+        (RatingScale(1, float("inf")), "rating range"),
+        (RatingScale(float("-inf"), 1, unrated=9), "rating range"),
+        (RatingScale(-1, 1), "-1 marks unrated rows, but lies within .* -1 to 1.*--unrated"),
+        (RatingScale(0, 10, unrated=10), "10 marks unrated rows, but lies within"),
+    ],
+)
+def test_a_scale_that_maps_nothing_or_hides_ratings_is_refused(
+    write_rows: Write, scale: RatingScale, words: str
+):
+    path = write_rows([("a", "b", "c", 1)])
+    with pytest.raises(UserError, match=words):
+        rows_of(str(path), scale=scale)
+    with pytest.raises(UserError, match=words):
+        read_dataset(str(path), scale=scale)
+
+
+def test_unrated_rows_are_kept_and_counted(tmp_path: Path, write_rows: Write):
+    write_rows([("a", "b", "c", -1), ("a", "b", "d", 2), ("e", "f", "c", -1)], "d/train.csv")
+    write_rows([("g", "h", "c", 3)], "d/dev.csv")
+    record = read_dataset(str(tmp_path / "d")).to_json()
+    assert record["rows"] == {"train": 3, "dev": 1}
+    assert record["unrated"] == {"train": 2, "dev": 0}
+
+
+# --- Texts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([("", "b", "c", 1)], "row 1 of rows.csv: sentence1 is empty. Mend"),
+        ([("a", "b", "c", 1), ("a", " \t", "c", 1)], "row 2 of rows.csv: sentence2 is empty. Mend"),
+        (
+            [("a", "b", "\n", 1), ("a", "b", "c", 9)],
+            "row 1 of rows.csv: condition is empty (1 more row is wrong too)",
+        ),
+        (
+            [("a", "b", "c", 1), ("", "", "", ""), ("", "b", "c", 1), ("a", "b", "c", 0)],
+            "row 2 of rows.csv: sentence1 is empty (2 more rows are wrong too)",
+        ),
+    ],
+)
+def test_the_first_wrong_row_is_named_and_the_others_are_counted(
+    write_rows: Write, rows: list[tuple[object, ...]], words: str
+):
+    with pytest.raises(UserError) as caught:
+        rows_of(str(write_rows(rows)))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "sentence1 is empty"),
+        (7, "sentence1 is 7, not a text"),
+        (["a"], "sentence1 is ['a'], not a text"),
+        ("\ud800", "sentence1 holds half of a surrogate pair"),
+        ("a \udfff b", "sentence1 holds half of a surrogate pair"),
+    ],
+)
+def test_a_json_value_that_is_no_text_is_refused(tmp_path: Path, value: object, words: str):
+    path = tmp_path / "rows.jsonl"
+    record = {"sentence1": value, "sentence2": "b", "condition": "c", "label": 1}
+    path.write_text(json.dumps(record) + "\n")
+    with pytest.raises(UserError) as caught:
+        rows_of(str(path))
+    assert f"row 1 of rows.jsonl: {words}" in str(caught.value)
+
+
+def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        '{"sentence1": "\\ud83d\\ude42", "sentence2": "b", "condition": "c", "label": 1}'
+    )
+    assert rows_of(str(path)).sentence1 == ["🙂"]
+
+
+def test_columns_are_read_by_the_names_given(write_rows: Write):
+    path = write_rows([("a", "b", "c", 3)], header="text_a,text_b,aspect,score")
+    columns = Columns("text_b", "text_a", "aspect", "score")
+    rows = rows_of(str(path), columns=columns)
+    assert (rows.sentence1, rows.sentence2, rows.condition) == (["b"], ["a"], ["c"])
+    assert rows.rating.tolist() == [0.5]
+    write_rows([("a", "b", "", 3)], header="text_a,text_b,aspect,score")
+    with pytest.raises(UserError, match=r"row 1 of rows.csv: aspect is empty"):
+        rows_of(str(path), None, columns)
+
+
+# --- Splits -----------------------------------------------------------------------------------
+
+SENTENCE = st.sampled_from("abcdef")
+PAIRS = st.lists(st.tuples(SENTENCE, SENTENCE), min_size=1, max_size=60)
+
+
+@given(PAIRS, st.integers(0, 3))
+def test_no_sentence_pair_is_in_two_splits_in_either_order(pairs: list[tuple[str, str]], seed: int):
+    rows = make_rows(pairs)
+    if len(unordered_pairs(rows)) < 3:
+        with pytest.raises(UserError, match="distinct sentence pairs; 3 at least"):
+            split_by_pair(rows, FRACTIONS, seed)
+        return
+    splits = split_by_pair(rows, FRACTIONS, seed)
+    found = [unordered_pairs(part) for part in splits.values()]
+    assert list(splits) == ["train", "dev", "test"]
+    assert all(found)
+    assert sum(map(len, found)) == len(set.union(*found)) == len(unordered_pairs(rows))
+    numbers = np.concatenate([part.number for part in splits.values()])
+    assert sorted(numbers) == list(rows.number)
+
+
+@given(PAIRS, st.randoms(use_true_random=False))
+def test_the_order_of_rows_does_not_decide_where_a_pair_goes(pairs: list[tuple[str, str]], random):
+    pairs = [*pairs, ("g", "h"), ("i", "j"), ("k", "l")]
+    shuffled = [pair if random.random() < 0.5 else pair[::-1] for pair in pairs]
+    random.shuffle(shuffled)
+    first = split_by_pair(make_rows(pairs), FRACTIONS, 0)
+    second = split_by_pair(make_rows(shuffled), FRACTIONS, 0)
+    assert {name: unordered_pairs(part) for name, part in first.items()} == {
+        name: unordered_pairs(part) for name, part in second.items()
+    }
+
+
+def test_one_file_is_split_70_15_15_by_its_seed(write_rows: Write):
+    rows = [(f"a{i}", f"b{i}", condition, 3) for i in range(100) for condition in ("c", "d")]
+    path = str(write_rows(rows))
+    dataset = read_dataset(path, seed=1)
+    assert dataset.to_json()["rows"] == {"train": 140, "dev": 30, "test": 30}
+    assert "split by sentence pair with seed 1" in dataset.notes[0]
+    assert read_dataset(path, seed=1).digest == dataset.digest
+    assert read_dataset(path, seed=2).digest != dataset.digest
+
+
+def test_rows_keep_their_number_in_the_file_when_split(write_rows: Write):
+    path = write_rows([(f"a{i}", f"b{i}", "c", 3) for i in range(10)])
+    for rows in read_dataset(str(path)).splits.values():
+        assert [f"a{number - 1}" for number in rows.number] == rows.sentence1
+        assert rows.describe(0) == f"row {rows.number[0]} of rows.csv"
+
+
+@pytest.mark.parametrize("n_pairs", [1, 2])
+def test_a_file_with_fewer_pairs_than_splits_is_refused(write_rows: Write, n_pairs: int):
+    rows = [(f"a{i % n_pairs}", "b", f"c{i}", 3) for i in range(10)]
+    with pytest.raises(UserError, match=f"has {n_pairs} distinct sentence pairs; 3 at least"):
+        read_dataset(str(write_rows(rows)))
+
+
+def test_without_a_dev_file_a_tenth_of_the_training_pairs_is_dev(tmp_path: Path, write_rows: Write):
+    rows = [(f"a{i}", f"b{i}", condition, 3) for i in range(50) for condition in ("c", "d")]
+    write_rows(rows, "d/train.csv")
+    write_rows([("x", "y", "c", 3)], "d/test.csv")
+    dataset = read_dataset(str(tmp_path / "d"), seed=4)
+    assert list(dataset.splits) == ["train", "dev", "test"]
+    assert dataset.to_json()["rows"] == {"train": 90, "dev": 10, "test": 1}
+    assert leaked_pairs(dataset.splits["dev"], dataset.splits["train"]) == 0
+    assert "10% of the training pairs are dev, chosen with seed 4" in dataset.notes[0]
+    assert dataset.splits["dev"].sentence1 != (
+        read_dataset(str(tmp_path / "d"), seed=5).splits["dev"].sentence1
+    )
+
+
+def test_a_train_file_with_one_pair_cannot_give_a_dev_split(tmp_path: Path, write_rows: Write):
+    write_rows([("a", "b", "c", 3), ("b", "a", "d", 3)], "d/train.csv")
+    with pytest.raises(UserError, match="1 distinct sentence pairs; 2 at least"):
+        read_dataset(str(tmp_path / "d"))
+
+
+def test_leaked_pairs_are_counted_once_and_in_either_order():
+    train = make_rows([("a", "b"), ("c", "d"), ("e", "f")])
+    assert leaked_pairs(make_rows([("b", "a"), ("a", "b"), ("e", "f"), ("a", "d")]), train) == 2
+
+
+# --- Texts for embedding ----------------------------------------------------------------------
+
+
+def test_the_condition_is_a_column_where_the_file_has_it(write_rows: Write):
+    path = write_rows([("a", "x"), ("b", "y")], header="sentence,condition")
+    assert read_texts(str(path), "sentence", "condition") == Texts(
+        ["a", "b"], ["x", "y"], "rows.csv", from_column=True
+    )
+
+
+def test_the_condition_is_one_text_for_all_rows_where_the_file_has_no_such_column(
+    write_rows: Write,
+):
+    path = write_rows([("a", "x"), ("b", "y")], header="sentence,condition")
+    texts = read_texts(str(path), "sentence", "the place")
+    assert texts.conditions == ["the place", "the place"]
+    assert not texts.from_column
+
+
+def test_a_row_without_the_condition_of_the_others_does_not_get_the_columns_name(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"sentence": "a", "condition": "x"}\n{"sentence": "b"}\n')
+    with pytest.raises(UserError, match="condition"):
+        read_texts(str(path), "sentence", "condition")
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence", "condition", "words"),
+    [
+        ([("a", "x")], "sentense", "place", "no column 'sentense'.*Did you mean 'sentence'"),
+        ([("a", "x"), ("", "y")], "sentence", "place", "row 2 of rows.csv: sentence is empty"),
+        ([("a", ""), ("b", "")], "sentence", "condition", "row 1 .*condition is empty .1 more row"),
+        ([("a", "x")], "sentence", " ", "the condition is empty"),
+        ([], "sentence", "place", "rows.csv is empty"),
+    ],
+)
+def test_texts_that_cannot_be_embedded_are_refused(
+    write_rows: Write, rows: list[tuple[object, ...]], sentence: str, condition: str, words: str
+):
+    path = write_rows(rows, header="sentence,condition")
+    with pytest.raises(UserError, match=words):
+        read_texts(str(path), sentence, condition)
+
+
+def test_texts_are_read_from_a_file_and_not_from_a_folder(tmp_path: Path, write_rows: Write):
+    write_rows([("a", "b", "c", 1)], "d/test.csv")
+    with pytest.raises(UserError, match="is a folder; name one file"):
+        read_texts(str(tmp_path / "d"), "sentence1", "condition")
+
+
+# --- Digests ----------------------------------------------------------------------------------
+
+ROWS = [("a", "b", "c", 1), ("a", "b", "d", 4), ("é", "f", "c", -1), ("g", "h", "c", 2)]
+
+
+def test_the_digest_is_that_of_the_rows_whatever_file_they_come_from(
+    tmp_path: Path, write_rows: Write
+):
+    for name in ("train", "dev"):
+        path = write_rows(ROWS, f"csv/{name}.csv")
+        (tmp_path / "parquet").mkdir(exist_ok=True)
+        pq.write_table(pa.csv.read_csv(path), tmp_path / "parquet" / f"{name}.parquet")
+    digests = {read_dataset(str(tmp_path / kind)).digest for kind in ("csv", "parquet")}
+    assert len(digests) == 1
+    assert read_dataset(str(tmp_path / "csv")).to_json()["digest"] in digests
+
+
+@pytest.mark.parametrize(
+    ("position", "column", "value"),
+    [(0, 0, "A"), (0, 1, "B"), (1, 2, "e"), (3, 3, 3), (2, 3, 1), (0, 3, -1)],
+)
+def test_the_digest_changes_with_every_text_and_rating(
+    write_rows: Write, position: int, column: int, value: Any
+):
+    before = rows_digest(rows_of(str(write_rows(ROWS))))
+    changed = [list(row) for row in ROWS]
+    changed[position][column] = value
+    assert rows_digest(rows_of(str(write_rows([tuple(row) for row in changed])))) != before
+
+
+def test_the_digest_tells_which_rows_are_in_which_split(tmp_path: Path, write_rows: Write):
+    for folder, train, dev in (("one", ROWS[:2], ROWS[2:]), ("two", ROWS[2:], ROWS[:2])):
+        write_rows(train, f"{folder}/train.csv")
+        write_rows(dev, f"{folder}/dev.csv")
+    one, two = (read_dataset(str(tmp_path / folder)).digest for folder in ("one", "two"))
+    assert one != two
+
+
+def test_a_folder_says_which_split_its_rows_are(tmp_path: Path, write_rows: Write):
+    for name in ("train", "dev"):
+        write_rows([("a", "b", "c", 1)], f"{name}.csv")
+    assert read_rows(str(tmp_path))[1] == "dev"
+    assert read_rows(str(tmp_path / "train.csv"))[1] == "test"
+    assert read_rows(str(tmp_path / "train.csv"), "dev")[1] == "dev"
+
+
+def test_without_a_condition_the_column_of_that_name_must_be_there(write_rows: Write):
+    path = str(write_rows([("a", "x")], header="sentence,place"))
+    with pytest.raises(UserError, match="no column 'condition'"):
+        read_texts(path, "sentence", None)

@@ -1,0 +1,415 @@
+"""Tables: every format gives the same rows, every folder its splits, every fault its line."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from llmcond.data.datasets import read_dataset, read_rows
+from llmcond.data.rows import Rows
+from llmcond.errors import LlmcondError, UserError
+
+NAMES = ("sentence1", "sentence2", "condition", "label")
+HEADER = b"sentence1,sentence2,condition,label\n"
+LINE = b'{"sentence1": "a", "sentence2": "b", "condition": "c", "label": 1}\n'
+TRICKY = [
+    ('He said "no", twice', "one\ttab, one comma", "line one\nline two", 1),
+    ("café – 日本語 🙂", "  spaces stay  ", "{sentence}", 2.5),
+    ("a", "b", "c\r\nd", 5),
+]
+
+
+def rows_of(*arguments: Any, **options: Any) -> Rows:
+    return read_rows(*arguments, **options)[0]
+
+
+def write_table(path: Path, rows: list[tuple[Any, ...]]) -> str:
+    records = [dict(zip(NAMES, row, strict=True)) for row in rows]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        floats = [{**record, "label": float(record["label"])} for record in records]
+        pq.write_table(pa.Table.from_pylist(floats), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    else:
+        with path.open("w", newline="", encoding="utf-8") as stream:
+            writer = csv.DictWriter(stream, NAMES, delimiter="\t" if path.suffix == ".tsv" else ",")
+            writer.writeheader()
+            writer.writerows(records)
+    return str(path)
+
+
+def columns(rows: Rows) -> list[tuple[Any, ...]]:
+    texts = zip(rows.sentence1, rows.sentence2, rows.condition, strict=True)
+    return [(*text, 1 + 4 * rating) for text, rating in zip(texts, rows.rating, strict=True)]
+
+
+def numbered(first: int, last: int) -> list[tuple[str, str, str, int]]:
+    return [(f"a{i}", f"b{i}", "c", 1 + i % 5) for i in range(first, last)]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet", ".CSV"])
+def test_every_format_gives_the_same_rows(tmp_path: Path, suffix: str):
+    rows = rows_of(write_table(tmp_path / f"rows{suffix}", TRICKY))
+    assert columns(rows) == TRICKY
+    assert rows.number.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl"])
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, suffix: str):
+    path = tmp_path / f"rows{suffix}"
+    write_table(path, TRICKY)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert columns(rows_of(str(path))) == TRICKY
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.csv", HEADER + b"a,b,c,1\n\nd,e,f,2\n"),
+        ("rows.csv", HEADER.replace(b"\n", b"\r\n") + b"a,b,c,1\r\nd,e,f,2\r\n"),
+        ("rows.csv", b"id," + HEADER + b"7,a,b,c,1\n8,d,e,f,2"),
+        ("rows.csv", b"label,condition,sentence2,sentence1\n1,c,b,a\n2,f,e,d\n"),
+        ("rows.jsonl", LINE + b"\n" + LINE.replace(b'"a"', b'"d"')),
+    ],
+    ids=["blank line", "CRLF", "more columns", "other order", "blank line in JSONL"],
+)
+def test_what_does_not_matter_is_passed_over(tmp_path: Path, name: str, content: bytes):
+    (tmp_path / name).write_bytes(content)
+    rows = rows_of(str(tmp_path / name))
+    assert list(rows.sentence1) == ["a", "d"]
+    assert rows.number.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["train.csv", "dev.csv", "test.csv"],
+        ["train.jsonl", "validation.jsonl", "test.jsonl"],
+        ["train.tsv", "val.tsv", "test.tsv"],
+        ["csts_train.csv", "csts_valid.csv", "csts_test.csv"],
+        ["data/train.parquet", "data/validation.parquet", "data/test.parquet"],
+        ["Train.csv", "dev.parquet", "TEST.tsv"],
+    ],
+    ids=" ".join,
+)
+def test_a_folder_has_its_splits_from_its_files(tmp_path: Path, files: list[str]):
+    expected = [numbered(0, 3), numbered(3, 5), numbered(5, 6)]
+    for name, rows in zip(files, expected, strict=True):
+        write_table(tmp_path / name, rows)
+    (tmp_path / "README.md").write_text("# train and test\n")
+    dataset = read_dataset(str(tmp_path))
+    assert list(dataset.splits) == ["train", "dev", "test"]
+    assert [columns(rows) for rows in dataset.splits.values()] == expected
+    assert dataset.notes == ()
+
+
+def write_shards(folder: Path) -> None:
+    write_table(folder / "train-00000-of-00002.parquet", numbered(0, 2))
+    write_table(folder / "train-00001-of-00002.parquet", numbered(2, 5))
+    write_table(folder / "validation-00000-of-00001.parquet", numbered(5, 6))
+
+
+def test_shards_are_one_split_in_their_order(tmp_path: Path):
+    write_shards(tmp_path / "data")
+    dataset = read_dataset(str(tmp_path))
+    assert columns(dataset.splits["train"]) == numbered(0, 5)
+    assert columns(dataset.splits["dev"]) == numbered(5, 6)
+
+
+def test_a_row_of_the_second_shard_is_not_said_to_be_in_the_first(tmp_path: Path):
+    write_shards(tmp_path)
+    description = read_dataset(str(tmp_path)).splits["train"].describe(2)
+    assert "train-00000" not in description
+
+
+def test_a_fault_in_a_shard_is_named_with_its_row_there(tmp_path: Path):
+    write_shards(tmp_path)
+    write_table(tmp_path / "train-00001-of-00002.parquet", [("a", "b", "c", 1), ("", "b", "c", 1)])
+    with pytest.raises(UserError, match=r"row 2 of train-00001-of-00002.parquet: sentence1"):
+        read_dataset(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (["train.csv", "train.tsv"], "several files for train: train.csv, train.tsv"),
+        (["train.csv", "dev.csv", "validation.csv"], "several files for dev"),
+        (["notes.csv", "pretrain.csv", "latest.csv"], "without train, dev"),
+        (["train.txt"], "without train, dev"),
+        ([], "without train, dev"),
+        (["test.csv", "dev.csv"], "has no train file; it has dev, test"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_folder_that_does_not_say_which_file_is_what(
+    tmp_path: Path, files: list[str], words: str
+):
+    for name in files:
+        write_table(tmp_path / name, numbered(0, 3))
+    with pytest.raises(UserError, match=words):
+        read_dataset(str(tmp_path))
+
+
+def test_one_split_of_a_folder_is_read_alone(tmp_path: Path):
+    write_table(tmp_path / "train.csv", numbered(0, 3))
+    write_table(tmp_path / "test.csv", numbered(3, 5))
+    assert columns(rows_of(str(tmp_path))) == numbered(3, 5)
+    assert columns(rows_of(str(tmp_path), "train")) == numbered(0, 3)
+    with pytest.raises(UserError, match="has no dev file; it has test, train"):
+        rows_of(str(tmp_path), "dev")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere.csv", "does not exist. Expected a .csv, .tsv, .jsonl or .parquet file"),
+        ("rows.txt", "is not one of .csv, .tsv, .jsonl, .parquet"),
+        ("rows", "is not one of"),
+        ("rows.csv.gz", "is not one of"),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_a_user_error(tmp_path: Path, name: str, words: str):
+    if name != "nowhere.csv":
+        (tmp_path / name).write_bytes(HEADER + b"a,b,c,1\n")
+    with pytest.raises(UserError, match=words):
+        read_dataset(str(tmp_path / name))
+
+
+def test_an_unknown_protocol_is_a_user_error():
+    with pytest.raises(UserError, match=r"foo://rows.csv cannot be opened"):
+        read_dataset("foo://rows.csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("rows.csv", b"", ["rows.csv is empty"]),
+        ("rows.csv", b"\xef\xbb\xbf", ["rows.csv is empty"]),
+        ("rows.csv", b"\n\n", ["rows.csv is empty"]),
+        ("rows.csv", HEADER, ["rows.csv is empty"]),
+        ("rows.tsv", HEADER.replace(b",", b"\t"), ["rows.tsv is empty"]),
+        ("rows.jsonl", b"", ["rows.jsonl is empty"]),
+        ("rows.jsonl", b"\n \n", ["rows.jsonl is empty"]),
+        (
+            "rows.csv",
+            b"sentence1,sentence_2,condition,label\na,b,c,1\n",
+            [
+                "no column 'sentence2'",
+                "'sentence1', 'sentence_2', 'condition', 'label'",
+                "Did you mean 'sentence_2'",
+                "--columns",
+            ],
+        ),
+        ("rows.csv", b"a,b\n1,2\n", ["no column 'sentence1'; it has 'a', 'b'"]),
+        ("rows.tsv", HEADER + b"a,b,c,1\n", ["no column 'sentence1'"]),
+        ("rows.csv", b"sentence1," + HEADER + b"a,x,b,c,1\n", ["'sentence1'", "twice"]),
+        ("rows.jsonl", LINE + b'{"sentence1": "a"}\n', ["line 2", "no column 'sentence2'"]),
+        ("rows.csv", HEADER + b"a,b,1\n", ["line 2 has 3 fields, not 4"]),
+        ("rows.csv", HEADER + b"a,b,c,1\na,b,c,1,2,3\n", ["line 3 has 6 fields, not 4"]),
+        ("rows.csv", HEADER + b'a,b,c,1\n"a"x,b,c,1\n', ["line 3 is malformed"]),
+        ("rows.csv", HEADER + b'a,b,c,1\n"a,b,c,1\nd,e,f,1\n', ["malformed", "end of data"]),
+        ("rows.csv", HEADER + b"caf\xe9,b,c,1\n", ["rows.csv is not UTF-8", "0xe9", "iconv"]),
+        ("rows.tsv", b"caf\xe9\tb\n", ["rows.tsv is not UTF-8"]),
+        ("rows.jsonl", LINE.replace(b"a", b"\xe9"), ["rows.jsonl is not UTF-8", "0xe9"]),
+        ("rows.csv", HEADER.decode().encode("utf-16"), ["rows.csv is not UTF-8", "0xff"]),
+        ("rows.jsonl", LINE + b"\n{oops\n", ["line 3 is not JSON"]),
+        ("rows.jsonl", LINE + b'["a", "b"]\n', ["line 2 holds a list, not an object"]),
+        ("rows.jsonl", b'"a"\n', ["line 1 holds a str, not an object"]),
+        ("rows.jsonl", b"[" * 100_000 + b"\n", ["line 1 is not JSON"]),
+        ("rows.parquet", b"", ["rows.parquet is not a Parquet file"]),
+        ("rows.parquet", HEADER + b"a,b,c,1\n", ["rows.parquet is not a Parquet file"]),
+    ],
+)
+def test_a_malformed_file_is_a_user_error_that_names_the_place(
+    tmp_path: Path, name: str, content: bytes, words: list[str]
+):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        rows_of(str(tmp_path / name))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_an_empty_parquet_table_and_a_missing_column_are_user_errors(tmp_path: Path):
+    path = tmp_path / "rows.parquet"
+    table = pa.Table.from_pylist([dict(zip(NAMES, ("a", "b", "c", 1), strict=True))])
+    pq.write_table(table.slice(1), path)
+    with pytest.raises(UserError, match=r"rows.parquet is empty"):
+        rows_of(str(path))
+    pq.write_table(table.rename_columns(["sentence1", "sentence2", "cond", "label"]), path)
+    with pytest.raises(UserError, match=r"no column 'condition'.*Did you mean 'cond'"):
+        rows_of(str(path))
+
+
+def test_a_parquet_file_damaged_anywhere_is_never_a_crash(tmp_path: Path):
+    path = tmp_path / "rows.parquet"
+    rows = [(f"sentence {i}", "the same", f"condition {i % 3}", 1) for i in range(50)]
+    whole = Path(write_table(path, rows)).read_bytes()
+    refused = []
+    for position in range(0, len(whole), 3):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x55]) + whole[position + 1 :])
+        try:
+            rows_of(str(path))
+        except LlmcondError as error:
+            refused.append(str(error))
+    assert len(refused) > 100
+    assert all("rows.parquet" in message for message in refused)
+
+
+# --- The hub ----------------------------------------------------------------------------------
+
+REPO = "/api/datasets/someone/pairs"
+FILES = "/datasets/someone/pairs/resolve/main/"
+READ = """
+import json, sys, time
+time.sleep = lambda seconds: None  # the hub's client waits half a minute before it gives up
+from llmcond.data.datasets import read_dataset
+from llmcond.errors import LlmcondError
+try:
+    dataset = read_dataset(sys.argv[1])
+except LlmcondError as error:
+    print(json.dumps({"error": type(error).__name__, "message": str(error)}))
+else:
+    print(json.dumps({name: list(rows.sentence1) for name, rows in dataset.splits.items()}))
+"""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The few endpoints of the hub that reading a dataset asks for, over a folder."""
+
+    def __init__(self, *args: Any, folder: Path):
+        self.folder = folder
+        super().__init__(*args)
+
+    def do_GET(self):
+        path = unquote(urlsplit(self.path).path)
+        if path in {REPO, f"{REPO}/revision/main"}:
+            self.reply(json.dumps({"id": "someone/pairs", "sha": "0" * 40}).encode())
+        elif path.startswith(f"{REPO}/tree/main"):
+            self.reply(json.dumps(self.tree()).encode())
+        elif path.startswith(FILES):
+            self.send(self.folder / path.removeprefix(FILES))
+        else:
+            self.reply(b"{}", 404, ("X-Error-Code", "RepoNotFound"))
+
+    def tree(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "type": "directory" if path.is_dir() else "file",
+                "path": path.relative_to(self.folder).as_posix(),
+                "size": path.stat().st_size,
+                "oid": "0" * 40,
+            }
+            for path in sorted(self.folder.rglob("*"))
+        ]
+
+    def send(self, path: Path):
+        if path.stem == "train-broken":
+            self.close_connection = True
+            return
+        first, last = self.headers["Range"].removeprefix("bytes=").split("-")
+        self.reply(path.read_bytes()[int(first) : int(last) + 1], 206)
+
+    def reply(self, body: bytes, status: int = 200, *headers: tuple[str, str]):
+        self.send_response(status)
+        for header in (("Content-Length", str(len(body))), *headers):
+            self.send_header(*header)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any):
+        pass
+
+
+@pytest.fixture
+def read_from_hub(tmp_path: Path) -> Iterator[Callable[..., dict[str, Any]]]:
+    """A reader of ``hf://`` addresses from a hub on this machine that serves ``tmp_path/hub``."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder=tmp_path / "hub"))
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def read(source: str, port: int = server.server_port) -> dict[str, Any]:
+        settings = {
+            "HF_ENDPOINT": f"http://127.0.0.1:{port}",
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_OFFLINE": "0",
+            "NO_PROXY": "127.0.0.1",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", READ, source],
+            env={**os.environ, **settings},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    yield read
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    "source", ["hf://datasets/someone/pairs", "hf://datasets/someone/pairs@main"]
+)
+def test_a_dataset_of_the_hub_is_read_like_a_folder(
+    tmp_path: Path, read_from_hub: Callable[..., dict[str, Any]], source: str
+):
+    write_shards(tmp_path / "hub" / "data")
+    (tmp_path / "hub" / "README.md").write_text("# Pairs\n")
+    assert read_from_hub(source) == {"train": ["a0", "a1", "a2", "a3", "a4"], "dev": ["a5"]}
+
+
+def test_one_file_of_a_dataset_of_the_hub_is_read_like_a_file(
+    tmp_path: Path, read_from_hub: Callable[..., dict[str, Any]]
+):
+    write_table(tmp_path / "hub" / "pairs.csv", numbered(0, 20))
+    splits = read_from_hub("hf://datasets/someone/pairs/pairs.csv")
+    assert {name: len(split) for name, split in splits.items()} == {
+        "train": 14,
+        "dev": 3,
+        "test": 3,
+    }
+    found = {sentence for split in splits.values() for sentence in split}
+    assert found == {row[0] for row in numbered(0, 20)}
+
+
+@pytest.mark.parametrize(
+    "source", ["hf://datasets/someone/nothing", "hf://datasets/someone/pairs/nothing.csv"]
+)
+def test_what_the_hub_does_not_have_is_a_user_error(
+    tmp_path: Path, read_from_hub: Callable[..., dict[str, Any]], source: str
+):
+    write_table(tmp_path / "hub" / "train.csv", numbered(0, 20))
+    answer = read_from_hub(source)
+    assert answer["error"] == "UserError"
+    assert f"{source} does not exist" in answer["message"]
+
+
+def test_a_hub_that_cannot_be_reached_is_no_fault_of_the_user(
+    read_from_hub: Callable[..., dict[str, Any]],
+):
+    answer = read_from_hub("hf://datasets/someone/pairs", port=1)
+    assert answer["error"] == "LlmcondError"
+    assert "cannot be reached" in answer["message"]
+
+
+def test_a_connection_lost_while_a_file_is_read_is_an_error_that_names_the_file(
+    tmp_path: Path, read_from_hub: Callable[..., dict[str, Any]]
+):
+    write_table(tmp_path / "hub" / "train-broken.csv", numbered(0, 20))
+    answer = read_from_hub("hf://datasets/someone/pairs")
+    assert answer["error"] == "LlmcondError"
+    assert "train-broken.csv" in answer["message"]

@@ -1,0 +1,109 @@
+"""What a store lacks is told before it is encoded: how many inputs, and about how long."""
+
+import re
+from importlib import import_module
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from identities import IDENTITY
+
+from llmcond.cli import run
+from llmcond.encoders.spec import EncoderInput
+from llmcond.features import missing
+from llmcond.features.keys import KeyIndex
+from llmcond.features.missing import count_missing, together
+from llmcond.features.store import FeatureStore
+from llmcond.progress import duration
+
+
+def inputs(numbers):
+    return [EncoderInput(instruction="", text=f"text {number:04d}") for number in numbers]
+
+
+@pytest.fixture
+def store(tmp_path):
+    return FeatureStore(tmp_path / "store", IDENTITY, "float16")
+
+
+def add(store, items):
+    n = len(items)
+    store.append(items, np.ones((n, 4), np.float32), np.zeros(n, np.int32), np.zeros(n, np.bool_))
+
+
+@pytest.mark.parametrize("window", [1, 7, 1000])
+def test_what_is_there_and_what_repeats_is_not_missing(store, window):
+    add(store, inputs(range(10)))
+    found = count_missing(store, iter(inputs([*range(5, 30), *range(25)])), window)
+    assert (found.n_inputs, found.n_missing, found.n_characters) == (30, 20, 20 * 9)
+    assert list(found.sample) == inputs(range(10, 30))
+
+
+def test_counts_of_several_share_what_they_have_seen(store):
+    """What two prompts have in common is encoded for the first, so the second does not lack it."""
+    seen = KeyIndex()
+    parts = [
+        count_missing(store, inputs(numbers), 7, seen)
+        for numbers in (range(20), range(10, 25), range(5))
+    ]
+    assert [(part.n_inputs, part.n_missing) for part in parts] == [(20, 20), (5, 5), (0, 0)]
+    whole = together(parts)
+    assert (whole.n_inputs, whole.n_missing, whole.n_characters) == (25, 25, 25 * 9)
+    assert list(whole.sample) == inputs(range(25))
+
+
+def test_the_sample_is_small_and_from_all_over(store, monkeypatch):
+    monkeypatch.setattr(missing, "_SAMPLE", 16)
+    found = count_missing(store, inputs(range(1000)), 50)
+    numbers = [int(item.text.split()[1]) for item in found.sample]
+    assert found.n_missing == 1000
+    assert 8 <= len(numbers) <= 16
+    assert numbers == sorted(set(numbers))
+    assert numbers[0] == 0
+    assert numbers[-1] > 850
+
+
+def test_time_is_reckoned_by_characters(store, monkeypatch):
+    """Of an encoder that takes a millisecond for nine characters, by a clock of our own."""
+    found = count_missing(store, inputs(range(4000)), 500)
+    tried, clock = [], [0.0]
+    monkeypatch.setattr(missing, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def encode(items):
+        tried.append(len(items))
+        clock[0] += sum(item.size for item in items) / 9_000
+
+    assert found.seconds(encode) == pytest.approx(4)
+    assert tried == sorted(tried)
+    assert tried[0] == 2
+    assert tried[-1] <= 128
+
+
+def test_nothing_takes_no_time(store):
+    found = count_missing(store, [], 10)
+    assert (found.n_inputs, found.n_missing) == (0, 0)
+    assert found.seconds(lambda items: None) == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "1 s"), (59.2, "59 s"), (89, "1 min"), (3_540, "59 min"), (7_260, "2 h 1 min")],
+)
+def test_spans_of_time_have_one_or_two_units(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_extraction_tells_what_it_will_do(
+    capsys, tiny_checkpoint, write_rows, small_rows, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(import_module("llmcond.workflows.extract"), "CHUNK", 10)
+    data = str(write_rows(small_rows))
+    fixed = ["--device", "cpu", "--dtype", "float32", "--pooling", "mean", "--normalize"]
+    arguments = ["extract", "--model", str(tiny_checkpoint()), "--run", str(tmp_path / "run")]
+    prompts = ["--prompt", "concat-sent-cond", "pair-cond"]
+    assert run([*arguments, "--data", data, *fixed, *prompts]) == 0
+    told = capsys.readouterr().err
+    (found, wanted) = re.search(r"to encode: (\d+) of (\d+) inputs, in about \d+ s", told).groups()
+    assert found == wanted
+    assert run([*arguments, *fixed, *prompts]) == 0
+    assert f"all {wanted} inputs are there; nothing is encoded" in capsys.readouterr().err

@@ -1,0 +1,241 @@
+"""Several processes at one extraction: helpers of ours, and those that a launcher starts."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import lance
+import numpy as np
+import pytest
+import torch
+from filelock import FileLock
+
+from llmcond.cli import run
+from llmcond.encoders import EncoderOptions
+from llmcond.prompts import load_prompt
+from llmcond.prompts.inputs import SplitInputs, row_inputs
+from llmcond.runs import open_run
+from llmcond.workflows import DataOptions, extract
+
+OPTIONS = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
+#: What is extracted into a run that has the features of another prompt already.
+PROMPT = "concat-cond-sent"
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint):
+    return str(tiny_checkpoint())
+
+
+@pytest.fixture
+def two_cores():
+    """Whatever the machine has, two processes may share it, and each has a single lane."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Rows of 4,002 distinct inputs under a prompt: four parts of a single lane."""
+    path = tmp_path_factory.mktemp("data") / "rows.csv"
+    lines = ["sentence1,sentence2,condition,label"]
+    for i in range(2_000):
+        words = " ".join(("play", "sit", "read")[(i + k) % 3] for k in range(i % 7))
+        second = f"dogs walk on at park number {i}"
+        condition = ("the number of people", "the place")[i % 2]
+        lines.append(f"two men {words} number {i},{second},{condition},{1 + i % 5}")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory, model, data):
+    """A run with the features of one prompt. Copy it before changing it."""
+    folder = tmp_path_factory.mktemp("begun") / "run"
+    data = DataOptions(str(data))
+    extract(model, OPTIONS, folder, data, ["concat-sent-cond"], "float32")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, model, begun):
+    """The run, and what one process alone makes of the other prompt."""
+    folder = Path(shutil.copytree(begun, tmp_path_factory.mktemp("alone") / "run"))
+    done = extract(model, OPTIONS, folder, DataOptions(), [PROMPT])["prompts"][PROMPT]
+    # The two conditions alone are inputs of both prompts.
+    assert (done["n_inputs"], done["n_computed"]) == (4_002, 4_000)
+    return folder
+
+
+@pytest.fixture
+def own(begun, tmp_path):
+    """A copy of the run that a test may change."""
+    return Path(shutil.copytree(begun, tmp_path / "run"))
+
+
+def inputs_of(folder, prompt=PROMPT):
+    opened = open_run(folder)
+    rows = [opened.rows(name) for name in opened.splits]
+    return list(dict.fromkeys(SplitInputs(rows, load_prompt(prompt))))
+
+
+def vectors_of(folder, prompt=PROMPT):
+    """Return the vectors of a prompt, after checking that the run has every input once."""
+    store = open_run(folder).store()
+    table = lance.dataset(str(store.folder / "vectors.lance")).to_table()
+    keys = table["key"].to_pylist()
+    assert len(set(keys)) == len(keys)
+    return store.read(inputs_of(folder, prompt))
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.01)
+
+
+@contextmanager
+def nobody_commits_until(folder, ready):
+    """Keep every process from storing its first part, until something is the case."""
+    store = open_run(folder).store().folder
+    held, failed = threading.Event(), []
+
+    def hold():
+        with FileLock(store / "commit.lock"):
+            held.set()
+            try:
+                wait_for(lambda: ready(list((store / "claims").glob("*.lock"))))
+            except BaseException as error:
+                failed.append(error)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(10)
+    yield
+    thread.join()
+    assert failed == []
+
+
+def command(model, folder, *more):
+    return [
+        *(sys.executable, "-m", "llmcond", "extract", "--model", model, "--run", str(folder)),
+        *("--device", "cpu", "--dtype", "float32", "--pooling", "mean", "--normalize", "--json"),
+        *more,
+    ]
+
+
+def launch(rank, arguments):
+    """Start a command as torchrun starts each of two processes."""
+    environment = {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": "2"}
+    return subprocess.Popen(
+        arguments,
+        env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+# -- inputs ----------------------------------------------------------------------------------------
+
+
+def test_inputs_of_splits_are_those_of_their_rows_and_can_be_gone_through_again(begun):
+    opened, prompt = open_run(begun), load_prompt(PROMPT)
+    splits = [opened.rows(name) for name in opened.splits]
+    inputs = SplitInputs(splits, prompt)
+    by_row = []
+    for rows in splits:
+        of = row_inputs(rows, prompt)
+        columns = (of.first, of.first_unconditional, of.second, of.second_unconditional)
+        by_row += [item for row in zip(*columns, strict=True) for item in row]
+    assert list(inputs) == list(inputs) == by_row
+    assert len(inputs) == len(by_row) == 4 * 2_000
+    assert by_row[-1] in inputs
+    assert load_prompt("concat-sent-cond").conditional.render("two", "men") not in inputs
+
+
+# -- helpers ---------------------------------------------------------------------------------------
+
+
+def test_two_workers_store_what_one_stores(two_cores, model, own, alone):
+    # Each is at a part of its own before either has stored one.
+    with nobody_commits_until(own, lambda claims: len(claims) >= 2):
+        done = extract(model, OPTIONS, own, DataOptions(), [PROMPT], workers=2)
+    assert 0 < done["prompts"][PROMPT]["n_computed"] < 4_000
+    np.testing.assert_allclose(vectors_of(own), vectors_of(alone), rtol=0, atol=1e-6)
+    assert torch.get_num_threads() == 2
+    assert multiprocessing.active_children() == []
+
+
+def test_a_worker_that_is_killed_leaves_its_part_to_the_other(capfd, two_cores, model, own, alone):
+    def killed(claims):
+        if len(claims) < 2:
+            return False
+        (helper,) = multiprocessing.active_children()
+        helper.kill()
+        helper.join()
+        return True
+
+    with nobody_commits_until(own, killed):
+        done = extract(model, OPTIONS, own, DataOptions(), [PROMPT], workers=2)
+    assert done["prompts"][PROMPT]["n_computed"] == 4_000
+    assert "1 of 2 workers failed" in capfd.readouterr().err
+    np.testing.assert_allclose(vectors_of(own), vectors_of(alone), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("workers", "expected"),
+    [
+        ("0", "workers is 0; it must be at least 1"),
+        ("-1", "workers is -1; it must be at least 1"),
+        ("3", "workers is 3, but PyTorch sees 2 cores here"),
+        ("two", "--workers"),
+    ],
+)
+def test_wrong_numbers_of_workers_are_one_clear_line(
+    capsys, two_cores, model, data, tmp_path, workers, expected
+):
+    arguments = command(model, tmp_path / "run", "--data", str(data), "--workers", workers)
+    assert run(arguments[3:]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = [line for line in captured.err.splitlines() if "error" in line]
+    assert line.startswith("llmcond: error: ")
+    assert expected in line
+    assert not (tmp_path / "run").exists()
+
+
+# -- launched processes ----------------------------------------------------------------------------
+
+
+def test_a_launched_process_of_another_rank_joins_and_says_nothing(model, own, alone):
+    process = launch(1, command(model, own, "--prompt", PROMPT))
+    assert process.communicate(timeout=120) == ("", "")
+    assert process.returncode == 0
+    assert PROMPT in open_run(own).prompts()
+    np.testing.assert_allclose(vectors_of(own), vectors_of(alone), rtol=0, atol=1e-6)
+
+
+def test_processes_that_are_launched_together_make_one_whole_run(model, data, tmp_path, alone):
+    arguments = (str(data), "--prompt", PROMPT, "--store-dtype", "float32")
+    started = [
+        launch(rank, command(model, tmp_path / "run", "--data", *arguments)) for rank in (0, 1)
+    ]
+    (first, first_notes), (second, second_notes) = (
+        process.communicate(timeout=120) for process in started
+    )
+    assert [process.returncode for process in started] == [0, 0], first_notes + second_notes
+    assert json.loads(first)["prompts"][PROMPT]["n_inputs"] == 4_002
+    assert second == ""
+    np.testing.assert_allclose(vectors_of(tmp_path / "run"), vectors_of(alone), rtol=0, atol=1e-6)
+    assert run(["fit-head", "--head", "pca", "--dim", "4", "--run", str(tmp_path / "run")]) == 0

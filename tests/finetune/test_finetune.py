@@ -1,0 +1,612 @@
+"""Training an encoder and a head together: order, exact resumption, what comes out, bad input."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import PeftModel
+from safetensors.torch import load_file
+from test_cli import ok, refused
+from transformers import AutoModel
+
+import llmcond
+from llmcond.cli import run
+from llmcond.config import bundled_names
+from llmcond.data.datasets import read_dataset
+from llmcond.encoders import EncoderOptions, resolve
+from llmcond.errors import UserError
+from llmcond.features.view import view_of
+from llmcond.files import digest_file
+from llmcond.finetune.build import load_trainable
+from llmcond.finetune.inputs import RatedInputs
+from llmcond.finetune.loop import Job, Trainer
+from llmcond.finetune.model import HeadPlan, TunedModel
+from llmcond.finetune.order import Order
+from llmcond.finetune.settings import TuneSettings
+from llmcond.finetune.state import BEST, STATE, StateFolder, differences
+from llmcond.heads import load_recipe
+from llmcond.heads.objectives import ObjectiveSettings, stretches
+from llmcond.prompts import load_prompt
+from llmcond.workflows.finetune import _settings
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def data(write_rows, small_rows):
+    """Small rows in a file of their own."""
+    return write_rows(small_rows)
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_checkpoint) -> Path:
+    """A small random BERT."""
+    return tiny_checkpoint()
+
+
+@pytest.fixture
+def train(tiny, data, tmp_path, monkeypatch, capsys):
+    """A caller of the command on small rows, that returns what it prints."""
+    monkeypatch.chdir(tmp_path)
+    plain = "--pooling mean --normalize --dtype float32 --epochs 2 --batch-size 16 --rank 4"
+
+    def call(folder, *arguments, command=ok):
+        given = [*plain.split(), *arguments]
+        return command(
+            capsys, "train-lora", "--model", tiny, "--data", data, "--run", folder, *given
+        )
+
+    return call
+
+
+# -- steps and their rows ----------------------------------------------------------------------
+
+
+def test_an_epoch_has_every_row_once_and_keeps_twos_together():
+    unit = stretches(np.array([0, 0, 1, 2, 2, 3, 3, 0, 0, 4]))
+    order = Order.of(unit, 10, TuneSettings(batch_size=4, accumulate=2), seed=3, shares=1)
+    assert order.steps == 3
+    epochs = [order.epoch(number) for number in (0, 1)]
+    for epoch in epochs:
+        assert len(epoch) == order.steps
+        assert all(len(step) == 2 for step in epoch)
+        parts = [part for step in epoch for part in step]
+        assert sorted(np.concatenate(parts).tolist()) == list(range(10))
+        for part in parts:
+            whole = [np.flatnonzero(unit == own) for own in np.unique(unit[part])]
+            assert sorted(np.concatenate(whole).tolist()) == sorted(part.tolist())
+            # A two stands in the order of its rows, the positive where it was.
+            assert all(np.diff(part)[np.diff(unit[part]) == 0] == 1)
+    first, second = ([row for step in epoch for part in step for row in part] for epoch in epochs)
+    assert first != second
+    again = Order.of(unit, 10, TuneSettings(batch_size=4, accumulate=2), seed=3, shares=1)
+    assert str(again.epoch(1)) == str(epochs[1])
+
+
+def test_steps_are_of_like_size_whatever_is_left():
+    order = Order.of(None, 101, TuneSettings(batch_size=25), seed=0, shares=1)
+    assert {len(part) for step in order.epoch(0) for part in step} <= {20, 21}
+    assert order.steps == 5
+
+
+def test_a_step_with_fewer_rows_than_parts_is_refused():
+    with pytest.raises(UserError, match="has 2 rows, too few for 3 processes"):
+        Order.of(None, 10, TuneSettings(batch_size=2), seed=0, shares=3)
+
+
+def test_learning_rates_rise_and_fall():
+    linear = [TuneSettings(warmup=0.2).rate(step, 10) for step in range(10)]
+    assert linear[:2] == pytest.approx([1 / 3, 2 / 3])
+    assert linear[2:] == pytest.approx([1 - i / 8 for i in range(8)])
+    cosine = [TuneSettings(warmup=0, schedule="cosine").rate(step, 4) for step in range(4)]
+    assert cosine == pytest.approx([1, 0.853553, 0.5, 0.146447], abs=1e-5)
+    assert TuneSettings(warmup=0, schedule="constant").rate(9, 10) == 1
+
+
+@pytest.mark.parametrize("name", bundled_names("heads"))
+def test_what_a_recipe_says_of_training_is_legal(name):
+    recipe = load_recipe(name)
+    settings = _settings({}, recipe)
+    assert set(recipe.finetune) <= set(settings.to_json())
+    if name.startswith("hypercl"):
+        assert (settings.full, settings.clip, settings.batch_size) == (True, 0.0, 32)
+        assert settings.learning_rate == recipe.settings.learning_rate
+        assert recipe.settings.ties == "keep"
+        assert recipe.settings.info_nce_form == "acl"
+
+
+# -- going on ----------------------------------------------------------------------------------
+
+
+def trainer_of(tiny, data, folder, dropout=0.1, **settings):
+    """A trainer of a BERT and a hypernetwork with a contrast, dropout and all."""
+    tuning = TuneSettings(rank=4, batch_size=16, checkpoint_steps=3, **settings)
+    resolved = resolve(str(tiny), EncoderOptions(dtype="float32", device="cpu", pooling="mean"))
+    trainable = load_trainable(resolved, tuning, seed=5)
+    recipe = load_recipe("hypernet").with_settings(
+        {"dim": 8, "rank": 2, "info_nce": 1.0, "dropout": dropout}, "test"
+    )
+    view = view_of(recipe, [load_prompt("separate")], False)
+    splits = read_dataset(str(data)).splits
+    train, dev = (RatedInputs.of(splits[s], view, trainable.tokenizer) for s in ("train", "dev"))
+    objective = ObjectiveSettings(info_nce=1.0)
+    model = TunedModel(trainable.engine, HeadPlan(recipe, objective, 5), (32, 32))
+    state = StateFolder(folder, {"settings": tuning.to_json()})
+    job = Job(train, dev, tuning, 1e-2, 0.0, contrasts=True, seed=5)
+    return Trainer(model, job, Accelerator(cpu=True), state)
+
+
+class Stopped(Exception):  # noqa: N818 - it stands for a kill
+    pass
+
+
+@pytest.mark.parametrize("average", [0.0, 0.9])
+def test_stopped_after_any_step_it_ends_bit_equal(tiny, data, tmp_path, average):
+    settings = {"epochs": 2, "average": average, "adapter_dropout": 0.1, "accumulate": 2}
+    whole = trainer_of(tiny, data, tmp_path / "whole", **settings)
+    whole.run(lambda *_: None)
+    expected = {name: value.clone() for name, value in whole.model.trained().items()}
+    assert whole.steps == 8
+
+    for stop in range(1, whole.steps + 1):
+
+        def interrupt(progress, steps, loss, stop=stop):
+            if progress.step == stop:
+                raise Stopped
+
+        folder = tmp_path / str(stop)
+        with pytest.raises(Stopped):
+            trainer_of(tiny, data, folder, **settings).run(interrupt)
+        torch.rand(stop)  # another process has other random numbers
+        again = trainer_of(tiny, data, folder, **settings)
+        assert again.progress.step == max(s for s in (0, 3, 4, 6) if s < stop)
+        again.run(lambda *_: None)
+        assert again.progress.curve == whole.progress.curve
+        for name, value in again.model.trained().items():
+            assert torch.equal(value, expected[name]), (stop, name)
+        assert digest_file(folder / BEST) == digest_file(tmp_path / "whole" / BEST)
+
+
+def test_dropout_and_order_follow_the_seed(tiny, data, tmp_path):
+    losses = []
+    for name, dropout in (("a", 0.0), ("b", 0.0), ("c", 0.5)):
+        seen = []
+        trainer = trainer_of(
+            tiny, data, tmp_path / name, epochs=1, adapter_dropout=dropout, encoder_dropout=False
+        )
+        trainer.run(lambda progress, steps, loss, seen=seen: seen.append(loss))
+        losses.append(seen)
+    assert losses[0] == losses[1]
+    # The first adapters are zero maps, so that dropout shows from the second step on.
+    assert losses[0][0] == losses[2][0]
+    assert losses[0][1:] != losses[2][1:]
+
+
+def test_accumulated_parts_give_the_gradients_of_the_whole(tiny, data, tmp_path):
+    ends = []
+    for parts in (1, 2, 4):
+        trainer = trainer_of(
+            tiny,
+            data,
+            tmp_path / str(parts),
+            epochs=1,
+            accumulate=parts,
+            encoder_dropout=False,
+            dropout=0.0,
+        )
+        # The objective's contrast is a mean over twos, of which each part here has as many.
+        trainer._job.train.rating[:] = np.tile([0.25, 0.75], len(trainer._job.train) // 2)
+        trainer.run(lambda *_: None)
+        ends.append(trainer.model.trained())
+    for name, value in ends[0].items():
+        for other in ends[1:]:
+            torch.testing.assert_close(value, other[name], rtol=1e-3, atol=2e-5)
+
+
+def test_a_killed_process_goes_on_and_ends_bit_equal(tiny, data, tmp_path):
+    command = [sys.executable, "-m", "llmcond", "train-lora", "--model", str(tiny)]
+    command += ["--data", str(data), "--head", "mlp", "--dim", "8", "--epochs", "20"]
+    command += "--pooling mean --batch-size 8 --checkpoint-steps 7 --rank 4 --patience 99".split()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def start(folder):
+        return subprocess.Popen(
+            [*command, "--run", str(folder)], env=environment, stderr=subprocess.PIPE, text=True
+        )
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    process = start(killed)
+    deadline = time.monotonic() + 120
+    while not (killed / "training" / STATE).is_file() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not (killed / "training.json").exists()
+
+    for folder in (killed, whole):
+        process = start(folder)
+        said = process.communicate(timeout=120)[1]
+        assert process.returncode == 0, said
+        assert ("from step" in said) == (folder is killed)
+    for name in ("adapter_model.safetensors", "heads/mlp@concat-sent-cond+c/head.safetensors"):
+        assert digest_file(killed / name) == digest_file(whole / name)
+    assert not (whole / "training").exists()
+
+
+def test_other_settings_are_each_named(train, tmp_path):
+    train("tuned", "--head", "linear", "--dim", "8")
+    said = train("tuned", "--head", "linear", "--dim", "16", "--seed", "1", command=refused)
+    assert "head.dim: 16, not 8" in said
+    assert "seed: 1, not 0" in said
+    assert "--run" in said
+
+
+def test_an_unfinished_training_is_not_gone_on_with_otherwise(tiny, data, tmp_path):
+    def stop(progress, *_):
+        if progress.step == 4:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        trainer_of(tiny, data, tmp_path / "t", epochs=2).run(stop)
+    with pytest.raises(
+        UserError, match=r"settings\.epochs: 3, not 2; settings\.average: 0\.9, not 0"
+    ):
+        trainer_of(tiny, data, tmp_path / "t", epochs=3, average=0.9)
+
+
+def test_differences_name_what_is_nested_and_what_is_absent():
+    before = {"a": 1, "b": {"c": [1], "d": 2}, "gone": None, "old": 3}
+    now = {"a": 1, "b": {"c": [2], "d": 2}, "new": 4}
+    assert differences(before, now) == ["b.c: [2], not [1]", "old: None, not 3", "new: 4, not None"]
+
+
+# -- what comes out ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tuned(tiny, small_rows, tmp_path_factory) -> Path:
+    """A trained folder: LoRA under an MLP."""
+    folder = tmp_path_factory.mktemp("tuned")
+    data = folder / "rows.csv"
+    lines = ["sentence1,sentence2,condition,label"]
+    lines += [",".join(str(value) for value in row) for row in small_rows]
+    data.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    command = f"train-lora --model {tiny} --data {data} --run {folder / 'run'} --head mlp --dim 8 "
+    command += "--pooling cls --dtype float32 --epochs 3 --batch-size 8 --rank 4 --set dropout=0"
+    assert run(command.split()) == 0
+    return folder / "run"
+
+
+def test_the_folder_is_all_that_is_needed(tuned, tmp_path, capsys):
+    """Moved elsewhere, without the data."""
+    moved = Path(shutil.copytree(tuned, tmp_path / "moved"))
+    first, second = ["two men play in the park"], ["two dogs sit at the beach"]
+    whole = llmcond.load_embedder(tuned).similarity(first, second, "the place")
+    (moved / "rows.parquet").unlink()
+    shutil.rmtree(moved / "features")
+    embedder = llmcond.load_embedder(moved)
+    assert embedder.encoder.identity.pooling == "cls"
+    np.testing.assert_array_equal(embedder.similarity(first, second, "the place"), whole)
+    said = ok(capsys, "similarity", *first, *second, "--condition", "the place", "--run", moved)
+    assert said["similarities"][0]["similarity"] == pytest.approx(float(whole[0]), abs=1e-5)
+    assert said["head"] == "mlp@concat-sent-cond+c"
+
+
+def test_its_scores_are_those_of_evaluate(tuned, capsys):
+    account = json.loads((tuned / "training.json").read_text())
+    for scores in account["summary"]["scores"]:
+        name, split = scores["name"], scores["split"]
+        rows = ok(capsys, "evaluate", "--run", tuned, "--head", name, "--split", split)["results"]
+        assert next(row for row in rows if row["name"] == name) == scores
+    dev = next(scores for scores in account["summary"]["scores"] if scores["split"] == "dev")
+    # Stored in float16, and encoded in other batches.
+    assert dev["spearman"] == pytest.approx(account["summary"]["dev_spearman"], abs=0.06)
+
+
+def test_it_is_an_encoder_for_another_run(tuned, data, tmp_path, capsys):
+    done = ok(
+        capsys,
+        "extract",
+        "--model",
+        tuned,
+        "--data",
+        data,
+        "--run",
+        tmp_path / "other",
+        "--dtype",
+        "float32",
+    )
+    mine = json.loads((tuned / "run.json").read_text())["encoder"]
+    assert done["fingerprint"] == mine["fingerprint"]
+    base = llmcond.load_encoder(
+        json.loads((tuned / "encoder.json").read_text())["base"], dtype="float32", pooling="cls"
+    )
+    assert base.identity.fingerprint != mine["fingerprint"]
+    fitted = ok(
+        capsys,
+        "fit-head",
+        "--head",
+        "linear",
+        "--dim",
+        "8",
+        "--run",
+        tmp_path / "other",
+        "--set",
+        "epochs=2",
+    )
+    assert fitted["dim_in"] == 32
+
+
+def test_the_adapter_is_in_peft_s_own_format(tuned, tiny):
+    text = llmcond.EncoderInput(instruction="", text="two men play in the park")
+    ours = llmcond.load_encoder(tuned, dtype="float32").encode([text])[0]
+    peft = PeftModel.from_pretrained(
+        AutoModel.from_pretrained(tiny, add_pooling_layer=False), tuned
+    ).eval()
+    base = AutoModel.from_pretrained(tiny, add_pooling_layer=False).eval()
+    from transformers import AutoTokenizer
+
+    tokens = AutoTokenizer.from_pretrained(tiny)([text.text], return_tensors="pt")
+    with torch.no_grad():
+        theirs, untrained = (
+            torch.nn.functional.normalize(model(**tokens).last_hidden_state[:, 0])[0].numpy()
+            for model in (peft, base)
+        )
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert np.abs(ours - untrained).max() > 1e-3
+
+
+def test_merged_and_adapter_give_the_same(train, tuned, data, tmp_path):
+    arguments = ("--head", "none", "--learning-rate", "1e-2")
+    apart, merged = (train("apart", *arguments), train("merged", *arguments, "--merge"))
+    assert not (tmp_path / "merged" / "adapter_config.json").exists()
+    texts = [llmcond.EncoderInput(instruction="", text=f"two men number {i}") for i in range(5)]
+    vectors = [
+        llmcond.load_encoder(tmp_path / name, dtype="float32").encode(texts)
+        for name in ("apart", "merged")
+    ]
+    np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-4)
+    for first, second in zip(apart["scores"], merged["scores"], strict=True):
+        assert first["spearman"] == pytest.approx(second["spearman"], abs=0.02)
+    assert AutoModel.from_pretrained(tmp_path / "merged").config.model_type == "bert"
+
+
+def test_full_fine_tuning_changes_every_weight(train, tiny, tmp_path):
+    summary = train("full", "--head", "none", "--rank", "full")
+    before = load_file(tiny / "model.safetensors")
+    after = load_file(tmp_path / "full" / "model.safetensors")
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    # No text has a type but the first, and none has 64 tokens: those embeddings are decayed only.
+    assert moved == set(before)
+    assert summary["weights"]["trained"] == summary["weights"]["of"]
+    assert summary["head"] == "none@concat-sent-cond+c"
+
+
+def test_a_head_fitted_on_frozen_features_is_where_it_starts(train, tiny, data, capsys, tmp_path):
+    settings = ["--pooling", "mean", "--normalize", "--dtype", "float32"]
+    ok(capsys, "extract", "--model", tiny, "--data", data, "--run", "frozen", *settings)
+    fitted = ok(
+        capsys,
+        "fit-head",
+        "--head",
+        "mlp",
+        "--dim",
+        "8",
+        "--run",
+        "frozen",
+        "--set",
+        "dropout=0",
+        "epochs=60",
+    )
+    arguments = ("--start", fitted["folder"], "--learning-rate", "1e-9")
+    arguments += ("--set", "learning_rate=1e-9")
+    started = train("tuned", *arguments)
+    # The frozen head subtracts e(c), and so does the trained one; next to no step was taken.
+    assert started["head"] == "mlp@concat-sent-cond"
+    dev = next(scores for scores in started["scores"] if scores["split"] == "dev")
+    assert dev["spearman"] == pytest.approx(fitted["dev_spearman"], abs=0.02)
+    said = train("other", *arguments, "--dim", "4", command=refused)
+    assert "--start" in said
+    (tmp_path / "frozen" / "heads").rename(tmp_path / "gone")
+    assert "does not exist" in train("third", *arguments, command=refused)
+
+
+def test_a_finished_training_is_not_done_again(train, tmp_path):
+    first = train("tuned", "--head", "none")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "tuned").rglob("*")}
+    assert train("tuned", "--head", "none") == first
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "tuned").rglob("*")}
+
+
+def test_the_record_says_what_made_it(tuned):
+    account = json.loads((tuned / "training.json").read_text())
+    assert account["made_of"]["encoder"]["weights"].startswith("sha256:")
+    assert account["versions"]["peft"]
+    assert account["made_of"]["settings"]["rank"] == 4
+    assert [entry["epoch"] for entry in account["curve"]] == [1, 2, 3]
+    assert account["summary"]["weights"]["trained"] > 0
+    card = (tuned / "README.md").read_text()
+    assert card.startswith("---\n")
+    assert "library_name: peft" in card
+    assert f"| dev | {account['summary']['scores'][0]['n']} |" in card
+    assert str(tuned.parent) not in card.split("## Use")[1]
+
+
+# -- bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--head", "none", "--target", "q_proj"], "Legal: auto, attention, mlp, attention.self"),
+        (["--head", "none", "--rank", "0"], "expected a number of at least 1, or full"),
+        (["--head", "none", "--rank", "full", "--quantize", "4bit"], "cannot be trained"),
+        (["--head", "none", "--merge", "--quantize", "4bit"], "Leave out --merge"),
+        (["--head", "pca"], "not fitted by gradients"),
+        ([], "Give --head"),
+        (["--head", "towers", "--set", "members=3"], "members=1"),
+        (["--head", "none", "--set", "dropout=0.1"], "no head has no setting 'dropout'"),
+        (["--head", "none", "--learning-rate", "0"], "learning_rate is 0; it must be above 0"),
+        (["--head", "none", "--schedule", "steep"], "linear, cosine, constant"),
+        (["--head", "none", "--prompt", "control-no-condition"], "is a control"),
+        (["--head", "hadamard", "--prompt", "cond"], "instruction"),
+        (["--head", "none", "--batch-size", "2", "--accumulate", "4"], "too few"),
+        (["--head", "none", "--seed", "-1"], "at least 0"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(train, tmp_path, arguments, said):
+    assert said in train("bad", *arguments, command=refused)
+    assert not (tmp_path / "bad").exists()
+
+
+def test_rows_without_ratings_are_refused(tiny, write_rows, small_rows, capsys, tmp_path):
+    data = write_rows([(*row[:3], -1) for row in small_rows])
+    said = refused(
+        capsys,
+        "train-lora",
+        "--model",
+        tiny,
+        "--data",
+        data,
+        "--run",
+        tmp_path / "r",
+        "--head",
+        "none",
+    )
+    assert "0 rated rows" in said
+    assert "rows.csv" in said
+
+
+def test_a_frozen_run_is_not_trained_over(train, tiny_run, tmp_path):
+    shutil.copytree(tiny_run, tmp_path / "frozen")
+    assert "frozen" in train("frozen", "--head", "none", command=refused)
+
+
+def test_an_adapter_is_not_put_on_an_adapter(tuned, data, capsys, tmp_path):
+    said = refused(
+        capsys,
+        "train-lora",
+        "--model",
+        tuned,
+        "--data",
+        data,
+        "--run",
+        tmp_path / "r",
+        "--head",
+        "none",
+    )
+    assert "--merge" in said
+
+
+def test_a_loss_that_is_no_number_stops_and_keeps_what_was_good(train, tmp_path):
+    arguments = (
+        "--head",
+        "mlp",
+        "--dim",
+        "8",
+        "--set",
+        "learning_rate=1e38",
+        "--clip",
+        "0",
+        "--warmup",
+        "0",
+        "--checkpoint-steps",
+        "1",
+    )
+    said = train("wild", *arguments, command=refused)
+    assert "became" in said
+    assert "step 2 of" in said
+    assert "the last checkpoint is kept in wild/training" in said
+    assert "--learning-rate" in said
+    state = StateFolder(tmp_path / "wild" / "training", {})
+    assert (state.folder / STATE).is_file()
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(tiny, data, tmp_path):
+    """A limit on file size stands in for a full disk: the write fails in the same place."""
+    arguments = f"train-lora --model {tiny} --data {data} --run {tmp_path / 'r'} --head none"
+    arguments += " --pooling mean --batch-size 8 --checkpoint-steps 2 --epochs 2 --rank 8"
+    script = (
+        "import resource, sys; import llmcond.finetune.state as state; from llmcond.cli import run;"
+        "save = state.StateFolder.save\n"
+        "def limited(self, progress, tensors):\n"
+        "    if progress.step == 4:\n"
+        "        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))\n"
+        "    save(self, progress, tensors)\n"
+        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "state.StateFolder.save = limited\n"
+        f"sys.exit(run({arguments.split()!r}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert "the disk is full" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(path.name for path in (tmp_path / "r" / "training").iterdir()) == [STATE]
+    again = subprocess.run(
+        [sys.executable, "-m", "llmcond", *arguments.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert again.returncode == 0, again.stderr
+    assert "from step 2" in again.stderr
+
+
+def test_a_damaged_checkpoint_is_told(tiny, data, tmp_path):
+    trainer = trainer_of(tiny, data, tmp_path / "t", epochs=1)
+    trainer.run(lambda *_: None)
+    path = tmp_path / "t" / STATE
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(llmcond.LlmcondError, match="begin anew"):
+        trainer_of(tiny, data, tmp_path / "t", epochs=1)
+
+
+# -- several processes -------------------------------------------------------------------------
+
+
+def test_two_processes_train_as_one_with_two_parts(tiny, data, tmp_path):
+    """Launched together, each with its share of every step, pairs not parted."""
+    arguments = f"train-lora --model {tiny} --data {data} --head hypernet --dim 8 --epochs 2"
+    arguments += " --set rank=2 info_nce=1 dropout=0 --no-encoder-dropout --batch-size 16 --rank 4"
+    arguments += " --pooling mean --dtype float32 --json"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # As torchrun and accelerate launch start them.
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "llmcond", *arguments.split(), "--run", str(tmp_path / "two")],
+            env={**os.environ, **told, "OMP_NUM_THREADS": "1", "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    (out, err), (other, other_err) = (process.communicate(timeout=180) for process in processes)
+    assert [process.returncode for process in processes] == [0, 0], err + other_err
+    assert other == ""
+    together = json.loads(out)
+    assert run([*arguments.split(), "--accumulate", "2", "--run", str(tmp_path / "one")]) == 0
+    alone = json.loads((tmp_path / "one" / "training.json").read_text())["summary"]
+    assert together["steps"] == alone["steps"], (together, alone)
+    assert together["best_step"] == alone["best_step"], (together, alone)
+    for name in ("adapter_model.safetensors", f"heads/{alone['head']}/head.safetensors"):
+        one, two = (load_file(tmp_path / folder / name) for folder in ("one", "two"))
+        for key, value in one.items():
+            torch.testing.assert_close(value, two[key], rtol=1e-3, atol=2e-5)

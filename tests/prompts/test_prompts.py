@@ -1,0 +1,682 @@
+"""Prompt templates: what they render to, and what is refused."""
+
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from identities import IDENTITY
+
+import llmcond
+from llmcond.cli import run
+from llmcond.config import bundled_names
+from llmcond.data.datasets import read_dataset
+from llmcond.data.rows import Rows
+from llmcond.encoders.models import INSTRUCT
+from llmcond.encoders.spec import EncoderIdentity, EncoderInput
+from llmcond.errors import UserError
+from llmcond.features.view import View
+from llmcond.prompts import Part, Prompt, load_prompt, prompt_from_json
+from llmcond.prompts.inputs import (
+    SplitInputs,
+    check_inputs_differ,
+    find_row,
+    given_conditions,
+    row_inputs,
+    same_inputs,
+)
+
+SENTENCE, CONDITION = "Two men ride.", "the number of people"
+TEMPLATE = """
+description = "d"
+source = "s"
+[conditional]
+instruction = "Given {condition}"
+text = "{sentence}"
+[unconditional]
+text = "{condition}"
+"""
+
+
+def load(tmp_path: Path, text: str) -> Prompt:
+    path = tmp_path / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    return load_prompt(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "conditional", "unconditional"),
+    [
+        (
+            "cond",
+            (
+                "Retrieve semantically similar texts to the Condition, given the Sentence: "
+                "Two men ride.",
+                "the number of people",
+            ),
+            (
+                "Retrieve semantically similar texts to a given Sentence",
+                "the number of people",
+            ),
+        ),
+        (
+            "sent",
+            (
+                "Retrieve semantically similar texts to the Sentence, given the Condition: "
+                "the number of people",
+                "Two men ride.",
+            ),
+            (
+                "Retrieve semantically similar texts to a given Sentence",
+                "the number of people",
+            ),
+        ),
+        (
+            "concat-cond-sent",
+            ("", "the number of people Two men ride."),
+            ("", "the number of people"),
+        ),
+        (
+            "concat-sent-cond",
+            ("", "Two men ride. the number of people"),
+            ("", "the number of people"),
+        ),
+    ],
+)
+def test_bundled_prompts_render_the_wording_of_case(
+    name: str, conditional: tuple[str, str], unconditional: tuple[str, str]
+):
+    prompt = load_prompt(name)
+    assert prompt.conditional.render(SENTENCE, CONDITION) == EncoderInput(*conditional)
+    assert prompt.unconditional.render(SENTENCE, CONDITION) == EncoderInput(*unconditional)
+
+
+PLAIN = IDENTITY
+INSTRUCTED = replace(PLAIN, instruction_format="{instruction} {text}", special_tokens="{text} </s>")
+
+
+@pytest.mark.parametrize(
+    ("name", "encoder", "obstacle"),
+    [
+        ("cond", PLAIN, "takes none"),
+        ("sent", PLAIN, "takes none"),
+        ("cond", INSTRUCTED, ""),
+        ("concat-cond-sent", PLAIN, ""),
+        ("concat-sent-cond", INSTRUCTED, ""),
+        ("pair-cond", PLAIN, ""),
+        ("pair-sent", PLAIN, ""),
+        ("pair-cond", INSTRUCTED, "reads one text only"),
+        ("pair-cond", replace(PLAIN, pooling="cls"), "--pooling mean"),
+        ("pair-cond", replace(PLAIN, pooling="last"), ""),
+    ],
+)
+def test_a_prompt_knows_which_encoders_can_take_it(
+    name: str, encoder: EncoderIdentity, obstacle: str
+):
+    found = load_prompt(name).obstacle(encoder)
+    assert (obstacle in found) if obstacle else found == ""
+
+
+def test_a_context_on_one_side_only_is_refused(tmp_path: Path):
+    path = tmp_path / "half.toml"
+    path.write_text(
+        'description = "d"\nsource = "s"\n[conditional]\ncontext = "{sentence}"\n'
+        'text = "{condition}"\n[unconditional]\ntext = "{condition}"\n'
+    )
+    with pytest.raises(UserError, match='context = "" reads nothing before'):
+        load_prompt(str(path))
+
+
+@pytest.mark.parametrize("part", [Part("{condition}", "Embed"), Part("{condition}", context="")])
+def test_an_unconditional_part_alone_can_be_an_obstacle(part: Part):
+    prompt = Prompt("d", "s", Part("{sentence} {condition}"), part)
+    assert prompt.obstacle(replace(PLAIN, pooling="cls", instruction_format=""))
+
+
+def test_pair_prompts_put_one_text_into_the_context():
+    prompt = load_prompt("pair-cond")
+    rendered = prompt.conditional.render(SENTENCE, CONDITION)
+    assert rendered == EncoderInput("", CONDITION, context=SENTENCE)
+    # An empty context is not none: both vectors are pooled over the condition's own tokens.
+    unconditional = prompt.unconditional.render(SENTENCE, CONDITION)
+    assert unconditional == EncoderInput("", CONDITION, context="")
+
+
+def test_a_context_changes_the_digest_and_none_does_not():
+    plain = Prompt("d", "s", Part("{sentence} {condition}"), Part("{condition}"))
+    empty = replace(plain, unconditional=Part("{condition}", context=""))
+    assert plain.digest != empty.digest
+    recorded = prompt_from_json(plain.to_json(), "run.json")
+    assert recorded.digest == plain.digest
+    # As it was recorded before there were contexts.
+    old = json.loads(json.dumps(plain.to_json()))
+    for part in ("conditional", "unconditional"):
+        del old[part]["context"]
+    assert prompt_from_json(old, "run.json") == plain
+
+
+def test_instruction_and_context_exclude_each_other(tmp_path: Path):
+    path = tmp_path / "both.toml"
+    path.write_text(
+        'description = "d"\nsource = "s"\n[conditional]\ninstruction = "{sentence}"\n'
+        'context = "{sentence}"\ntext = "{condition}"\n[unconditional]\ntext = "{condition}"\n'
+    )
+    with pytest.raises(UserError, match="both an instruction and a context"):
+        load_prompt(str(path))
+
+
+@given(st.text(), st.text())
+def test_texts_are_put_in_untouched_whatever_braces_they_hold(sentence: str, condition: str):
+    part = Part(text="{condition}|{sentence}", instruction="I: {sentence}")
+    expected = EncoderInput(f"I: {sentence}", f"{condition}|{sentence}")
+    assert part.render(sentence, condition) == expected
+
+
+def test_placeholders_inside_a_sentence_are_text():
+    rendered = load_prompt("cond").conditional.render("a {condition} {{b}} {", "{sentence}")
+    assert rendered.instruction.endswith("given the Sentence: a {condition} {{b}} {")
+    assert rendered.text == "{sentence}"
+
+
+def test_doubled_braces_in_a_template_are_single_braces_of_text(tmp_path: Path):
+    prompt = load(tmp_path, TEMPLATE.replace('"{sentence}"', '"{{x}} {sentence}"'))
+    assert prompt.conditional.render("s", "c").text == "{x} s"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("{sentence}", "{sentense}", ["{sentense}", "Did you mean 'sentence'", "{condition}"]),
+        ("{sentence}", "{}", ["unknown placeholder {}"]),
+        ("{sentence}", "{0}", ["unknown placeholder {0}"]),
+        ("{sentence}", "{sentence.upper}", ["unknown placeholder {sentence.upper}"]),
+        ("{sentence}", "{sentence[0]}", ["unknown placeholder {sentence[0]}"]),
+        ("Given {condition}", "Given {x}", ["[conditional] instruction", "{x}"]),
+        ('"{sentence}"', '"no place"', ["[conditional] lacks the placeholder {sentence}"]),
+        ("{sentence}", "it", ["[conditional] lacks the placeholder {sentence}", "separate"]),
+        ('"{condition}"', '"{condition} {sentence}"', ["names {condition} and {sentence}"]),
+        ('"{condition}"', '"nothing"', ["[unconditional] names none", "exactly one"]),
+        ("{sentence}", "{sentence", ["[conditional] text", "{{ and }}"]),
+        ("{sentence}", "sentence}", ["[conditional] text", "{{ and }}"]),
+        ('text = "{condition}"', 'text = " "', ["[unconditional] text is empty"]),
+        (
+            'instruction = "Given {condition}"\ntext = "{sentence}"',
+            'instruction = "{sentence} {condition}"\ntext = ""',
+            ["[conditional] text is empty"],
+        ),
+        ('source = "s"', 'sauce = "s"', ["missing key 'source'", "unknown key 'sauce'"]),
+        ('description = "d"', "", ["missing key 'description'"]),
+        ('description = "d"', "description = 1", ["'description' is 1", "string"]),
+        (
+            "[unconditional]\n",
+            '[unconditional]\ntxt = ""\n',
+            ["unknown key 'unconditional.txt'", "Did you mean 'text'", "text, instruction"],
+        ),
+        ('text = "{condition}"', "", ["missing key 'unconditional.text'"]),
+        ('source = "s"', 'source = "s"\nname = "n"', ["'name'", "named by its file"]),
+    ],
+)
+def test_a_faulty_template_is_refused_with_its_place(
+    tmp_path: Path, old: str, new: str, words: list[str]
+):
+    assert old in TEMPLATE
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, TEMPLATE.replace(old, new))
+    message = str(caught.value)
+    assert message.startswith(str(tmp_path / "mine.toml"))
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "placeholder", ["{sentence!r}", "{sentence:>10}", "{sentence:{condition}}"]
+)
+def test_a_conversion_or_format_spec_is_refused_as_it_was_written(tmp_path: Path, placeholder: str):
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, TEMPLATE.replace("{sentence}", placeholder))
+    assert placeholder in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("Given {condition}", "Given: {condition}"),
+        ('"{sentence}"', '"{sentence}."'),
+        ('"{condition}"', '"{condition}."'),
+        ("[unconditional]\n", '[unconditional]\ninstruction = "I"\n'),
+    ],
+)
+def test_the_digest_changes_with_every_string_that_is_encoded(tmp_path: Path, old: str, new: str):
+    assert load(tmp_path, TEMPLATE).digest != load(tmp_path, TEMPLATE.replace(old, new)).digest
+
+
+def test_the_digest_tells_an_instruction_from_a_text():
+    both, swapped = Part("a", "b"), Part("b", "a")
+    assert Prompt("d", "s", both, both).digest != Prompt("d", "s", swapped, swapped).digest
+
+
+def test_the_digest_stays_with_another_description_source_and_name():
+    prompt = load_prompt("cond")
+    renamed = replace(prompt, name="n", description="d", source="s")
+    assert renamed.digest == prompt.digest
+
+
+@pytest.mark.parametrize("name", bundled_names("prompts"))
+def test_a_record_gives_the_prompt_back(name: str):
+    prompt = load_prompt(name)
+    assert prompt_from_json(prompt.to_json(), "manifest.json") == prompt
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"conditional": {"text": "{sentence} {condition}", "instruction": ""}}, "digest"),
+        ({"unconditional": {"text": "{sentence}", "instruction": ""}}, "digest"),
+        ({"digest": "0" * 32}, "digest"),
+        ({"digest": None}, "digest"),
+        ({"colour": "red"}, "unknown key 'colour'"),
+        ({"unconditional": {"text": "{word}", "instruction": ""}}, "unknown placeholder"),
+    ],
+)
+def test_a_changed_record_is_refused(change: dict[str, object], words: str):
+    record = {**load_prompt("cond").to_json(), **change}
+    with pytest.raises(UserError, match=words) as caught:
+        prompt_from_json(record, "manifest.json")
+    assert str(caught.value).startswith("manifest.json")
+
+
+def test_a_template_that_encodes_both_apart_is_separate(tmp_path: Path):
+    joint = load(tmp_path, TEMPLATE)
+    apart = load(tmp_path, TEMPLATE.replace("Given {condition}", "Given"))
+    assert (joint.separate, apart.separate) == (False, True)
+    assert load_prompt("separate").separate
+    joint = [load_prompt(name) for name in bundled_names("prompts")]
+    assert all(prompt.of_condition for prompt in joint if prompt.control != "left-out")
+
+
+# -- the bundled templates ---------------------------------------------------------------------
+
+#: What every bundled template makes of SENTENCE and CONDITION: of an instruction or a context, and
+#: a text; conditional, then unconditional.
+QUESTION = f"What is {CONDITION}?"
+RENDERED = {
+    "concat-sent-question": (f"{SENTENCE} {QUESTION}", QUESTION),
+    "concat-question-sent": (f"{QUESTION} {SENTENCE}", QUESTION),
+    "pair-question": ((SENTENCE, QUESTION), ("", QUESTION)),
+    "eol": (
+        f'This sentence: "{SENTENCE}" means in one word regarding {CONDITION}:"',
+        f'This sentence means in one word regarding {CONDITION}:"',
+    ),
+    "eol-question": (
+        f'This sentence: "{SENTENCE}" {QUESTION} The answer in one word:"',
+        f'{QUESTION} The answer in one word:"',
+    ),
+    "question-cond": (
+        (f"Answer the question, given the Sentence: {SENTENCE}", QUESTION),
+        ("Answer the question about a given Sentence", QUESTION),
+    ),
+    "question-sent": (
+        (f"Answer the question about the Sentence: {QUESTION}", SENTENCE),
+        ("Answer the question about a given Sentence", QUESTION),
+    ),
+    "sts-sent": (
+        (f"Retrieve semantically similar text, with regard to {CONDITION}.", SENTENCE),
+        ("Retrieve semantically similar text.", CONDITION),
+    ),
+    "sts-concat": (
+        ("Retrieve semantically similar text.", f"{SENTENCE} {CONDITION}"),
+        ("Retrieve semantically similar text.", CONDITION),
+    ),
+    "sts-gemma": (
+        (f"sentence similarity, with regard to {CONDITION}", SENTENCE),
+        ("sentence similarity", CONDITION),
+    ),
+    "retrieval-cond": (
+        (
+            "Given a web search query, retrieve relevant passages that answer the query for the "
+            f"Sentence: {SENTENCE}",
+            CONDITION,
+        ),
+        ("Given a web search query, retrieve relevant passages that answer the query", CONDITION),
+    ),
+    "retrieval-question": (
+        (
+            "Given a question, retrieve passages that answer the question for the Sentence: "
+            f"{SENTENCE}",
+            QUESTION,
+        ),
+        ("Given a question, retrieve passages that answer the question", QUESTION),
+    ),
+    "control-no-condition": (SENTENCE, SENTENCE),
+    "control-shuffled": (f"{SENTENCE} {CONDITION}", CONDITION),
+}
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_bundled_templates_render_as_they_are_meant(name: str):
+    prompt = load_prompt(name)
+    for part, expected in zip(
+        (prompt.conditional, prompt.unconditional), RENDERED[name], strict=True
+    ):
+        first, text = ("", expected) if isinstance(expected, str) else expected
+        rendered = part.render(SENTENCE, CONDITION)
+        assert (rendered.context or rendered.instruction, rendered.text) == (first, text)
+
+
+def test_an_encoder_without_instructions_has_templates_enough_and_others_have_more():
+    prompts = [load_prompt(name) for name in bundled_names("prompts")]
+    joint = [prompt for prompt in prompts if not prompt.separate and prompt.control is None]
+    assert len([prompt for prompt in joint if not prompt.obstacle(PLAIN)]) >= 8
+    instructed = replace(INSTRUCTED, instruction_format=INSTRUCT)
+    needing = [p for p in joint if p.conditional.instruction and not p.obstacle(instructed)]
+    assert len(needing) >= 8
+    assert len({prompt.digest for prompt in prompts}) == len(prompts)
+    assert all(prompt.description and prompt.source for prompt in prompts)
+
+
+@pytest.mark.parametrize("name", bundled_names("prompts"))
+def test_no_bundled_template_makes_two_conditions_of_the_sample_the_same(name: str):
+    for rows in read_dataset(None).splits.values():
+        assert same_inputs(rows, load_prompt(name)) is None
+
+
+# -- controls ----------------------------------------------------------------------------------
+
+LEFT_OUT, SHUFFLED = load_prompt("control-no-condition"), load_prompt("control-shuffled")
+LEFT_OUT_TEMPLATE = """
+description = "d"
+source = "s"
+control = "left-out"
+[conditional]
+text = "{sentence}"
+[unconditional]
+text = "{sentence}"
+"""
+
+
+def rows_of(texts: list[tuple[str, str, str]], first: int = 1) -> Rows:
+    columns = [list(column) for column in zip(*texts, strict=True)]
+    numbers = np.arange(first, first + len(texts))
+    return Rows(*columns, rating=np.full(len(texts), 0.5), number=numbers, file="rows.csv")
+
+
+def test_a_control_without_the_condition_is_joint_with_nothing_to_subtract():
+    assert (LEFT_OUT.separate, LEFT_OUT.of_condition, LEFT_OUT.subtractable) == (False,) * 3
+    assert (SHUFFLED.separate, SHUFFLED.of_condition, SHUFFLED.subtractable) == (False, True, True)
+    read = []
+    for subtract in (True, False):
+        view = View((LEFT_OUT,), subtract)
+        found = view.sentence(lambda prompt, part: read.append(part) or np.ones((2, 3)))
+        assert not view.subtracts
+        np.testing.assert_array_equal(found, np.ones((2, 3)))
+    assert read == ["conditional"] * 2
+    with pytest.raises(UserError, match="encodes no condition by itself"):
+        View((LEFT_OUT,), conditioned=True)
+    beside = View((load_prompt("concat-sent-cond"), LEFT_OUT))
+    assert beside.subtracts
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("{sentence}", "{condition}", ["names {condition}", "{sentence} alone"]),
+        ('"{sentence}"\n[', '"{sentence} {condition}"\n[', ["names {condition} and {sentence}"]),
+        ("{sentence}", "it", ["names none"]),
+        ('"{sentence}"\n[', '"of {sentence}"\n[', ["nothing is subtracted", "same as [condit"]),
+        ("left-out", "left", ["'control' is 'left'", "'left-out' or 'shuffled'"]),
+        ("[conditional]", '[conditional]\ncontrol = "shuffled"', ["'conditional.control'"]),
+    ],
+)
+def test_a_faulty_control_is_refused_with_its_place(
+    tmp_path: Path, old: str, new: str, words: list[str]
+):
+    assert old in LEFT_OUT_TEMPLATE
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, LEFT_OUT_TEMPLATE.replace(old, new))
+    message = str(caught.value)
+    assert message.startswith(str(tmp_path / "mine.toml"))
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_a_control_may_have_a_context_or_an_instruction_of_its_own(tmp_path: Path):
+    text = LEFT_OUT_TEMPLATE.replace("text =", 'instruction = "Embed"\ntext =')
+    assert load(tmp_path, text).obstacle(PLAIN)
+    apart = TEMPLATE.replace("Given {condition}", "").replace(
+        "source", 'control = "shuffled"\nsource'
+    )
+    assert load(tmp_path, apart).separate
+
+
+def test_a_control_changes_the_digest_and_none_leaves_it_as_it_was():
+    # As runs of before there were controls have recorded it.
+    assert load_prompt("concat-sent-cond").digest == "e0f2ba61c6d7b327559b7947fc3474f3"
+    assert load_prompt("pair-cond").digest == "2a78c9f6453f0b131d14efbd8ad22cee"
+    plain = replace(SHUFFLED, control=None)
+    assert plain.digest == load_prompt("concat-sent-cond").digest
+    assert len({plain.digest, SHUFFLED.digest, replace(SHUFFLED, control="left-out").digest}) == 3
+    assert "control" not in plain.to_json()
+    assert prompt_from_json(plain.to_json(), "run.json").control is None
+    assert prompt_from_json(SHUFFLED.to_json(), "run.json") == SHUFFLED
+    changed = {**SHUFFLED.to_json(), "control": None}
+    with pytest.raises(UserError, match="digest"):
+        prompt_from_json(changed, "run.json")
+
+
+def kind(condition: str) -> str:
+    return " ".join(condition.casefold().split())
+
+
+texts = st.sampled_from(["a", "b c", "B  c", "d", "A ", "ſ", "s"])
+
+
+@given(st.lists(st.tuples(texts, texts, texts), min_size=1, max_size=12), st.randoms())
+def test_shuffled_rows_get_a_condition_of_another_row_that_is_not_their_own(
+    made: list[tuple[str, str, str]], shuffler: random.Random
+):
+    rows = rows_of(made)
+    if len({kind(text) for text in rows.condition}) == 1:
+        with pytest.raises(UserError, match="another row, and all"):
+            given_conditions(rows, SHUFFLED)
+        return
+    given_ = given_conditions(rows, SHUFFLED)
+    assert len(given_) == len(rows)
+    assert set(given_) <= set(rows.condition)
+    assert all(kind(own) != kind(other) for own, other in zip(rows.condition, given_, strict=True))
+    assert given_conditions(rows, SHUFFLED) == given_
+    assert given_conditions(rows, replace(SHUFFLED, control=None)) is rows.condition
+    # Not by the order of rows: a file sorted in another way has the same control.
+    order = list(range(len(made)))
+    shuffler.shuffle(order)
+    moved = given_conditions(rows_of([made[i] for i in order]), SHUFFLED)
+    assert moved == [given_[i] for i in order]
+
+
+def test_conditions_are_drawn_as_often_as_they_occur():
+    frequent = [(f"s{i}", f"t{i}", "the place" if i % 4 else f"c{i % 20}") for i in range(4_000)]
+    rows = rows_of(frequent)
+    given_ = given_conditions(rows, SHUFFLED)
+    drawn = Counter(
+        other for own, other in zip(rows.condition, given_, strict=True) if own != "the place"
+    )
+    # 3,000 of the 3,800 rows that have another condition are about the place.
+    assert drawn["the place"] / drawn.total() == pytest.approx(3_000 / 3_800, abs=0.05)
+    others = Counter(other for other in given_ if other != "the place")
+    assert max(others.values()) < 1.25 * min(others.values())
+
+
+def test_the_draw_stays_from_one_version_to_the_next():
+    rows = read_dataset(None).splits["train"]
+    # Features are stored under the prompt's digest: with another draw they would be mixed up.
+    assert given_conditions(rows, SHUFFLED)[:3] == [
+        "what colour someone is wearing",
+        "the activity",
+        "the location",
+    ]
+
+
+def test_both_sentences_of_a_row_get_the_same_wrong_condition_within_their_split():
+    splits = list(read_dataset(None).splits.values())
+    listed = list(SplitInputs(splits, SHUFFLED))
+    assert len(listed) == len(SplitInputs(splits, SHUFFLED)) == 4 * sum(map(len, splits))
+    expected = []
+    for rows in splits:
+        made = row_inputs(rows, SHUFFLED)
+        assert made.first_unconditional == made.second_unconditional
+        own = load_prompt("concat-sent-cond")
+        assert all(a != b for a, b in zip(made.first, row_inputs(rows, own).first, strict=True))
+        expected += zip(
+            made.first, made.first_unconditional, made.second, made.second_unconditional,
+            strict=True,
+        )  # fmt: skip
+    assert listed == [item for row in expected for item in row]
+    position = find_row(splits[1], SHUFFLED, listed[4 * len(splits[0]) + 4 * 7])
+    assert position == 7
+
+
+def test_a_single_condition_cannot_be_shuffled():
+    rows = rows_of([("a", "b", "the place"), ("c", "d", "The  place")])
+    with pytest.raises(UserError, match=r"control-shuffled .* all 2 rows of a split of rows\.csv"):
+        SplitInputs([rows], SHUFFLED)
+    assert len(list(SplitInputs([rows], LEFT_OUT))) == 8
+
+
+@pytest.fixture
+def controls_run(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """A run with both controls, and a head fitted on one."""
+    folder = str(tmp_path / "run")
+    manifest = json.loads((tiny_run / "run.json").read_text())
+    command = ["extract", "--model", manifest["encoder"]["model"], "--run", folder]
+    command += ["--data", manifest["data"]["source"], "--dtype", "float32", "--device", "cpu"]
+    command += ["--prompt", SHUFFLED.name, LEFT_OUT.name, "concat-sent-cond"]
+    assert run(command) == 0
+    fit = ["fit-head", "--head", "linear", "--set", "epochs=2", "--run", folder]
+    assert run([*fit, "--prompt", SHUFFLED.name]) == 0
+    capsys.readouterr()
+    return folder
+
+
+def test_controls_are_compared_like_any_other(
+    controls_run: str, capsys: pytest.CaptureFixture[str], small_rows: list[tuple]
+):
+    assert run(["evaluate", "--run", controls_run, "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    shown = {row["name"]: row for row in results}
+    assert shown["linear@control-shuffled"]["subtract"]
+    assert not shown["none@control-no-condition"]["subtract"]
+    # Both rows of a pair get the same text, so the same similarity.
+    assert run(["evaluate", "--run", controls_run, "--predictions", "p.csv", "--json"]) == 0
+    capsys.readouterr()
+    lines = [line.split(",") for line in Path("p.csv").read_text().splitlines()]
+    column = lines[0].index("none@control-no-condition")
+    own = lines[0].index("none@concat-sent-cond")
+    pairs: dict[tuple[str, ...], set[str]] = {}
+    for line in lines[1:]:
+        pairs.setdefault(tuple(line[1:3]), set()).add(line[column])
+    assert all(len(values) == 1 for values in pairs.values())
+    assert any(a[own] != b[own] for a, b in zip(lines[1::2], lines[2::2], strict=True))
+
+
+@pytest.fixture(autouse=True)
+def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "control-shuffled"),
+        ({"head": "none", "prompt": "control-shuffled"}, "control-shuffled"),
+        ({"head": "none", "prompt": "control-no-condition"}, "control-no-condition"),
+    ],
+)
+def test_controls_are_refused_for_texts_before_the_encoder_is_looked_for(
+    controls_run: str,
+    options: dict[str, str],
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def unreachable(*_: object) -> None:
+        raise AssertionError("the encoder was looked for")
+
+    monkeypatch.setattr("llmcond.runs.Run.resolve_encoder", unreachable)
+    message = f"the prompt {name} is a control, for comparing only: "
+    with pytest.raises(UserError, match=message):
+        llmcond.load_embedder(controls_run, **options)
+    given_ = [text for key, value in options.items() for text in (f"--{key}", value)]
+    command = ["similarity", "a", "b", "--condition", "c", "--run", controls_run, *given_]
+    assert run(command) == 2
+    Path("texts.csv").write_text("sentence\ntwo men\n")
+    command = ["embed", "texts.csv", "--out", "v.npy", "--condition", "c", "--run", controls_run]
+    assert run([*command, *given_]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert len(errors) == 2
+    assert all(message in line for line in errors)
+    assert not Path("v.npy").exists()
+
+
+def test_the_advice_of_a_refused_control_is_accepted(controls_run: str):
+    embedder = llmcond.load_embedder(
+        controls_run, head="none", prompt="concat-sent-cond", device="cpu"
+    )
+    assert embedder.encode(["two men"], "the place").shape == (1, 32)
+    with pytest.raises(UserError, match="for comparing only"):
+        replace(embedder, view=View((SHUFFLED,))).encode(["two men"], "the place")
+
+
+# -- templates that lose the condition ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "rows", "found"),
+    [
+        # The border between both texts is lost: "red" and "red hat" are two conditions.
+        (
+            "{condition} {sentence}",
+            [("hat is worn", "hat fits", "red"), ("is worn", "fits", "red hat")],
+            (5, 6),
+        ),
+        (
+            "{sentence}{condition}",
+            [("a", "b", "x"), ("a", "b", "y"), ("a ", "b ", "c"), ("a", "b", " c")],
+            (7, 8),
+        ),
+        # One sentence alone does not make rows the same.
+        ("{condition} {sentence}", [("b c", "s", "a"), ("c", "s", "a b")], None),
+        # Repeated rows are no collision, nor are conditions of other sentences.
+        ("{condition} {sentence}", [("a", "b", "x"), ("a", "b", "x"), ("c", "b", "y")], None),
+        ("{sentence} {condition}", [("a", "b", "x "), ("a", "b", "x"), ("a", "b", "X")], None),
+    ],
+)
+def test_two_rows_made_the_same_are_found(
+    template: str, rows: list[tuple[str, str, str]], found: tuple[int, int] | None
+):
+    prompt = Prompt("d", "s", Part(template), Part("{condition}"), name="mine")
+    numbered = rows_of(rows, first=5)
+    assert same_inputs(numbered, prompt) == found
+    if found is None:
+        check_inputs_differ(numbered, prompt)
+        return
+    with pytest.raises(UserError) as caught:
+        check_inputs_differ(numbered, prompt)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"the prompt mine makes the same input of row {found[0]} of rows.csv" in message
+    assert f"row {found[1]} of rows.csv" in message
+    second = numbered.condition[found[1] - 5]
+    assert repr(second) in message
+
+
+def test_a_template_made_without_its_check_is_found_and_controls_are_let_be():
+    rows = rows_of([("a", "b", "x"), ("a", "b", "y")])
+    lost = Prompt("d", "s", Part("{sentence}"), Part("{sentence}"), name="lost")
+    assert same_inputs(rows, lost) == (1, 2)
+    assert same_inputs(rows, load_prompt("separate")) is None
+    assert same_inputs(rows, LEFT_OUT) is None
+    assert same_inputs(rows, SHUFFLED) is None

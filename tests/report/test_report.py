@@ -1,0 +1,51 @@
+"""What people see: results and listings as tables."""
+
+import io
+
+from rich.console import Console
+
+from llmcond.report.terminal import listing, results_table
+
+RESULT = {
+    "name": "mlp@concat-sent-cond",
+    "prompt": "concat-sent-cond",
+    "subtract": True,
+    "split": "dev",
+    "n": 1_830,
+    "n_pairs": 985,
+    "n_dropped": 154,
+    "n_compared": 736,
+    "n_tied": 110,
+    "spearman": 0.587,
+    "spearman_ci": [0.555, 0.619],
+    "pearson": None,
+    "pearson_ci": [None, None],
+    "accuracy": 0.821,
+    "accuracy_ci": [0.795, 0.846],
+}
+
+
+def shown(table, width=120):
+    out = io.StringIO()
+    Console(file=out, width=width).print(table)
+    return out.getvalue()
+
+
+def test_a_result_shows_figures_times_100_with_intervals_and_counts():
+    text = " ".join(shown(results_table([RESULT], "runs/x")).split())
+    assert "1,830 rows of 985 sentence pairs, 154 unrated dropped" in text
+    assert "736 comparisons, 110 tied left out" in text
+    assert "mlp concat-sent-cond yes 58.7 [55.5, 61.9] undefined 82.1 [79.5, 84.6]" in text
+
+
+def test_a_name_of_the_users_own_is_shown_whole():
+    assert "mlp@home" in shown(results_table([{**RESULT, "name": "mlp@home"}], "runs/x"))
+
+
+def test_intervals_stay_whole_in_a_narrow_terminal():
+    assert "58.7 [55.5, 61.9]" in shown(results_table([RESULT], "runs/x"), width=90)
+
+
+def test_markup_in_texts_is_text():
+    assert "[red]x[/red]" in shown(listing([{"name": "[red]x[/red]"}]))
+    assert "runs/[/x]" in shown(results_table([RESULT], "runs/[/x]"))

@@ -1,0 +1,57 @@
+"""The wheel carries all it needs: prompts, heads and the sample, away from the repository."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel's content, as pip installs it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", folder / "site", wheel], check=True)
+    return folder / "site"
+
+
+def run_there(installed: Path, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=installed.parent,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout
+
+
+def test_it_is_the_installed_package_that_answers(installed):
+    where = run_there(installed, "-c", "import llmcond; print(llmcond.__file__)")
+    assert Path(where.strip()).is_relative_to(installed)
+
+
+@pytest.mark.parametrize("kind", ["prompts", "heads"])
+def test_bundled_files_are_those_of_the_repository(installed, kind):
+    listed = json.loads(run_there(installed, "-m", "llmcond", kind, "--json"))[kind]
+    assert {row["name"] for row in listed} == {path.stem for path in (ROOT / kind).glob("*.toml")}
+    for path in (ROOT / kind).glob("*.toml"):
+        shipped = installed / "llmcond" / "_bundled" / kind / path.name
+        assert shipped.read_bytes() == path.read_bytes()
+
+
+def test_the_sample_is_there(installed):
+    code = (
+        "from llmcond.data.datasets import read_dataset\n"
+        "print(sum(len(rows) for rows in read_dataset(None).splits.values()))"
+    )
+    assert int(run_there(installed, "-c", code)) >= 1_200
