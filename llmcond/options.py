@@ -20,6 +20,7 @@ class Option:
         flag: the flag's name where it is not the field's; ``""`` for a positional argument.
         parse: from the text of the command line to the value; None: by the type.
         group: heading that the flag stands under in help texts.
+        repeat: whether a sequence's flag takes one value and may be repeated.
     """
 
     help: str
@@ -27,6 +28,7 @@ class Option:
     flag: str | None = None
     parse: Callable[[str], Any] | None = None
     group: str = ""
+    repeat: bool = False
 
 
 def option(
@@ -37,6 +39,7 @@ def option(
     flag: str | None = None,
     parse: Callable[[str], Any] | None = None,
     group: str = "",
+    repeat: bool = False,
 ) -> Any:
     """Return a dataclass field that is also a flag of the command line.
 
@@ -44,7 +47,7 @@ def option(
     ``--x`` and ``--no-x``, a sequence takes several values, ``Path`` and numbers are parsed.
     Arguments are those of :class:`Option`; without a default the flag is required.
     """
-    told = Option(help, metavar, flag, parse, group)
+    told = Option(help, metavar, flag, parse, group, repeat)
     return dataclasses.field(default=default, metadata={_KEY: told})
 
 

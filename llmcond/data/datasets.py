@@ -128,10 +128,11 @@ def sample_folder() -> Path:
 
 
 def read_dataset(
-    source: str | None,
+    source: Any,
     columns: Columns = Columns(),
     scale: RatingScale = RatingScale(),
     seed: int = 0,
+    extra: Sequence[str] = (),
 ) -> Dataset:
     """Read a file or a folder of splits; None is the bundled sample.
 
@@ -141,26 +142,29 @@ def read_dataset(
 
     Args:
         source: a .csv, .tsv, .jsonl or .parquet file; a folder with train, dev (or validation)
-            and test files; or either as ``hf://datasets/...``.
+            and test files; either as ``hf://datasets/...``; or rows in memory: a pandas or Arrow
+            table or a sequence of mappings, or one for each split by its name.
         columns: the columns' names.
         scale: the range of the ratings.
         seed: decides which pairs go where.
+        extra: further columns of text to read.
 
     Raises:
         UserError: nothing there, a missing column, an empty file, or a row that is wrong.
     """
     scale.check()
-    opened = open_source(source or str(sample_folder()))
+    opened = open_source(str(sample_folder()) if source is None else source)
     if opened.splits is None:
-        rows = _read_rows(opened, opened.files, columns, scale)
+        rows = _read_rows(opened, opened.files, columns, scale, extra)
         splits = split_by_pair(rows, FRACTIONS, seed)
         notes: tuple[str, ...] = (f"one file, split by sentence pair with seed {seed}",)
     else:
         splits = {
-            name: _read_rows(opened, files, columns, scale) for name, files in opened.splits.items()
+            name: _read_rows(opened, files, columns, scale, extra)
+            for name, files in opened.splits.items()
         }
-        splits, notes = _complete(splits, source, seed)
-    return Dataset(splits, source or "sample", columns, scale, seed, notes)
+        splits, notes = _complete(splits, opened.name, seed)
+    return Dataset(splits, "sample" if source is None else opened.name, columns, scale, seed, notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +176,14 @@ class DataOptions:
         columns: None: the default names, or those of the run.
         scale: None: 1 to 5, or that of the run.
         split_seed: decides how a single file is split. None: 0, or that of the run.
+        extra: further columns of text to read.
     """
 
-    source: str | None = None
+    source: Any = None
     columns: Columns | None = None
     scale: RatingScale | None = None
     split_seed: int | None = None
+    extra: tuple[str, ...] = ()
 
     def read(self) -> Dataset:
         """Read and split the rows."""
@@ -186,19 +192,23 @@ class DataOptions:
             self.columns or Columns(),
             self.scale or RatingScale(),
             self.split_seed or 0,
+            self.extra,
         )
 
     def like(self, columns: Columns, scale: RatingScale, split_seed: int) -> DataOptions:
         """Return the options with what was not given taken from how other rows were read."""
         seed = split_seed if self.split_seed is None else self.split_seed
-        return DataOptions(self.source, self.columns or columns, self.scale or scale, seed)
+        return replace(
+            self, columns=self.columns or columns, scale=self.scale or scale, split_seed=seed
+        )
 
 
 def read_rows(
-    source: str,
+    source: Any,
     split: str | None = None,
     columns: Columns = Columns(),
     scale: RatingScale = RatingScale(),
+    extra: Sequence[str] = (),
 ) -> tuple[Rows, str]:
     """Read the rows of a single file, all of them, or of one split of a folder.
 
@@ -212,15 +222,15 @@ def read_rows(
     scale.check()
     opened = open_source(source)
     if opened.splits is None:
-        return _read_rows(opened, opened.files, columns, scale), split or "test"
+        return _read_rows(opened, opened.files, columns, scale, extra), split or "test"
     wanted = split or ("test" if "test" in opened.splits else "dev")
     if wanted not in opened.splits:
-        raise UserError(f"{source} has no {wanted} file; it has {', '.join(opened.splits)}.")
-    return _read_rows(opened, opened.splits[wanted], columns, scale), wanted
+        raise UserError(f"{opened.name} has no {wanted} file; it has {', '.join(opened.splits)}.")
+    return _read_rows(opened, opened.splits[wanted], columns, scale, extra), wanted
 
 
 def _complete(
-    splits: dict[str, Rows], source: str | None, seed: int
+    splits: dict[str, Rows], source: str, seed: int
 ) -> tuple[dict[str, Rows], tuple[str, ...]]:
     if "train" not in splits:
         raise UserError(f"{source} has no train file; it has {', '.join(splits)}.")
@@ -232,26 +242,34 @@ def _complete(
     return {name: complete[name] for name in SPLITS if name in complete}, (note,)
 
 
-def _read_rows(source: Source, files: Sequence[str], columns: Columns, scale: RatingScale) -> Rows:
-    wanted = asdict(columns)
+def _read_rows(
+    source: Source,
+    files: Sequence[str],
+    columns: Columns,
+    scale: RatingScale,
+    extra: Sequence[str],
+) -> Rows:
+    wanted = {**asdict(columns), **{name: name for name in extra}}
     found = [_read_file(source, file, wanted, scale) for file in files]
+    if len(found) == 1:
+        return found[0]
+    texts = {name: [text for rows in found for text in rows.texts[name]] for name in found[0].texts}
     merged = Rows(
-        sentence1=[text for rows in found for text in rows.sentence1],
-        sentence2=[text for rows in found for text in rows.sentence2],
-        condition=[text for rows in found for text in rows.condition],
+        sentence1=texts.pop("sentence1"),
+        sentence2=texts.pop("sentence2"),
+        condition=texts.pop("condition"),
         rating=np.concatenate([rows.rating for rows in found]),
         number=np.concatenate([rows.number for rows in found]),
         file=found[0].file,
+        extra=texts,
     )
-    if len(found) == 1:
-        return merged
     # Shards count as one file, cut into pieces.
     return replace(merged, number=np.arange(1, len(merged) + 1), file=without_shard(merged.file))
 
 
 def _read_file(source: Source, file: str, wanted: dict[str, str], scale: RatingScale) -> Rows:
     name = Path(file).name
-    texts: dict[str, list[str]] = {key: [] for key in ("sentence1", "sentence2", "condition")}
+    texts: dict[str, list[str]] = {key: [] for key in wanted if key != "label"}
     ratings: list[float] = []
     problems = Problems(name)
     for number, record in enumerate(read_records(source, file, list(wanted.values())), 1):
@@ -263,7 +281,10 @@ def _read_file(source: Source, file: str, wanted: dict[str, str], scale: RatingS
             problems.add(number, f"{wanted['label']} {error}")
     problems.raise_if_any()
     return Rows(
-        **texts,
+        sentence1=texts.pop("sentence1"),
+        sentence2=texts.pop("sentence2"),
+        condition=texts.pop("condition"),
+        extra=texts,
         rating=np.array(ratings, dtype=np.float64),
         number=np.arange(1, len(ratings) + 1),
         file=name,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import PurePosixPath
 from typing import IO, Any
@@ -37,19 +38,61 @@ class Source:
         filesystem: the fsspec file system that opens the files.
         files: all files.
         splits: files by split for a folder; None for a single file.
+        tables: rows in memory, by what takes the place of a file's name.
     """
 
     name: str
     filesystem: Any
     files: Sequence[str]
     splits: Mapping[str, Sequence[str]] | None
+    tables: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
 
 
-def open_source(name: str) -> Source:
-    """Find the files that ``name`` stands for.
+#: What messages call rows that came from no file.
+IN_MEMORY = "rows in memory"
+
+
+def _open_tables(given: Any) -> Source:
+    """Take rows in memory: a table, or one for each split by its name."""
+    if isinstance(given, Mapping) and given and set(given) <= set(_SPLIT_NAMES):
+        named = {_SPLIT_NAMES[name]: table for name, table in given.items()}
+    else:
+        named = {IN_MEMORY: given}
+    tables = {name: _records(table) for name, table in named.items()}
+    splits = None if IN_MEMORY in tables else {name: [name] for name in tables}
+    return Source(IN_MEMORY, None, list(tables), splits, tables)
+
+
+def _records(table: Any) -> Sequence[Mapping[str, Any]]:
+    """Return the rows of a pandas or Arrow table, of columns by name, or of a sequence.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    if hasattr(table, "to_pylist"):  # Arrow
+        rows: Any = table.to_pylist()
+    elif hasattr(table, "to_dict"):  # pandas
+        rows = table.to_dict("records")
+    elif isinstance(table, Mapping):
+        lengths = {len(column) for column in table.values()}
+        if len(lengths) > 1:
+            raise UserError(f"columns in memory have {sorted(lengths)} rows; they must be as many.")
+        rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
+    else:
+        rows = table
+    if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
+        raise UserError(
+            f"data is {type(table).__name__}; expected a path, a pandas or Arrow table, columns by "
+            "name, or a list of dictionaries."
+        )
+    return rows
+
+
+def open_source(given: Any) -> Source:
+    """Find the files that a name stands for, or take rows in memory.
 
     Args:
-        name: a path, or ``hf://datasets/OWNER/NAME[@REVISION][/PATH]``.
+        given: a path, ``hf://datasets/OWNER/NAME[@REVISION][/PATH]``, or rows in memory.
 
     Raises:
         UserError: nothing there, a file of another kind, or a folder without split files.
@@ -57,6 +100,9 @@ def open_source(name: str) -> Source:
     """
     import fsspec
 
+    if not isinstance(given, (str, os.PathLike)):
+        return _open_tables(given)
+    name = os.fspath(given)
     try:
         filesystem, path = fsspec.core.url_to_fs(name)
         info = filesystem.info(path)
@@ -134,6 +180,9 @@ def read_records(source: Source, file: str, columns: Sequence[str]) -> Iterator[
     Raises:
         UserError: an empty file, a missing column, text that is not UTF-8, a malformed row.
     """
+    if file in source.tables:
+        yield from _read_memory(source.tables[file], columns)
+        return
     name = PurePosixPath(file).name
     readers = {
         ".csv": _read_csv,
@@ -160,6 +209,16 @@ def read_records(source: Source, file: str, columns: Sequence[str]) -> Iterator[
         raise _unreachable(name, error) from error
     if empty:
         raise UserError(f"{name} is empty: it has no rows.")
+
+
+def _read_memory(
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    if not rows:
+        raise UserError(f"{IN_MEMORY}: there are no rows.")
+    for row in rows:
+        _check_columns(IN_MEMORY, list(row), columns)
+        yield dict(row)
 
 
 def _check_columns(name: str, got: Sequence[str], columns: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ class Rows:
         rating: (n,) float64 on 0 to 1; NaN where the row is unrated or ill-defined.
         number: (n,) the row's number in its file, from 1.
         file: the name of the file they came from.
+        extra: further columns of text by name, for templates that name them.
+        conditioned: whether the first and the second sentence are encoded under the condition.
     """
 
     sentence1: Sequence[str]
@@ -35,6 +37,8 @@ class Rows:
     rating: NDArray[np.float64]
     number: NDArray[np.int64]
     file: str
+    extra: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    conditioned: tuple[bool, bool] = (True, True)
 
     def __len__(self) -> int:
         return len(self.rating)
@@ -67,7 +71,15 @@ class Rows:
             rating=self.rating[positions],
             number=self.number[positions],
             file=self.file,
+            extra={name: [texts[i] for i in positions] for name, texts in self.extra.items()},
+            conditioned=self.conditioned,
         )
+
+    @property
+    def texts(self) -> dict[str, Sequence[str]]:
+        """Return the columns of text by name: both sentences, the condition, further ones."""
+        own = {"sentence1": self.sentence1, "sentence2": self.sentence2}
+        return {**own, "condition": self.condition, **self.extra}
 
     def describe(self, position: int) -> str:
         """Name the row at a position for a message: ``row 17 of train.csv``."""
@@ -81,7 +93,7 @@ def _unordered(first: str, second: str) -> tuple[str, str]:
 def rows_digest(rows: Rows) -> str:
     """Identify rows by their texts and ratings, in their order."""
     ratings = [None if np.isnan(r) else float(r) for r in rows.rating]
-    columns = [list(rows.sentence1), list(rows.sentence2), list(rows.condition), ratings]
+    columns = [*(list(texts) for texts in rows.texts.values()), ratings]
     return digest_bytes(json.dumps(columns).encode(), size=16).hex()
 
 
@@ -125,9 +137,7 @@ def save_rows(path: Path, splits: Mapping[str, Rows]) -> None:
                 "split": [name] * len(rows),
                 "file": [rows.file] * len(rows),
                 "number": rows.number,
-                "sentence1": list(rows.sentence1),
-                "sentence2": list(rows.sentence2),
-                "condition": list(rows.condition),
+                **{name: list(texts) for name, texts in rows.texts.items()},
                 "rating": rows.rating,
             }
         )
@@ -136,8 +146,15 @@ def save_rows(path: Path, splits: Mapping[str, Rows]) -> None:
     pq.write_table(pa.concat_tables(tables), path)
 
 
-def load_rows(path: Path) -> dict[str, Rows]:
+_COLUMNS = ("split", "file", "number", "sentence1", "sentence2", "condition", "rating")
+
+
+def load_rows(path: Path, conditioned: tuple[bool, bool] = (True, True)) -> dict[str, Rows]:
     """Return the rows that :func:`save_rows` wrote, by split.
+
+    Args:
+        path: the file.
+        conditioned: as the task has it; see :class:`Rows`.
 
     Raises:
         UserError: the file is gone or damaged.
@@ -156,17 +173,11 @@ def load_rows(path: Path) -> dict[str, Rows]:
         rating=table["rating"].to_numpy(),
         number=table["number"].to_numpy(),
         file="",
+        extra={name: columns[name] for name in columns if name not in _COLUMNS},
+        conditioned=conditioned,
     )
     found: dict[str, Rows] = {}
     for name in dict.fromkeys(columns["split"]):
         positions = np.flatnonzero(split == name)
-        part = everything.take(positions)
-        found[name] = Rows(
-            part.sentence1,
-            part.sentence2,
-            part.condition,
-            part.rating,
-            part.number,
-            columns["file"][positions[0]],
-        )
+        found[name] = replace(everything.take(positions), file=columns["file"][positions[0]])
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -11,7 +11,7 @@ from llmcond.data.rows import Rows
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
 from llmcond.files import digest_text
-from llmcond.prompts import Prompt
+from llmcond.prompts.template import Part, Prompt
 
 #: Of the draw that gives each row another row's condition. Another seed would give other inputs
 #: under the same digest of the prompt.
@@ -35,25 +35,56 @@ class SplitInputs(Collection[EncoderInput]):
         """Take the rows, each split by itself.
 
         Raises:
-            UserError: as :func:`given_conditions`.
+            UserError: as :func:`given_conditions`, or a column that the template names is missing.
         """
-        self._splits = [(rows, given_conditions(rows, prompt)) for rows in splits]
-        self._prompt = prompt
+        self._splits = [(rows, _renderers(rows, prompt)) for rows in splits]
 
     def __iter__(self) -> Iterator[EncoderInput]:
         # Row by row, so that inputs which begin alike stand near each other.
-        for rows, conditions in self._splits:
-            texts = zip(rows.sentence1, rows.sentence2, conditions, strict=True)
-            for first, second, condition in texts:
-                for sentence in (first, second):
-                    yield self._prompt.conditional.render(sentence, condition)
-                    yield self._prompt.unconditional.render(sentence, condition)
+        for rows, renderers in self._splits:
+            for position in range(len(rows)):
+                for conditional, unconditional in renderers:
+                    yield conditional(position)
+                    yield unconditional(position)
 
     def __len__(self) -> int:
         return 4 * sum(len(rows) for rows, _ in self._splits)
 
     def __contains__(self, item: object) -> bool:
         return any(item == own for own in self)
+
+
+_Render = Callable[[int], EncoderInput]
+
+
+def _renderers(rows: Rows, prompt: Prompt) -> list[tuple[_Render, _Render]]:
+    """Return, for each of both sentences, what renders a row's two inputs by its position.
+
+    A sentence that has no condition is rendered by the template's plain part, and has nothing
+    that is subtracted: both of its inputs are the same.
+    """
+    missing = [name for name in prompt.fields if name not in rows.extra]
+    if missing:
+        raise UserError(
+            f"the prompt {prompt.name} names the column {missing[0]!r}, which the rows of "
+            f"{rows.file} were not read with. Extract it into a new --run."
+        )
+    conditions = given_conditions(rows, prompt)
+    plain = prompt.plain or Part("{sentence}")
+
+    def renderer(part: Part, texts: Sequence[str]) -> _Render:
+        if not prompt.fields:
+            return lambda i: part.render(texts[i], conditions[i])
+        columns = {name: rows.extra[name] for name in prompt.fields}
+        return lambda i: part.render(
+            texts[i], conditions[i], {name: column[i] for name, column in columns.items()}
+        )
+
+    found = []
+    for texts, conditioned in zip((rows.sentence1, rows.sentence2), rows.conditioned, strict=True):
+        parts = (prompt.conditional, prompt.unconditional) if conditioned else (plain, plain)
+        found.append((renderer(parts[0], texts), renderer(parts[1], texts)))
+    return found
 
 
 def given_conditions(rows: Rows, prompt: Prompt) -> Sequence[str]:
@@ -102,14 +133,13 @@ def row_inputs(rows: Rows, prompt: Prompt) -> RowInputs:
     Raises:
         UserError: as :func:`given_conditions`.
     """
-    conditions = given_conditions(rows, prompt)
-    first = list(zip(rows.sentence1, conditions, strict=True))
-    second = list(zip(rows.sentence2, conditions, strict=True))
+    (first, first_unconditional), (second, second_unconditional) = _renderers(rows, prompt)
+    places = range(len(rows))
     return RowInputs(
-        first=[prompt.conditional.render(*texts) for texts in first],
-        second=[prompt.conditional.render(*texts) for texts in second],
-        first_unconditional=[prompt.unconditional.render(*texts) for texts in first],
-        second_unconditional=[prompt.unconditional.render(*texts) for texts in second],
+        first=[first(i) for i in places],
+        second=[second(i) for i in places],
+        first_unconditional=[first_unconditional(i) for i in places],
+        second_unconditional=[second_unconditional(i) for i in places],
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
 from llmcond.prompts import Prompt
-from llmcond.prompts.inputs import given_conditions
+from llmcond.prompts.inputs import given_conditions, row_inputs
 
 if TYPE_CHECKING:
     from llmcond.data.datasets import Dataset
@@ -49,7 +49,7 @@ def prompt_on_row(
     split, position = _find_row(dataset, split, number)
     rows = dataset.splits[split]
     condition = given_conditions(rows, prompt)[position]
-    items = _row_items(prompt, (rows.sentence1[position], rows.sentence2[position]), condition)
+    items = _row_items(prompt, rows, position)
     read = _as_read([item for _, _, item in items], resolved) if resolved else [{}] * len(items)
     return {
         "prompt": prompt.name,
@@ -60,9 +60,7 @@ def prompt_on_row(
         "split": split,
         "file": rows.file,
         "row": int(rows.number[position]),
-        "sentence1": rows.sentence1[position],
-        "sentence2": rows.sentence2[position],
-        "condition": rows.condition[position],
+        **{name: texts[position] for name, texts in rows.texts.items()},
         "given_condition": condition,
         "encoder": _encoder_facts(resolved) if resolved else None,
         "inputs": [
@@ -110,19 +108,22 @@ def _position(rows: Rows, number: int) -> int | None:
 
 
 def _row_items(
-    prompt: Prompt, sentences: tuple[str, str], condition: str
+    prompt: Prompt, rows: Rows, position: int
 ) -> list[tuple[str, int | None, EncoderInput]]:
-    """Return what of a template each input is, of which sentence, and the input."""
+    """Return each input of a row: the template's part, which sentence, and the input."""
+    inputs = row_inputs(rows, prompt)
+    conditional = [inputs.first[position], inputs.second[position]]
     items: list[tuple[str, int | None, EncoderInput]] = [
-        ("conditional", number, prompt.conditional.render(sentence, condition))
-        for number, sentence in enumerate(sentences, 1)
+        ("conditional" if rows.conditioned[number - 1] else "plain", number, item)
+        for number, item in enumerate(conditional, 1)
     ]
     if not prompt.subtractable:
         return items
-    unconditional = [prompt.unconditional.render(sentence, condition) for sentence in sentences]
+    unconditional = [inputs.first_unconditional[position], inputs.second_unconditional[position]]
     if prompt.of_condition:
         return [*items, ("unconditional", None, unconditional[0])]
-    return [*items, *(("unconditional", n, item) for n, item in enumerate(unconditional, 1))]
+    given = [n for n in (1, 2) if rows.conditioned[n - 1]]
+    return [*items, *(("unconditional", n, unconditional[n - 1]) for n in given)]
 
 
 def _encoder_facts(resolved: ResolvedEncoder) -> dict[str, Any]:

@@ -8,8 +8,10 @@ it (CASE, section 3.1, equation 1). Sentences are put in as text: braces in them
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from string import Formatter
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from llmcond.config import STRICT, build, find_toml, read_toml
@@ -45,9 +47,11 @@ class Part:
         found = {"instruction": self.instruction, "text": self.text}
         return found if self.context is None else {**found, "context": self.context}
 
-    def render(self, sentence: str, condition: str) -> EncoderInput:
-        """Return the encoder input with both texts put in."""
-        values = {"sentence": sentence, "condition": condition}
+    def render(
+        self, sentence: str, condition: str, extra: Mapping[str, str] = MappingProxyType({})
+    ) -> EncoderInput:
+        """Return the encoder input with the texts put in; ``extra`` is for further placeholders."""
+        values = {"sentence": sentence, "condition": condition, **extra}
         return EncoderInput(**{key: fill(text, values) for key, text in self.templates.items()})
 
 
@@ -67,6 +71,9 @@ class Prompt:
             subtracted then, as e(c) would bring the condition in again, and any constant would be
             one more choice; ``unconditional`` repeats ``conditional``. ``shuffled``: every row
             gets the condition of another row; see :mod:`llmcond.prompts.inputs`.
+        fields: columns of the data, besides sentence and condition, that are placeholders too.
+        plain: the input of a text that has no condition, in tasks where only one side has one;
+            None: the text as it is.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
@@ -76,6 +83,8 @@ class Prompt:
     conditional: Part
     unconditional: Part
     control: Control | None = None
+    fields: tuple[str, ...] = ()
+    plain: Part | None = None
     name: str = field(default="", kw_only=True)
 
     @property
@@ -97,7 +106,10 @@ class Prompt:
     @property
     def digest(self) -> str:
         """Identify everything in the template that changes an encoder's input."""
-        parts = (self.conditional, self.unconditional)
+        parts: tuple[Part, ...] = (self.conditional, self.unconditional)
+        if self.plain is not None:
+            parts = (*parts, self.plain)
+            return digest_text(*(json.dumps(part.templates) for part in parts))
         if self.control is not None:
             return digest_text(self.control, *(json.dumps(part.templates) for part in parts))
         if all(part.context is None for part in parts):
@@ -126,9 +138,12 @@ class Prompt:
     def to_json(self) -> dict[str, Any]:
         """Return the template with its digest, as manifests record it."""
         values = {**asdict(self), "digest": self.digest}
-        if self.control is None:
-            del values["control"]  # as records of before there were controls
-        return values
+        # As records had it before there were these keys.
+        return {
+            key: value
+            for key, value in values.items()
+            if key not in ("control", "fields", "plain") or value
+        }
 
 
 def prompt_from_json(values: dict[str, Any], source: str) -> Prompt:
@@ -161,8 +176,14 @@ def load_prompt(name_or_file: str) -> Prompt:
 
 
 def _check(prompt: Prompt, source: str) -> None:
-    conditional = _placeholders(prompt.conditional, f"{source}: [conditional]")
-    unconditional = _placeholders(prompt.unconditional, f"{source}: [unconditional]")
+    known = (*PLACEHOLDERS, *prompt.fields)
+    conditional = _placeholders(prompt.conditional, f"{source}: [conditional]", known)
+    unconditional = _placeholders(prompt.unconditional, f"{source}: [unconditional]", known)
+    if prompt.plain is not None and "condition" in _placeholders(
+        prompt.plain, f"{source}: [plain]", known
+    ):
+        raise UserError(f"{source}: [plain] names {{condition}}, which such texts do not have.")
+    conditional, unconditional = conditional & set(PLACEHOLDERS), unconditional & set(PLACEHOLDERS)
     if prompt.control == "left-out":
         _check_left_out(prompt, conditional | unconditional, source)
         return
@@ -202,7 +223,7 @@ def _check_left_out(prompt: Prompt, placeholders: set[str], source: str) -> None
         )
 
 
-def _placeholders(part: Part, source: str) -> set[str]:
+def _placeholders(part: Part, source: str, known: Sequence[str]) -> set[str]:
     found: set[str] = set()
     for key, template in part.templates.items():
         try:
@@ -214,7 +235,7 @@ def _placeholders(part: Part, source: str) -> set[str]:
         for _, name, spec, conversion in fields:
             if name is None:
                 continue
-            if name in PLACEHOLDERS and (spec or conversion):
+            if name in known and (spec or conversion):
                 written = (
                     name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
                 )
@@ -222,10 +243,12 @@ def _placeholders(part: Part, source: str) -> set[str]:
                     f"{source} {key} has {{{written}}}, but texts are put in as they are; write "
                     f"{{{name}}}."
                 )
-            if name not in PLACEHOLDERS:
+            if name not in known:
+                legal = ", ".join(f"{{{one}}}" for one in known)
                 raise UserError(
                     f"{source} {key} has the unknown placeholder {{{name}}}. "
-                    f"{nearest(name, PLACEHOLDERS)} Legal: {{sentence}}, {{condition}}."
+                    f"{nearest(name, known)} Legal: {legal}. Other columns of the data are named "
+                    'first: fields = ["COLUMN"].'
                 )
             found.add(name)
     if part.instruction and part.context is not None:

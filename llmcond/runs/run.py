@@ -18,15 +18,16 @@ from filelock import FileLock
 
 from llmcond.config import bundled_names, check_name
 from llmcond.data.datasets import Columns, Dataset, RatingScale
+from llmcond.data.rows import Rows, load_rows, save_rows
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
 from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full, nearest
 from llmcond.features.store import FeatureStore, StoreDtype
+from llmcond.features.view import View
 from llmcond.files import check_format, read_json, replacing, write_json
 from llmcond.heads import FittedHead, load_head
 from llmcond.prompts import Prompt, prompt_from_json
 from llmcond.runs.provenance import provenance
-from llmcond.data.rows import Rows, load_rows, save_rows
-from llmcond.features.view import View
+from llmcond.tasks import Task, find_task
 
 FORMAT = 1
 #: What ``run.json`` calls an encoder that lies in the run's own folder, wherever that is.
@@ -139,6 +140,16 @@ class Run:
     # -- rows ----------------------------------------------------------------------------------
 
     @property
+    def task(self) -> Task:
+        """Return the run's task.
+
+        Raises:
+            UserError: it is code of a user's own, which was not named.
+        """
+        name = self.manifest.get("task", "csts")  # of before there were others
+        return find_task(name, f"the run {self.folder}")
+
+    @property
     def splits(self) -> list[str]:
         """Return the names of the run's splits."""
         return list(self.manifest["data"]["rows"])
@@ -160,7 +171,7 @@ class Run:
             UserError: the run has no such split.
         """
         if self._rows is None:
-            self._rows = load_rows(self.folder / "rows.parquet")
+            self._rows = load_rows(self.folder / "rows.parquet", self.task.conditioned)
         if split not in self._rows:
             raise UserError(f"{self.folder} has no {split} split; it has {', '.join(self.splits)}.")
         return self._rows[split]
@@ -379,7 +390,12 @@ def run_exists(folder: Path) -> bool:
 
 
 def create_run(
-    folder: Path, model: str, resolved: ResolvedEncoder, dataset: Dataset, store_dtype: StoreDtype
+    folder: Path,
+    model: str,
+    resolved: ResolvedEncoder,
+    dataset: Dataset,
+    store_dtype: StoreDtype,
+    task: str = "csts",
 ) -> Run:
     """Make a run folder, complete from the moment it is there.
 
@@ -388,7 +404,7 @@ def create_run(
         UserError: the folder cannot be written.
         DiskFullError: no room.
     """
-    manifest = _manifest(where_model(model, resolved), resolved, dataset, store_dtype)
+    manifest = _manifest(where_model(model, resolved), resolved, dataset, store_dtype, task)
     temporary: Path | None = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -411,7 +427,11 @@ def create_run(
 
 
 def complete_run(
-    folder: Path, resolved: ResolvedEncoder, dataset: Dataset, store_dtype: StoreDtype
+    folder: Path,
+    resolved: ResolvedEncoder,
+    dataset: Dataset,
+    store_dtype: StoreDtype,
+    task: str = "csts",
 ) -> Run:
     """Make a run of the folder that holds its encoder; ``run.json`` comes last.
 
@@ -419,7 +439,7 @@ def complete_run(
         UserError: the folder cannot be written.
         DiskFullError: no room.
     """
-    manifest = _manifest(HERE, resolved, dataset, store_dtype)
+    manifest = _manifest(HERE, resolved, dataset, store_dtype, task)
     with replacing(folder / "rows.parquet") as path:
         save_rows(path, dataset.splits)
     write_json(folder / "run.json", manifest)
@@ -427,12 +447,13 @@ def complete_run(
 
 
 def _manifest(
-    model: str, resolved: ResolvedEncoder, dataset: Dataset, store_dtype: StoreDtype
+    model: str, resolved: ResolvedEncoder, dataset: Dataset, store_dtype: StoreDtype, task: str
 ) -> dict[str, Any]:
     identity = resolved.identity
     commit = identity.weights.partition("@")[2] if identity.weights.startswith("hub:") else None
     return {
         "format": FORMAT,
+        "task": task,
         "encoder": {
             "name": resolved.checkpoint.name,
             "model": model,

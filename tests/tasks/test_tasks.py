@@ -1,0 +1,158 @@
+"""Tasks decide how rows are read and which texts stand under a condition."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmcond import plugins
+from llmcond.data.datasets import DataOptions
+from llmcond.data.rows import load_rows, save_rows
+from llmcond.encoders.spec import EncoderInput
+from llmcond.errors import UserError
+from llmcond.prompts import load_prompt
+from llmcond.prompts.inputs import SplitInputs, row_inputs
+from llmcond.tasks import find_task
+
+ANSWERS = """
+from llmcond.data.datasets import Columns, RatingScale
+from llmcond.tasks import Task
+
+
+class Answers(Task):
+    columns = Columns(
+        sentence1="question", sentence2="answer", condition="topic", label="relevance"
+    )
+    scale = RatingScale(low=0, high=1, unrated=-1)
+    conditioned = (True, False)
+    metrics = ("accuracy",)
+"""
+
+ROWS = [
+    {"question": f"q{i}", "answer": f"a{i}", "topic": "rain", "relevance": i % 2, "note": f"n{i}"}
+    for i in range(8)
+]
+
+
+@pytest.fixture
+def answers(tmp_path: Path) -> str:
+    (tmp_path / "my_task.py").write_text(ANSWERS)
+    return f"{tmp_path}/my_task.py:Answers"
+
+
+def test_the_default_task_reads_the_bundled_sample():
+    dataset = find_task("csts").read(DataOptions())
+    assert dataset.source == "sample"
+    assert dataset.splits["train"].conditioned == (True, True)
+
+
+def test_a_task_of_ones_own_reads_its_columns_and_scale(answers):
+    task = find_task(answers)
+    assert task.name == "my_task.py:Answers"
+    dataset = task.read(DataOptions(ROWS))
+    rows = dataset.splits["train"]
+    assert dataset.source == "rows in memory"
+    assert set(rows.sentence1) < {row["question"] for row in ROWS}
+    assert set(rows.rating) <= {0.0, 1.0}
+    assert rows.conditioned == (True, False)
+
+
+def test_a_text_without_a_condition_is_rendered_as_it_is_and_has_nothing_subtracted(answers):
+    rows = find_task(answers).read(DataOptions(ROWS)).splits["train"]
+    inputs = row_inputs(rows, load_prompt("concat-sent-cond"))
+    assert inputs.second == [EncoderInput("", text) for text in rows.sentence2]
+    assert inputs.second_unconditional == inputs.second
+    assert all("rain" in item.text for item in inputs.first)
+    every = set(SplitInputs([rows], load_prompt("concat-sent-cond")))
+    assert every == {*inputs.first, *inputs.first_unconditional, *inputs.second}
+
+
+def test_a_template_may_render_such_texts_in_words_of_its_own(answers, tmp_path):
+    bundled = (Path(__file__).parents[2] / "prompts" / "concat-sent-cond.toml").read_text()
+    (tmp_path / "t.toml").write_text(f'{bundled}\n[plain]\ntext = "Answer: {{sentence}}"\n')
+    rows = find_task(answers).read(DataOptions(ROWS)).splits["train"]
+    prompt = load_prompt(str(tmp_path / "t.toml"))
+    assert row_inputs(rows, prompt).second[0].text == f"Answer: {rows.sentence2[0]}"
+    assert prompt.digest != load_prompt("concat-sent-cond").digest
+    (tmp_path / "t.toml").write_text(f'{bundled}\n[plain]\ntext = "{{condition}}"\n')
+    with pytest.raises(UserError, match="plain"):
+        load_prompt(str(tmp_path / "t.toml"))
+
+
+def test_templates_name_further_columns(answers, tmp_path):
+    (tmp_path / "t.toml").write_text(
+        'description = "d"\nsource = "s"\nfields = ["note"]\n'
+        '[conditional]\ntext = "{sentence} ({note}) {condition}"\n'
+        '[unconditional]\ntext = "{condition}"\n'
+    )
+    prompt = load_prompt(str(tmp_path / "t.toml"))
+    task = find_task(answers)
+    rows = task.read(DataOptions(ROWS, extra=prompt.fields)).splits["train"]
+    save_rows(tmp_path / "rows.parquet", {"train": rows})
+    again = load_rows(tmp_path / "rows.parquet", task.conditioned)["train"]
+    for own in (rows, again):
+        number = own.sentence1[0].removeprefix("q")
+        assert row_inputs(own, prompt).first[0].text == f"q{number} (n{number}) rain"
+    with pytest.raises(UserError, match="'note'.*not read"):
+        row_inputs(task.read(DataOptions(ROWS)).splits["train"], prompt)
+    (tmp_path / "t.toml").write_text((tmp_path / "t.toml").read_text().replace("{note}", "{nite}"))
+    with pytest.raises(UserError, match=r"nite.*note.*fields"):
+        load_prompt(str(tmp_path / "t.toml"))
+
+
+@pytest.mark.parametrize("shape", ["list", "columns", "arrow", "splits"])
+def test_rows_in_memory_are_rows(shape):
+    import pyarrow as pa
+
+    names = ("sentence1", "sentence2", "condition", "label")
+    rows = [dict(zip(names, (f"a{i}", f"b{i}", "c", 1 + i % 5), strict=True)) for i in range(10)]
+    given = {
+        "list": rows,
+        "columns": {name: [row[name] for row in rows] for name in names},
+        "arrow": pa.Table.from_pylist(rows),
+        "splits": {"train": rows[:6], "validation": rows[6:8], "test": rows[8:]},
+    }[shape]
+    dataset = DataOptions(given).read()
+    texts = [text for split in dataset.splits.values() for text in split.sentence1]
+    assert sorted(texts) == sorted(row["sentence1"] for row in rows)
+    if shape == "splits":
+        assert [len(split) for split in dataset.splits.values()] == [6, 2, 2]
+        assert np.allclose(dataset.splits["train"].rating, [0, 0.25, 0.5, 0.75, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (7, "int; expected a path"),
+        ([1, 2], "list; expected a path"),
+        ([], "there are no rows"),
+        ([{"sentence1": "a"}], "no column 'sentence2'"),
+        ({"sentence1": ["a"], "sentence2": []}, r"\[0, 1\] rows"),
+    ],
+)
+def test_what_is_no_table_is_refused(given, words):
+    with pytest.raises(UserError, match=words):
+        DataOptions(given).read()
+
+
+def test_a_record_alone_never_runs_code(answers, monkeypatch):
+    monkeypatch.setattr(plugins, "_REGISTERED", {})
+    with pytest.raises(UserError, match="--plugin"):
+        find_task("my_task.py:Answers", "the run r")
+    find_task(answers)
+    assert find_task("my_task.py:Answers", "the run r").metrics == ("accuracy",)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("kitchen", "there is no task 'kitchen'"),
+        ("missing.py:Task", "does not exist"),
+        ("json:loads", "is no task"),
+        ("json:nothing", "has no 'nothing'"),
+        (":x", "names no code"),
+    ],
+)
+def test_a_wrong_name_is_refused(name, words):
+    with pytest.raises(UserError, match=words):
+        find_task(name)
