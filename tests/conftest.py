@@ -10,8 +10,6 @@ import pytest
 
 from llmcond.encoders.encoder import Encoder, load_encoder
 
-ROOT = Path(__file__).resolve().parent.parent
-
 WORDS = (
     "a the two three men women children dogs ride play read sit walk in on at park beach kitchen "
     "street red blue green hat coat morning night happy sad rain sun colour number of people "

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from conftest import ROOT
+from helpers.paths import ROOT
 
 from llmcond.config import STRICT, build, bundled_names, find_toml, read_toml
 from llmcond.errors import UserError

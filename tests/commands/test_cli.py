@@ -8,12 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import checkpoints
 import lance
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers import checkpoints
+from helpers.commands import ok, refused
 
 import llmcond
 import llmcond.config
@@ -42,25 +43,6 @@ def own_run(tiny_run: Path, tmp_path: Path) -> Path:
 def tiny(tiny_run: Path) -> str:
     """The folder of the checkpoint that the tiny run was made with."""
     return str(json.loads((tiny_run / "run.json").read_text())["encoder"]["model"])
-
-
-def ok(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
-    """Run a command that must succeed with --json, and return its one object."""
-    assert run([str(argument) for argument in arguments] + ["--json"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    return json.loads(out)
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """Run a command that must be refused as wrong input, and return its one line."""
-    assert run([str(argument) for argument in arguments]) == 2
-    captured = capsys.readouterr()
-    lines = [line for line in captured.err.splitlines() if line.startswith("llmcond: error: ")]
-    assert captured.out == ""
-    assert len(lines) == 1
-    assert "Traceback" not in captured.err
-    return lines[0].removeprefix("llmcond: error: ")
 
 
 # -- the whole way -----------------------------------------------------------------------------

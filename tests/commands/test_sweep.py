@@ -17,8 +17,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_cli import ok, refused
-from test_report import shown
+from helpers.commands import ok, refused
+from helpers.terminal import shown
 
 import llmcond.config
 from llmcond.cli import run

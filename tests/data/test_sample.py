@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from helpers.paths import ROOT
 from scipy.stats import spearmanr
 
 from llmcond.data.datasets import Dataset, read_dataset

@@ -10,11 +10,11 @@ import json
 import shutil
 from pathlib import Path
 
-import checkpoints
 import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
+from helpers import checkpoints
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import nn

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from identities import IDENTITY
+from helpers.identities import IDENTITY
 from safetensors.torch import load_file, save_file
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve

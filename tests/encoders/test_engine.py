@@ -2,16 +2,16 @@
 
 import random
 import threading
-from dataclasses import dataclass, field
 from itertools import pairwise
 
-import checkpoints
 import numpy as np
 import pytest
 import torch
+from helpers import checkpoints
+from helpers.cases import CASES, MAX_LENGTH, TASKS, WORDS, mix
+from helpers.kernels import kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_attention import kernel
 from torch import nn
 from transformers import AttentionInterface, BertConfig
 from transformers.activations import ACT2FN
@@ -24,64 +24,6 @@ from llmcond.errors import LlmcondError
 
 # What is this small is done before a second thread has woken up.
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-WORDS = " ".join(checkpoints.CORPUS).split()
-TASKS = ["", "", "classification", "given the Sentence: two dogs run over wet grass"]
-MAX_LENGTH = 96
-
-
-@dataclass(frozen=True)
-class Case:
-    """A tiny checkpoint, and how it is used.
-
-    ``like`` is a known model, ``config`` changes its config.json, and ``window`` is what inputs may
-    have at most to be packed: 0 where none is.
-    """
-
-    kind: str
-    like: str | None = None
-    made: dict = field(default_factory=dict)
-    options: dict = field(default_factory=dict)
-    config: dict = field(default_factory=dict)
-    shares: bool = False
-    window: int = MAX_LENGTH
-
-
-CASES = {
-    "sfr": Case(
-        "mistral",
-        "Salesforce/SFR-Embedding-Mistral",
-        {"head": True, "end": False},
-        shares=True,
-    ),
-    "e5-mistral": Case("mistral", "intfloat/e5-mistral-7b-instruct", shares=True),
-    "gte-qwen2": Case("gte-qwen2", "Alibaba-NLP/gte-Qwen2-7B-instruct"),
-    "qwen3": Case("qwen", "Qwen/Qwen3-Embedding-0.6B", shares=True),
-    # Its window of 8 is too narrow to try packing out.
-    "gemma": Case("gemma", "google/embeddinggemma-300m", window=0),
-    "gemma-wider": Case(
-        "gemma", "google/embeddinggemma-300m", config={"sliding_window": 40}, window=10
-    ),
-    "e5-xlm-r": Case("xlm-r", "intfloat/multilingual-e5-large-instruct"),
-    "bge-m3": Case("xlm-r", "BAAI/bge-m3", {"pooling": "cls"}),
-    "simcse-roberta": Case("simcse-roberta", "princeton-nlp/sup-simcse-roberta-large"),
-    "simcse-bert": Case("simcse-bert", "princeton-nlp/sup-simcse-bert-base-uncased"),
-    "simcse-bert-cls": Case(
-        "simcse-bert", "princeton-nlp/sup-simcse-bert-base-uncased", options={"pooling": "cls"}
-    ),
-    "nv-embed": Case("nv-embed"),
-    "nv-embed-unfolded": Case("nv-embed", options={"fold_latents": False}),
-    "causal-mean": Case("mistral", options={"pooling": "mean", "attention": "causal"}),
-    "roberta-mean": Case("simcse-roberta", options={"pooling": "mean"}),
-    "text-only": Case(
-        "xlm-r",
-        options={
-            "pooling": "mean",
-            "pool_over": "text",
-            "instruction_format": "{instruction}: {text} (end)",
-        },
-    ),
-}
 
 
 def near(vectors, expected):
@@ -144,21 +86,6 @@ def at_budget(encoder, budget, items):
 def computed_alone(encoder, encoded):
     """Return the tokens that inputs have when nothing is filled up and nothing is shared."""
     return int(np.minimum(encoded.n_tokens, encoder.identity.max_length).sum())
-
-
-def mix(encoder, seed, n_inputs=40):
-    """Inputs of one token up to more than fit, some with an instruction, some alike."""
-    chance = random.Random(seed)
-    tasks = TASKS if encoder.identity.instruction_format else [""]
-    items = [EncoderInput("", ""), EncoderInput("", "dogs"), EncoderInput("", "the man " * 80)]
-    if encoder.identity.pool_over == "text":
-        del items[0]
-    for _ in range(n_inputs - len(items)):
-        words = chance.choices(WORDS, k=chance.choice([1, 2, 5, 9, 25]))
-        items.append(EncoderInput(chance.choice(tasks), " ".join(words)))
-    items += chance.choices(items, k=3)
-    chance.shuffle(items)
-    return items
 
 
 # -- packed is padded is alone -----------------------------------------------------------------

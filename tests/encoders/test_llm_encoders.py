@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-import checkpoints
 import huggingface_hub
 import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
+from helpers import checkpoints
 from torch import nn
 from torch.nn import functional
 

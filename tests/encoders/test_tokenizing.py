@@ -9,9 +9,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from helpers.identities import IDENTITY
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from identities import IDENTITY
 from tokenizers import Tokenizer, models, processors
 from transformers import PreTrainedTokenizerFast
 

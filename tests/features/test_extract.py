@@ -9,11 +9,11 @@ import signal
 import threading
 import time
 
-import checkpoints
 import lance
 import numpy as np
 import pytest
 import torch
+from helpers import checkpoints
 from safetensors.torch import load_file, save_file
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve

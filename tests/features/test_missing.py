@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from identities import IDENTITY
+from helpers.identities import IDENTITY
 
 from llmcond.cli import run
 from llmcond.encoders.spec import EncoderInput

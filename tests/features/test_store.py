@@ -13,7 +13,8 @@ import lance
 import numpy as np
 import pytest
 from filelock import FileLock, Timeout
-from identities import IDENTITY
+from helpers.identities import IDENTITY
+from helpers.stored import INPUTS, VECTORS, append
 
 from llmcond.encoders import EncoderInput
 from llmcond.errors import DiskFullError, LlmcondError, UserError
@@ -21,18 +22,6 @@ from llmcond.features import store as store_module
 from llmcond.features.store import FeatureStore
 
 PROCESSES = multiprocessing.get_context("spawn")
-INPUTS = [EncoderInput("", f"text {i}") for i in range(20)]
-VECTORS = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
-
-
-def append(store, chosen=range(20), vectors=VECTORS):
-    chosen = list(chosen)
-    return store.append(
-        [INPUTS[i] for i in chosen],
-        vectors[chosen],
-        np.arange(20, dtype=np.int32)[chosen],
-        (np.arange(20) % 3 == 0)[chosen],
-    )
 
 
 @pytest.fixture

@@ -17,18 +17,18 @@ import numpy as np
 import psutil
 import pyarrow.parquet as pq
 import pytest
-from identities import IDENTITY
+from helpers.commands import ok, refused
+from helpers.identities import IDENTITY
+from helpers.stored import INPUTS, VECTORS, append
 from scipy.stats import spearmanr
-from test_cli import ok, refused
-from test_store import INPUTS, VECTORS, append
 
 import llmcond
 import llmcond.config
+from llmcond import metrics
 from llmcond.arrays import rows_of
 from llmcond.cli import run
 from llmcond.data.datasets import sample_folder
 from llmcond.errors import DiskFullError, UserError
-from llmcond.evaluation import metrics
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import View, view_of
 from llmcond.heads import load_recipe

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from helpers.commands import ok, refused
 from peft import PeftModel
 from safetensors.torch import load_file
-from test_cli import ok, refused
 from transformers import AutoModel
 
 import llmcond

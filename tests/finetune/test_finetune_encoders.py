@@ -6,13 +6,13 @@ import shutil
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-import checkpoints
 import numpy as np
 import pytest
 import torch
+from helpers import checkpoints
+from helpers.cases import CASES, MAX_LENGTH, TASKS, WORDS, Case, mix
 from peft import PeftModel
 from safetensors import safe_open
-from test_engine import CASES, MAX_LENGTH, TASKS, WORDS, Case, mix
 from torch import nn
 from transformers import AutoModel
 

@@ -14,8 +14,8 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pytest
+from helpers.commands import ok, refused
 from huggingface_hub import constants
-from test_cli import ok, refused
 
 import llmcond
 from llmcond.cli import run

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.identities import IDENTITY
 from hypothesis import given
 from hypothesis import strategies as st
-from identities import IDENTITY
 
 import llmcond
 from llmcond.cli import run

@@ -1,8 +1,6 @@
 """What people see: results and listings as tables."""
 
-import io
-
-from rich.console import Console
+from helpers.terminal import shown
 
 from llmcond.report.terminal import listing, results_table
 
@@ -23,12 +21,6 @@ RESULT = {
     "accuracy": 0.821,
     "accuracy_ci": [0.795, 0.846],
 }
-
-
-def shown(table, width=120):
-    out = io.StringIO()
-    Console(file=out, width=width).print(table)
-    return out.getvalue()
 
 
 def test_a_result_shows_figures_times_100_with_intervals_and_counts():

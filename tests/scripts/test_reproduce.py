@@ -6,9 +6,9 @@ import re
 from importlib import import_module
 from types import SimpleNamespace
 
-import checkpoints
 import pytest
-from conftest import ROOT
+from helpers import checkpoints
+from helpers.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

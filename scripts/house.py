@@ -1,0 +1,285 @@
+"""Figures about the code base: sizes, import cycles, and what it costs to add something.
+
+    python scripts/house.py                        # llmcond/
+    python scripts/house.py --against 100d9ab      # before and after, as a Markdown table
+    python scripts/house.py --root path/to/package --json
+
+A cycle is a group of modules that import each other, directly or through others. Imports at the
+top of a module, inside functions and under TYPE_CHECKING are counted apart. What an addition costs
+is the number of shipped files that mention an existing example of its kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+When = Literal["load", "lazy", "typing"]
+Graph = dict[str, set[str]]
+
+#: Names that few modules should need to know.
+WORDS: Final = ("sentence1", "spearman", "pool_over", "add_argument")
+#: What is added, and an example of it that exists.
+EXAMPLES: Final = {
+    "head": "hadamard",
+    "metric": "pearson",
+    "encoder setting": "pool_over",
+    "command": "analyse",
+    "command with its own workflow": "push",
+    "task": "csts",
+}
+#: Files that ship, by their endings.
+_TEXT: Final = {".py", ".toml", ".js", ".css", ".j2", ".md", ".json"}
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function or method: where it is and how many lines it has."""
+
+    place: str
+    lines: int
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    """The figures of one version of a package.
+
+    Attributes:
+        files: number of Python modules.
+        lines: their lines, blank ones and comments included.
+        largest_file: name and lines of the longest module.
+        largest_function: name and lines of the longest function.
+        function_median: median length of a function in lines.
+        function_p90: length that 90 % of the functions do not exceed.
+        cycles_load: import cycles by imports at the top of modules.
+        cycles_lazy: import cycles when imports inside functions count as well.
+        cycles_typing: import cycles when imports under TYPE_CHECKING count as well.
+        mentions: number of modules that mention a word.
+        costs: shipped files that mention an example of what is added.
+    """
+
+    files: int
+    lines: int
+    largest_file: Function
+    largest_function: Function
+    function_median: float
+    function_p90: float
+    cycles_load: list[list[str]]
+    cycles_lazy: list[list[str]]
+    cycles_typing: list[list[str]]
+    mentions: dict[str, int]
+    costs: dict[str, list[str]]
+
+
+def measure(package: Path) -> House:
+    """Return the figures of a package, given its folder.
+
+    Raises:
+        SystemExit: the folder holds no Python modules.
+    """
+    sources = {path: path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py"))}
+    if not sources:
+        raise SystemExit(f"house: {package} holds no Python modules; expected a package's folder.")
+    trees = {module_name(path, package): ast.parse(text) for path, text in sources.items()}
+    functions = [f for name, tree in trees.items() for f in functions_of(name, tree)]
+    lengths = sorted(function.lines for function in functions) or [0]
+    files = [
+        Function(str(path.relative_to(package.parent)), text.count("\n"))
+        for path, text in sources.items()
+    ]
+    edges = {when: Graph() for when in ("load", "lazy", "typing")}
+    for name, tree in trees.items():
+        is_package = (package.parent / Path(*name.split("."))).is_dir()
+        for when, target in imports_of(name, is_package, tree, trees):
+            edges[when].setdefault(name, set()).add(target)
+    return House(
+        files=len(files),
+        lines=sum(file.lines for file in files),
+        largest_file=max(files, key=lambda file: file.lines),
+        largest_function=max(functions, key=lambda f: f.lines, default=Function("", 0)),
+        function_median=statistics.median(lengths),
+        function_p90=lengths[min(len(lengths) - 1, int(0.9 * len(lengths)))],
+        cycles_load=cycles(edges["load"]),
+        cycles_lazy=cycles(edges["load"], edges["lazy"]),
+        cycles_typing=cycles(edges["load"], edges["lazy"], edges["typing"]),
+        mentions={word: sum(mentions(word, text) for text in sources.values()) for word in WORDS},
+        costs={what: files_with(word, package) for what, word in EXAMPLES.items()},
+    )
+
+
+def module_name(path: Path, package: Path) -> str:
+    """Return a module's dotted name; a package is named by its folder."""
+    parts = path.relative_to(package.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def functions_of(module: str, tree: ast.Module) -> Iterator[Function]:
+    """Return the functions and methods of a module, nested ones included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            end = node.end_lineno or node.lineno
+            yield Function(f"{module}.{node.name}", end - node.lineno + 1)
+
+
+def imports_of(
+    module: str, is_package: bool, tree: ast.Module, known: Mapping[str, ast.Module]
+) -> Iterator[tuple[When, str]]:
+    """Return the modules of the same package that a module imports, and when it does."""
+    for when, node in import_nodes(tree, "load"):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            base = node.module or ""
+            if node.level:
+                up = module.split(".")
+                up = up[: len(up) - node.level + is_package]
+                base = ".".join([*up, *([base] if base else [])])
+            whole = [f"{base}.{alias.name}" for alias in node.names]
+            names = [name if name in known else base for name in whole]
+        yield from ((when, name) for name in names if name in known and name != module)
+
+
+def import_nodes(node: ast.AST, when: When) -> Iterator[tuple[When, ast.Import | ast.ImportFrom]]:
+    """Return the import statements below a node, and when each of them runs."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield when, child
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from import_nodes(child, "lazy" if when == "load" else when)
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            yield from import_nodes(ast.Module(child.body, []), "typing")
+            yield from import_nodes(ast.Module(child.orelse, []), when)
+        else:
+            yield from import_nodes(child, when)
+
+
+def cycles(*graphs: Graph) -> list[list[str]]:
+    """Return the groups of modules that reach each other, by the edges of all graphs."""
+    edges: Graph = {}
+    for graph in graphs:
+        for name, targets in graph.items():
+            edges.setdefault(name, set()).update(targets)
+    reached = {name: reachable(name, edges) for name in edges}
+    groups = {
+        frozenset(other for other in reached[name] if name in reached.get(other, ()))
+        for name in reached
+        if name in reached[name]
+    }
+    return sorted(sorted(group) for group in groups)
+
+
+def reachable(start: str, edges: Graph) -> set[str]:
+    """Return the modules that are imported from one, directly or not."""
+    found: set[str] = set()
+    ahead = [start]
+    while ahead:
+        new = edges.get(ahead.pop(), set()) - found
+        found |= new
+        ahead += new
+    return found
+
+
+def mentions(word: str, text: str) -> bool:
+    """Return whether a text has a word by itself."""
+    return re.search(rf"\b{re.escape(word)}\b", text) is not None
+
+
+def files_with(word: str, package: Path) -> list[str]:
+    """Return the shipped files that mention a word: the package's, prompts and recipes."""
+    folders = (package, package.parent / "heads", package.parent / "prompts")
+    paths = sorted(p for f in folders for p in f.rglob("*") if p.suffix in _TEXT and p.is_file())
+    return [
+        str(path.relative_to(package.parent))
+        for path in paths
+        if mentions(word, path.stem) or mentions(word, path.read_text(encoding="utf-8"))
+    ]
+
+
+def measure_revision(package: Path, revision: str) -> House:
+    """Return the figures that a package had at a git revision.
+
+    Raises:
+        SystemExit: there is no such revision, or the package was not in it.
+    """
+    git = shutil.which("git") or "git"
+    asked = [git, "-C", str(package.parent), "archive", "--format=tar", revision]
+    done = subprocess.run(asked, capture_output=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"house: {done.stderr.decode().strip()}")
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+            archive.extractall(folder, filter="data")
+        return measure(Path(folder) / package.name)
+
+
+def rows(house: House) -> dict[str, str]:
+    """Return the figures by name, as they are printed."""
+    table = {
+        "files": f"{house.files:,}",
+        "lines": f"{house.lines:,}",
+        "largest file": f"{house.largest_file.lines:,} ({house.largest_file.place})",
+        "largest function": f"{house.largest_function.lines} ({house.largest_function.place})",
+        "function length, median / p90": f"{house.function_median:g} / {house.function_p90:g}",
+    }
+    kinds = {
+        "import cycles": house.cycles_load,
+        "import cycles, lazy imports included": house.cycles_lazy,
+        "import cycles, TYPE_CHECKING included": house.cycles_typing,
+    }
+    for name, found in kinds.items():
+        table[name] = str(len(found)) + "".join(f" ({', '.join(group)})" for group in found[:3])
+    for word, count in house.mentions.items():
+        table[f"modules that mention `{word}`"] = str(count)
+    for what, files in house.costs.items():
+        table[f"files that know the {what} `{EXAMPLES[what]}`"] = str(len(files))
+    return table
+
+
+def markdown(columns: Mapping[str, Mapping[str, str]]) -> Iterable[str]:
+    """Return the lines of a Markdown table with one column for each version."""
+    yield f"| | {' | '.join(columns)} |"
+    yield "|---" * (1 + len(columns)) + "|"
+    for name in next(iter(columns.values())):
+        yield f"| {name} | {' | '.join(column[name] for column in columns.values())} |"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the figures that the command line asks for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    default = Path(__file__).resolve().parent.parent / "llmcond"
+    parser.add_argument("--root", type=Path, default=default, help="the package's folder")
+    parser.add_argument("--against", metavar="REV", help="a git revision to compare with")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    asked = parser.parse_args(arguments)
+    package = asked.root.resolve()
+    houses = {"now": measure(package)}
+    if asked.against:
+        houses = {asked.against: measure_revision(package, asked.against), **houses}
+    if asked.json:
+        print(json.dumps({name: asdict(house) for name, house in houses.items()}))
+    elif asked.against:
+        print("\n".join(markdown({name: rows(house) for name, house in houses.items()})))
+    else:
+        for name, value in rows(houses["now"]).items():
+            print(f"{name:45} {value}")
+        print("\nWhat an addition costs: shipped files that mention an existing example")
+        for what, files in houses["now"].costs.items():
+            print(f"{what} ({EXAMPLES[what]}): {', '.join(files) or 'none'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

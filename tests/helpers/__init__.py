@@ -1,0 +1,1 @@
+"""What tests of several rooms share: plain functions and values; fixtures are in conftest.py."""

@@ -1,0 +1,18 @@
+"""Twenty inputs with their vectors, and how they are put into a store."""
+
+import numpy as np
+
+from llmcond.encoders import EncoderInput
+
+INPUTS = [EncoderInput("", f"text {i}") for i in range(20)]
+VECTORS = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
+
+
+def append(store, chosen=range(20), vectors=VECTORS):
+    chosen = list(chosen)
+    return store.append(
+        [INPUTS[i] for i in chosen],
+        vectors[chosen],
+        np.arange(20, dtype=np.int32)[chosen],
+        (np.arange(20) % 3 == 0)[chosen],
+    )

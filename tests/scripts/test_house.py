@@ -1,0 +1,79 @@
+"""Figures about a package: sizes, cycles by kind of import, and who mentions what."""
+
+import json
+import subprocess
+from importlib import import_module
+
+import pytest
+from helpers.paths import ROOT
+
+FILES = {
+    "__init__.py": "",
+    "a.py": (
+        "from tiny.b import f\n\n\ndef long():\n    x = 'sentence1'\n    y = x\n    return y\n"
+    ),
+    "b.py": "def f():\n    from tiny import a\n    return a\n",
+    "room/__init__.py": "from .c import C\n",
+    "room/c.py": (
+        "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from tiny.room import d\n\n\n"
+        "class C:\n    def g(self):\n        return 'hadamard pool_overs'\n"
+    ),
+    "room/d.py": "from . import c\nimport tiny.b\n",
+    "room/e.py": "import tiny.room.f\n",
+    "room/f.py": "from .e import x\n",
+}
+
+
+@pytest.fixture
+def house(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return import_module("house")
+
+
+@pytest.fixture
+def package(tmp_path):
+    for name, text in FILES.items():
+        path = tmp_path / "tiny" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "heads").mkdir()
+    (tmp_path / "heads" / "hadamard.toml").write_text("kind = 'x'\n")
+    return tmp_path / "tiny"
+
+
+def test_sizes_cycles_and_mentions(house, package):
+    found = house.measure(package)
+    assert (found.files, found.lines) == (8, sum(text.count("\n") for text in FILES.values()))
+    assert found.largest_file.place == "tiny/room/c.py"
+    assert (found.largest_function.place, found.largest_function.lines) == ("tiny.a.long", 4)
+    assert (found.function_median, found.function_p90) == (3, 4)
+    assert found.cycles_load == [["tiny.room.e", "tiny.room.f"]]
+    assert found.cycles_lazy == [["tiny.a", "tiny.b"], ["tiny.room.e", "tiny.room.f"]]
+    assert ["tiny.room.c", "tiny.room.d"] in found.cycles_typing
+    assert found.mentions == {"sentence1": 1, "spearman": 0, "pool_over": 0, "add_argument": 0}
+    assert found.costs["head"] == ["heads/hadamard.toml", "tiny/room/c.py"]
+
+
+def test_before_and_after_stand_beside_each_other(house, package, capsys):
+    git = ["git", "-C", str(package.parent), "-c", "user.name=t", "-c", "user.email=t@example.org"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *command], check=True)
+    (package / "room" / "f.py").unlink()
+    assert house.main(["--root", str(package), "--against", "HEAD"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| | HEAD | now |"
+    assert "| files | 8 | 7 |" in lines
+    assert "| import cycles | 1 (tiny.room.e, tiny.room.f) | 0 |" in lines
+    assert house.main(["--root", str(package), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["now"]["files"] == 7
+
+
+def test_a_folder_without_modules_and_an_unknown_revision_are_refused(house, package, tmp_path):
+    with pytest.raises(SystemExit, match="holds no Python modules"):
+        house.main(["--root", str(tmp_path / "nothing")])
+    with pytest.raises(SystemExit, match="house: "):
+        house.main(["--root", str(package), "--against", "no-such-revision"])
+
+
+def test_this_package_has_no_import_cycles(house):
+    assert house.measure(ROOT / "llmcond").cycles_load == []
