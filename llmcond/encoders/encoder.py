@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from llmcond.encoders.architecture import load_config, load_tokenizer
 from llmcond.encoders.direction import check_direction
 from llmcond.encoders.engine import Engine, OutOfMemoryError
-from llmcond.encoders.lanes import Lanes
 from llmcond.encoders.loading import load_model
 from llmcond.encoders.resolve import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.spec import EncoderIdentity, EncoderInput, plan_inputs
+from llmcond.encoders.threads import Concurrency, WorkerThreads, check_cancelled
 from llmcond.encoders.tokenizing import InputTokenizer, check_inputs
 from llmcond.errors import LlmcondError, first_line
 
@@ -43,13 +43,17 @@ class Encoded:
     n_computed: int
 
 
+_Unit = Sequence[EncoderInput]
+_Map = Callable[[Callable[[_Unit], Encoded], Iterable[_Unit]], Iterable[Encoded]]
+
+
 class Encoder:
     """A frozen encoder on one device. Make one with :func:`load_encoder`.
 
     Attributes:
         resolved: its checkpoint, identity, device and token budget.
         dim: size of its vectors.
-        lanes: threads that encode side by side.
+        concurrency: how many threads it is best run by at a time.
     """
 
     def __init__(self, resolved: ResolvedEncoder) -> None:
@@ -66,8 +70,9 @@ class Encoder:
         self._model = load_model(resolved, config)
         self.dim = self._model.dim
         # bitsandbytes keeps what it is at in the layers themselves.
-        alone = resolved.identity.quantize != "none"
-        self.lanes = Lanes.of(resolved.device, alone=alone)
+        exclusive = resolved.identity.quantize != "none"
+        self.concurrency = Concurrency.of(resolved.device, exclusive=exclusive)
+        self._threads = WorkerThreads(self.concurrency)
         # A fast tokenizer is one object in Rust, which refuses a second borrower.
         self._tokenizing = threading.Lock()
         self._try_out()
@@ -77,7 +82,7 @@ class Encoder:
         identity = self.identity
         try:
             self.engine = Engine(
-                self._model, self.resolved, self._tokenizer.pad_id, self.lanes.count
+                self._model, self.resolved, self._tokenizer.pad_id, self.concurrency.threads
             )
             check_direction(self._model.network, identity.attention, self.name, self.engine.device)
         except (AssertionError, NotImplementedError, RuntimeError) as error:
@@ -105,7 +110,8 @@ class Encoder:
             UserError: an instruction or a context that the encoder cannot take.
             LlmcondError: out of memory.
         """
-        encoded = self.encode_counted(inputs)
+        many = len(inputs) > UNIT and self.concurrency.threads > 1
+        encoded = self._encode(inputs, self._threads.map if many else map)
         if encoded.truncated.any():
             warnings.warn(
                 f"{int(encoded.truncated.sum())} of {len(inputs)} inputs were cut to "
@@ -115,7 +121,7 @@ class Encoder:
         return encoded.vectors
 
     def encode_counted(self, inputs: Sequence[EncoderInput]) -> Encoded:
-        """Return vectors with the tokens and the truncation of each input.
+        """Return vectors with the tokens and the truncation of each input, on the calling thread.
 
         A function of its inputs alone: how they are batched depends on nothing else, but where
         memory runs out. Safe to call from several threads.
@@ -124,26 +130,20 @@ class Encoder:
             UserError: an instruction or a context that the encoder cannot take.
             LlmcondError: out of memory.
         """
+        return self._encode(inputs, map)
+
+    def _encode(self, inputs: Sequence[EncoderInput], map_units: _Map) -> Encoded:
         check_inputs(inputs)
         order = plan_inputs(inputs, by_prefix=self.resolved.shares_prefixes)
         vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
         n_tokens = np.empty(len(inputs), dtype=np.int32)
         computed = 0
         units = [order[start : start + UNIT] for start in range(0, len(order), UNIT)]
-        for places, encoded in zip(units, self._encode_units(inputs, units), strict=True):
-            vectors[places], n_tokens[places] = encoded.vectors, encoded.n_tokens
+        parts = ([inputs[index] for index in unit] for unit in units)
+        for unit, encoded in zip(units, map_units(self._encode_unit, parts), strict=True):
+            vectors[unit], n_tokens[unit] = encoded.vectors, encoded.n_tokens
             computed += encoded.n_computed
         return Encoded(vectors, n_tokens, n_tokens > self.identity.max_length, computed)
-
-    def _encode_units(
-        self, inputs: Sequence[EncoderInput], units: Sequence[Sequence[int]]
-    ) -> Iterator[Encoded]:
-        def encode(places: Sequence[int]) -> Encoded:
-            return self._encode_unit([inputs[place] for place in places])
-
-        if len(units) == 1 or self.lanes.count == 1 or self.lanes.inside:
-            return map(encode, units)
-        return self.lanes.map(encode, units)
 
     def _encode_unit(self, inputs: Sequence[EncoderInput]) -> Encoded:
         with self._tokenizing:
@@ -151,7 +151,7 @@ class Encoder:
         vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
         computed = 0
         try:
-            for done in self.engine.run(rows, between=self.lanes.check):
+            for done in self.engine.run(rows, between=check_cancelled):
                 vectors[done.inputs] = done.vectors
                 computed += done.n_computed
         except OutOfMemoryError as error:
