@@ -31,13 +31,13 @@ import torch
 from bench_inputs import make_branches, make_inputs, random_checkpoint
 from numpy.typing import NDArray
 
+from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.architecture import build_on_meta, load_config, load_tokenizer
 from llmcond.encoders.batching import pack_shared
 from llmcond.encoders.device import TORCH_DTYPES, choose_device
 from llmcond.encoders.encoder import Encoder
+from llmcond.encoders.known import find_model, known_names
 from llmcond.encoders.loading import load_model
-from llmcond.encoders.models import find_model, known_names
-from llmcond.encoders.resolve import EncoderOptions, resolve
 from llmcond.encoders.spec import EncoderInput
 from llmcond.encoders.tokenizing import InputTokenizer
 
@@ -198,7 +198,7 @@ def work(connection: Connection, task: dict[str, Any]) -> None:
     computed = way.computed(inputs)
     connection.send("ready")
     while connection.recv() == "go":
-        peak = product_peak(way.device, TORCH_DTYPES[way.options.dtype])
+        peak = product_peak(way.device, TORCH_DTYPES[way.resolved.identity.dtype])
         synchronize(way.device)
         began = time.perf_counter()
         vectors = way.encode(inputs)

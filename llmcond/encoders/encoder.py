@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Concatenate, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +17,15 @@ from llmcond.encoders.architecture import load_config, load_tokenizer
 from llmcond.encoders.direction import check_direction
 from llmcond.encoders.engine import Engine, OutOfMemoryError
 from llmcond.encoders.loading import load_model
-from llmcond.encoders.resolve import EncoderOptions, ResolvedEncoder, resolve
+from llmcond.encoders.options import EncoderOptions
+from llmcond.encoders.resolve import ResolvedEncoder, resolve
 from llmcond.encoders.spec import EncoderIdentity, EncoderInput, plan_inputs
 from llmcond.encoders.threads import Concurrency, WorkerThreads, check_cancelled
 from llmcond.encoders.tokenizing import InputTokenizer, check_inputs
 from llmcond.errors import LlmcondError, first_line
+from llmcond.options import option_of
+
+_P = ParamSpec("_P")
 
 #: Inputs that one thread tokenises and encodes at a time.
 UNIT = 256
@@ -171,68 +177,40 @@ class Encoder:
         return self._tokenizer.format(item)
 
 
-def load_encoder(  # noqa: PLR0913 - each is a choice of the user, by keyword
-    model: str | os.PathLike[str],
-    *,
-    dtype: str = "auto",
-    quantize: str | None = None,
-    device: str = "auto",
-    revision: str | None = None,
-    like: str | None = None,
-    attention: str | None = None,
-    pooling: str | None = None,
-    pool_over: str | None = None,
-    normalize: bool | None = None,
-    max_length: int | None = None,
-    instruction_format: str | None = None,
-    special_tokens: str | None = None,
-    max_tokens_per_batch: int | None = None,
-    fold_latents: bool = True,
-    share_prefixes: bool = True,
-) -> Encoder:
-    """Load an encoder by alias (``minilm``), hub name or folder.
+def _loader(
+    options: Callable[_P, EncoderOptions],
+) -> Callable[Concatenate[str | os.PathLike[str], _P], Encoder]:
+    """Return :func:`load_encoder`, whose keyword arguments are the fields of ``EncoderOptions``."""
 
-    Args:
-        model: alias, ``OWNER/NAME`` on the Hugging Face hub, or a checkpoint's folder.
-        dtype: ``auto`` (the fastest the device computes natively), ``float32``, ``bfloat16``,
-            ``float16``.
-        quantize: None, ``8bit`` or ``4bit`` weights (bitsandbytes).
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        revision: branch, tag or commit on the hub.
-        like: a known model whose settings a folder or another hub name is to have.
-        attention: ``bidirectional`` or ``causal``; None: as the model has it.
-        pooling: ``cls``, ``mean``, ``last``, ``pooler`` or ``latent``; None: as the model has it.
-        pool_over: ``all`` tokens, or the ``text``'s own only; None: as the model has it.
-        normalize: unit L2 norm; None: as the model has it.
-        max_length: tokens of an input; None: as the model has it.
-        instruction_format: names ``{instruction}`` and ``{text}``; None: as the model has it.
-        special_tokens: ``tokenizer``, or the tokens around ``{text}``; None: as the model has it.
-        max_tokens_per_batch: token budget of one forward pass; None: by the device, and less where
-            its memory is short.
-        fold_latents: multiply NV-Embed-v2's latent block out at load: the same vectors up to
-            rounding, in a fraction of the time and memory.
-        share_prefixes: compute what several inputs begin with once, where that is exact (causal
-            encoders that pool the last token): the same vectors up to rounding.
+    def load_encoder(model: str | os.PathLike[str], *args: _P.args, **kwargs: _P.kwargs) -> Encoder:
+        return Encoder(resolve(os.fspath(model), options(*args, **kwargs)))
 
-    Raises:
-        UserError: an unknown model, or an option that the model or machine cannot have.
-        LlmcondError: the hub cannot be reached, or the weights are broken or too large.
-    """
-    options = EncoderOptions(
-        dtype=dtype,
-        device=device,
-        quantize=quantize or "none",
-        revision=revision,
-        like=like,
-        attention=attention,
-        pooling=pooling,
-        pool_over=pool_over,
-        normalize=normalize,
-        max_length=max_length,
-        instruction_format=instruction_format,
-        special_tokens=special_tokens,
-        max_tokens_per_batch=max_tokens_per_batch,
-        fold_latents=fold_latents,
-        share_prefixes=share_prefixes,
+    given = [
+        f"    {field.name}: {told.help}"
+        for field in fields(EncoderOptions)
+        if (told := option_of(field)) is not None
+    ]
+    load_encoder.__qualname__ = "load_encoder"
+    load_encoder.__doc__ = _DOC.format(options="\n".join(given))
+    signature = inspect.signature(options)
+    model = inspect.Parameter(
+        "model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="str | os.PathLike[str]"
     )
-    return Encoder(resolve(os.fspath(model), options))
+    load_encoder.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[model, *signature.parameters.values()], return_annotation=Encoder
+    )
+    return load_encoder  # type: ignore[return-value]  # model may be named, too
+
+
+_DOC = """Load an encoder by alias (``minilm``), hub name or folder.
+
+Args:
+    model: alias, ``OWNER/NAME`` on the Hugging Face hub, or a checkpoint's folder.
+{options}
+
+Raises:
+    UserError: an unknown model, or an option that the model or machine cannot have.
+    LlmcondError: the hub cannot be reached, or the weights are broken or too large.
+"""
+
+load_encoder = _loader(EncoderOptions)

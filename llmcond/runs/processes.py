@@ -17,6 +17,7 @@ from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError
 from llmcond.features.extract import extract
 from llmcond.log import log, log_to_terminal
+from llmcond.plugins import load, loaded
 from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import SplitInputs
 from llmcond.runs.extraction import LazyEncoder
@@ -86,7 +87,8 @@ class WorkerProcesses:
         context = multiprocessing.get_context("spawn")
         for rank in range(1, self._workers):
             options = replace(self._options, device=_device_of(self._device, rank))
-            task = (self._model, options, self._run_folder, self._prompts, share)
+            plugins = loaded()
+            task = (self._model, options, self._run_folder, self._prompts, share, plugins)
             process: Any = context.Process(target=_work, args=task, daemon=True)
             process.start()
             self._started.append(process)
@@ -136,7 +138,12 @@ class ParentWatch:
 
 
 def _work(
-    model: str, options: EncoderOptions, run_folder: Path, prompts: Sequence[Prompt], threads: int
+    model: str,
+    options: EncoderOptions,
+    run_folder: Path,
+    prompts: Sequence[Prompt],
+    threads: int,
+    plugins: Sequence[str],
 ) -> None:
     """Extract in a process of its own, recording nothing."""
     import torch
@@ -145,14 +152,16 @@ def _work(
     if options.device == "cpu":
         torch.set_num_threads(threads)
     try:
+        for name in plugins:
+            load(name)
         run = open_run(run_folder)
         resolved = resolve(model, options)
         run.check_encoder(resolved)
-        load = LazyEncoder(resolved)
+        encoder = LazyEncoder(resolved)
         for prompt in prompts:
             inputs = SplitInputs([run.rows(name) for name in run.splits], prompt)
             by_prefix = resolved.shares_prefixes
-            extract(inputs, run.store(), load, ParentWatch(), by_prefix=by_prefix)
+            extract(inputs, run.store(), encoder, ParentWatch(), by_prefix=by_prefix)
     except KeyboardInterrupt:
         raise SystemExit(1) from None
     except LlmcondError as error:

@@ -485,7 +485,7 @@ def test_an_error_in_a_thread_keeps_what_the_others_compute(tmp_path, checkpoint
 @pytest.fixture
 def interruptible(checkpoint):
     """An encoder that computes one input at a time, and is interrupted at a forward pass."""
-    encoder = Encoder(resolve(str(checkpoint), EncoderOptions("float32", "cpu")))
+    encoder = Encoder(resolve(str(checkpoint), EncoderOptions(dtype="float32", device="cpu")))
     encoder.concurrency = Concurrency(2, 1)
     encoder.engine.budget = 1
     encoder.passes, encoder.interrupted_at = 0, None
@@ -564,7 +564,10 @@ def test_prefixes_that_are_computed_once_change_no_vector(tmp_path):
     stores, computed = [], []
     for shared in (True, False):
         options = EncoderOptions(
-            "float32", "cpu", like="intfloat/e5-mistral-7b-instruct", share_prefixes=shared
+            dtype="float32",
+            device="cpu",
+            like="intfloat/e5-mistral-7b-instruct",
+            share_prefixes=shared,
         )
         encoder = Encoder(resolve(model, options))
         assert encoder.resolved.shares_prefixes is shared

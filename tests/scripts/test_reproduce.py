@@ -226,7 +226,7 @@ def test_printed_figures_are_complete(scripts):
     assert len(hypercl.TABLE_8) == 16
     assert hypercl.TABLE_1["SimCSE_base", "low-cl"] == ("38.36 ± 0.1", "37.53 ± 0.04")
     for repo, pooling in case.POOLINGS.items():
-        from llmcond.encoders.models import find_model
+        from llmcond.encoders.known import find_model
 
         known = find_model(repo)
         assert known is not None
