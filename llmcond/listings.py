@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 from llmcond.config import bundled_names
-from llmcond.encoders.models import MODELS, PADDING_SIDE, default_prompt
-from llmcond.encoders.spec import DTYPES
+from llmcond.encoders.known import MODELS, PADDING_SIDE, default_prompt
+from llmcond.encoders.spec import Dtype
 from llmcond.prompts import load_prompt
 
 
@@ -29,7 +29,7 @@ def models() -> list[dict[str, Any]]:
             "padding_side": PADDING_SIDE,
             "instruction_format": model.instruction_format,
             "default_prompt": default_prompt(model.instruction_format),
-            "dtypes": [d for d in DTYPES if d != "float16" or not model.no_float16],
+            "dtypes": [d for d in get_args(Dtype) if d != "float16" or not model.no_float16],
             "gated": model.gated,
             "licence": model.licence,
         }

@@ -31,13 +31,13 @@ import torch
 from bench_inputs import make_branches, make_inputs, random_checkpoint
 from numpy.typing import NDArray
 
+from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.architecture import build_on_meta, load_config, load_tokenizer
 from llmcond.encoders.batching import pack_shared
 from llmcond.encoders.device import TORCH_DTYPES, choose_device
 from llmcond.encoders.encoder import Encoder
+from llmcond.encoders.known import find_model, known_names
 from llmcond.encoders.loading import load_model
-from llmcond.encoders.models import find_model, known_names
-from llmcond.encoders.resolve import EncoderOptions, resolve
 from llmcond.encoders.spec import EncoderInput
 from llmcond.encoders.tokenizing import InputTokenizer
 
@@ -96,22 +96,30 @@ class Way:
         pooling = Pooling(transformer.get_embedding_dimension(), pooling_mode=mode)
         return SentenceTransformer(modules=[transformer, pooling], device=self.device)
 
-    def encode(self, inputs: list[EncoderInput]) -> tuple[Vectors, int]:
-        """Return vectors, and the tokens that were computed, padding included."""
+    def encode(self, inputs: list[EncoderInput]) -> Vectors:
+        """Return the vectors of inputs."""
         if self.kind == "peer":
             texts = [self.tokenizer.format(item) for item in inputs]
-            vectors = self.peer.encode(texts, batch_size=32, normalize_embeddings=True)
+            vectors: Vectors = self.peer.encode(texts, batch_size=32, normalize_embeddings=True)
+            return vectors
+        return self._loop(inputs) if self.kind == "loop" else self.encoder.encode(inputs)
+
+    def computed(self, inputs: list[EncoderInput]) -> int:
+        """Return the tokens that are computed for inputs, padding included."""
+        if self.kind not in ("peer", "loop"):
+            return self.encoder.encode_counted(inputs).n_computed
+        order = list(range(len(inputs)))
+        if self.kind == "peer":
             # It sorts by length in characters and pads batches of 32.
-            order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+            texts = [self.tokenizer.format(item) for item in inputs]
+            order.sort(key=lambda i: -len(texts[i]))
             lengths = [len(row) for row in self.peer.tokenizer(texts)["input_ids"]]
-            return vectors, padded(lengths, order, 32)
-        if self.kind == "loop":
-            return self._loop(inputs)
-        encoded = self.encoder.encode_counted(inputs)
-        return encoded.vectors, encoded.n_computed
+        else:
+            lengths = [len(row.ids) for row in self.tokenizer(inputs)]
+        return padded(lengths, order, 32)
 
     @torch.inference_mode()
-    def _loop(self, inputs: list[EncoderInput]) -> tuple[Vectors, int]:
+    def _loop(self, inputs: list[EncoderInput]) -> Vectors:
         """Encode batches of 32 in their order, padded to the longest."""
         rows = self.tokenizer(inputs)
         vectors = []
@@ -130,8 +138,7 @@ class Way:
                 weights = mask.unsqueeze(-1).to(self.device)
                 pooled = (hidden * weights).sum(1) / weights.sum(1)
             vectors.append(torch.nn.functional.normalize(pooled, dim=1).cpu())
-        lengths = [len(row.ids) for row in rows]
-        return torch.cat(vectors).numpy(), padded(lengths, list(range(len(rows))), 32)
+        return torch.cat(vectors).numpy()
 
 
 def product_peak(device: str, dtype: torch.dtype) -> float:
@@ -188,12 +195,13 @@ def work(connection: Connection, task: dict[str, Any]) -> None:
     began = time.perf_counter()
     way.encode(inputs[: max(32, len(inputs) // 16)])
     first = time.perf_counter() - began
+    computed = way.computed(inputs)
     connection.send("ready")
     while connection.recv() == "go":
-        peak = product_peak(way.device, TORCH_DTYPES[way.options.dtype])
+        peak = product_peak(way.device, TORCH_DTYPES[way.resolved.identity.dtype])
         synchronize(way.device)
         began = time.perf_counter()
-        vectors, computed = way.encode(inputs)
+        vectors = way.encode(inputs)
         synchronize(way.device)
         seconds = time.perf_counter() - began
         np.save(task["vectors"], vectors)

@@ -70,7 +70,7 @@ class Counting:
 
     def __init__(self, encoder: Encoder, file: Path) -> None:
         self.encoder, self.file = encoder, file
-        self.lanes = encoder.lanes
+        self.concurrency = encoder.concurrency
 
     def encode_counted(self, inputs: Any) -> Any:
         """See :class:`Encoder`."""
@@ -90,7 +90,7 @@ def work(folder: str, kind: str, n: int, model: str) -> None:
     resolved = resolve(model, EncoderOptions(device="cpu"))
     store = FeatureStore(root / "store", resolved.identity, "float16")
     encoder = Counting(Encoder(resolved), root / "asked")
-    encoder.encoder.encode_counted(list(csts_inputs(600)))
+    encoder.encoder.encode(list(csts_inputs(600)))
     (root / "ready").write_text(str(peak()))
     make = {"short": short_inputs, "csts": csts_inputs}[kind]
     done = extract(make(n), store, lambda: encoder, Watch(root / "watch"))

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from llmcond.encoders.resolve import EncoderOptions, resolve
+from llmcond.encoders import EncoderOptions, resolve
 
 COPIES = 4
 

@@ -20,7 +20,7 @@ from typing import Any
 from llmcond.commands.arguments import SOURCE, add_data, add_device, data_options
 from llmcond.data.datasets import Dataset
 from llmcond.encoders import EncoderOptions, resolve
-from llmcond.encoders.models import find_model
+from llmcond.encoders.known import find_model
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import check_writable, write_text
 from llmcond.log import log

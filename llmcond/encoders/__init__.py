@@ -3,8 +3,9 @@
 Importing this package imports neither torch nor transformers; ``encoder`` and ``loading`` do.
 """
 
-from llmcond.encoders.models import MODELS, KnownModel, find_model
-from llmcond.encoders.resolve import EncoderOptions, ResolvedEncoder, resolve
+from llmcond.encoders.known import MODELS, KnownModel, find_model
+from llmcond.encoders.options import EncoderOptions
+from llmcond.encoders.resolve import ResolvedEncoder, resolve
 from llmcond.encoders.spec import EncoderIdentity, EncoderInput
 
 __all__ = [

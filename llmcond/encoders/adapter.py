@@ -10,14 +10,15 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmcond.encoders.spec import ATTENTIONS, POOLINGS
+from llmcond.encoders.options import CHOICES, MODEL_SETTINGS
 from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.files import check_format, digest_file, read_json, write_json
+from llmcond.plugins import is_plugin
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -25,22 +26,6 @@ WEIGHTS = "adapter_model.safetensors"
 TUNED = "encoder.json"
 
 FORMAT = 1
-
-#: The settings of an encoder that are recorded, and their types.
-STATED: dict[str, type] = {
-    "attention": str,
-    "pooling": str,
-    "pool_over": str,
-    "normalize": bool,
-    "max_length": int,
-    "instruction_format": str,
-    "special_tokens": str,
-}
-_LEGAL: dict[str, Collection[str]] = {
-    "attention": ATTENTIONS,
-    "pooling": POOLINGS,
-    "quantize": ("none", "8bit", "4bit"),
-}
 
 #: The fields of an adapter's config that decide what is computed, and what they mean left out.
 _DECIDING: dict[str, Any] = {
@@ -151,7 +136,7 @@ def read_tuned(folder: Path) -> Tuned | None:
     if not isinstance(settings, dict):
         raise _damaged(path, "settings", settings)
     wrong += [name for name, value in settings.items() if not _is_setting(name, value)]
-    wrong += [] if record.get("quantize") in _LEGAL["quantize"] else ["quantize"]
+    wrong += [] if record.get("quantize") in CHOICES["quantize"] else ["quantize"]
     if wrong:
         raise _damaged(path, wrong[0], {**record, **settings}.get(wrong[0]))
     return Tuned(
@@ -169,7 +154,10 @@ def _damaged(path: Path, name: str, value: Any) -> LlmcondError:
 
 def _is_setting(name: str, value: Any) -> bool:
     # Not isinstance: a bool is an int as well.
-    return type(value) is STATED.get(name) and value in _LEGAL.get(name, (value,))
+    if type(value) is not MODEL_SETTINGS.get(name):
+        return False
+    plugin = name == "pooling" and is_plugin(str(value))
+    return plugin or value in CHOICES.get(name, (value,))
 
 
 # -- an adapter's files ------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from llmcond.encoders.adapter import (
     read_lora,
     read_tuned,
 )
-from llmcond.encoders.models import KnownModel, Package, find_model, known_names
+from llmcond.encoders.known import KnownModel, Package, find_model, known_names
 from llmcond.errors import LlmcondError, UserError, first_line, nearest
 from llmcond.files import digest_file, digest_files
 

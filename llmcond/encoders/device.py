@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 import torch
 
-from llmcond.encoders.spec import DTYPES, Dtype
+from llmcond.encoders.spec import Dtype
 from llmcond.errors import UserError
 from llmcond.system import local_rank, native_bfloat16
 
-TORCH_DTYPES = {
+TORCH_DTYPES: dict[Dtype, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -41,10 +42,10 @@ def choose_device(device: str) -> str:
     return f"cuda:{index}"
 
 
-def choose_dtype(dtype: str, device: str) -> Dtype:
+def choose_dtype(dtype: Literal["auto"] | Dtype, device: str) -> Dtype:
     """Return ``dtype``, or for ``auto`` the fastest one that ``device`` computes natively."""
     if dtype != "auto":
-        return next(known for known in DTYPES if known == dtype)
+        return dtype
     if device.startswith("cuda"):
         # Before compute capability 8.0 bfloat16 is emulated, and float16 is the fast type.
         major, _ = torch.cuda.get_device_capability(device)

@@ -10,9 +10,9 @@ from transformers import AutoConfig
 
 from llmcond.encoders.architecture import build_on_meta, load_config, load_tokenizer
 from llmcond.encoders.device import default_token_budget
+from llmcond.encoders.known import PADDING_SIDE, KnownModel
 from llmcond.encoders.loading import check_parts
 from llmcond.encoders.memory import Footprint, available, footprint
-from llmcond.encoders.models import PADDING_SIDE, KnownModel
 from llmcond.encoders.nv_embed import read_config
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Dtype, EncoderIdentity, EncoderInput

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Concatenate, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +16,16 @@ from numpy.typing import NDArray
 from llmcond.encoders.architecture import load_config, load_tokenizer
 from llmcond.encoders.direction import check_direction
 from llmcond.encoders.engine import Engine, OutOfMemoryError
-from llmcond.encoders.lanes import Lanes
 from llmcond.encoders.loading import load_model
-from llmcond.encoders.resolve import EncoderOptions, ResolvedEncoder, resolve
+from llmcond.encoders.options import EncoderOptions
+from llmcond.encoders.resolve import ResolvedEncoder, resolve
 from llmcond.encoders.spec import EncoderIdentity, EncoderInput, plan_inputs
+from llmcond.encoders.threads import Concurrency, WorkerThreads, check_cancelled
 from llmcond.encoders.tokenizing import InputTokenizer, check_inputs
 from llmcond.errors import LlmcondError, first_line
+from llmcond.options import option_of
+
+_P = ParamSpec("_P")
 
 #: Inputs that one thread tokenises and encodes at a time.
 UNIT = 256
@@ -43,13 +49,17 @@ class Encoded:
     n_computed: int
 
 
+_Unit = Sequence[EncoderInput]
+_Map = Callable[[Callable[[_Unit], Encoded], Iterable[_Unit]], Iterable[Encoded]]
+
+
 class Encoder:
     """A frozen encoder on one device. Make one with :func:`load_encoder`.
 
     Attributes:
         resolved: its checkpoint, identity, device and token budget.
         dim: size of its vectors.
-        lanes: threads that encode side by side.
+        concurrency: how many threads it is best run by at a time.
     """
 
     def __init__(self, resolved: ResolvedEncoder) -> None:
@@ -66,8 +76,9 @@ class Encoder:
         self._model = load_model(resolved, config)
         self.dim = self._model.dim
         # bitsandbytes keeps what it is at in the layers themselves.
-        alone = resolved.identity.quantize != "none"
-        self.lanes = Lanes.of(resolved.device, alone=alone)
+        exclusive = resolved.identity.quantize != "none"
+        self.concurrency = Concurrency.of(resolved.device, exclusive=exclusive)
+        self._threads = WorkerThreads(self.concurrency)
         # A fast tokenizer is one object in Rust, which refuses a second borrower.
         self._tokenizing = threading.Lock()
         self._try_out()
@@ -77,7 +88,7 @@ class Encoder:
         identity = self.identity
         try:
             self.engine = Engine(
-                self._model, self.resolved, self._tokenizer.pad_id, self.lanes.count
+                self._model, self.resolved, self._tokenizer.pad_id, self.concurrency.threads
             )
             check_direction(self._model.network, identity.attention, self.name, self.engine.device)
         except (AssertionError, NotImplementedError, RuntimeError) as error:
@@ -105,7 +116,8 @@ class Encoder:
             UserError: an instruction or a context that the encoder cannot take.
             LlmcondError: out of memory.
         """
-        encoded = self.encode_counted(inputs)
+        many = len(inputs) > UNIT and self.concurrency.threads > 1
+        encoded = self._encode(inputs, self._threads.map if many else map)
         if encoded.truncated.any():
             warnings.warn(
                 f"{int(encoded.truncated.sum())} of {len(inputs)} inputs were cut to "
@@ -115,7 +127,7 @@ class Encoder:
         return encoded.vectors
 
     def encode_counted(self, inputs: Sequence[EncoderInput]) -> Encoded:
-        """Return vectors with the tokens and the truncation of each input.
+        """Return vectors with the tokens and the truncation of each input, on the calling thread.
 
         A function of its inputs alone: how they are batched depends on nothing else, but where
         memory runs out. Safe to call from several threads.
@@ -124,26 +136,20 @@ class Encoder:
             UserError: an instruction or a context that the encoder cannot take.
             LlmcondError: out of memory.
         """
+        return self._encode(inputs, map)
+
+    def _encode(self, inputs: Sequence[EncoderInput], map_units: _Map) -> Encoded:
         check_inputs(inputs)
         order = plan_inputs(inputs, by_prefix=self.resolved.shares_prefixes)
         vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
         n_tokens = np.empty(len(inputs), dtype=np.int32)
         computed = 0
         units = [order[start : start + UNIT] for start in range(0, len(order), UNIT)]
-        for places, encoded in zip(units, self._encode_units(inputs, units), strict=True):
-            vectors[places], n_tokens[places] = encoded.vectors, encoded.n_tokens
+        parts = ([inputs[index] for index in unit] for unit in units)
+        for unit, encoded in zip(units, map_units(self._encode_unit, parts), strict=True):
+            vectors[unit], n_tokens[unit] = encoded.vectors, encoded.n_tokens
             computed += encoded.n_computed
         return Encoded(vectors, n_tokens, n_tokens > self.identity.max_length, computed)
-
-    def _encode_units(
-        self, inputs: Sequence[EncoderInput], units: Sequence[Sequence[int]]
-    ) -> Iterator[Encoded]:
-        def encode(places: Sequence[int]) -> Encoded:
-            return self._encode_unit([inputs[place] for place in places])
-
-        if len(units) == 1 or self.lanes.count == 1 or self.lanes.inside:
-            return map(encode, units)
-        return self.lanes.map(encode, units)
 
     def _encode_unit(self, inputs: Sequence[EncoderInput]) -> Encoded:
         with self._tokenizing:
@@ -151,7 +157,7 @@ class Encoder:
         vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
         computed = 0
         try:
-            for done in self.engine.run(rows, between=self.lanes.check):
+            for done in self.engine.run(rows, between=check_cancelled):
                 vectors[done.inputs] = done.vectors
                 computed += done.n_computed
         except OutOfMemoryError as error:
@@ -171,68 +177,40 @@ class Encoder:
         return self._tokenizer.format(item)
 
 
-def load_encoder(  # noqa: PLR0913 - each is a choice of the user, by keyword
-    model: str | os.PathLike[str],
-    *,
-    dtype: str = "auto",
-    quantize: str | None = None,
-    device: str = "auto",
-    revision: str | None = None,
-    like: str | None = None,
-    attention: str | None = None,
-    pooling: str | None = None,
-    pool_over: str | None = None,
-    normalize: bool | None = None,
-    max_length: int | None = None,
-    instruction_format: str | None = None,
-    special_tokens: str | None = None,
-    max_tokens_per_batch: int | None = None,
-    fold_latents: bool = True,
-    share_prefixes: bool = True,
-) -> Encoder:
-    """Load an encoder by alias (``minilm``), hub name or folder.
+def _loader(
+    options: Callable[_P, EncoderOptions],
+) -> Callable[Concatenate[str | os.PathLike[str], _P], Encoder]:
+    """Return :func:`load_encoder`, whose keyword arguments are the fields of ``EncoderOptions``."""
 
-    Args:
-        model: alias, ``OWNER/NAME`` on the Hugging Face hub, or a checkpoint's folder.
-        dtype: ``auto`` (the fastest the device computes natively), ``float32``, ``bfloat16``,
-            ``float16``.
-        quantize: None, ``8bit`` or ``4bit`` weights (bitsandbytes).
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        revision: branch, tag or commit on the hub.
-        like: a known model whose settings a folder or another hub name is to have.
-        attention: ``bidirectional`` or ``causal``; None: as the model has it.
-        pooling: ``cls``, ``mean``, ``last``, ``pooler`` or ``latent``; None: as the model has it.
-        pool_over: ``all`` tokens, or the ``text``'s own only; None: as the model has it.
-        normalize: unit L2 norm; None: as the model has it.
-        max_length: tokens of an input; None: as the model has it.
-        instruction_format: names ``{instruction}`` and ``{text}``; None: as the model has it.
-        special_tokens: ``tokenizer``, or the tokens around ``{text}``; None: as the model has it.
-        max_tokens_per_batch: token budget of one forward pass; None: by the device, and less where
-            its memory is short.
-        fold_latents: multiply NV-Embed-v2's latent block out at load: the same vectors up to
-            rounding, in a fraction of the time and memory.
-        share_prefixes: compute what several inputs begin with once, where that is exact (causal
-            encoders that pool the last token): the same vectors up to rounding.
+    def load_encoder(model: str | os.PathLike[str], *args: _P.args, **kwargs: _P.kwargs) -> Encoder:
+        return Encoder(resolve(os.fspath(model), options(*args, **kwargs)))
 
-    Raises:
-        UserError: an unknown model, or an option that the model or machine cannot have.
-        LlmcondError: the hub cannot be reached, or the weights are broken or too large.
-    """
-    options = EncoderOptions(
-        dtype=dtype,
-        device=device,
-        quantize=quantize or "none",
-        revision=revision,
-        like=like,
-        attention=attention,
-        pooling=pooling,
-        pool_over=pool_over,
-        normalize=normalize,
-        max_length=max_length,
-        instruction_format=instruction_format,
-        special_tokens=special_tokens,
-        max_tokens_per_batch=max_tokens_per_batch,
-        fold_latents=fold_latents,
-        share_prefixes=share_prefixes,
+    given = [
+        f"    {field.name}: {told.help}"
+        for field in fields(EncoderOptions)
+        if (told := option_of(field)) is not None
+    ]
+    load_encoder.__qualname__ = "load_encoder"
+    load_encoder.__doc__ = _DOC.format(options="\n".join(given))
+    signature = inspect.signature(options)
+    model = inspect.Parameter(
+        "model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="str | os.PathLike[str]"
     )
-    return Encoder(resolve(os.fspath(model), options))
+    load_encoder.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[model, *signature.parameters.values()], return_annotation=Encoder
+    )
+    return load_encoder  # type: ignore[return-value]  # model may be named, too
+
+
+_DOC = """Load an encoder by alias (``minilm``), hub name or folder.
+
+Args:
+    model: alias, ``OWNER/NAME`` on the Hugging Face hub, or a checkpoint's folder.
+{options}
+
+Raises:
+    UserError: an unknown model, or an option that the model or machine cannot have.
+    LlmcondError: the hub cannot be reached, or the weights are broken or too large.
+"""
+
+load_encoder = _loader(EncoderOptions)

@@ -24,6 +24,7 @@ from llmcond.encoders.device import TORCH_DTYPES
 from llmcond.encoders.forward import Forward, PackedForward, PaddedForward, Way, skipped_id
 from llmcond.encoders.loading import LoadedModel
 from llmcond.encoders.memory import tokens_that_fit
+from llmcond.encoders.pooling import find_pooling
 from llmcond.encoders.prepacked import can_prepack, prepack
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.tokenizing import Tokens
@@ -85,6 +86,7 @@ class Engine:
         self._way = Way(
             network=model.network,
             pooling=resolved.identity.pooling,
+            pool=find_pooling(resolved.identity.pooling),
             attention=resolved.identity.attention,
             pad_id=pad_id,
             device=model.network.get_input_embeddings().weight.device,

@@ -12,10 +12,11 @@ from torch import Tensor
 from llmcond.encoders.attention import Layout
 from llmcond.encoders.batching import Batch
 from llmcond.encoders.layout import lay_out
-from llmcond.encoders.pooling import pool
-from llmcond.encoders.spec import Attention, Pooling
+from llmcond.encoders.pooling import PoolBatch
+from llmcond.encoders.spec import Attention
 from llmcond.encoders.tokenizing import Tokens
 from llmcond.encoders.varlen import lay_out_varlen
+from llmcond.plugins import is_plugin
 
 Kernel = Callable[..., Any]
 
@@ -26,7 +27,8 @@ class Way:
 
     Attributes:
         network: from token ids to token vectors.
-        pooling: how token vectors become one vector.
+        pooling: the name of how token vectors become one vector.
+        pool: the function of that name.
         attention: its direction.
         pad_id: fills rows up; masked, so its value never matters.
         device: where ids are put.
@@ -38,7 +40,8 @@ class Way:
     """
 
     network: Any
-    pooling: Pooling
+    pooling: str
+    pool: PoolBatch
     attention: Attention
     pad_id: int
     device: torch.device
@@ -123,7 +126,8 @@ class PaddedForward:
             vectors: Tensor = output.pooler_output.float()
             return vectors
         hidden = output.last_hidden_state
-        return pool(hidden, self._counted.to(hidden.device), self._way.pooling)
+        lengths = [len(row.ids) for row in self._rows]
+        return self._way.pool(hidden, self._counted.to(hidden.device), lengths)
 
 
 class PackedForward:
@@ -177,13 +181,16 @@ class PackedForward:
 
     def _pooled_places(self) -> tuple[Tensor, Tensor]:
         """Return the places of each input's pooled tokens, filled up, and which of them count."""
-        batch = self._batch
-        ranges = [_pooled_range(self._rows[index], self._way.pooling) for index in batch.inputs]
+        batch, rows = self._batch, [self._rows[index] for index in self._batch.inputs]
+        ranges = [_pooled_range(row, self._way.pooling) for row in rows]
         starts = [batch.place(leaf, r[0]) for leaf, r in zip(batch.leaves, ranges, strict=True)]
-        lengths = torch.tensor([last - first for first, last in ranges])[:, None]
-        at = torch.arange(int(lengths.max()))
-        counted = at < lengths
-        return torch.where(counted, torch.tensor(starts)[:, None] + at, 0), counted
+        self._lengths = [last - first for first, last in ranges]
+        at = torch.arange(max(self._lengths))
+        positions = at + torch.tensor([first for first, _ in ranges])[:, None]
+        counted = positions >= torch.tensor([row.first for row in rows])[:, None]
+        counted &= positions < torch.tensor([row.last for row in rows])[:, None]
+        pooled = at < torch.tensor(self._lengths)[:, None]
+        return torch.where(pooled, torch.tensor(starts)[:, None] + at, 0), counted & pooled
 
     def hidden(self) -> Tensor:
         """Return the vectors of all tokens of the row, (tokens, width)."""
@@ -199,7 +206,7 @@ class PackedForward:
         if self._way.pooling == "pooler":
             pooled: Tensor = self._way.network.pooler(hidden).float()
             return pooled
-        return pool(hidden, self._counted.to(hidden.device), self._way.pooling)
+        return self._way.pool(hidden, self._counted.to(hidden.device), self._lengths)
 
 
 def _positions(ids: list[int], begin: int, skipped: int | None) -> list[int]:
@@ -213,7 +220,10 @@ def _positions(ids: list[int], begin: int, skipped: int | None) -> list[int]:
     return places
 
 
-def _pooled_range(row: Tokens, pooling: Pooling) -> tuple[int, int]:
+def _pooled_range(row: Tokens, pooling: str) -> tuple[int, int]:
+    """Return the tokens of an input that a pooling reads."""
     if pooling in ("cls", "pooler"):
         return 0, 1
+    if is_plugin(pooling):
+        return 0, len(row.ids)
     return (row.last - 1 if pooling == "last" else row.first), row.last

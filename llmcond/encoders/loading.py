@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -16,7 +16,8 @@ from llmcond.encoders.checkpoint import fetch_weights
 from llmcond.encoders.device import TORCH_DTYPES
 from llmcond.encoders.memory import Footprint, available, footprint
 from llmcond.encoders.quantization import installed, quantization, require
-from llmcond.encoders.resolve import QUANTIZE, ResolvedEncoder
+from llmcond.encoders.resolve import ResolvedEncoder
+from llmcond.encoders.spec import Quantize
 from llmcond.encoders.weights import load_dense, read_network
 from llmcond.errors import LlmcondError, first_line
 from llmcond.files import gib
@@ -155,7 +156,7 @@ def _placement(resolved: ResolvedEncoder, size: Footprint) -> str:
 def _no_memory(resolved: ResolvedEncoder, size: Footprint) -> LlmcondError:
     identity = resolved.identity
     free = available(resolved.device)
-    kinds: tuple[str, ...] = QUANTIZE
+    kinds: tuple[str, ...] = get_args(Quantize)
     needed = {kind: size.loading(identity.dtype, kind) for kind in kinds}
     smaller = kinds[kinds.index(identity.quantize) + 1 :]
     advice = [f"--quantize {kind} ({gib(needed[kind])})" for kind in smaller]

@@ -1,31 +1,123 @@
-"""From token vectors to one vector a text."""
+"""Poolings: from the token vectors of an input to one vector.
+
+Built in (:data:`POOLINGS`): ``cls``, ``mean``, ``last``, ``pooler`` and ``latent``. Any other is a
+function of the user's own, named ``my_pooling.py:attention_sink`` or ``package.module:name``::
+
+    def attention_sink(hidden: Tensor, counted: Tensor) -> Tensor:
+        return hidden[0] + hidden[counted].mean(dim=0)
+
+It gets one input at a time: the float32 vectors of all its tokens, (tokens, dim), and which of them
+count by ``pool_over``, (tokens,) bool; and returns (dim,).
+"""
 
 from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from llmcond import plugins
 from llmcond.encoders.spec import Pooling
+from llmcond.errors import UserError, first_line
+from llmcond.files import digest_bytes
+
+#: From (inputs, tokens, dim), (inputs, tokens) bool that is True at the tokens that count, one at
+#: least for each input, and the tokens of each input; to (inputs, dim) in float32. Texts are padded
+#: on the right.
+PoolBatch = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 
 
-def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
-    """Pool the token vectors of right-padded texts.
+def first_token(hidden: Tensor, counted: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the vector of each input's first token."""
+    return hidden[:, 0].float()
+
+
+def last_token(hidden: Tensor, counted: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the vector of each input's last token that counts."""
+    positions = torch.arange(counted.shape[1], device=counted.device)
+    last = torch.where(counted, positions, -1).amax(dim=1)
+    return hidden[torch.arange(len(hidden), device=hidden.device), last].float()
+
+
+def mean(hidden: Tensor, counted: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the mean over the tokens that count.
+
+    The sum is taken in float32: pooling in bfloat16 costs more accuracy than the whole encoder.
+    """
+    weights = counted.unsqueeze(-1).float()
+    return (hidden.float() * weights).sum(dim=1) / weights.sum(dim=1)
+
+
+#: Part of the network are ``pooler``'s dense layer behind the first token, and the latent attention
+#: of ``latent`` behind every token.
+POOLINGS: dict[Pooling, PoolBatch] = {
+    "cls": first_token,
+    "mean": mean,
+    "last": last_token,
+    "pooler": first_token,
+    "latent": mean,
+}
+
+
+def find_pooling(name: str) -> PoolBatch:
+    """Return the pooling that an ``EncoderIdentity`` names.
+
+    Raises:
+        UserError: it is a user's own that was not named, or has changed since it was recorded.
+    """
+    if not plugins.is_plugin(name):
+        return POOLINGS[cast(Pooling, name)]
+    identify_pooling(name, "the encoder")
+    return _by_input(plugins.recorded(name.partition("@")[0], "the encoder"), name)
+
+
+def identify_pooling(name: str, source: str) -> str:
+    """Return what an identity records of a user's own pooling: its name and its file's digest.
 
     Args:
-        hidden: (rows, tokens, dim), of any floating type.
-        mask: (rows, tokens), True at the tokens that count; every row has one at least.
-        pooling: ``cls`` the first token, ``mean`` and ``latent`` the mean of those that count,
-            ``last`` the last token that counts. (``pooler`` is a layer of the model's own.)
+        name: as the user named it, which loads it; or as an identity recorded it (``NAME@DIGEST``).
+        source: what names it, for messages.
 
-    Returns:
-        (rows, dim) in float32. The sum of a mean is taken in float32 too: pooling in bfloat16
-        costs more accuracy than the whole encoder does.
+    Raises:
+        UserError: it cannot be loaded, is no function, or has changed since it was recorded.
     """
-    if pooling == "cls":
-        return hidden[:, 0].float()
-    if pooling == "last":
-        positions = torch.arange(mask.shape[1], device=mask.device)
-        last = torch.where(mask, positions, -1).amax(dim=1)
-        return hidden[torch.arange(len(hidden), device=hidden.device), last].float()
-    weights = mask.unsqueeze(-1).float()
-    return (hidden.float() * weights).sum(dim=1) / weights.sum(dim=1)
+    given, _, digest = name.partition("@")
+    function = plugins.recorded(given, source) if digest else plugins.load(given)
+    try:
+        file = Path(inspect.getsourcefile(function) or "")
+        found = digest_bytes(file.read_bytes(), size=8).hex()
+    except (OSError, TypeError) as error:
+        raise UserError(f"the pooling {given} is no function in a Python file.") from error
+    if digest not in ("", found):
+        raise UserError(
+            f"{source} records the pooling {given} with the digest {digest}, and {file} has "
+            f"changed since ({found}). Restore it, or use another --run."
+        )
+    return f"{plugins.record_name(given)}@{found}"
+
+
+def _by_input(function: Callable[[Tensor, Tensor], Tensor], name: str) -> PoolBatch:
+    def pool(hidden: Tensor, counted: Tensor, lengths: Sequence[int]) -> Tensor:
+        try:
+            vectors = [
+                function(hidden[row, :length].float(), counted[row, :length])
+                for row, length in enumerate(lengths)
+            ]
+        except Exception as error:  # whatever a user's code raises
+            if "memory" in str(error):
+                raise  # the engine tries again with less
+            raise UserError(f"the pooling {name} failed: {first_line(error)}.") from error
+        for vector in vectors:
+            if not isinstance(vector, Tensor) or vector.shape != hidden.shape[-1:]:
+                got = tuple(getattr(vector, "shape", ())) or type(vector).__name__
+                raise UserError(
+                    f"the pooling {name} gave {got} for an input; expected a tensor of shape "
+                    f"{tuple(hidden.shape[-1:])}."
+                )
+        return torch.stack(vectors).float()
+
+    return pool

@@ -6,12 +6,11 @@ features without touching the weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
 
 from llmcond.encoders.checkpoint import Checkpoint, dense_folders, find_checkpoint
-from llmcond.encoders.models import default_prompt
+from llmcond.encoders.known import default_prompt
+from llmcond.encoders.options import EncoderOptions, check_choice
 from llmcond.encoders.settings import (
     Settings,
     check_code,
@@ -21,75 +20,18 @@ from llmcond.encoders.settings import (
     stated_beside,
 )
 from llmcond.encoders.spec import (
-    ATTENTIONS,
-    DTYPES,
-    POOL_OVER,
-    POOLINGS,
     TOKENIZER_DECIDES,
     Attention,
     Dtype,
     EncoderIdentity,
-    Pooling,
     PoolOver,
     check_instruction_format,
     check_special_tokens,
+    pools_chosen_tokens,
 )
-from llmcond.errors import UserError, nearest
+from llmcond.errors import UserError
 
-Quantize = Literal["none", "8bit", "4bit"]
-QUANTIZE: tuple[Quantize, ...] = ("none", "8bit", "4bit")
 _FALLBACK_LENGTH = 512
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderOptions:
-    """What a user may choose about an encoder. None: as the model has it.
-
-    Attributes:
-        dtype: ``auto`` is the fastest type that the device computes natively.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        quantize: ``none``, ``8bit`` or ``4bit`` weights.
-        revision: branch, tag or commit on the hub.
-        like: a known model that a folder or another hub name is to be taken for.
-        attention: ``bidirectional`` or ``causal``.
-        pooling: ``cls``, ``mean``, ``last``, ``pooler`` or ``latent``.
-        pool_over: ``all`` tokens, or those of the ``text`` without its instruction.
-        normalize: whether vectors have unit L2 norm.
-        max_length: tokens of an input, special tokens included.
-        instruction_format: names ``{instruction}`` and ``{text}``.
-        special_tokens: ``tokenizer``, or the tokens around ``{text}``.
-        max_tokens_per_batch: token budget of one forward pass; None: by the device, and less where
-            its memory is short.
-        fold_latents: whether NV-Embed-v2's latent block is multiplied out at load: the same
-            vectors up to rounding, in a fraction of the time and memory.
-        share_prefixes: whether what several inputs begin with is computed once, where that is
-            exact: for causal encoders that pool the last token.
-    """
-
-    dtype: str = "auto"
-    device: str = "auto"
-    quantize: str = "none"
-    revision: str | None = None
-    like: str | None = None
-    attention: str | None = None
-    pooling: str | None = None
-    pool_over: str | None = None
-    normalize: bool | None = None
-    max_length: int | None = None
-    instruction_format: str | None = None
-    special_tokens: str | None = None
-    max_tokens_per_batch: int | None = None
-    fold_latents: bool = True
-    share_prefixes: bool = True
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> EncoderOptions:
-        """Return the options among ``values``, such as those of an identity; others are passed by.
-
-        What is not among them is as the model has it.
-        """
-        names = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +92,9 @@ def resolve(
         UserError: an unknown model, or an option that the model or machine cannot have.
         LlmcondError: the hub cannot be reached.
     """
-    device = check_options(options)
+    from llmcond.encoders.device import choose_device
+
+    device = choose_device(options.device)
     checkpoint = find_checkpoint(name_or_path, options.revision, options.like)
     return settle(checkpoint, options, device, identify=identify)
 
@@ -168,6 +112,7 @@ def settle(
     from llmcond.encoders.device import default_token_budget
 
     options = _as_trained(checkpoint, options)
+    quantize = options.quantize or "none"
     settings = Settings.read(checkpoint.folder)
     check_kind(checkpoint, settings)
     check_code(checkpoint, settings)
@@ -177,7 +122,7 @@ def settle(
     identity = EncoderIdentity(
         weights=checkpoint.weights if identify else "",
         dtype=_dtype(checkpoint, options, device),
-        quantize=options.quantize,
+        quantize=quantize,
         attention=_attention(checkpoint, settings, options, assumed),
         pooling=pooling,
         pool_over=_pool_over(checkpoint, options, pooling),
@@ -191,13 +136,13 @@ def settle(
             "an instruction is pooled along, though the checkpoint's files leave prompts out "
             "(--pool-over text)"
         )
-    if options.quantize == "8bit" and checkpoint.known and checkpoint.known.no_float16:
+    if quantize == "8bit" and checkpoint.known and checkpoint.known.no_float16:
         assumed.append(
             f"8 bit multiplies in float16, which {checkpoint.name} does not stand: "
             f"{checkpoint.known.no_float16}; prefer --quantize 4bit"
         )
     trained = checkpoint.stated.get("quantize")
-    if trained is not None and options.quantize == "none":
+    if trained is not None and quantize == "none":
         assumed.append(
             f"whole weights of the base, though its adapter was trained on {trained} ones "
             f"(--quantize {trained})"
@@ -227,31 +172,6 @@ def _as_trained(checkpoint: Checkpoint, options: EncoderOptions) -> EncoderOptio
     )
 
 
-def check_options(options: EncoderOptions) -> str:
-    """Return the device that the options choose, before anything is looked for.
-
-    Raises:
-        UserError: an option that no model can have, or a device that is not here.
-    """
-    from llmcond.encoders.device import choose_device
-
-    _check_choice("dtype", options.dtype, ("auto", *DTYPES))
-    _check_choice("quantize", options.quantize, QUANTIZE)
-    if options.attention is not None:
-        _check_choice("attention", options.attention, ATTENTIONS)
-    if options.pooling is not None:
-        _check_choice("pooling", options.pooling, POOLINGS)
-    budget = options.max_tokens_per_batch
-    if budget is not None and budget < 1:
-        raise UserError(f"max_tokens_per_batch is {budget}; it must be at least 1.")
-    return choose_device(options.device)
-
-
-def _check_choice(option: str, got: str, legal: tuple[str, ...]) -> None:
-    if got not in legal:
-        raise UserError(f"{option} is {got!r}. {nearest(got, legal)} Legal: {', '.join(legal)}.")
-
-
 def _dtype(checkpoint: Checkpoint, options: EncoderOptions, device: str) -> Dtype:
     from llmcond.encoders.device import choose_dtype
 
@@ -267,7 +187,7 @@ def _attention(
     checkpoint: Checkpoint, settings: Settings, options: EncoderOptions, assumed: list[str]
 ) -> Attention:
     known = checkpoint.known.attention if checkpoint.known else None
-    given = next((a for a in ATTENTIONS if a == options.attention), None)
+    given = options.attention
     if known is not None:
         if given not in (None, known):
             raise UserError(
@@ -298,7 +218,7 @@ def encoder_types() -> frozenset[str]:
 
 def _pooling(
     checkpoint: Checkpoint, settings: Settings, options: EncoderOptions, assumed: list[str]
-) -> Pooling:
+) -> str:
     pooling = pooling_of(checkpoint, settings, options.pooling)
     if pooling is None:
         assumed.append(
@@ -307,12 +227,12 @@ def _pooling(
     return pooling or "mean"
 
 
-def _pool_over(checkpoint: Checkpoint, options: EncoderOptions, pooling: Pooling) -> PoolOver:
+def _pool_over(checkpoint: Checkpoint, options: EncoderOptions, pooling: str) -> PoolOver:
     own: PoolOver = checkpoint.known.pool_over if checkpoint.known else "all"
-    if options.pool_over is not None:
-        _check_choice("pool_over", options.pool_over, tuple({*POOL_OVER, own}))
-    given = next((p for p in POOL_OVER if p == options.pool_over), own)
-    if given == "text" and pooling not in ("mean", "last"):
+    given = options.pool_over or own
+    if given == "after-instruction":
+        check_choice("pool_over", given, tuple({"all", "text", own}))
+    if given == "text" and not pools_chosen_tokens(pooling):
         raise UserError(
             f"pool_over is 'text', but {checkpoint.name} pools by {pooling}, which knows one token "
             "only or has a rule of its own. It goes with --pooling mean or last."

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from llmcond.encoders.checkpoint import Checkpoint, read_settings
-from llmcond.encoders.models import known_names
-from llmcond.encoders.spec import POOLINGS, TOKENIZER_DECIDES, Attention, Pooling
+from llmcond.encoders.known import known_names
+from llmcond.encoders.spec import TOKENIZER_DECIDES, Attention, Pooling
 from llmcond.errors import UserError, did_you_mean
+from llmcond.plugins import is_plugin
 
 #: Architectures whose position table starts behind the padding index.
 _OFFSET_POSITIONS = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "longformer"}
@@ -239,21 +240,25 @@ def _bare() -> list[str]:
     return [name.rpartition("/")[2] for name in known_names()]
 
 
-def pooling_of(checkpoint: Checkpoint, settings: Settings, given: str | None) -> Pooling | None:
+def pooling_of(checkpoint: Checkpoint, settings: Settings, given: str | None) -> str | None:
     """Return the pooling that was given, or the model's own; None where nothing says.
 
     Raises:
         UserError: one that the model may not be pooled by, or that we do not have.
     """
     known = checkpoint.known
-    legal = known.poolings if known else tuple(p for p in POOLINGS if p != "latent")
+    legal = known.poolings if known else tuple(p for p in get_args(Pooling) if p != "latent")
+    if given is not None and is_plugin(given) and "latent" not in legal:
+        from llmcond.encoders.pooling import identify_pooling
+
+        return identify_pooling(given, checkpoint.name)
     if given is not None:
         if given not in legal:
             raise UserError(
                 f"pooling is {given!r}, but {checkpoint.name} may be pooled by "
                 f"{' or '.join(legal)} only."
             )
-        return next(pooling for pooling in legal if pooling == given)
+        return given
     if known:
         return known.poolings[0]
     named = settings.pooling

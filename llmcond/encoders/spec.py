@@ -10,21 +10,19 @@ from typing import Any, Literal
 
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_bytes
-
-Pooling = Literal["cls", "mean", "last", "pooler", "latent"]
-PoolOver = Literal["all", "text", "after-instruction"]
-Attention = Literal["bidirectional", "causal"]
-Dtype = Literal["float32", "bfloat16", "float16"]
+from llmcond.plugins import is_plugin
 
 #: ``pooler`` is the checkpoint's own dense layer on its first token, as SimCSE uses it;
 #: ``latent`` the mean of what NV-Embed-v2's latent attention makes of the tokens.
-POOLINGS: tuple[Pooling, ...] = ("cls", "mean", "last", "pooler", "latent")
-#: Those of :data:`PoolOver` that any encoder can have; the third is NV-Embed-v2's own count.
-POOL_OVER: tuple[PoolOver, ...] = ("all", "text")
-ATTENTIONS: tuple[Attention, ...] = ("bidirectional", "causal")
+Pooling = Literal["cls", "mean", "last", "pooler", "latent"]
+#: ``after-instruction`` is NV-Embed-v2's own count; any encoder can have the others.
+PoolOver = Literal["all", "text", "after-instruction"]
+Attention = Literal["bidirectional", "causal"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+Quantize = Literal["none", "8bit", "4bit"]
+
 #: What ``EncoderIdentity.special_tokens`` says where the tokenizer decides.
 TOKENIZER_DECIDES = "tokenizer"
-DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
 
 #: Raised when the engine itself changes the vectors it gives for the same identity.
 ENGINE_VERSION = 1
@@ -72,6 +70,11 @@ class EncoderInput:
         return bytes(key)
 
 
+def pools_chosen_tokens(pooling: str) -> bool:
+    """Return whether a pooling goes by which tokens count (``pool_over``, contexts)."""
+    return pooling in ("mean", "last") or is_plugin(pooling)
+
+
 def plan_inputs(inputs: Sequence[EncoderInput], *, by_prefix: bool) -> list[int]:
     """Return the order in which inputs are best encoded, as positions.
 
@@ -113,8 +116,8 @@ class EncoderIdentity:
 
     weights: str
     dtype: Dtype
-    quantize: str
-    pooling: Pooling
+    quantize: Quantize
+    pooling: str
     max_length: int
     normalize: bool
     instruction_format: str

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from llmcond.encoders.spec import TOKENIZER_DECIDES, EncoderIdentity, EncoderInput
+from llmcond.encoders.spec import (
+    TOKENIZER_DECIDES,
+    EncoderIdentity,
+    EncoderInput,
+    pools_chosen_tokens,
+)
 from llmcond.errors import LlmcondError, UserError
 
 
@@ -207,7 +212,7 @@ class InputTokenizer:
                 "pair of context and text. Use a prompt with an instruction (cond), or one that "
                 "joins both."
             )
-        if pooling not in ("mean", "last"):
+        if not pools_chosen_tokens(pooling):
             raise UserError(
                 f"{self._name} pools by {pooling}, and an input with a context is pooled over its "
                 "text's own tokens. Choose --pooling mean, or a prompt without a context."

@@ -1,5 +1,9 @@
 """Extraction: the inputs that a store does not hold yet, encoded chunk by chunk.
 
+A plan (:class:`Plan`) says which inputs are encoded, in which order and in which parts. An executor
+(:class:`Executor`; here :class:`ThreadExecutor`) encodes several parts at a time. What it gives is
+committed by :func:`commit`, under a claim, so that other processes may work on the same plan.
+
 Inputs may come from anywhere, and as many as one likes: they are read a window at a time. Windows
 are functions of the inputs, parts and batches of these and of the number of threads that encode. So
 an extraction that was interrupted computes what an undisturbed one does, to the bit on the same
@@ -10,10 +14,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +30,16 @@ from llmcond.features.missing import Missing, count_missing, fresh, windows
 from llmcond.features.store import FeatureStore
 from llmcond.files import digest_bytes
 
+if TYPE_CHECKING:
+    from llmcond.encoders.threads import Concurrency, WorkerThreads
+
 #: Inputs that a kill can lose at most; committed in parts, one for each thread that encodes.
 CHUNK = 1_024
 #: Inputs that are read, and ordered, together.
 WINDOW = 16_384
 _WAIT_SECONDS = 0.2
-#: Parts that other processes were at when they came up, kept until they are looked at again.
-_MOST_BUSY = 32
+#: Parts claimed by other processes that are kept until they are looked at again.
+_MAX_CLAIMED = 32
 
 
 class EncodedInputs(Protocol):
@@ -54,33 +62,15 @@ class EncodedInputs(Protocol):
 
 
 class InputEncoder(Protocol):
-    """An encoder, as far as extraction knows it."""
+    """An encoder, as far as extraction knows it; safe to call from several threads."""
+
+    @property
+    def concurrency(self) -> Concurrency:
+        """Return how many threads it is best called from."""
+        ...
 
     def encode_counted(self, inputs: Sequence[EncoderInput]) -> EncodedInputs:
-        """Return the vectors of inputs, in their order."""
-        ...
-
-
-class ParallelLanes(Protocol):
-    """Threads that encode side by side; see :class:`llmcond.encoders.lanes.Lanes`."""
-
-    @property
-    def count(self) -> int:
-        """Return how many there are."""
-        ...
-
-    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-        """Yield ``function`` of each item, in their order."""
-        ...
-
-
-@runtime_checkable
-class LanedEncoder(Protocol):
-    """An encoder that several threads may use at once, and gains by it."""
-
-    @property
-    def lanes(self) -> ParallelLanes:
-        """Return its threads."""
+        """Return the vectors of inputs, in their order, computed on the calling thread."""
         ...
 
 
@@ -175,15 +165,26 @@ def extract(
         DiskFullError: no room; what was stored before is kept.
     """
     began = time.monotonic()
-    work = _Work(store, load, progress or Silent(), chunk, by_prefix)
+    shown = progress or Silent()
     if missing is None and isinstance(inputs, Collection):
         missing = count_missing(store, inputs, window)
-    if missing is not None:
-        work.tell(missing)
-    work.run(windows(inputs, window))
+    if missing is not None and missing.n_missing:
+        shown.start(missing.n_missing, missing.n_characters)
+
+    def load_shown() -> InputEncoder:
+        if missing is None or not missing.n_missing:
+            shown.start(None, None)
+        return load()
+
+    work = Plan(inputs, store, chunk=chunk, window=window, by_prefix=by_prefix)
+    executor = ThreadExecutor(load_shown)
+    try:
+        done = execute(work, executor, store, shown)
+    finally:
+        executor.close()
     n_inputs, n_truncated = work.counts()
     seconds = time.monotonic() - began
-    return Extraction(n_inputs, work.n_computed, n_truncated, work.n_tokens, seconds)
+    return Extraction(n_inputs, done.n_added, n_truncated, done.n_tokens, seconds)
 
 
 def plan(inputs: Iterable[EncoderInput], *, by_prefix: bool = False) -> list[EncoderInput]:
@@ -192,81 +193,51 @@ def plan(inputs: Iterable[EncoderInput], *, by_prefix: bool = False) -> list[Enc
     return [distinct[place] for place in plan_inputs(distinct, by_prefix=by_prefix)]
 
 
-class _Work:
-    """One extraction under way."""
+# -- planning --------------------------------------------------------------------------------------
+
+
+class Plan:
+    """The distinct inputs that a store lacks, in the order and the parts they are encoded in."""
 
     def __init__(
         self,
+        inputs: Iterable[EncoderInput],
         store: FeatureStore,
-        load: Callable[[], InputEncoder],
-        progress: Progress,
-        chunk: int,
-        by_prefix: bool,
+        *,
+        chunk: int = CHUNK,
+        window: int = WINDOW,
+        by_prefix: bool = False,
     ) -> None:
-        self.n_computed = self.n_tokens = 0
-        self._store, self._load, self._progress = store, load, progress
-        self._chunk, self._by_prefix = chunk, by_prefix
-        self._encoder: InputEncoder | None = None
-        self._started = False
+        """Plan an extraction; see :func:`extract`. Nothing is read yet."""
+        self._inputs, self._store = inputs, store
+        self._chunk, self._window, self._by_prefix = chunk, window, by_prefix
         self._seen = KeyIndex()
         #: Which of the store's vectors were asked for, and inputs that it did not have yet.
         self._asked = np.zeros(0, dtype=np.bool_)
         self._awaited: list[EncoderInput] = []
-        #: Parts that other processes are at.
-        self._busy: deque[list[EncoderInput]] = deque()
 
-    def tell(self, missing: Missing) -> None:
-        """Tell the progress how much there is to do."""
-        if missing.n_missing:
-            self._progress.start(missing.n_missing, missing.n_characters)
-            self._started = True
+    def parts(self, concurrency: Callable[[], int]) -> Iterator[list[EncoderInput]]:
+        """Yield the parts that the store does not hold completely; once.
 
-    def run(self, inputs: Iterable[list[EncoderInput]]) -> None:
-        """Encode and store everything, read in windows."""
-        self._encode(self._parts(inputs))
-        while self._busy:
-            # Others are at everything that is left: wait for them, or take over if they die.
-            waiting = list(self._busy)
-            self._busy.clear()
-            self._encode(iter(waiting))
-            if len(self._busy) == len(waiting):
-                time.sleep(_WAIT_SECONDS)
-                self._store.refresh()
-
-    def counts(self) -> tuple[int, int]:
-        """Return how many distinct inputs were asked for, and how many of them were cut."""
-        self._note_asked([])
-        return len(self._seen), self._store.count_truncated_at(np.flatnonzero(self._asked))
-
-    # -- parts ---------------------------------------------------------------------------------
-
-    def _parts(self, inputs: Iterable[list[EncoderInput]]) -> Iterator[list[EncoderInput]]:
-        """Yield the parts of windows that the store does not hold whole."""
-        for window in inputs:
+        Args:
+            concurrency: how many parts make a chunk; asked once there is something to encode.
+        """
+        for window in windows(self._inputs, self._window):
             ordered = plan(fresh(window, self._seen), by_prefix=self._by_prefix)
             self._note_asked(ordered)
             absent = np.zeros(len(ordered), dtype=np.bool_)
             absent[self._store.missing(ordered)] = True
             if not absent.any():
                 continue
-            size = max(1, self._chunk // self._lanes())
+            size = max(1, self._chunk // concurrency())
             for start in range(0, len(ordered), size):
                 if absent[start : start + size].any():
                     yield ordered[start : start + size]
-                while len(self._busy) > _MOST_BUSY:
-                    time.sleep(_WAIT_SECONDS / 10)
-                    yield self._busy.popleft()
 
-    def _lanes(self) -> int:
-        encoder = self._loaded()
-        return encoder.lanes.count if isinstance(encoder, LanedEncoder) else 1
-
-    def _loaded(self) -> InputEncoder:
-        if self._encoder is None:
-            if not self._started:
-                self._progress.start(None, None)
-            self._encoder = self._load()
-        return self._encoder
+    def counts(self) -> tuple[int, int]:
+        """Return how many distinct inputs were asked for, and how many of them were truncated."""
+        self._note_asked([])
+        return len(self._seen), self._store.count_truncated_at(np.flatnonzero(self._asked))
 
     def _note_asked(self, inputs: Sequence[EncoderInput]) -> None:
         asked = [*self._awaited, *inputs]
@@ -275,59 +246,151 @@ class _Work:
         self._asked[places[places >= 0]] = True
         self._awaited = [asked[i] for i in np.flatnonzero(places < 0)]
 
-    # -- encoding ------------------------------------------------------------------------------
 
-    def _encode(self, parts: Iterator[list[EncoderInput]]) -> None:
-        first = next(parts, None)
-        if first is None:
-            return
-        encoder = self._loaded()
-        together = encoder.lanes.map if isinstance(encoder, LanedEncoder) else map
-        for part, done in together(self._encode_part, chain([first], parts)):
-            if done is None:
-                self._busy.append(part)
-            elif done.n_inputs:
-                self.n_computed += done.n_added
-                self.n_tokens += done.n_tokens
-                self._progress.advance(done.n_inputs, done.n_characters, done.n_tokens)
-
-    def _encode_part(self, part: list[EncoderInput]) -> tuple[list[EncoderInput], _Done | None]:
-        """Encode and commit what is missing of a part; None if another process is at it."""
-        if not self._store.missing(part):
-            return part, _Done(0, 0, 0, 0)
-        with self._store.claim(_name(part)) as mine:
-            return part, self._encode_claimed(part) if mine else None
-
-    def _encode_claimed(self, part: list[EncoderInput]) -> _Done:
-        store = self._store
-        store.refresh()
-        todo = [part[i] for i in store.missing(part)]
-        if not todo:
-            return _Done(0, 0, 0, 0)
-        encoded = self._loaded().encode_counted(todo)
-        finite = np.isfinite(store.cast(encoded.vectors)).all(axis=1)
-        good = np.flatnonzero(finite)
-        added = store.append(
-            [todo[i] for i in good],
-            encoded.vectors[good],
-            encoded.n_tokens[good],
-            encoded.truncated[good],
-        )
-        if not finite.all():
-            raise NonFiniteError(todo[int(np.flatnonzero(~finite)[0])], store.dtype)
-        characters = sum(item.size for item in todo)
-        return _Done(len(todo), added, characters, int(encoded.n_tokens.sum()))
+# -- committing ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Done:
+class Committed:
     """What became of a part: inputs encoded, of them added, their characters and tokens."""
 
-    n_inputs: int
-    n_added: int
-    n_characters: int
-    n_tokens: int
+    n_inputs: int = 0
+    n_added: int = 0
+    n_characters: int = 0
+    n_tokens: int = 0
 
 
-def _name(part: Sequence[EncoderInput]) -> str:
-    return digest_bytes(b"".join(item.key for item in part), size=8).hex()
+def commit(
+    store: FeatureStore,
+    part: Sequence[EncoderInput],
+    encode: Callable[[Sequence[EncoderInput]], EncodedInputs],
+) -> Committed | None:
+    """Encode and store what is missing of a part; None if another process has claimed it.
+
+    Raises:
+        NonFiniteError: the encoder gave NaN or infinity; the good ones are stored.
+        DiskFullError: no room.
+    """
+    if not store.missing(part):
+        return Committed()
+    name = digest_bytes(b"".join(item.key for item in part), size=8).hex()
+    with store.claim(name) as mine:
+        if not mine:
+            return None
+        store.refresh()
+        todo = [part[i] for i in store.missing(part)]
+        return append(store, todo, encode(todo)) if todo else Committed()
+
+
+def append(
+    store: FeatureStore, inputs: Sequence[EncoderInput], encoded: EncodedInputs
+) -> Committed:
+    """Store the vectors of inputs in one commit.
+
+    Raises:
+        NonFiniteError: there is NaN or infinity among them; the good ones are stored.
+        DiskFullError: no room.
+    """
+    finite = np.isfinite(store.cast(encoded.vectors)).all(axis=1)
+    good = np.flatnonzero(finite)
+    added = store.append(
+        [inputs[i] for i in good.tolist()],
+        encoded.vectors[good],
+        encoded.n_tokens[good],
+        encoded.truncated[good],
+    )
+    if not finite.all():
+        raise NonFiniteError(inputs[int(np.flatnonzero(~finite)[0])], store.dtype)
+    characters = sum(item.size for item in inputs)
+    return Committed(len(inputs), added, characters, int(encoded.n_tokens.sum()))
+
+
+# -- executing -------------------------------------------------------------------------------------
+
+
+class Executor(Protocol):
+    """Encodes and commits the parts of a plan, several at a time."""
+
+    def concurrency(self) -> int:
+        """Return how many parts it is at, at a time; asked once there is something to encode."""
+        ...
+
+    def run(
+        self, parts: Iterable[list[EncoderInput]], store: FeatureStore
+    ) -> Generator[tuple[list[EncoderInput], Committed | None]]:
+        """Yield each part with what became of it, in their order; see :func:`commit`."""
+        ...
+
+
+class ThreadExecutor:
+    """Encodes on worker threads of this process."""
+
+    def __init__(self, load: Callable[[], InputEncoder]) -> None:
+        """Take what gives the encoder; called when there is something to encode."""
+        self._load = load
+        self._started: tuple[InputEncoder, WorkerThreads] | None = None
+
+    def concurrency(self) -> int:
+        """See :class:`Executor`."""
+        return self._start()[1].concurrency.threads
+
+    def run(
+        self, parts: Iterable[list[EncoderInput]], store: FeatureStore
+    ) -> Generator[tuple[list[EncoderInput], Committed | None]]:
+        """See :class:`Executor`."""
+
+        def work(part: list[EncoderInput]) -> tuple[list[EncoderInput], Committed | None]:
+            return part, commit(store, part, self._start()[0].encode_counted)
+
+        waiting = iter(parts)
+        first = next(waiting, None)
+        if first is not None:
+            yield from self._start()[1].map(work, chain([first], waiting))
+
+    def close(self) -> None:
+        """End its threads."""
+        if self._started is not None:
+            self._started[1].close()
+
+    def _start(self) -> tuple[InputEncoder, WorkerThreads]:
+        if self._started is None:
+            from llmcond.encoders.threads import WorkerThreads
+
+            encoder = self._load()
+            self._started = encoder, WorkerThreads(encoder.concurrency)
+        return self._started
+
+
+def execute(plan: Plan, executor: Executor, store: FeatureStore, progress: Progress) -> Committed:
+    """Encode and store everything that a plan lacks, and return the sums.
+
+    Parts that other processes have claimed come last: they are waited for, or taken over if the
+    process dies.
+    """
+    claimed: deque[list[EncoderInput]] = deque()
+    n_added = n_tokens = 0
+
+    def parts() -> Iterator[list[EncoderInput]]:
+        for part in plan.parts(executor.concurrency):
+            yield part
+            while len(claimed) > _MAX_CLAIMED:
+                time.sleep(_WAIT_SECONDS / 10)
+                yield claimed.popleft()
+
+    remaining: Iterable[list[EncoderInput]] = parts()
+    while True:
+        with closing(executor.run(remaining, store)) as results:
+            for part, done in results:
+                if done is None:
+                    claimed.append(part)
+                elif done.n_inputs:
+                    n_added += done.n_added
+                    n_tokens += done.n_tokens
+                    progress.advance(done.n_inputs, done.n_characters, done.n_tokens)
+        if isinstance(remaining, list) and len(claimed) == len(remaining):
+            time.sleep(_WAIT_SECONDS)
+            store.refresh()
+        if not claimed:
+            return Committed(n_added=n_added, n_tokens=n_tokens)
+        remaining = list(claimed)
+        claimed.clear()

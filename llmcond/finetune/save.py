@@ -10,10 +10,11 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from llmcond.encoders.adapter import CONFIG, STATED, WEIGHTS, Tuned, write_tuned
+from llmcond.encoders.adapter import CONFIG, WEIGHTS, Tuned, write_tuned
 from llmcond.encoders.architecture import build_on_meta, load_config
 from llmcond.encoders.checkpoint import settings_files, weight_files
-from llmcond.encoders.models import find_model
+from llmcond.encoders.known import find_model
+from llmcond.encoders.options import MODEL_SETTINGS
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.errors import UserError
 from llmcond.files import read_json, replacing, write_json
@@ -61,7 +62,7 @@ def save_encoder(trainable: Trainable, model: str, folder: Path, *, merge: bool)
         base=None if whole else model,
         revision=None if whole else _commit(resolved),
         like=known.repo if known else None,
-        settings={name: getattr(identity, name) for name in STATED},
+        settings={name: getattr(identity, name) for name in MODEL_SETTINGS},
         quantize=identity.quantize,
         base_weights=identity.weights,
     )

@@ -15,7 +15,13 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from llmcond.config import STRICT, build, find_toml, read_toml
-from llmcond.encoders.spec import TOKENIZER_DECIDES, EncoderIdentity, EncoderInput, fill
+from llmcond.encoders.spec import (
+    TOKENIZER_DECIDES,
+    EncoderIdentity,
+    EncoderInput,
+    fill,
+    pools_chosen_tokens,
+)
 from llmcond.errors import UserError, nearest
 from llmcond.files import digest_text
 
@@ -128,7 +134,7 @@ class Prompt:
             return ""
         if encoder.special_tokens != TOKENIZER_DECIDES:
             return "it gives a context, and the encoder reads one text only, not a pair"
-        if encoder.pooling not in ("mean", "last"):
+        if not pools_chosen_tokens(encoder.pooling):
             return (
                 "it pools over the text's own tokens, and the encoder pools by "
                 f"{encoder.pooling} (--pooling mean)"

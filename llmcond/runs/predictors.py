@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.heads import PairArrays, cosine
 from llmcond.arrays import chosen
+from llmcond.features.view import View
+from llmcond.heads import PairArrays, cosine
 from llmcond.prompts import Prompt
 from llmcond.runs import SavedHead, head_name
-from llmcond.features.view import View
 
 #: Rows compared at a time.
 _BLOCK = 8_192

@@ -7,7 +7,7 @@ from typing import Any
 
 from llmcond.encoders import EncoderInput, EncoderOptions, find_model
 from llmcond.encoders.checkpoint import find_checkpoint
-from llmcond.encoders.resolve import check_options, settle
+from llmcond.encoders.resolve import settle
 from llmcond.errors import LlmcondError
 from llmcond.prompts import load_prompt
 
@@ -24,9 +24,10 @@ def check_model(name: str, options: EncoderOptions) -> tuple[dict[str, Any], Llm
     Raises:
         LlmcondError: nothing is known of it.
     """
+    from llmcond.encoders.device import choose_device
     from llmcond.encoders.doctor import describe, describe_known, samples
 
-    known, device = find_model(name), check_options(options)
+    known, device = find_model(name), choose_device(options.device)
     try:
         checkpoint = find_checkpoint(name, options.revision, options.like)
     except LlmcondError as error:

@@ -23,7 +23,7 @@ from llmcond.progress import extraction_bar
 from llmcond.prompts import Prompt
 from llmcond.runs import open_run
 from llmcond.runs.embedder import choose_head
-from llmcond.workflows.extract import LazyEncoder, extraction_note
+from llmcond.runs.extraction import LazyEncoder, log_extraction
 
 #: Rows whose vectors are in memory at a time.
 _BLOCK = 8_192
@@ -92,7 +92,7 @@ def embed_file(
     except NonFiniteError as error:
         number = _row_of(error.item, columns)
         raise UserError(f"row {number} of {texts.file}: {error}") from error
-    log.info(extraction_note(view.name, done, resolved.identity.max_length))
+    log_extraction(view.name, done, resolved)
 
     def blocks() -> Blocks:
         for start in range(0, len(rows), _BLOCK):

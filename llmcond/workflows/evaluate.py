@@ -20,9 +20,9 @@ from llmcond.prompts import Prompt
 from llmcond.report.page import Page, check_page, write_page
 from llmcond.report.terminal import best_first, finite
 from llmcond.runs import Run, SavedHead, StaleHeadError, open_run
+from llmcond.runs.extraction import LazyEncoder, extract_rows
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import Zeroshot, label, predict, zeroshots
-from llmcond.workflows.extract import LazyEncoder, extract_rows, extraction_note
 from llmcond.workflows.page import page_of
 
 
@@ -127,8 +127,7 @@ def _features_of(run: Run, prompts: Sequence[Prompt], rows: Rows, device: str) -
     store = run.store()
     encoder = LazyEncoder(run.resolve_encoder(device))
     for prompt in prompts:
-        done = extract_rows(store, encoder, prompt, [rows])
-        log.info(extraction_note(prompt.name, done, run.identity.max_length))
+        extract_rows(store, encoder, prompt, [rows])
     return RowFeatures(rows, store)
 
 

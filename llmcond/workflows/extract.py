@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from llmcond.config import bundled_names
 from llmcond.data.datasets import DataOptions, Dataset
-from llmcond.data.rows import Rows, leaked_pairs
+from llmcond.data.rows import leaked_pairs
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError
-from llmcond.features.extract import CHUNK, WINDOW, Extraction, NonFiniteError
-from llmcond.features.extract import extract as extract_inputs
+from llmcond.features.extract import CHUNK, WINDOW
 from llmcond.features.keys import KeyIndex
 from llmcond.features.missing import Missing, count_missing, together
-from llmcond.features.store import FeatureStore, StoreDtype
+from llmcond.features.store import StoreDtype
 from llmcond.log import log
-from llmcond.progress import duration, extraction_bar
+from llmcond.progress import duration
 from llmcond.prompts import Prompt, load_prompt
-from llmcond.prompts.inputs import SplitInputs, find_row
+from llmcond.prompts.inputs import SplitInputs
 from llmcond.runs import Run, RunExistsError, create_run, open_run, run_exists, where_model
-from llmcond.workflows.workers import Helpers, check_workers
+from llmcond.runs.extraction import LazyEncoder, extract_rows, extraction_record
+from llmcond.runs.processes import WorkerProcesses, check_workers
 
 
 def extract(
@@ -78,9 +78,9 @@ def extract(
         f"{resolved.identity.pooling} pooling -> {run_folder}"
     )
     try:
-        with Helpers(workers, model, options, resolved, run_folder, chosen) as helpers:
-            encoder = LazyEncoder(resolved, before=helpers.start)
-            missing = _tell_plan(run, encoder, chosen, workers)
+        with WorkerProcesses(workers, model, options, resolved, run_folder, chosen) as processes:
+            encoder = LazyEncoder(resolved, before=processes.start)
+            missing = _log_plan(run, encoder, chosen, workers)
             return _extract_prompts(run, encoder, chosen, missing)
     except LlmcondError:
         if created is not None and not len(created.store()):
@@ -168,10 +168,10 @@ def _check_run(
         )
 
 
-def _tell_plan(
+def _log_plan(
     run: Run, encoder: LazyEncoder, prompts: Sequence[Prompt], workers: int
 ) -> list[Missing]:
-    """Say how much is to be encoded, and where it is much, about how long that takes.
+    """Log how much is to be encoded, and where it is much, about how long that takes.
 
     Returns:
         What each prompt lacks once those before it are extracted.
@@ -210,7 +210,6 @@ def _extract_prompts(
             "n_tokens": extraction.n_tokens,
             "seconds": round(extraction.seconds, 3),
         }
-        log.info(extraction_note(prompt.name, extraction, resolved.identity.max_length))
     return {
         "run": str(run.folder),
         "encoder": run.encoder_name,
@@ -218,72 +217,3 @@ def _extract_prompts(
         "dtype": resolved.identity.dtype,
         "prompts": done,
     }
-
-
-def extraction_record(done: Extraction, resolved: ResolvedEncoder) -> dict[str, Any]:
-    """Return what a run's manifest keeps of an extraction."""
-    return {
-        "n_inputs": done.n_inputs,
-        "n_computed": done.n_computed,
-        "n_truncated": done.n_truncated,
-        "max_length": resolved.identity.max_length,
-        "device": resolved.device,
-        "share_prefixes": resolved.shares_prefixes,
-    }
-
-
-def extraction_note(name: str, done: Extraction, max_length: int) -> str:
-    """Say what an extraction did, truncation included."""
-    rate = f", {done.n_tokens / done.seconds:,.0f} tokens/s" if done.n_computed else ""
-    cut = (
-        f"; {done.n_truncated:,} inputs are longer than {max_length} tokens and were cut"
-        if done.n_truncated
-        else ""
-    )
-    return (
-        f"{name}: {done.n_computed:,} of {done.n_inputs:,} inputs encoded in {done.seconds:.1f} s"
-        f"{rate}{cut}"
-    )
-
-
-class LazyEncoder:
-    """Loads an encoder when it is first needed, and keeps it."""
-
-    def __init__(
-        self, resolved: ResolvedEncoder, before: Callable[[], None] = lambda: None
-    ) -> None:
-        """Take what is loaded, and what is done just before."""
-        self.resolved, self._before = resolved, before
-        self._encoder: Any = None
-
-    def __call__(self) -> Any:
-        """Return the encoder, loading it the first time."""
-        if self._encoder is None:
-            from llmcond.encoders.encoder import Encoder
-
-            self._before()
-            self._encoder = Encoder(self.resolved)
-        return self._encoder
-
-
-def extract_rows(
-    store: FeatureStore,
-    encoder: LazyEncoder,
-    prompt: Prompt,
-    splits: Sequence[Rows],
-    missing: Missing | None = None,
-) -> Extraction:
-    """Extract all inputs of rows; an encoder's NaN is reported with the row that made it."""
-    inputs = SplitInputs(splits, prompt)
-    by_prefix = encoder.resolved.shares_prefixes
-    with extraction_bar() as bar:
-        try:
-            return extract_inputs(inputs, store, encoder, bar, by_prefix=by_prefix, missing=missing)
-        except NonFiniteError as error:
-            for rows in splits:
-                position = find_row(rows, prompt, error.item)
-                if position is not None:
-                    raise UserError(
-                        f"{rows.describe(position)}, prompt {prompt.name}: {error}"
-                    ) from error
-            raise

@@ -23,18 +23,12 @@ from llmcond.progress import duration, train_bar
 from llmcond.prompts import Prompt, load_prompt, prompt_from_json
 from llmcond.report.card import model_card
 from llmcond.runs import Run, complete_run, head_name, head_record, open_run, where_model
+from llmcond.runs.extraction import LazyEncoder, extract_rows, extraction_record
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import predict
 from llmcond.runs.provenance import provenance
 from llmcond.workflows.evaluate import result_of
-from llmcond.workflows.extract import (
-    LazyEncoder,
-    check_prompts,
-    extract_rows,
-    extraction_note,
-    extraction_record,
-    read_and_tell,
-)
+from llmcond.workflows.extract import check_prompts, read_and_tell
 from llmcond.workflows.fit import check_seed, sized
 
 if TYPE_CHECKING:
@@ -475,7 +469,6 @@ def _run_of(task: _Task) -> Run:
     for prompt in task.view.prompts:
         done = extract_rows(run.store(), encoder, prompt, [run.rows(name) for name in run.splits])
         run.record_prompt(prompt, extraction_record(done, resolved))
-        log.info(extraction_note(prompt.name, done, resolved.identity.max_length))
     return run
 
 

@@ -14,13 +14,12 @@ from llmcond.cli import run
 from llmcond.evaluation.paired import holm
 from llmcond.report.comparisons import comparison_table, summary
 from llmcond.runs import open_run
+from llmcond.runs.extraction import LazyEncoder
 
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")
 
 #: By their full names: the package has functions of these names.
-COMPARE, FITS, EXTRACT = (
-    import_module(f"llmcond.workflows.{name}") for name in ("compare", "sweep_fits", "extract")
-)
+COMPARE, FITS = (import_module(f"llmcond.workflows.{name}") for name in ("compare", "sweep_fits"))
 J, K, P = "concat-sent-cond", "concat-cond-sent", "pair-cond"
 SHUFFLED, LEFT_OUT = "control-shuffled", "control-no-condition"
 ENCODER = ("--dtype", "float32", "--pooling", "mean", "--normalize", "--device", "cpu")
@@ -129,7 +128,7 @@ def test_nothing_is_done_twice_and_a_new_prompt_costs_its_own_only(call, monkeyp
     first = in_json(call("--prompts", J, K, "--seeds", 2, "--json"))
     with monkeypatch.context() as patch:
         patch.setattr(FITS, "fit_recipe", forbid)
-        patch.setattr(EXTRACT.LazyEncoder, "__call__", forbid)
+        patch.setattr(LazyEncoder, "__call__", forbid)
         again = call("--prompts", J, K, "--seeds", 2, "--json")
     assert in_json(again) == first
     assert "nothing is encoded" in again.err
@@ -201,7 +200,7 @@ def test_wrong_input_is_refused_before_anything_is_encoded(
     call, write_rows, small_rows, monkeypatch, options, expected
 ):
     rows = [("red hat", "blue hat", "on", 3), ("red", "blue", "hat on", 2), *small_rows]
-    monkeypatch.setattr(EXTRACT.LazyEncoder, "__call__", forbid)
+    monkeypatch.setattr(LazyEncoder, "__call__", forbid)
     shutil.copy(llmcond.config.bundled("prompts") / f"{J}.toml", "copy.toml")
     write_template("glued.toml", "{sentence}  {condition}".replace("  ", " "))
     data = write_rows(rows)

@@ -12,7 +12,7 @@ import torch
 
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import load_encoder
-from llmcond.encoders.pooling import pool
+from llmcond.encoders.pooling import mean
 from llmcond.errors import LlmcondError, UserError
 
 FORMAT = "Instruct: {instruction}\nQuery: {text}"
@@ -149,7 +149,7 @@ def test_pooling_equals_hidden_states_computed_directly(tiny_checkpoint, kind, p
 def test_mean_is_summed_in_float32():
     # 257 ones: the sum that bfloat16 cannot hold.
     hidden = torch.ones(1, 257, 1, dtype=torch.bfloat16)
-    assert pool(hidden, torch.ones(1, 257, dtype=torch.bool), "mean").item() == 1
+    assert mean(hidden, torch.ones(1, 257, dtype=torch.bool), [257]).item() == 1
 
 
 @pytest.fixture(scope="module")

@@ -490,9 +490,9 @@ def test_memory_that_runs_out_in_several_threads_loses_no_input(make, loaded):
     torch.set_num_threads(3)
     encoder = load(make("simcse-bert"), CASES["simcse-bert"], max_tokens_per_batch=3_000)
     torch.set_num_threads(1)
-    assert encoder.lanes.count == 3
+    assert encoder.concurrency.threads == 3
     with Memory(encoder, 120) as memory:
-        near(encoder.encode_counted(items).vectors, expected)
+        near(encoder.encode(items), expected)
         assert memory.errors > 0
         assert len(memory.runs) == 3
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
-from llmcond.encoders.lanes import Lanes
+from llmcond.encoders.threads import Concurrency
 from llmcond.errors import DiskFullError, LlmcondError
 from llmcond.features.extract import Extraction, NonFiniteError, extract, plan
 from llmcond.features.store import FeatureStore
@@ -64,7 +64,9 @@ class Told:
 
 
 class Recording:
-    """A real encoder that remembers what it was asked for, without lanes."""
+    """A real encoder that remembers what it was asked for, on one thread."""
+
+    concurrency = Concurrency(1, 1)
 
     def __init__(self, encoder):
         self.encoder = encoder
@@ -76,10 +78,10 @@ class Recording:
 
 
 class Logged:
-    """A real encoder with lanes that writes the keys of what it is asked for into a file."""
+    """A real encoder that writes the keys of what it is asked for into a file."""
 
     def __init__(self, encoder, log):
-        self.encoder, self.log, self.lanes = encoder, log, encoder.lanes
+        self.encoder, self.log, self.concurrency = encoder, log, encoder.concurrency
 
     def encode_counted(self, inputs):
         with self.log.open("ab") as stream:
@@ -88,10 +90,10 @@ class Logged:
 
 
 class FailingOnce:
-    """A real encoder that fails for one input while another lane is computing."""
+    """A real encoder that fails for one input while another thread is computing."""
 
     def __init__(self, encoder, bad):
-        self.encoder, self.bad, self.lanes = encoder, bad, encoder.lanes
+        self.encoder, self.bad, self.concurrency = encoder, bad, encoder.concurrency
         self.other_began, self.failing = threading.Event(), threading.Event()
         self.other = []
 
@@ -128,9 +130,9 @@ def contents(store):
     return by_key
 
 
-def work(checkpoint, root, inputs, connection, file_limit=None, lanes=1):
+def work(checkpoint, root, inputs, connection, file_limit=None, threads=1):
     """Extract in a process of its own: say when encoding begins, wait for the word, go on."""
-    torch.set_num_threads(lanes)
+    torch.set_num_threads(threads)
     resolved = resolve(str(checkpoint), OPTIONS)
 
     def load():
@@ -149,7 +151,7 @@ def work(checkpoint, root, inputs, connection, file_limit=None, lanes=1):
 
 
 def work_on_stream(checkpoint, root, inputs, connection, log):
-    """The same from a generator, in two lanes; say when half of it is read."""
+    """The same from a generator, on two threads; say when half of it is read."""
     torch.set_num_threads(2)
     encoder = Encoder(resolve(str(checkpoint), OPTIONS))
 
@@ -189,9 +191,9 @@ def checkpoint(tiny_checkpoint):
 
 @pytest.fixture(scope="module")
 def encoder(checkpoint):
-    """An encoder of two lanes, however many cores there are."""
+    """An encoder of two threads, however many cores there are."""
     encoder = Encoder(resolve(str(checkpoint), OPTIONS))
-    encoder.lanes = Lanes(2, 1)
+    encoder.concurrency = Concurrency(2, 1)
     return encoder
 
 
@@ -263,7 +265,7 @@ def test_progress_is_told_of_every_stored_part(tmp_path, checkpoint, encoder):
     done = extract(inputs, open_store(tmp_path, checkpoint), lambda: encoder, told, CHUNK)
     characters = sum(len(item.text) for item in inputs)
     assert told.started == [(40, characters)]
-    # One lane computes half a chunk at a time.
+    # One thread computes half a chunk at a time.
     assert [row[0] for row in told.advanced] == [8, 8, 8, 8, 8]
     assert sum(row[1] for row in told.advanced) == characters
     assert sum(row[2] for row in told.advanced) == done.n_tokens
@@ -343,13 +345,13 @@ def test_a_process_takes_over_from_one_that_dies(tmp_path, checkpoint, undisturb
     assert contents(open_store(tmp_path, checkpoint)) == undisturbed
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_full_disk_keeps_what_was_stored(tmp_path, checkpoint, encoder, lanes):
+@pytest.mark.parametrize("threads", [1, 3])
+def test_full_disk_keeps_what_was_stored(tmp_path, checkpoint, encoder, threads):
     store = open_store(tmp_path, checkpoint)
     extract(INPUTS[:40], store, lambda: encoder, Silent(), CHUNK)
     before = contents(store)
     # Too little for the manifest of a commit: Lance overlooks it if a data file lacks its end.
-    process, connection = start(checkpoint, tmp_path, INPUTS, 512, lanes)
+    process, connection = start(checkpoint, tmp_path, INPUTS, 512, threads)
     connection.send("go")
     error = finish(process, connection)
     assert isinstance(error, DiskFullError)
@@ -415,7 +417,7 @@ def test_repeats_in_other_windows_are_encoded_and_counted_once(tmp_path, checkpo
 def test_repeats_that_follow_at_once_are_stored_and_counted_once(
     tmp_path, checkpoint, encoder, step
 ):
-    """While one lane is at an input, another comes upon it again: in the same part or another."""
+    """While one thread is at an input, another comes upon it again: in the same part or another."""
     store = open_store(tmp_path, checkpoint)
     starts = sorted([*range(0, 153, step), *range(0, 153, 8)])
     stream = (item for start in starts for item in INPUTS[start : start + 8])
@@ -462,10 +464,10 @@ def test_a_killed_stream_computes_at_most_a_chunk_again(tmp_path, checkpoint):
     assert contents(resumed) == contents(whole)
 
 
-# -- lanes -----------------------------------------------------------------------------------------
+# -- threads ---------------------------------------------------------------------------------------
 
 
-def test_an_error_in_a_lane_keeps_what_the_others_compute(tmp_path, checkpoint, encoder):
+def test_an_error_in_a_thread_keeps_what_the_others_compute(tmp_path, checkpoint, encoder):
     store = open_store(tmp_path, checkpoint)
     inputs = plan(INPUTS[:64])
     failing = FailingOnce(encoder, inputs[0])
@@ -483,8 +485,8 @@ def test_an_error_in_a_lane_keeps_what_the_others_compute(tmp_path, checkpoint, 
 @pytest.fixture
 def interruptible(checkpoint):
     """An encoder that computes one input at a time, and is interrupted at a forward pass."""
-    encoder = Encoder(resolve(str(checkpoint), EncoderOptions("float32", "cpu")))
-    encoder.lanes = Lanes(2, 1)
+    encoder = Encoder(resolve(str(checkpoint), EncoderOptions(dtype="float32", device="cpu")))
+    encoder.concurrency = Concurrency(2, 1)
     encoder.engine.budget = 1
     encoder.passes, encoder.interrupted_at = 0, None
 
@@ -503,10 +505,10 @@ def interruptible(checkpoint):
 @pytest.mark.parametrize(
     ("chunk", "interrupted_at"), [(32, 100), (320, 10), (640, 10)], ids=["many", "two", "one"]
 )
-def test_an_interrupt_stops_all_lanes_at_once(
+def test_an_interrupt_stops_all_threads_at_once(
     tmp_path, checkpoint, interruptible, chunk, interrupted_at
 ):
-    """With many parts to come, with one in each lane, and with one in all."""
+    """With many parts to come, with one in each thread, and with one in all."""
     store = open_store(tmp_path, checkpoint)
     inputs = plan(INPUTS[:300])
     extract(inputs[:20], store, lambda: interruptible, Silent(), chunk)
@@ -562,7 +564,10 @@ def test_prefixes_that_are_computed_once_change_no_vector(tmp_path):
     stores, computed = [], []
     for shared in (True, False):
         options = EncoderOptions(
-            "float32", "cpu", like="intfloat/e5-mistral-7b-instruct", share_prefixes=shared
+            dtype="float32",
+            device="cpu",
+            like="intfloat/e5-mistral-7b-instruct",
+            share_prefixes=shared,
         )
         encoder = Encoder(resolve(model, options))
         assert encoder.resolved.shares_prefixes is shared

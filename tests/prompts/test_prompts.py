@@ -17,7 +17,6 @@ from llmcond.cli import run
 from llmcond.config import bundled_names
 from llmcond.data.datasets import read_dataset
 from llmcond.data.rows import Rows
-from llmcond.encoders.models import INSTRUCT
 from llmcond.encoders.spec import EncoderIdentity, EncoderInput
 from llmcond.errors import UserError
 from llmcond.features.view import View
@@ -371,7 +370,7 @@ def test_an_encoder_without_instructions_has_templates_enough_and_others_have_mo
     prompts = [load_prompt(name) for name in bundled_names("prompts")]
     joint = [prompt for prompt in prompts if not prompt.separate and prompt.control is None]
     assert len([prompt for prompt in joint if not prompt.obstacle(PLAIN)]) >= 8
-    instructed = replace(INSTRUCTED, instruction_format=INSTRUCT)
+    instructed = replace(INSTRUCTED, instruction_format="Instruct: {instruction}\nQuery: {text}")
     needing = [p for p in joint if p.conditional.instruction and not p.obstacle(instructed)]
     assert len(needing) >= 8
     assert len({prompt.digest for prompt in prompts}) == len(prompts)

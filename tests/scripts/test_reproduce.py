@@ -10,12 +10,13 @@ import pytest
 from helpers import checkpoints
 from helpers.paths import ROOT
 
+from llmcond.runs.extraction import LazyEncoder
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SFR = "Salesforce/SFR-Embedding-Mistral"
 #: By their full names: the package has functions of these names.
 FITTING = [import_module(f"llmcond.workflows.{name}") for name in ("sweep_fits", "fit")]
-EXTRACTING = import_module("llmcond.workflows.extract")
 QUICK = ["--quick", "--workers", "1", "--device", "cpu", "--dtype", "float32", "--json"]
 
 
@@ -139,7 +140,7 @@ def test_nothing_is_done_twice(scripts, call, work, monkeypatch, tmp_path):
     firsts = [call(script, [work.bert]) for script in (scripts.case, scripts.hypercl)]
     for module in FITTING:
         monkeypatch.setattr(module, "fit_recipe", forbid)
-    monkeypatch.setattr(EXTRACTING.LazyEncoder, "__call__", forbid)
+    monkeypatch.setattr(LazyEncoder, "__call__", forbid)
     for script, first in zip((scripts.case, scripts.hypercl), firsts, strict=True):
         out = tmp_path / "tables.md"
         code, text, record = call(script, [work.bert], "--out", str(out))
@@ -225,7 +226,7 @@ def test_printed_figures_are_complete(scripts):
     assert len(hypercl.TABLE_8) == 16
     assert hypercl.TABLE_1["SimCSE_base", "low-cl"] == ("38.36 ± 0.1", "37.53 ± 0.04")
     for repo, pooling in case.POOLINGS.items():
-        from llmcond.encoders.models import find_model
+        from llmcond.encoders.known import find_model
 
         known = find_model(repo)
         assert known is not None

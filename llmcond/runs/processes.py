@@ -1,9 +1,8 @@
-"""Further processes that help with an extraction: one a GPU, or a share of the cores each.
+"""Worker processes of an extraction: one a GPU, or a share of the cores each.
 
-They need no word from each other: every one goes through the same inputs, takes the parts that no
-other one is at, and stores them where the others see them. So what is
-stored does not depend on how many there are, but for rounding, and one that dies leaves its part to
-the rest.
+Workers do not communicate: each walks the same input list and claims parts with a file lock. So
+what is stored does not depend on how many there are, but for rounding, and the part of one that
+dies is taken over by the others.
 """
 
 from __future__ import annotations
@@ -18,11 +17,13 @@ from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError
 from llmcond.features.extract import extract
 from llmcond.log import log, log_to_terminal
+from llmcond.plugins import load, loaded
 from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import SplitInputs
-from llmcond.runs import open_run
+from llmcond.runs.extraction import LazyEncoder
+from llmcond.runs.run import open_run
 
-_PATIENCE_SECONDS = 60
+_JOIN_SECONDS = 60
 
 
 def check_workers(workers: int, resolved: ResolvedEncoder) -> None:
@@ -44,7 +45,7 @@ def check_workers(workers: int, resolved: ResolvedEncoder) -> None:
         )
 
 
-class Helpers:
+class WorkerProcesses:
     """``workers - 1`` processes that work on the same extraction, as a context.
 
     They are started when there is something to do; see :meth:`start`.
@@ -59,7 +60,7 @@ class Helpers:
         run_folder: Path,
         prompts: Sequence[Prompt],
     ) -> None:
-        """Prepare helpers.
+        """Prepare them.
 
         Args:
             workers: processes, this one included.
@@ -76,7 +77,7 @@ class Helpers:
         self._threads = 0
 
     def start(self) -> None:
-        """Start them, and take a share of the cores beside them."""
+        """Start them, and leave them their share of the cores."""
         import torch
 
         if self._started or self._workers == 1:
@@ -84,16 +85,17 @@ class Helpers:
         self._threads = torch.get_num_threads()
         share = max(1, self._threads // self._workers)
         context = multiprocessing.get_context("spawn")
-        for number in range(1, self._workers):
-            options = replace(self._options, device=_another(self._device, number))
-            task = (self._model, options, self._run_folder, self._prompts, share)
-            process: Any = context.Process(target=_help, args=task, daemon=True)
+        for rank in range(1, self._workers):
+            options = replace(self._options, device=_device_of(self._device, rank))
+            plugins = loaded()
+            task = (self._model, options, self._run_folder, self._prompts, share, plugins)
+            process: Any = context.Process(target=_work, args=task, daemon=True)
             process.start()
             self._started.append(process)
         if self._device == "cpu":
             torch.set_num_threads(share)
 
-    def __enter__(self) -> Helpers:
+    def __enter__(self) -> WorkerProcesses:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -104,7 +106,7 @@ class Helpers:
         torch.set_num_threads(self._threads)
         for process in self._started:
             if kind is None:
-                process.join(_PATIENCE_SECONDS)
+                process.join(_JOIN_SECONDS)
         failed = sum(process.exitcode not in (0, None) for process in self._started)
         for process in self._started:
             process.terminate()
@@ -112,48 +114,54 @@ class Helpers:
             log.warning(f"{failed} of {self._workers} workers failed; the others did their work")
 
 
-def _another(device: str, number: int) -> str:
-    """Return the device ``number`` places behind one, which may be any of them."""
+def _device_of(device: str, rank: int) -> str:
+    """Return the device of a worker, counted on from that of the first."""
     import torch
 
     if device == "cpu":
         return device
-    own = int(device.partition(":")[2])
-    return f"cuda:{(own + number) % torch.cuda.device_count()}"
+    first = int(device.partition(":")[2])
+    return f"cuda:{(first + rank) % torch.cuda.device_count()}"
 
 
-class _Leash:
-    """A progress that shows nothing, and ends a process whose parent has died."""
+class ParentWatch:
+    """A progress that shows nothing, and ends this process if its parent has died."""
 
     def start(self, inputs: int | None, characters: int | None) -> None:
-        pass
+        """Show nothing."""
 
     def advance(self, inputs: int, characters: int, tokens: int) -> None:
+        """Exit without a parent."""
         parent = multiprocessing.parent_process()
         if parent is not None and not parent.is_alive():
             raise SystemExit(1)
 
 
-def _help(
-    model: str, options: EncoderOptions, run_folder: Path, prompts: Sequence[Prompt], threads: int
+def _work(
+    model: str,
+    options: EncoderOptions,
+    run_folder: Path,
+    prompts: Sequence[Prompt],
+    threads: int,
+    plugins: Sequence[str],
 ) -> None:
     """Extract in a process of its own, recording nothing."""
     import torch
-
-    from llmcond.workflows.extract import LazyEncoder
 
     log_to_terminal()
     if options.device == "cpu":
         torch.set_num_threads(threads)
     try:
+        for name in plugins:
+            load(name)
         run = open_run(run_folder)
         resolved = resolve(model, options)
         run.check_encoder(resolved)
-        load = LazyEncoder(resolved)
+        encoder = LazyEncoder(resolved)
         for prompt in prompts:
             inputs = SplitInputs([run.rows(name) for name in run.splits], prompt)
             by_prefix = resolved.shares_prefixes
-            extract(inputs, run.store(), load, _Leash(), by_prefix=by_prefix)
+            extract(inputs, run.store(), encoder, ParentWatch(), by_prefix=by_prefix)
     except KeyboardInterrupt:
         raise SystemExit(1) from None
     except LlmcondError as error:

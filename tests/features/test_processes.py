@@ -1,4 +1,4 @@
-"""Several processes at one extraction: helpers of ours, and those that a launcher starts."""
+"""Several processes at one extraction: workers of ours, and those that a launcher starts."""
 
 import json
 import multiprocessing
@@ -36,7 +36,7 @@ def model(tiny_checkpoint):
 
 @pytest.fixture
 def two_cores():
-    """Whatever the machine has, two processes may share it, and each has a single lane."""
+    """Whatever the machine has, two processes may share it, and each has a single thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -45,7 +45,7 @@ def two_cores():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Rows of 4,002 distinct inputs under a prompt: four parts of a single lane."""
+    """Rows of 4,002 distinct inputs under a prompt: four parts of a single thread."""
     path = tmp_path_factory.mktemp("data") / "rows.csv"
     lines = ["sentence1,sentence2,condition,label"]
     for i in range(2_000):
@@ -164,7 +164,7 @@ def test_inputs_of_splits_are_those_of_their_rows_and_can_be_gone_through_again(
     assert load_prompt("concat-sent-cond").conditional.render("two", "men") not in inputs
 
 
-# -- helpers ---------------------------------------------------------------------------------------
+# -- workers ---------------------------------------------------------------------------------------
 
 
 def test_two_workers_store_what_one_stores(two_cores, model, own, alone):
@@ -177,19 +177,19 @@ def test_two_workers_store_what_one_stores(two_cores, model, own, alone):
     assert multiprocessing.active_children() == []
 
 
-def test_a_worker_that_is_killed_leaves_its_part_to_the_other(capfd, two_cores, model, own, alone):
+def test_a_worker_that_is_killed_leaves_its_part_to_the_other(caplog, two_cores, model, own, alone):
     def killed(claims):
         if len(claims) < 2:
             return False
-        (helper,) = multiprocessing.active_children()
-        helper.kill()
-        helper.join()
+        (worker,) = multiprocessing.active_children()
+        worker.kill()
+        worker.join()
         return True
 
     with nobody_commits_until(own, killed):
         done = extract(model, OPTIONS, own, DataOptions(), [PROMPT], workers=2)
     assert done["prompts"][PROMPT]["n_computed"] == 4_000
-    assert "1 of 2 workers failed" in capfd.readouterr().err
+    assert "1 of 2 workers failed" in caplog.text
     np.testing.assert_allclose(vectors_of(own), vectors_of(alone), rtol=0, atol=1e-6)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import UNIT, load_encoder
-from llmcond.encoders.lanes import Lanes, StoppedError
+from llmcond.encoders.threads import CancelledError, Concurrency, WorkerThreads, check_cancelled
 
 #: Seconds that a test waits for another thread; where all is well, it takes none.
 PATIENCE = 20
@@ -19,7 +19,7 @@ PATIENCE = 20
 
 @pytest.fixture(autouse=True)
 def two_threads():
-    """So that a lane's number, 1, can be told from that of threads to come."""
+    """So that a worker's number, 1, can be told from that of threads to come."""
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -27,8 +27,8 @@ def two_threads():
 
 
 @pytest.fixture
-def lanes():
-    return Lanes(3, 1)
+def workers():
+    return WorkerThreads(Concurrency(3, 1))
 
 
 def square(number):
@@ -42,7 +42,7 @@ def wait(event):
 # -- order -------------------------------------------------------------------------------------
 
 
-def test_results_come_in_the_order_of_their_items(lanes):
+def test_results_come_in_the_order_of_their_items(workers):
     later = [Event() for _ in range(3)]
 
     def backwards(number):
@@ -53,21 +53,21 @@ def test_results_come_in_the_order_of_their_items(lanes):
             later[number].set()
         return number
 
-    assert list(lanes.map(backwards, range(30))) == list(range(30))
+    assert list(workers.map(backwards, range(30))) == list(range(30))
 
 
-def test_items_run_side_by_side(lanes):
+def test_items_run_side_by_side(workers):
     together = threading.Barrier(3)
-    list(lanes.map(lambda _: together.wait(PATIENCE), range(3)))
+    list(workers.map(lambda _: together.wait(PATIENCE), range(3)))
 
 
 @pytest.mark.parametrize("n_items", [0, 1, 2, 3, 4, 50])
-def test_any_number_of_items_is_mapped_again_and_again(lanes, n_items):
+def test_any_number_of_items_is_mapped_again_and_again(workers, n_items):
     for _ in range(3):
-        assert list(lanes.map(square, range(n_items))) == [square(i) for i in range(n_items)]
+        assert list(workers.map(square, range(n_items))) == [square(i) for i in range(n_items)]
 
 
-def test_few_items_are_taken_ahead_of_the_results(lanes):
+def test_few_items_are_taken_ahead_of_the_results(workers):
     taken = []
 
     def endless():
@@ -75,16 +75,16 @@ def test_few_items_are_taken_ahead_of_the_results(lanes):
             taken.append(number)
             yield number
 
-    results = lanes.map(square, endless())
+    results = workers.map(square, endless())
     for number in range(20):
         assert next(results) == square(number)
-        assert len(taken) <= number + 1 + lanes.count
+        assert len(taken) <= number + 1 + workers.concurrency.threads
     results.close()
 
 
-def test_nothing_begins_before_the_first_result_is_asked_for(lanes):
+def test_nothing_begins_before_the_first_result_is_asked_for(workers):
     begun = []
-    results = lanes.map(begun.append, range(5))
+    results = workers.map(begun.append, range(5))
     assert begun == []
     list(results)
     assert sorted(begun) == list(range(5))
@@ -111,18 +111,18 @@ class Work:
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_items_that_have_begun_are_finished_when_one_fails(lanes, failing):
+def test_items_that_have_begun_are_finished_when_one_fails(workers, failing):
     work = Work(failing)
     with pytest.raises(ValueError, match=f"item {failing}"):
-        list(lanes.map(work, range(1_000)))
+        list(workers.map(work, range(1_000)))
     assert sorted([*work.finished, failing]) == sorted(work.begun)
     begun = list(work.begun)
-    assert max(begun) <= failing + 2 * lanes.count
-    assert list(lanes.map(square, range(9))) == [square(i) for i in range(9)]
+    assert max(begun) <= failing + 2 * workers.concurrency.threads
+    assert list(workers.map(square, range(9))) == [square(i) for i in range(9)]
     assert work.begun == begun
 
 
-def test_items_that_wait_for_a_lane_never_begin_when_one_fails(lanes):
+def test_items_that_wait_for_a_thread_never_begin_when_one_fails(workers):
     taken, let_go, begun = threading.Barrier(3), Event(), []
 
     def occupy(_):
@@ -135,18 +135,18 @@ def test_items_that_wait_for_a_lane_never_begin_when_one_fails(lanes):
             raise ValueError("item 0")
         time.sleep(0.1)
 
-    other = threading.Thread(target=lambda: list(lanes.map(occupy, range(2))))
+    other = threading.Thread(target=lambda: list(workers.map(occupy, range(2))))
     other.start()
     taken.wait(PATIENCE)
     with pytest.raises(ValueError, match="item 0"):
-        list(lanes.map(fail_first, range(1_000)))
+        list(workers.map(fail_first, range(1_000)))
     let_go.set()
     other.join(PATIENCE)
-    assert list(lanes.map(square, range(9))) == [square(i) for i in range(9)]
+    assert list(workers.map(square, range(9))) == [square(i) for i in range(9)]
     assert set(begun) <= {0, 1}
 
 
-def test_items_that_cannot_be_made_end_the_work(lanes):
+def test_items_that_cannot_be_made_end_the_work(workers):
     finished = []
 
     def items():
@@ -158,23 +158,23 @@ def test_items_that_cannot_be_made_end_the_work(lanes):
         finished.append(number)
 
     with pytest.raises(OSError, match="cannot be read"):
-        list(lanes.map(slow, items()))
+        list(workers.map(slow, items()))
     before = list(finished)
     assert set(before) <= {0, 1, 2}
-    assert list(lanes.map(square, range(4))) == [0, 1, 4, 9]
+    assert list(workers.map(square, range(4))) == [0, 1, 4, 9]
     assert finished == before
 
 
-def test_error_does_not_stop_the_work_that_comes_after(lanes):
+def test_error_does_not_stop_the_work_that_comes_after(workers):
     with pytest.raises(ValueError, match="item 1"):
-        list(lanes.map(Work(1), range(5)))
-    lanes.check()
+        list(workers.map(Work(1), range(5)))
+    check_cancelled()
 
 
 # -- giving up ---------------------------------------------------------------------------------
 
 
-def test_work_that_is_given_up_is_told_to_stop(lanes):
+def test_work_that_is_given_up_is_told_to_stop(workers):
     under_way, stopped = Event(), []
 
     def work(number):
@@ -184,25 +184,25 @@ def test_work_that_is_given_up_is_told_to_stop(lanes):
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             try:
-                lanes.check()
-            except StoppedError:
+                check_cancelled()
+            except CancelledError:
                 stopped.append(number)
                 raise
             time.sleep(0.001)
         return number
 
-    results = lanes.map(work, count())
+    results = workers.map(work, count())
     assert next(results) == 0
     wait(under_way)
     results.close()
     assert stopped
-    assert len(stopped) <= lanes.count
+    assert len(stopped) <= workers.concurrency.threads
     # All are done, and the next work is not told to stop.
-    lanes.check()
-    assert list(lanes.map(square, range(9))) == [square(i) for i in range(9)]
+    check_cancelled()
+    assert list(workers.map(square, range(9))) == [square(i) for i in range(9)]
 
 
-def test_work_is_told_to_stop_when_its_user_is_interrupted(lanes):
+def test_work_is_told_to_stop_when_its_user_is_interrupted(workers):
     begun, stopped = Event(), Event()
 
     def work(number):
@@ -210,8 +210,8 @@ def test_work_is_told_to_stop_when_its_user_is_interrupted(lanes):
             begun.set()
             while True:
                 try:
-                    lanes.check()
-                except StoppedError:
+                    check_cancelled()
+                except CancelledError:
                     stopped.set()
                     raise
                 time.sleep(0.001)
@@ -223,25 +223,17 @@ def test_work_is_told_to_stop_when_its_user_is_interrupted(lanes):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(lanes.map(work, interrupted()))
+        list(workers.map(work, interrupted()))
     assert stopped.is_set()
-    lanes.check()
+    check_cancelled()
 
 
-def test_work_goes_on_where_nobody_gives_up(lanes):
-    lanes.check()
-    assert list(lanes.map(lambda _: lanes.check(), range(20))) == [None] * 20
+def test_work_goes_on_where_nobody_gives_up(workers):
+    check_cancelled()
+    assert list(workers.map(lambda _: check_cancelled(), range(20))) == [None] * 20
 
 
 # -- threads -----------------------------------------------------------------------------------
-
-
-def test_lane_knows_that_it_is_one(lanes):
-    others = Lanes(2, 1)
-    assert not lanes.inside
-    assert all(lanes.map(lambda _: lanes.inside, range(20)))
-    assert not any(lanes.map(lambda _: others.inside, range(20)))
-    assert not lanes.inside
 
 
 def in_a_new_thread(function):
@@ -252,30 +244,30 @@ def in_a_new_thread(function):
     return found[0]
 
 
-def test_lanes_leave_the_number_of_threads_elsewhere_as_it_was(lanes):
-    assert set(lanes.map(lambda _: torch.get_num_threads(), range(20))) == {1}
+def test_workers_leave_the_number_of_threads_elsewhere_as_it_was(workers):
+    assert set(workers.map(lambda _: torch.get_num_threads(), range(20))) == {1}
     assert torch.get_num_threads() == 2
     assert in_a_new_thread(torch.get_num_threads) == 2
-    list(lanes.map(square, range(20)))
+    list(workers.map(square, range(20)))
     assert torch.get_num_threads() == 2
     assert in_a_new_thread(torch.get_num_threads) == 2
 
 
-def test_lanes_that_a_new_thread_starts_leave_its_number_as_it_was(lanes):
-    """A thread takes its number over when it first needs one, which may be after lanes began."""
+def test_workers_that_a_new_thread_starts_leave_its_number_as_it_was(workers):
+    """A thread takes its number over when it first needs one, which may be after workers began."""
 
     def start():
-        list(lanes.map(square, range(20)))
+        list(workers.map(square, range(20)))
         return torch.get_num_threads()
 
     assert in_a_new_thread(start) == 2
     assert torch.get_num_threads() == 2
     assert in_a_new_thread(torch.get_num_threads) == 2
-    assert set(lanes.map(lambda _: torch.get_num_threads(), range(20))) == {1}
+    assert set(workers.map(lambda _: torch.get_num_threads(), range(20))) == {1}
 
 
 @pytest.mark.parametrize(
-    ("cores", "device", "alone", "expected"),
+    ("cores", "device", "exclusive", "expected"),
     [
         (1, "cpu", False, (1, 1)),
         (2, "cpu", False, (2, 1)),
@@ -285,19 +277,19 @@ def test_lanes_that_a_new_thread_starts_leave_its_number_as_it_was(lanes):
         (4, "cuda:0", False, (2, 4)),
     ],
 )
-def test_lanes_share_the_cores(cores, device, alone, expected):
+def test_workers_share_the_cores(cores, device, exclusive, expected):
     torch.set_num_threads(cores)
-    lanes = Lanes.of(device, alone=alone)
-    (threads,) = set(lanes.map(lambda _: torch.get_num_threads(), range(20)))
-    assert (lanes.count, threads) == expected
+    workers = WorkerThreads(Concurrency.of(device, exclusive=exclusive))
+    (threads,) = set(workers.map(lambda _: torch.get_num_threads(), range(20)))
+    assert (workers.concurrency.threads, threads) == expected
 
 
-def test_threads_that_begin_at_once_share_the_lanes(lanes):
+def test_threads_that_begin_at_once_share_the_workers(workers):
     found, together = {}, threading.Barrier(5)
 
     def use(number):
         together.wait(PATIENCE)
-        found[number] = list(lanes.map(square, range(number, number + 40)))
+        found[number] = list(workers.map(square, range(number, number + 40)))
 
     users = [threading.Thread(target=use, args=(number,)) for number in range(5)]
     for user in users:
@@ -307,12 +299,12 @@ def test_threads_that_begin_at_once_share_the_lanes(lanes):
     assert found == {n: [square(i) for i in range(n, n + 40)] for n in range(5)}
 
 
-# -- encoders in lanes -------------------------------------------------------------------------
+# -- encoders on worker threads ----------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def encoders(tiny_checkpoint):
-    """A bidirectional encoder and a causal one that shares prefixes, of three lanes each."""
+    """A bidirectional encoder and a causal one that shares prefixes, of three threads each."""
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     options = {"dtype": "float32", "device": "cpu"}
@@ -336,8 +328,8 @@ def texts(seed, n_texts):
 @pytest.mark.parametrize("kind", ["bert", "mistral"])
 def test_threads_that_encode_at_once_get_the_right_vectors(encoders, kind):
     encoder = encoders[kind]
-    assert encoder.lanes.count == 3
-    # Less than one lane takes, and more than all do.
+    assert encoder.concurrency.threads == 3
+    # Less than one thread takes, and more than all do.
     asked = [texts(seed, n) for seed, n in enumerate([3, UNIT, 2 * UNIT + 1])]
     expected = [
         np.concatenate(
@@ -349,7 +341,7 @@ def test_threads_that_encode_at_once_get_the_right_vectors(encoders, kind):
 
     def use(number):
         together.wait(PATIENCE)
-        found[number] = encoder.encode_counted(asked[number])
+        found[number] = encoder.encode(asked[number])
 
     users = [threading.Thread(target=use, args=(number,)) for number in range(len(asked))]
     for user in users:
@@ -357,22 +349,14 @@ def test_threads_that_encode_at_once_get_the_right_vectors(encoders, kind):
     for user in users:
         user.join(PATIENCE)
     for number, items in enumerate(asked):
-        encoded = found[number]
-        np.testing.assert_allclose(encoded.vectors, expected[number], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(found[number], expected[number], rtol=0, atol=1e-5)
+        encoded = encoder.encode_counted(items)
         lengths = [len(item.text.split()) + 2 for item in items]
         assert encoded.n_tokens.tolist() == lengths
         assert 0 < encoded.n_computed <= sum(lengths)
 
 
-def test_encoder_inside_of_its_lanes_starts_no_others(encoders):
-    """It would wait for the lane that it is in."""
-    encoder, items = encoders["bert"], texts(9, 3 * UNIT)
-    expected = encoder.encode_counted(items).vectors
-    for encoded in encoder.lanes.map(encoder.encode_counted, [items] * 4):
-        np.testing.assert_allclose(encoded.vectors, expected, rtol=0, atol=1e-5)
-
-
-def test_error_in_a_lane_is_raised_where_encoding_was_asked_for(encoders, monkeypatch):
+def test_error_in_a_worker_is_raised_where_encoding_was_asked_for(encoders, monkeypatch):
     encoder, items = encoders["bert"], texts(10, 3 * UNIT)
 
     def fail(module, args, kwargs):
@@ -381,7 +365,7 @@ def test_error_in_a_lane_is_raised_where_encoding_was_asked_for(encoders, monkey
     hook = encoder._model.network.register_forward_pre_hook(fail, with_kwargs=True)
     try:
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
-            encoder.encode_counted(items)
+            encoder.encode(items)
     finally:
         hook.remove()
     assert np.isfinite(encoder.encode_counted(items).vectors).all()
@@ -401,7 +385,8 @@ def test_extraction_that_is_given_up_stops_between_batches(encoders):
     encoder.engine.budget = 64
     hook = encoder._model.network.register_forward_pre_hook(slow, with_kwargs=True)
     try:
-        results = encoder.lanes.map(encoder.encode_counted, [[items[0]], items, items])
+        workers = WorkerThreads(encoder.concurrency)
+        results = workers.map(encoder.encode_counted, [[items[0]], items, items])
         closing = threading.Timer(0.2, waiting.set)
         closing.start()
         next(results)

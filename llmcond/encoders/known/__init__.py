@@ -1,0 +1,115 @@
+"""The encoders that are known by name: one TOML file each in this folder, listed in their order.
+
+A file states what a model's own files do not say, say too late, or no longer say to today's
+libraries; whatever it leaves out is read from the checkpoint's sentence-transformers files. Any
+other encoder works by a hub name or by the path of its folder.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmcond.encoders.spec import TOKENIZER_DECIDES, Attention, Pooling, PoolOver
+
+#: Every encoder is padded on the right, whatever its own code does: positions then start at the
+#: first token for every architecture. With rotary positions either side gives the same vectors.
+PADDING_SIDE = "right"
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """An installed Python package that carries a model's weights.
+
+    Attributes:
+        name: the distribution's name.
+        folder: where the checkpoint lies, relative to the place packages are installed in.
+        weights_sha256: the SHA-256 that ``model.safetensors`` must have.
+    """
+
+    name: str
+    folder: str
+    weights_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """What is known of one encoder.
+
+    Attributes:
+        repo: official name on the Hugging Face hub.
+        dim: size of its vectors.
+        n_parameters: of the encoder, heads for other tasks left out.
+        licence: of the weights.
+        attention: the direction it was trained with.
+        poolings: those that it may be pooled by; the first is its authors' own.
+        architecture: its config.json, as far as that decides what it computes and how large it is:
+            ``model_type`` and sizes. What a checkpoint of this name says itself goes before.
+        alias: a short name for the command line.
+        package: an installed package to take the weights from, before the hub.
+        pool_over: which tokens are pooled; see ``EncoderIdentity``.
+        max_length: in tokens; None: as the checkpoint's files say.
+        normalize: None: as the checkpoint's files say.
+        instruction_format: empty where the model was not trained with instructions.
+        special_tokens: put around every input, also a truncated one; see ``EncoderIdentity``.
+        no_float16: why it may not be computed in float16; empty where it may.
+        gated: whether the hub asks for its terms to be accepted.
+    """
+
+    repo: str
+    dim: int
+    n_parameters: int
+    licence: str
+    attention: Attention
+    poolings: tuple[Pooling, ...]
+    architecture: Mapping[str, Any] = field(repr=False)
+    alias: str = ""
+    package: Package | None = None
+    pool_over: PoolOver = "all"
+    max_length: int | None = None
+    normalize: bool | None = None
+    instruction_format: str = ""
+    special_tokens: str = TOKENIZER_DECIDES
+    no_float16: str = ""
+    gated: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return the short name where there is one, else the hub name."""
+        return self.alias or self.repo
+
+
+def read_model(path: Path) -> KnownModel:
+    """Read the TOML file of one encoder.
+
+    Raises:
+        TypeError: a key is missing or unknown.
+    """
+    values = tomllib.loads(path.read_text(encoding="utf-8"))
+    if "package" in values:
+        values["package"] = Package(**values["package"])
+    return KnownModel(**{**values, "poolings": tuple(values["poolings"])})
+
+
+MODELS: tuple[KnownModel, ...] = tuple(
+    read_model(path) for path in sorted(Path(__file__).parent.glob("*.toml"))
+)
+
+
+def default_prompt(instruction_format: str) -> str:
+    """Return the bundled prompt for an encoder with this instruction format, or with none."""
+    return "cond" if instruction_format else "concat-sent-cond"
+
+
+def find_model(name: str) -> KnownModel | None:
+    """Return the entry with this alias or hub name, whatever its case; None where unknown."""
+    wanted = name.lower()
+    return next((m for m in MODELS if wanted and wanted in (m.alias, m.repo.lower())), None)
+
+
+def known_names() -> list[str]:
+    """Return every alias and hub name."""
+    return [name for model in MODELS for name in (model.alias, model.repo) if name]

@@ -1,0 +1,157 @@
+"""What a user may choose about an encoder: each field is a keyword argument and a flag.
+
+Imports neither torch nor transformers, so that the command line can be built from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from llmcond import plugins
+from llmcond.encoders.spec import Attention, Dtype, EncoderIdentity, Pooling, PoolOver, Quantize
+from llmcond.errors import UserError, nearest
+from llmcond.options import option
+
+GROUP = "encoder"
+
+
+def _line_breaks(text: str) -> str:
+    # A shell has no easy way to write a line break.
+    return text.replace("\\n", "\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderOptions:
+    """What a user may choose about an encoder. None: as the model has it.
+
+    Raises:
+        UserError: a value that no model can have.
+    """
+
+    revision: str | None = option(
+        None, metavar="REV", help="branch, tag or commit on the hub", group=GROUP
+    )
+    like: str | None = option(
+        None,
+        metavar="NAME",
+        help="a known model whose settings this one has: for copies and fine-tuned ones",
+        group=GROUP,
+    )
+    dtype: Literal["auto"] | Dtype = option(
+        "auto", help="auto: the fastest that the device computes natively", group=GROUP
+    )
+    quantize: Quantize | None = option(
+        "none", help="weights in 8 or 4 bit (needs llmcond[quantize])", group=GROUP
+    )
+    device: str = option("auto", metavar="D", help="auto, cpu, cuda or cuda:N", group=GROUP)
+    attention: Attention | None = option(
+        None, help="its direction (default: the model's own)", group=GROUP
+    )
+    max_tokens_per_batch: int | None = option(
+        None,
+        metavar="N",
+        help="token budget of one forward pass (default: by the device and its memory)",
+        group=GROUP,
+    )
+    share_prefixes: bool = option(
+        True,
+        help="compute what several inputs begin with once, where that is exact: for causal "
+        "encoders that pool the last token",
+        group=GROUP,
+    )
+    pooling: str | None = option(
+        None,
+        metavar="POOLING",
+        help=f"{', '.join(get_args(Pooling))}, or a function of your own, FILE.py:NAME or "
+        "MODULE:NAME (default: the model's own)",
+        group=GROUP,
+    )
+    pool_over: PoolOver | None = option(
+        None,
+        help="pool all tokens, or the text's without its instruction; after-instruction is "
+        "NV-Embed-v2's own count (default: the model's own)",
+        group=GROUP,
+    )
+    normalize: bool | None = option(
+        None, help="scale vectors to unit L2 norm (default: the model's own)", group=GROUP
+    )
+    max_length: int | None = option(
+        None,
+        metavar="N",
+        help="tokens of an input, special tokens included (default: the model's own)",
+        group=GROUP,
+    )
+    instruction_format: str | None = option(
+        None,
+        metavar="TEXT",
+        help=r"how an instruction is put before a text, e.g. "
+        r"'Instruct: {instruction}\nQuery: {text}'",
+        parse=_line_breaks,
+        group=GROUP,
+    )
+    special_tokens: str | None = option(
+        None,
+        metavar="TEXT",
+        help="tokens around every input, e.g. '<s> {text} </s>', or: tokenizer (as it adds them)",
+        group=GROUP,
+    )
+    fold_latents: bool = option(
+        True,
+        help="multiply NV-Embed-v2's latent block out at load: the same vectors up to rounding, in "
+        "a fraction of the time and memory",
+        group=GROUP,
+    )
+
+    def __post_init__(self) -> None:
+        """Check the values that have choices."""
+        if self.quantize is None:
+            object.__setattr__(self, "quantize", "none")
+        for name, legal in CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and not (name == "pooling" and plugins.is_plugin(value)):
+                check_choice(name, value, legal)
+        budget = self.max_tokens_per_batch
+        if budget is not None and budget < 1:
+            raise UserError(f"max_tokens_per_batch is {budget}; it must be at least 1.")
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> EncoderOptions:
+        """Return the options among ``values``, such as those of an identity; others are ignored.
+
+        What is not among them is as the model has it.
+        """
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in names})
+
+
+def _literals(hint: Any) -> tuple[str, ...]:
+    """Return the legal values of a type: those of all Literals in it."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return tuple(value for inner in get_args(hint) for value in _literals(inner))
+
+
+_HINTS = get_type_hints(EncoderOptions)
+#: Legal values of the options that have choices.
+CHOICES = {name: legal for name, hint in _HINTS.items() if (legal := _literals(hint))}
+CHOICES["pooling"] = get_args(Pooling)
+#: The options that decide vectors and are as the model has them if left open, with their types:
+#: what training records of an encoder.
+MODEL_SETTINGS: dict[str, type] = {
+    field.name: next((kind for kind in (bool, int) if kind in get_args(hint)), str)
+    for field in fields(EncoderOptions)
+    if (hint := _HINTS[field.name]) and field.default is None
+    if field.name in get_type_hints(EncoderIdentity)
+}
+
+
+def check_choice(name: str, value: str, legal: tuple[str, ...]) -> None:
+    """Check an option's value.
+
+    Raises:
+        UserError: it is none of the legal ones.
+    """
+    if value not in legal:
+        raise UserError(f"{name} is {value!r}. {nearest(value, legal)} Legal: {', '.join(legal)}.")

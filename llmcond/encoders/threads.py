@@ -1,0 +1,147 @@
+"""Worker threads that encode concurrently.
+
+While one of them tokenises, pools or writes, another computes. On a CPU, two that compute with half
+of the cores each are faster than one with all: cores do not wait for each other at every product.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from llmcond.errors import LlmcondError
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+_MAX_THREADS = 8
+_worker = threading.local()
+
+
+class CancelledError(LlmcondError):
+    """Work that was given up because its results are no longer wanted."""
+
+
+def check_cancelled() -> None:
+    """Raise if the work of the calling worker thread was cancelled; does nothing elsewhere.
+
+    Raises:
+        CancelledError: it was.
+    """
+    cancelled: threading.Event | None = getattr(_worker, "cancelled", None)
+    if cancelled is not None and cancelled.is_set():
+        raise CancelledError("the extraction was stopped.")
+
+
+@dataclass(frozen=True, slots=True)
+class Concurrency:
+    """How many threads run an encoder at a time, and with how many cores each.
+
+    Attributes:
+        threads: worker threads.
+        cores: intra-op threads of PyTorch in each of them.
+    """
+
+    threads: int
+    cores: int
+
+    @classmethod
+    def of(cls, device: str, *, exclusive: bool = False) -> Concurrency:
+        """Return what suits a device.
+
+        Args:
+            device: ``cpu`` or ``cuda:N``.
+            exclusive: whether the network allows one forward pass at a time only.
+        """
+        cores = torch.get_num_threads()
+        if device != "cpu":
+            # One prepares and stores what the other computes; the device does one thing at a time.
+            return cls(2, cores)
+        threads = 1 if exclusive else min(cores, _MAX_THREADS)
+        return cls(threads, cores // threads)
+
+
+class WorkerThreads:
+    """A fixed number of threads that share the cores; they start when they are first used."""
+
+    def __init__(self, concurrency: Concurrency) -> None:
+        self.concurrency = concurrency
+        self._executor: ThreadPoolExecutor | None = None
+        self._starting = threading.Lock()
+
+    def map(
+        self, function: Callable[[_Item], _Result], items: Iterable[_Item]
+    ) -> Iterator[_Result]:
+        """Yield ``function`` of each item, in their order; few items ahead of the results.
+
+        If a call raises, those that have begun are finished first. If the caller gives up, they
+        are cancelled; see :func:`check_cancelled`.
+        """
+        executor = self._start()
+        cancelled = threading.Event()
+
+        def work(item: _Item) -> _Result:
+            _worker.cancelled = cancelled
+            return function(item)
+
+        pending: deque[Future[_Result]] = deque()
+        try:
+            for item in items:
+                pending.append(executor.submit(work, item))
+                if len(pending) > self.concurrency.threads:
+                    yield _first(pending)
+            while pending:
+                yield _first(pending)
+        except Exception:
+            _finish(pending)
+            raise
+        except BaseException:
+            cancelled.set()
+            _finish(pending)
+            raise
+
+    def close(self) -> None:
+        """End the threads, once what they are at is done."""
+        if self._executor is not None:
+            self._executor.shutdown()
+
+    def _start(self) -> ThreadPoolExecutor:
+        count = self.concurrency.threads
+        with self._starting:
+            if self._executor is None:
+                cores = torch.get_num_threads()
+                self._executor = ThreadPoolExecutor(
+                    count, "llmcond-encode", initializer=self._begin
+                )
+                # PyTorch also takes a thread's number of threads for that of threads to come:
+                # wait until all workers have set theirs, and put it back.
+                ready = threading.Barrier(count + 1)
+                for _ in range(count):
+                    self._executor.submit(ready.wait)
+                ready.wait()
+                torch.set_num_threads(cores)
+            return self._executor
+
+    def _begin(self) -> None:
+        # A thread takes PyTorch's number when it first computes, unless it has asked before.
+        torch.get_num_threads()
+        torch.set_num_threads(self.concurrency.cores)
+
+
+def _first(pending: deque[Future[_Result]]) -> _Result:
+    # Taken off only once it is there: an interrupt meanwhile must find it among those at work.
+    result = pending[0].result()
+    pending.popleft()
+    return result
+
+
+def _finish(futures: Iterable[Future[Any]]) -> None:
+    # All first: while one is waited for, a thread that is free would begin the next.
+    running = [future for future in futures if not future.cancel()]
+    for future in running:
+        future.exception()

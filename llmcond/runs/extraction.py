@@ -1,0 +1,98 @@
+"""Extraction of rows under a prompt, as all commands that need features do it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from llmcond.data.rows import Rows
+from llmcond.encoders import ResolvedEncoder
+from llmcond.errors import UserError
+from llmcond.features.extract import Extraction, NonFiniteError, extract
+from llmcond.features.missing import Missing
+from llmcond.features.store import FeatureStore
+from llmcond.log import log
+from llmcond.progress import extraction_bar
+from llmcond.prompts import Prompt
+from llmcond.prompts.inputs import SplitInputs, find_row
+
+if TYPE_CHECKING:
+    from llmcond.encoders.encoder import Encoder
+
+
+class LazyEncoder:
+    """Loads an encoder when it is first needed, and keeps it."""
+
+    def __init__(
+        self, resolved: ResolvedEncoder, before: Callable[[], None] = lambda: None
+    ) -> None:
+        """Take what is loaded, and what is done just before."""
+        self.resolved, self._before = resolved, before
+        self._encoder: Encoder | None = None
+
+    def __call__(self) -> Encoder:
+        """Return the encoder, loading it the first time."""
+        if self._encoder is None:
+            from llmcond.encoders.encoder import Encoder
+
+            self._before()
+            self._encoder = Encoder(self.resolved)
+        return self._encoder
+
+
+def extract_rows(
+    store: FeatureStore,
+    encoder: LazyEncoder,
+    prompt: Prompt,
+    splits: Sequence[Rows],
+    missing: Missing | None = None,
+) -> Extraction:
+    """Extract all inputs of rows, with a progress bar and a message of what was done.
+
+    Raises:
+        UserError: the encoder gave NaN or infinity, with the row that made it.
+        LlmcondError: the encoder fails, or the disk is full.
+    """
+    inputs, resolved = SplitInputs(splits, prompt), encoder.resolved
+    with extraction_bar() as bar:
+        try:
+            done = extract(
+                inputs, store, encoder, bar, by_prefix=resolved.shares_prefixes, missing=missing
+            )
+        except NonFiniteError as error:
+            for rows in splits:
+                position = find_row(rows, prompt, error.item)
+                if position is not None:
+                    raise UserError(
+                        f"{rows.describe(position)}, prompt {prompt.name}: {error}"
+                    ) from error
+            raise
+    log_extraction(prompt.name, done, resolved)
+    return done
+
+
+def log_extraction(name: str, done: Extraction, resolved: ResolvedEncoder) -> None:
+    """Log what an extraction did, truncation included."""
+    rate = f", {done.n_tokens / done.seconds:,.0f} tokens/s" if done.n_computed else ""
+    cut = (
+        f"; {done.n_truncated:,} inputs are longer than {resolved.identity.max_length} tokens and "
+        "were cut"
+        if done.n_truncated
+        else ""
+    )
+    log.info(
+        f"{name}: {done.n_computed:,} of {done.n_inputs:,} inputs encoded in {done.seconds:.1f} s"
+        f"{rate}{cut}"
+    )
+
+
+def extraction_record(done: Extraction, resolved: ResolvedEncoder) -> dict[str, Any]:
+    """Return what a run's manifest keeps of an extraction."""
+    return {
+        "n_inputs": done.n_inputs,
+        "n_computed": done.n_computed,
+        "n_truncated": done.n_truncated,
+        "max_length": resolved.identity.max_length,
+        "device": resolved.device,
+        "share_prefixes": resolved.shares_prefixes,
+    }

@@ -1,0 +1,130 @@
+"""A pooling of a user's own: the right tokens, padded and packed, and bound to its source."""
+
+import numpy as np
+import pytest
+import torch
+
+from llmcond import load_encoder, plugins
+from llmcond.cli import run
+from llmcond.data.datasets import DataOptions
+from llmcond.encoders import EncoderInput, EncoderOptions
+from llmcond.encoders.checkpoint import Checkpoint
+from llmcond.encoders.known import find_model
+from llmcond.encoders.settings import Settings, pooling_of
+from llmcond.errors import UserError
+from llmcond.runs import open_run
+from llmcond.workflows import extract
+
+SOURCE = """
+def own_mean(hidden, counted):
+    return hidden[counted].mean(dim=0)
+
+def sink(hidden, counted):
+    assert len(hidden) == len(counted)
+    return hidden[0] + hidden[-1] - counted.sum() * hidden[counted][-1]
+
+def wrong_shape(hidden, counted):
+    return hidden[0, :3]
+
+def failing(hidden, counted):
+    return hidden[10_000]
+
+LEVEL = 3
+"""
+OPTIONS = {"dtype": "float32", "device": "cpu"}
+INPUTS = [
+    *(EncoderInput("", text) for text in ("two dogs", "a man reads in the park", "hat")),
+    EncoderInput("", "the number of people", context="two women ride"),
+]
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "own_poolings.py"
+    path.write_text(SOURCE)
+    yield path
+    plugins._REGISTERED.clear()
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("pool_over", ["all", "text"])
+@pytest.mark.parametrize("kind", ["bert", "mistral"])
+def test_own_mean_is_the_mean(tiny_checkpoint, source, packs, pool_over, kind):
+    options = {**OPTIONS, "pool_over": pool_over}
+    inputs = INPUTS if kind == "bert" else INPUTS[:3]
+    vectors = []
+    for pooling in ("mean", f"{source}:own_mean"):
+        encoder = load_encoder(str(tiny_checkpoint(kind)), pooling=pooling, **options)
+        encoder.engine.packs &= packs
+        assert encoder.engine.packs is packs
+        vectors.append(encoder.encode(inputs))
+    np.testing.assert_allclose(vectors[1], vectors[0], rtol=0, atol=1e-6)
+
+
+def test_all_tokens_are_given_padded_and_packed_alike(tiny_checkpoint, source):
+    encoder = load_encoder(str(tiny_checkpoint()), pooling=f"{source}:sink", **OPTIONS)
+    assert encoder.engine.packs
+    packed = encoder.encode(INPUTS)
+    encoder.engine.packs = False
+    np.testing.assert_allclose(encoder.encode(INPUTS), packed, rtol=0, atol=1e-5)
+    hidden = encoder._model.network(torch.tensor([encoder._tokenizer(INPUTS[:1])[0].ids]))
+    states = hidden.last_hidden_state[0]
+    expected = states[0] + states[-1] - len(states) * states[-1]
+    expected = torch.nn.functional.normalize(expected, dim=0)
+    np.testing.assert_allclose(packed[0], expected.numpy(), rtol=0, atol=1e-5)
+
+
+def test_identity_names_the_function_and_what_its_file_holds(tiny_checkpoint, source):
+    folder, pooling = str(tiny_checkpoint()), f"{source}:own_mean"
+    first = load_encoder(folder, pooling=pooling, **OPTIONS).identity
+    name, digest = first.pooling.split("@")
+    assert name == "own_poolings.py:own_mean"
+    assert len(digest) == 16
+    assert load_encoder(folder, pooling=pooling, **OPTIONS).identity == first
+    # As an identity records it: the function that was named before.
+    assert load_encoder(folder, pooling=first.pooling, **OPTIONS).identity == first
+    source.write_text(SOURCE.replace("mean(dim=0)", "amax(dim=0)"))
+    changed = load_encoder(folder, pooling=pooling, **OPTIONS).identity
+    assert changed.fingerprint != first.fingerprint
+    with pytest.raises(UserError, match=r"own_poolings\.py has changed since"):
+        load_encoder(folder, pooling=first.pooling, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("wrong_shape", r"gave \(3,\) for an input; expected a tensor of shape \(32,\)"),
+        ("failing", r"own_poolings\.py:failing@\w+ failed: index 10000 is out of bounds"),
+        ("LEVEL", "is no function in a Python file"),
+        ("own_meen", "has no 'own_meen'"),
+    ],
+)
+def test_wrong_poolings_are_one_clear_line(tiny_checkpoint, source, name, expected):
+    with pytest.raises(UserError, match=expected):
+        load_encoder(str(tiny_checkpoint()), pooling=f"{source}:{name}", **OPTIONS).encode(INPUTS)
+
+
+def test_known_model_with_a_latent_block_takes_no_other_pooling(source):
+    checkpoint = Checkpoint("NV", source.parent, find_model("nvidia/NV-Embed-v2"))
+    with pytest.raises(UserError, match="may be pooled by latent only"):
+        pooling_of(checkpoint, Settings({}, {}, [], {}, {}), f"{source}:own_mean")
+
+
+def test_run_is_opened_for_encoding_only_where_its_pooling_was_named(
+    capsys, tiny_checkpoint, write_rows, small_rows, source, tmp_path
+):
+    options = EncoderOptions(pooling=f"{source}:own_mean", **OPTIONS)
+    data = DataOptions(str(write_rows(small_rows)))
+    extract(str(tiny_checkpoint()), options, tmp_path / "run", data, ["concat-sent-cond"])
+    assert (
+        open_run(tmp_path / "run")
+        .resolve_encoder("cpu")
+        .identity.pooling.startswith("own_poolings.py:own_mean@")
+    )
+    plugins._REGISTERED.clear()
+    # What is extracted is read without its code.
+    assert run(["evaluate", "--run", str(tmp_path / "run"), "--json"]) == 0
+    with pytest.raises(UserError, match=r"needs code of its own, own_poolings\.py:own_mean"):
+        open_run(tmp_path / "run").resolve_encoder("cpu")
+    plugins.load(f"{source}:own_mean")
+    assert open_run(tmp_path / "run").resolve_encoder("cpu")
