@@ -26,11 +26,11 @@ import torch
 from bench_inputs import make_inputs, random_checkpoint
 
 from llmcond.encoders import EncoderOptions, resolve
-from llmcond.encoders.architecture import load_config, load_tokenizer
-from llmcond.encoders.device import choose_device
 from llmcond.encoders.encoder import Encoder
+from llmcond.encoders.engine.nv_embed import NVEmbedModel
 from llmcond.encoders.known import find_model, known_names
-from llmcond.encoders.nv_embed import NVEmbedModel
+from llmcond.encoders.loading.architecture import load_config, load_tokenizer
+from llmcond.encoders.loading.device import choose_device
 from llmcond.encoders.spec import EncoderInput
 
 # -- one measurement, in a process of its own --------------------------------------------------

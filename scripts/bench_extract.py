@@ -32,14 +32,14 @@ from bench_inputs import make_branches, make_inputs, random_checkpoint
 from numpy.typing import NDArray
 
 from llmcond.encoders import EncoderOptions, resolve
-from llmcond.encoders.architecture import build_on_meta, load_config, load_tokenizer
-from llmcond.encoders.batching import pack_shared
-from llmcond.encoders.device import TORCH_DTYPES, choose_device
 from llmcond.encoders.encoder import Encoder
+from llmcond.encoders.engine.batching import pack_shared
+from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.known import find_model, known_names
-from llmcond.encoders.loading import load_model
+from llmcond.encoders.loading.architecture import build_on_meta, load_config, load_tokenizer
+from llmcond.encoders.loading.device import TORCH_DTYPES, choose_device
+from llmcond.encoders.loading.loading import load_model
 from llmcond.encoders.spec import EncoderInput
-from llmcond.encoders.tokenizing import InputTokenizer
 
 Vectors = NDArray[np.float32]
 #: Ways by name: what runs, and the type that it computes in; None is that of --dtype.

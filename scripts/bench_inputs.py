@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from llmcond.encoders import EncoderOptions, resolve
-from llmcond.encoders.architecture import build_on_meta, load_config
 from llmcond.encoders.known import KnownModel
+from llmcond.encoders.loading.architecture import build_on_meta, load_config
 from llmcond.encoders.spec import EncoderInput
 
 SHARD = 2 * 2**30

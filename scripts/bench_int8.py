@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from llmcond import load_encoder
 from llmcond.encoders.encoder import Encoder
-from llmcond.encoders.prepacked import can_prepack, prepack
+from llmcond.encoders.engine.prepacked import can_prepack, prepack
 from llmcond.encoders.spec import EncoderInput
 
 #: From token ids, (texts, tokens), to token vectors.

@@ -37,9 +37,9 @@ from bench_extract import (
 
 from llmcond.data.datasets import read_dataset
 from llmcond.encoders import EncoderOptions, resolve
-from llmcond.encoders.architecture import build_on_meta, load_config
-from llmcond.encoders.device import TORCH_DTYPES, choose_device
 from llmcond.encoders.known import known_names
+from llmcond.encoders.loading.architecture import build_on_meta, load_config
+from llmcond.encoders.loading.device import TORCH_DTYPES, choose_device
 from llmcond.features.view import view_of
 from llmcond.finetune.build import load_trainable, prepare_accelerator
 from llmcond.finetune.inputs import RatedInputs

@@ -13,15 +13,15 @@ from typing import Concatenate, ParamSpec
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.encoders.architecture import load_config, load_tokenizer
-from llmcond.encoders.direction import check_direction
-from llmcond.encoders.engine import Engine, OutOfMemoryError
-from llmcond.encoders.loading import load_model
+from llmcond.encoders.engine.engine import Engine, OutOfMemoryError
+from llmcond.encoders.engine.tokenizing import InputTokenizer, check_inputs
+from llmcond.encoders.loading.architecture import load_config, load_tokenizer
+from llmcond.encoders.loading.direction import check_direction
+from llmcond.encoders.loading.loading import load_model
 from llmcond.encoders.options import EncoderOptions
 from llmcond.encoders.resolve import ResolvedEncoder, resolve
 from llmcond.encoders.spec import EncoderIdentity, EncoderInput, plan_inputs
 from llmcond.encoders.threads import Concurrency, WorkerThreads, check_cancelled
-from llmcond.encoders.tokenizing import InputTokenizer, check_inputs
 from llmcond.errors import LlmcondError, first_line
 from llmcond.options import option_of
 
@@ -157,7 +157,7 @@ class Encoder:
         vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
         computed = 0
         try:
-            for done in self.engine.run(rows, between=check_cancelled):
+            for done in self.engine.run(rows, before_batch=check_cancelled):
                 vectors[done.inputs] = done.vectors
                 computed += done.n_computed
         except OutOfMemoryError as error:

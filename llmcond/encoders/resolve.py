@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from llmcond.encoders.checkpoint import Checkpoint, dense_folders, find_checkpoint
-from llmcond.encoders.known import default_prompt
-from llmcond.encoders.options import EncoderOptions, check_choice
-from llmcond.encoders.settings import (
+from llmcond.encoders.checkpoints.checkpoint import Checkpoint, dense_folders, find_checkpoint
+from llmcond.encoders.checkpoints.settings import (
     Settings,
     check_code,
     check_kind,
@@ -19,6 +17,8 @@ from llmcond.encoders.settings import (
     pooling_of,
     stated_beside,
 )
+from llmcond.encoders.known import default_prompt
+from llmcond.encoders.options import EncoderOptions, check_choice
 from llmcond.encoders.spec import (
     TOKENIZER_DECIDES,
     Attention,
@@ -64,7 +64,7 @@ class ResolvedEncoder:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Tell whether prefixes are shared: as was chosen, and where it is exact.
+        """Return whether prefixes are shared: as was chosen, and where it is exact.
 
         A token's vector is decided by what stands before it in a causal encoder only. And what is
         pooled must be computed for each input by itself, as the last token is.
@@ -92,7 +92,7 @@ def resolve(
         UserError: an unknown model, or an option that the model or machine cannot have.
         LlmcondError: the hub cannot be reached.
     """
-    from llmcond.encoders.device import choose_device
+    from llmcond.encoders.loading.device import choose_device
 
     device = choose_device(options.device)
     checkpoint = find_checkpoint(name_or_path, options.revision, options.like)
@@ -109,7 +109,7 @@ def settle(
     Raises:
         UserError: an option that the model cannot have.
     """
-    from llmcond.encoders.device import default_token_budget
+    from llmcond.encoders.loading.device import default_token_budget
 
     options = _as_trained(checkpoint, options)
     quantize = options.quantize or "none"
@@ -173,7 +173,7 @@ def _as_trained(checkpoint: Checkpoint, options: EncoderOptions) -> EncoderOptio
 
 
 def _dtype(checkpoint: Checkpoint, options: EncoderOptions, device: str) -> Dtype:
-    from llmcond.encoders.device import choose_dtype
+    from llmcond.encoders.loading.device import choose_dtype
 
     reason = checkpoint.known.no_float16 if checkpoint.known else ""
     if reason and options.dtype == "float16":

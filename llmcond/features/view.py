@@ -102,11 +102,11 @@ class View:
 
     @property
     def subtracts(self) -> bool:
-        """Tell whether anything is subtracted; nothing is from separate features."""
+        """Return whether anything is subtracted; nothing is from separate features."""
         return any(self._subtracts(prompt) for prompt in self.prompts)
 
     def _subtracts(self, prompt: Prompt) -> bool:
-        """Tell whether a prompt's unconditional features are subtracted."""
+        """Return whether a prompt's unconditional features are subtracted."""
         apart = self.features == "separate" or (self.features == "both" and prompt.separate)
         return self.subtract and not apart and prompt.subtractable
 

@@ -10,12 +10,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from llmcond.encoders.architecture import load_config, load_tokenizer
-from llmcond.encoders.direction import check_direction
-from llmcond.encoders.engine import Engine, OutOfMemoryError, is_out_of_memory
-from llmcond.encoders.loading import LoadedModel, load_model
+from llmcond.encoders.engine.engine import Engine, OutOfMemoryError, is_out_of_memory
+from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
+from llmcond.encoders.loading.architecture import load_config, load_tokenizer
+from llmcond.encoders.loading.direction import check_direction
+from llmcond.encoders.loading.loading import LoadedModel, load_model
 from llmcond.encoders.resolve import ResolvedEncoder
-from llmcond.encoders.tokenizing import InputTokenizer, Tokens
 from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.finetune.settings import TuneSettings
 from llmcond.finetune.targets import add_adapters

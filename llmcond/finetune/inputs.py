@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llmcond.data.rows import Rows
+from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.spec import EncoderInput
-from llmcond.encoders.tokenizing import InputTokenizer, Tokens
 from llmcond.features.view import Part, View
 from llmcond.heads import Lookup, Matrix, PairArrays
 from llmcond.heads.networks import Batch

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmcond.encoders.engine import OutOfMemoryError, is_out_of_memory
+from llmcond.encoders.engine.engine import OutOfMemoryError, is_out_of_memory
 from llmcond.errors import LlmcondError, UserError
 from llmcond.finetune.inputs import RatedInputs
 from llmcond.finetune.model import TunedModel

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from llmcond.encoders.engine import Engine
+from llmcond.encoders.engine.engine import Engine
 from llmcond.errors import UserError
 from llmcond.finetune.inputs import Places, RatedInputs
 from llmcond.heads import FittedHead, Recipe

@@ -10,10 +10,10 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from llmcond.encoders.adapter import CONFIG, WEIGHTS, Tuned, write_tuned
-from llmcond.encoders.architecture import build_on_meta, load_config
-from llmcond.encoders.checkpoint import settings_files, weight_files
+from llmcond.encoders.checkpoints.adapter import CONFIG, WEIGHTS, Tuned, write_tuned
+from llmcond.encoders.checkpoints.checkpoint import settings_files, weight_files
 from llmcond.encoders.known import find_model
+from llmcond.encoders.loading.architecture import build_on_meta, load_config
 from llmcond.encoders.options import MODEL_SETTINGS
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.errors import UserError

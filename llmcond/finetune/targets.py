@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from llmcond.encoders.memory import POOLS
+from llmcond.encoders.loading.memory import POOLS
 from llmcond.errors import UserError, did_you_mean
 from llmcond.finetune.settings import TuneSettings
 

@@ -137,7 +137,7 @@ def _encoder_facts(resolved: ResolvedEncoder) -> dict[str, Any]:
 def _as_read(items: Sequence[EncoderInput], resolved: ResolvedEncoder) -> list[dict[str, Any]]:
     """Return the tokens of inputs, those that are pooled, and those that are cut."""
     # Tokenizers take a second to import; texts alone need none.
-    from llmcond.encoders.doctor import samples
+    from llmcond.encoders.inspect import samples
 
     labelled = [("", item) for item in items]
     read = samples(resolved, labelled)

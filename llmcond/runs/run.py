@@ -378,7 +378,7 @@ def _require(record: Mapping[str, Any], keys: Sequence[str], what: str) -> None:
 
 
 def run_exists(folder: Path) -> bool:
-    """Tell whether a run is at ``folder``.
+    """Return whether a run is at ``folder``.
 
     Raises:
         UserError: something else is there, or a run that a newer version wrote.

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from llmcond.encoders import EncoderInput, EncoderOptions, find_model
-from llmcond.encoders.checkpoint import find_checkpoint
+from llmcond.encoders.checkpoints.checkpoint import find_checkpoint
 from llmcond.encoders.resolve import settle
 from llmcond.errors import LlmcondError
 from llmcond.prompts import load_prompt
@@ -24,8 +24,8 @@ def check_model(name: str, options: EncoderOptions) -> tuple[dict[str, Any], Llm
     Raises:
         LlmcondError: nothing is known of it.
     """
-    from llmcond.encoders.device import choose_device
-    from llmcond.encoders.doctor import describe, describe_known, samples
+    from llmcond.encoders.inspect import describe, describe_known, samples
+    from llmcond.encoders.loading.device import choose_device
 
     known, device = find_model(name), choose_device(options.device)
     try:

@@ -241,7 +241,7 @@ def _check_rated(dataset: Dataset) -> None:
 
 
 def _check_encoder(resolved: ResolvedEncoder, settings: TuneSettings, merge: bool) -> None:
-    from llmcond.encoders.quantization import require
+    from llmcond.encoders.loading.quantization import require
 
     require("training an encoder", "accelerate", "peft", extra="lora")
     from llmcond.finetune.build import check_trainable

@@ -15,8 +15,13 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from llmcond.encoders import find_model
-from llmcond.encoders.adapter import CONFIG, TUNED, WEIGHTS, Tuned, identify, read_tuned
-from llmcond.encoders.checkpoint import SETTINGS, find_checkpoint, settings_files, weight_files
+from llmcond.encoders.checkpoints.adapter import CONFIG, TUNED, WEIGHTS, Tuned, identify, read_tuned
+from llmcond.encoders.checkpoints.checkpoint import (
+    SETTINGS,
+    find_checkpoint,
+    settings_files,
+    weight_files,
+)
 from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.files import gib, read_json, write_json
 from llmcond.log import log

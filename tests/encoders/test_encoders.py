@@ -12,7 +12,7 @@ import torch
 
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import load_encoder
-from llmcond.encoders.pooling import mean
+from llmcond.encoders.engine.pooling import mean
 from llmcond.errors import LlmcondError, UserError
 
 FORMAT = "Instruct: {instruction}\nQuery: {text}"

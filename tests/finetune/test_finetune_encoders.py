@@ -20,8 +20,8 @@ import llmcond
 from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
-from llmcond.encoders.loading import load_model
-from llmcond.encoders.tokenizing import Tokens
+from llmcond.encoders.engine.tokenizing import Tokens
+from llmcond.encoders.loading.loading import load_model
 from llmcond.errors import UserError
 from llmcond.features.view import view_of
 from llmcond.finetune.build import load_trainable

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llmcond.encoders.adapter import (
+from llmcond.encoders.checkpoints.adapter import (
     CONFIG,
     TUNED,
     WEIGHTS,
@@ -30,7 +30,7 @@ from llmcond.files import digest_file, digest_files
 #: Files that decide the numbers; a README or a change of picture does not.
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _OLD_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
-_WHOLE = ("model.safetensors", "pytorch_model.bin")
+_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 _SETTINGS = (
     "config.json",
     "tokenizer.json",
@@ -121,7 +121,7 @@ def _find(
     if not name_or_path.strip():
         raise UserError(f"the model's name is empty. Known: {', '.join(known_names())}.")
     known = find_model(name_or_path)
-    kin = known if like is None else _like(like, name_or_path, known)
+    entry = known if like is None else _like(like, name_or_path, known)
     folder = Path(name_or_path).expanduser()
     if known is None and folder.is_dir():
         if revision is not None:
@@ -129,7 +129,7 @@ def _find(
                 f"a revision was given ({revision}), but {name_or_path} is a folder. A revision "
                 "belongs to a hub name; leave it out."
             )
-        return _from_folder(name_or_path, folder, kin, adapter)
+        return _from_folder(name_or_path, folder, entry, adapter)
     if known is not None and known.package is not None and revision is None:
         packaged = _package_folder(known.package)
         if packaged is not None:
@@ -145,9 +145,9 @@ def _find(
         if not (found / "config.json").is_file():
             found = _download(repo, found.name, (CONFIG, WEIGHTS, TUNED))
     if (found / "config.json").is_file():
-        return _whole(known.name if known else repo, found, kin, repo)
+        return _full_checkpoint(known.name if known else repo, found, entry, repo)
     if (found / CONFIG).is_file():
-        return _on_base(repo, found, kin, adapter)
+        return _on_base(repo, found, entry, adapter)
     raise UserError(
         f"{repo} has no config.json, so it is no Hugging Face checkpoint that can be loaded."
     )
@@ -196,8 +196,8 @@ def _download_weights(checkpoint: Checkpoint, repo: str, commit: str) -> None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Tell whether a folder holds weights under a name that can be loaded, or a list of them."""
-    names = (f"{name}{end}" for name in _WHOLE for end in ("", ".index.json"))
+    """Return whether a folder holds weights under a name that can be loaded, or a list of them."""
+    names = (f"{name}{end}" for name in _WEIGHT_FILES for end in ("", ".index.json"))
     return any((folder / name).is_file() for name in names)
 
 
@@ -237,7 +237,7 @@ def _listed(folder: Path) -> list[str]:
     """Return the shards that are loaded: none where all weights are in one file."""
     if (folder / "model.safetensors").is_file():
         return []
-    return [shard for name in _WHOLE for shard in _shards(folder / f"{name}.index.json")]
+    return [shard for name in _WEIGHT_FILES for shard in _shards(folder / f"{name}.index.json")]
 
 
 def settings_files(folder: Path) -> list[Path]:
@@ -259,12 +259,12 @@ def dense_folders(folder: Path) -> list[str]:
 
 
 def _like(like: str, name: str, known: KnownModel | None) -> KnownModel:
-    kin = find_model(like)
-    if kin is None:
+    entry = find_model(like)
+    if entry is None:
         raise UserError(f"like is {like!r}, no known model. {nearest(like, known_names())}")
-    if known not in (None, kin):
+    if known not in (None, entry):
         raise UserError(f"{name} is known by name; it cannot be taken as {like}.")
-    return kin
+    return entry
 
 
 def _looks_like_hub_name(name: str) -> bool:
@@ -273,35 +273,37 @@ def _looks_like_hub_name(name: str) -> bool:
 
 
 def _from_folder(
-    name: str, folder: Path, kin: KnownModel | None, adapter: str | None
+    name: str, folder: Path, entry: KnownModel | None, adapter: str | None
 ) -> Checkpoint:
     if (folder / "config.json").is_file():
-        return _whole(name, folder, kin, None)
+        return _full_checkpoint(name, folder, entry, None)
     if (folder / CONFIG).is_file():
-        return _on_base(name, folder, kin, adapter)
+        return _on_base(name, folder, entry, adapter)
     raise UserError(
         f"{name} is a folder without config.json, so not a Hugging Face checkpoint. Name the "
         "folder that save_pretrained wrote."
     )
 
 
-def _whole(name: str, folder: Path, kin: KnownModel | None, repo: str | None) -> Checkpoint:
+def _full_checkpoint(
+    name: str, folder: Path, entry: KnownModel | None, repo: str | None
+) -> Checkpoint:
     """Return a checkpoint with weights of its own, and what training recorded of it."""
     tuned = read_tuned(folder)
     recorded = _recorded(tuned, folder)
-    if None not in (kin, recorded) and kin is not recorded:
-        raise _trained_as(name, recorded, kin)
-    known = kin or recorded or _recognise(folder)
+    if None not in (entry, recorded) and entry is not recorded:
+        raise _trained_as(name, recorded, entry)
+    known = entry or recorded or _recognise(folder)
     return Checkpoint(name, folder, known, repo, stated=tuned.settings if tuned else {})
 
 
-def _on_base(name: str, folder: Path, kin: KnownModel | None, adapter: str | None) -> Checkpoint:
+def _on_base(name: str, folder: Path, entry: KnownModel | None, adapter: str | None) -> Checkpoint:
     """Return the base of an adapter, with the adapter.
 
     Args:
         name: what messages call it.
         folder: of the adapter.
-        kin: the known model that it is to be taken for.
+        entry: the known model that it is to be taken for.
         adapter: another one whose base it would be.
 
     Raises:
@@ -325,10 +327,10 @@ def _on_base(name: str, folder: Path, kin: KnownModel | None, adapter: str | Non
             f"{name} is an adapter, and its {where} does not name the encoder that it belongs to. "
             f"Put its name or folder there, as {key}."
         )
-    like = next((known.repo for known in (recorded, kin) if known), None)
+    like = next((known.repo for known in (recorded, entry) if known), None)
     base = _base(name, _beside(named, folder), revision, like, where)
-    if kin is not None and kin is not base.known:
-        raise _trained_as(name, base.known, kin)
+    if entry is not None and entry is not base.known:
+        raise _trained_as(name, base.known, entry)
     stated = {**base.stated, **(tuned.settings if tuned else {})}
     if tuned is not None and tuned.quantize != "none":
         stated["quantize"] = tuned.quantize

@@ -1,4 +1,4 @@
-"""Attention as products of PyTorch, the fastest way that a device has for some lengths."""
+"""Attention kernels: the fastest of PyTorch for a device and some lengths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _VECTOR_BYTES, _WIDEN = 64, 1.35
 _ROWS = 8
 
 
-def product(
+def attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None, causal: bool
 ) -> Tensor:
     """Attend in (rows, heads, tokens, head_dim)."""
@@ -49,9 +49,9 @@ def _few_shapes(
     """
     if query.dtype == torch.float32:
         return _short(query, key, value, scale, mask)
-    whole = len(query) // _ROWS * _ROWS
+    full = len(query) // _ROWS * _ROWS
     parts = []
-    for part, kind in ((slice(0, whole), query.dtype), (slice(whole, None), torch.float32)):
+    for part, kind in ((slice(0, full), query.dtype), (slice(full, None), torch.float32)):
         if len(query[part]):
             own = mask if mask is None or len(mask) == 1 else mask[part]
             own = None if own is None else own.to(kind)

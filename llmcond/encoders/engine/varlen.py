@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcond.encoders.batching import Batch, Segment
-from llmcond.encoders.layout import places_of
+from llmcond.encoders.engine.attention_plan import positions_of
+from llmcond.encoders.engine.batching import Batch, Segment
 
 #: Keys and values that a kernel is given at a time, against tokens of the row.
 _GATHERED = 8
@@ -22,7 +22,7 @@ class _Run:
 
     Attributes:
         start, stop: their tokens.
-        keys: places of their keys; None: the same tokens.
+        keys: positions of their keys; None: the same tokens.
         ends, key_ends: (segments + 1,) where queries and keys of each begin and end.
         longest, longest_keys: most queries, and most keys, of a segment.
     """
@@ -52,7 +52,7 @@ class Varlen:
     kernel: Callable[..., Any]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """See :class:`Layout`."""
+        """See :class:`AttentionPlan`."""
         options: dict[str, Any] = {"enable_gqa": True} if len(query) != len(key) else {}
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         parts = []
@@ -75,39 +75,41 @@ class Varlen:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def lay_out_varlen(
+def plan_varlen(
     batch: Batch, causal: bool, device: torch.device, kernel: Callable[..., Any]
 ) -> Varlen:
-    """Return the layout of a packed row for a kernel that takes uneven lengths.
+    """Return the attention plan of a packed row for a kernel that takes uneven lengths.
 
     The keys of a segment with a path are gathered; so that memory stays bounded whatever the tree,
     those of few segments at a time where they are many.
     """
     limit = _GATHERED * batch.n_tokens
-    places = [places_of([*batch.path(i), s]) for i, s in enumerate(batch.segments)]
+    positions = [positions_of([*batch.path(i), s]) for i, s in enumerate(batch.segments)]
     if not batch.shared:
-        return Varlen([_run(batch.segments, places, device, gather=False)], causal, kernel)
+        return Varlen([_run(batch.segments, positions, device, gather=False)], causal, kernel)
     runs, first, size = [], 0, 0
-    for index, keys in enumerate(places):
+    for index, keys in enumerate(positions):
         if size and size + len(keys) > limit:
-            runs.append(_run(batch.segments[first:index], places[first:index], device, gather=True))
+            runs.append(
+                _run(batch.segments[first:index], positions[first:index], device, gather=True)
+            )
             first, size = index, 0
         size += len(keys)
-    runs.append(_run(batch.segments[first:], places[first:], device, gather=True))
+    runs.append(_run(batch.segments[first:], positions[first:], device, gather=True))
     return Varlen(runs, causal, kernel)
 
 
 def _run(
-    segments: Sequence[Segment], places: Sequence[Tensor], device: torch.device, gather: bool
+    segments: Sequence[Segment], positions: Sequence[Tensor], device: torch.device, gather: bool
 ) -> _Run:
     def ends(lengths: list[int]) -> Tensor:
         return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
 
-    lengths, key_lengths = [s.length for s in segments], [len(keys) for keys in places]
+    lengths, key_lengths = [s.length for s in segments], [len(keys) for keys in positions]
     return _Run(
         segments[0].start,
         segments[-1].stop,
-        torch.cat(list(places)).to(device) if gather else None,
+        torch.cat(list(positions)).to(device) if gather else None,
         ends(lengths),
         ends(key_lengths),
         max(lengths),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from llmcond.encoders.memory import POOLS
+from llmcond.encoders.loading.memory import POOLS
 
 #: oneDNN chooses the layout for about so many tokens; any number can be multiplied.
 _TOKENS = 1_024
@@ -76,7 +76,7 @@ class PrepackedOutput(nn.Module):
 
 
 def can_prepack(dtype: torch.dtype) -> bool:
-    """Tell whether this machine's PyTorch multiplies prepacked weights of a type."""
+    """Return whether this machine's PyTorch multiplies prepacked weights of a type."""
     present: Any = torch.backends.mkldnn.is_available
     return (
         dtype == torch.bfloat16
@@ -104,7 +104,7 @@ def prepack(network: nn.Module) -> None:
 
 
 def _is_output(module: nn.Module) -> TypeGuard[Any]:
-    """Tell whether a module is what :class:`PrepackedOutput` computes."""
+    """Return whether a module is what :class:`PrepackedOutput` computes."""
     kinds = {name: type(child) for name, child in module.named_children()}
     wanted = {"dense": nn.Linear, "LayerNorm": nn.LayerNorm, "dropout": nn.Dropout}
     takes = list(inspect.signature(module.forward).parameters)

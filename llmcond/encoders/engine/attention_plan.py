@@ -1,4 +1,4 @@
-"""Who attends to whom in a packed row, as blocks of queries with keys of their own."""
+"""Attention plans of packed rows: blocks of queries, each with keys of its own."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llmcond.encoders import products
-from llmcond.encoders.attention import Layout
-from llmcond.encoders.batching import Batch, Segment
+from llmcond.encoders.engine import attention_kernels
+from llmcond.encoders.engine.attention import AttentionPlan
+from llmcond.encoders.engine.batching import Batch, Segment
 
-#: Tokens of neighbouring branches that attend in one product, under a mask.
+#: Tokens of adjacent branches that attend in one call, under a mask.
 BRANCH_TOKENS = 192
 #: Padding, in tokens, that costs as much as a call of its own.
 _CALL = 64
@@ -38,7 +38,7 @@ class Blocks:
     n_tokens: int
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """See :class:`Layout`."""
+        """See :class:`AttentionPlan`."""
         heads, length, width = query.shape
         scale = width**-0.5 if scale is None else scale
         parts = [block.attend(query, key, value, scale) for block in self.blocks]
@@ -64,7 +64,7 @@ class _Even:
             x[:, self.start : stop].view(len(x), *shape, -1).transpose(0, 1)
             for x in (query, key, value)
         )
-        output = products.product(query, key, value, scale, self.mask, self.causal)
+        output = attention_kernels.attend(query, key, value, scale, self.mask, self.causal)
         return output.transpose(1, 2).flatten(0, 1)
 
 
@@ -74,14 +74,14 @@ class _Uneven:
 
     Attributes:
         rows: how many.
-        places: (rows * longest,); where a text is shorter, any place.
+        positions: (rows * longest,); where a text is shorter, any position.
         real: of them, those that are tokens.
         causal: then no token sees what its row is filled up with, and keys need no mask.
         mask: added to scores.
     """
 
     rows: int
-    places: Tensor
+    positions: Tensor
     real: Tensor
     causal: bool
     mask: Tensor | None
@@ -89,21 +89,23 @@ class _Uneven:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         # Tokens first, as they lie in memory: whole tokens are copied then.
         query, key, value = (
-            x.transpose(0, 1).index_select(0, self.places).view(self.rows, -1, len(x), x.shape[2])
+            x.transpose(0, 1)
+            .index_select(0, self.positions)
+            .view(self.rows, -1, len(x), x.shape[2])
             for x in (query, key, value)
         )
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        output = products.product(query, key, value, scale, self.mask, self.causal)
+        output = attention_kernels.attend(query, key, value, scale, self.mask, self.causal)
         return output.transpose(1, 2).flatten(0, 1).index_select(0, self.real)
 
 
 @dataclass(frozen=True, slots=True)
 class _Branches:
-    """Neighbours in a prefix tree: they see themselves, and the path before them.
+    """Adjacent branches of a prefix tree: they see themselves, and the path before them.
 
     Attributes:
         start, stop: the queries.
-        keys: places of the path and of the queries.
+        keys: positions of the path and of the queries.
         mask: (1, 1, queries, keys), added to scores.
     """
 
@@ -118,10 +120,14 @@ class _Branches:
             key[None].index_select(2, self.keys),
             value[None].index_select(2, self.keys),
         )
-        return products.product(query, key, value, scale, self.mask, False)[0].transpose(0, 1)
+        return attention_kernels.attend(query, key, value, scale, self.mask, False)[0].transpose(
+            0, 1
+        )
 
 
-def lay_out(batch: Batch, causal: bool, device: torch.device, dtype: torch.dtype) -> Layout:
+def plan_attention(
+    batch: Batch, causal: bool, device: torch.device, dtype: torch.dtype
+) -> AttentionPlan:
     """Return the layout of a packed row for products of PyTorch.
 
     Args:
@@ -139,7 +145,7 @@ def lay_out(batch: Batch, causal: bool, device: torch.device, dtype: torch.dtype
 
 
 def _groups(segments: Sequence[Segment]) -> list[list[tuple[int, int, int]]]:
-    """Return runs of neighbours of one length, (start, rows, length), those together that pay."""
+    """Return runs of texts of one length, (start, rows, length), grouped where padding pays."""
     groups: list[list[tuple[int, int, int]]] = []
     at = 0
     while at < len(segments):
@@ -162,7 +168,7 @@ def _group(
 ) -> _Block:
     longest = max(length for _, _, length in runs)
     mask = None
-    if causal and longest <= products.SHORT:
+    if causal and longest <= attention_kernels.SHORT:
         before = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
         mask = _added(before, dtype)[None, None]
     if len(runs) == 1:
@@ -172,11 +178,11 @@ def _group(
     lengths = [length for _, rows, length in runs for _ in range(rows)]
     at = torch.arange(longest)
     real = at < torch.tensor(lengths)[:, None]
-    places = torch.where(real, torch.tensor(starts)[:, None] + at, starts[0]).to(device)
+    positions = torch.where(real, torch.tensor(starts)[:, None] + at, starts[0]).to(device)
     if not causal:
         mask = _added(real.to(device), dtype)[:, None, None]
     kept = real.flatten().nonzero()[:, 0].to(device)
-    return _Uneven(len(lengths), places.flatten(), kept, causal, mask)
+    return _Uneven(len(lengths), positions.flatten(), kept, causal, mask)
 
 
 def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -189,7 +195,7 @@ def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Queries ``start`` to ``stop`` of a row, and the places of their keys."""
+    """Queries ``start`` to ``stop`` of a row, and the positions of their keys."""
 
     start: int
     stop: int
@@ -204,9 +210,9 @@ class _Piece:
 
 
 def _branches(batch: Batch) -> list[_Piece]:
-    """Cut a tree into pieces that attend at once, in the order of the row.
+    """Cut a tree into pieces, each of which attends in one call, in the order of the row.
 
-    Neighbouring branches go together up to ``BRANCH_TOKENS``. What is longer is taken apart: its
+    Adjacent branches go together up to ``BRANCH_TOKENS``. What is longer is taken apart: its
     own tokens first, in slices, then its branches. So no piece has more queries than that, and the
     keys and values that are gathered for it are one path and its own.
     """
@@ -237,7 +243,7 @@ def _branches(batch: Batch) -> list[_Piece]:
                 waiting.append(children[family[0]])
         else:
             first, last = segments[family[0]], segments[family[taken - 1]]
-            path = places_of(batch.path(family[0]))
+            path = positions_of(batch.path(family[0]))
             pieces.append(_piece(path, first.start, first.start, last.until, until))
         waiting = [family for family in waiting if family]
     return pieces
@@ -245,7 +251,7 @@ def _branches(batch: Batch) -> list[_Piece]:
 
 def _slices(batch: Batch, index: int, until: Tensor) -> list[_Piece]:
     """Cut one segment's own tokens."""
-    segment, path = batch.segments[index], places_of(batch.path(index))
+    segment, path = batch.segments[index], positions_of(batch.path(index))
     if not len(path):
         return [_Piece(segment.start, segment.stop, path, None)]
     return [
@@ -262,8 +268,8 @@ def _piece(path: Tensor, begin: int, start: int, stop: int, until: Tensor) -> _P
     return _Piece(start, stop, keys, (keys <= queries) & (queries < until[keys]))
 
 
-def places_of(path: list[Segment]) -> Tensor:
-    """Return the places of the tokens of some segments, in their order."""
+def positions_of(path: list[Segment]) -> Tensor:
+    """Return the positions of the tokens of some segments, in their order."""
     return torch.cat(
         [torch.arange(segment.start, segment.stop) for segment in path]
         or [torch.empty(0, dtype=torch.long)]

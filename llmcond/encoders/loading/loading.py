@@ -10,15 +10,15 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from llmcond.encoders.adapter import attach, check_adapter
-from llmcond.encoders.architecture import build_on_meta, quiet
-from llmcond.encoders.checkpoint import fetch_weights
-from llmcond.encoders.device import TORCH_DTYPES
-from llmcond.encoders.memory import Footprint, available, footprint
-from llmcond.encoders.quantization import installed, quantization, require
+from llmcond.encoders.checkpoints.adapter import attach, check_adapter
+from llmcond.encoders.checkpoints.checkpoint import fetch_weights
+from llmcond.encoders.checkpoints.weights import load_dense, read_network
+from llmcond.encoders.loading.architecture import build_on_meta, quiet
+from llmcond.encoders.loading.device import TORCH_DTYPES
+from llmcond.encoders.loading.memory import Footprint, available, footprint
+from llmcond.encoders.loading.quantization import installed, quantization, require
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Quantize
-from llmcond.encoders.weights import load_dense, read_network
 from llmcond.errors import LlmcondError, first_line
 from llmcond.files import gib
 

@@ -1,4 +1,4 @@
-"""From tokens to pooled vectors: batches, forward passes, and less at a time where memory is short.
+"""Batch inputs, run the network, pool; out of memory, try again with half the token budget.
 
 An engine packs several inputs into one row without padding wherever that gives what each gives
 alone, which it tries out when it is made.
@@ -18,16 +18,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmcond.encoders import attention, varlen
-from llmcond.encoders.batching import STEP, pack, pack_shared, plan_batches
-from llmcond.encoders.device import TORCH_DTYPES
-from llmcond.encoders.forward import Forward, PackedForward, PaddedForward, Way, skipped_id
-from llmcond.encoders.loading import LoadedModel
-from llmcond.encoders.memory import tokens_that_fit
-from llmcond.encoders.pooling import find_pooling
-from llmcond.encoders.prepacked import can_prepack, prepack
+from llmcond.encoders.engine import attention, varlen
+from llmcond.encoders.engine.batching import STEP, pack, pack_shared, plan_batches
+from llmcond.encoders.engine.forward import (
+    Forward,
+    PackedForward,
+    PaddedForward,
+    Runtime,
+    skipped_id,
+)
+from llmcond.encoders.engine.pooling import find_pooling
+from llmcond.encoders.engine.prepacked import can_prepack, prepack
+from llmcond.encoders.engine.tokenizing import Tokens
+from llmcond.encoders.loading.device import TORCH_DTYPES
+from llmcond.encoders.loading.loading import LoadedModel
+from llmcond.encoders.loading.memory import tokens_that_fit
 from llmcond.encoders.resolve import ResolvedEncoder
-from llmcond.encoders.tokenizing import Tokens
 from llmcond.errors import LlmcondError
 
 #: How far the vectors of packed inputs may be from those in padded rows, as a share of their norm.
@@ -55,7 +61,7 @@ class Pooled:
 
 
 class Engine:
-    """A loaded network and its ways through it.
+    """A loaded network, run in batches.
 
     Attributes:
         budget: tokens of a batch at most. Halved where memory runs out, and never raised again.
@@ -67,7 +73,7 @@ class Engine:
         model: LoadedModel,
         resolved: ResolvedEncoder,
         pad_id: int,
-        at_once: int = 1,
+        concurrency: int = 1,
         *,
         frozen: bool = True,
     ) -> None:
@@ -77,13 +83,13 @@ class Engine:
             model: on its device.
             resolved: what it was loaded for.
             pad_id: fills rows up.
-            at_once: threads that run it.
+            concurrency: threads that run it at a time.
             frozen: whether its weights stay as they are, and may be laid out for products.
         """
         self.model, self.identity = model, resolved.identity
         self.shares = resolved.shares_prefixes
-        self.budget = _budget(resolved, model.network.config, at_once)
-        self._way = Way(
+        self.budget = _budget(resolved, model.network.config, concurrency)
+        self._runtime = Runtime(
             network=model.network,
             pooling=resolved.identity.pooling,
             pool=find_pooling(resolved.identity.pooling),
@@ -97,19 +103,19 @@ class Engine:
         self._longest = _longest_packed(model.network.config)
         # Work is queued on a GPU by one thread at a time: activations of two would need twice
         # the memory.
-        self._turn = nullcontext() if self._out.type == "cpu" else threading.Lock()
-        self.packs = self._settle()
+        self._device_lock = nullcontext() if self._out.type == "cpu" else threading.Lock()
+        self.packs = self._choose_packing()
         if self.packs and frozen and self._prepacks():
             prepack(model.network)
-            self._way = replace(self._way, step=STEP)
+            self._runtime = replace(self._runtime, step=STEP)
         elif self.packs and not frozen and self._out.type == "cpu":
             # Products in 16 bit are prepared for each number of rows here too.
-            self._way = replace(self._way, step=STEP)
+            self._runtime = replace(self._runtime, step=STEP)
 
     @property
     def device(self) -> torch.device:
         """Return where token ids are put."""
-        return self._way.device
+        return self._runtime.device
 
     @property
     def out(self) -> torch.device:
@@ -124,7 +130,7 @@ class Engine:
     # -- batches -------------------------------------------------------------------------------
 
     def run(
-        self, rows: Sequence[Tokens], between: Callable[[], None] = lambda: None
+        self, rows: Sequence[Tokens], before_batch: Callable[[], None] = lambda: None
     ) -> Iterator[Pooled]:
         """Yield the vectors of inputs, batch by batch; each input once.
 
@@ -133,7 +139,7 @@ class Engine:
 
         Args:
             rows: the inputs.
-            between: called before each batch; what it raises ends the work.
+            before_batch: called before each batch; what it raises ends the work.
 
         Raises:
             LlmcondError: one input alone does not fit.
@@ -142,7 +148,7 @@ class Engine:
         while waiting:
             budget, done = self.budget, set()
             for inputs, forward in self._plan(rows, waiting, budget):
-                between()
+                before_batch()
                 pooled = self._try(forward)
                 if pooled is None:
                     self._shrink(budget, forward.n_tokens, [rows[i] for i in inputs])
@@ -191,8 +197,8 @@ class Engine:
         packs = self.packs and not padded
         apart = [i for i in waiting if not packs or len(rows[i].ids) > self._longest]
         for batch in plan_batches([len(rows[i].ids) for i in apart], budget):
-            inputs = [apart[place] for place in batch]
-            yield inputs, PaddedForward(self._way, [rows[i] for i in inputs])
+            inputs = [apart[index] for index in batch]
+            yield inputs, PaddedForward(self._runtime, [rows[i] for i in inputs])
         rest = sorted(set(waiting) - set(apart))
         chosen = [rows[i] for i in rest]
         if self.shares:
@@ -200,7 +206,10 @@ class Engine:
         else:
             batches = pack([len(row.ids) for row in chosen], budget) if chosen else []
         for packed in batches:
-            yield [rest[place] for place in packed.inputs], PackedForward(self._way, packed, chosen)
+            yield (
+                [rest[place] for place in packed.inputs],
+                PackedForward(self._runtime, packed, chosen),
+            )
 
     def _try(self, forward: Forward) -> NDArray[np.float32] | None:
         """Return the vectors of a batch, None if there is not enough memory for it."""
@@ -217,9 +226,9 @@ class Engine:
     @torch.inference_mode()
     def _compute(self, forward: Forward) -> NDArray[np.float32]:
         forward.prepare()
-        with self._turn:
+        with self._device_lock:
             pooled = self._embedded(forward)
-        # Not in turn: the next thread queues its work while this one waits for the device.
+        # Without the lock: the next thread queues its work while this one waits for the device.
         array: NDArray[np.float32] = pooled.cpu().numpy()
         return array
 
@@ -236,57 +245,57 @@ class Engine:
             )
         self.budget = max(1, min(self.budget, min(budget, n_tokens) // 2))
 
-    # -- choosing a way ------------------------------------------------------------------------
+    # -- choosing how to run -------------------------------------------------------------------
 
     def _prepacks(self) -> bool:
-        whole = self._way.device.type == self._out.type == "cpu"
-        return whole and self.identity.quantize == "none" and can_prepack(self._way.dtype)
+        on_cpu = self._runtime.device.type == self._out.type == "cpu"
+        return on_cpu and self.identity.quantize == "none" and can_prepack(self._runtime.dtype)
 
-    def _settle(self) -> bool:
-        """Choose how rows are packed; return whether they are."""
-        network = self._way.network
+    def _choose_packing(self) -> bool:
+        """Choose the attention of packed rows by trying it; return whether inputs are packed."""
+        network = self._runtime.network
         if getattr(network.config, "_attn_implementation", None) != "sdpa":
             return False
         if not getattr(network, "_supports_attention_backend", False):
             return False
-        rows = self._trial()
+        rows = self._probe()
         expected = self._padded(rows)
         network.set_attn_implementation(attention.NAME)
-        kernel = varlen.varlen_kernel(self._way.device, self._way.dtype)
+        kernel = varlen.varlen_kernel(self._runtime.device, self._runtime.dtype)
         for choice in dict.fromkeys([kernel, None]):
-            self._way = replace(self._way, kernel=choice)
-            if self._packed_as(expected, rows):
+            self._runtime = replace(self._runtime, kernel=choice)
+            if self._packs_as(expected, rows):
                 return True
         network.set_attn_implementation("sdpa")
         return False
 
-    def _trial(self) -> list[Tokens]:
+    def _probe(self) -> list[Tokens]:
         """Return five short texts, of which three begin alike."""
-        size = int(self._way.network.get_input_embeddings().weight.shape[0])
+        size = int(self._runtime.network.get_input_embeddings().weight.shape[0])
         ids = [(size // 2 + at) % size for at in range(24)]
         texts = [ids[:9], ids[:6] + ids[9:12], ids[:6] + ids[12:14], ids[14:15], ids[15:24]]
         return [Tokens(text, 0, len(text), len(text), len(text)) for text in texts]
 
     @torch.inference_mode()
     def _padded(self, rows: Sequence[Tokens]) -> Tensor:
-        padded = PaddedForward(self._way, rows)
+        padded = PaddedForward(self._runtime, rows)
         padded.prepare()
         return padded.hidden()
 
     @torch.inference_mode()
-    def _packed_as(self, expected: Tensor, rows: Sequence[Tokens]) -> bool:
-        """Tell whether packed inputs, with and without sharing, get the vectors of padded ones."""
+    def _packs_as(self, expected: Tensor, rows: Sequence[Tokens]) -> bool:
+        """Return whether packed inputs, prefixes shared or not, get the vectors of padded ones."""
         texts = [row.ids for row in rows]
         batches = pack([len(text) for text in texts], 1_000)
         batches += pack_shared(texts, 1_000) if self.shares else []
         try:
             for batch in batches:
-                packed = PackedForward(self._way, batch, rows)
+                packed = PackedForward(self._runtime, batch, rows)
                 packed.prepare()
                 hidden = packed.hidden()
                 for index, leaf in zip(batch.inputs, batch.leaves, strict=True):
-                    places = [batch.place(leaf, at) for at in range(len(texts[index]))]
-                    if not self._close(hidden[places], expected[index, : len(places)]):
+                    own = [batch.position(leaf, at) for at in range(len(texts[index]))]
+                    if not self._close(hidden[own], expected[index, : len(own)]):
                         return False
         except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
             # Whatever an architecture does not take: it is padded then, as it always was.
@@ -299,12 +308,12 @@ class Engine:
         return bool((found - expected).norm() <= most * expected.norm())
 
 
-def _budget(resolved: ResolvedEncoder, config: Any, at_once: int) -> int:
+def _budget(resolved: ResolvedEncoder, config: Any, concurrency: int) -> int:
     """Return the tokens of a batch: as chosen, or what the device is best at if it fits."""
     if resolved.budget_given:
         return resolved.max_tokens_per_batch
     # A GPU is given one batch at a time, however many threads there are.
-    count = at_once if resolved.device == "cpu" else 1
+    count = concurrency if resolved.device == "cpu" else 1
     fitting = tokens_that_fit(config, resolved.identity.dtype, resolved.device, count)
     return min(resolved.max_tokens_per_batch, fitting)
 
@@ -319,7 +328,7 @@ def _longest_packed(config: Any) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error says that memory ran out, on a GPU or a CPU."""
+    """Return whether an error says that memory ran out, on a GPU or a CPU."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error)

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmcond.encoders import MODELS, EncoderInput, EncoderOptions, find_model, resolve
-from llmcond.encoders.architecture import build_on_meta, load_config
 from llmcond.encoders.encoder import Encoder, load_encoder
-from llmcond.encoders.loading import load_model
-from llmcond.encoders.memory import footprint
-from llmcond.encoders.nv_embed import LatentConfig, NVEmbedModel, read_config
-from llmcond.encoders.quantization import quantization
+from llmcond.encoders.engine.nv_embed import LatentConfig, NVEmbedModel, read_config
+from llmcond.encoders.loading.architecture import build_on_meta, load_config
+from llmcond.encoders.loading.loading import load_model
+from llmcond.encoders.loading.memory import footprint
+from llmcond.encoders.loading.quantization import quantization
 from llmcond.errors import LlmcondError
 
 CPU = EncoderOptions(dtype="float32", device="cpu")
@@ -439,10 +439,11 @@ def free(monkeypatch):
         gpus = sum(name.startswith("cuda") for name in devices)
         monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
         monkeypatch.setattr(
-            "llmcond.encoders.loading.available", lambda device: devices[device.replace(":", "")]
+            "llmcond.encoders.loading.loading.available",
+            lambda device: devices[device.replace(":", "")],
         )
 
-    monkeypatch.setattr("llmcond.encoders.loading.fetch_weights", fetch)
+    monkeypatch.setattr("llmcond.encoders.loading.loading.fetch_weights", fetch)
     return put
 
 

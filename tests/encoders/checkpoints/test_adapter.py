@@ -21,7 +21,7 @@ from torch import nn
 
 from llmcond.cli import run
 from llmcond.encoders import EncoderInput, EncoderOptions, find_model, resolve
-from llmcond.encoders.adapter import (
+from llmcond.encoders.checkpoints.adapter import (
     CONFIG,
     TUNED,
     WEIGHTS,
@@ -30,10 +30,10 @@ from llmcond.encoders.adapter import (
     read_tuned,
     write_tuned,
 )
-from llmcond.encoders.architecture import build_on_meta, load_config
-from llmcond.encoders.checkpoint import find_checkpoint
+from llmcond.encoders.checkpoints.checkpoint import find_checkpoint
 from llmcond.encoders.encoder import load_encoder
-from llmcond.encoders.nv_embed import NVEmbedModel
+from llmcond.encoders.engine.nv_embed import NVEmbedModel
+from llmcond.encoders.loading.architecture import build_on_meta, load_config
 from llmcond.errors import LlmcondError, UserError
 
 pytest.importorskip("peft")
@@ -371,7 +371,7 @@ def test_vectors_on_4_bit_weights_are_those_of_peft(tmp_path, dora):
     from peft import PeftModel
     from transformers import BertModel
 
-    from llmcond.encoders.quantization import quantization
+    from llmcond.encoders.loading.quantization import quantization
 
     made = checkpoints.make("simcse-bert", tmp_path / "base", hidden=64)
     tune(made.network, tmp_path / "tuned", made.folder, target_modules=["query"], use_dora=dora)
@@ -747,7 +747,8 @@ def test_peft_that_is_not_installed_is_named_before_weights_are_fetched(bert, mo
         "importlib.util.find_spec", lambda name: None if name == "peft" else found(name)
     )
     monkeypatch.setattr(
-        "llmcond.encoders.loading.fetch_weights", lambda _: pytest.fail("weights were fetched")
+        "llmcond.encoders.loading.loading.fetch_weights",
+        lambda _: pytest.fail("weights were fetched"),
     )
     expected = r"is an adapter, which needs peft\. Install it: pip install 'llmcond\[lora\]'"
     with pytest.raises(UserError, match=expected):
@@ -758,7 +759,8 @@ def test_wrong_adapter_is_told_before_weights_are_fetched(bert, monkeypatch):
     _, folder = bert
     without(folder, "layer.1.")
     monkeypatch.setattr(
-        "llmcond.encoders.loading.fetch_weights", lambda _: pytest.fail("weights were fetched")
+        "llmcond.encoders.loading.loading.fetch_weights",
+        lambda _: pytest.fail("weights were fetched"),
     )
     with pytest.raises(UserError, match="lacks 4 tensors"):
         load(folder)
@@ -1055,7 +1057,7 @@ def test_run_of_an_adapter_finds_it_again(tuned, tmp_path, capsys, monkeypatch, 
 
 
 def test_whether_an_adapter_fits_is_seen_without_weights(bert):
-    from llmcond.encoders.adapter import check_adapter
+    from llmcond.encoders.checkpoints.adapter import check_adapter
 
     base, folder = bert
     network = build_on_meta(load_config(resolve(str(base), CPU).checkpoint))

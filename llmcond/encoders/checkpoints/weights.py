@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from llmcond.encoders.architecture import network_class
-from llmcond.encoders.checkpoint import Checkpoint, read_settings, weight_files
+from llmcond.encoders.checkpoints.checkpoint import Checkpoint, read_settings, weight_files
+from llmcond.encoders.loading.architecture import network_class
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.errors import LlmcondError, UserError, first_line
 

@@ -8,9 +8,9 @@ from llmcond import load_encoder, plugins
 from llmcond.cli import run
 from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderInput, EncoderOptions
-from llmcond.encoders.checkpoint import Checkpoint
+from llmcond.encoders.checkpoints.checkpoint import Checkpoint
+from llmcond.encoders.checkpoints.settings import Settings, pooling_of
 from llmcond.encoders.known import find_model
-from llmcond.encoders.settings import Settings, pooling_of
 from llmcond.errors import UserError
 from llmcond.runs import open_run
 from llmcond.workflows import extract

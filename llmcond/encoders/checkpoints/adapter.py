@@ -283,7 +283,7 @@ def attach(network: Any, folder: Path, name: str, *, merge: bool) -> Any:
 
 
 def _require_peft(name: str) -> None:
-    from llmcond.encoders.quantization import require
+    from llmcond.encoders.loading.quantization import require
 
     require(f"{name} is an adapter", "peft", extra="lora")
     # peft imports bitsandbytes where it is installed, which warns of faster kernels.
@@ -420,7 +420,7 @@ def _lora_config(record: Mapping[str, Any], name: str, root: Any) -> Any:
 
 
 def _has(root: Any, name: str) -> bool:
-    """Tell whether a network has a module that peft finds by this name."""
+    """Return whether a network has a module that peft finds by this name."""
     return any(own.endswith(name) for own, _ in root.named_modules())
 
 
@@ -458,7 +458,7 @@ def _compare(places: Mapping[str, str], shapes: Shapes, root: Any, what: str) ->
 
 
 def _is_own(place: str) -> bool:
-    """Tell whether a tensor is the adapter's, rather than the base's."""
+    """Return whether a tensor is the adapter's, rather than the base's."""
     return ".lora_" in place or f".modules_to_save.{_NAME}." in place
 
 

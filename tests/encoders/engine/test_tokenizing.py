@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import load_encoder
-from llmcond.encoders.tokenizing import InputTokenizer
+from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.errors import UserError
 from llmcond.files import digest_bytes
 

@@ -17,9 +17,10 @@ from transformers import AttentionInterface, BertConfig
 from transformers.activations import ACT2FN
 from transformers.models.bert.modeling_bert import BertOutput
 
-from llmcond.encoders import MODELS, EncoderInput, attention, engine, varlen
+from llmcond.encoders import MODELS, EncoderInput
 from llmcond.encoders.encoder import load_encoder
-from llmcond.encoders.prepacked import PrepackedLinear, PrepackedOutput, can_prepack, prepack
+from llmcond.encoders.engine import attention, engine, varlen
+from llmcond.encoders.engine.prepacked import PrepackedLinear, PrepackedOutput, can_prepack, prepack
 from llmcond.errors import LlmcondError
 
 # What is this small is done before a second thread has woken up.
@@ -368,7 +369,7 @@ def test_kernel_for_uneven_lengths_gives_the_same_vectors(make, loaded, monkeypa
         pytest.skip("it is padded")
     encoder = with_kernel(make, name, monkeypatch, kernel)
     assert encoder.engine.packs
-    assert encoder.engine._way.kernel is kernel
+    assert encoder.engine._runtime.kernel is kernel
     items = mix(encoder, seed=7, n_inputs=15)
     near(encoder.encode_counted(items).vectors, loaded(name).encode_counted(items).vectors)
 
@@ -394,7 +395,7 @@ def broken(*arguments, **options):
 def test_wrong_kernel_is_not_taken(make, loaded, monkeypatch, wrong):
     encoder = with_kernel(make, "e5-mistral", monkeypatch, wrong)
     assert encoder.engine.packs
-    assert encoder.engine._way.kernel is None
+    assert encoder.engine._runtime.kernel is None
     near(
         encoder.encode_counted(prompts(4)).vectors,
         loaded("e5-mistral").encode_counted(prompts(4)).vectors,
@@ -443,9 +444,9 @@ class Memory:
             assert self.errors < 1_000
             raise self.error(tokens)
 
-    def _noted(self, rows, between=lambda: None):
+    def _noted(self, rows, before_batch=lambda: None):
         given = []
-        for pooled in self._run(rows, between):
+        for pooled in self._run(rows, before_batch):
             assert len(pooled.vectors) == len(pooled.inputs)
             given += pooled.inputs
             yield pooled

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from llmcond.cli import run
 from llmcond.encoders import MODELS, EncoderInput, EncoderOptions
-from llmcond.encoders import checkpoint as checkpoints
+from llmcond.encoders.checkpoints import checkpoint as checkpoints
 from llmcond.encoders.encoder import load_encoder
 from llmcond.errors import LlmcondError, UserError
 from llmcond.listings import models_in_brief

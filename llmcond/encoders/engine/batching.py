@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-#: Rows are about a multiple of this long: see ``Way.step``.
+#: Rows are about a multiple of this long: see ``Runtime.step``.
 STEP = 64
 #: A prefix that is shorter beyond its parent is not worth a segment of its own.
 MIN_SHARED = 4
@@ -26,8 +26,8 @@ class Segment:
     Attributes:
         source: position of an input that has them.
         begin, end: which of its tokens.
-        start: place of the first one in the row.
-        until: place behind the last token of all inputs that go on from it.
+        start: position of the first one in the row.
+        until: position behind the last token of all inputs that go on from it.
         parent: index of the segment before it, -1 for none.
     """
 
@@ -45,7 +45,7 @@ class Segment:
 
     @property
     def stop(self) -> int:
-        """Return the place behind its own last token."""
+        """Return the position behind its own last token."""
         return self.start + self.length
 
 
@@ -70,7 +70,7 @@ class Batch:
 
     @property
     def shared(self) -> bool:
-        """Tell whether a segment has another before it."""
+        """Return whether a segment has another before it."""
         return any(segment.parent >= 0 for segment in self.segments)
 
     def path(self, index: int) -> list[Segment]:
@@ -80,7 +80,7 @@ class Batch:
             found.append(self.segments[index])
         return found[::-1]
 
-    def place(self, leaf: int, token: int) -> int:
+    def position(self, leaf: int, token: int) -> int:
         """Return where in the row a token of the input with this leaf is."""
         segment = self.segments[leaf]
         while token < segment.begin:
@@ -269,11 +269,11 @@ class _Tree:
         """Return the tree as a packed row, depth first."""
         open_: list[tuple[_Node, int]] = [(node, -1) for node in reversed(self._root.children)]
         nodes: list[tuple[_Node, int, int]] = []
-        place = 0
+        position = 0
         while open_:
             node, parent = open_.pop()
-            nodes.append((node, parent, place))
-            place += node.end - node.begin
+            nodes.append((node, parent, position))
+            position += node.end - node.begin
             open_.extend((child, len(nodes) - 1) for child in reversed(node.children))
         until = [start + node.end - node.begin for node, _, start in nodes]
         for at in range(len(nodes) - 1, -1, -1):

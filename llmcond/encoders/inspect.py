@@ -8,15 +8,15 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from llmcond.encoders.architecture import build_on_meta, load_config, load_tokenizer
-from llmcond.encoders.device import default_token_budget
+from llmcond.encoders.engine.nv_embed import read_config
+from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.known import PADDING_SIDE, KnownModel
-from llmcond.encoders.loading import check_parts
-from llmcond.encoders.memory import Footprint, available, footprint
-from llmcond.encoders.nv_embed import read_config
+from llmcond.encoders.loading.architecture import build_on_meta, load_config, load_tokenizer
+from llmcond.encoders.loading.device import default_token_budget
+from llmcond.encoders.loading.loading import check_parts
+from llmcond.encoders.loading.memory import Footprint, available, footprint
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Dtype, EncoderIdentity, EncoderInput
-from llmcond.encoders.tokenizing import InputTokenizer, Tokens
 
 #: The precisions that a check tells the memory of.
 _PRECISIONS: tuple[tuple[Dtype, str], ...] = (

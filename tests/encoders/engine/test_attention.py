@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from llmcond.encoders import attention, batching, products, varlen
-from llmcond.encoders import layout as layouts
-from llmcond.encoders.batching import pack, pack_shared
-from llmcond.encoders.layout import lay_out
-from llmcond.encoders.varlen import lay_out_varlen, varlen_kernel
+from llmcond.encoders.engine import attention, attention_kernels, attention_plan, batching, varlen
+from llmcond.encoders.engine.attention_plan import plan_attention
+from llmcond.encoders.engine.batching import pack, pack_shared
+from llmcond.encoders.engine.varlen import plan_varlen, varlen_kernel
 
 # What is this small is done before a second thread has woken up.
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,16 +55,16 @@ def projected(batch, heads=(4, 4), width=8, dtype=torch.float32, seed=0):
 def laid_out(batch, causal, dtype=torch.float32):
     """Return the row's layouts by what computes them."""
     return {
-        "blocks": lay_out(batch, causal, CPU, dtype),
-        "varlen": lay_out_varlen(batch, causal, CPU, kernel),
+        "blocks": plan_attention(batch, causal, CPU, dtype),
+        "varlen": plan_varlen(batch, causal, CPU, kernel),
     }
 
 
 def check(batch, causal, heads=(4, 4), width=8):
     states = projected(batch, heads, width)
     expected = reference(batch, causal, *states)
-    for name, layout in laid_out(batch, causal).items():
-        output = layout.attend(*states, SCALE)
+    for name, plan in laid_out(batch, causal).items():
+        output = plan.attend(*states, SCALE)
         assert output.shape == (batch.n_tokens, heads[0], width)
         assert (output - expected).abs().max() < 1e-5, name
 
@@ -113,7 +112,7 @@ CONSTANTS = st.one_of(
 def having(constants):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in constants.items():
-            owner = next(m for m in (layouts, products, varlen) if hasattr(m, name))
+            owner = next(m for m in (attention_plan, attention_kernels, varlen) if hasattr(m, name))
             patch.setattr(owner, name, value)
         yield
 
@@ -151,7 +150,7 @@ def test_family_longer_than_a_piece_is_attended():
     middles = [prefix[:cut] + chance.choices(range(50), k=210) for cut in (250, 250, 100)]
     ids = [middle + chance.choices(range(50), k=n) for middle in middles for n in (1, 30, 200)]
     (batch,) = tree([*ids, prefix, *middles])
-    assert batch.n_tokens > 3 * layouts.BRANCH_TOKENS
+    assert batch.n_tokens > 3 * attention_plan.BRANCH_TOKENS
     check(batch, True)
     check(batch, True, heads=(4, 2))
 
@@ -166,8 +165,8 @@ def test_scale_is_that_of_the_width_where_none_is_given():
     batch = pack([5, 3, 70], 100)[0]
     states = projected(batch, width=16)
     expected = reference(batch, False, *states, scale=0.25)
-    for layout in laid_out(batch, False).values():
-        assert (layout.attend(*states, None) - expected).abs().max() < 1e-5
+    for plan in laid_out(batch, False).values():
+        assert (plan.attend(*states, None) - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
@@ -181,8 +180,8 @@ def test_bfloat16_is_close_to_float32(causal, heads):
     for batch in batches:
         states = projected(batch, heads, dtype=torch.bfloat16)
         expected = reference(batch, causal, *states)
-        for layout in laid_out(batch, causal, torch.bfloat16).values():
-            output = layout.attend(*states, SCALE)
+        for plan in laid_out(batch, causal, torch.bfloat16).values():
+            output = plan.attend(*states, SCALE)
             assert output.dtype == torch.bfloat16
             error = (output - expected).norm() / expected.norm()
             # 8 bits for each of scores, weights and sums.
@@ -194,13 +193,13 @@ def test_text_changes_with_none_of_the_others():
     batch = pack([70, 9, 9, 8, 3, 1], 1_000)[0]
     query, key, value = projected(batch)
     for causal in (True, False):
-        for name, layout in laid_out(batch, causal).items():
-            before = layout.attend(query, key, value, SCALE)
+        for name, plan in laid_out(batch, causal).items():
+            before = plan.attend(query, key, value, SCALE)
             for segment in batch.segments:
                 own = slice(segment.start, segment.stop)
                 others = torch.full((batch.n_tokens, 1), 1e4)
                 others[own] = 1
-                after = layout.attend(query, key * others, value * others, SCALE)
+                after = plan.attend(query, key * others, value * others, SCALE)
                 assert torch.equal(after[own], before[own]), name
 
 
@@ -234,26 +233,26 @@ def test_keys_of_a_piece_are_a_path_and_few_branches(nasty, monkeypatch):
     def note(query, key, value, **options):
         # A text without a path is not gathered, nor masked where it is longer than ``SHORT``.
         if options["attn_mask"] is not None:
-            assert options["attn_mask"].numel() <= layouts.BRANCH_TOKENS * key.shape[2]
+            assert options["attn_mask"].numel() <= attention_plan.BRANCH_TOKENS * key.shape[2]
             seen.append((query.shape[2], len(key) * key.shape[2]))
         return scaled_dot_product_attention(query, key, value, **options)
 
-    monkeypatch.setattr(products, "scaled_dot_product_attention", note)
-    monkeypatch.setattr(products, "SHORT", 0)
+    monkeypatch.setattr(attention_kernels, "scaled_dot_product_attention", note)
+    monkeypatch.setattr(attention_kernels, "SHORT", 0)
     (batch,) = tree(nasty)
-    lay_out(batch, True, CPU, torch.float32).attend(*projected(batch, heads=(1, 1)), SCALE)
+    plan_attention(batch, True, CPU, torch.float32).attend(*projected(batch, heads=(1, 1)), SCALE)
     longest = max(map(len, nasty))
     assert seen
     for n_queries, n_keys in seen:
-        assert n_queries <= layouts.BRANCH_TOKENS
-        assert n_keys <= longest + layouts.BRANCH_TOKENS
+        assert n_queries <= attention_plan.BRANCH_TOKENS
+        assert n_keys <= longest + attention_plan.BRANCH_TOKENS
 
 
 def test_pieces_are_few_where_branches_are_small():
     """Each is a call: many branches of one token must not be as many calls."""
     (batch,) = tree(nasty_trees()["one prefix, many branches"])
-    blocks = lay_out(batch, True, CPU, torch.float32).blocks
-    assert len(blocks) <= 1 + -(-500 // layouts.BRANCH_TOKENS)
+    blocks = plan_attention(batch, True, CPU, torch.float32).blocks
+    assert len(blocks) <= 1 + -(-500 // attention_plan.BRANCH_TOKENS)
 
 
 def test_keys_for_a_kernel_are_gathered_few_segments_at_a_time(nasty):
@@ -265,8 +264,8 @@ def test_keys_for_a_kernel_are_gathered_few_segments_at_a_time(nasty):
         calls.append(len(key))
         return query
 
-    layout = lay_out_varlen(batch, True, CPU, note)
-    output = layout.attend(*projected(batch, heads=(1, 1)), SCALE)
+    plan = plan_varlen(batch, True, CPU, note)
+    output = plan.attend(*projected(batch, heads=(1, 1)), SCALE)
     assert len(output) == batch.n_tokens
     assert max(calls) <= limit
     gathered = sum(
@@ -294,9 +293,9 @@ def test_row_without_a_layout_is_attended_as_transformers_does():
 def test_what_packed_attention_has_not_is_refused(option):
     batch = pack([5, 3], 8)[0]
     states = [x[None] for x in projected(batch)]
-    layout = lay_out(batch, True, CPU, torch.float32)
+    plan = plan_attention(batch, True, CPU, torch.float32)
     with pytest.raises(NotImplementedError, match=f"has no {next(iter(option))}"):
-        attention._attention(None, *states, None, packed=layout, **option)
+        attention._attention(None, *states, None, packed=plan, **option)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -317,9 +316,9 @@ def test_kernel_of_a_gpu_equals_products(causal):
         states = projected(batch, heads=(4, 2), width=64, dtype=torch.bfloat16)
         expected = reference(batch, causal, *states)
         states = [x.to(device) for x in states]
-        for layout in (
-            lay_out(batch, causal, device, torch.bfloat16),
-            lay_out_varlen(batch, causal, device, of_torch),
+        for plan in (
+            plan_attention(batch, causal, device, torch.bfloat16),
+            plan_varlen(batch, causal, device, of_torch),
         ):
-            output = layout.attend(*states, SCALE).cpu()
+            output = plan.attend(*states, SCALE).cpu()
             assert (output - expected).norm() / expected.norm() < 3 * 2**-8

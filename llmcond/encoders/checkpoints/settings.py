@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from llmcond.encoders.checkpoint import Checkpoint, read_settings
+from llmcond.encoders.checkpoints.checkpoint import Checkpoint, read_settings
 from llmcond.encoders.known import known_names
 from llmcond.encoders.spec import TOKENIZER_DECIDES, Attention, Pooling
 from llmcond.errors import UserError, did_you_mean
@@ -69,7 +69,7 @@ class Settings:
 
     @property
     def normalize(self) -> bool | None:
-        """Tell whether vectors have unit norm; None where the files do not say."""
+        """Return whether vectors have unit norm; None where the files do not say."""
         return any(_kind(m) == "Normalize" for m in self.modules) if self.modules else None
 
     @property
@@ -249,7 +249,7 @@ def pooling_of(checkpoint: Checkpoint, settings: Settings, given: str | None) ->
     known = checkpoint.known
     legal = known.poolings if known else tuple(p for p in get_args(Pooling) if p != "latent")
     if given is not None and is_plugin(given) and "latent" not in legal:
-        from llmcond.encoders.pooling import identify_pooling
+        from llmcond.encoders.engine.pooling import identify_pooling
 
         return identify_pooling(given, checkpoint.name)
     if given is not None:

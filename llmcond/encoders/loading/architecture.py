@@ -10,8 +10,8 @@ import torch
 from transformers import MODEL_MAPPING, AutoConfig, AutoTokenizer, MistralConfig
 from transformers.utils import logging
 
-from llmcond.encoders.checkpoint import Checkpoint, read_settings
-from llmcond.encoders.nv_embed import LatentConfig, NVEmbedModel, read_config
+from llmcond.encoders.checkpoints.checkpoint import Checkpoint, read_settings
+from llmcond.encoders.engine.nv_embed import LatentConfig, NVEmbedModel, read_config
 from llmcond.encoders.resolve import encoder_types
 from llmcond.encoders.spec import Attention
 from llmcond.errors import UserError, first_line

@@ -9,20 +9,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from llmcond.encoders.attention import Layout
-from llmcond.encoders.batching import Batch
-from llmcond.encoders.layout import lay_out
-from llmcond.encoders.pooling import PoolBatch
+from llmcond.encoders.engine.attention import AttentionPlan
+from llmcond.encoders.engine.attention_plan import plan_attention
+from llmcond.encoders.engine.batching import Batch
+from llmcond.encoders.engine.pooling import PoolBatch
+from llmcond.encoders.engine.tokenizing import Tokens
+from llmcond.encoders.engine.varlen import plan_varlen
 from llmcond.encoders.spec import Attention
-from llmcond.encoders.tokenizing import Tokens
-from llmcond.encoders.varlen import lay_out_varlen
 from llmcond.plugins import is_plugin
 
 Kernel = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Runtime:
     """How a network is run, whatever the batch.
 
     Attributes:
@@ -33,7 +33,7 @@ class Way:
         pad_id: fills rows up; masked, so its value never matters.
         device: where ids are put.
         dtype: what is computed in.
-        kernel: attention for uneven lengths; None: products of PyTorch.
+        kernel: attention for uneven lengths; None: PyTorch's own for even ones.
         skipped_id: the token that positions leave out and begin behind; see :func:`skipped_id`.
         step: packed rows are filled up to a multiple of so many tokens. oneDNN prepares a product
             for each number of rows that it meets, in milliseconds, and keeps it, in megabytes.
@@ -73,7 +73,7 @@ class Forward(Protocol):
         ...
 
     def prepare(self) -> None:
-        """Make what the network is given; needs no turn on the device."""
+        """Make what the network is given; needs no lock of the device."""
         ...
 
     def pooled(self) -> Tensor:
@@ -84,8 +84,8 @@ class Forward(Protocol):
 class PaddedForward:
     """Inputs as the rows of a rectangle, filled up on the right."""
 
-    def __init__(self, way: Way, rows: Sequence[Tokens]) -> None:
-        self._way, self._rows = way, rows
+    def __init__(self, runtime: Runtime, rows: Sequence[Tokens]) -> None:
+        self._runtime, self._rows = runtime, rows
         self._width = max(len(row.ids) for row in rows)
         self._arguments: dict[str, Tensor] = {}
 
@@ -97,7 +97,7 @@ class PaddedForward:
     def prepare(self) -> None:
         """See :class:`Forward`."""
         shape = (len(self._rows), self._width)
-        ids = torch.full(shape, self._way.pad_id)
+        ids = torch.full(shape, self._runtime.pad_id)
         attended, types = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
         counted = torch.zeros(shape, dtype=torch.bool)
         for index, row in enumerate(self._rows):
@@ -109,43 +109,43 @@ class PaddedForward:
         arguments = {"input_ids": ids, "attention_mask": attended}
         if types.any():
             arguments["token_type_ids"] = types
-        if self._way.pooling == "latent":
+        if self._runtime.pooling == "latent":
             arguments["pool_mask"] = counted
-        self._arguments = {key: value.to(self._way.device) for key, value in arguments.items()}
-        self._counted = counted.to(self._way.device)
+        self._arguments = {key: value.to(self._runtime.device) for key, value in arguments.items()}
+        self._counted = counted.to(self._runtime.device)
 
     def hidden(self) -> Tensor:
         """Return the vectors of all tokens, (inputs, longest, width)."""
-        hidden: Tensor = self._way.network(**self._arguments).last_hidden_state
+        hidden: Tensor = self._runtime.network(**self._arguments).last_hidden_state
         return hidden
 
     def pooled(self) -> Tensor:
         """See :class:`Forward`."""
-        output: Any = self._way.network(**self._arguments)
-        if self._way.pooling == "pooler":
+        output: Any = self._runtime.network(**self._arguments)
+        if self._runtime.pooling == "pooler":
             vectors: Tensor = output.pooler_output.float()
             return vectors
         hidden = output.last_hidden_state
         lengths = [len(row.ids) for row in self._rows]
-        return self._way.pool(hidden, self._counted.to(hidden.device), lengths)
+        return self._runtime.pool(hidden, self._counted.to(hidden.device), lengths)
 
 
 class PackedForward:
     """Inputs one behind the other in a single row, without padding."""
 
-    def __init__(self, way: Way, batch: Batch, rows: Sequence[Tokens]) -> None:
+    def __init__(self, runtime: Runtime, batch: Batch, rows: Sequence[Tokens]) -> None:
         """Take a batch whose sources and inputs are positions in ``rows``."""
-        self._way, self._batch, self._rows = way, batch, rows
+        self._runtime, self._batch, self._rows = runtime, batch, rows
         self._arguments: dict[str, Any] = {}
 
     @property
     def n_tokens(self) -> int:
         """See :class:`Forward`."""
-        return -(-self._batch.n_tokens // self._way.step) * self._way.step
+        return -(-self._batch.n_tokens // self._runtime.step) * self._runtime.step
 
     def prepare(self) -> None:
         """See :class:`Forward`."""
-        way, skipped = self._way, self._way.skipped_id
+        runtime, skipped = self._runtime, self._runtime.skipped_id
         ids: list[int] = []
         positions: list[int] = []
         types: list[int] = []
@@ -156,34 +156,34 @@ class PackedForward:
             positions += _positions(part, segment.begin, skipped)
             types += [int(at >= row.second) for at in range(segment.begin, segment.end)]
         fill = self.n_tokens - len(ids)
-        ids += fill * [way.pad_id]
+        ids += fill * [runtime.pad_id]
         arguments = {"input_ids": ids, "position_ids": positions + fill * [skipped or 0]}
         if any(types):
             arguments["token_type_ids"] = types + fill * [0]
         self._arguments = {
-            key: torch.tensor([value]).to(way.device) for key, value in arguments.items()
+            key: torch.tensor([value]).to(runtime.device) for key, value in arguments.items()
         }
         # transformers passes a mask of four dimensions on as it is, and makes none for the row.
-        self._arguments["attention_mask"] = torch.zeros(1, 1, 1, 1, device=way.device)
-        self._arguments["packed"] = self._layout()
-        places, counted = self._pooled_places()
-        if way.pooling == "latent":
+        self._arguments["attention_mask"] = torch.zeros(1, 1, 1, 1, device=runtime.device)
+        self._arguments["packed"] = self._attention_plan()
+        pooled, counted = self._pooled_positions()
+        if runtime.pooling == "latent":
             mask = torch.zeros(1, len(ids), dtype=torch.bool)
-            mask[0, places[counted]] = True
-            self._arguments["pool_mask"] = mask.to(way.device)
-        self._places, self._counted = places.to(way.device), counted.to(way.device)
+            mask[0, pooled[counted]] = True
+            self._arguments["pool_mask"] = mask.to(runtime.device)
+        self._pooled, self._counted = pooled.to(runtime.device), counted.to(runtime.device)
 
-    def _layout(self) -> Layout:
-        way, causal = self._way, self._way.attention == "causal"
-        if way.kernel is not None:
-            return lay_out_varlen(self._batch, causal, way.device, way.kernel)
-        return lay_out(self._batch, causal, way.device, way.dtype)
+    def _attention_plan(self) -> AttentionPlan:
+        runtime, causal = self._runtime, self._runtime.attention == "causal"
+        if runtime.kernel is not None:
+            return plan_varlen(self._batch, causal, runtime.device, runtime.kernel)
+        return plan_attention(self._batch, causal, runtime.device, runtime.dtype)
 
-    def _pooled_places(self) -> tuple[Tensor, Tensor]:
-        """Return the places of each input's pooled tokens, filled up, and which of them count."""
+    def _pooled_positions(self) -> tuple[Tensor, Tensor]:
+        """Return the positions of each input's pooled tokens, padded, and which of them count."""
         batch, rows = self._batch, [self._rows[index] for index in self._batch.inputs]
-        ranges = [_pooled_range(row, self._way.pooling) for row in rows]
-        starts = [batch.place(leaf, r[0]) for leaf, r in zip(batch.leaves, ranges, strict=True)]
+        ranges = [_pooled_range(row, self._runtime.pooling) for row in rows]
+        starts = [batch.position(leaf, r[0]) for leaf, r in zip(batch.leaves, ranges, strict=True)]
         self._lengths = [last - first for first, last in ranges]
         at = torch.arange(max(self._lengths))
         positions = at + torch.tensor([first for first, _ in ranges])[:, None]
@@ -194,30 +194,30 @@ class PackedForward:
 
     def hidden(self) -> Tensor:
         """Return the vectors of all tokens of the row, (tokens, width)."""
-        hidden: Tensor = self._way.network(**self._arguments).last_hidden_state
+        hidden: Tensor = self._runtime.network(**self._arguments).last_hidden_state
         return hidden[0]
 
     def pooled(self) -> Tensor:
         """See :class:`Forward`."""
         hidden = self.hidden()
-        places = self._places.to(hidden.device)
-        # Not hidden[places]: gradients of an index are added one by one, in any order.
-        hidden = hidden.index_select(0, places.flatten()).view(*places.shape, -1)
-        if self._way.pooling == "pooler":
-            pooled: Tensor = self._way.network.pooler(hidden).float()
-            return pooled
-        return self._way.pool(hidden, self._counted.to(hidden.device), self._lengths)
+        pooled = self._pooled.to(hidden.device)
+        # Not hidden[pooled]: gradients of an index are added one by one, in any order.
+        hidden = hidden.index_select(0, pooled.flatten()).view(*pooled.shape, -1)
+        if self._runtime.pooling == "pooler":
+            vectors: Tensor = self._runtime.network.pooler(hidden).float()
+            return vectors
+        return self._runtime.pool(hidden, self._counted.to(hidden.device), self._lengths)
 
 
 def _positions(ids: list[int], begin: int, skipped: int | None) -> list[int]:
     if skipped is None:
         return list(range(begin, begin + len(ids)))
     # Encoders with such positions are bidirectional, so a segment is a whole input.
-    places, last = [], skipped
+    positions, last = [], skipped
     for token in ids:
         last += token != skipped
-        places.append(skipped if token == skipped else last)
-    return places
+        positions.append(skipped if token == skipped else last)
+    return positions
 
 
 def _pooled_range(row: Tokens, pooling: str) -> tuple[int, int]:

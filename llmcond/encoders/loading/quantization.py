@@ -7,8 +7,8 @@ import logging
 
 from transformers import BitsAndBytesConfig
 
-from llmcond.encoders.device import TORCH_DTYPES
-from llmcond.encoders.memory import POOLS
+from llmcond.encoders.loading.device import TORCH_DTYPES
+from llmcond.encoders.loading.memory import POOLS
 from llmcond.encoders.spec import Dtype
 from llmcond.errors import UserError
 
@@ -58,7 +58,7 @@ def require(what: str, *names: str, extra: str = "quantize") -> None:
 
 
 def installed(name: str) -> bool:
-    """Tell whether a library is there, without importing it."""
+    """Return whether a library is there, without importing it."""
     try:
         return importlib.util.find_spec(name) is not None
     except ValueError:  # a module that was disabled in sys.modules

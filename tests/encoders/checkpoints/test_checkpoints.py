@@ -21,9 +21,9 @@ from helpers.identities import IDENTITY
 from safetensors.torch import load_file, save_file
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
-from llmcond.encoders.checkpoint import fetch_weights, has_weights
+from llmcond.encoders.checkpoints.checkpoint import fetch_weights, has_weights
+from llmcond.encoders.checkpoints.settings import Settings
 from llmcond.encoders.encoder import load_encoder
-from llmcond.encoders.settings import Settings
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_file
 

@@ -74,17 +74,17 @@ def footprint(model: nn.Module) -> Footprint:
     )
 
 
-def tokens_that_fit(config: Any, dtype: Dtype, device: str, at_once: int) -> int:
+def tokens_that_fit(config: Any, dtype: Dtype, device: str, concurrency: int) -> int:
     """Return about how many tokens a batch may have, so that half of the free memory is left.
 
     Args:
         config: of the architecture; its weights are loaded already.
         dtype: computed in.
         device: ``cpu`` or ``cuda:N``.
-        at_once: batches that are under way at the same time.
+        concurrency: batches that are computed at the same time.
     """
     size = _token_bytes(*_widths(config), dtype)
-    return max(1, available(device) // 2 // (size * at_once))
+    return max(1, available(device) // 2 // (size * concurrency))
 
 
 def _widths(config: Any) -> tuple[int, int]:

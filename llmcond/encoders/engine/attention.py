@@ -2,7 +2,7 @@
 
 transformers isolates packed texts by position ids in the causal direction only; a bidirectional
 encoder would let them see each other, silently. So the attention is ours: registered with
-transformers under :data:`NAME`, and given, with each forward pass, a layout that says which tokens
+transformers under :data:`NAME`, and given, with each forward pass, a plan that says which tokens
 attend to which. No token of another text is ever among the keys, so none can leak.
 """
 
@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 NAME = "llmcond_packed"
 
 
-class Layout(Protocol):
+class AttentionPlan(Protocol):
     """Which tokens of a packed row attend to which."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
@@ -44,10 +44,10 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    packed: Layout | None = None,
+    packed: AttentionPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers does by itself, or within a packed row where there is a layout."""
+    """Attend as transformers does by itself, or within a packed row where there is a plan."""
     if packed is None:
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from llmcond.encoders import batching
-from llmcond.encoders.batching import MIN_SHARED, STEP, pack, pack_shared, plan_batches
+from llmcond.encoders.engine import batching
+from llmcond.encoders.engine.batching import MIN_SHARED, STEP, pack, pack_shared, plan_batches
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
 BUDGETS = st.integers(1, 1_000)
@@ -84,7 +84,7 @@ def test_row_is_its_inputs_one_behind_the_other(lengths, budget):
         assert [segment.source for segment in batch.segments] == list(batch.inputs)
         assert batch.leaves == tuple(range(len(batch.inputs)))
         places = [
-            batch.place(leaf, token)
+            batch.position(leaf, token)
             for index, leaf in zip(batch.inputs, batch.leaves, strict=True)
             for token in range(lengths[index])
         ]
@@ -167,7 +167,7 @@ def test_every_token_is_found_at_its_place(plan):
     for batch in batches:
         row = content(batch, ids)
         for index, leaf in zip(batch.inputs, batch.leaves, strict=True):
-            places = [batch.place(leaf, token) for token in range(len(ids[index]))]
+            places = [batch.position(leaf, token) for token in range(len(ids[index]))]
             assert [row[place] for place in places] == ids[index]
             assert places == sorted(places)
 
@@ -284,7 +284,7 @@ def test_chain_of_thousands_that_each_go_on_from_the_last_is_planned(budget):
         (batch,) = batches
         assert batch.n_tokens == depth
         assert len(batch.path(depth - 1)) == depth - 1
-        assert [batch.place(depth - 1, token) for token in (0, 1_234, depth - 1)] == [
+        assert [batch.position(depth - 1, token) for token in (0, 1_234, depth - 1)] == [
             0,
             1_234,
             depth - 1,

@@ -1,0 +1,1 @@
+"""A checkpoint's files: where they are found, what they say, and the weights in them."""

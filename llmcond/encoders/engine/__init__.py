@@ -1,0 +1,1 @@
+"""From tokens to vectors: tokenizing, batches, attention of packed rows, and pooling."""

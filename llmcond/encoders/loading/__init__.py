@@ -1,0 +1,1 @@
+"""Loading an encoder onto a device: architecture, number type, quantisation and memory."""
