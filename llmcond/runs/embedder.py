@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcond.arrays import rows_of
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
+from llmcond.features.view import Part, View
 from llmcond.heads import FittedHead, Lookup, Matrix, cosine
-from llmcond.arrays import rows_of
 from llmcond.prompts import Prompt
 from llmcond.runs import Run, SavedHead, open_run
-from llmcond.features.view import Part, View
 
 if TYPE_CHECKING:
     from llmcond.heads.hypernet import ConditionCache

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from llmcond.prompts.inputs import RowInputs, row_inputs
+from llmcond.data.rows import Rows
 from llmcond.features.store import FeatureStore
+from llmcond.features.view import Part, Read, View
 from llmcond.heads import Lookup, Matrix, PairArrays
 from llmcond.prompts import Prompt
-from llmcond.data.rows import Rows
+from llmcond.prompts.inputs import RowInputs, row_inputs
 from llmcond.runs import Run
-from llmcond.features.view import Part, Read, View
 
 Side = Literal["first", "second"]
 
