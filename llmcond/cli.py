@@ -18,6 +18,7 @@ from llmcond.commands.arguments import (
     add_encoder,
     add_encoder_settings,
     add_format,
+    add_metric,
     add_run,
     add_split,
     data_options,
@@ -250,6 +251,7 @@ def _add_evaluate(commands: Any) -> None:
         help="fitted heads (default: all; none: zero-shot only)",
     )
     add_split(parser)
+    add_metric(parser)
     add_data(parser, f"score other rows: {SOURCE}; a single file is scored whole")
     parser.add_argument(
         "--predictions",
@@ -275,13 +277,10 @@ def _evaluate(options: argparse.Namespace) -> None:
         options.predictions,
         options.device,
         options.report,
+        options.metric,
     )
-    _print_results(options, results)
-
-
-def _print_results(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     if options.json:
-        print_json({"results": results})
+        print_json(results.to_json())
         return
     from llmcond.report.terminal import results_table, show
 

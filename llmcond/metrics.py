@@ -1,127 +1,205 @@
-"""Spearman, Pearson and CASE's accuracy, each with an interval over sentence pairs."""
+"""Metrics by name: how well predicted similarities agree with ratings.
+
+A metric is one function and one entry in ``METRICS``; results, tables, pages and comparisons take
+whatever metrics a result has. A user's own function is named as ``my_metrics.py:kendall``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-Floats = NDArray[np.float64]
+from llmcond import plugins
+from llmcond.errors import UserError, first_line, nearest
 
-RESAMPLES = 1_000
-CONFIDENCE = 0.95
+Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
+
+#: From predictions (n,), ratings (n,) and group ids (n,) to a figure; NaN where it is undefined.
+MetricFunction = Callable[[Floats, Floats, Indices], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure and its interval; NaN where undefined (constant scores, nothing to compare)."""
+    """A figure with its 95 % interval; NaN where undefined, or where there is no interval."""
 
     value: float
-    low: float
-    high: float
+    low: float = math.nan
+    high: float = math.nan
+
+
+def finite(value: float | None) -> float | None:
+    """Return a figure as JSON has it: None for NaN and infinity."""
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def number(value: float | None, decimals: int, signed: bool = False) -> str:
+    """Return a figure as text: a dash where it is undefined, no sign before what is shown as 0."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    text = f"{value:.{decimals}f}"
+    if not any(digit in text for digit in "123456789"):
+        return text.lstrip("-")
+    return f"+{text}" if signed and value > 0 else text
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
-    """How well predicted similarities fit the ratings of rows.
+class Metric:
+    """A metric, and how its figures are shown.
 
     Attributes:
-        n: rated rows, all of which count in both correlations.
-        n_pairs: distinct sentence pairs among them: what the intervals resample.
-        spearman, pearson: times 1, not times 100.
-        accuracy: CASE, equation 9.
-        n_compared: comparisons of two conditions on one sentence pair that accuracy counts.
-        n_tied: comparisons left out of it, their ratings being equal.
+        name: its key in results.
+        function: what computes it; the rows of one group are a sentence pair's.
+        label: heading in tables; empty: the name.
+        description: one line.
+        higher_is_better: whether more is better.
+        factor: what shown figures are multiplied by.
+        decimals: of shown figures.
+        secondary: whether tables with little room leave it out.
     """
 
-    n: int
-    n_pairs: int
-    spearman: Estimate
-    pearson: Estimate
-    accuracy: Estimate
-    n_compared: int
-    n_tied: int
+    name: str
+    function: MetricFunction
+    label: str = ""
+    description: str = ""
+    higher_is_better: bool = True
+    factor: float = 100.0
+    decimals: int = 1
+    secondary: bool = False
+
+    @property
+    def heading(self) -> str:
+        """Return what tables call it."""
+        return self.label or self.name
+
+    def scaled(self, value: float | None) -> float | None:
+        """Return a figure in the unit that it is shown in; None where it is undefined."""
+        defined = finite(value)
+        return None if defined is None else self.factor * defined
+
+    def show(self, value: float | None, signed: bool = False) -> str:
+        """Return a figure as tables have it."""
+        return number(self.scaled(value), self.decimals, signed)
+
+    def __call__(self, prediction: Floats, rating: Floats, group: Indices) -> float:
+        """Return the figure of some rows.
+
+        Raises:
+            UserError: a user's own function fails, or returns no number.
+        """
+        try:
+            return float(self.function(prediction, rating, group))
+        except Exception as error:  # whatever a user's code raises
+            raise UserError(f"the metric {self.name} failed: {first_line(error)}.") from error
 
 
-def pearson(first: Floats, second: Floats) -> float:
-    """Return the Pearson correlation; NaN where one side is constant."""
-    a, b = first - first.mean(), second - second.mean()
+# -- the metrics -------------------------------------------------------------------------------
+
+
+def pearson(prediction: Floats, rating: Floats, group: Indices | None = None) -> float:
+    """Return the Pearson correlation; NaN for fewer than 2 rows, or where one side is constant."""
+    if len(prediction) < 2 or not np.ptp(prediction) or not np.ptp(rating):
+        return math.nan
+    a, b = prediction - prediction.mean(), rating - rating.mean()
     scale = np.sqrt((a @ a) * (b @ b))
-    return float(a @ b / scale) if scale > 0 else float("nan")
+    return float(a @ b / scale) if scale > 0 else math.nan
 
 
-def spearman(first: Floats, second: Floats) -> float:
-    """Return the Spearman rank correlation, ties at their mean rank; NaN where undefined."""
-    return pearson(rankdata(first), rankdata(second))
+def spearman(prediction: Floats, rating: Floats, group: Indices | None = None) -> float:
+    """Return the Spearman rank correlation; ties share their mean rank, NaN as :func:`pearson`."""
+    return pearson(rankdata(prediction), rankdata(rating))
 
 
-def score(
-    similarity: NDArray[np.floating],
-    rating: Floats,
-    pair: NDArray[np.int64],
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> Scores:
-    """Score predictions.
+def accuracy(prediction: Floats, rating: Floats, group: Indices) -> float:
+    """Return the share of comparisons that predictions order as ratings do (CASE, equation 9).
 
-    The two conditions of one sentence pair share their sentences, so rows are not independent:
-    the bootstrap draws sentence pairs and takes all rows of each.
+    Compared are any two rows of a group whose ratings differ. Equal predictions count one half
+    (in CASE, equation 8, they are wrong), so that predictions which ignore the condition are at
+    chance. NaN where there is nothing to compare.
+    """
+    higher, lower = comparisons(rating, group)
+    if not len(higher):
+        return math.nan
+    return float((np.sign(prediction[higher] - prediction[lower]) + 1).mean() / 2)
+
+
+def comparisons(rating: Floats, group: Indices) -> tuple[Indices, Indices]:
+    """Return all comparisons within groups, as the rows rated higher and those rated lower."""
+    order = np.argsort(group, kind="stable")
+    largest = int(np.unique(group, return_counts=True)[1].max(initial=0))
+    found = [np.empty((2, 0), dtype=np.int64)]
+    for step in range(1, largest):
+        one, other = order[:-step], order[step:]
+        found.append(np.stack([one, other])[:, group[one] == group[other]])
+    one, other = np.concatenate(found, axis=1)
+    rises, falls = rating[one] < rating[other], rating[one] > rating[other]
+    higher = np.concatenate([one[falls], other[rises]])
+    return higher, np.concatenate([other[falls], one[rises]])
+
+
+#: Every metric by its name, those of users once they were named.
+METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        Metric("spearman", spearman, "Spearman", "rank correlation of predictions and ratings"),
+        Metric(
+            "pearson",
+            pearson,
+            "Pearson",
+            "linear correlation of predictions and ratings",
+            secondary=True,
+        ),
+        Metric(
+            "accuracy",
+            accuracy,
+            description="how often the right one of a pair's two conditions is predicted more "
+            "alike",
+        ),
+    )
+}
+
+#: What is computed unless more is asked for; the first decides which result is best.
+DEFAULT: tuple[Metric, ...] = tuple(METRICS.values())
+
+
+def metric_of(name: str) -> Metric:
+    """Return the metric of a result's figure, for how it is shown."""
+    return METRICS[name]
+
+
+def with_default(names: Sequence[str]) -> tuple[Metric, ...]:
+    """Return the default metrics, and those named in addition.
 
     Args:
-        similarity: (n,) predicted.
-        rating: (n,) on any scale, no NaN.
-        pair: (n,) number of each row's sentence pair.
-        resamples: bootstrap samples; 0 leaves the intervals NaN.
-        seed: of the bootstrap.
+        names: of metrics, or of code: ``my_metrics.py:kendall``, a function from predictions,
+            ratings and group ids to a number, or a :class:`Metric`.
+
+    Raises:
+        UserError: no such metric or code, or another metric has its name.
     """
-    predicted = similarity.astype(np.float64)
-    _, pair_index = np.unique(pair, return_inverse=True)
-    order = np.argsort(pair_index, kind="stable")
-    groups = np.split(order, np.cumsum(np.bincount(pair_index))[:-1])
-    comparisons = np.array([_compare(predicted[g], rating[g]) for g in groups])
-    correct, compared, tied = comparisons.T
-    draws = np.random.default_rng(seed).integers(len(groups), size=(resamples, len(groups)))
-
-    def correlate(measure: Callable[[Floats, Floats], float]) -> Estimate:
-        sampled = []
-        for draw in draws:
-            rows = np.concatenate([groups[i] for i in draw])
-            sampled.append(measure(predicted[rows], rating[rows]))
-        return _estimate(measure(predicted, rating), np.array(sampled))
-
-    with np.errstate(invalid="ignore"):
-        drawn = correct[draws].sum(axis=1) / compared[draws].sum(axis=1)
-        share = float(correct.sum() / compared.sum()) if compared.sum() else float("nan")
-    return Scores(
-        n=len(rating),
-        n_pairs=len(groups),
-        spearman=correlate(spearman),
-        pearson=correlate(pearson),
-        accuracy=_estimate(share, drawn),
-        n_compared=int(compared.sum()),
-        n_tied=int(tied.sum()),
-    )
+    found = dict.fromkeys(DEFAULT)
+    for name in names:
+        found[_load(name) if plugins.is_plugin(name) else _known(name)] = None
+    return tuple(found)
 
 
-def _compare(similarity: Floats, rating: Floats) -> tuple[int, int, int]:
-    """Count, over all twos of a pair's conditions, the correct, the compared and the tied.
-
-    Correct is (sim1 - sim2)(y1 - y2) > 0 (CASE, equation 8): an equal prediction is wrong.
-    """
-    i, j = np.triu_indices(len(rating), k=1)
-    gap = rating[i] - rating[j]
-    correct = (similarity[i] - similarity[j]) * gap > 0
-    tied = gap == 0
-    return int(correct.sum()), int((~tied).sum()), int(tied.sum())
+def _known(name: str) -> Metric:
+    if name not in METRICS:
+        raise UserError(f"there is no metric {name!r}. {nearest(name, METRICS)}")
+    return METRICS[name]
 
 
-def _estimate(value: float, sampled: Floats) -> Estimate:
-    defined = sampled[~np.isnan(sampled)]
-    if len(defined) == 0:
-        return Estimate(value, float("nan"), float("nan"))
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(defined, [tail, 1 - tail])
-    return Estimate(value, float(low), float(high))
+def _load(name: str) -> Metric:
+    loaded = plugins.load(name)
+    metric = loaded if isinstance(loaded, Metric) else Metric(name.rpartition(":")[2], loaded)
+    if not callable(metric.function):
+        raise UserError(f"{name} is no function from predictions, ratings and groups to a number.")
+    if metric.name in {own.name for own in DEFAULT}:
+        raise UserError(f"{name}: there is a metric {metric.name} already; name it otherwise.")
+    METRICS[metric.name] = metric
+    return metric

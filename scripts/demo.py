@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from llmcond.encoders import EncoderOptions
+from llmcond.metrics import finite
 from llmcond.report.terminal import results_table, show
 from llmcond.workflows import DataOptions, evaluate, extract, fit_head
 
@@ -31,12 +32,12 @@ def main() -> None:
     print("3. Score it on sentences it has never seen: llmcond evaluate")
     results = evaluate(run, ["mlp"], "test")
     show(results_table(results, run))
-    zero_shot = next(row for row in results if row["head"] == "none" and row["subtract"])
-    fitted = next(row for row in results if row["head"] == "mlp")
+    zero_shot = next(row for row in results if row.head == "none" and row.subtract)
+    fitted = next(row for row in results if row.head == "mlp")
     summary = {
-        "spearman_zero_shot": zero_shot["spearman"],
-        "spearman": fitted["spearman"],
-        "accuracy": fitted["accuracy"],
+        "spearman_zero_shot": finite(zero_shot.metrics["spearman"].value),
+        "spearman": finite(fitted.metrics["spearman"].value),
+        "accuracy": finite(fitted.metrics["accuracy"].value),
         "seconds": round(time.monotonic() - began, 1),
     }
     print(json.dumps(summary))

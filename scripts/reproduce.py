@@ -12,7 +12,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from llmcond.data.datasets import Dataset
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.known import find_model
 from llmcond.errors import LlmcondError, UserError
+from llmcond.evaluation.results import Result
 from llmcond.files import check_writable, write_text
 from llmcond.log import log
+from llmcond.metrics import METRICS, Estimate, finite
 from llmcond.prompts import load_prompt
 from llmcond.runs import Run, open_run
 from llmcond.runs.features import Features
@@ -82,9 +84,15 @@ def not_done(error: LlmcondError | str) -> str:
     return f"not done: {text.partition('. ')[0].removesuffix('.')}"
 
 
-def scored(result: Mapping[str, Any], *names: str) -> dict[str, Value]:
-    """Return measures of one result, with their intervals over sentence pairs."""
-    return {name: Value(result[name], *result.get(f"{name}_ci", (None, None))) for name in names}
+def value_of(estimate: Estimate, deviation: float | None = None, seeds: int = 0) -> Value:
+    """Return a figure of a result."""
+    value, low, high = map(finite, astuple(estimate))
+    return Value(value, low, high, deviation, seeds)
+
+
+def scored(result: Result) -> dict[str, Value]:
+    """Return the figures of one result, with their intervals over sentence pairs."""
+    return {name: value_of(estimate) for name, estimate in result.metrics.items()}
 
 
 def over_seeds(values: Sequence[Value]) -> Value:
@@ -110,10 +118,14 @@ class Measure:
     scale: float = 100
     digits: int = 1
 
+    @classmethod
+    def of(cls, name: str) -> Measure:
+        """Return how a metric of results is shown."""
+        metric = METRICS[name]
+        return cls(name, metric.heading, metric.factor, metric.decimals)
 
-SPEARMAN = Measure("spearman", "Spearman")
-PEARSON = Measure("pearson", "Pearson")
-ACCURACY = Measure("accuracy", "accuracy")
+
+SPEARMAN, PEARSON, ACCURACY = map(Measure.of, ("spearman", "pearson", "accuracy"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,10 +265,10 @@ class Place:
         return f"not possible: {obstacle}" if obstacle else ""
 
     @cached_property
-    def zeroshot(self) -> dict[tuple[str, bool], dict[str, Any]]:
+    def zeroshot(self) -> dict[tuple[str, bool], Result]:
         """Return the results without any head, by prompt and subtraction."""
         results = evaluate(self.run, ["none"])
-        return {(result["prompt"], result["subtract"]): result for result in results}
+        return {(result.prompt, result.subtract): result for result in results}
 
 
 @dataclass
@@ -387,12 +399,10 @@ class Work:
             ).results[0]
         except LlmcondError as error:
             return not_done(error)
-        found: dict[str, Value] = {}
-        for key in ("spearman", "pearson", "accuracy"):
-            if key in row:
-                low, high = row[f"{key}_ci"]
-                found[key] = Value(row[key], low, high, row[f"{key}_sd"], len(row["seeds"]))
-        return found
+        return {
+            name: value_of(estimate, row.seed_sd[name], len(row.seeds))
+            for name, estimate in row.metrics.items()
+        }
 
     # -- words ---------------------------------------------------------------------------------
 
@@ -621,7 +631,7 @@ def _record(paper: Paper, work: Work, sections: Sequence[Section]) -> dict[str, 
 
 
 def _section_record(section: Section) -> dict[str, Any]:
-    rows = []
+    rows, keys = [], [measure.key for measure in section.measures]
     for row in section.rows:
         failed = isinstance(row.ours, str)
         rows.append(
@@ -631,7 +641,7 @@ def _section_record(section: Section) -> dict[str, Any]:
                 "paper": {key: _number(text) for key, text in row.paper.items()},
                 "ours": None
                 if isinstance(row.ours, str)
-                else {key: asdict(value) for key, value in row.ours.items()},
+                else {key: asdict(row.ours[key]) for key in keys if key in row.ours},
                 "reason": row.ours if failed else None,
                 "set_up": list(row.set_up),
             }

@@ -197,7 +197,7 @@ def paper_of(
 def zeroshot(place: Place, prompt: str, subtract: bool) -> Mapping[str, Value] | str:
     """Return the figures of features as they are."""
     reason = place.why_not(prompt)
-    return reason or scored(place.zeroshot[prompt, subtract], "spearman", "accuracy")
+    return reason or scored(place.zeroshot[prompt, subtract])
 
 
 # -- tables ------------------------------------------------------------------------------------
@@ -243,10 +243,10 @@ STAND_IN_WORDS = (
 
 def accuracy_words(work: Work) -> str:
     """Say what accuracy counts here and there."""
-    counts = [next(iter(p.zeroshot.values())) for p in work.places if not p.reason]
+    counts = [next(iter(p.zeroshot.values())).counts for p in work.places if not p.reason]
     if not counts:
         return "Accuracy: equation 9."
-    compared, tied = counts[0]["n_compared"], counts[0]["n_tied"]
+    compared, tied = counts[0].n_compared, counts[0].n_tied
     share = compared / (compared + tied) if compared else 0
     return (
         f"Accuracy (equation 9): ours is of the {compared:,} sentence pairs whose two ratings "
@@ -365,7 +365,7 @@ class Isotropies:
     work: Work
 
     def __post_init__(self) -> None:
-        self._found: dict[str, dict[str, Any] | str] = {}
+        self._found: dict[str, dict[tuple[str, bool], Any] | str] = {}
 
     def of(self, place: Place, prompt: str, subtract: bool) -> dict[str, Any] | str:
         """Return both measures of a prompt's features, or why there are none."""
@@ -375,13 +375,15 @@ class Isotropies:
         if place.name not in self._found:
             try:
                 result = analyse(place.run, ["none"], self.work.split, ("isotropy",))
-                self._found[place.name] = {row["name"]: row for row in result["isotropy"]}
+                self._found[place.name] = {
+                    (row["prompt"], row["subtract"]): row for row in result["isotropy"]
+                }
             except LlmcondError as error:
                 self._found[place.name] = not_done(error)
         found = self._found[place.name]
         if isinstance(found, str):
             return found
-        one: dict[str, Any] = found[f"none@{prompt}{'' if subtract else '+c'}"]
+        one: dict[str, Any] = found[prompt, subtract]
         return one
 
 

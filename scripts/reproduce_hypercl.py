@@ -45,8 +45,8 @@ from llmcond.log import log
 from llmcond.runs import SavedHead, open_run
 from llmcond.runs.features import Features
 from llmcond.runs.provenance import provenance
+from llmcond.runs.trials import sized
 from llmcond.workflows import analyse, evaluate, fit_head
-from llmcond.workflows.fit import sized
 
 # -- the paper ---------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Heads:
         key = (str(place.run), spec.key)
         if key not in self._scores:
             results = evaluate(place.run, names, self.work.split)
-            found = [scored(r, "spearman", "pearson") for r in results if r["name"] in names]
+            found = [scored(result) for result in results if result.name in names]
             self._scores[key] = merged(found)
         return self._scores[key]
 
@@ -359,7 +359,7 @@ def table_5(work: Work, heads: Heads) -> Section:
             else:
                 result = analyse(place.run, names, work.split, ("conditions",))
                 found = [row for row in result["conditions"] if row["name"] in names]
-                ours = merged([scored(row, *(m.key for m in measures)) for row in found])
+                ours = merged([_values(row, measures) for row in found])
                 unseen, n = found[0]["n_unseen"], found[0]["n_overall"]
                 share = f"{unseen:,} of {n:,} rows, {100 * unseen / n:.1f} %"
             rows.append(Row(place.name, [name], ours, words(work, place, spec), *printed))
@@ -369,6 +369,10 @@ def table_5(work: Work, heads: Heads) -> Section:
         "The paper scores the C-STS validation set, and tunes on a tenth of the training rows.",
     ]
     return Section("Table 5", "seen and unseen conditions", about, ["architecture"], measures, rows)
+
+
+def _values(row: Mapping[str, Any], measures: Sequence[Measure]) -> dict[str, Value]:
+    return {one.key: Value(row[one.key], *row[f"{one.key}_ci"]) for one in measures}
 
 
 def table_6(work: Work, heads: Heads) -> Section:

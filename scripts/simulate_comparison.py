@@ -33,11 +33,13 @@ from numpy.typing import NDArray
 from scipy.stats import norm
 
 from llmcond.evaluation.paired import Candidate, compare, holm, resample
+from llmcond.metrics import METRICS
 
 Floats = NDArray[np.float64]
 
 SIZES: Final = (30, 100, 300, 985)
 MEASURES: Final = ("spearman", "accuracy")
+METRICS_COMPARED: Final = [METRICS[name] for name in MEASURES]
 
 #: Standard deviations, where the truth's is 1: EQUAL gives a Spearman of about 0.55.
 RATING_ERROR: Final = 0.5
@@ -58,7 +60,7 @@ class Rows:
     rating: Floats
     pair: NDArray[np.intp]
 
-    def ways(self) -> list[Candidate]:
+    def systems(self) -> list[Candidate]:
         """Return the baseline and the candidates."""
         return [Candidate(str(i), one) for i, one in enumerate(self.predictions)]
 
@@ -95,7 +97,7 @@ def true_difference(seed: int, n_pairs: int, spread: float) -> Floats:
     parts = 1_000 if spread else 10
     for _ in range(parts):
         rows = simulate(rng, n_pairs // parts, (EQUAL, BETTER), spread)
-        values = resample(rows.ways(), rows.rating, rows.pair, resamples=0).values
+        values = resample(rows.systems(), rows.rating, rows.pair, METRICS_COMPARED, 0).values
         found.append(values[:, 1] - values[:, 0])
     return np.asarray(np.mean(found, axis=0))
 
@@ -108,7 +110,7 @@ def share(hits: Sequence[bool]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Found:
-    """What a way of finding intervals says of one difference."""
+    """What a method says of one difference."""
 
     low: float
     high: float
@@ -119,9 +121,10 @@ class Found:
 
 def by_t(rows: Rows, options: argparse.Namespace, trial: int) -> list[list[Found]]:
     """Return, for each measure, what llmcond says of each candidate."""
-    baseline, *candidates = rows.ways()
-    compared = compare(candidates, baseline, rows.rating, rows.pair, options.resamples, trial)
-    by_measure = [[getattr(one, measure) for one in compared] for measure in MEASURES]
+    baseline, *candidates = rows.systems()
+    data = (rows.rating, rows.pair, METRICS_COMPARED, options.resamples, trial)
+    compared = compare(candidates, baseline, *data)
+    by_measure = [[one[measure] for one in compared] for measure in MEASURES]
     return [
         [Found(one.low, one.high, one.p, one.verdict != "no evidence", one.minimum) for one in by]
         for by in by_measure
@@ -130,7 +133,8 @@ def by_t(rows: Rows, options: argparse.Namespace, trial: int) -> list[list[Found
 
 def by_percentiles(rows: Rows, options: argparse.Namespace, trial: int) -> list[list[Found]]:
     """Return what percentiles of the same draws say."""
-    drawn = resample(rows.ways(), rows.rating, rows.pair, options.resamples, trial).drawn
+    data = (rows.rating, rows.pair, METRICS_COMPARED, options.resamples, trial)
+    drawn = resample(rows.systems(), *data).sampled
     drawn = drawn[:, 1:] - drawn[:, :1]
     low, high = np.nanquantile(drawn, [0.025, 0.975], axis=2)
     p = 2 * np.minimum((drawn <= 0).mean(axis=2), (drawn >= 0).mean(axis=2))
@@ -143,29 +147,29 @@ def by_percentiles(rows: Rows, options: argparse.Namespace, trial: int) -> list[
     ]
 
 
-WAYS: Final = {"t": by_t, "percentiles": by_percentiles}
+METHODS: Final = {"t": by_t, "percentiles": by_percentiles}
 
 
-def false_alarms(options: argparse.Namespace, way: str, n_pairs: int) -> list[dict[str, Any]]:
+def false_alarms(options: argparse.Namespace, method: str, n_pairs: int) -> list[dict[str, Any]]:
     """Return, for each measure, how often any of several equally good prompts is told apart."""
     rng = np.random.default_rng([options.seed, n_pairs, 0])
     alarms = []
     for trial in range(options.trials):
         rows = simulate(rng, n_pairs, (EQUAL,) * (1 + options.candidates), options.spread)
-        found = WAYS[way](rows, options, trial)
+        found = METHODS[method](rows, options, trial)
         alarms.append([any(one.alarm for one in family) for family in found])
     return [share(hits) for hits in zip(*alarms, strict=True)]
 
 
 def coverage(
-    options: argparse.Namespace, way: str, n_pairs: int, truth: Floats
+    options: argparse.Namespace, method: str, n_pairs: int, truth: Floats
 ) -> list[dict[str, Any]]:
     """Return, for each measure, how often the interval holds the truth, and 0 is excluded."""
     rng = np.random.default_rng([options.seed, n_pairs, 1])
     found = []
     for trial in range(options.trials):
         rows = simulate(rng, n_pairs, (EQUAL, BETTER), options.spread)
-        found.append([family[0] for family in WAYS[way](rows, options, trial)])
+        found.append([family[0] for family in METHODS[method](rows, options, trial)])
     return [
         {
             "coverage": share([one.low <= true <= one.high for one in differences]),
@@ -182,7 +186,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Simulate, printing a line for each size, measure and way of finding intervals."""
+    """Simulate, printing a line for each size, measure and method."""
     truth = true_difference(options.seed, options.truth, options.spread)
     known = ", ".join(f"{m} {d:.4f}" for m, d in zip(MEASURES, truth, strict=True))
     print(f"{options.trials} trials, {options.candidates} candidates; true difference: {known}")
@@ -192,11 +196,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     )
     results = []
     for n_pairs in options.pairs:
-        for way in WAYS if options.percentiles else ("t",):
-            alarms = false_alarms(options, way, n_pairs)
-            covered = coverage(options, way, n_pairs, truth)
+        for method in METHODS if options.percentiles else ("t",):
+            alarms = false_alarms(options, method, n_pairs)
+            covered = coverage(options, method, n_pairs, truth)
             for measure, alarm, others in zip(MEASURES, alarms, covered, strict=True):
-                row = {"pairs": n_pairs, "measure": measure, "interval": way}
+                row = {"pairs": n_pairs, "measure": measure, "interval": method}
                 results.append({**row, "false_alarms": alarm, **others})
                 print(_line(results[-1]), flush=True)
     return {"true_difference": dict(zip(MEASURES, truth.tolist(), strict=True)), "results": results}
@@ -226,7 +230,7 @@ def main() -> None:
     )
     parser.add_argument("--spread", type=float, default=0.0, help="of seeds (0: one seed)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--percentiles", action="store_true", help="beside: percentile intervals")
+    parser.add_argument("--percentiles", action="store_true", help="percentile intervals as well")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args()
     began = time.perf_counter()

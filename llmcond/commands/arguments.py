@@ -57,6 +57,18 @@ def add_format(parser: Any) -> None:
     )
 
 
+def add_metric(parser: Any) -> None:
+    """Add ``--metric``."""
+    parser.add_argument(
+        "--metric",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE.py:NAME",
+        help="metrics of your own beside Spearman, Pearson and accuracy",
+    )
+
+
 def add_run(parser: Any) -> None:
     """Add ``--run``."""
     parser.add_argument(

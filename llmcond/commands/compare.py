@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from llmcond.commands.arguments import (
     add_encoder,
     add_fits,
     add_format,
+    add_metric,
     add_run,
     add_split,
     data_options,
@@ -60,6 +60,7 @@ def add(commands: Any) -> None:
     )
     add_fits(parser, "settings of the recipes, for all heads that have them")
     add_split(parser)
+    add_metric(parser)
     add_format(parser)
     parser.add_argument(
         "--report", type=Path, metavar="FILE.html", help="a page to read: charts, texts, settings"
@@ -83,16 +84,17 @@ def _compare_prompts(options: argparse.Namespace) -> None:
             plain=options.plain,
             split=options.split,
             workers=options.workers,
+            metrics=options.metric,
         ),
         options.report,
     )
     if options.json:
-        print_json(asdict(compared))
+        print_json(compared.to_json())
         return
     from llmcond.report.comparisons import comparison_table, summary
     from llmcond.report.terminal import say, show
 
     say(summary(compared.results, compared.baseline), options.format)
-    drawn = options.format == "table"  # elsewhere characters do not stand in line
-    table = comparison_table(compared.results, compared.baseline, options.run, drawn=drawn)
+    bars = options.format == "table"  # elsewhere characters do not stand in line
+    table = comparison_table(compared.results, compared.baseline, options.run, bars=bars)
     show(table, options.format)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from llmcond.commands.arguments import (
     add_command,
     add_fits,
     add_format,
+    add_metric,
     add_run,
     add_split,
     key_values,
@@ -55,6 +55,7 @@ def add(commands: Any) -> None:
     )
     add_fits(parser, "other settings, for all fits")
     add_split(parser)
+    add_metric(parser)
     add_format(parser)
     parser.add_argument(
         "--plot",
@@ -101,13 +102,14 @@ def _sweep(options: argparse.Namespace) -> None:
         seeds=options.seeds,
         split=options.split,
         workers=options.workers,
+        metrics=options.metric,
     )
     if options.plot is not None:
         plot_settings(swept.results, options.plot)
     if options.plot_steps is not None:
         plot_steps(swept.results, options.plot_steps)
     if options.json:
-        print_json(asdict(swept))
+        print_json(swept.to_json())
         return
     from llmcond.report.terminal import show
 

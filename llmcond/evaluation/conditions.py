@@ -11,7 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.errors import UserError
-from llmcond.metrics import RESAMPLES, Floats, Scores, score
+from llmcond.evaluation.paired import RESAMPLES, Candidate, estimate
+from llmcond.metrics import Estimate, Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Subset:
+    """Scores of some rows.
+
+    Attributes:
+        n: rows.
+        metrics: name -> figure with its 95 % interval.
+    """
+
+    n: int
+    metrics: Mapping[str, Estimate]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +39,9 @@ class SeenUnseen:
         n_seen_conditions, n_unseen_conditions: distinct conditions among the rows scored.
     """
 
-    overall: Scores
-    seen: Scores | None
-    unseen: Scores | None
+    overall: Subset
+    seen: Subset | None
+    unseen: Subset | None
     n_seen_conditions: int
     n_unseen_conditions: int
 
@@ -66,16 +80,17 @@ def seen_unseen(
     known = frozenset(train_condition)
     is_seen = np.array([text in known for text in condition], dtype=np.bool_)
 
-    def part(rows: NDArray[np.bool_]) -> Scores | None:
-        if not rows.any():
-            return None
-        return score(similarity[rows], rating[rows], pair[rows], resamples, seed)
+    def part(rows: NDArray[np.bool_]) -> Subset:
+        system = Candidate("predictions", similarity[None, rows])
+        kept = rating[rows], pair[rows]
+        (found,) = estimate([system], *kept, resamples=resamples, seed=seed)
+        return Subset(int(rows.sum()), found.metrics)
 
     distinct = frozenset(condition)
     return SeenUnseen(
-        overall=score(similarity, rating, pair, resamples, seed),
-        seen=part(is_seen),
-        unseen=part(~is_seen),
+        overall=part(np.ones_like(is_seen)),
+        seen=part(is_seen) if is_seen.any() else None,
+        unseen=part(~is_seen) if not is_seen.all() else None,
         n_seen_conditions=len(distinct & known),
         n_unseen_conditions=len(distinct - known),
     )
@@ -256,8 +271,8 @@ def most_changed(
 def _check_columns(columns: Mapping[str, Any]) -> None:
     sizes = {name: len(values) for name, values in columns.items()}
     if len(set(sizes.values())) > 1 or 0 in sizes.values():
-        told = ", ".join(f"{size} {name}" for name, size in sizes.items())
-        raise UserError(f"{told} were given; expected as many of each, and 1 at least.")
+        given = ", ".join(f"{size} {name}" for name, size in sizes.items())
+        raise UserError(f"{given} were given; expected as many of each, and 1 at least.")
 
 
 def _check_finite(columns: Mapping[str, NDArray[np.floating]]) -> None:

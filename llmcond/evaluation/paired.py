@@ -1,25 +1,31 @@
-"""Which way of predicting is better on the same rows, and how sure is that?
+"""Intervals of metrics, and differences between systems on the same rows: a cluster bootstrap.
 
-Every candidate is compared with one baseline, by Spearman and by accuracy. Rows come in sentence
-pairs, whose conditions share their sentences, so what can vary is which sentence pairs were drawn:
-the error is that of a bootstrap over pairs, with the same draws for candidate and baseline. What
-the two share (hard rows, odd ratings) then cancels.
+Rows come in sentence pairs, whose conditions share their sentences, so sentence pairs are what is
+resampled. Systems that are compared share the draws, so what they have in common (hard rows, odd
+ratings) cancels in their difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t as student
 
-from llmcond.metrics import Estimate
-
-Floats = NDArray[np.float64]
-Indices = NDArray[np.intp]
+from llmcond.metrics import (
+    DEFAULT,
+    Estimate,
+    Floats,
+    Indices,
+    Metric,
+    MetricFunction,
+    accuracy,
+    comparisons,
+    pearson,
+    spearman,
+)
 
 RESAMPLES = 2_000
 LEVEL = 0.05
@@ -34,10 +40,10 @@ ROUNDING = 1e-10
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way of predicting.
+    """The predictions of one system.
 
     Attributes:
-        name: what it is called in results.
+        name: what messages call it.
         similarity: (seeds, n) predictions, one row per seed of the fit; (1, n) where nothing is
             random.
     """
@@ -48,18 +54,19 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Candidate minus baseline in one measure; figures are NaN where undefined.
+    """Candidate minus baseline in one metric; figures are NaN where undefined.
 
     Attributes:
         value: mean over the candidate's seeds, minus mean over the baseline's.
         low, high: 95 % interval of this difference taken by itself; it holds the error of the rows
-            drawn and of the seeds.
+            sampled and of the seeds.
         seed_error: the part of the standard error that is of the seeds; 0 for single fits.
         p: two-sided, of no true difference; at most 0.05 exactly where the interval excludes 0.
         p_holm: ``p`` corrected for the number of candidates (Holm).
         minimum: the true difference that rows like these would show in 80 % of samples, by ``p``
             at most 0.05; with the correction it takes a larger one.
-        verdict: "better" or "worse" where ``p_holm`` is at most 0.05, else "no evidence".
+        verdict: "better" or "worse", by the metric's direction, where ``p_holm`` is at most 0.05,
+            else "no evidence".
     """
 
     value: float
@@ -73,21 +80,39 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """A candidate against the baseline.
+class Measured:
+    """One system by itself.
 
     Attributes:
-        name: the candidate's.
-        spearman: times 1, not times 100.
-        accuracy: as :func:`compare` defines it.
-        seed_sd: standard deviation of the candidate's own Spearman over its seeds, on these rows;
-            None for a single seed.
+        metrics: name -> the mean over seeds, with a 95 % interval over sentence pairs that does not
+            hold the seeds' error.
+        seed_sd: name -> standard deviation over seeds; None for a single seed.
     """
 
-    name: str
-    spearman: Difference
-    accuracy: Difference
-    seed_sd: float | None
+    metrics: Mapping[str, Estimate]
+    seed_sd: Mapping[str, float | None]
+
+
+def estimate(
+    systems: Sequence[Candidate],
+    rating: NDArray[np.floating],
+    pair: NDArray[np.integer],
+    metrics: Sequence[Metric] = DEFAULT,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> list[Measured]:
+    """Measure systems, each by itself; arguments and errors as in :func:`compare`."""
+    found = resample(systems, rating, pair, metrics, resamples, seed)
+    return [
+        Measured(
+            {
+                metric.name: _interval(found.values[m, i], found.sampled[m, i], found.n_pairs[m])
+                for m, metric in enumerate(metrics)
+            },
+            {metric.name: _seed_sd(found.by_seed[m][i]) for m, metric in enumerate(metrics)},
+        )
+        for i in range(len(systems))
+    ]
 
 
 def compare(
@@ -95,15 +120,11 @@ def compare(
     baseline: Candidate,
     rating: NDArray[np.floating],
     pair: NDArray[np.integer],
+    metrics: Sequence[Metric] = DEFAULT,
     resamples: int = RESAMPLES,
     seed: int = 0,
-) -> list[Compared]:
+) -> list[dict[str, Difference]]:
     """Compare candidates with a baseline on the same rows.
-
-    Accuracy is the share, over all twos of conditions on one sentence pair whose ratings differ, of
-    those that predictions order as ratings do. Equal predictions count one half, so that
-    predictions that do not see the condition are at chance; in
-    :func:`llmcond.metrics.score`, which follows CASE (equation 8), they are wrong.
 
     Intervals and p-values are those of Student's t. Of the rows: the bootstrap standard error times
     sqrt(k / (k - 1)), on k - 1 degrees of freedom, where k is the number of sentence pairs (for
@@ -111,103 +132,67 @@ def compare(
     over all candidates and the baseline, as they are fitted alike, divided by how many seeds there
     are. The two add up, with Welch's degrees of freedom. In simulations
     (``scripts/simulate_comparison.py``) this keeps to 5 % of false alarms, and its intervals hold
-    the truth about as often as they say, from 30 pairs up. Without the seeds' part they would
-    be more wherever seeds differ. Percentiles of the same draws give too many as
-    well: at few pairs they are too narrow, and a correction for many candidates rests on the
+    the truth about as often as they say, from 30 pairs up. Percentiles of the same draws give too
+    many: at few pairs they are too narrow, and a correction for many candidates rests on the
     outermost of them. Single fits are taken as they are: "better" is then said of these fits.
 
     Args:
         candidates: what is compared; all of them are the family of Holm's correction, for each
-            measure by itself.
+            metric by itself.
         baseline: what each is compared with; not itself a candidate.
         rating: (n,) on any scale.
-        pair: (n,) number of each row's sentence pair.
+        pair: (n,) id of each row's sentence pair.
+        metrics: what they are compared by.
         resamples: bootstrap samples; fewer than 2 leave all but the values NaN.
         seed: of the bootstrap.
 
     Returns:
-        A comparison per candidate, in their order. Fewer than two sentence pairs leave all but
-        the values NaN, and so do, with the values, constant predictions for Spearman (of any one
-        seed) and ratings without a difference.
+        For each candidate, in their order, its differences by the metric's name. Fewer than two
+        sentence pairs leave all but the values NaN, and so do, with the values, constant
+        predictions for correlations (of any one seed) and ratings without a difference.
 
     Raises:
         ValueError: an array has another shape, is empty, or is not finite.
     """
-    found = resample((baseline, *candidates), rating, pair, resamples, seed)
-    spearman, accuracy = (
-        _differences(values[1:] - values[0], drawn[1:] - drawn[0], n_pairs, _Seeds.of(seeds))
-        for values, drawn, n_pairs, seeds in zip(
-            found.values, found.drawn, found.n_pairs, found.by_seed, strict=True
+    found = resample((baseline, *candidates), rating, pair, metrics, resamples, seed)
+    by_metric = {
+        metric.name: _differences(
+            metric,
+            found.values[m, 1:] - found.values[m, 0],
+            found.sampled[m, 1:] - found.sampled[m, 0],
+            found.n_pairs[m],
+            _Seeds.of(found.by_seed[m]),
         )
-    )
+        for m, metric in enumerate(metrics)
+    }
     return [
-        Compared(
-            name=candidate.name,
-            spearman=spearman[index],
-            accuracy=accuracy[index],
-            seed_sd=_spread_over_seeds(found.by_seed[0][index + 1]),
-        )
-        for index, candidate in enumerate(candidates)
+        {name: differences[i] for name, differences in by_metric.items()}
+        for i in range(len(candidates))
     ]
 
 
-def corrected(family: Sequence[Compared]) -> list[Compared]:
+def corrected(
+    family: Sequence[Mapping[str, Difference]], metrics: Sequence[Metric] = DEFAULT
+) -> list[dict[str, Difference]]:
     """Return comparisons with several baselines as one family of Holm's correction."""
-    found = list(family)
-    for measure in ("spearman", "accuracy"):
-        before: list[Difference] = [getattr(one, measure) for one in found]
+    found: list[dict[str, Difference]] = [{} for _ in family]
+    for metric in metrics:
+        before = [differences[metric.name] for differences in family]
         p_holm = holm(np.array([one.p for one in before]))
-        after = [
-            replace(one, p_holm=float(p), verdict=_verdict(one.value, float(p)))
-            for one, p in zip(before, p_holm, strict=True)
-        ]
-        changes: list[dict[str, Any]] = [{measure: own} for own in after]
-        found = [replace(one, **own) for one, own in zip(found, changes, strict=True)]
+        for own, one, p in zip(found, before, p_holm, strict=True):
+            verdict = _verdict(metric, one.value, float(p))
+            own[metric.name] = replace(one, p_holm=float(p), verdict=verdict)
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One way of predicting by itself.
-
-    Attributes:
-        spearman, accuracy: means over its seeds, as :func:`compare` has them, with 95 % intervals
-            over rows that do not hold the seeds' error.
-        seed_sd: standard deviation of Spearman over its seeds; None for a single seed.
-    """
-
-    spearman: Estimate
-    accuracy: Estimate
-    seed_sd: float | None
-
-
-def estimate(
-    ways: Sequence[Candidate],
-    rating: NDArray[np.floating],
-    pair: NDArray[np.integer],
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> list[Measured]:
-    """Measure ways of predicting, each by itself; arguments and errors as in :func:`compare`."""
-    found = resample(ways, rating, pair, resamples, seed)
-    measured = []
-    for index in range(len(ways)):
-        spearman, accuracy = (
-            _interval(values[index], drawn[index], n_pairs)
-            for values, drawn, n_pairs in zip(found.values, found.drawn, found.n_pairs, strict=True)
-        )
-        spread = _spread_over_seeds(found.by_seed[0][index])
-        measured.append(Measured(spearman, accuracy, spread))
-    return measured
-
-
-def _interval(value: float, drawn: Floats, n_pairs: int) -> Estimate:
+def _interval(value: float, sampled: Floats, n_pairs: int) -> Estimate:
+    """Return a figure with its interval; NaN for both ends where the error is unknown."""
     critical = student.ppf(1 - LEVEL / 2, max(n_pairs - 1, 1))
-    half = float("nan") if np.isnan(value) else float(critical * _standard_error(drawn, n_pairs))
+    half = float("nan") if np.isnan(value) else float(critical * _standard_error(sampled, n_pairs))
     return Estimate(float(value), float(value) - half, float(value) + half)
 
 
-def _spread_over_seeds(values: Floats) -> float | None:
+def _seed_sd(values: Floats) -> float | None:
     return float(values.std(ddof=1)) if len(values) > 1 else None
 
 
@@ -236,48 +221,65 @@ class _Seeds:
 
 @dataclass(frozen=True, slots=True)
 class Resampled:
-    """Measures of ways of predicting, on all rows and on the same draws of sentence pairs.
+    """Metrics of systems, on all rows and on the same draws of sentence pairs.
 
     Attributes:
-        values: (2, ways) Spearman and accuracy, means over seeds.
-        drawn: (2, ways, draws) the same on each draw.
-        n_pairs: sentence pairs that each measure rests on.
-        by_seed: the same on all rows, for each measure and way, (seeds,).
+        values: (metrics, systems) means over seeds.
+        sampled: (metrics, systems, draws) the same on each draw.
+        n_pairs: (metrics,) sentence pairs that each metric rests on.
+        by_seed: for each metric and system, (seeds,) on all rows.
     """
 
     values: Floats
-    drawn: Floats
-    n_pairs: tuple[int, int]
-    by_seed: tuple[list[Floats], list[Floats]]
+    sampled: Floats
+    n_pairs: Sequence[int]
+    by_seed: Sequence[Sequence[Floats]]
 
 
 def resample(
-    ways: Sequence[Candidate],
+    systems: Sequence[Candidate],
     rating: NDArray[np.floating],
     pair: NDArray[np.integer],
+    metrics: Sequence[Metric] = DEFAULT,
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Resampled:
-    """Measure ways of predicting on draws of sentence pairs; arguments as in :func:`compare`."""
+    """Measure systems on draws of sentence pairs; arguments as in :func:`compare`."""
     rows = _Rows(rating, pair)
-    prepared = [_Way(way, rows) for way in ways]
-    once = rows.weigh(np.ones((1, rows.n_pairs)))
-    drawn = np.empty((2, len(ways), resamples))
-    begin = 0
-    for pairs in _draws(rows.n_pairs, len(rating), resamples, seed):
-        weighted = rows.weigh(pairs)
-        for index, way in enumerate(prepared):
-            drawn[:, index, begin : begin + len(pairs)] = way.measure(weighted)
-        begin += len(pairs)
+    predictions = [_checked(system, len(rows.rating)) for system in systems]
+    by_seed = [
+        [np.array([metric(p, rows.rating, rows.pair) for p in own]) for own in predictions]
+        for metric in metrics
+    ]
+    sampled = np.empty((len(metrics), len(systems), resamples))
+    if resamples:
+        samplers = [[_sampler(metric, rows, own) for own in predictions] for metric in metrics]
+        begin = 0
+        for pairs in _draws(rows.n_pairs, len(rating), resamples, seed):
+            weighted = rows.weigh(pairs)
+            for m, by_system in enumerate(samplers):
+                for i, sampler in enumerate(by_system):
+                    sampled[m, i, begin : begin + len(pairs)] = sampler(weighted)
+            begin += len(pairs)
     return Resampled(
-        values=np.stack([way.measure(once)[:, 0] for way in prepared], axis=1),
-        drawn=drawn,
-        n_pairs=(rows.n_pairs, rows.n_pairs_compared),
-        by_seed=(
-            [way.spearman_by_seed(once)[:, 0] for way in prepared],
-            [way.accuracy_by_seed() for way in prepared],
-        ),
+        values=np.array([[own.mean() for own in by_system] for by_system in by_seed]),
+        sampled=sampled,
+        n_pairs=[
+            rows.n_pairs_compared if metric.function is accuracy else rows.n_pairs
+            for metric in metrics
+        ],
+        by_seed=by_seed,
     )
+
+
+def _checked(system: Candidate, n_rows: int) -> list[Floats]:
+    """Return a system's predictions by seed."""
+    predicted = system.similarity
+    if predicted.ndim != 2 or predicted.shape[1] != n_rows or not len(predicted):
+        raise ValueError(f"{system.name}: {predicted.shape}, expected (seeds, {n_rows})")
+    if not np.isfinite(predicted).all():
+        raise ValueError(f"{system.name}: predictions are not finite")
+    return [one.astype(np.float64) for one in predicted]
 
 
 def holm(p: Floats) -> Floats:
@@ -326,7 +328,7 @@ class _Weighted:
     """What a block of b draws makes of the rows, before any predictions.
 
     Attributes:
-        pairs: (b, pairs) how often each sentence pair was drawn.
+        pairs: (b, pairs) how often each sentence pair was sampled.
         rows: (b, n) how often each row was.
         ranked: (b, n) the same times the row's centred rank by rating.
         rating_spread: (b,) 12 times the sum of squares of those ranks.
@@ -363,10 +365,10 @@ def _spread(count: Floats) -> Floats:
 
     NaN where all are equal.
     """
-    whole = count.sum(axis=1) ** 3
-    spread = whole - np.einsum("bi,bi,bi->b", count, count, count)
+    total = count.sum(axis=1) ** 3
+    spread = total - np.einsum("bi,bi,bi->b", count, count, count)
     # Cubes of large counts are rounded, so that what should be 0 is not.
-    return np.where(spread > ROUNDING * whole, spread, np.nan)
+    return np.where(spread > ROUNDING * total, spread, np.nan)
 
 
 class _Rows:
@@ -381,33 +383,22 @@ class _Rows:
         self.rating = rating.astype(np.float64)
         distinct, self.pair = np.unique(pair, return_inverse=True)
         self.n_pairs = len(distinct)
+        self.sizes = np.bincount(self.pair)
         self._ranking = _Ranking(self.rating)
         self._level = self._ranking.level()
-        self._first, self._second = self._comparisons()
-        compared = np.bincount(self.pair[self._first], minlength=self.n_pairs)
+        self._higher, self._lower = comparisons(self.rating, self.pair)
+        compared = np.bincount(self.pair[self._higher], minlength=self.n_pairs)
         self.compared = compared.astype(np.float64)
         self.n_pairs_compared = int((self.compared > 0).sum())
 
-    def _comparisons(self) -> tuple[Indices, Indices]:
-        """Return the rows of all comparisons, the one with the higher rating first."""
-        order = np.argsort(self.pair, kind="stable")
-        twos = [np.empty((2, 0), dtype=np.intp)]
-        for step in range(1, int(np.bincount(self.pair).max())):
-            one, other = order[:-step], order[step:]
-            twos.append(np.stack([one, other])[:, self.pair[one] == self.pair[other]])
-        one, other = np.concatenate(twos, axis=1)
-        rises, falls = self.rating[one] < self.rating[other], self.rating[one] > self.rating[other]
-        first = np.concatenate([one[falls], other[rises]])
-        return first, np.concatenate([other[falls], one[rises]])
-
     def correct(self, predicted: Floats) -> Floats:
         """Return (pairs,) how many comparisons of each sentence pair are right; equal is half."""
-        sign = np.sign(predicted[self._first] - predicted[self._second])
-        right = np.bincount(self.pair[self._first], (sign + 1) / 2, minlength=self.n_pairs)
+        sign = np.sign(predicted[self._higher] - predicted[self._lower])
+        right = np.bincount(self.pair[self._higher], (sign + 1) / 2, minlength=self.n_pairs)
         return right.astype(np.float64)
 
     def weigh(self, pairs: Floats) -> _Weighted:
-        """Return the rows weighted by (b, pairs) how often each sentence pair was drawn."""
+        """Return the rows weighted by (b, pairs) how often each sentence pair was sampled."""
         rows = pairs[:, self.pair]
         count = self._ranking.by_value(rows)
         middle = np.cumsum(count, axis=1) - (count + count.sum(axis=1, keepdims=True)) / 2
@@ -415,37 +406,83 @@ class _Rows:
         return _Weighted(pairs, rows, ranked, _spread(count), _dot(ranked, rows) / 2, _spread(rows))
 
 
-class _Way:
-    """A candidate's or the baseline's predictions, sorted and compared once for all draws."""
+#: From weighted rows to (b,) a metric of one system on each draw, the mean over its seeds.
+_Sampler = Callable[[_Weighted], Floats]
 
-    def __init__(self, way: Candidate, rows: _Rows) -> None:
-        predicted = way.similarity
-        if predicted.ndim != 2 or predicted.shape[1] != len(rows.rating) or not len(predicted):
-            message = f"{way.name}: {predicted.shape}, expected (seeds, {len(rows.rating)})"
-            raise ValueError(message)
-        if not np.isfinite(predicted).all():
-            raise ValueError(f"{way.name}: predictions are not finite")
-        by_seed = [one.astype(np.float64) for one in predicted]
-        self._rankings = [_Ranking(one) for one in by_seed]
-        self._correct_by_seed = np.array([rows.correct(one) for one in by_seed])
-        self._correct = self._correct_by_seed.mean(axis=0)
-        self._compared = rows.compared
 
-    def spearman_by_seed(self, weighted: _Weighted) -> Floats:
-        """Return (seeds, b)."""
-        return np.array([weighted.spearman(ranking) for ranking in self._rankings])
+def _sampler(metric: Metric, rows: _Rows, predictions: Sequence[Floats]) -> _Sampler:
+    make = _SAMPLERS.get(metric.function)
+    return _row_sampler(metric, rows, predictions) if make is None else make(rows, predictions)
 
-    def accuracy_by_seed(self) -> Floats:
-        """Return (seeds,)."""
+
+def _spearman_sampler(rows: _Rows, predictions: Sequence[Floats]) -> _Sampler:
+    rankings = [_Ranking(own) for own in predictions]
+    return lambda weighted: np.mean([weighted.spearman(own) for own in rankings], axis=0)
+
+
+def _pearson_sampler(rows: _Rows, predictions: Sequence[Floats]) -> _Sampler:
+    def sums(x: Floats) -> Floats:
+        products = (np.ones_like(x), x, x * x, x * y, y, y * y)
+        columns = [np.bincount(rows.pair, own, minlength=rows.n_pairs) for own in products]
+        return np.stack(columns, axis=1)
+
+    def correlate(by_pair: Floats, weighted: _Weighted) -> Floats:
+        n, x, xx, xy, y, yy = (weighted.pairs @ by_pair).T
+        spreads = []
+        for total, squares in ((x, xx), (y, yy)):
+            spread = squares - total**2 / n
+            # Rounding leaves something where all that was sampled is equal.
+            spreads.append(np.where(spread > ROUNDING * squares, spread, np.nan))
+        return np.asarray((xy - x * y / n) / np.sqrt(spreads[0] * spreads[1]))
+
+    y = _centred(rows.rating)
+    by_pair = [sums(_centred(own)) for own in predictions]
+    return lambda weighted: np.mean([correlate(own, weighted) for own in by_pair], axis=0)
+
+
+def _centred(values: Floats) -> Floats:
+    """Return values around 0 and within -1 to 1, so that sums of squares lose no digits."""
+    if not np.ptp(values):
+        return np.zeros_like(values)
+    centred = values - values.mean()
+    return np.asarray(centred / np.abs(centred).max())
+
+
+def _accuracy_sampler(rows: _Rows, predictions: Sequence[Floats]) -> _Sampler:
+    correct = np.mean([rows.correct(own) for own in predictions], axis=0)
+
+    def share(weighted: _Weighted) -> Floats:
         with np.errstate(invalid="ignore"):
-            return np.asarray(self._correct_by_seed.sum(axis=1) / self._compared.sum())
+            return np.asarray((weighted.pairs @ correct) / (weighted.pairs @ rows.compared))
 
-    def measure(self, weighted: _Weighted) -> Floats:
-        """Return (2, b), Spearman and accuracy, means over seeds."""
-        spearman = self.spearman_by_seed(weighted).mean(axis=0)
-        with np.errstate(invalid="ignore"):
-            share = (weighted.pairs @ self._correct) / (weighted.pairs @ self._compared)
-        return np.stack([spearman, share])
+    return share
+
+
+_SAMPLERS: Mapping[MetricFunction, Callable[[_Rows, Sequence[Floats]], _Sampler]] = {
+    spearman: _spearman_sampler,
+    pearson: _pearson_sampler,
+    accuracy: _accuracy_sampler,
+}
+
+
+def _row_sampler(metric: Metric, rows: _Rows, predictions: Sequence[Floats]) -> _Sampler:
+    """Return what computes any metric, on the rows that each draw takes."""
+    order, starts = np.argsort(rows.pair, kind="stable"), np.cumsum(rows.sizes) - rows.sizes
+
+    def figures(weighted: _Weighted) -> Floats:
+        found = []
+        for count in weighted.pairs.astype(np.int64):
+            # A sentence pair that is sampled twice counts as two.
+            sampled = np.repeat(np.arange(rows.n_pairs), count)
+            sizes = rows.sizes[sampled]
+            group = np.repeat(np.arange(len(sampled)), sizes)
+            within = np.arange(len(group)) - (np.cumsum(sizes) - sizes)[group]
+            taken = order[starts[sampled][group] + within]
+            rating = rows.rating[taken]
+            found.append(np.mean([metric(own[taken], rating, group) for own in predictions]))
+        return np.array(found)
+
+    return figures
 
 
 def _draws(n_pairs: int, n_rows: int, resamples: int, seed: int) -> Iterator[Floats]:
@@ -454,16 +491,19 @@ def _draws(n_pairs: int, n_rows: int, resamples: int, seed: int) -> Iterator[Flo
     at_once = max(1, BLOCK // n_rows)
     for begin in range(0, resamples, at_once):
         size = min(at_once, resamples - begin)
-        drawn = rng.integers(n_pairs, size=(size, n_pairs))
-        drawn += n_pairs * np.arange(size)[:, None]
-        count = np.bincount(drawn.ravel(), minlength=size * n_pairs)
+        sampled = rng.integers(n_pairs, size=(size, n_pairs))
+        sampled += n_pairs * np.arange(size)[:, None]
+        count = np.bincount(sampled.ravel(), minlength=size * n_pairs)
         yield count.reshape(size, n_pairs).astype(np.float64)
 
 
-def _differences(values: Floats, sampled: Floats, n_pairs: int, seeds: _Seeds) -> list[Difference]:
+def _differences(
+    metric: Metric, values: Floats, sampled: Floats, n_pairs: int, seeds: _Seeds
+) -> list[Difference]:
     """Return what is known of each candidate's difference.
 
     Args:
+        metric: whose differences they are.
         values: (candidates,) differences.
         sampled: (candidates, draws) the same in each draw; NaN where undefined.
         n_pairs: sentence pairs that they rest on.
@@ -487,7 +527,7 @@ def _differences(values: Floats, sampled: Floats, n_pairs: int, seeds: _Seeds) -
             p=float(own_p),
             p_holm=float(own_holm),
             minimum=float((far + strong) * error),
-            verdict=_verdict(float(value), float(own_holm)),
+            verdict=_verdict(metric, float(value), float(own_holm)),
         )
         for value, error, far, strong, variance, own_p, own_holm in zip(
             values, errors, critical, powerful, seeds.variance, p, holm(p), strict=True
@@ -505,7 +545,7 @@ def _standard_error(sampled: Floats, n_pairs: int) -> float:
     return float(error) if error > ROUNDING else 1 / n_pairs
 
 
-def _verdict(value: float, p: float) -> str:
+def _verdict(metric: Metric, value: float, p: float) -> str:
     if not p <= LEVEL:
         return "no evidence"
-    return "better" if value > 0 else "worse"
+    return "better" if (value > 0) == metric.higher_is_better else "worse"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from llmcond.errors import printable
+from llmcond.metrics import METRICS, Estimate
+from llmcond.report.format import estimate_text
 from llmcond.report.terminal import show
 
 Rows = Sequence[Mapping[str, Any]]
@@ -72,19 +75,18 @@ def _conditions(rows: Rows, where: str) -> Table:
     )
     table = _table(title, ("name",), ("overall", "seen", "unseen"))
     for row in rows:
-        table.add_row(Text(row["name"]), *(_interval(row, key) for key in _KINDS))
+        table.add_row(Text(row["name"]), *(_spearman(row, key) for key in _KINDS))
     return table
 
 
 _KINDS = ("overall", "seen", "unseen")
 
 
-def _interval(row: Mapping[str, Any], key: str) -> str:
+def _spearman(row: Mapping[str, Any], key: str) -> str:
     if row[key] is None:
         return "–"
-    low, high = row[f"{key}_ci"]
-    bounds = "" if low is None or high is None else f" [{100 * low:.1f}, {100 * high:.1f}]"
-    return f"{100 * row[key]:.1f}{bounds}"
+    ends = (math.nan if end is None else end for end in row[f"{key}_ci"])
+    return estimate_text(METRICS["spearman"], Estimate(row[key], *ends))
 
 
 def _examples(head: Mapping[str, Any], side: str) -> Table:

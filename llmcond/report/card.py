@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
+from llmcond.metrics import DEFAULT
 from llmcond.prompts import Prompt
-from llmcond.report.terminal import hundred
+from llmcond.report.format import factors_text, range_text
 
 
 def model_card(account: Mapping[str, Any], prompts: Sequence[Prompt], recipe: Any) -> str:
@@ -110,15 +112,20 @@ def _scores(summary: Mapping[str, Any]) -> str:
     scores = summary["scores"]
     if not scores:
         return "No rated rows were kept apart to score it on."
-    names = ("split", "rows", "Spearman", "95 % interval", "Pearson", "accuracy")
-    rows = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    headings = ["split", "rows"]
+    for metric in DEFAULT:
+        headings += [metric.heading] if metric.secondary else [metric.heading, "95 % interval"]
+    rows = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for own in scores:
-        cells = [own["split"], f"{own['n']:,}", hundred(own["spearman"])]
-        low, high = own["spearman_ci"]
-        cells += [f"{hundred(low)} to {hundred(high)}", hundred(own["pearson"])]
-        rows.append("| " + " | ".join([*cells, hundred(own["accuracy"])]) + " |")
+        cells = [own["split"], f"{own['n']:,}"]
+        for metric in DEFAULT:
+            cells.append(metric.show(own[metric.name]))
+            if not metric.secondary:
+                low, high = (math.nan if end is None else end for end in own[f"{metric.name}_ci"])
+                cells.append(range_text(metric, low, high) or "–")
+        rows.append(f"| {' | '.join(cells)} |")
     steps = f"step {summary['best_step']:,} of {summary['steps']:,}"
     said = f"No dev rows chose the weights, those of {steps}."
     if summary["dev_spearman"] is not None:
         said = f"Dev chose the weights, those of {steps}."
-    return "\n".join(rows) + f"\n\nTimes 100; intervals over sentence pairs. {said}"
+    return "\n".join(rows) + f"\n\n{factors_text(DEFAULT)}Intervals are over sentence pairs. {said}"

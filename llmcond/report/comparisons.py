@@ -2,109 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from llmcond.report.terminal import hundred
+from llmcond.evaluation.paired import Difference
+from llmcond.evaluation.results import ComparedResult
+from llmcond.metrics import METRICS, finite, metric_of
+from llmcond.report.format import (
+    estimate_text,
+    factors_text,
+    interval_text,
+    probability,
+)
+from llmcond.report.terminal import add_identity_columns, identity_cells
 
-Results = Sequence[Mapping[str, Any]]
+Compared = Sequence[ComparedResult]
 
 #: More prompts than that are counted, not named, where nothing was found about them.
 _NAMED = 3
-#: Characters of a drawn interval.
+#: Characters of an interval's bar.
 _BAR = 21
 #: Fewer sentence pairs than that tell next to nothing.
 FEW_PAIRS = 30
 
 
-def summary(results: Results, baseline: str) -> list[str]:
+def summary(results: Compared, baseline: str) -> list[str]:
     """Return what a comparison shows, in sentences."""
     first = results[0]
-    prompts = {result["prompt"] for result in results}
-    heads = sorted({result["head"] for result in results} - {"none"})
+    prompts = {result.prompt for result in results}
+    heads = sorted({result.head for result in results} - {"none"})
     with_heads = f" and with {_listed(heads)}" if heads else ""
-    best = next((result for result in results if result["spearman"] is not None), None)
-    told = [] if best is None else [f"Best: {_named(best)}, Spearman {_figure(best, 'spearman')}."]
-    sentences = [
-        *told,
-        f"{_count(len(prompts), 'prompt')}, zero-shot{with_heads}, on {first['n']:,} rated rows of "
-        f"{first['n_pairs']:,} sentence pairs of {first['split']}.",
-    ]
-    if first["n_pairs"] < FEW_PAIRS:
+    sentences = []
+    if finite(first.main.value) is not None:
+        figure = estimate_text(first.primary, first.main)
+        sentences.append(f"Best: {_system(first)}, {first.primary.heading} {figure}.")
+    sentences.append(
+        f"{_count(len(prompts), 'prompt')}, zero-shot{with_heads}, on {first.counts.n:,} rated "
+        f"rows of {first.counts.n_pairs:,} sentence pairs of {first.split}."
+    )
+    if first.counts.n_pairs < FEW_PAIRS:
         sentences.append(
-            f"{first['n_pairs']:,} sentence pairs are few: only large differences can be told from "
-            "chance."
+            f"{first.counts.n_pairs:,} sentence pairs are few: only large differences can be told "
+            "from chance."
         )
     for head in ["none", *heads]:
-        sentences += _verdicts([r for r in results if r["head"] == head], head, baseline)
+        sentences += _verdicts([r for r in results if r.head == head], head, baseline)
     sentences += _controls(results)
     return sentences
 
 
-def _verdicts(results: Results, head: str, baseline: str) -> list[str]:
-    """Return what one head tells of prompts beside the baseline."""
-    compared = [result for result in results if result["difference"] and not result["control"]]
+def _main_difference(result: ComparedResult) -> Difference | None:
+    """Return the difference to the baseline in the primary metric, if it is compared."""
+    return result.difference.get(result.primary.name) if result.difference else None
+
+
+def _verdicts(results: Compared, head: str, baseline: str) -> list[str]:
+    """Return how prompts compare with the baseline under one head."""
+    compared = [
+        (result, found)
+        for result in results
+        if (found := _main_difference(result)) is not None and not result.control
+    ]
     if not compared:
         return []
-    told = "Zero-shot" if head == "none" else f"With {head}"
-    groups = {
-        verdict: [r for r in compared if r["difference"]["spearman"]["verdict"] == verdict]
-        for verdict in ("better", "worse", "no evidence")
-    }
-    parts = [
-        f"{verdict} than {baseline}: {_listed([_difference(r) for r in groups[verdict]])}"
-        for verdict in ("better", "worse")
-        if groups[verdict]
-    ]
-    unsure = groups["no evidence"]
+    start = "Zero-shot" if head == "none" else f"With {head}"
+    parts = []
+    for verdict in ("better", "worse"):
+        named = [_difference(*one) for one in compared if one[1].verdict == verdict]
+        if named:
+            parts.append(f"{verdict} than {baseline}: {_listed(named)}")
+    unsure = [one for one in compared if one[1].verdict == "no evidence"]
     if unsure:
-        minima = [r["difference"]["spearman"]["minimum"] for r in unsure]
-        least = [100 * value for value in minima if value is not None]
-        could = f" (these rows would show {max(least):.1f} or more)" if least else ""
+        metric = unsure[0][0].primary
+        minima = [low for _, one in unsure if (low := finite(one.minimum)) is not None]
+        could = f" (these rows would show {metric.show(max(minima))} or more)" if minima else ""
         few = len(unsure) <= _NAMED
-        which = _listed([_prompt(r) for r in unsure]) if few else f"the other {len(unsure)}"
+        which = _listed([_prompt(one) for one, _ in unsure]) if few else f"the other {len(unsure)}"
         parts.append(f"no evidence of a difference to {baseline} for {which}{could}")
-    return [f"{told}: {'; '.join(parts)}."]
+    return [f"{start}: {'; '.join(parts)}."]
 
 
-def _controls(results: Results) -> list[str]:
+def _controls(results: Compared) -> list[str]:
     """Return whether controls are at chance."""
-    controls = [result for result in results if result["control"]]
-    defined = [result for result in controls if result["accuracy_ci"][0] is not None]
-    if not defined:
+    metric = METRICS["accuracy"]
+    controls = [
+        (result, result.metrics[metric.name])
+        for result in results
+        if result.control and finite(result.metrics[metric.name].low) is not None
+    ]
+    if not controls:
         return []
-    off = [r for r in defined if not r["accuracy_ci"][0] <= 0.5 <= r["accuracy_ci"][1]]
+    off = [(result, found) for result, found in controls if not found.low <= 0.5 <= found.high]
     if not off:
         return [
             "The controls are at chance, as they should be: the interval of their accuracy holds "
-            "50.0 each time."
+            f"{metric.show(0.5)} each time."
         ]
-    named = _listed([f"{_named(result)} ({_figure(result, 'accuracy')})" for result in off])
+    named = _listed([f"{_system(one)} ({estimate_text(metric, found)})" for one, found in off])
     return [
-        f"Of {_count(len(defined), 'control')}, {len(off)} are not at chance: {named}. One in "
+        f"Of {_count(len(controls), 'control')}, {len(off)} are not at chance: {named}. One in "
         "twenty is to be expected; more than that means that something beside the condition "
         "predicts which of two rows is rated higher."
     ]
 
 
-def _named(result: Mapping[str, Any]) -> str:
-    head = "zero-shot" if result["head"] == "none" else str(result["head"])
-    return f"{head} on {_prompt(result)}"
+def _system(result: ComparedResult) -> str:
+    return f"{'zero-shot' if result.head == 'none' else result.head} on {_prompt(result)}"
 
 
-def _prompt(result: Mapping[str, Any]) -> str:
-    return str(result["prompt"]) + ("" if result["subtract"] else " (c kept)")
+def _prompt(result: ComparedResult) -> str:
+    return result.prompt + ("" if result.subtract else " (c kept)")
 
 
-def _difference(result: Mapping[str, Any]) -> str:
-    found = result["difference"]["spearman"]
-    return (
-        f"{_prompt(result)} by {_signed(found['value'])} {_interval(found['low'], found['high'])}"
-    )
+def _difference(result: ComparedResult, found: Difference) -> str:
+    metric = result.primary
+    interval = interval_text(metric, found.low, found.high)
+    return f"{_prompt(result)} by {metric.show(found.value, signed=True)} {interval}"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -115,85 +131,72 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _figure(result: Mapping[str, Any], key: str) -> str:
-    return f"{hundred(result[key])} {_interval(*result[f'{key}_ci'])}"
-
-
-def _interval(low: float | None, high: float | None) -> str:
-    return f"[{hundred(low)}, {hundred(high)}]"
-
-
-def _signed(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:+.1f}"
-
-
 # -- the table ---------------------------------------------------------------------------------
 
 
-def comparison_table(results: Results, baseline: str, run: object, *, drawn: bool = True) -> Table:
-    """Return a comparison, a row for each prompt, head and subtraction; figures are times 100.
+def comparison_table(results: Compared, baseline: str, run: object, *, bars: bool = True) -> Table:
+    """Return a comparison, a row for each prompt, head and subtraction.
 
     Args:
         results: at least one.
         baseline: the prompt that others are compared with.
         run: what the title names.
-        drawn: whether there is a column of intervals drawn with characters.
+        bars: whether there is a column of intervals as bars of characters.
     """
-    first = results[0]
+    first, primary = results[0], results[0].primary
+    metrics = [metric for name in first.metrics if not (metric := metric_of(name)).secondary]
     title = (
-        f"{run}, {first['split']}: {first['n']:,} rows of {first['n_pairs']:,} sentence pairs. "
-        f"Times 100, 95 % intervals over pairs. Differences are to {baseline} with the same head; "
-        "p after Holm's correction."
+        f"{run}, {first.split}: {first.counts.n:,} rows of {first.counts.n_pairs:,} sentence "
+        f"pairs. {factors_text(metrics)}95 % intervals over pairs. Differences are to {baseline} "
+        "with the same head; p after Holm's correction."
     )
     table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("head", "prompt"):
-        table.add_column(heading, overflow="fold")
-    table.add_column("minus c", no_wrap=True)
-    table.add_column("Spearman", justify="right", no_wrap=True)
+    add_identity_columns(table)
+    table.add_column(primary.heading, justify="right", no_wrap=True)
     table.add_column("seeds ±", justify="right", no_wrap=True)
     least, most = _range(results)
-    if drawn:
-        table.add_column(f"{100 * least:.0f} to {100 * most:.0f}", no_wrap=True)
+    if bars:
+        ends = (f"{primary.factor * end:.0f}" for end in (least, most))
+        table.add_column(" to ".join(ends), no_wrap=True)
     for heading in ("difference", "p"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
-    table.add_column("accuracy", justify="right", no_wrap=True)
+    others = [metric for metric in metrics if metric.name != primary.name]
+    for metric in others:
+        table.add_column(metric.heading, justify="right", no_wrap=True)
     for result in results:
         table.add_row(
-            Text(str(result["head"])),
-            Text(str(result["prompt"]) + (" (control)" if result.get("control") else "")),
-            "yes" if result["subtract"] else "no",
-            _figure(result, "spearman"),
-            hundred(result["spearman_sd"]),
-            *([_drawn(result, least, most)] if drawn else []),
+            *identity_cells(result, result.head, " (control)" if result.control else ""),
+            estimate_text(primary, result.main),
+            primary.show(result.seed_sd.get(primary.name)),
+            *([_bar(result, least, most)] if bars else []),
             *_evidence(result, baseline),
-            _figure(result, "accuracy"),
+            *(estimate_text(metric, result.metrics[metric.name]) for metric in others),
         )
     return table
 
 
-def _evidence(result: Mapping[str, Any], baseline: str) -> tuple[str, str, str]:
+def _evidence(result: ComparedResult, baseline: str) -> tuple[str, str, str]:
     """Return the cells of the difference to the baseline."""
-    if not result["difference"]:
-        return "", "", "baseline" if result["prompt"] == baseline else "–"
-    found = result["difference"]["spearman"]
-    p = found["p_holm"]
-    shown = "–" if p is None else "<.001" if p < 0.001 else f"{p:.3f}".lstrip("0")
-    difference = f"{_signed(found['value'])} {_interval(found['low'], found['high'])}"
-    return difference, shown, str(found["verdict"])
+    found, metric = _main_difference(result), result.primary
+    if found is None:
+        return "", "", "baseline" if result.prompt == baseline else "–"
+    interval = interval_text(metric, found.low, found.high)
+    difference = f"{metric.show(found.value, signed=True)} {interval}"
+    return difference, probability(found.p_holm), found.verdict
 
 
-def _range(results: Results) -> tuple[float, float]:
-    """Return what the drawn intervals span."""
-    ends = [end for result in results for end in (result["spearman"], *result["spearman_ci"])]
-    known = [end for end in ends if end is not None]
+def _range(results: Compared) -> tuple[float, float]:
+    """Return what the bars span."""
+    ends = [end for r in results for end in (r.main.value, r.main.low, r.main.high)]
+    known = [end for end in ends if finite(end) is not None]
     return (min(known), max(known)) if known else (0.0, 1.0)
 
 
-def _drawn(result: Mapping[str, Any], least: float, most: float) -> str:
+def _bar(result: ComparedResult, least: float, most: float) -> str:
     """Return an interval as a line of characters, with the value on it."""
-    value, (low, high) = result["spearman"], result["spearman_ci"]
-    if value is None:
+    found = result.main
+    if finite(found.value) is None:
         return ""
 
     def place(at: float) -> int:
@@ -201,8 +204,8 @@ def _drawn(result: Mapping[str, Any], least: float, most: float) -> str:
         return min(_BAR - 1, max(0, round(share * (_BAR - 1))))
 
     cells = [" "] * _BAR
-    if low is not None and high is not None:
-        for i in range(place(low), place(high) + 1):
+    if finite(found.low) is not None and finite(found.high) is not None:
+        for i in range(place(found.low), place(found.high) + 1):
             cells[i] = "─"
-    cells[place(value)] = "●"
+    cells[place(found.value)] = "●"
     return "".join(cells).rstrip()

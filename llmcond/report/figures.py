@@ -17,9 +17,9 @@ from llmcond.files import replacing
 #: x (n,), mean (n,), low (n,), high (n,); NaN in the last three leaves a gap.
 Series = tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike]
 
-# Okabe and Ito's palette, told apart by colour-blind people, less its yellow: too pale for lines.
+# Okabe and Ito's palette, which colour-blind people can read, less its yellow: too pale for lines.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-# Shapes as well, for print without colour; one fewer than colours, so that twos repeat late.
+# Shapes as well, for print without colour; one fewer than colours, so that pairs repeat late.
 _SHAPES = ("o", "s", "^", "D", "v", "P")
 
 _FORMATS = (".png", ".svg")
@@ -166,7 +166,7 @@ def _save(draw: Any, path: Path, size: tuple[float, float]) -> None:
 
 
 def _look(i: int) -> tuple[str, str]:
-    """Return the colour and the mark of the i-th thing drawn."""
+    """Return the colour and the mark of the i-th series."""
     return _COLOURS[i % len(_COLOURS)], _SHAPES[i % len(_SHAPES)]
 
 
@@ -291,9 +291,9 @@ def _checked_curve(name: str, values: Series, log_x: bool) -> tuple[NDArray[np.f
     shapes = {column.shape for column in columns}
     n = len(columns[0]) if columns[0].ndim == 1 else 0
     if shapes != {(n,)} or n == 0:
-        told = ", ".join(str(column.shape) for column in columns)
+        given = ", ".join(str(column.shape) for column in columns)
         raise UserError(
-            f"series {name!r} has x, mean, low and high of shapes {told}; expected four of (n,), "
+            f"series {name!r} has x, mean, low and high of shapes {given}; expected four of (n,), "
             "n at least 1."
         )
     x = columns[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,40 +15,44 @@ from rich.table import Table
 from rich.text import Text
 
 from llmcond.errors import UserError
+from llmcond.evaluation.results import SweptResult
 from llmcond.files import check_writable
 from llmcond.log import log
+from llmcond.metrics import metric_of
 from llmcond.report.figures import plot_curve
-from llmcond.report.terminal import hundred
+from llmcond.report.format import factors_text, range_text
+from llmcond.report.terminal import add_identity_columns, identity_cells
 
-Results = Sequence[Mapping[str, Any]]
+Swept = Sequence[SweptResult]
 #: x, a score, and both ends of its interval.
-_Point = tuple[float, float, float, float]
+_Point = tuple[Any, float, float, float]
 
 
-def sweep_table(results: Results, run: object) -> Table:
-    """Return a sweep's results, a row for each combination; figures are times 100."""
-    first = results[0]
+def sweep_table(results: Swept, run: object) -> Table:
+    """Return a sweep's results, a row for each combination."""
+    first, primary = results[0], results[0].primary
+    metrics = [metric for name in first.metrics if not (metric := metric_of(name)).secondary]
     title = (
-        f"{run}, {first['split']}: {first['n']:,} rows. Mean over seeds, times 100; deviation, and "
-        "95 % interval of the mean."
+        f"{run}, {first.split}: {first.counts.n:,} rows. {factors_text(metrics)}Mean over seeds; "
+        "deviation, and 95 % interval of the mean."
     )
     table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("head", "prompt", "settings"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("dim", "seeds", "Spearman", "deviation", "interval", "accuracy"):
+    add_identity_columns(table)
+    table.add_column("settings", overflow="fold")
+    others = [metric for metric in metrics if metric.name != primary.name]
+    headings = ("dim", "seeds", primary.heading, "deviation", "interval")
+    for heading in (*headings, *(metric.heading for metric in others)):
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in results:
-        low, high = row["spearman_ci"]
+    for result in results:
         table.add_row(
-            Text(str(row["head"])),
-            Text(str(row["prompt"]) + (" +c" if str(row["name"]).endswith("+c") else "")),
-            Text(_settings(row["settings"])),
-            str(row["dim"]),
-            str(len(row["seeds"])),
-            hundred(row["spearman"]),
-            hundred(row["spearman_sd"]),
-            "–" if low is None else f"{hundred(low)} to {hundred(high)}",
-            hundred(row["accuracy"]),
+            *identity_cells(result, result.head),
+            Text(_settings(result.settings)),
+            str(result.dim),
+            str(len(result.seeds)),
+            primary.show(result.main.value),
+            primary.show(result.seed_sd[primary.name]),
+            range_text(primary, result.main.low, result.main.high) or "–",
+            *(metric.show(result.metrics[metric.name].value) for metric in others),
         )
     return table
 
@@ -57,7 +62,7 @@ def _settings(settings: Mapping[str, Any]) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Refuse, before hours of work, a picture that could not be made.
+    """Check, before hours of work, that a picture can be made.
 
     Raises:
         UserError: no place, another type of file, or nothing to draw with.
@@ -69,8 +74,8 @@ def check_plot(path: Path) -> None:
     check_writable(path)
 
 
-def plot_settings(results: Results, path: Path) -> None:
-    """Draw Spearman against the first setting that has several numbers (CASE, figure 4).
+def plot_settings(results: Swept, path: Path) -> None:
+    """Draw the primary metric against the first setting that has several numbers (CASE, figure 4).
 
     A line for each head, prompt and value of the other settings, with the interval over seeds.
     """
@@ -78,16 +83,16 @@ def plot_settings(results: Results, path: Path) -> None:
     if key is None:
         log.info(f"{path} is not drawn: no setting with several numbers was varied")
         return
+    metric = results[0].primary
     series: dict[str, list[_Point]] = {}
     for row in results:
-        if row["spearman"] is None or key not in row["settings"]:
+        value, low, high = (metric.scaled(figure) for figure in astuple(row.main))
+        if value is None or key not in row.settings:
             continue
-        rest = {name: value for name, value in row["settings"].items() if name != key}
-        name = " ".join(filter(None, (str(row["name"]), _settings(rest))))
+        rest = {name: value for name, value in row.settings.items() if name != key}
+        name = " ".join(filter(None, (row.name, _settings(rest))))
         # What was asked for, but no more than there is: sizes are cut to the features'.
-        place = row["dim"] if key == "dim" else row["settings"][key]
-        low, high = (None if bound is None else 100 * bound for bound in row["spearman_ci"])
-        value = 100 * row["spearman"]
+        place = row.dim if key == "dim" else row.settings[key]
         bounds = (value, value) if low is None or high is None else (low, high)
         series.setdefault(name, []).append((place, value, *bounds))
     if not series:
@@ -95,12 +100,13 @@ def plot_settings(results: Results, path: Path) -> None:
         return
     places = sorted({point[0] for points in series.values() for point in points})
     log_x = places[0] > 0 and places[-1] / places[0] > 8
-    _draw(series, path, key.replace("_", " "), "Spearman x 100", log_x)
+    factor = "" if metric.factor == 1 else f" x {metric.factor:g}"
+    _draw(series, path, key.replace("_", " "), f"{metric.heading}{factor}", log_x)
 
 
-def _numeric(results: Results) -> str | None:
-    for key in results[0]["settings"]:
-        values = {row["settings"].get(key) for row in results}
+def _numeric(results: Swept) -> str | None:
+    for key in results[0].settings:
+        values = {row.settings.get(key) for row in results}
         if len(values) > 1 and all(
             isinstance(value, int | float) and not isinstance(value, bool) for value in values
         ):
@@ -108,23 +114,23 @@ def _numeric(results: Results) -> str | None:
     return None
 
 
-def plot_steps(results: Results, path: Path) -> None:
+def plot_steps(results: Swept, path: Path) -> None:
     """Draw Spearman on dev against steps of training, with the range over seeds (figure 3)."""
     series: dict[str, list[_Point]] = {}
     for row in results:
-        curves = [curve for curve in row["curves"] if curve]
-        if not curves:
+        fits = [fit for fit in row.fits if fit.get("curve")]
+        if not fits:
             continue
         points = []
         # As far as every seed went.
-        for epoch in range(min(len(curve) for curve in curves)):
-            values = [curve[epoch]["dev_spearman"] for curve in curves]
+        for epoch in range(min(len(fit["curve"]) for fit in fits)):
+            values = [fit["curve"][epoch]["dev_spearman"] for fit in fits]
             if None not in values:
-                steps = (epoch + 1) * row["steps_per_epoch"]
+                steps = (epoch + 1) * fits[0]["steps_per_epoch"]
                 mean, low, high = statistics.fmean(values), min(values), max(values)
                 points.append((steps, 100 * mean, 100 * low, 100 * high))
         if points:
-            name = " ".join(filter(None, (str(row["name"]), _settings(row["settings"]))))
+            name = " ".join(filter(None, (row.name, _settings(row.settings))))
             series[name] = points
     if not series:
         log.info(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -13,6 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from llmcond.errors import printable
+from llmcond.evaluation.results import Result
+from llmcond.metrics import metric_of
+from llmcond.report.format import estimate_text, factors_text
 
 #: How tables are printed -> what tabulate calls it.
 _FORMS = {"markdown": "github", "latex": "latex_booktabs"}
@@ -21,52 +23,38 @@ FORMATS = ("table", *_FORMS)
 _READABLE = 100
 
 
-def results_table(results: Sequence[Mapping[str, Any]], run: object) -> Table:
-    """Return evaluation results of one split, a row each; figures are times 100.
+def results_table(results: Sequence[Result], run: object) -> Table:
+    """Return evaluation results of one split, a row each.
 
     What is the same for every row (the rows scored, dropped and tied) stands in the title.
     """
-    first = results[0]
+    first, counts = results[0], results[0].counts
+    metrics = [metric_of(name) for name in first.metrics]
     title = (
-        f"{run}, {first['split']}: {first['n']:,} rows of {first['n_pairs']:,} sentence pairs, "
-        f"{first['n_dropped']:,} unrated dropped; accuracy over {first['n_compared']:,} "
-        f"comparisons, {first['n_tied']:,} tied left out. Times 100, 95 % intervals over pairs."
+        f"{run}, {first.split}: {counts.n:,} rows of {counts.n_pairs:,} sentence pairs, "
+        f"{counts.n_dropped:,} unrated dropped; accuracy over {counts.n_compared:,} comparisons, "
+        f"{counts.n_tied:,} tied left out. {factors_text(metrics)}95 % intervals over pairs."
     )
     table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("head", "prompt"):
-        table.add_column(heading, overflow="fold")
-    table.add_column("minus c", no_wrap=True)
-    for heading in ("Spearman", "Pearson", "accuracy"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    add_identity_columns(table)
+    for metric in metrics:
+        table.add_column(metric.heading, justify="right", no_wrap=True)
     for result in results:
-        table.add_row(
-            # A head's full name repeats its prompt, which has a column of its own.
-            Text(str(result["name"]).removesuffix("+c").removesuffix(f"@{result['prompt']}")),
-            Text(str(result["prompt"])),
-            "yes" if result["subtract"] else "no",
-            _interval(result, "spearman"),
-            _interval(result, "pearson"),
-            _interval(result, "accuracy"),
-        )
+        cells = (estimate_text(metric, result.metrics[metric.name]) for metric in metrics)
+        table.add_row(*identity_cells(result, result.title), *cells)
     return table
 
 
-def _interval(result: Mapping[str, Any], key: str) -> str:
-    value, (low, high) = result[key], result[f"{key}_ci"]
-    if value is None:
-        return "undefined"
-    return f"{hundred(value)} [{hundred(low)}, {hundred(high)}]"
+def add_identity_columns(table: Table) -> None:
+    """Add the columns that say what a result is of."""
+    for heading in ("head", "prompt"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("minus c", no_wrap=True)
 
 
-def hundred(value: float | None) -> str:
-    """Return a figure times 100, a dash where it is undefined."""
-    return "–" if value is None else f"{100 * value:.1f}"
-
-
-def best_first(results: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Return results by their Spearman, undefined ones last."""
-    key = "spearman"
-    return sorted(results, key=lambda r: -2 if r[key] is None else r[key], reverse=True)
+def identity_cells(result: Result, head: str, remark: str = "") -> tuple[Text, Text, str]:
+    """Return the cells of those columns."""
+    return Text(head), Text(result.prompt + remark), "yes" if result.subtract else "no"
 
 
 def listing(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -126,8 +114,3 @@ def width() -> int:
     """Return how many characters a line of standard output has room for."""
     console = Console()
     return console.width if console.is_terminal else 160
-
-
-def finite(value: float) -> float | None:
-    """Return a figure as JSON has it: None for NaN and infinity."""
-    return float(value) if math.isfinite(value) else None

@@ -1,17 +1,24 @@
-"""Ways of predicting similarity from a run's features: a fitted head, or none."""
+"""Predictors of similarity from a run's features: a fitted head, or the features as they are."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.arrays import chosen
+from llmcond.data.rows import Rows, leaked_pairs
+from llmcond.errors import UserError
+from llmcond.evaluation.paired import RESAMPLES
+from llmcond.evaluation.results import Result, Results, score
 from llmcond.features.view import View
 from llmcond.heads import PairArrays, cosine
+from llmcond.log import log
+from llmcond.metrics import DEFAULT, Metric
 from llmcond.prompts import Prompt
-from llmcond.runs import SavedHead, head_name
+from llmcond.runs import Run, SavedHead, StaleHeadError, head_name
 
 #: Rows compared at a time.
 _BLOCK = 8_192
@@ -23,37 +30,115 @@ class Zeroshot:
 
     view: View
 
+    @property
+    def name(self) -> str:
+        """Return its label in results: ``none@PROMPT``."""
+        return head_name("none", self.view)
+
+
+Predictor = SavedHead | Zeroshot
+
 
 def zeroshots(prompt: Prompt) -> list[Zeroshot]:
     """Return the ways to compare a prompt's features as they are, with subtraction last."""
     # Separate features without subtraction leave the condition out; a control without it has
     # nothing to subtract.
-    ways = (True,) if prompt.separate or not prompt.subtractable else (False, True)
-    return [Zeroshot(View((prompt,), subtract)) for subtract in ways]
+    options = (True,) if prompt.separate or not prompt.subtractable else (False, True)
+    return [Zeroshot(View((prompt,), subtract)) for subtract in options]
 
 
-def label(way: SavedHead | Zeroshot) -> str:
-    """Return what results call a way of predicting: a head's name, or none@PROMPT."""
-    if isinstance(way, SavedHead):
-        return way.name
-    return head_name("none", way.view)
+def fitted_heads(run: Run, names: Sequence[str]) -> list[SavedHead]:
+    """Return the heads named, or all that fit the run's features; zero-shot comes anyway.
+
+    Raises:
+        UserError: a name that nothing was fitted under.
+    """
+    if names:
+        wanted = [name for name in names if name != "none"]
+        found = run.find_heads(wanted) if wanted else []
+    else:
+        found = []
+        for name in run.head_names():
+            try:
+                found.append(run.load_head(name))
+            except StaleHeadError as error:
+                log.info(f"left out: {error}")
+    return [head for head in found if head.head.family.kind != "none"]
 
 
-def predict(way: SavedHead | Zeroshot, pairs: PairArrays) -> NDArray[np.float32]:
+def check_scorable(rows: Rows, run: Run, other: bool, predictions: bool = False) -> None:
+    """Check that rows have ratings; warn of pairs in ``other`` rows that the run trained on.
+
+    Where predictions are to be written, rows without a rating have their use: a hidden test.
+
+    Raises:
+        UserError: no row is rated.
+    """
+    if not rows.rated.any() and not predictions:
+        raise UserError(
+            f"none of the {len(rows):,} rows of {rows.file} is rated; there is nothing to score."
+        )
+    leaked = leaked_pairs(rows, run.rows("train")) if other else 0
+    if leaked:
+        log.warning(f"{leaked:,} sentence pairs of {rows.file} are in the run's train split")
+
+
+def unscored(predictor: Predictor, split: str) -> Result:
+    """Return the result of a predictor on a split, without figures."""
+    view, head = predictor.view, None if isinstance(predictor, Zeroshot) else predictor.head
+    return Result(
+        name=predictor.name,
+        head="none" if isinstance(predictor, Zeroshot) else predictor.recipe,
+        prompts=tuple(prompt.name for prompt in view.prompts),
+        subtract=view.subtracts,
+        split=split,
+        dim=head.dim_out if head else None,
+        seeds=(head.seed,) if head else (),
+        fits=(head.fit.record,) if head else (),
+    )
+
+
+def results_of(
+    predictors: Sequence[Predictor],
+    similarity: Sequence[NDArray[np.float32]],
+    rows: Rows,
+    split: str,
+    metrics: Sequence[Metric] = DEFAULT,
+    resamples: int = RESAMPLES,
+) -> Results[Result]:
+    """Return what predictors score, with intervals from the same draws.
+
+    Args:
+        predictors: heads, or none.
+        similarity: for each (n,) predictions.
+        rows: the rows.
+        split: their name.
+        metrics: what to compute.
+        resamples: of the bootstrap; 0: no intervals.
+
+    Raises:
+        UserError: predictions that are not finite.
+    """
+    described = [unscored(predictor, split) for predictor in predictors]
+    seeded = [own[None] for own in similarity]
+    return Results(tuple(score(described, seeded, rows, metrics, resamples)))
+
+
+def predict(predictor: Predictor, pairs: PairArrays) -> NDArray[np.float32]:
     """Return the predicted similarity of each row, (n,) float32.
 
     Args:
-        way: a head, or none.
+        predictor: a head, or none.
         pairs: the rows as it sees them.
     """
     blocks = []
     for start in range(0, len(pairs), _BLOCK):
         part = slice(start, start + _BLOCK)
         first, second = pairs.first[part], pairs.second[part]
-        if isinstance(way, Zeroshot):
+        if isinstance(predictor, Zeroshot):
             blocks.append(cosine(first, second))
         else:
             shared = pairs.condition
             condition = None if shared is None else chosen(shared, np.arange(len(pairs))[part])
-            blocks.append(way.head.similarity(first, second, condition))
+            blocks.append(predictor.head.similarity(first, second, condition))
     return np.concatenate(blocks)

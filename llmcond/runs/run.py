@@ -21,6 +21,7 @@ from llmcond.data.datasets import Columns, Dataset, RatingScale
 from llmcond.data.rows import Rows, load_rows, save_rows
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
 from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full, nearest
+from llmcond.evaluation.results import default_name
 from llmcond.features.store import FeatureStore, StoreDtype
 from llmcond.features.view import View
 from llmcond.files import check_format, read_json, replacing, write_json
@@ -248,7 +249,7 @@ class Run:
         )
         if len({prompt.name for prompt in found}) < len(found):
             raise UserError(f"--prompt {names} names a prompt twice.")
-        if found[-1].name == "c":  # RECIPE@PROMPT+c is a head of PROMPT without subtraction
+        if found[-1].name == "c":  # heads' default names would be those of other heads
             raise UserError(f"--prompt {names}: name the prompt c first, as heads would collide.")
         return found
 
@@ -340,10 +341,11 @@ class Run:
             matches = [name] if name in known else [k for k in known if self._recipe_of(k) == name]
             if not matches:
                 fitted = f"fitted: {', '.join(known)}" if known else "none is fitted yet"
-                recipe = name.split("@")[0]
                 recipes = bundled_names("heads")
+                # Of a default name, RECIPE@PROMPT, the recipe is what to fit.
+                recipe = next((r for r in recipes if name == r or name.startswith(f"{r}@")), None)
                 fit = f"Fit it: llmcond fit-head --head {recipe} --run {self.folder}"
-                remedy = fit if recipe in recipes else nearest(name, [*known, *recipes])
+                remedy = fit if recipe else nearest(name, [*known, *recipes])
                 raise UserError(f"{self.folder} has no fitted head {name!r} ({fitted}). {remedy}")
             chosen += matches
         return [self.load_head(name) for name in dict.fromkeys(chosen)]
@@ -480,7 +482,7 @@ def where_model(model: str, resolved: ResolvedEncoder) -> str:
 def head_name(recipe: str, view: View) -> str:
     """Return the name that a head has in a run unless the user gives one."""
     plain = not view.subtract and view.features != "separate"
-    return f"{recipe}@{view.name}" + ("+c" if plain else "")
+    return default_name(recipe, [prompt.name for prompt in view.prompts], plain)
 
 
 def head_record(run: Run, view: View, recipe: Mapping[str, Any]) -> dict[str, Any]:

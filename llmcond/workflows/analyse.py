@@ -16,6 +16,7 @@ from llmcond.data.rows import Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.clusters import impurity, project_2d
 from llmcond.evaluation.conditions import (
+    Subset,
     change_table,
     frobenius_variance,
     most_changed,
@@ -25,37 +26,33 @@ from llmcond.evaluation.isotropy import MOST_VECTORS, measure_isotropy
 from llmcond.files import write_json
 from llmcond.heads import PairArrays
 from llmcond.log import log
-from llmcond.metrics import Scores
+from llmcond.metrics import finite
 from llmcond.report.figures import plot_clusters
-from llmcond.report.terminal import finite
 from llmcond.runs import SavedHead, open_run
 from llmcond.runs.features import RowFeatures
-from llmcond.runs.predictors import Zeroshot, label, predict, zeroshots
+from llmcond.runs.predictors import Predictor, Zeroshot, fitted_heads, predict, zeroshots
 from llmcond.runs.provenance import provenance
-from llmcond.workflows.evaluate import heads_to_score
 
 ANALYSES = ("isotropy", "clusters", "conditions", "norms", "examples")
-
-Way = SavedHead | Zeroshot
 
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """Rated rows of a split, and how each way sees them."""
+    """Rated rows of a split, and how each predictor sees them."""
 
     rows: Rows
     features: RowFeatures
     rated: NDArray[np.int64]
 
-    def pairs(self, way: Way) -> PairArrays:
-        return self.features.pairs(way.view).take(self.rated)
+    def pairs(self, predictor: Predictor) -> PairArrays:
+        return self.features.pairs(predictor.view).take(self.rated)
 
-    def embeddings(self, way: Way, side: str) -> NDArray[np.float32]:
-        pairs = self.pairs(way)
+    def embeddings(self, predictor: Predictor, side: str) -> NDArray[np.float32]:
+        pairs = self.pairs(predictor)
         vectors = pairs.first if side == "first" else pairs.second
-        if isinstance(way, Zeroshot):
+        if isinstance(predictor, Zeroshot):
             return rows_of(vectors, slice(None))
-        return way.head.transform(vectors, pairs.condition)
+        return predictor.head.transform(vectors, pairs.condition)
 
     def texts(self, column: Sequence[str]) -> list[str]:
         return [column[i] for i in self.rated]
@@ -72,7 +69,7 @@ def analyse(
     top: int = 5,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Analyse a run's heads, with zero-shot beside them.
+    """Analyse a run's heads, and zero-shot.
 
     Isotropy (CASE, appendix B), impurity of condition clusters (Hyper-CL, section 5.2), seen and
     unseen conditions (5.3), variance of the norm of generated matrices (5.4.1), and the rows whose
@@ -81,11 +78,11 @@ def analyse(
     Args:
         run_folder: a run with extracted features.
         heads: names of fitted heads or recipes; none is every head.
-        split: whose rows; None: test if the run has one, else dev.
+        split: what is analysed; None: test if the run has one, else dev.
         what: some of :data:`ANALYSES`.
         out: a folder for pictures; None: ``analyses`` in the run.
-        n_conditions: conditions that are clustered: those with the most sentences.
-        n_sentences: sentences of each that are clustered.
+        n_conditions: number of conditions to cluster, those with the most sentences.
+        n_sentences: sentences of each to cluster.
         top: rows that changed most, for the better and for the worse.
         seed: of everything random.
 
@@ -104,15 +101,16 @@ def analyse(
     rated = np.flatnonzero(rows.rated)[:MOST_VECTORS]
     if not len(rated):
         raise UserError(f"none of the {len(rows):,} rows of {split} is rated; nothing to analyse.")
-    fitted = heads_to_score(run, heads)
+    fitted = fitted_heads(run, heads)
     prompts = {p.name: p for head in fitted for p in head.view.prompts} or run.prompts()
-    ways: list[Way] = [way for prompt in prompts.values() for way in zeroshots(prompt)]
+    plain = [zeroshot for prompt in prompts.values() for zeroshot in zeroshots(prompt)]
+    predictors: list[Predictor] = [*plain, *fitted]
     data = _Split(rows, RowFeatures(rows, run.store()), rated)
-    out = out or run.folder / "analyses"
+    out, sizes = out or run.folder / "analyses", (n_conditions, n_sentences)
     done: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "isotropy": lambda: [_isotropy(way, data, seed) for way in [*ways, *fitted]],
-        "clusters": lambda: _clusters(ways, fitted, data, (n_conditions, n_sentences), seed, out),
-        "conditions": lambda: _conditions([*ways, *fitted], data, run.rows("train")),
+        "isotropy": lambda: [_isotropy(one, data, seed) for one in predictors],
+        "clusters": lambda: _clusters(predictors, fitted, data, sizes, seed, out),
+        "conditions": lambda: _conditions(predictors, data, run.rows("train")),
         "norms": lambda: [_norms(head, data) for head in fitted if _generates(head)],
         "examples": lambda: [_examples(head, data, top) for head in fitted],
     }
@@ -125,13 +123,15 @@ def analyse(
 # -- one by one --------------------------------------------------------------------------------
 
 
-def _isotropy(way: Way, data: _Split, seed: int) -> dict[str, Any]:
-    vectors = np.concatenate([data.embeddings(way, side) for side in ("first", "second")])
-    return measure_isotropy(label(way), vectors, seed)
+def _isotropy(predictor: Predictor, data: _Split, seed: int) -> dict[str, Any]:
+    vectors = np.concatenate([data.embeddings(predictor, side) for side in ("first", "second")])
+    view = predictor.view
+    about = {"prompt": view.name, "subtract": view.subtracts}
+    return {**measure_isotropy(predictor.name, vectors, seed), **about}
 
 
 def _clusters(
-    ways: Sequence[Way],
+    predictors: Sequence[Predictor],
     fitted: Sequence[SavedHead],
     data: _Split,
     sizes: tuple[int, int],
@@ -148,7 +148,7 @@ def _clusters(
     for name in names:
         places += [i for i, text in enumerate(conditions) if text == name][:n_sentences]
     labels = [conditions[i] for i in places]
-    vectors = {label(way): data.embeddings(way, "first")[places] for way in [*ways, *fitted]}
+    vectors = {one.name: data.embeddings(one, "first")[places] for one in predictors}
     results = []
     for name, points in vectors.items():
         found = impurity(points, labels, seed=seed)
@@ -158,12 +158,12 @@ def _clusters(
         before = _before(head)
         path = out / f"clusters-{head.name}.png"
         plot_clusters(
-            project_2d(vectors.get(label(before), data.embeddings(before, "first")[places])),
+            project_2d(vectors[before.name]),
             project_2d(vectors[head.name]),
             np.array(kinds),
             names,
             path,
-            (label(before), head.name),
+            (before.name, head.name),
         )
         log.info(f"picture -> {path}")
     return results
@@ -172,21 +172,21 @@ def _clusters(
 def _before(head: SavedHead) -> Zeroshot:
     """Return the features that a head was fitted on, as they are."""
     prompt = head.view.prompts[0]
-    ways = zeroshots(prompt)
-    return ways[-1] if head.view.subtract else ways[0]
+    found = zeroshots(prompt)
+    return found[-1] if head.view.subtract else found[0]
 
 
-def _conditions(ways: Sequence[Way], data: _Split, train: Rows) -> list[dict[str, Any]]:
+def _conditions(predictors: Sequence[Predictor], data: _Split, train: Rows) -> list[dict[str, Any]]:
     known = [text for text, rated in zip(train.condition, train.rated, strict=True) if rated]
     conditions = data.texts(data.rows.condition)
     results = []
-    for way in ways:
-        pairs = data.pairs(way)
-        similarity = predict(way, pairs)
+    for predictor in predictors:
+        pairs = data.pairs(predictor)
+        similarity = predict(predictor, pairs)
         found = seen_unseen(known, conditions, pairs.rating, similarity, data.rows.pair[data.rated])
         results.append(
             {
-                "name": label(way),
+                "name": predictor.name,
                 "n_seen_conditions": found.n_seen_conditions,
                 "n_unseen_conditions": found.n_unseen_conditions,
                 **_scores("overall", found.overall),
@@ -197,10 +197,10 @@ def _conditions(ways: Sequence[Way], data: _Split, train: Rows) -> list[dict[str
     return results
 
 
-def _scores(name: str, scores: Scores | None) -> dict[str, Any]:
+def _scores(name: str, scores: Subset | None) -> dict[str, Any]:
     if scores is None:
         return {name: None, f"{name}_ci": [None, None], f"n_{name}": 0}
-    spearman = scores.spearman
+    spearman = scores.metrics["spearman"]
     interval = [finite(spearman.low), finite(spearman.high)]
     return {name: finite(spearman.value), f"{name}_ci": interval, f"n_{name}": scores.n}
 
@@ -223,8 +223,8 @@ def _norms(head: SavedHead, data: _Split) -> dict[str, Any]:
 
 
 def _examples(head: SavedHead, data: _Split, top: int) -> dict[str, Any]:
-    before_way = _before(head)
-    before = predict(before_way, data.pairs(before_way))
+    features = _before(head)
+    before = predict(features, data.pairs(features))
     pairs = data.pairs(head)
     after = predict(head, pairs)
     found = most_changed(pairs.rating, before, after, top)
@@ -240,7 +240,7 @@ def _examples(head: SavedHead, data: _Split, top: int) -> dict[str, Any]:
 
     return {
         "name": head.name,
-        "before": label(before_way),
+        "before": features.name,
         "n_better": found.n_better,
         "n_worse": found.n_worse,
         "better": table(found.better),

@@ -5,37 +5,35 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmcond.config import bundled_names
 from llmcond.data.datasets import DataOptions
 from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
-from llmcond.errors import LlmcondError, UserError, nearest
+from llmcond.errors import UserError, nearest
+from llmcond.evaluation.evidence import System, with_evidence
+from llmcond.evaluation.results import ComparedResult, Results
 from llmcond.features.view import view_of
-from llmcond.files import read_json, write_json
+from llmcond.files import write_json
 from llmcond.heads import Recipe, load_recipe
 from llmcond.log import log
+from llmcond.metrics import with_default
 from llmcond.prompts import Prompt, load_prompt
 from llmcond.prompts.inputs import check_inputs_differ
 from llmcond.report.comparisons import FEW_PAIRS, summary
-from llmcond.report.page import Page, check_page, write_page
+from llmcond.report.page import Page, check_page, page_of, write_page
 from llmcond.runs import Run, open_run, run_exists
 from llmcond.runs.features import Features
-from llmcond.runs.predictors import predict, zeroshots
+from llmcond.runs.predictors import check_scorable, predict, unscored, zeroshots
 from llmcond.runs.provenance import provenance
-from llmcond.workflows.evaluate import check_scorable, result_of
-from llmcond.workflows.evidence import SeededWay, with_evidence
+from llmcond.runs.trials import Trial, check_seeds, run_trials
 from llmcond.workflows.extract import check_named_once, extract
-from llmcond.workflows.fit import check_seed
-from llmcond.workflows.page import page_of
-from llmcond.workflows.sweep_fits import Point, fit_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +41,30 @@ class Comparison:
     """What a comparison gave.
 
     Attributes:
-        results: a row for each prompt, head and subtraction, best Spearman first; ``difference``
-            is to the baseline's row of the same head and subtraction, None for that row itself.
+        results: one for each prompt, head and subtraction, best first; ``difference`` is to the
+            baseline's of the same head and subtraction, None for the baseline itself.
         baseline: the prompt that the others are compared with.
         left_out: prompt -> why it could not be compared.
         failures: a line for each fit that failed.
     """
 
-    results: list[dict[str, Any]]
+    results: Results[ComparedResult]
     baseline: str
-    left_out: dict[str, str]
-    failures: list[str]
+    left_out: Mapping[str, str]
+    failures: Sequence[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``compare-prompts --json`` prints."""
+        return {
+            **self.results.to_json(),
+            "baseline": self.baseline,
+            "left_out": dict(self.left_out),
+            "failures": list(self.failures),
+        }
+
+    def to_pandas(self) -> Any:
+        """Return the results as a pandas DataFrame."""
+        return self.results.to_pandas()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +76,13 @@ class CompareOptions:
             named, the ones that it cannot use are left out, and that is said.
         baseline: one of the prompts; None: the encoder's default if it is among them, else the
             first.
-        heads: recipes to fit beside zero-shot.
+        heads: recipes to fit in addition to zero-shot.
         changes: settings of the recipes, for all heads that have them.
         seeds: fits of each head, by seeds 0 to so many, less one.
         plain: whether heads are fitted without subtraction as well; zero-shot is both in any case.
         split: what is scored; None: test if there is one, else dev.
         workers: fits at a time; None: one a core, at most eight.
+        metrics: further ones, as :func:`llmcond.metrics.with_default` takes them.
     """
 
     prompts: Sequence[str] = ()
@@ -81,6 +93,7 @@ class CompareOptions:
     plain: bool = False
     split: str | None = None
     workers: int | None = None
+    metrics: Sequence[str] = ()
 
 
 def compare_prompts(
@@ -93,11 +106,11 @@ def compare_prompts(
 ) -> Comparison:
     """Compare prompts on the same rows, splits, seeds and heads.
 
-    Every prompt is compared with the baseline under the same head: the difference of Spearman and
-    of accuracy, with an interval from a bootstrap over sentence pairs that draws the same pairs for
-    both, and Holm's correction over all comparisons (:mod:`llmcond.evaluation.paired`). What was
-    extracted or fitted before is not done again; heads of the run are not touched. The results are
-    kept in the run as ``compare-prompts.json``.
+    Every prompt is compared with the baseline under the same head: the difference of each metric
+    that is not secondary, with an interval from a bootstrap over sentence pairs that draws the same
+    pairs for both, and Holm's correction over all comparisons (:mod:`llmcond.evaluation.paired`).
+    What was extracted or fitted before is not done again; heads of the run are not touched. The
+    results are kept in the run as ``compare-prompts.json``.
 
     Args:
         model: as in :func:`extract`.
@@ -115,9 +128,8 @@ def compare_prompts(
     began = time.monotonic()
     if report is not None:
         check_page(report)
-    if asked.seeds < 1:
-        raise UserError(f"the number of seeds is {asked.seeds}; it must be at least 1.")
-    check_seed(asked.seeds - 1)
+    check_seeds(asked.seeds)
+    metrics = with_default(asked.metrics)
     recipes = _recipes(asked.heads, asked.changes)
     named = [load_prompt(name) for name in asked.prompts]
     _check_different(named)
@@ -137,16 +149,17 @@ def compare_prompts(
     _warn_of_few(rows)
     # From the run: a file that was changed meanwhile is not what was extracted.
     stored = [run.prompt(prompt.name) for prompt in usable]
-    ways = _zeroshot_ways(run, stored, split)
-    fitted, failures = _fitted_ways(run, stored, recipes, split, asked)
-    ways += fitted
-    results = with_evidence(ways, baseline, rows)
+    systems = _zeroshot_systems(run, stored, split)
+    fitted, failures = _fitted_systems(run, stored, recipes, split, asked)
+    systems += fitted
+    results = with_evidence(systems, baseline, rows, metrics)
     comparison = Comparison(results, baseline, left_out, failures)
     if report is not None:
-        seconds = time.monotonic() - began
-        write_page(_page(run, rows, comparison, ways, asked, seconds), report)
+        similarity = {one.result.name: one.similarity.mean(axis=0) for one in systems}
+        made = {**asdict(asked), "seconds": round(time.monotonic() - began, 1)}
+        write_page(_page(run, rows, comparison, similarity, made), report)
         log.info(f"report -> {report}")
-    record = {**asdict(comparison), "data": run.manifest["data"], **provenance()}
+    record = {**comparison.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "compare-prompts.json", record)
     return comparison
 
@@ -219,7 +232,7 @@ def _baseline(name: str | None, usable: Sequence[Prompt], resolved: ResolvedEnco
 
 
 def _check_rows(run_folder: Path, data: DataOptions, prompts: Sequence[Prompt]) -> None:
-    """Refuse, before hours of encoding, prompts that make rows the same."""
+    """Check, before hours of encoding, that no prompt makes rows the same."""
     if run_exists(run_folder):
         run = open_run(run_folder)
         splits = [run.rows(name) for name in run.splits]
@@ -241,126 +254,94 @@ def _warn_of_few(rows: Rows) -> None:
 # -- predictions -------------------------------------------------------------------------------
 
 
-def _zeroshot_ways(run: Run, prompts: Sequence[Prompt], split: str) -> list[SeededWay]:
-    rows = run.rows(split)
-    ways = []
+def _zeroshot_systems(run: Run, prompts: Sequence[Prompt], split: str) -> list[System]:
+    systems = []
     for prompt in prompts:
         # Anew for each prompt: memory holds one prompt's features at a time.
         features = Features(run)
         for zeroshot in zeroshots(prompt):
             similarity = predict(zeroshot, features.pairs(zeroshot.view, split))
-            result = result_of(zeroshot, similarity, rows, split, resamples=0)
-            group = ("none", zeroshot.view.subtract)
-            ways.append(
-                SeededWay(group, prompt.name, prompt.control or "", result, similarity[None])
+            own = unscored(zeroshot, split)
+            result = ComparedResult(
+                name=own.name,
+                head=own.head,
+                prompts=own.prompts,
+                subtract=own.subtract,
+                split=split,
+                control=prompt.control or "",
             )
-    return ways
+            systems.append(System(("none", zeroshot.view.subtract), result, similarity[None]))
+    return systems
 
 
-def _fitted_ways(
+def _fitted_systems(
     run: Run,
     prompts: Sequence[Prompt],
     recipes: Sequence[Recipe],
     split: str,
     asked: CompareOptions,
-) -> tuple[list[SeededWay], list[str]]:
+) -> tuple[list[System], list[str]]:
     """Return the predictions of every head over seeds, and what failed."""
-    combinations = [
-        (recipe, view_of(recipe, (prompt,), zeroshot.view.subtract))
+    trials = [
+        [Trial(recipe, None, view, seed, {}) for seed in range(asked.seeds)]
         for recipe, prompt in itertools.product(recipes, prompts)
-        for zeroshot in zeroshots(prompt)
-        if asked.plain or zeroshot.view.subtract
+        for view in (
+            view_of(recipe, (prompt,), zeroshot.view.subtract) for zeroshot in zeroshots(prompt)
+        )
+        if asked.plain or view.subtract
     ]
-    seeded = [
-        {
-            point.digest(run, split): point
-            for point in (Point(recipe, None, view, seed, {}) for seed in range(asked.seeds))
-        }
-        for recipe, view in combinations
-    ]
-    points = {digest: point for fits in seeded for digest, point in fits.items()}
-    outcomes, failures = _outcomes(run, split, points, asked.workers)
-    ways = []
-    for (recipe, view), fits in zip(combinations, seeded, strict=True):
-        found = [outcomes[digest] for digest in fits if digest in outcomes]
+    flat = [trial for seeded in trials for trial in seeded]
+    done, failures = run_trials(run, split, flat, "comparisons", asked.workers, predictions=True)
+    systems = []
+    for seeded in trials:
+        digests = dict.fromkeys(trial.digest(run, split) for trial in seeded)
+        found = [done[digest] for digest in digests if digest in done]
         if not found:
             continue
-        similarity = np.array([one["similarity"] for one in found], dtype=np.float32)
-        curves = [one["fit"].get("curve") or [] for one in found]
-        defined = [one["pearson"] for one in found if one["pearson"] is not None]
-        pearson = fmean(defined) if len(defined) == len(found) else None
-        seeds = [one["seed"] for one in found]
-        ways.append(
-            SeededWay(
-                (recipe.name, view.subtract),
-                view.prompts[0].name,
-                view.prompts[0].control or "",
-                {**found[0], "seeds": seeds, "pearson": pearson},
-                similarity,
-                curves,
-            )
+        (trial, first), outcomes = found[0], [outcome for _, outcome in found]
+        result = ComparedResult(
+            name=trial.name,
+            head=trial.recipe.name,
+            prompts=tuple(prompt.name for prompt in trial.view.prompts),
+            subtract=trial.view.subtracts,
+            split=split,
+            dim=first.dim,
+            seeds=tuple(one.seed for one, _ in found),
+            fits=tuple(one.fit for one in outcomes),
+            control=trial.view.prompts[0].control or "",
         )
-    return ways, failures
-
-
-def _outcomes(
-    run: Run, split: str, points: Mapping[str, Point], workers: int | None
-) -> tuple[dict[str, Any], list[str]]:
-    folder = run.folder / "comparisons"
-    paths = {digest: folder / f"{digest}.json" for digest in points}
-    outcomes = {digest: read_json(path) for digest, path in paths.items() if path.is_file()}
-    missing = {digest: point for digest, point in points.items() if digest not in outcomes}
-    if points:
-        log.info(f"{len(points):,} fits, {len(outcomes):,} of them done before")
-    failures = []
-    fits = fit_all(run, split, missing, workers, predictions=True)
-    with closing(fits):
-        for done, (digest, outcome) in enumerate(fits, start=1):
-            label = f"{done:,}/{len(missing):,} {points[digest].label}"
-            if isinstance(outcome, str):
-                failures.append(f"{points[digest].label}: {outcome}")
-                log.info(f"{label} failed: {outcome}")
-                continue
-            write_json(paths[digest], outcome)
-            outcomes[digest] = outcome
-            value = outcome["spearman"]
-            shown = "undefined" if value is None else f"{100 * value:.1f}"
-            log.info(f"{label}: Spearman {shown} on {split}")
-    if failures and not outcomes:
-        raise LlmcondError(f"every fit failed; the first one: {failures[0]}")
-    return outcomes, failures
+        similarity = np.stack([one.similarity for one in outcomes if one.similarity is not None])
+        systems.append(System((trial.recipe.name, trial.view.subtract), result, similarity))
+    return systems, failures
 
 
 def _page(
     run: Run,
     rows: Rows,
     comparison: Comparison,
-    ways: Sequence[SeededWay],
-    asked: CompareOptions,
-    seconds: float,
+    similarity: Mapping[str, NDArray[np.float32]],
+    made: Mapping[str, Any],
 ) -> Page:
     best = comparison.results[0]
     same = [
-        result["name"]
+        result.name
         for result in comparison.results
-        if (result["prompt"], result["head"], result["subtract"])
-        == (comparison.baseline, best["head"], best["subtract"])
+        if (result.prompt, result.head, result.subtract)
+        == (comparison.baseline, best.head, best.subtract)
     ]
     return page_of(
         run,
         rows,
         comparison.results,
-        {way.result["name"]: way.similarity.mean(axis=0) for way in ways},
-        {way.result["name"]: way.curves for way in ways},
+        similarity,
         title=f"Prompts compared: {run.encoder_name}",
         summary=summary(comparison.results, comparison.baseline),
         settings={
-            **asdict(asked),
+            **made,
             "baseline": comparison.baseline,
-            "split": comparison.results[0]["split"],
+            "split": best.split,
             "left_out": comparison.left_out,
             "failures": comparison.failures,
-            "seconds": round(seconds, 1),
         },
         baseline=same[0] if same else None,
     )

@@ -12,6 +12,7 @@ from llmcond.config import build, bundled_names
 from llmcond.data.datasets import DataOptions, Dataset
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import UserError
+from llmcond.evaluation.results import Result
 from llmcond.features.view import View, view_of
 from llmcond.files import digest_file, read_json, write_json, write_text
 from llmcond.finetune.settings import TuneSettings, usual_rate
@@ -22,14 +23,14 @@ from llmcond.log import log
 from llmcond.progress import duration, train_bar
 from llmcond.prompts import Prompt, load_prompt, prompt_from_json
 from llmcond.report.card import model_card
+from llmcond.report.format import estimate_text
 from llmcond.runs import Run, complete_run, head_name, head_record, open_run, where_model
 from llmcond.runs.extraction import LazyEncoder, extract_rows, extraction_record
 from llmcond.runs.features import RowFeatures
-from llmcond.runs.predictors import predict
+from llmcond.runs.predictors import predict, results_of
 from llmcond.runs.provenance import provenance
-from llmcond.workflows.evaluate import result_of
+from llmcond.runs.trials import check_seed, sized
 from llmcond.workflows.extract import check_prompts, read_and_tell
-from llmcond.workflows.fit import check_seed, sized
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -422,6 +423,7 @@ def _finish(task: _Task, trained: _Trained) -> dict[str, Any]:
     run, recipe = _run_of(task), trained.recipe.to_json()
     name = head_name(trained.recipe.name, task.view)
     save_head(trained.head, run.head_folder(name), head_record(run, task.view, recipe))
+    scores = _scores(run, name)
     summary = {
         "run": str(folder),
         "encoder": base.checkpoint.name,
@@ -434,7 +436,7 @@ def _finish(task: _Task, trained: _Trained) -> dict[str, Any]:
         "best_step": progress.best_step,
         "dev_spearman": progress.best_score,
         "seconds": round(progress.seconds, 1),
-        "scores": _scores(run, name),
+        "scores": [result.to_json() for result in scores],
     }
     account = {
         "format": FORMAT,
@@ -452,7 +454,12 @@ def _finish(task: _Task, trained: _Trained) -> dict[str, Any]:
     write_text(folder / "README.md", model_card(account, task.view.prompts, recipe))
     write_json(folder / RECORD, account)
     shutil.rmtree(folder / STATE, ignore_errors=True)
-    _tell(summary)
+    for result in scores:
+        log.info(
+            f"{result.split}: {result.primary.heading} "
+            f"{estimate_text(result.primary, result.main)} on {result.counts.n:,} rows"
+        )
+    _log(summary)
     return summary
 
 
@@ -472,7 +479,7 @@ def _run_of(task: _Task) -> Run:
     return run
 
 
-def _scores(run: Run, name: str) -> list[dict[str, Any]]:
+def _scores(run: Run, name: str) -> list[Result]:
     """Return the head's scores on dev and test, as ``evaluate`` gives them."""
     saved = run.load_head(name)
     found = []
@@ -480,18 +487,12 @@ def _scores(run: Run, name: str) -> list[dict[str, Any]]:
         if split in run.splits and run.rows(split).rated.any():
             rows = run.rows(split)
             pairs = RowFeatures(rows, run.store()).pairs(saved.view)
-            found.append(result_of(saved, predict(saved, pairs), rows, split))
+            (result,) = results_of([saved], [predict(saved, pairs)], rows, split)
+            found.append(result)
     return found
 
 
-def _tell(summary: Mapping[str, Any]) -> None:
-    for scores in summary["scores"]:
-        if scores["spearman"] is not None:
-            low, high = (100 * end for end in scores["spearman_ci"])
-            log.info(
-                f"{scores['split']}: Spearman {100 * scores['spearman']:.1f} [{low:.1f}, "
-                f"{high:.1f}] on {scores['n']:,} rows"
-            )
+def _log(summary: Mapping[str, Any]) -> None:
     log.info(
         f"{summary['head']}: step {summary['best_step']:,} of {summary['steps']:,}, trained in "
         f"{duration(summary['seconds'])} -> {summary['run']}"

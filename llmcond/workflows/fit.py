@@ -13,12 +13,11 @@ from llmcond.errors import UserError
 from llmcond.features.view import view_of
 from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe, load_recipe, save_head
 from llmcond.log import log
-from llmcond.metrics import score
+from llmcond.metrics import METRICS, finite, spearman
 from llmcond.progress import fit_bar
-from llmcond.prompts import Prompt
-from llmcond.report.terminal import finite
-from llmcond.runs import Run, head_name, head_record, open_run
+from llmcond.runs import head_name, head_record, open_run
 from llmcond.runs.features import Features
+from llmcond.runs.trials import check_seed, prompts_for, sized
 
 
 def fit_head(
@@ -57,7 +56,8 @@ def fit_head(
     if changes:
         recipe = recipe.with_settings(recipe.parse_changes(dict(changes), "--set"), "--set")
     view = view_of(recipe, prompts_for(run, recipe, prompt), subtract)
-    if name is not None and name.split("@")[0] == "none" and recipe.family.kind != "none":
+    reserved = name is not None and (name == "none" or name.startswith("none@"))
+    if reserved and recipe.family.kind != "none":
         raise UserError(f"{name!r} would be taken for zero-shot. Give the head another --name.")
     name = name or head_name(recipe.name, view)
     folder = run.head_folder(name)
@@ -92,40 +92,6 @@ def fit_head(
     return summary
 
 
-def prompts_for(run: Run, recipe: Recipe, names: str | None) -> tuple[Prompt, ...]:
-    """Return the prompts named, or for a head of separate features the one that gives them."""
-    if names is None and recipe.features == "separate":
-        apart = [prompt for prompt in run.prompts().values() if prompt.separate]
-        if len(apart) == 1:
-            return (apart[0],)
-    return run.find_prompts(names)
-
-
-def check_seed(seed: int) -> None:
-    """Raise a UserError unless every library that draws numbers takes the seed."""
-    if not 0 <= seed < 2**32:
-        raise UserError(f"the seed is {seed}; it must be at least 0 and below 2^32.")
-
-
-def sized(recipe: Recipe, dim: int | None, dim_in: int, quiet: bool = False) -> Recipe:
-    """Return a recipe with the dimension asked for, or its own, at most that of the features.
-
-    Raises:
-        UserError: a dimension for a head that has none.
-    """
-    if dim is not None:
-        if recipe.dim is None:
-            raise UserError(f"the head {recipe.name} keeps the features' size; leave out --dim.")
-        return recipe.with_settings({"dim": dim}, "--dim")
-    if recipe.dim is not None and recipe.dim > dim_in:
-        if not quiet:
-            log.info(
-                f"{recipe.name}: dim {dim_in} instead of {recipe.dim}, the features have no more"
-            )
-        return recipe.with_settings({"dim": dim_in}, recipe.name)
-    return recipe
-
-
 def fit_with_bar(recipe: Recipe, train: PairArrays, dev: PairArrays, seed: int) -> FittedHead:
     """Fit a head with a progress bar; an empty dev chooses nothing."""
     with fit_bar() as bar:
@@ -136,14 +102,13 @@ def _dev_spearman(head: FittedHead, dev: PairArrays) -> float:
     if not len(dev):
         return float("nan")
     similarity = head.similarity(dev.first, dev.second, dev.condition)
-    return score(similarity, dev.rating, np.arange(len(dev)), resamples=0).spearman.value
+    return spearman(similarity.astype(np.float64), dev.rating)
 
 
 def _fit_note(summary: Mapping[str, Any], replaced: bool) -> str:
     epoch = f", epoch {summary['best_epoch']}" if "best_epoch" in summary else ""
     chosen = " chosen on dev" if summary["selected_on"] == "dev" else ""
-    dev = summary["dev_spearman"]
-    shown = "undefined" if dev is None else f"{100 * dev:.1f}"
+    shown = METRICS["spearman"].show(summary["dev_spearman"])
     again = " (replaced)" if replaced else ""
     return (
         f"{summary['name']}{again}: {summary['dim_in']} -> {summary['dim']} dimensions on "

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llmcond.errors import LlmcondError, UserError
+from llmcond.errors import UserError
+from llmcond.evaluation.results import Counts, Results, SweptResult, best_first
 from llmcond.features.view import view_of
-from llmcond.files import read_json, write_json
+from llmcond.files import write_json
 from llmcond.heads import load_recipe
-from llmcond.log import log
-from llmcond.report.terminal import best_first
-from llmcond.runs import Run, head_name, open_run
+from llmcond.metrics import Estimate, with_default
+from llmcond.runs import Run, open_run
+from llmcond.runs.predictors import check_scorable
 from llmcond.runs.provenance import provenance
-from llmcond.workflows.evaluate import check_scorable
-from llmcond.workflows.fit import check_seed, prompts_for
-from llmcond.workflows.sweep_fits import Point, fit_all
+from llmcond.runs.trials import Outcome, Trial, check_seeds, prompts_for, run_trials
 
 #: Of the interval around a mean over seeds.
 _CONFIDENCE = 0.95
@@ -32,12 +31,20 @@ class SweepResult:
     """What a sweep gave.
 
     Attributes:
-        results: a row for each combination: mean, deviation and interval over seeds, best first.
+        results: one for each combination: mean, deviation and interval over seeds, best first.
         failures: a line for each fit that failed; its row lacks that seed.
     """
 
-    results: list[dict[str, Any]]
-    failures: list[str]
+    results: Results[SweptResult]
+    failures: Sequence[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``sweep --json`` prints."""
+        return {**self.results.to_json(), "failures": list(self.failures)}
+
+    def to_pandas(self) -> Any:
+        """Return the results as a pandas DataFrame."""
+        return self.results.to_pandas()
 
 
 def sweep(
@@ -51,6 +58,7 @@ def sweep(
     seeds: int = 3,
     split: str | None = None,
     workers: int | None = None,
+    metrics: Sequence[str] = (),
 ) -> SweepResult:
     """Fit and score heads for every combination of settings, each with several seeds.
 
@@ -67,6 +75,7 @@ def sweep(
         seeds: 0 to so many, less one.
         split: what is scored; None: test if the run has one, else dev, which also chose the epochs.
         workers: fits at a time, each with its share of the cores; None: one a core, at most eight.
+        metrics: further ones, as :func:`llmcond.metrics.with_default` takes them.
 
     Raises:
         UserError: settings that cannot be, or no such run.
@@ -76,37 +85,18 @@ def sweep(
     if workers is not None and workers < 1:
         raise UserError(f"workers is {workers}; it must be at least 1.")
     split = split or run.default_split()
-    check_scorable(run.rows(split), run, other=False)
-    points = _points(run, heads, vary, prompts, subtract, changes or {}, seeds)
-    folder = run.folder / "sweep"
-    # What is the same fit, as where a value is named twice, is one.
-    paths = {point.digest(run, split): point for point in points}
-    results = {digest: _read(folder / f"{digest}.json") for digest in paths}
-    missing = [digest for digest, result in results.items() if result is None]
-    log.info(f"{len(paths):,} fits, {len(paths) - len(missing):,} of them done before")
-    failures: list[str] = []
-    # Closed here and now: an interrupt would leave it, and its processes, to the traceback.
-    with closing(fit_all(run, split, {d: paths[d] for d in missing}, workers)) as outcomes:
-        for digest, outcome in outcomes:
-            if isinstance(outcome, str):
-                failures.append(f"{paths[digest].label}: {outcome}")
-                log.info(f"failed: {failures[-1]}")
-                continue
-            write_json(folder / f"{digest}.json", outcome)
-            results[digest] = outcome
-    if failures and not any(results.values()):
-        raise LlmcondError(f"every fit failed; the first one: {failures[0]}")
-    done = [(paths[digest], result) for digest, result in results.items() if result is not None]
-    swept = SweepResult(_summarise(done), failures)
-    report = {**asdict(swept), "data": run.manifest["data"], **provenance()}
+    rows = run.rows(split)
+    check_scorable(rows, run, other=False)
+    trials = list(_grid(run, heads, vary, prompts, subtract, changes or {}, seeds))
+    done, failures = run_trials(run, split, trials, "sweep", workers, metrics)
+    names = [metric.name for metric in with_default(metrics)]
+    swept = SweepResult(_summarise(list(done.values()), split, Counts.of(rows), names), failures)
+    report = {**swept.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "sweep.json", report)
     return swept
 
 
-# -- what is fitted ----------------------------------------------------------------------------
-
-
-def _points(
+def _grid(
     run: Run,
     heads: Sequence[str],
     vary: Mapping[str, Sequence[str]],
@@ -114,13 +104,11 @@ def _points(
     subtract: bool,
     changes: Mapping[str, str],
     seeds: int,
-) -> Iterator[Point]:
-    """Yield every fit; all that can be wrong in settings is found before the first one."""
+) -> Iterator[Trial]:
+    """Yield every trial; all that can be wrong in settings is found before the first fit."""
     if not heads:
         raise UserError("no head was named. Name one or more: --head mlp")
-    if seeds < 1:
-        raise UserError(f"the number of seeds is {seeds}; it must be at least 1.")
-    check_seed(seeds - 1)
+    check_seeds(seeds)
     empty = [key for key, values in vary.items() if not values]
     if empty:
         raise UserError(f"{empty[0]} is varied without a value. Give some: --vary {empty[0]}=A,B")
@@ -132,62 +120,56 @@ def _points(
         recipe = recipe.with_settings(recipe.parse_changes(dict(changes), "--set"), "--set")
         for values in itertools.product(*vary.values()):
             varied = recipe.parse_changes(dict(zip(vary, values, strict=True)), "--vary")
-            dim = varied.get("dim")
             changed = recipe.with_settings(varied, "--vary")
             view = view_of(changed, prompts_for(run, changed, names), subtract)
             for seed in range(seeds):
-                yield Point(changed, dim, view, seed, varied)
+                yield Trial(changed, varied.get("dim"), view, seed, varied)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    return read_json(path) if path.is_file() else None
-
-
-# -- the table ---------------------------------------------------------------------------------
-
-
-def _summarise(done: Sequence[tuple[Point, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return a row for each combination of head, prompt and settings, best mean first."""
-    groups: dict[str, list[tuple[Point, Mapping[str, Any]]]] = {}
-    for point, result in done:
+def _summarise(
+    done: Sequence[tuple[Trial, Outcome]], split: str, counts: Counts, metrics: Sequence[str]
+) -> Results[SweptResult]:
+    """Return a result for each combination of head, prompt and settings, best mean first."""
+    groups: dict[str, list[tuple[Trial, Outcome]]] = {}
+    for trial, outcome in done:
         # Recipes of one name, from different folders, are told apart by all that they set.
-        recipe = [point.recipe.path, asdict(point.recipe.settings), point.dim]
-        key = json.dumps([head_name(point.recipe.name, point.view), recipe])
-        groups.setdefault(key, []).append((point, result))
-    rows = [_row(group) for group in groups.values()]
-    return best_first(rows)
+        recipe = [trial.recipe.path, asdict(trial.recipe.settings), trial.dim]
+        key = json.dumps([trial.name, recipe])
+        groups.setdefault(key, []).append((trial, outcome))
+    results = []
+    for group in groups.values():
+        (trial, first), outcomes = group[0], [outcome for _, outcome in group]
+        values = {name: [one.metrics[name] for one in outcomes] for name in metrics}
+        results.append(
+            SweptResult(
+                name=trial.name,
+                head=trial.recipe.name,
+                prompts=tuple(prompt.name for prompt in trial.view.prompts),
+                subtract=trial.view.subtracts,
+                split=split,
+                counts=counts,
+                metrics={name: _over_seeds(found) for name, found in values.items()},
+                seed_sd={name: _deviation(found) for name, found in values.items()},
+                dim=first.dim,
+                seeds=tuple(one.seed for one, _ in group),
+                fits=tuple(one.fit for one in outcomes),
+                settings=dict(trial.varied),
+            )
+        )
+    return best_first(results)
 
 
-def _row(group: Sequence[tuple[Point, Mapping[str, Any]]]) -> dict[str, Any]:
-    point, first = group[0]
-    return {
-        "name": first["name"],
-        "head": first["head"],
-        "prompt": first["prompt"],
-        "subtract": first["subtract"],
-        "split": first["split"],
-        "n": first["n"],
-        "dim": first["dim"],
-        "settings": dict(point.varied),
-        **_over_seeds("spearman", [result["spearman"] for _, result in group]),
-        **_over_seeds("accuracy", [result["accuracy"] for _, result in group]),
-        "seeds": [result["seed"] for _, result in group],
-        "best_epochs": [result["fit"].get("best_epoch") for _, result in group],
-        "curves": [result["fit"].get("curve") for _, result in group],
-        "steps_per_epoch": first["fit"].get("steps_per_epoch"),
-    }
+def _deviation(values: Sequence[float]) -> float | None:
+    known = len(values) > 1 and not any(math.isnan(value) for value in values)
+    return statistics.stdev(values) if known else None
 
 
-def _over_seeds(name: str, values: Sequence[float | None]) -> dict[str, Any]:
-    """Return mean, deviation and Student's interval of the mean over seeds."""
-    found = [value for value in values if value is not None]
-    if len(found) < len(values) or not found:
-        return {name: None, f"{name}_sd": None, f"{name}_ci": [None, None]}
-    mean = statistics.fmean(found)
-    if len(found) == 1:
-        return {name: mean, f"{name}_sd": None, f"{name}_ci": [None, None]}
+def _over_seeds(values: Sequence[float]) -> Estimate:
+    """Return the mean over seeds with Student's interval; undefined where any of them is."""
+    mean, deviation = statistics.fmean(values), _deviation(values)
+    if deviation is None:
+        return Estimate(mean)
     from scipy.stats import t
 
-    deviation = statistics.stdev(found)
-    half = float(t.ppf((1 + _CONFIDENCE) / 2, len(found) - 1)) * deviation / len(found) ** 0.5
-    return {name: mean, f"{name}_sd": deviation, f"{name}_ci": [mean - half, mean + half]}
+    half = float(t.ppf((1 + _CONFIDENCE) / 2, len(values) - 1)) * deviation / len(values) ** 0.5
+    return Estimate(mean, mean - half, mean + half)

@@ -3,7 +3,9 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from importlib import import_module
+from math import nan
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,9 @@ import pytest
 
 import llmcond
 from llmcond.cli import run
-from llmcond.evaluation.paired import holm
+from llmcond.evaluation.paired import Difference, holm
+from llmcond.evaluation.results import ComparedResult, Counts
+from llmcond.metrics import Estimate
 from llmcond.report.comparisons import comparison_table, summary
 from llmcond.runs import open_run
 from llmcond.runs.extraction import LazyEncoder
@@ -19,7 +23,7 @@ from llmcond.runs.extraction import LazyEncoder
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")
 
 #: By their full names: the package has functions of these names.
-COMPARE, FITS = (import_module(f"llmcond.workflows.{name}") for name in ("compare", "sweep_fits"))
+FITS = import_module("llmcond.runs.trials")
 J, K, P = "concat-sent-cond", "concat-cond-sent", "pair-cond"
 SHUFFLED, LEFT_OUT = "control-shuffled", "control-no-condition"
 ENCODER = ("--dtype", "float32", "--pooling", "mean", "--normalize", "--device", "cpu")
@@ -122,6 +126,38 @@ def test_figures_are_the_means_of_single_fits(capsys, call, own):
     assert row["spearman"] == pytest.approx(np.mean(scores))
     assert row["spearman_sd"] == pytest.approx(np.std(scores, ddof=1))
     assert open_run(own).head_names() == ["0", "1"]
+
+
+MINE = """
+from scipy.stats import kendalltau
+
+def kendall(prediction, rating, group):
+    return kendalltau(prediction, rating).statistic
+"""
+
+
+def test_evaluate_and_a_comparison_give_the_same_figures(capsys, call, own):
+    """To the last digit, for zero-shot, for a head with one seed, and for a metric of one's own."""
+    Path("mine.py").write_text(MINE)
+    metric = ("--metric", "mine.py:kendall", "--json")
+    compared = in_json(call("--prompts", J, LEFT_OUT, "--seeds", 1, *metric))["results"]
+    fit = ["fit-head", "--run", str(own), "--head", "quick.toml", "--prompt"]
+    for prompt in (J, LEFT_OUT):
+        assert run([*fit, prompt]) == 0
+    capsys.readouterr()
+    assert run(["evaluate", "--run", str(own), *metric]) == 0
+    evaluated = {row["name"]: row for row in in_json(capsys.readouterr())["results"]}
+    assert {row["name"] for row in compared} == set(evaluated)
+    for row in compared:
+        other = evaluated[row["name"]]
+        shared = set(row) & set(other)
+        assert {"n", "n_tied", "dim", "task", "accuracy_ci", "kendall", "kendall_ci"} <= shared
+        assert {key: row[key] for key in shared} == {key: other[key] for key in shared}
+        assert row["kendall_ci"][0] < row["kendall"] < row["kendall_ci"][1]
+        assert row["difference"] is None or "kendall" in row["difference"]
+    capsys.readouterr()
+    assert run(["evaluate", "--run", str(own), *metric[:2]]) == 0
+    assert "kendall" in capsys.readouterr().out
 
 
 def test_nothing_is_done_twice_and_a_new_prompt_costs_its_own_only(call, monkeypatch):
@@ -228,26 +264,22 @@ def test_few_pairs_are_compared_with_a_warning(call):
 # -- words and tables --------------------------------------------------------------------------
 
 
-def result(prompt, head, spearman, difference=None, **others):
-    found = {"name": f"{head}@{prompt}", "prompt": prompt, "head": head, "subtract": True}
-    found |= {"split": "dev", "n": 100, "n_pairs": 50, "spearman": spearman, "spearman_sd": None}
-    found |= {"accuracy": 0.7, "accuracy_ci": [0.6, 0.8], "control": ""}
-    interval = [None, None] if spearman is None else [spearman - 0.1, spearman + 0.1]
+def result(prompt, head, spearman, difference=None, accuracy=(0.6, 0.8), **others):
+    found = None
     if difference is not None:
         value, p = difference
         verdict = "no evidence" if p > 0.05 else "better" if value > 0 else "worse"
-        found["difference"] = {
-            "spearman": {
-                "value": value,
-                "low": value - 0.05,
-                "high": value + 0.05,
-                "p": p,
-                "p_holm": p,
-                "minimum": 0.071,
-                "verdict": verdict,
-            }
-        }
-    return {"difference": None, "spearman_ci": interval, **found, **others}
+        found = {"spearman": Difference(value, value - 0.05, value + 0.05, 0, p, p, 0.071, verdict)}
+    figures = (nan,) if spearman is None else (spearman, spearman - 0.1, spearman + 0.1)
+    known = {
+        "name": f"{head}@{prompt}",
+        "subtract": True,
+        "counts": Counts(n=100, n_pairs=50),
+        "metrics": {"spearman": Estimate(*figures), "accuracy": Estimate(0.7, *accuracy)},
+    }
+    return ComparedResult(
+        head=head, prompts=(prompt,), split="dev", difference=found, **{**known, **others}
+    )
 
 
 RESULTS = [
@@ -255,8 +287,8 @@ RESULTS = [
     result("base", "mlp", 0.4),
     result("same", "mlp", 0.41, (0.01, 0.8)),
     result("bad", "mlp", 0.2, (-0.2, 0.01)),
-    result("odd", "none", None, (0.0, 1.0), accuracy_ci=[None, None]),
-    result("shuffled", "none", 0.0, (-0.1, 0.3), control="shuffled", accuracy_ci=[0.45, 0.55]),
+    result("odd", "none", None, (0.0, 1.0), accuracy=(nan, nan)),
+    result("shuffled", "none", 0.0, (-0.1, 0.3), control="shuffled", accuracy=(0.45, 0.55)),
 ]
 
 
@@ -274,11 +306,11 @@ def test_a_comparison_is_told_in_plain_words():
     assert "no evidence of a difference to base for the other 4" in " ".join(summary(many, "base"))
     kept = [*RESULTS, result("plain", "mlp", 0.9, (0.5, 0.01), subtract=False)]
     assert "plain (c kept) by +50.0" in " ".join(summary(kept, "base"))
-    off = [{**RESULTS[-1], "accuracy_ci": [0.6, 0.8]}]
+    off = [result("shuffled", "none", 0.0, (-0.1, 0.3), control="shuffled")]
     assert "1 are not at chance: zero-shot on shuffled (" in " ".join(
         summary([*RESULTS, *off], "base")
     )
-    few = [{**row, "n_pairs": 12} for row in RESULTS]
+    few = [replace(row, counts=Counts(n=100, n_pairs=12)) for row in RESULTS]
     assert "12 sentence pairs are few" in " ".join(summary(few, "base"))
 
 
@@ -291,11 +323,11 @@ def test_the_table_has_the_evidence_and_draws_intervals(capsys):
     assert "runs/[/x]" in out
     lines = {line.split()[1]: line for line in out.splitlines() if "mlp" in line}
     assert "+20.0 [15.0, 25.0]" in lines["good"]
-    assert "<.001" in lines["good"]
+    assert "< 0.001" in lines["good"]
     assert "better" in lines["good"]
     assert "baseline" in lines["base"]
     assert "worse" in lines["bad"]
-    assert ".800" in lines["same"]
+    assert "0.800" in lines["same"]
     # The same scale for all: what is better lies further to the right.
     places = [lines[name].index("●") for name in ("bad", "base", "good")]
     assert places == sorted(places)
@@ -307,7 +339,7 @@ def test_tables_come_for_other_documents(capsys, form):
     from llmcond.report.terminal import show
 
     rows = [*RESULTS, result("50%_[bold]|x", "mlp", 0.1, (-0.1, 0.5))]
-    show(comparison_table(rows, "base", "runs/x", drawn=False), form)
+    show(comparison_table(rows, "base", "runs/x", bars=False), form)
     out = capsys.readouterr().out
     assert "●" not in out
     if form == "markdown":

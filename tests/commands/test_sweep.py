@@ -11,26 +11,29 @@ import time
 import xml.etree.ElementTree as ET
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from importlib import import_module
+from math import nan
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from helpers.commands import ok, refused
-from helpers.terminal import shown
 
 import llmcond.config
 from llmcond.cli import run
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import LlmcondError, UserError
+from llmcond.evaluation.results import Counts, SweptResult
+from llmcond.metrics import Estimate
 from llmcond.report import sweeps
 from llmcond.workflows import DataOptions, extract, sweep
 
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")
 
 #: The module, which the package's function of that name hides.
-MODULE = import_module("llmcond.workflows.sweep_fits")
+MODULE = import_module("llmcond.runs.trials")
 
 J, S = "concat-sent-cond", "separate"
 BOTH = f"{J}+{S}"
@@ -268,14 +271,15 @@ def test_several_processes_give_the_same(capsys, two_prompts, own, tmp_path):
 
 def scored(monkeypatch, scores):
     """Let fits be scored as told: by (size, seed), Spearman and accuracy."""
-    result_of = MODULE.result_of
+    results_of = MODULE.results_of
 
-    def told(saved, similarity, rows, split, resamples):
-        spearman, accuracy = scores[saved.head.dim_out, saved.head.seed]
-        found = result_of(saved, similarity, rows, split, resamples)
-        return {**found, "spearman": spearman, "accuracy": accuracy}
+    def told(saved, *arguments, **options):
+        (found,) = results_of(saved, *arguments, **options)
+        figures = zip(("spearman", "accuracy"), scores[found.dim, found.seeds[0]], strict=True)
+        given = {name: Estimate(nan if value is None else value) for name, value in figures}
+        return [replace(found, metrics={**found.metrics, **given})]
 
-    monkeypatch.setattr(MODULE, "result_of", told)
+    monkeypatch.setattr(MODULE, "results_of", told)
 
 
 def test_means_have_students_intervals(capsys, monkeypatch, own):
@@ -317,14 +321,12 @@ def test_means_have_students_intervals(capsys, monkeypatch, own):
 def test_without_json_a_table_is_printed(capsys, monkeypatch, own):
     scores = {(2, 0): (0.5, 0.7), (2, 1): (0.6, 0.8), (4, 0): (None, None), (4, 1): (0.7, 0.5)}
     scored(monkeypatch, scores)
-    rows, _ = swept(capsys, own, *DIMS, "--no-subtract")
     arguments = ["sweep", "--run", str(own), "--workers", "1", "--prompt", J, "--no-subtract"]
     assert run([*arguments, *DIMS_TEXT]) == 0
-    assert "small" in capsys.readouterr().out
-    text = " ".join(shown(sweeps.sweep_table(rows, "runs/[/x]"), width=140).split())
-    assert "runs/[/x], test: 12 rows." in text
-    assert f"small {J} +c dim=2 2 2 55.0 7.1 -8.5 to 118.5 75.0" in text
-    assert f"small {J} +c dim=4 4 2 – – – –" in text
+    text = " ".join(capsys.readouterr().out.split())
+    assert "own, test: 12 rows." in text
+    assert f"small {J} no dim=2 2 2 55.0 7.1 -8.5 to 118.5 75.0" in text
+    assert f"small {J} no dim=4 4 2 – – – –" in text
 
 
 # -- what cannot be ----------------------------------------------------------------------------
@@ -586,10 +588,19 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
     return made
 
 
-def row(settings, spearman, interval=(None, None), **others):
-    low, high = interval
-    found = {"name": "mlp@p", "dim": 32, "settings": settings, "spearman": spearman}
-    return {**found, "spearman_ci": [low, high], "curves": [], **others}
+def row(settings, spearman, interval=(nan, nan), name="mlp@p", dim=32, fits=()):
+    return SweptResult(
+        name=name,
+        head="mlp",
+        prompts=("p",),
+        subtract=True,
+        split="dev",
+        counts=Counts(n=12),
+        metrics={"spearman": Estimate(nan if spearman is None else spearman, *interval)},
+        dim=dim,
+        fits=tuple(fits),
+        settings=settings,
+    )
 
 
 def test_scores_are_drawn_against_the_setting_with_intervals(drawn):
@@ -645,10 +656,10 @@ def curve(*scores):
 def test_learning_curves_are_drawn_by_steps_as_far_as_every_seed_went(capsys, drawn):
     three = [curve(0.1, 0.2, 0.5), curve(0.3, 0.2), curve(0.2, 0.5, 0.6)]
     rows = [
-        row({"dim": 4}, 0.5, curves=three, steps_per_epoch=7),
-        row({"dim": 8}, 0.5, curves=[curve(None, 0.4)], steps_per_epoch=7),
-        row({"dim": 2}, 0.5, curves=[None, None], steps_per_epoch=None),
-        row({"dim": 3}, 0.5, curves=[curve(None)], steps_per_epoch=7),
+        row({"dim": 4}, 0.5, fits=[{"curve": own, "steps_per_epoch": 7} for own in three]),
+        row({"dim": 8}, 0.5, fits=[{"curve": curve(None, 0.4), "steps_per_epoch": 7}]),
+        row({"dim": 2}, 0.5, fits=[{}, {}]),
+        row({"dim": 3}, 0.5, fits=[{"curve": curve(None), "steps_per_epoch": 7}]),
     ]
     sweeps.plot_steps(rows, Path("x.png"))
     (picture,) = drawn

@@ -24,7 +24,7 @@ from llmcond.evaluation.conditions import (
     seen_unseen,
 )
 from llmcond.evaluation.isotropy import Isotropy, isotropy
-from llmcond.metrics import score
+from llmcond.evaluation.paired import Candidate, estimate
 from llmcond.report.figures import plot_clusters, plot_curve
 
 
@@ -297,8 +297,11 @@ def test_seen_and_unseen_rows_are_scored_as_if_alone():
     found = seen_unseen(train, condition, rating, similarity, pair, resamples=50, seed=2)
     seen = np.array([text in train for text in condition])
     for part, rows in ((found.overall, seen | ~seen), (found.seen, seen), (found.unseen, ~seen)):
-        assert part == score(similarity[rows], rating[rows], pair[rows], resamples=50, seed=2)
-        assert part.spearman.low < part.spearman.value < part.spearman.high
+        system = Candidate("", similarity[None, rows])
+        (alone,) = estimate([system], rating[rows], pair[rows], resamples=50, seed=2)
+        assert part.metrics == alone.metrics
+        spearman = part.metrics["spearman"]
+        assert spearman.low < spearman.value < spearman.high
     assert found.overall.n == found.seen.n + found.unseen.n == 80
     assert (found.n_seen_conditions, found.n_unseen_conditions) == (2, 5)
 
@@ -315,7 +318,7 @@ def test_a_part_without_rows_has_no_scores():
     condition, rating, similarity, pair = rated_rows()
     found = seen_unseen(condition, condition, rating, similarity, pair, resamples=0)
     assert found.unseen is None
-    assert found.seen.spearman.value == found.overall.spearman.value
+    assert found.seen.metrics["spearman"].value == found.overall.metrics["spearman"].value
     found = seen_unseen([], condition, rating, similarity, pair, resamples=0)
     assert found.seen is None
     assert found.unseen.n == 80

@@ -24,11 +24,11 @@ from scipy.stats import spearmanr
 
 import llmcond
 import llmcond.config
-from llmcond import metrics
 from llmcond.arrays import rows_of
 from llmcond.cli import run
 from llmcond.data.datasets import sample_folder
 from llmcond.errors import DiskFullError, UserError
+from llmcond.evaluation import results
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import View, view_of
 from llmcond.heads import load_recipe
@@ -49,8 +49,7 @@ def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def few_resamples() -> Iterator[None]:
     """Few resamples for intervals, which these tests are not about."""
     with pytest.MonkeyPatch.context() as patch:
-        few = partial(metrics.score, resamples=20)
-        patch.setattr(import_module("llmcond.workflows.evaluate"), "score", few)
+        patch.setattr(results, "estimate", partial(results.estimate, resamples=20))
         yield
 
 

@@ -6,14 +6,19 @@ import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 from html.parser import HTMLParser
+from math import nan
 
 import numpy as np
 import pytest
 
 from llmcond.errors import UserError
 from llmcond.evaluation.breakdown import rank_error
+from llmcond.evaluation.paired import Difference
+from llmcond.evaluation.results import ComparedResult, Counts
+from llmcond.metrics import METRICS, Estimate
+from llmcond.report.format import probability, range_text
 from llmcond.report.page import Page, check_page, write_page
-from llmcond.report.page_tables import figure, hundred, interval, probability
+from llmcond.report.page.tables import minus
 
 WHO = ("A young woman", "Two old men", "Three children in red coats", "A large group of students")
 DOES = ("rides a bicycle", "is reading a newspaper", "play chess", "throws a ball to a brown dog")
@@ -37,40 +42,47 @@ HOSTILE = (
 
 
 def result(name, spearman, head="mlp", prompt="pair-cond", **given):
-    bounds = [None, None] if spearman is None else [spearman - 0.035, spearman + 0.033]
-    accuracy = None if spearman is None else 0.52 + spearman / 2
-    return {
+    """A result; undefined where its Spearman is None."""
+
+    def estimate(value, down, up):
+        return Estimate(nan) if spearman is None else Estimate(value, value - down, value + up)
+
+    base = spearman or 0.0
+    fitted = head != "none"
+    known = {
         "name": name,
         "head": head,
-        "prompt": prompt,
+        "prompts": (prompt,),
         "subtract": not name.endswith("+c"),
         "split": "dev",
-        "n": 1_830,
-        "n_pairs": 985,
-        "spearman": spearman,
-        "spearman_ci": bounds,
-        "pearson": None if spearman is None else spearman - 0.012,
-        "accuracy": accuracy,
-        "accuracy_ci": [None, None] if accuracy is None else [accuracy - 0.026, accuracy + 0.024],
-        "dim": None if head == "none" else 384,
-        "seeds": [] if head == "none" else [0, 1, 2],
-        "spearman_sd": None if head == "none" else 0.0071,
-        "control": "",
-        "difference": None,
-        "against": None,
-        **given,
+        "counts": Counts(n=1_830, n_pairs=985),
+        "metrics": {
+            "spearman": estimate(base, 0.035, 0.033),
+            "pearson": estimate(base - 0.012, 0.03, 0.03),
+            "accuracy": estimate(0.52 + base / 2, 0.026, 0.024),
+        },
+        "dim": 384 if fitted else None,
+        "seeds": (0, 1, 2) if fitted else (),
+        "seed_sd": {"spearman": 0.0071 if fitted else None},
     }
+    return ComparedResult(**{**known, **given})
 
 
 def difference(value):
     verdict = "better" if value > 0.04 else "worse" if value < -0.04 else "no evidence"
     p = float(np.exp(-abs(value) * 90))
-    bounds = {"low": value - 0.04, "high": value + 0.038, "p": p, "p_holm": min(1.0, 8 * p)}
-    return {"value": value, **bounds, "minimum": 0.056, "verdict": verdict}
+    return Difference(value, value - 0.04, value + 0.038, 0.0, p, min(1.0, 8 * p), 0.056, verdict)
 
 
-def differences(row, reference):
-    return {key: difference(row[key] - reference[key]) for key in ("spearman", "accuracy")}
+def compared(row, reference):
+    names = ("spearman", "accuracy")
+    return replace(
+        row,
+        difference={
+            n: difference(row.metrics[n].value - reference.metrics[n].value) for n in names
+        },
+        against=reference.name,
+    )
 
 
 def texts(n, random):
@@ -94,7 +106,7 @@ def example(n=1_830, templates=TEMPLATES, seed=0):
     """A page of every kind of way: zero-shot and fitted heads, with and without subtraction."""
     random = np.random.default_rng(seed)
     rating = random.choice([0, 0.25, 0.5, 0.75, 1], size=n, p=[0.3, 0.2, 0.14, 0.18, 0.18])
-    results, similarity, curves, isotropy = [], {}, {}, []
+    results, similarity, isotropy = [], {}, []
     for t, template in enumerate(templates):
         for head, base in (("none", 0.14), ("linear", 0.42), ("mlp", 0.585)):
             for suffix, loss in (("", 0.0), ("+c", 0.05 + 0.02 * t)):
@@ -103,24 +115,25 @@ def example(n=1_830, templates=TEMPLATES, seed=0):
                 noise = random.normal(size=n)
                 latent = score * (rating - rating.mean()) / rating.std() + noise * (1 - score)
                 similarity[name] = np.tanh(latent * (0.15 if head == "none" else 0.8)) + 0.01 * t
-                results.append(result(name, score, head, template))
+                fits = () if head == "none" else [run(score, head, random) for _ in range(3)]
+                results.append(result(name, score, head, template, fits=tuple(fits)))
                 if head == "none":
                     mean = 0.3 - 0.02 * t if not suffix else 0.78 + 0.03 * t
                     figures = {"mean_cosine": mean, "std_cosine": 0.11}
-                    isotropy.append({"name": name, **figures, "partition_ratio": 0.9 - mean / 2})
-                else:
-                    curves[name] = [run(score, head, random) for _ in range(3)]
+                    about = {"name": name, "head": head, "prompt": template, "subtract": not suffix}
+                    isotropy.append({**about, **figures, "partition_ratio": 0.9 - mean / 2})
     results.append(
         result("mlp@control-shuffled", 0.02, prompt="control-shuffled", control="shuffled c")
     )
     similarity["mlp@control-shuffled"] = random.normal(size=n) / 5
-    results.sort(key=lambda r: -r["spearman"])
+    results.sort(key=lambda r: -r.main.value)
     baseline = f"mlp@{templates[1]}"
-    references = {(r["head"], r["subtract"]): r for r in results if r["prompt"] == templates[1]}
-    for row in results:
-        reference = references[row["head"], row["subtract"]]
-        if row is not reference:
-            row |= {"difference": differences(row, reference), "against": reference["name"]}
+    references = {(r.head, r.subtract): r for r in results if r.prompt == templates[1]}
+    results = [
+        row if row is reference else compared(row, reference)
+        for row in results
+        for reference in [references[row.head, row.subtract]]
+    ]
     first, second, condition = texts(n, random)
     return Page(
         title="Prompt templates on re-annotated C-STS with minilm",
@@ -140,7 +153,6 @@ def example(n=1_830, templates=TEMPLATES, seed=0):
         scale=(1.0, 5.0),
         similarity=similarity,
         isotropy=isotropy,
-        curves=curves,
         made={
             "model": {"name": "minilm", "revision": "c9745ed1d9f207416be6d2e6f8de32d1f16199bf"},
             "prompts": {
@@ -163,10 +175,11 @@ def run(score, head, random):
     epochs = 10 if head == "linear" else 25
     rising = score * (1 - np.exp(-np.arange(1, epochs + 1) / 4)) + random.normal(0, 0.006, epochs)
     losses = 0.12 * np.exp(-np.arange(epochs) / 6) + random.uniform(0.02, 0.025)
-    return [
+    curve = [
         {"epoch": i + 1, "loss": float(losses[i]), "dev_spearman": float(rising[i])}
         for i in range(epochs)
     ]
+    return {"curve": curve}
 
 
 def hostile(page):
@@ -176,9 +189,9 @@ def hostile(page):
     cycled = [HOSTILE[i % len(HOSTILE)] for i in range(n)]
     old, new = page.baseline, f"mlp@{evil}"
     renamed = [
-        {**row, "name": new, "prompt": evil, "control": evil}
-        if row["name"] == old
-        else {**row, "against": new if row["against"] == old else row["against"]}
+        replace(row, name=new, prompts=(evil,), control=evil)
+        if row.name == old
+        else replace(row, against=new if row.against == old else row.against)
         for row in page.results
     ]
     return replace(
@@ -190,8 +203,7 @@ def hostile(page):
         sentence2=cycled[1:] + cycled[:1],
         condition=[f"{text} {i % 3}" for i, text in enumerate(cycled)],
         similarity={new if name == old else name: v for name, v in page.similarity.items()},
-        curves={new if name == old else name: v for name, v in page.curves.items()},
-        isotropy=[{**row, "name": row["name"] + evil} for row in page.isotropy],
+        isotropy=[{**row, "prompt": row["prompt"] + evil} for row in page.isotropy],
         made={evil: {"text": HOSTILE[1], "list": [HOSTILE[0], 1]}, "long": HOSTILE[6]},
         baseline=new,
     )
@@ -199,19 +211,19 @@ def hostile(page):
 
 def undefined(page):
     """The page with no figure defined anywhere."""
-    figures = ("spearman", "pearson", "accuracy", "dim", "spearman_sd")
-    nothing = dict.fromkeys(("value", "low", "high", "p", "p_holm", "minimum", "verdict"))
+    nothing = Difference(*[nan] * 7, "no evidence")
+    empty = {"epoch": 1, "loss": None, "dev_spearman": None}
     results = [
-        {
-            **row,
-            **dict.fromkeys(figures),
-            "spearman_ci": [None, None],
-            "accuracy_ci": [None, None],
-            "difference": row["difference"] and {"spearman": nothing, "accuracy": nothing},
-        }
+        replace(
+            row,
+            metrics=dict.fromkeys(row.metrics, Estimate(nan)),
+            seed_sd={},
+            dim=None,
+            fits=({"curve": [empty]},),
+            difference=row.difference and dict.fromkeys(row.difference, nothing),
+        )
         for row in page.results
     ]
-    empty = {"epoch": 1, "loss": None, "dev_spearman": None}
     return replace(
         page,
         results=results,
@@ -221,7 +233,6 @@ def undefined(page):
             {**row, **dict.fromkeys(("mean_cosine", "std_cosine", "partition_ratio"))}
             for row in page.isotropy
         ],
-        curves={name: [[empty]] for name in page.curves},
         made={"nothing": None},
     )
 
@@ -239,10 +250,9 @@ def plain(page):
     (best, *_) = page.results
     return replace(
         page,
-        results=[{**best, "difference": None}],
-        similarity={best["name"]: page.similarity[best["name"]]},
+        results=[replace(best, difference=None, against=None, fits=())],
+        similarity={best.name: page.similarity[best.name]},
         isotropy=(),
-        curves={},
         baseline=None,
     )
 
@@ -301,7 +311,7 @@ def parsed(page, tmp_path_factory):
 
 def test_every_section_is_there_and_can_be_gone_to(parsed):
     sections = [attributes["id"] for attributes in parsed.all("section")]
-    assert sections == ["summary", "results", "heads", "ways", "isotropy", "curves", "made"]
+    assert sections == ["summary", "results", "heads", "systems", "isotropy", "curves", "made"]
     assert [a["href"] for a in parsed.all("a")] == [f"#{section}" for section in sections]
     ids = [attributes["id"] for _, attributes in parsed.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
@@ -334,15 +344,10 @@ def test_the_main_table_has_figures_intervals_and_verdicts_in_words(parsed):
 
 
 def test_all_ways_may_be_compared_with_a_single_one(page, tmp_path):
-    reference = next(row for row in page.results if row["name"] == page.baseline)
-    results = [
-        {**row, "difference": differences(row, reference), "against": reference["name"]}
-        if row is not reference
-        else row
-        for row in page.results
-    ]
+    reference = next(row for row in page.results if row.name == page.baseline)
+    results = [row if row is reference else compared(row, reference) for row in page.results]
     source = written(replace(page, results=results), tmp_path)
-    assert "Each way is compared with the baseline, mlp@concat-sent-cond ." in source.said
+    assert "Each system is compared with the baseline, mlp@concat-sent-cond ." in source.said
     assert source.said.count(" baseline concat-sent-cond ") == 1
     assert "The dashed line is the baseline." in source.said
 
@@ -355,10 +360,10 @@ def test_what_made_it_is_told_in_full(parsed):
 
 def test_embedded_numbers_are_those_of_the_rows(page, parsed):
     data = parsed.data
-    names = [way["name"] for way in data["ways"]]
-    assert names == [result["name"] for result in page.results]
+    names = [way["name"] for way in data["systems"]]
+    assert names == [result.name for result in page.results]
     assert data["chosen"] == ["mlp@pair-cond", "mlp@concat-sent-cond"]
-    way = data["ways"][3]
+    way = data["systems"][3]
     np.testing.assert_allclose(way["similarity"], page.similarity[way["name"]], atol=5e-5)
     error = rank_error(page.similarity[way["name"]], page.rating)
     np.testing.assert_allclose(way["error"], 1000 * error, atol=0.51)
@@ -405,14 +410,14 @@ def test_figures_may_be_undefined_everywhere(page, tmp_path):
     assert "nan" not in source.said.lower()
     assert source.data["conditions"] is None
     sections = [attributes["id"] for attributes in source.all("section")]
-    assert sections == ["summary", "results", "ways", "made"]
+    assert sections == ["summary", "results", "systems", "made"]
 
 
 def test_rows_may_lack_a_rating_or_a_prediction(page, tmp_path):
     page = partial(page)
     (name, *_) = page.similarity
     data = written(page, tmp_path).data
-    (way,) = [way for way in data["ways"] if way["name"] == name]
+    (way,) = [way for way in data["systems"] if way["name"] == name]
     for i, (rating, similarity) in enumerate(zip(page.rating, page.similarity[name], strict=True)):
         assert (data["rows"]["rating"][i] is None) == np.isnan(rating)
         assert (way["similarity"][i] is None) == (way["place"][i] is None) == np.isnan(similarity)
@@ -424,23 +429,24 @@ def test_rows_may_lack_a_rating_or_a_prediction(page, tmp_path):
 def test_one_result_has_a_page_of_its_own(page, tmp_path):
     source = written(plain(page), tmp_path)
     sections = [attributes["id"] for attributes in source.all("section")]
-    assert sections == ["summary", "results", "ways", "made"]
+    assert sections == ["summary", "results", "systems", "made"]
     assert source.data["chosen"] == ["mlp@pair-cond", None]
     assert "against the baseline" not in source.said
     assert "verdict" not in source.said
 
 
 def test_results_alone_are_enough(page, tmp_path):
-    bare = Page("t", [], page.results[:1], [], [], [], [], np.array([]))
+    alone = replace(page.results[0], fits=())
+    bare = Page("t", [], [alone], [], [], [], [], np.array([]))
     sections = [attributes["id"] for attributes in written(bare, tmp_path).all("section")]
     assert sections == ["results"]
 
 
 def test_fits_of_one_head_and_template_do_not_cover_each_other(page, tmp_path):
-    again = [{**page.results[0], "name": f"mine-{i}"} for i in range(2)]
+    again = [replace(page.results[0], name=f"mine-{i}") for i in range(2)]
     source = written(replace(page, results=[*page.results, *again]), tmp_path)
     sets = source.data["charts"]["heads"]["datasets"].values()
-    rows = next(rows for rows in sets if "way" in rows[0])
+    rows = next(rows for rows in sets if "system" in rows[0])
     places = [(row["label"], row["slot"]) for row in rows]
     assert len(set(places)) == len(places)
 
@@ -469,23 +475,16 @@ def test_a_page_that_cannot_be_made_is_refused(page, tmp_path, monkeypatch):
         check_page(tmp_path / "folder.html")
     check_page(tmp_path / "new" / "page.html")
     assert not (tmp_path / "new").exists()
-    monkeypatch.setattr("llmcond.report.page.find_spec", lambda _: None)
+    monkeypatch.setattr("llmcond.report.page.render.find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"pip install 'llmcond\[report\]'"):
         check_page(tmp_path / "page.html")
 
 
 def test_figures_are_written_for_people():
-    assert [hundred(v) for v in (0.5851, -0.0239, 0.0, -0.0001, None)] == [
-        "58.5",
-        "−2.4",
-        "0.0",
-        "0.0",
-        "–",
-    ]
-    assert [hundred(v, signed=True) for v in (0.031, -0.031, 0.0001)] == ["+3.1", "−3.1", "0.0"]
-    assert figure(float("nan"), ".3f") == "–"
-    assert interval([0.1, None]) == interval(None) == ""
-    assert [probability(p) for p in (0.0004, 0.0312, None)] == ["< 0.001", "0.031", "–"]
+    metric = METRICS["spearman"]
+    assert range_text(metric, 0.1, nan) == ""
+    assert minus(range_text(metric, -0.1, 0.2, signed=True)) == "−10.0 to +20.0"
+    assert [probability(p) for p in (0.0004, 0.0312, nan)] == ["< 0.001", "0.031", "–"]
 
 
 # -- in a browser --------------------------------------------------------------------------------
@@ -623,7 +622,7 @@ def test_tables_are_sorted_by_keyboard(browser, files):
 def test_other_ways_and_conditions_can_be_looked_at(browser, files):
     with opened(browser, files / "full.html") as tab:
         cards = tab.locator("#disagreements").inner_text()
-        tab.locator("#way-B").select_option(label="none@pair-cond+c")
+        tab.locator("#system-B").select_option(label="none@pair-cond+c")
         tab.wait_for_function(DRAWN)
         assert tab.locator("#scatter-name-B").inner_text() == "B: none@pair-cond+c"
         assert tab.locator("#disagreements").inner_text() != cards
@@ -633,7 +632,7 @@ def test_other_ways_and_conditions_can_be_looked_at(browser, files):
         tab.get_by_label("Nearer to the rating").select_option("B")
         said = tab.locator(".card > .detail").all_inner_texts()
         assert set(said) == {"B is nearer to the rating"}
-        tab.locator("#way-curves").select_option(label="linear@pair-cond")
+        tab.locator("#system-curves").select_option(label="linear@pair-cond")
         tab.locator("[data-numbers=curves] summary").click()
         row = tab.locator("[data-numbers=curves] tbody tr").first
         assert row.inner_text().startswith("linear@pair-cond\t0\t1\t")

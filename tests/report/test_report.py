@@ -1,26 +1,27 @@
 """What people see: results and listings as tables."""
 
+from dataclasses import replace
+from math import nan
+
 from helpers.terminal import shown
 
+from llmcond.evaluation.results import Counts, Result
+from llmcond.metrics import Estimate
 from llmcond.report.terminal import listing, results_table
 
-RESULT = {
-    "name": "mlp@concat-sent-cond",
-    "prompt": "concat-sent-cond",
-    "subtract": True,
-    "split": "dev",
-    "n": 1_830,
-    "n_pairs": 985,
-    "n_dropped": 154,
-    "n_compared": 736,
-    "n_tied": 110,
-    "spearman": 0.587,
-    "spearman_ci": [0.555, 0.619],
-    "pearson": None,
-    "pearson_ci": [None, None],
-    "accuracy": 0.821,
-    "accuracy_ci": [0.795, 0.846],
-}
+RESULT = Result(
+    name="mlp@concat-sent-cond",
+    head="mlp",
+    prompts=("concat-sent-cond",),
+    subtract=True,
+    split="dev",
+    counts=Counts(n=1_830, n_pairs=985, n_dropped=154, n_compared=736, n_tied=110),
+    metrics={
+        "spearman": Estimate(0.587, 0.555, 0.619),
+        "pearson": Estimate(nan),
+        "accuracy": Estimate(0.821, 0.795, 0.846),
+    },
+)
 
 
 def test_a_result_shows_figures_times_100_with_intervals_and_counts():
@@ -31,7 +32,7 @@ def test_a_result_shows_figures_times_100_with_intervals_and_counts():
 
 
 def test_a_name_of_the_users_own_is_shown_whole():
-    assert "mlp@home" in shown(results_table([{**RESULT, "name": "mlp@home"}], "runs/x"))
+    assert "mlp@home" in shown(results_table([replace(RESULT, name="mlp@home")], "runs/x"))
 
 
 def test_intervals_stay_whole_in_a_narrow_terminal():

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SFR = "Salesforce/SFR-Embedding-Mistral"
 #: By their full names: the package has functions of these names.
-FITTING = [import_module(f"llmcond.workflows.{name}") for name in ("sweep_fits", "fit")]
+FITTING = [import_module(f"llmcond.{name}") for name in ("runs.trials", "workflows.fit")]
 QUICK = ["--quick", "--workers", "1", "--device", "cpu", "--dtype", "float32", "--json"]
 
 

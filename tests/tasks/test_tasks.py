@@ -93,7 +93,7 @@ def test_templates_name_further_columns(answers, tmp_path):
     for own in (rows, again):
         number = own.sentence1[0].removeprefix("q")
         assert row_inputs(own, prompt).first[0].text == f"q{number} (n{number}) rain"
-    with pytest.raises(UserError, match="'note'.*not read"):
+    with pytest.raises(UserError, match=r"'note'.*not read"):
         row_inputs(task.read(DataOptions(ROWS)).splits["train"], prompt)
     (tmp_path / "t.toml").write_text((tmp_path / "t.toml").read_text().replace("{note}", "{nite}"))
     with pytest.raises(UserError, match=r"nite.*note.*fields"):

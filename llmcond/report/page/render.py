@@ -1,4 +1,4 @@
-"""Results as one HTML file that needs nothing else: no network, no further file."""
+"""A page as HTML: its template, style, scripts and data in one file."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 
 from llmcond.errors import UserError
 from llmcond.files import check_writable, replacing
-from llmcond.report import page_charts
-from llmcond.report.page_data import Page, by_head, counts, embedded, isotropy_charts
-from llmcond.report.page_tables import Baselines, difference_table, isotropy_table, main_table
-
-__all__ = ["Page", "check_page", "write_page"]
+from llmcond.metrics import metric_of
+from llmcond.report.format import factors_text
+from llmcond.report.page import charts
+from llmcond.report.page.data import Page, by_head, counts, embedded, isotropy_charts
+from llmcond.report.page.tables import Baselines, difference_table, isotropy_table, main_table
 
 _FOLDER = Path(__file__).parent
 _NEEDED = ("altair", "jinja2", "vl_convert")
 
 
 def check_page(path: Path) -> None:
-    """Refuse, before hours of work, a page that could not be made.
+    """Check, before hours of work, that a page can be made.
 
     Raises:
         UserError: another kind of file, no place to write to, or a library is not installed.
@@ -71,10 +71,12 @@ def _render(page: Page) -> str:
         data["charts"]["heads"] = heads[0]
     if isotropy:
         data["charts"] |= {f"isotropy-{i}": chart for i, chart in enumerate(isotropy[0])}
-    scripts = [_script(page_charts.libraries()), _script((_FOLDER / "page.js").read_text("utf-8"))]
+    scripts = [_script(charts.libraries()), _script((_FOLDER / "page.js").read_text("utf-8"))]
     text = environment.get_template("page.html.j2").render(
         page=page,
         counts=counts(page.results),
+        primary=page.results[0].primary,
+        factors=factors_text([metric_of(name) for name in page.results[0].metrics]),
         results=main_table(page.results, baselines),
         baselines=baselines,
         differences=difference_table(page.results if baselines.named else ()),
@@ -114,7 +116,7 @@ def _json(data: Mapping[str, Any]) -> str:
 
 
 def _nested(value: object) -> bool:
-    """Tell whether a value of what made the page takes a table of its own."""
+    """Return whether a value of what made the page takes a table of its own."""
     if isinstance(value, Mapping):
         return bool(value)
     return isinstance(value, list | tuple) and any(isinstance(v, Mapping | list) for v in value)

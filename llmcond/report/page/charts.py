@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-#: So many series are told apart by colour and mark; further ones begin again. One mark fewer than
-#: colours, so that twos repeat late.
+#: So many series differ in colour and mark; further ones begin again. One mark fewer than
+#: colours, so that pairs of both repeat late.
 _COLOURS = tuple(f"var(--series-{i})" for i in range(1, 8))
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
 
@@ -138,7 +138,7 @@ def calibration() -> dict[str, Any]:
         .encode(x=_rating("rating:Q"), y=y("value:Q"))
     )
     tooltip = [
-        alt.Tooltip("name:N", title="way"),
+        alt.Tooltip("name:N", title="system"),
         alt.Tooltip("rating:Q", format=".3~f"),
         alt.Tooltip("n:Q", title="rows", format=",d"),
         alt.Tooltip("mean:Q", format=".3f"),
@@ -163,8 +163,8 @@ def calibration() -> dict[str, Any]:
 def curves(measure: str, title: str) -> dict[str, Any]:
     """Return a chart of a measure against epochs.
 
-    The page gives it ``chosen`` (seed, epoch, measure), a line for each seed of the chosen way, and
-    ``others`` (name, epoch, measure), the means over seeds of all other ways; either may be empty.
+    The page gives it ``chosen`` (seed, epoch, measure), a line for each seed of the chosen system,
+    and ``others`` (name, epoch, measure), the means over seeds of all others; either may be empty.
     """
     import altair as alt
 

@@ -21,9 +21,11 @@ from llmcond.evaluation.breakdown import (
     rank_share,
     rating_span,
 )
-from llmcond.metrics import Floats
-from llmcond.report import page_charts
-from llmcond.report.page_tables import Baselines, Result, figure, hundred, interval, known
+from llmcond.evaluation.results import ComparedResult
+from llmcond.metrics import Floats, finite, number
+from llmcond.report.format import range_text
+from llmcond.report.page import charts as page_charts
+from llmcond.report.page.tables import Baselines, known, minus
 
 
 @dataclass(frozen=True)
@@ -33,21 +35,15 @@ class Page:
     Attributes:
         title: of the page.
         summary: sentences in plain words, the most important first.
-        results: one for each way of predicting, best first: name (unique), head ("none" is
-            zero-shot), prompt, subtract, split, n, n_pairs, spearman, spearman_ci, pearson,
-            accuracy, accuracy_ci, dim, seeds, spearman_sd, control ("" if it is none) and
-            difference: None for a baseline and where nothing is compared, or for spearman and
-            accuracy value, low, high, p, p_holm, minimum and verdict ("better", "worse", "no
-            evidence"); against: the name of the result that it is a difference to. Any figure may
-            be None.
+        results: one for each system, best first, all of the same metrics; names are unique.
         number: (n,) the row's number in its file.
         sentence1, sentence2, condition: (n,) texts.
         rating: (n,) on 0 to 1; NaN where the row is unrated.
         scale: the lowest and the highest rating as the data has them.
         similarity: for each result's name (n,) predictions, in the mean over seeds; NaN where
             there is none.
-        isotropy: for each set of vectors name, mean_cosine, std_cosine and partition_ratio.
-        curves: by name and seed, epochs of epoch, loss and dev_spearman.
+        isotropy: for each set of vectors name, head, prompt, subtract, mean_cosine, std_cosine and
+            partition_ratio.
         made: what made the page, as nested JSON.
         baseline: the name of the result that comes first of those that others are compared with;
             None: nothing is compared.
@@ -55,7 +51,7 @@ class Page:
 
     title: str
     summary: Sequence[str]
-    results: Sequence[Result]
+    results: Sequence[ComparedResult]
     number: Sequence[int]
     sentence1: Sequence[str]
     sentence2: Sequence[str]
@@ -64,18 +60,17 @@ class Page:
     scale: tuple[float, float] = (0.0, 1.0)
     similarity: Mapping[str, NDArray[np.floating]] = field(default_factory=dict)
     isotropy: Sequence[Mapping[str, Any]] = ()
-    curves: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]] = field(default_factory=dict)
     made: Mapping[str, Any] = field(default_factory=dict)
     baseline: str | None = None
 
     def __post_init__(self) -> None:
-        names = [result["name"] for result in self.results]
+        names = [result.name for result in self.results]
         if not names:
             raise UserError("a page was asked for without results; give one at least.")
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
             raise UserError(f"{len(twice)} names occur more than once, such as {twice[0]!r}.")
-        against = [result["against"] for result in self.results if result["difference"]]
+        against = [result.against for result in self.results if result.against]
         for name in () if self.baseline is None else (self.baseline, *against):
             if name not in names:
                 raise UserError(f"the baseline {name!r} is none of the results.")
@@ -92,29 +87,25 @@ class Page:
                 raise UserError(f"{len(column)} {what} came with {n} ratings.")
 
     @cached_property
-    def ways(self) -> list[str]:
+    def systems(self) -> list[str]:
         """Return the names of the results whose predictions are there, in their order."""
-        return [r["name"] for r in self.results if len(self.similarity.get(r["name"], ()))]
+        return [one.name for one in self.results if len(self.similarity.get(one.name, ()))]
 
     def chosen(self) -> tuple[str, str | None]:
-        """Return the two ways to begin with: the best, and the baseline or the next best."""
-        control = {result["name"]: bool(result["control"]) for result in self.results}
-        score = {result["name"]: result["spearman"] for result in self.results}
-        ranked = sorted(self.ways, key=lambda way: (control[way], -_or(score[way], -math.inf)))
-        first = ranked[0]
-        others = [self.baseline, *ranked[1:]]
-        return first, next((way for way in others if way in self.ways and way != first), None)
+        """Return the two systems to begin with: the best, and the baseline or the next best."""
+        known = [result for result in self.results if result.name in self.systems]
+        # They come best first: controls go last.
+        ranked = [one.name for one in sorted(known, key=lambda result: bool(result.control))]
+        others = (self.baseline, *ranked[1:])
+        second = (name for name in others if name in self.systems and name != ranked[0])
+        return ranked[0], next(second, None)
 
 
-def _or(value: float | None, instead: float) -> float:
-    return instead if value is None or not math.isfinite(value) else value
-
-
-def counts(results: Sequence[Result]) -> list[str]:
+def counts(results: Sequence[ComparedResult]) -> list[str]:
     """Return what was scored, once for each set of rows."""
     found = (
-        f"{result['split']}: {result['n']:,} rated rows of {result['n_pairs']:,} sentence pairs"
-        for result in results
+        f"{one.split}: {one.counts.n:,} rated rows of {one.counts.n_pairs:,} sentence pairs"
+        for one in results
     )
     return list(dict.fromkeys(found))
 
@@ -122,13 +113,14 @@ def counts(results: Sequence[Result]) -> list[str]:
 def embedded(page: Page) -> dict[str, Any]:
     """Return what the page's script needs, as JSON has it; every text is there once."""
     data: dict[str, Any] = {"config": page_charts.CONFIG, "charts": {}, "curves": _curves(page)}
-    data |= {"ways": [], "chosen": (None, None), "conditions": None}
-    if page.ways:
+    data["primary"] = page.results[0].primary.heading
+    data |= {"systems": [], "chosen": (None, None), "conditions": None}
+    if page.systems:
         texts: dict[str, int] = {}
         low, high = page.scale
         data["scale"] = [low, high]
-        errors = {name: _errors(page, name) for name in page.ways}
-        data["ways"] = [_way(page, name, error) for name, error in errors.items()]
+        errors = {name: _errors(page, name) for name in page.systems}
+        data["systems"] = [_system(page, name, error) for name, error in errors.items()]
         data["chosen"] = page.chosen()
         data["rows"] = {
             "number": [int(number) for number in page.number],
@@ -142,24 +134,24 @@ def embedded(page: Page) -> dict[str, Any]:
         data["spans"] = _spans(page)
         data["texts"] = list(texts)
         data["charts"] |= {"scatter": page_charts.scatter(), "levels": page_charts.calibration()}
-    epochs = [epoch for way in data["curves"] for seed in way["seeds"] for epoch in seed]
+    epochs = [epoch for curve in data["curves"] for seed in curve["seeds"] for epoch in seed]
     for place, name, title in ((1, "loss", "loss"), (2, "dev", "Spearman on dev × 100")):
         if any(epoch[place] is not None for epoch in epochs):
             data["charts"][name] = page_charts.curves(name, title)
     return data
 
 
-def _way(page: Page, name: str, error: Floats) -> dict[str, Any]:
+def _system(page: Page, name: str, error: Floats) -> dict[str, Any]:
     similarity = np.asarray(page.similarity[name], dtype=np.float64)
     there = np.isfinite(similarity)
     rated = there & ~np.isnan(page.rating)
     place = np.full(len(similarity), np.nan)
     place[there] = rank_share(similarity[there])
-    result = next(result for result in page.results if result["name"] == name)
+    result = next(result for result in page.results if result.name == name)
     low, high = page.scale
     return {
         "name": name,
-        "told": _told(result),
+        "score": _score_text(result),
         "similarity": _rounded(similarity, 4),
         "place": _rounded(1000 * place, 0),
         "error": _rounded(1000 * error, 0),
@@ -174,9 +166,11 @@ def _way(page: Page, name: str, error: Floats) -> dict[str, Any]:
     }
 
 
-def _told(result: Result) -> str:
-    bounds = interval(result["spearman_ci"])
-    return f"Spearman {hundred(result['spearman'])}" + (f" ({bounds})" if bounds else "")
+def _score_text(result: ComparedResult) -> str:
+    metric, found = result.primary, result.main
+    bounds = minus(range_text(metric, found.low, found.high))
+    text = f"{metric.heading} {minus(metric.show(found.value))}"
+    return f"{text} ({bounds})" if bounds else text
 
 
 def _errors(page: Page, name: str) -> Floats:
@@ -221,23 +215,23 @@ def _spans(page: Page) -> list[list[Any]]:
 
 
 def _curves(page: Page) -> list[dict[str, Any]]:
-    seeds = {result["name"]: list(result["seeds"]) for result in page.results}
     found = []
-    for name, runs in page.curves.items():
-        curves = [[_epoch(epoch) for epoch in run] for run in runs if run]
+    for result in page.results:
+        curves = [
+            [_epoch(epoch) for epoch in fit["curve"]] for fit in result.fits if fit.get("curve")
+        ]
         if any(epoch[1:] != [None, None] for curve in curves for epoch in curve):
-            numbers = seeds.get(name, [])
-            labels = numbers if len(numbers) == len(curves) else list(range(len(curves)))
-            found.append({"name": name, "labels": labels, "seeds": curves})
+            same = len(result.seeds) == len(curves)
+            labels = list(result.seeds) if same else list(range(len(curves)))
+            found.append({"name": result.name, "labels": labels, "seeds": curves})
     return found
 
 
 def _epoch(epoch: Mapping[str, Any]) -> list[float | None]:
-    dev = epoch["dev_spearman"]
-    loss, score = _rounded(
-        np.array([_or(epoch["loss"], math.nan), 100 * _or(dev, math.nan)], dtype=np.float64), 5
-    )
-    return [epoch["epoch"], loss, score]
+    dev = finite(epoch["dev_spearman"])
+    figures = (finite(epoch["loss"]), None if dev is None else 100 * dev)
+    rounded = _rounded(np.array(figures, dtype=np.float64), 5)
+    return [epoch["epoch"], *rounded]
 
 
 def _rounded(values: NDArray[np.floating], digits: int) -> list[Any]:
@@ -246,7 +240,7 @@ def _rounded(values: NDArray[np.floating], digits: int) -> list[Any]:
     return [int(v) if v is not None and v.is_integer() else v for v in rounded]
 
 
-# -- charts that are the same whichever ways are looked at ---------------------------------------
+# -- charts that are the same whichever systems are chosen ---------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,84 +255,78 @@ def _legend(names: Sequence[str]) -> Legend:
 
 
 def by_head(page: Page) -> tuple[dict[str, Any], Legend] | None:
-    """Return Spearman by head and template as a chart, best template first; None for one alone."""
-    defined = [result for result in page.results if result["spearman"] is not None]
+    """Return the primary metric by head and template as a chart, best template first.
+
+    None where it is defined for fewer than two results.
+    """
+    metric = page.results[0].primary
+    defined = [result for result in page.results if finite(result.main.value) is not None]
     if len(defined) < 2:
         return None
     series = list(dict.fromkeys(_series(result) for result in defined))
-    heads = list(dict.fromkeys(str(result["head"]) for result in defined))
+    heads = list(dict.fromkeys(result.head for result in defined))
     rows = []
     used: Counter[tuple[str, str]] = Counter()
-    for result in sorted(defined, key=lambda r: -r["spearman"]):
-        label, head = _label(result), str(result["head"])
+    for result in defined:
+        label = f"{result.prompt}\n{'minus c' if result.subtract else 'c kept'}"
         # Several fits of one head and template stand beside each other, too.
-        slot = heads.index(head) + len(heads) * used[label, head]
-        used[label, head] += 1
-        low, high = known(result["spearman_ci"])
+        slot = heads.index(result.head) + len(heads) * used[label, result.head]
+        used[label, result.head] += 1
+        found = result.main
+        low, high = known(found.low, found.high)
         rows.append(
             {
                 "label": label,
                 "slot": slot,
                 "series": _series(result),
-                "value": 100 * result["spearman"],
-                "low": None if low is None else 100 * low,
-                "high": None if high is None else 100 * high,
-                "way": result["name"],
-                "Spearman": hundred(result["spearman"]),
-                "95 % interval": interval(result["spearman_ci"]) or "undefined",
+                "value": metric.scaled(found.value),
+                "low": metric.scaled(low),
+                "high": metric.scaled(high),
+                "system": result.name,
+                metric.heading: minus(metric.show(found.value)),
+                "95 % interval": minus(range_text(metric, found.low, found.high)) or "undefined",
             }
         )
     baselines = Baselines.of(page.results, page.baseline)
     one = baselines.named if len(baselines.all) == 1 else None
-    reference = None if one is None or one["spearman"] is None else 100 * one["spearman"]
-    description = "Spearman of each way of predicting with its 95 % interval, by template and head."
-    spec = page_charts.intervals(rows, series, "Spearman × 100", description, reference)
-    return spec, _legend(series)
+    reference = None if one is None else metric.scaled(one.main.value)
+    description = f"{metric.heading} of each system with its 95 % interval, by template and head."
+    factor = "" if metric.factor == 1 else f" × {metric.factor:g}"
+    title = f"{metric.heading}{factor}"
+    return page_charts.intervals(rows, series, title, description, reference), _legend(series)
 
 
-def _series(result: Result) -> str:
-    return f"{result['head']}, control" if result["control"] else str(result["head"])
-
-
-def _label(result: Result) -> str:
-    return f"{result['prompt']}\n{'minus c' if result['subtract'] else 'c kept'}"
+def _series(result: ComparedResult) -> str:
+    return f"{result.head}, control" if result.control else result.head
 
 
 def isotropy_charts(page: Page) -> tuple[list[dict[str, Any]], Legend] | None:
     """Return the mean cosine and the partition ratio of each set of vectors as charts."""
-    parts = [(row, *_split_name(str(row["name"]))) for row in page.isotropy]
-    series = [name for name in ("minus c", "c kept") if any(part[2] == name for part in parts)]
+    kinds: list[str] = ["minus c" if row["subtract"] else "c kept" for row in page.isotropy]
+    series: list[str] = [name for name in ("minus c", "c kept") if name in kinds]
     charts = []
     for key, spread, title in (
         ("mean_cosine", "std_cosine", "mean cosine ± sd"),
         ("partition_ratio", None, "partition ratio"),
     ):
         rows = []
-        for row, label, kind in parts:
+        for row, kind in zip(page.isotropy, kinds, strict=True):
             value = row[key]
             if value is None:
                 continue
             sd = None if spread is None else row[spread]
             rows.append(
                 {
-                    "label": label,
+                    "label": f"{row['prompt']}\n{row['head']}",
                     "slot": series.index(kind),
                     "series": kind,
                     "value": value,
                     "low": None if sd is None else value - sd,
                     "high": None if sd is None else value + sd,
-                    "way": row["name"],
-                    key.replace("_", " "): figure(value, ".3f"),
+                    "system": row["name"],
+                    key.replace("_", " "): minus(number(value, 3)),
                 }
             )
         if rows:
             charts.append(page_charts.intervals(rows, series, title, f"{title}, by template."))
     return (charts, _legend(series)) if charts else None
-
-
-def _split_name(name: str) -> tuple[str, str]:
-    """Return what vectors are called apart from subtraction, in two lines, and which it is."""
-    kept = name.removesuffix("+c")
-    head, _, template = kept.partition("@")
-    label = f"{template}\n{head}" if template else kept
-    return label, "c kept" if kept != name else "minus c"

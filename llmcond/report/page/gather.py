@@ -1,8 +1,9 @@
-"""The page of a comparison or an evaluation: what a run holds, gathered for the report."""
+"""What a page of results shows, gathered from a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -11,29 +12,20 @@ from numpy.typing import NDArray
 from llmcond.arrays import rows_of
 from llmcond.data.rows import Rows
 from llmcond.evaluation.isotropy import MOST_VECTORS, measure_isotropy
+from llmcond.evaluation.results import ComparedResult, Result
 from llmcond.prompts import Prompt
-from llmcond.report.page import Page
+from llmcond.report.page.data import Page
 from llmcond.runs import Run
 from llmcond.runs.features import RowFeatures
-from llmcond.runs.predictors import label, zeroshots
+from llmcond.runs.predictors import zeroshots
 from llmcond.runs.provenance import provenance
-
-#: What results of evaluations lack beside those of comparisons.
-_DEFAULTS: Mapping[str, Any] = {
-    "seeds": (),
-    "spearman_sd": None,
-    "control": "",
-    "difference": None,
-    "against": None,
-}
 
 
 def page_of(
     run: Run,
     rows: Rows,
-    results: Sequence[Mapping[str, Any]],
+    results: Sequence[Result],
     similarity: Mapping[str, NDArray[np.floating]],
-    curves: Mapping[str, Sequence[Any]],
     *,
     title: str,
     summary: Sequence[str],
@@ -45,9 +37,8 @@ def page_of(
     Args:
         run: what the results are of.
         rows: what was scored, extracted into the run's store.
-        results: one for each way of predicting, best first.
+        results: one for each system, best first.
         similarity: result's name -> (n,) predictions of all rows.
-        curves: result's name -> learning curves, by seed.
         title: of the page.
         summary: sentences.
         settings: what was asked for.
@@ -56,13 +47,13 @@ def page_of(
     Raises:
         UserError: no results.
     """
-    names = list(dict.fromkeys(str(result["prompt"]) for result in results))
-    prompts = [run.prompt(part) for part in dict.fromkeys("+".join(names).split("+")) if part]
+    names = dict.fromkeys(name for result in results for name in result.prompts)
+    prompts = [run.prompt(name) for name in names]
     manifest = run.manifest
     return Page(
         title=title,
         summary=summary,
-        results=[{**_DEFAULTS, **result} for result in results],
+        results=[_compared(result) for result in results],
         number=rows.number.tolist(),
         sentence1=rows.sentence1,
         sentence2=rows.sentence2,
@@ -71,7 +62,6 @@ def page_of(
         scale=(run.scale.low, run.scale.high),
         similarity=similarity,
         isotropy=_isotropy(run, prompts, rows),
-        curves={name: found for name, found in curves.items() if any(found)},
         made={
             "encoder": manifest["encoder"],
             "store_dtype": manifest["store_dtype"],
@@ -84,6 +74,12 @@ def page_of(
     )
 
 
+def _compared(result: Result) -> ComparedResult:
+    if isinstance(result, ComparedResult):
+        return result
+    return ComparedResult(**{field.name: getattr(result, field.name) for field in fields(result)})
+
+
 def _isotropy(run: Run, prompts: Sequence[Prompt], rows: Rows) -> list[dict[str, Any]]:
     """Return the isotropy of every prompt's features, with and without subtraction."""
     rated, store = np.flatnonzero(rows.rated)[:MOST_VECTORS], run.store()
@@ -94,5 +90,7 @@ def _isotropy(run: Run, prompts: Sequence[Prompt], rows: Rows) -> list[dict[str,
         for zeroshot in zeroshots(prompt):
             pairs = features.pairs(zeroshot.view).take(rated)
             sides = [rows_of(side, slice(None)) for side in (pairs.first, pairs.second)]
-            found.append(measure_isotropy(label(zeroshot), np.concatenate(sides)))
+            about = {"head": "none", "prompt": prompt.name, "subtract": zeroshot.view.subtracts}
+            measured = measure_isotropy(zeroshot.name, np.concatenate(sides))
+            found.append({**measured, **about})
     return found

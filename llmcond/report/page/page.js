@@ -75,7 +75,7 @@
     return direction === "ascending" ? order : -order;
   }
 
-  // Figures are sorted with the greatest first, texts as in a dictionary; then the other way.
+  // Figures are sorted with the greatest first, texts as in a dictionary; then reversed.
   function turned(heading) {
     const now = heading.getAttribute("aria-sort");
     const first = heading.classList.contains("number") ? "descending" : "ascending";
@@ -191,11 +191,11 @@
 
   if (data.charts.heads) {
     draw("heads", "heads");
-    const rows = Object.values(data.charts.heads.datasets).find((set) => set[0] && "way" in set[0]);
+    const rows = Object.values(data.charts.heads.datasets).find((set) => set[0] && "system" in set[0]);
     numbers.set("heads", () => {
-      const table = bigTable("Spearman by head and template", [
-        { label: "way", text: true, value: (row) => row.way },
-        { label: "Spearman", value: (row) => row.value, show: (row) => row.Spearman },
+      const table = bigTable(`${data.primary} by head and template`, [
+        { label: "system", text: true, value: (row) => row.system },
+        { label: data.primary, value: (row) => row.value, show: (row) => row[data.primary] },
         { label: "from", value: (row) => row.low, show: (row) => number(row.low, 1) },
         { label: "to", value: (row) => row.high, show: (row) => number(row.high, 1) },
       ], 100);
@@ -209,11 +209,11 @@
 
   const text = (key, i) => data.texts[data.rows[key][i]];
 
-  if (data.ways.length) {
+  if (data.systems.length) {
     const letters = data.chosen[1] === null ? ["A"] : ["A", "B"];
-    const index = new Map(data.ways.map((way, i) => [way.name, i]));
+    const index = new Map(data.systems.map((system, i) => [system.name, i]));
     const state = Object.fromEntries(letters.map((letter, i) => [letter, index.get(data.chosen[i])]));
-    const way = (letter) => data.ways[state[letter]];
+    const system = (letter) => data.systems[state[letter]];
     const everyRow = data.rows.number.map((_, i) => i);
     const [low, high] = data.scale;
     const distinct = [...new Set(data.rows.rating.filter((r) => r !== null))].sort((a, b) => a - b);
@@ -228,17 +228,17 @@
       const table = bigTable("Predictions of each row", [
         { label: "row", value: (i) => data.rows.number[i] },
         { label: "rating", value: (i) => data.rows.rating[i], show: (i) => trimmed(data.rows.rating[i], 3) },
-        ...letters.map((letter) => ({ label: letter, value: (i) => way(letter).similarity[i], show: (i) => number(way(letter).similarity[i], 4) })),
+        ...letters.map((letter) => ({ label: letter, value: (i) => system(letter).similarity[i], show: (i) => number(system(letter).similarity[i], 4) })),
         ...textColumns,
       ]);
       table.set(everyRow);
       return table.element;
     });
-    const levels = () => letters.flatMap((letter, place) => way(letter).levels.map(([rating, n, mean, q1, median, q3]) => (
-      { series: letter, name: way(letter).name, rating, place: rating + (letters.length > 1 ? (place - 0.5) * 0.12 * gap : 0), n, mean, low: q1, median, high: q3 })));
+    const levels = () => letters.flatMap((letter, place) => system(letter).levels.map(([rating, n, mean, q1, median, q3]) => (
+      { series: letter, name: system(letter).name, rating, place: rating + (letters.length > 1 ? (place - 0.5) * 0.12 * gap : 0), n, mean, low: q1, median, high: q3 })));
     numbers.set("levels", () => {
       const table = bigTable("Predictions by rating", [
-        { label: "way", text: true, value: (level) => level.name },
+        { label: "system", text: true, value: (level) => level.name },
         { label: "rating", value: (level) => level.rating },
         { label: "rows", value: (level) => level.n },
         ...[["mean", "mean"], ["low", "lower quartile"], ["median", "median"], ["high", "upper quartile"]].map(
@@ -253,9 +253,9 @@
     function charts() {
       const all = levels();
       for (const letter of letters) {
-        at(`scatter-name-${letter}`).replaceChildren(...(letters.length > 1 ? [swatch(letter), `${letter}: ${way(letter).name}`] : [way(letter).name]));
-        const points = everyRow.filter((i) => data.rows.rating[i] !== null && way(letter).similarity[i] !== null)
-          .map((i) => ({ x: data.rows.rating[i] + spread(i), y: way(letter).similarity[i], row: i }));
+        at(`scatter-name-${letter}`).replaceChildren(...(letters.length > 1 ? [swatch(letter), `${letter}: ${system(letter).name}`] : [system(letter).name]));
+        const points = everyRow.filter((i) => data.rows.rating[i] !== null && system(letter).similarity[i] !== null)
+          .map((i) => ({ x: data.rows.rating[i] + spread(i), y: system(letter).similarity[i], row: i }));
         draw(`scatter-${letter}`, "scatter", { points, levels: all.filter((level) => level.series === letter) });
       }
       draw("levels", "levels", { levels: all, ends: [{ rating: low, value: 0 }, { rating: high, value: 1 }] });
@@ -266,12 +266,12 @@
     if (letters.length > 1) updates.push(disagreements());
 
     function update() {
-      for (const letter of letters) at(`told-${letter}`).textContent = way(letter).told;
+      for (const letter of letters) at(`score-${letter}`).textContent = system(letter).score;
       for (const one of updates) one();
     }
     for (const letter of letters) {
-      const select = at(`way-${letter}`);
-      select.append(...data.ways.map((one, i) => make("option", { value: i }, one.name)));
+      const select = at(`system-${letter}`);
+      select.append(...data.systems.map((one, i) => make("option", { value: i }, one.name)));
       select.value = state[letter];
       select.addEventListener("change", () => { state[letter] = Number(select.value); update(); });
     }
@@ -328,7 +328,7 @@
       const band = new Map(data.spans.map(([rating, first, last]) => [rating, [first, last]]));
 
       const closer = (i) => {
-        const [a, b] = ["A", "B"].map((letter) => way(letter).error[i]);
+        const [a, b] = ["A", "B"].map((letter) => system(letter).error[i]);
         if (a === null || b === null || Math.abs(a) === Math.abs(b)) return "";
         return Math.abs(a) < Math.abs(b) ? "A" : "B";
       };
@@ -348,14 +348,14 @@
         }
         for (const letter of ["B", "A"]) {
           const sign = swatch(letter);
-          sign.style.left = `${way(letter).place[i] / 10}%`;
+          sign.style.left = `${system(letter).place[i] / 10}%`;
           box.append(sign);
         }
         return box;
       }
       function figures(i) {
         const one = (name, said) => make("div", {}, make("dt", {}, ...name), make("dd", {}, said));
-        const place = (letter) => `${number(way(letter).similarity[i], 3)}, at ${Math.round(way(letter).place[i] / 10)} %`;
+        const place = (letter) => `${number(system(letter).similarity[i], 3)}, at ${Math.round(system(letter).place[i] / 10)} %`;
         return make("dl", { class: "figures" }, one(["rating"], trimmed(data.rows.rating[i], 3)), ...letters.map((letter) => one([swatch(letter), letter], place(letter))));
       }
       function card(i) {
@@ -370,8 +370,8 @@
       }
       function fill() {
         const wanted = input.value.trim().toLowerCase();
-        const apart = (i) => Math.abs(way("A").place[i] - way("B").place[i]);
-        const there = everyRow.filter((i) => way("A").place[i] !== null && way("B").place[i] !== null && matches(i, wanted));
+        const apart = (i) => Math.abs(system("A").place[i] - system("B").place[i]);
+        const there = everyRow.filter((i) => system("A").place[i] !== null && system("B").place[i] !== null && matches(i, wanted));
         there.sort((a, b) => apart(b) - apart(a) || a - b);
         count.textContent = counted(there.length, "row");
         list.replaceChildren(...there.slice(0, shown).map(card));
@@ -388,7 +388,7 @@
   // -- learning curves --------------------------------------------------------------------------
 
   if (data.curves.length) {
-    const select = at("way-curves");
+    const select = at("system-curves");
     select.append(...data.curves.map((one, i) => make("option", { value: i }, one.name)));
     const best = data.curves.findIndex((one) => one.name === data.chosen[0]);
     select.value = Math.max(best, 0);
@@ -405,7 +405,7 @@
     const points = (i) => data.curves[i].seeds.flatMap((seed, s) => seed.map(([epoch, loss, dev]) => ({ name: data.curves[i].name, seed: data.curves[i].labels[s], epoch, loss, dev })));
     numbers.set("curves", () => {
       const table = bigTable("Learning curves", [
-        { label: "way", text: true, value: (row) => row.name },
+        { label: "system", text: true, value: (row) => row.name },
         { label: "seed", value: (row) => row.seed },
         { label: "epoch", value: (row) => row.epoch },
         { label: "loss", value: (row) => row.loss, show: (row) => number(row.loss, 4) },
@@ -417,7 +417,7 @@
     function update() {
       const i = Number(select.value);
       draw("dev", "dev", { chosen: points(i).filter((row) => row.dev !== null), others: means.filter((_, j) => j !== i).flat() });
-      // Losses of other ways are of other kinds, and not to be compared.
+      // Losses of other systems are of other kinds, and not to be compared.
       draw("loss", "loss", { chosen: points(i).filter((row) => row.loss !== null), others: [] });
       refresh("curves");
     }

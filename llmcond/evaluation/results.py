@@ -1,0 +1,320 @@
+"""Results: what a system scores on rows, as typed values, as JSON and as a pandas table."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Generic, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcond.data.rows import Rows
+from llmcond.errors import LlmcondError, UserError
+from llmcond.evaluation.paired import RESAMPLES, Candidate, Difference, estimate
+from llmcond.metrics import DEFAULT, Estimate, Metric, comparisons, finite, metric_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """The rows behind figures.
+
+    Attributes:
+        n: rated rows, which all metrics are computed on.
+        n_dropped: unrated rows.
+        n_pairs: sentence pairs of the rated rows, which the bootstrap resamples.
+        n_compared: comparisons of two conditions on one sentence pair that accuracy counts.
+        n_tied: comparisons left out of it, their ratings being equal.
+    """
+
+    n: int = 0
+    n_dropped: int = 0
+    n_pairs: int = 0
+    n_compared: int = 0
+    n_tied: int = 0
+
+    @classmethod
+    def of(cls, rows: Rows) -> Counts:
+        """Count rows."""
+        rated = rows.rated
+        pair = rows.pair[rated]
+        sizes = np.unique(pair, return_counts=True)[1]
+        n_compared = len(comparisons(rows.rating[rated], pair)[0])
+        return cls(
+            n=len(pair),
+            n_dropped=int((~rated).sum()),
+            n_pairs=len(sizes),
+            n_compared=n_compared,
+            n_tied=int((sizes * (sizes - 1) // 2).sum()) - n_compared,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What one system (a head, or features as they are) scores on the rows of a split.
+
+    Attributes:
+        name: label, unique among results.
+        head: recipe; ``none`` is zero-shot.
+        prompts: names of the prompts whose features it takes.
+        subtract: whether unconditional features are subtracted.
+        split: what was scored.
+        counts: its rows.
+        metrics: name -> figure with its 95 % interval, the most important first.
+        seed_sd: metric -> standard deviation over seeds; None for a single seed.
+        dim: size of the embeddings; None: that of the features.
+        seeds: of the fits that figures are means of; none for zero-shot.
+        fits: what is recorded of each fit.
+        task: that the rows belong to.
+    """
+
+    name: str
+    head: str
+    prompts: tuple[str, ...]
+    subtract: bool
+    split: str
+    counts: Counts = Counts()
+    metrics: Mapping[str, Estimate] = field(default_factory=dict)
+    seed_sd: Mapping[str, float | None] = field(default_factory=dict)
+    dim: int | None = None
+    seeds: tuple[int, ...] = ()
+    fits: tuple[Mapping[str, Any], ...] = ()
+    task: str = "csts"
+
+    @property
+    def prompt(self) -> str:
+        """Return the names of the prompts, joined by +."""
+        return "+".join(self.prompts)
+
+    @property
+    def title(self) -> str:
+        """Return the head's own name if the user gave it one, else its recipe's."""
+        own = self.name in (default_name(self.head, self.prompts, plain) for plain in (False, True))
+        return self.head if own else self.name
+
+    @property
+    def primary(self) -> Metric:
+        """Return the metric that decides which result is best."""
+        return metric_of(next(iter(self.metrics)))
+
+    @property
+    def main(self) -> Estimate:
+        """Return the figure of the primary metric."""
+        return self.metrics[self.primary.name]
+
+    def identity_json(self) -> dict[str, Any]:
+        """Return what a result is of, as JSON."""
+        own = {key: getattr(self, key) for key in ("name", "head", "prompt", "subtract", "split")}
+        return {**own, "task": self.task, **asdict(self.counts), "dim": self.dim}
+
+    def metrics_json(self, deviations: bool = True) -> dict[str, Any]:
+        """Return the metrics as JSON, with their intervals and standard deviations over seeds."""
+        found: dict[str, Any] = {}
+        for name, one in self.metrics.items():
+            found |= {name: finite(one.value), f"{name}_ci": [finite(one.low), finite(one.high)]}
+            if deviations:
+                found[f"{name}_sd"] = finite(self.seed_sd.get(name))
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as ``evaluate --json`` prints it."""
+        return {
+            **self.identity_json(),
+            **self.metrics_json(deviations=False),
+            "seed": self.seeds[0] if self.seeds else None,
+            "selected_on": self.fits[0].get("selected_on") if self.fits else None,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedResult(Result):
+    """A result compared with that of a baseline.
+
+    Attributes:
+        control: which control its prompt is; empty for none.
+        difference: metric -> difference to the baseline; None where it is not compared.
+        against: name of the result that it is a difference to.
+    """
+
+    control: str = ""
+    difference: Mapping[str, Difference] | None = None
+    against: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as ``compare-prompts --json`` prints it."""
+        found = None
+        if self.difference is not None:
+            found = {name: _difference_json(one) for name, one in self.difference.items()}
+        return {
+            **self.identity_json(),
+            **self.metrics_json(),
+            "seeds": list(self.seeds),
+            "control": self.control,
+            "difference": found,
+            "against": self.against,
+        }
+
+
+def _difference_json(difference: Difference) -> dict[str, Any]:
+    return {
+        key: finite(value) if isinstance(value, float) else value
+        for key, value in asdict(difference).items()
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweptResult(Result):
+    """A result of one point of a grid; its intervals are Student's, of the mean over seeds.
+
+    Attributes:
+        settings: what the grid varies, and its values here.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as ``sweep --json`` prints it."""
+        return {
+            **self.identity_json(),
+            **self.metrics_json(),
+            "settings": dict(self.settings),
+            "seeds": list(self.seeds),
+            "best_epochs": [fit.get("best_epoch") for fit in self.fits],
+            "curves": [fit.get("curve") for fit in self.fits],
+            "steps_per_epoch": self.fits[0].get("steps_per_epoch"),
+        }
+
+
+def default_name(recipe: str, prompts: Sequence[str], plain: bool) -> str:
+    """Return the name of a head that the user gives none: ``RECIPE@PROMPT``, ``+c`` if plain."""
+    return f"{recipe}@{'+'.join(prompts)}" + ("+c" if plain else "")
+
+
+R_co = TypeVar("R_co", bound=Result, covariant=True)
+R = TypeVar("R", bound=Result)
+
+
+@dataclass(frozen=True)
+class Results(Sequence[R_co], Generic[R_co]):
+    """Results of several systems on the same rows.
+
+    Attributes:
+        rows: a result each.
+    """
+
+    rows: tuple[R_co, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> R_co: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[R_co, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> R_co | tuple[R_co, ...]:
+        return self.rows[index]
+
+    def __iter__(self) -> Iterator[R_co]:
+        return iter(self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        return {"results": [result.to_json() for result in self.rows]}
+
+    def to_pandas(self) -> Any:
+        """Return a pandas DataFrame, a row for each result.
+
+        Raises:
+            LlmcondError: pandas is not installed.
+        """
+        try:
+            import pandas as pd  # type: ignore[import-untyped,unused-ignore]
+        except ImportError as error:
+            raise LlmcondError("to_pandas() needs pandas: pip install pandas") from error
+        rows = []
+        for result in self.rows:
+            row = result.to_json()
+            for name in result.metrics:
+                row[f"{name}_low"], row[f"{name}_high"] = row.pop(f"{name}_ci")
+            rows.append(row)
+        return pd.DataFrame(rows)
+
+    def _repr_html_(self) -> str:
+        """Return a table, for notebooks."""
+        names = list(self.rows[0].metrics) if self.rows else []
+        headings = ["head", "prompt", "minus c", *(metric_of(name).heading for name in names)]
+        lines = [_html_row("th", headings)]
+        for result in self.rows:
+            cells = [result.title, result.prompt, "yes" if result.subtract else "no"]
+            for name, one in result.metrics.items():
+                show = metric_of(name).show
+                cells.append(f"{show(one.value)} [{show(one.low)}, {show(one.high)}]")
+            lines.append(_html_row("td", cells))
+        return f"<table>{''.join(lines)}</table>"
+
+
+def _html_row(tag: str, cells: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+def best_first(results: Iterable[R]) -> Results[R]:
+    """Return results by their primary metric, undefined ones last."""
+
+    def key(result: R) -> float:
+        value = result.main.value
+        if math.isnan(value):
+            return math.inf
+        return -value if result.primary.higher_is_better else value
+
+    return Results(tuple(sorted(results, key=key)))
+
+
+_RESERVED = {field.name for kind in (ComparedResult, SweptResult) for field in fields(kind)}
+
+
+def score(
+    results: Sequence[R],
+    similarity: Sequence[NDArray[np.floating]],
+    rows: Rows,
+    metrics: Sequence[Metric] = DEFAULT,
+    resamples: int = RESAMPLES,
+) -> list[R]:
+    """Return results with their figures on some rows.
+
+    Args:
+        results: what systems are, without figures.
+        similarity: for each (seeds, n) predictions of all rows, unrated ones included.
+        rows: the rows.
+        metrics: what to compute.
+        resamples: of the bootstrap; 0: no intervals.
+
+    Raises:
+        UserError: predictions that are not finite, or a metric with the name of another column.
+    """
+    for metric in metrics:
+        if metric.name in _RESERVED | {"n", "seed", "prompt"}:
+            raise UserError(f"a metric cannot be called {metric.name}: results have a column so.")
+    rated = rows.rated
+    if not rated.any():
+        nothing = {metric.name: Estimate(math.nan) for metric in metrics}
+        return [replace(one, counts=Counts.of(rows), metrics=nothing) for one in results]
+    for one, predicted in zip(results, similarity, strict=True):
+        bad = int((~np.isfinite(predicted[:, rated])).any(axis=0).sum())
+        if bad:
+            raise UserError(f"{one.name} predicts NaN or infinity for {bad:,} rated rows.")
+    measured = estimate(
+        [Candidate(one.name, own[:, rated]) for one, own in zip(results, similarity, strict=True)],
+        rows.rating[rated],
+        rows.pair[rated],
+        metrics,
+        resamples,
+    )
+    counts = Counts.of(rows)
+    return [
+        replace(one, counts=counts, metrics=own.metrics, seed_sd=own.seed_sd)
+        for one, own in zip(results, measured, strict=True)
+    ]

@@ -1,0 +1,375 @@
+"""Trials: fits of one recipe on one view of features, each known by what decides its result."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcond import plugins
+from llmcond.errors import LlmcondError, UserError
+from llmcond.features.view import View
+from llmcond.files import digest_text, read_json, write_json
+from llmcond.heads import Recipe, fit_recipe, load_recipe
+from llmcond.log import log
+from llmcond.metrics import Metric, with_default
+from llmcond.prompts import Prompt
+from llmcond.runs import Run, SavedHead, head_name, open_run
+from llmcond.runs.features import Features
+from llmcond.runs.predictors import predict, results_of
+from llmcond.runs.provenance import provenance
+
+#: Of the files that trials are kept in; another one is fitted again.
+_FORMAT = 2
+#: Without --workers; each has features of its own in memory.
+_MOST_WORKERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One fit of a grid.
+
+    Attributes:
+        recipe: with its settings changed, not yet sized to the features.
+        dim: size of the embeddings, if it is varied.
+        view: which features it takes.
+        seed: of everything random.
+        varied: the settings that the grid varies, and their values here.
+    """
+
+    recipe: Recipe
+    dim: int | None
+    view: View
+    seed: int
+    varied: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Return the name that its head has in results."""
+        return head_name(self.recipe.name, self.view)
+
+    @property
+    def label(self) -> str:
+        """Return its name, settings and seed, for messages."""
+        settings = [f"{key}={value}" for key, value in self.varied.items()]
+        return " ".join([self.name, *settings, f"seed={self.seed}"])
+
+    def digest(self, run: Run, split: str) -> str:
+        """Return the digest of everything that decides its result."""
+        parts = {
+            "format": _FORMAT,
+            "recipe": [self.recipe.name, self.recipe.family.kind, self.dim],
+            "settings": asdict(self.recipe.settings),
+            "prompts": [prompt.digest for prompt in self.view.prompts],
+            "view": [self.view.subtract, self.view.features, self.view.conditioned],
+            "features": [run.identity.fingerprint, run.manifest["store_dtype"]],
+            "data": run.manifest["data"]["digest"],
+            "split": split,
+            "seed": self.seed,
+            "versions": provenance()["versions"],
+        }
+        return digest_text(json.dumps(parts, sort_keys=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a trial gave.
+
+    Attributes:
+        metrics: name -> figure on the split that is scored; NaN where undefined.
+        dim: size of the embeddings.
+        fit: what is recorded of the fit.
+        similarity: (n,) predictions of all rows, if they were asked for.
+    """
+
+    metrics: Mapping[str, float]
+    dim: int
+    fit: Mapping[str, Any]
+    similarity: NDArray[np.float32] | None = None
+
+    @classmethod
+    def read(cls, path: Path, metrics: Sequence[Metric], predictions: bool) -> Outcome | None:
+        """Return what a file holds; None where it is not there, or lacks something asked for."""
+        if not path.is_file():
+            return None
+        record = read_json(path)
+        names = [metric.name for metric in metrics]
+        needed = {*names, "dim", "fit", *(["similarity"] if predictions else [])}
+        if not needed <= set(record):
+            return None
+        figures = {name: math.nan if record[name] is None else record[name] for name in names}
+        similarity = np.array(record["similarity"], dtype=np.float32) if predictions else None
+        return cls(figures, record["dim"], record["fit"], similarity)
+
+
+# -- what a trial is made of -------------------------------------------------------------------
+
+
+def check_seed(seed: int) -> None:
+    """Check that every library which draws random numbers takes a seed.
+
+    Raises:
+        UserError: it is negative or too large.
+    """
+    if not 0 <= seed < 2**32:
+        raise UserError(f"the seed is {seed}; it must be at least 0 and below 2^32.")
+
+
+def check_seeds(seeds: int) -> None:
+    """Check a number of seeds.
+
+    Raises:
+        UserError: there is none, or there are too many.
+    """
+    if seeds < 1:
+        raise UserError(f"the number of seeds is {seeds}; it must be at least 1.")
+    check_seed(seeds - 1)
+
+
+def prompts_for(run: Run, recipe: Recipe, names: str | None) -> tuple[Prompt, ...]:
+    """Return the prompts named, or for a head of separate features the one that gives them."""
+    if names is None and recipe.features == "separate":
+        apart = [prompt for prompt in run.prompts().values() if prompt.separate]
+        if len(apart) == 1:
+            return (apart[0],)
+    return run.find_prompts(names)
+
+
+def sized(recipe: Recipe, dim: int | None, dim_in: int, quiet: bool = False) -> Recipe:
+    """Return a recipe with the dimension asked for, or its own, at most that of the features.
+
+    Raises:
+        UserError: a dimension for a head that has none.
+    """
+    if dim is not None:
+        if recipe.dim is None:
+            raise UserError(f"the head {recipe.name} keeps the features' size; leave out --dim.")
+        return recipe.with_settings({"dim": dim}, "--dim")
+    if recipe.dim is not None and recipe.dim > dim_in:
+        if not quiet:
+            log.info(
+                f"{recipe.name}: dim {dim_in} instead of {recipe.dim}, the features have no more"
+            )
+        return recipe.with_settings({"dim": dim_in}, recipe.name)
+    return recipe
+
+
+# -- running -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What all trials of a command have in common; worker processes are started with it."""
+
+    folder: Path
+    split: str
+    metrics: Sequence[str]
+    predictions: bool
+
+
+def run_trials(
+    run: Run,
+    split: str,
+    trials: Iterable[Trial],
+    folder: str,
+    workers: int | None,
+    metrics: Sequence[str] = (),
+    predictions: bool = False,
+) -> tuple[dict[str, tuple[Trial, Outcome]], list[str]]:
+    """Run trials, but for those that were run before.
+
+    Args:
+        run: whose features.
+        split: what is scored.
+        trials: what to fit; equal ones are run once.
+        folder: of the run, where outcomes are kept.
+        workers: fits at a time; None: one a core, at most eight.
+        metrics: names of metrics in addition to the default ones.
+        predictions: whether outcomes hold the predicted similarity of each row.
+
+    Returns:
+        Digest -> trial and outcome, in the order of the trials, and a line for each that failed.
+
+    Raises:
+        LlmcondError: every fit failed, or a process was ended from outside.
+    """
+    wanted = {trial.digest(run, split): trial for trial in trials}
+    computed = with_default(metrics)
+    paths = {digest: run.folder / folder / f"{digest}.json" for digest in wanted}
+    outcomes = {
+        digest: found
+        for digest, path in paths.items()
+        if (found := Outcome.read(path, computed, predictions)) is not None
+    }
+    missing = {digest: trial for digest, trial in wanted.items() if digest not in outcomes}
+    if wanted:
+        log.info(f"{len(wanted):,} fits, {len(outcomes):,} of them done before")
+    failures = []
+    job = _Job(run.folder, split, metrics, predictions)
+    # Closed here and now: an interrupt would leave it, and its processes, to the traceback.
+    with closing(_records(job, missing, workers)) as records:
+        for done, (digest, record) in enumerate(records, start=1):
+            if isinstance(record, str):
+                failures.append(f"{wanted[digest].label}: {record}")
+                log.info(f"failed: {failures[-1]}")
+                continue
+            write_json(paths[digest], record)
+            outcome = Outcome.read(paths[digest], computed, predictions)
+            assert outcome is not None  # noqa: S101 - it was written just now
+            outcomes[digest] = outcome
+            first, name = computed[0], f"{done:,}/{len(missing):,} {wanted[digest].label}"
+            figure = first.show(outcome.metrics[first.name])
+            log.info(f"{name}: {first.heading} {figure} on {split}")
+    if failures and not outcomes:
+        raise LlmcondError(f"every fit failed; the first one: {failures[0]}")
+    return {d: (wanted[d], outcomes[d]) for d in wanted if d in outcomes}, failures
+
+
+#: What a trial's file holds, or why it failed.
+_Record = dict[str, Any] | str
+
+
+class _Worker:
+    """A run's features, and how they are fitted; one for each process."""
+
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+        self._metrics = with_default(job.metrics)
+        self._features = Features(open_run(job.folder))
+
+    def fit(self, trial: Trial) -> _Record:
+        try:
+            return self._fitted(trial)
+        except UserError as error:
+            return str(error)
+        except (RuntimeError, MemoryError) as error:  # as where memory runs out
+            return f"{type(error).__name__}: {error}"
+
+    def _fitted(self, trial: Trial) -> dict[str, Any]:
+        split = self._job.split
+        train = self._features.rated(trial.view, "train")
+        dev = self._features.rated(trial.view, "dev")
+        recipe = sized(trial.recipe, trial.dim, train.dim, quiet=True)
+        head = fit_recipe(recipe, train, dev if len(dev) else None, trial.seed, _ignore_epoch)
+        saved = SavedHead(trial.name, head, trial.view, {"recipe": recipe.to_json()})
+        similarity = predict(saved, self._features.pairs(trial.view, split))
+        rows = self._features.run.rows(split)
+        (result,) = results_of([saved], [similarity], rows, split, self._metrics, resamples=0)
+        return {
+            **result.to_json(),
+            **({"similarity": similarity.tolist()} if self._job.predictions else {}),
+            "recipe": recipe.to_json(),
+            "fit": dict(head.fit.record),
+            **provenance(),
+        }
+
+
+def _ignore_epoch(epoch: int, epochs: int, score: float) -> None:
+    pass
+
+
+def _records(
+    job: _Job, trials: Mapping[str, Trial], workers: int | None
+) -> Generator[tuple[str, _Record]]:
+    """Yield the digest and the record of each trial, as it is done.
+
+    Raises:
+        LlmcondError: a process was ended from outside.
+    """
+    if not trials:
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    count = min(workers or min(cores or 1, _MOST_WORKERS), len(trials))
+    if count == 1:
+        worker = _Worker(job)
+        for digest, trial in trials.items():
+            yield digest, worker.fit(trial)
+        return
+    threads = max(1, (cores or 1) // count)
+    with _processes(job, count, threads) as executor:
+        futures = [executor.submit(_fit_one, _pack(d, trial)) for d, trial in trials.items()]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BrokenProcessPool as error:
+            raise LlmcondError(
+                "a process of the sweep was ended from outside, as where memory runs out. What "
+                "was fitted is kept; run the same command with fewer --workers."
+            ) from error
+
+
+# -- processes ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def _processes(job: _Job, count: int, threads: int) -> Iterator[ProcessPoolExecutor]:
+    """Start processes that fit; they end with the block, whatever they are at then."""
+    context = multiprocessing.get_context("spawn")
+    held, end = context.Pipe(duplex=False)
+    # Cores that two processes share make both several times slower; numbers of threads are read
+    # when libraries are loaded.
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    executor = ProcessPoolExecutor(
+        count, context, initializer=_begin, initargs=(job, plugins.loaded(), threads, held)
+    )
+    try:
+        yield executor
+        executor.shutdown()
+    finally:
+        end.close()
+        executor.shutdown(wait=False, cancel_futures=True)
+        if before is None:
+            os.environ.pop("OMP_NUM_THREADS", None)
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+_worker: _Worker | None = None
+
+
+def _begin(job: _Job, code: Sequence[str], threads: int, held: Connection) -> None:
+    import torch
+
+    # Ctrl-C is for the process that the others belong to.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(held,), daemon=True).start()
+    torch.set_num_threads(threads)
+    global _worker  # noqa: PLW0603 - a process of a pool has no other place for it
+    for name in code:
+        plugins.load(name)
+    _worker = _Worker(job)
+
+
+def _end_with(held: Connection) -> None:
+    """End this process when the other end of a pipe is closed, as by the death of its owner."""
+    held.poll(None)
+    os._exit(1)
+
+
+def _fit_one(packed: tuple[str, str, dict[str, Any], int | None, Any, int]) -> Any:
+    digest, head, settings, dim, view, seed = packed
+    recipe = load_recipe(head).with_settings(settings, "sweep")
+    return digest, _worker and _worker.fit(Trial(recipe, dim, View(*view), seed, {}))
+
+
+def _pack(digest: str, trial: Trial) -> Any:
+    """Return a trial as plain values: families hold functions, which other processes cannot get."""
+    view = trial.view
+    packed = (view.prompts, view.subtract, view.features, view.conditioned)
+    settings = asdict(trial.recipe.settings)
+    return digest, trial.recipe.path, settings, trial.dim, packed, trial.seed
