@@ -121,7 +121,7 @@ def check_name(name: str, what: str, joiners: str = "") -> str:
     Args:
         name: to check.
         what: whose name it is, for the message.
-        joiners: characters that join several names into one, so are legal in the whole only.
+        joiners: characters that join several names into one, legal in the joined name only.
 
     Raises:
         UserError: it cannot be.

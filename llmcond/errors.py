@@ -39,7 +39,7 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Tell whether ``error`` says that the disk is full.
+    """Return whether ``error`` says that the disk is full.
 
     Lance reports the operating system's error inside a message of its own, so the text is
     looked at where there is no ``errno``.

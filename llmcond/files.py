@@ -60,7 +60,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Find out before long work that its result could not be written.
+    """Check before long work that its result can be written.
 
     Raises:
         UserError: ``path`` is a folder, or its folder cannot be written.
@@ -99,7 +99,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_format(record: dict[str, Any], supported: int, what: str) -> None:
-    """Refuse what a newer version wrote.
+    """Check that no newer version wrote a record.
 
     Raises:
         UserError: its format is newer than ``supported``.

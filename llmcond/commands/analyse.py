@@ -1,65 +1,53 @@
-"""``llmcond analyse``."""
+"""``llmcond analyse``: explain heads."""
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from llmcond.commands.arguments import add_command, add_format, add_run, add_split, print_json
+from llmcond.commands.shared import InRun, WithSplit
+from llmcond.options import option
 
-_WHAT = ("isotropy", "clusters", "conditions", "norms", "examples")
-
-
-def add(commands: Any) -> None:
-    """Add the command."""
-    parser = add_command(
-        commands,
-        "analyse",
-        "Explain heads: isotropy, condition clusters, unseen conditions, norms, changed rows.",
-        _analyse,
-        "llmcond analyse --head mlp --what clusters --conditions 4 --out pictures",
-    )
-    parser.add_argument(
-        "--head", nargs="+", action="extend", default=[], metavar="NAME", help="(default: all)"
-    )
-    parser.add_argument(
-        "--what", nargs="+", action="extend", choices=_WHAT, metavar="X", help=", ".join(_WHAT)
-    )
-    add_run(parser)
-    add_format(parser)
-    add_split(parser)
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="for pictures (default: in the run)"
-    )
-    parser.add_argument(
-        "--conditions", type=int, default=3, metavar="N", help="that are clustered (default: 3)"
-    )
-    parser.add_argument(
-        "--sentences", type=int, default=20, metavar="N", help="of each of them (default: 20)"
-    )
-    parser.add_argument(
-        "--top", type=int, default=5, metavar="N", help="rows that changed most (default: 5)"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="(default: 0)")
+Analysis = Literal["isotropy", "clusters", "conditions", "norms", "examples"]
 
 
-def _analyse(options: argparse.Namespace) -> None:
-    from llmcond.report.analyses import show_analyses
-    from llmcond.workflows import analyse
+@dataclass(frozen=True, kw_only=True)
+class Analyse(InRun, WithSplit):
+    """Explain heads: isotropy, condition clusters, unseen conditions, norms, changed rows."""
 
-    result = analyse(
-        options.run,
-        options.head,
-        options.split,
-        options.what or _WHAT,
-        options.out,
-        options.conditions,
-        options.sentences,
-        options.top,
-        options.seed,
+    example: ClassVar[str] = (
+        "llmcond analyse --head mlp --what clusters --conditions 4 --out pictures"
     )
-    if options.json:
-        print_json(result)
-    else:
-        show_analyses(result, options.run, options.format)
+    formats: ClassVar[bool] = True
+
+    head: Sequence[str] = option((), metavar="NAME", help="fitted heads (default: all)")
+    what: Sequence[Analysis] = option((), help="which analyses (default: all)")
+    out: Path | None = option(None, metavar="DIR", help="for pictures (default: in the run)")
+    conditions: int = option(3, metavar="N", help="number of conditions to cluster")
+    sentences: int = option(20, metavar="N", help="sentences of each condition to cluster")
+    top: int = option(5, metavar="N", help="number of rows to list whose similarity changed most")
+    seed: int = option(0, metavar="S", help="seed of everything random")
+
+    def execute(self) -> dict[str, Any]:
+        """Analyse."""
+        from llmcond.workflows.analyse import ANALYSES, analyse
+
+        return analyse(
+            self.run,
+            self.head,
+            self.split,
+            self.what or ANALYSES,
+            self.out,
+            self.conditions,
+            self.sentences,
+            self.top,
+            self.seed,
+        )
+
+    def show(self, result: dict[str, Any], form: str) -> None:
+        """Print a table for each analysis."""
+        from llmcond.report.analyses import show_analyses
+
+        show_analyses(result, self.run, form)

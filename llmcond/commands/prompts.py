@@ -2,111 +2,84 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from llmcond.commands.arguments import (
-    SOURCE,
-    add_command,
-    add_data,
-    add_encoder_settings,
-    add_format,
-    data_options,
-    encoder_options,
-    print_json,
-)
+from llmcond.commands.base import Command
+from llmcond.commands.shared import SOURCE, Split, WithColumns, WithEncoderSettings, data_options
+from llmcond.encoders import EncoderOptions
 from llmcond.errors import UserError, printable
+from llmcond.options import option
 
 
-def add(commands: Any) -> None:
-    """Add the command."""
-    parser = add_command(
-        commands,
-        "prompts",
-        "List the bundled prompts, or show what one makes of a row.",
-        _list,
-        "llmcond prompts show concat-sent-cond --row 3 --model minilm",
-    )
-    add_format(parser)
-    actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    _add_show(actions)
+@dataclass(frozen=True, kw_only=True)
+class Prompts(Command):
+    """List the bundled prompts, or show the inputs that one gives for a row."""
+
+    example: ClassVar[str] = "llmcond prompts show concat-sent-cond --row 3 --model minilm"
+    formats: ClassVar[bool] = True
+
+    def execute(self) -> dict[str, Any]:
+        """List."""
+        from llmcond.commands.listings import prompts
+
+        return {"prompts": prompts()}
+
+    def show(self, result: dict[str, Any], form: str) -> None:
+        """Print a table."""
+        from llmcond.report.terminal import listing, show
+
+        show(listing(result["prompts"]), form)
 
 
-def _add_show(actions: Any) -> None:
-    summary = "Show the exact texts that a prompt makes of a row, and the tokens an encoder reads."
-    show = actions.add_parser(
-        "show",
-        allow_abbrev=False,
-        help=summary,
-        description=summary,
-        epilog="Example: llmcond prompts show my/template.toml --data my.csv --row 17",
-    )
-    show.set_defaults(command=_show)
-    show.add_argument(
-        "--json",
-        action="store_true",
-        # Not False, which would take back what `llmcond prompts --json show NAME` has said.
-        default=argparse.SUPPRESS,
-        help="print one JSON object on standard output",
-    )
-    show.add_argument("prompt", metavar="NAME_OR_FILE", help="a template")
-    show.add_argument(
-        "--row",
-        type=int,
+@dataclass(frozen=True, kw_only=True)
+class ShowPrompt(WithColumns, WithEncoderSettings):
+    """Show the exact texts that a prompt gives for a row, and the tokens an encoder reads."""
+
+    example: ClassVar[str] = "llmcond prompts show my/template.toml --data my.csv --row 17"
+
+    prompt: str = option(flag="", metavar="NAME_OR_FILE", help="a template")
+    row: int | None = option(
+        None,
         metavar="N",
         help="its number in the file, as messages name it (default: the first of the split)",
     )
-    show.add_argument(
-        "--split",
-        choices=("train", "dev", "test"),
-        help="(default: train, or of a single file the split that has the row)",
+    split: Split | None = option(
+        None, help="(default: train, or of a single file the split that has the row)"
     )
-    add_data(show, f"{SOURCE} (default: the bundled sample)")
-    show.add_argument(
-        "--split-seed",
-        type=int,
-        metavar="S",
-        help="decides how a single file is split (default: 0)",
+    data: Any = option(None, metavar="SRC", help=f"{SOURCE} (default: the bundled sample)")
+    split_seed: int | None = option(
+        None, metavar="S", help="seed that splits a single file (default: 0)"
     )
-    encoder = show.add_argument_group("the encoder's tokens (its weights are not loaded)")
-    encoder.add_argument(
-        "--model", metavar="NAME_OR_PATH", help="show what this encoder reads, pools and cuts"
+    model: str | None = option(
+        None,
+        metavar="NAME_OR_PATH",
+        help="show what this encoder reads, pools and truncates (its weights are not loaded)",
     )
-    add_encoder_settings(encoder)
 
+    def execute(self) -> dict[str, Any]:
+        """Render a row."""
+        from llmcond.encoders import resolve
+        from llmcond.log import log
+        from llmcond.prompts import load_prompt
+        from llmcond.prompts.preview import prompt_on_row
 
-def _list(options: argparse.Namespace) -> None:
-    from llmcond import listings
-    from llmcond.report.terminal import listing, show
+        prompt = load_prompt(self.prompt)
+        options = self.encoder_options()
+        if self.model is None and options != EncoderOptions():
+            raise UserError("these options are about an encoder; name it: --model NAME.")
+        dataset = data_options(self).read()
+        resolved = None
+        if self.model is not None:
+            resolved = resolve(self.model, options, identify=False)
+            for assumption in resolved.assumed:
+                log.info(f"assumed: {assumption}")
+        return prompt_on_row(prompt, dataset, self.split, self.row, resolved)
 
-    rows = listings.prompts()
-    if options.json:
-        print_json({"prompts": rows})
-    else:
-        show(listing(rows), options.format)
-
-
-def _show(options: argparse.Namespace) -> None:
-    from llmcond.encoders import EncoderOptions, resolve
-    from llmcond.log import log
-    from llmcond.prompts import load_prompt
-    from llmcond.prompts.preview import prompt_on_row
-
-    prompt = load_prompt(options.prompt)
-    if options.model is None and encoder_options(options) != EncoderOptions():
-        raise UserError("these options are about an encoder; name it: --model NAME.")
-    dataset = data_options(options, options.split_seed).read()
-    resolved = None
-    if options.model is not None:
-        resolved = resolve(options.model, encoder_options(options), identify=False)
-        for assumption in resolved.assumed:
-            log.info(f"assumed: {assumption}")
-    report = prompt_on_row(prompt, dataset, options.split, options.row, resolved)
-    if options.json:
-        print_json(report)
-    else:
-        _print(report)
+    def show(self, result: dict[str, Any], form: str) -> None:
+        """Print the texts and tokens."""
+        _print(result)
 
 
 def _print(report: Mapping[str, Any]) -> None:

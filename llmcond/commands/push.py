@@ -1,33 +1,28 @@
-"""``llmcond push``."""
+"""``llmcond push``: upload a trained encoder and its heads."""
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from llmcond.commands.arguments import add_command, add_run, print_json
+from llmcond.commands.shared import InRun
+from llmcond.options import option
 
 
-def add(commands: Any) -> None:
-    """Add the command."""
-    parser = add_command(
-        commands,
-        "push",
-        "Put a trained encoder and its heads onto the Hugging Face hub; data stays here.",
-        _push,
-        "llmcond push ada/tuned-encoder --run runs/tuned --private",
-    )
-    parser.add_argument("repo", metavar="OWNER/NAME", help="made if it is not there")
-    add_run(parser)
-    parser.add_argument("--private", action="store_true", help="others cannot see it")
-    parser.add_argument(
-        "--revision", metavar="BRANCH", help="made if it is not there (default: main)"
+@dataclass(frozen=True, kw_only=True)
+class Push(InRun):
+    """Upload a trained encoder and its heads to the Hugging Face hub; data stays here."""
+
+    example: ClassVar[str] = "llmcond push ada/tuned-encoder --run runs/tuned --private"
+
+    repo: str = option(flag="", metavar="OWNER/NAME", help="created if it does not exist")
+    private: bool = option(False, help="make the repository private")
+    revision: str | None = option(
+        None, metavar="BRANCH", help="created if it does not exist (default: main)"
     )
 
+    def execute(self) -> dict[str, Any]:
+        """Upload."""
+        from llmcond.workflows.push import push_to_hub
 
-def _push(options: argparse.Namespace) -> None:
-    from llmcond.workflows import push_to_hub
-
-    summary = push_to_hub(options.run, options.repo, options.private, options.revision)
-    if options.json:
-        print_json(summary)
+        return push_to_hub(self.run, self.repo, self.private, self.revision)

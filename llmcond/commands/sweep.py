@@ -1,116 +1,89 @@
-"""``llmcond sweep``."""
+"""``llmcond sweep``: fit heads for every combination of settings and seeds."""
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, ClassVar
 
-from llmcond.commands.arguments import (
-    add_command,
-    add_fits,
-    add_format,
-    add_metric,
-    add_run,
-    add_split,
-    key_values,
-    print_json,
-)
+from llmcond.commands.shared import InRun, WithSplit, WithTrials
 from llmcond.errors import UserError
+from llmcond.options import option
+
+if TYPE_CHECKING:
+    from llmcond.workflows.sweep import SweepResult
 
 
-def add(commands: Any) -> None:
-    """Add the command."""
-    parser = add_command(
-        commands,
-        "sweep",
-        "Fit heads for every combination of settings and seeds; resumes, in one table.",
-        _sweep,
-        "llmcond sweep --head mlp linear --vary dim=64,128,256 --seeds 3 --plot dim.png",
+@dataclass(frozen=True, kw_only=True)
+class Sweep(InRun, WithSplit, WithTrials):
+    """Fit heads for every combination of settings and seeds; resumes, in one table."""
+
+    example: ClassVar[str] = (
+        "llmcond sweep --head mlp linear --vary dim=64,128,256 --seeds 3 --plot dim.png"
     )
-    parser.add_argument(
-        "--head", nargs="+", action="extend", required=True, metavar="NAME_OR_FILE", help="recipes"
-    )
-    parser.add_argument(
-        "--vary",
-        nargs="+",
-        action="extend",
-        default=[],
+    formats: ClassVar[bool] = True
+
+    head: Sequence[str] = option(metavar="NAME_OR_FILE", help="recipes")
+    vary: Mapping[str, str] | None = option(
+        None,
         metavar="KEY=V,V",
         help="a setting of the recipe (dim, rank, learning_rate, temperature, ...) and its values",
     )
-    add_run(parser)
-    parser.add_argument(
-        "--prompt",
-        nargs="+",
-        action="extend",
-        metavar="NAME",
-        help="whose features; several joined by + stand side by side (default: the only one)",
+    prompt: Sequence[str] = option(
+        (), metavar="NAME", help="whose features; a+b takes both (default: the only one)"
     )
-    parser.add_argument(
-        "--subtract",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="subtract the unconditional embedding",
-    )
-    add_fits(parser, "other settings, for all fits")
-    add_split(parser)
-    add_metric(parser)
-    add_format(parser)
-    parser.add_argument(
-        "--plot",
-        type=Path,
+    subtract: bool = option(True, help="subtract the unconditional embedding")
+    plot: Path | None = option(
+        None,
         metavar="FILE",
         help="picture of Spearman against the first setting with several numbers (.png, .svg)",
     )
-    parser.add_argument(
-        "--plot-steps",
-        type=Path,
-        metavar="FILE",
-        help="picture of Spearman on dev against steps of training (.png, .svg)",
+    plot_steps: Path | None = option(
+        None, metavar="FILE", help="picture of Spearman on dev against training steps (.png, .svg)"
     )
 
+    def execute(self) -> SweepResult:
+        """Fit and score all combinations."""
+        from llmcond.report.sweeps import check_plot, plot_settings, plot_steps
+        from llmcond.workflows.sweep import sweep
 
-def _sweep(options: argparse.Namespace) -> None:
-    from llmcond.report.sweeps import check_plot, plot_settings, plot_steps, sweep_table
-    from llmcond.workflows import sweep
-
-    named = [text.partition("=")[0] for text in options.vary]
-    if len(set(named)) < len(named):
-        raise UserError(
-            f"--vary names a setting twice: {', '.join(named)}. Give all its values once."
+        vary = {
+            key: values.split(",") if isinstance(values, str) else [str(one) for one in values]
+            for key, values in (self.vary or {}).items()
+        }
+        several = [self.head, self.prompt, *vary.values()]
+        if self.seeds == 1 and all(len(set(values)) <= 1 for values in several):
+            raise UserError(
+                "there is nothing to vary. Give several values (--vary dim=64,128,256), heads, "
+                "prompts or --seeds."
+            )
+        plots = [path for path in (self.plot, self.plot_steps) if path is not None]
+        if len({path.absolute() for path in plots}) < len(plots):
+            raise UserError(f"--plot and --plot-steps both name {plots[0]}. Name two files.")
+        for path in plots:
+            check_plot(path)
+        swept = sweep(
+            self.run,
+            self.head,
+            vary,
+            prompts=self.prompt or (None,),
+            subtract=self.subtract,
+            changes=self.set,
+            seeds=self.seeds,
+            split=self.split,
+            workers=self.workers,
+            device=self.device,
         )
-    vary = {key: text.split(",") for key, text in key_values(options.vary, "--vary").items()}
-    several = [options.head, options.prompt or (), *vary.values()]
-    if options.seeds == 1 and all(len(set(values)) <= 1 for values in several):
-        raise UserError(
-            "there is nothing to vary. Give several values (--vary dim=64,128,256), heads, prompts "
-            "or --seeds."
-        )
-    plots = [path for path in (options.plot, options.plot_steps) if path is not None]
-    if len({path.absolute() for path in plots}) < len(plots):
-        raise UserError(f"--plot and --plot-steps both name {plots[0]}. Name two files.")
-    for path in plots:
-        check_plot(path)
-    swept = sweep(
-        options.run,
-        options.head,
-        vary,
-        prompts=options.prompt or (None,),
-        subtract=options.subtract,
-        changes=key_values(options.set, "--set"),
-        seeds=options.seeds,
-        split=options.split,
-        workers=options.workers,
-        metrics=options.metric,
-    )
-    if options.plot is not None:
-        plot_settings(swept.results, options.plot)
-    if options.plot_steps is not None:
-        plot_steps(swept.results, options.plot_steps)
-    if options.json:
-        print_json(swept.to_json())
-        return
-    from llmcond.report.terminal import show
+        if self.plot is not None:
+            plot_settings(swept.results, self.plot)
+        if self.plot_steps is not None:
+            plot_steps(swept.results, self.plot_steps)
+        return swept
 
-    show(sweep_table(swept.results, options.run), options.format)
+    def show(self, result: SweepResult, form: str) -> None:
+        """Print a table."""
+        from llmcond.report.sweeps import sweep_table
+        from llmcond.report.terminal import show
+
+        show(sweep_table(result.results, self.run), form)

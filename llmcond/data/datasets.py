@@ -304,7 +304,7 @@ class Problems:
         self._rows: set[int] = set()
 
     def add(self, number: int, what: str) -> None:
-        """Note that the row with this number is wrong."""
+        """Record that the row with this number is wrong."""
         self._first = self._first or f"row {number} of {self._file}: {what}"
         self._rows.add(number)
 

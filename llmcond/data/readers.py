@@ -53,7 +53,7 @@ IN_MEMORY = "rows in memory"
 
 
 def _open_tables(given: Any) -> Source:
-    """Take rows in memory: a table, or one for each split by its name."""
+    """Return rows in memory as a source: a table, or one for each split by its name."""
     if isinstance(given, Mapping) and given and set(given) <= set(_SPLIT_NAMES):
         named = {_SPLIT_NAMES[name]: table for name, table in given.items()}
     else:
@@ -141,7 +141,7 @@ def without_shard(name: str) -> str:
 
 
 def has_column(source: Source, file: str, column: str) -> bool:
-    """Tell whether the first row of a file has a column."""
+    """Return whether the first row of a file has a column."""
     return any(column in record for record in islice(read_records(source, file, []), 1))
 
 

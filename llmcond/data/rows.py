@@ -82,7 +82,7 @@ class Rows:
         return {**own, "condition": self.condition, **self.extra}
 
     def describe(self, position: int) -> str:
-        """Name the row at a position for a message: ``row 17 of train.csv``."""
+        """Return the name of a row for messages: ``row 17 of train.csv``."""
         return f"row {self.number[position]} of {self.file}"
 
 

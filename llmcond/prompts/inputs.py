@@ -32,7 +32,7 @@ class SplitInputs(Collection[EncoderInput]):
     """Every input of some rows under a prompt, repeats included; made when it is asked for."""
 
     def __init__(self, splits: Iterable[Rows], prompt: Prompt) -> None:
-        """Take the rows, each split by itself.
+        """Prepare rows, each split by itself.
 
         Raises:
             UserError: as :func:`given_conditions`, or a column that the template names is missing.
@@ -90,9 +90,9 @@ def _renderers(rows: Rows, prompt: Prompt) -> list[tuple[_Render, _Render]]:
 def given_conditions(rows: Rows, prompt: Prompt) -> Sequence[str]:
     """Return the condition that each row is given: its own, or for a shuffled control another's.
 
-    Another's is drawn among all rows whose condition differs, so frequent conditions are drawn
+    Another's is sampled among all rows whose condition differs, so frequent ones are sampled
     often. The draw depends on the row's texts and on the conditions that the rows have between
-    them, not on their order: give the rows of a whole split, never a part of it.
+    them, not on their order: pass all rows of a split, never a part of it.
 
     Args:
         rows: a split.
@@ -120,15 +120,15 @@ def given_conditions(rows: Rows, prompt: Prompt) -> Sequence[str]:
     given = []
     texts = zip(rows.sentence1, rows.sentence2, rows.condition, kinds, strict=True)
     for first, second, condition, kind in texts:
-        drawn = int(digest_text(_SEED, first, second, condition), 16) % (len(rows) - counts[kind])
+        sampled = int(digest_text(_SEED, first, second, condition), 16) % (len(rows) - counts[kind])
         # Rows of its own kind are stepped over.
-        place = drawn + counts[kind] if drawn >= starts[kind] else drawn
+        place = sampled + counts[kind] if sampled >= starts[kind] else sampled
         given.append(rows.condition[order[place]])
     return given
 
 
 def row_inputs(rows: Rows, prompt: Prompt) -> RowInputs:
-    """Put every row's texts into a prompt.
+    """Render every row's texts by a prompt.
 
     Raises:
         UserError: as :func:`given_conditions`.
@@ -177,7 +177,7 @@ def _same(rows: Rows, prompt: Prompt) -> tuple[int, int] | None:
 
 
 def check_inputs_differ(rows: Rows, prompt: Prompt) -> None:
-    """Refuse a prompt that makes two rows the same though their conditions differ.
+    """Check that no two rows with different conditions get the same inputs.
 
     Raises:
         UserError: naming the prompt and both rows.

@@ -1,4 +1,4 @@
-"""What a prompt makes of a row: the exact texts, and the tokens that an encoder reads of them."""
+"""The inputs that a prompt gives for a row: the exact texts, and the tokens an encoder reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def prompt_on_row(
     number: int | None = None,
     resolved: ResolvedEncoder | None = None,
 ) -> dict[str, Any]:
-    """Return what a prompt makes of a row: the exact texts, and the tokens that an encoder reads.
+    """Return the inputs that a prompt gives for a row: texts, and the tokens an encoder reads.
 
     Args:
         prompt: the template.
@@ -141,10 +141,10 @@ def _as_read(items: Sequence[EncoderInput], resolved: ResolvedEncoder) -> list[d
 
     labelled = [("", item) for item in items]
     read = samples(resolved, labelled)
-    whole = read
+    untruncated = read
     if any(len(sample.tokens) >= resolved.identity.max_length for sample in read):
         unlimited = replace(resolved.identity, max_length=sys.maxsize)
-        whole = samples(replace(resolved, identity=unlimited), labelled)
+        untruncated = samples(replace(resolved, identity=unlimited), labelled)
     return [
         {
             "tokens": sample.tokens,
@@ -152,15 +152,15 @@ def _as_read(items: Sequence[EncoderInput], resolved: ResolvedEncoder) -> list[d
             "n_tokens": len(uncut.tokens),
             "cut": _cut(uncut.tokens, sample.tokens),
         }
-        for sample, uncut in zip(read, whole, strict=True)
+        for sample, uncut in zip(read, untruncated, strict=True)
     ]
 
 
-def _cut(whole: Sequence[str], kept: Sequence[str]) -> list[str]:
+def _cut(tokens: Sequence[str], kept: Sequence[str]) -> list[str]:
     """Return the tokens that are missing; what is kept stands in the same order."""
     missing: list[str] = []
     at = 0
-    for token in whole:
+    for token in tokens:
         if at < len(kept) and kept[at] == token:
             at += 1
         else:

@@ -95,18 +95,18 @@ class Prompt:
 
     @property
     def separate(self) -> bool:
-        """Tell whether sentence and condition are encoded each by itself, as e(s) and e(c)."""
+        """Return whether sentence and condition are encoded separately, as e(s) and e(c)."""
         joint = any("{condition}" in text for text in self.conditional.templates.values())
         return not joint and self.subtractable
 
     @property
     def subtractable(self) -> bool:
-        """Tell whether there is something to subtract; without the condition there is nothing."""
+        """Return whether an unconditional embedding can be subtracted."""
         return self.control != "left-out"
 
     @property
     def of_condition(self) -> bool:
-        """Tell whether the unconditional input is that of the condition, e(c)."""
+        """Return whether the unconditional input is the condition alone, e(c)."""
         return any("{condition}" in text for text in self.unconditional.templates.values())
 
     @property

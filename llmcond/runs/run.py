@@ -115,7 +115,7 @@ class Run:
         return replace(resolved, checkpoint=replace(resolved.checkpoint, name=self.encoder_name))
 
     def record_model(self, model: str) -> None:
-        """Note where the encoder is found now; its identity is checked to be the run's."""
+        """Record where the encoder is found now; its identity is checked to be the run's."""
         if self.manifest["encoder"]["model"] in (model, HERE):
             return
         with FileLock(self.folder / ".lock"):
@@ -124,7 +124,7 @@ class Run:
             write_json(self.folder / "run.json", self.manifest)
 
     def check_encoder(self, resolved: ResolvedEncoder) -> None:
-        """Refuse an encoder that is not the one the run's features were made with.
+        """Check that an encoder is the one the run's features were made with.
 
         Raises:
             UserError: naming both, and what differs.
@@ -242,7 +242,7 @@ class Run:
             return (self.prompt(names),)
         if "" in names.split("+"):
             raise UserError(f"--prompt is {names!r}; expected names joined by +: a+b.")
-        # Separate features stand last, in whatever order they are named: heads that take both
+        # Separate features come last, in any order of names: heads that take both
         # kinds find them there, and the same prompts give the same name.
         found = tuple(
             sorted((self.prompt(name) for name in names.split("+")), key=lambda p: p.separate)
@@ -254,7 +254,7 @@ class Run:
         return found
 
     def record_prompt(self, prompt: Prompt, extraction: Mapping[str, Any]) -> None:
-        """Note in the manifest that a prompt's features were extracted."""
+        """Record in the manifest that a prompt's features were extracted."""
         with FileLock(self.folder / ".lock"):
             self.manifest = read_json(self.folder / "run.json")
             known = self.manifest["prompts"].get(prompt.name)

@@ -1,0 +1,330 @@
+"""A command is one frozen dataclass: its fields are its flags.
+
+``execute`` does the work and ``show`` prints it. The same class is the Python function of that
+name: see :func:`verb`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    NoReturn,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from llmcond import plugins
+from llmcond.errors import LlmcondError, UserError, nearest
+from llmcond.options import Option, option, option_of
+from llmcond.system import local_rank
+
+FORMATS = ("table", "markdown", "latex")
+
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """What all commands have in common. The first line of a docstring is the command's summary.
+
+    Attributes:
+        example: one line, for ``--help``.
+        formats: whether it prints a table, and has ``--format``.
+    """
+
+    example: ClassVar[str]
+    formats: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Convert text to paths and one value to a sequence, and check values that have choices.
+
+        Raises:
+            UserError: a value that is none of the legal ones.
+        """
+        for name, hint, told in options_of(type(self)):
+            value = getattr(self, name)
+            if told.parse is not None and isinstance(value, str):
+                value = told.parse(value)
+            object.__setattr__(self, name, _coerced(value, hint, _flag(name)))
+
+    def execute(self) -> Any:
+        """Do it, and return a typed result."""
+        raise NotImplementedError
+
+    def show(self, result: Any, form: str) -> None:
+        """Print the result for people; nothing where messages have said it all."""
+
+    def failed(self, result: Any) -> LlmcondError | None:
+        """Return what makes the command fail once its result is printed; None if nothing does."""
+        return None
+
+    def part(self, cls: type[T]) -> T:
+        """Return those of its options that a dataclass has, as an instance of it."""
+        return cls(**{f.name: getattr(self, f.name) for f in dataclasses.fields(cls) if f.init})  # type: ignore[arg-type]
+
+
+class _Executes(Protocol[R_co]):
+    """Something with a verb and its result."""
+
+    def execute(self) -> R_co:
+        """Do it."""
+        ...
+
+
+def verb(command: Callable[P, _Executes[R]]) -> Callable[P, R]:
+    """Return a command as a function, whose keyword arguments are named as the flags are."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return command(*args, **kwargs).execute()
+
+    described: Any = command
+    options = options_of(described)
+    given = [f"    {name}: {told.help}" for name, _, told in options]
+    call.__name__ = call.__qualname__ = _python_name(described.__name__)
+    call.__doc__ = "\n".join([inspect.cleandoc(described.__doc__), "", "Args:", *given])
+    known = inspect.signature(described).parameters
+    call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [known[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, _, _ in options],
+        return_annotation=described.execute.__annotations__["return"],
+    )
+    return call
+
+
+def _python_name(name: str) -> str:
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
+
+
+# -- fields as flags ---------------------------------------------------------------------------
+
+
+def options_of(cls: type[Any]) -> list[tuple[str, Any, Option]]:
+    """Return the name, the type and the description of each option of a dataclass.
+
+    Required ones come first, then its own, then those of the classes it is made of, in their order.
+    """
+    hints = get_type_hints(cls)
+    order = [name for base in cls.__mro__ for name in vars(base).get("__annotations__", ())]
+    described = ((field, option_of(field)) for field in dataclasses.fields(cls))
+    found = [(field, told) for field, told in described if told is not None]
+    found.sort(key=lambda f: (f[0].default is not dataclasses.MISSING, order.index(f[0].name)))
+    return [(field.name, hints[field.name], told) for field, told in found]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _plain(hint: Any) -> Any:
+    """Return a type without None."""
+    if get_origin(hint) in (Union, UnionType):
+        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+        return kinds[0] if len(kinds) == 1 else next((k for k in kinds if k is not Any), Any)
+    return hint
+
+
+def _coerced(value: Any, hint: Any, flag: str) -> Any:
+    kind = _plain(hint)
+    origin = get_origin(kind)
+    if value is None:
+        return None
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if origin is Literal and value not in get_args(kind):
+        legal = [str(choice) for choice in get_args(kind)]
+        raise UserError(
+            f"{flag} is {value!r}. {nearest(str(value), legal)} Legal: {', '.join(legal)}."
+        )
+    if origin is Mapping and isinstance(value, Mapping):
+        return {str(key): _text(one) for key, one in value.items()}
+    if origin in (Sequence, tuple) and isinstance(value, (str, Path)):
+        value = (value,)
+    if origin is Sequence and isinstance(value, Iterable):
+        return tuple(_coerced(one, get_args(kind)[0], flag) for one in value)
+    return value
+
+
+def _text(value: Any) -> Any:
+    """Return a setting as the command line writes it; several values stay several."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, (list, tuple)) else str(value)
+
+
+def add_arguments(parser: argparse.ArgumentParser, cls: type[Command]) -> None:
+    """Give a parser the flags of a command."""
+    groups: dict[str, Any] = {"": parser}
+    usage = [parser.prog]
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    for name, hint, told in options_of(cls):
+        if told.group not in groups:
+            groups[told.group] = parser.add_argument_group(told.group)
+        default = defaults[name]
+        keywords = _argument(hint, told, default)
+        required = default is dataclasses.MISSING
+        flag = told.flag or _flag(name)
+        if required:
+            metavar = keywords.get("metavar", name.upper())
+            usage.append(metavar if told.flag == "" else f"{flag} {metavar}")
+        if told.flag == "":
+            groups[told.group].add_argument(name, **keywords)
+        else:
+            keywords |= {"required": True} if required else {"default": argparse.SUPPRESS}
+            groups[told.group].add_argument(flag, dest=name, **keywords)
+    parser.usage = " ".join([*usage, "[options]"])
+    parser.add_argument(
+        "--plugin",
+        nargs="+",
+        action="extend",
+        metavar="FILE.py:NAME",
+        help="code of your own that records name: a head, objective, metric, pooling or task",
+    )
+    # Not False: a command within a command would take back what was said before its name.
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="print one JSON object on standard output",
+    )
+    if cls.formats:
+        parser.add_argument(
+            "--format",
+            choices=FORMATS,
+            default=argparse.SUPPRESS,
+            help="of the table: for a terminal, a Markdown page or a paper (default: table)",
+        )
+
+
+def _argument(hint: Any, told: Option, default: Any) -> dict[str, Any]:
+    """Return how argparse reads a value of a type."""
+    kind = _plain(hint)
+    inner = get_args(kind)
+    text = told.help
+    if "default:" not in text and default not in (dataclasses.MISSING, None, (), "", False, True):
+        text += f" (default: {' '.join(default) if isinstance(default, tuple) else default})"
+    keywords: dict[str, Any] = {"help": text.replace("%", "%%")}
+    if told.metavar is not None:
+        keywords["metavar"] = told.metavar
+    if kind is bool:
+        return {**keywords, "action": argparse.BooleanOptionalAction}
+    several = {"nargs": "+", "action": "extend"}
+    if get_origin(kind) is Mapping:
+        return {**keywords, **several}
+    if get_origin(kind) is tuple and inner[-1] is not Ellipsis:
+        return {**keywords, "nargs": len(inner), "type": inner[0]}
+    if get_origin(kind) in (Sequence, tuple):
+        keywords |= {"action": "append"} if told.repeat else several
+        kind = _plain(inner[0])
+    if get_origin(kind) is Literal:
+        return {**keywords, "choices": get_args(kind)}
+    # What the option parses itself is text here; see `_coerced`.
+    return {**keywords, "type": kind if kind in (int, float, Path) and not told.parse else str}
+
+
+def command_of(cls: type[Command], given: Mapping[str, Any]) -> Command:
+    """Return a command with what was parsed.
+
+    Raises:
+        UserError: KEY=VALUE of another form, or a value that is none of the legal ones.
+    """
+    hints = {name: _plain(hint) for name, hint, _ in options_of(cls)}
+    values = {name: given[name] for name in hints if name in given}
+    for name, value in values.items():
+        if get_origin(hints[name]) is Mapping:
+            values[name] = key_values(value, _flag(name))
+    return cls(**values)
+
+
+def key_values(texts: Sequence[str], flag: str) -> dict[str, str]:
+    """Return NAME=VALUE texts as a dictionary.
+
+    Raises:
+        UserError: a text of another form, or a name that is given twice.
+    """
+    pairs: dict[str, str] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (equals and key and value):
+            raise UserError(f"{flag} is {text!r}; expected NAME=VALUE.")
+        if key in pairs and flag == "--vary":
+            raise UserError(f"{flag} names {key} twice. Give all its values once.")
+        pairs[key] = value
+    return pairs
+
+
+def optional(cls: type[T]) -> type[T]:
+    """Return a dataclass with the options of another, all of them None unless they are given.
+
+    For settings whose defaults depend on others; help texts name the usual ones.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    made = []
+    for name, hint, told in options_of(cls):
+        usual = defaults[name]
+        text = told.help if "default:" in told.help else f"{told.help} (default: {usual})"
+        metadata = option(None, **{**dataclasses.asdict(told), "help": text})
+        made.append((name, hint | None, metadata))
+    return dataclasses.make_dataclass(f"Optional{cls.__name__}", made, frozen=True, kw_only=True)
+
+
+# -- running -----------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, with the nearest legal names."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a UserError."""
+        raise UserError(f"{message}. See `{self.prog} --help`.")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            legal = [str(choice) for choice in action.choices]
+            command = action.dest in ("command", "subcommand")
+            name = "command" if command else (action.option_strings or [action.dest])[0]
+            raise UserError(
+                f"{name} is {value!r}. {nearest(str(value), legal)} Legal: {', '.join(legal)}."
+            )
+
+
+def run_command(cls: type[Command], given: Mapping[str, Any]) -> None:
+    """Run a command with what was parsed, and print its result.
+
+    Raises:
+        LlmcondError: whatever went wrong, in a line.
+    """
+    for name in given.get("plugin") or ():
+        plugins.load(name)
+    command = command_of(cls, given)
+    result = command.execute()
+    if given.get("json"):
+        print_json(result)
+    else:
+        command.show(result, given.get("format", "table"))
+    problem = command.failed(result)
+    if problem is not None:
+        raise problem
+
+
+def print_json(result: Any) -> None:
+    """Print a result as one JSON object on standard output, once of processes launched together."""
+    value = result if isinstance(result, Mapping) else result.to_json()
+    if not local_rank():
+        sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")

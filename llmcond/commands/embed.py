@@ -1,0 +1,46 @@
+"""``llmcond embed``: write an embedding for each row of a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from llmcond.commands.shared import WithHead
+from llmcond.options import option
+
+if TYPE_CHECKING:
+    from llmcond.workflows.embed import Embedded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embed(WithHead):
+    """Write an embedding for each row of a file."""
+
+    example: ClassVar[str] = (
+        "llmcond embed texts.csv --out vectors.parquet --condition 'the activity'"
+    )
+
+    source: str = option(flag="", metavar="SRC", help="a .csv, .tsv, .jsonl or .parquet file")
+    out: Path = option(metavar="FILE", help=".parquet or .npy")
+    sentence: str = option("sentence", metavar="COL", help="column of the sentences")
+    condition: str | None = option(
+        None,
+        metavar="COL_OR_TEXT",
+        help="a column, or one condition for every row (default: the column called condition)",
+    )
+
+    def execute(self) -> Embedded:
+        """Embed."""
+        from llmcond.workflows.embed import embed_file
+
+        return embed_file(
+            self.run,
+            self.source,
+            self.out,
+            self.sentence,
+            self.condition,
+            self.head,
+            self.prompt,
+            self.device,
+        )

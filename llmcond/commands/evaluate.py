@@ -1,0 +1,67 @@
+"""``llmcond evaluate``: score a run's heads, with zero-shot for comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from llmcond.commands.shared import (
+    SOURCE,
+    InRun,
+    WithColumns,
+    WithDevice,
+    WithSplit,
+    data_options,
+)
+from llmcond.options import option
+
+if TYPE_CHECKING:
+    from llmcond.runs.results import Results
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(InRun, WithColumns, WithSplit, WithDevice):
+    """Score a run's heads, with zero-shot for comparison."""
+
+    example: ClassVar[str] = "llmcond evaluate --head mlp --split dev --json"
+    formats: ClassVar[bool] = True
+
+    head: Sequence[str] = option(
+        (), metavar="NAME", help="fitted heads (default: all; none: zero-shot only)"
+    )
+    data: Any = option(
+        None, metavar="SRC", help=f"score other rows: {SOURCE}; a single file is scored whole"
+    )
+    predictions: Path | None = option(
+        None, metavar="FILE.csv", help="write each row's predicted similarities"
+    )
+    report: Path | None = option(
+        None, metavar="FILE.html", help="a page to read: charts, texts, settings"
+    )
+    metric: Sequence[str] = option(
+        (),
+        metavar="NAME",
+        help="further metrics: code of your own, my_metrics.py:NAME",
+    )
+
+    def execute(self) -> Results:
+        """Score."""
+        from llmcond.workflows.evaluate import evaluate
+
+        return evaluate(
+            self.run,
+            self.head,
+            self.split,
+            data_options(self),
+            self.predictions,
+            self.device,
+            self.report,
+        )
+
+    def show(self, result: Results, form: str) -> None:
+        """Print a table."""
+        from llmcond.report.terminal import results_table, show
+
+        show(results_table(result, self.run), form)

@@ -1,0 +1,51 @@
+"""``llmcond extract``: encode a data set's texts under prompts, once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from llmcond.commands.shared import InRun, WithEncoder, WithTask, data_options
+from llmcond.options import option
+
+if TYPE_CHECKING:
+    from llmcond.workflows.extract import Extracted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extract(InRun, WithTask, WithEncoder):
+    """Encode a data set's texts under prompts, once, into a run.
+
+    What the run holds already is not encoded again; an interrupted call goes on where it stopped.
+    """
+
+    example: ClassVar[str] = (
+        "llmcond extract --model minilm --data my.csv --prompt concat-sent-cond"
+    )
+
+    prompt: Sequence[str] = option(
+        (), metavar="NAME_OR_FILE", help="templates (default: the one that suits the model)"
+    )
+    store_dtype: Literal["float16", "float32"] | None = option(
+        None, help="type that vectors are stored in (default: float16)"
+    )
+    workers: int = option(
+        1,
+        metavar="N",
+        help="processes that share the work, one a GPU (on a CPU: a share of its cores each)",
+    )
+
+    def execute(self) -> Extracted:
+        """Extract."""
+        from llmcond.workflows.extract import extract
+
+        return extract(
+            self.model,
+            self.encoder_options(),
+            self.run,
+            data_options(self),
+            self.prompt,
+            self.store_dtype,
+            self.workers,
+        )

@@ -1,0 +1,77 @@
+"""``llmcond models``: which encoders are known by name, and what one reads and pools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from llmcond.commands.shared import WithEncoderSettings
+from llmcond.encoders import EncoderOptions
+from llmcond.errors import LlmcondError, UserError
+from llmcond.options import option
+
+
+@dataclass(frozen=True)
+class Models:
+    """Known encoders, or a report on one.
+
+    Attributes:
+        rows: one an encoder that is known; empty with ``--check``.
+        report: on the encoder that was checked.
+        problem: why the report is not complete.
+    """
+
+    rows: Sequence[Mapping[str, Any]] = ()
+    report: Mapping[str, Any] | None = None
+    problem: LlmcondError | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        if self.report is None:
+            return {"models": list(self.rows)}
+        return {**self.report, "problem": str(self.problem) if self.problem else None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListModels(WithEncoderSettings):
+    """List the encoders that are known by name, or check one before it is downloaded."""
+
+    example: ClassVar[str] = "llmcond models --check nvidia/NV-Embed-v2"
+    formats: ClassVar[bool] = True
+
+    check: str | None = option(
+        None,
+        metavar="NAME_OR_PATH",
+        help="report what an encoder reads and pools, the memory it needs, and whether it fits "
+        "here; downloads its settings and tokenizer only",
+    )
+
+    def execute(self) -> Models:
+        """List, or check."""
+        options = self.encoder_options()
+        if self.check is not None:
+            from llmcond.workflows.check import check_model
+
+            return Models(report=(found := check_model(self.check, options))[0], problem=found[1])
+        if options != EncoderOptions():
+            raise UserError("these options are about one encoder; name it: --check NAME.")
+        from llmcond.commands.listings import models
+
+        return Models(models())
+
+    def show(self, result: Models, form: str) -> None:
+        """Print a table, or the report."""
+        if result.report is not None:
+            from llmcond.report.checkup import show_checkup
+
+            show_checkup(result.report)
+        else:
+            from llmcond.commands.listings import models_in_brief
+            from llmcond.report.terminal import listing, show, width
+
+            show(listing(models_in_brief(width())), form)
+
+    def failed(self, result: Models) -> LlmcondError | None:
+        """Return what makes the command fail after its result is printed."""
+        return result.problem

@@ -1,0 +1,154 @@
+"""Options that several commands share, each told once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from llmcond.commands.base import Command
+from llmcond.encoders import EncoderOptions
+from llmcond.errors import UserError, nearest
+from llmcond.options import option
+
+if TYPE_CHECKING:
+    from llmcond.data.datasets import DataOptions
+
+Split = Literal["train", "dev", "test"]
+
+SOURCE = (
+    "a .csv, .tsv, .jsonl or .parquet file, a folder with train, dev and test files, or "
+    "hf://datasets/OWNER/NAME (from Python also a pandas or Arrow table, or a list of dicts)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InRun(Command):
+    """A command that works on a run."""
+
+    run: Path = option(Path("runs/default"), metavar="DIR", help="folder of this piece of work")
+
+
+def data_options(command: Any) -> DataOptions:
+    """Return where a command's rows come from, and how they are read.
+
+    Raises:
+        UserError: a column that there is not.
+    """
+    from llmcond.data.datasets import Columns, DataOptions, RatingScale
+
+    columns = scale = None
+    if command.columns:
+        legal = ("sentence1", "sentence2", "condition", "label")
+        for name in command.columns:
+            if name not in legal:
+                raise UserError(f"--columns has no {name!r}. {nearest(name, legal)}")
+        columns = Columns(**command.columns)
+    if command.rating_range or command.unrated is not None:
+        low, high = command.rating_range or (1.0, 5.0)
+        scale = RatingScale(low, high, -1.0 if command.unrated is None else command.unrated)
+    return DataOptions(command.data, columns, scale, getattr(command, "split_seed", None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithColumns(Command):
+    """A command that reads rated rows."""
+
+    columns: Mapping[str, str] | None = option(
+        None,
+        metavar="NAME=COLUMN",
+        help="other column names, for sentence1, sentence2, condition and label",
+    )
+    rating_range: tuple[float, float] | None = option(
+        None,
+        metavar=("LOW", "HIGH"),
+        help="range of the ratings, mapped to 0 to 1 (default: 1 5)",
+    )
+    unrated: float | None = option(
+        None, metavar="LABEL", help="label of unrated rows (default: -1)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithSplit(Command):
+    """A command that looks at one split."""
+
+    split: Split | None = option(
+        None, help="split to use (default: test if it has rated rows, else dev)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithDevice(Command):
+    """A command that computes on a device."""
+
+    device: str = option("auto", metavar="D", help="auto, cpu, cuda or cuda:N")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithTrials(WithDevice):
+    """A command that fits every head with several seeds."""
+
+    seeds: int = option(3, metavar="N", help="fits of each, with seeds 0 to N-1")
+    set: Mapping[str, str] | None = option(
+        None, metavar="KEY=VALUE", help="settings of the recipes, for all heads that have them"
+    )
+    workers: int | None = option(
+        None, metavar="N", help="fits at a time (default: one a core, at most 8)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithHead(InRun, WithDevice):
+    """A command that embeds texts by a run's encoder and one of its heads."""
+
+    head: str | None = option(
+        None, metavar="NAME", help="a fitted head (default: the last one; none: zero-shot)"
+    )
+    prompt: str | None = option(
+        None, metavar="NAME", help="for zero-shot (default: the run's only one)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithEncoderSettings(Command, EncoderOptions):
+    """A command that takes the settings of an encoder."""
+
+    def encoder_options(self) -> EncoderOptions:
+        """Return the settings of the encoder."""
+        options = self.part(EncoderOptions)
+        template = options.instruction_format
+        if template is None:
+            return options
+        # A shell has no easy way to write a line break.
+        return replace(options, instruction_format=template.replace("\\n", "\n"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithEncoder(WithEncoderSettings):
+    """A command that names an encoder."""
+
+    model: str = option(
+        metavar="NAME_OR_PATH",
+        help="alias, hub name or folder (`llmcond models` lists the known ones)",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithTask(WithColumns):
+    """A command that makes a run: of a task, from data."""
+
+    data: Any = option(
+        None,
+        metavar="SRC",
+        help=f"{SOURCE} (default: the run's own data, or the bundled sample)",
+    )
+    split_seed: int | None = option(
+        None, metavar="S", help="seed that splits a single file (default: 0)"
+    )
+    task: str | None = option(
+        None,
+        metavar="NAME",
+        help="csts, or code of your own: my_task.py:NAME (default: the run's own, or csts)",
+    )

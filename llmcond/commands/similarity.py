@@ -1,0 +1,60 @@
+"""``llmcond similarity``: compare two sentences under conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from llmcond.commands.shared import WithHead
+from llmcond.options import option
+
+
+@dataclass(frozen=True)
+class Similarities:
+    """The similarity of two sentences under each condition, and what computed it."""
+
+    conditions: Sequence[str]
+    values: Sequence[float]
+    about: dict[str, Any]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each condition."""
+        pairs = zip(self.conditions, self.values, strict=True)
+        return [{"condition": text, "similarity": round(value, 6)} for text, value in pairs]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        return {"similarities": self.rows(), **self.about}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Similarity(WithHead):
+    """Compare two sentences under conditions."""
+
+    example: ClassVar[str] = (
+        "llmcond similarity 'A man rides a horse.' 'A girl cycles.' --condition 'the activity'"
+    )
+    formats: ClassVar[bool] = True
+
+    sentence1: str = option(flag="", metavar="SENTENCE1", help="a text")
+    sentence2: str = option(flag="", metavar="SENTENCE2", help="another text")
+    condition: Sequence[str] = option(metavar="C", repeat=True, help="may be repeated")
+
+    def execute(self) -> Similarities:
+        """Encode both sentences under every condition."""
+        from llmcond.runs.embedder import describe, load_embedder
+
+        embedder = load_embedder(self.run, self.head, prompt=self.prompt, device=self.device)
+        n = len(self.condition)
+        values = embedder.similarity([self.sentence1] * n, [self.sentence2] * n, self.condition)
+        return Similarities(self.condition, values.tolist(), describe(embedder))
+
+    def show(self, result: Similarities, form: str) -> None:
+        """Print a table."""
+        from llmcond.log import log
+        from llmcond.report.terminal import listing, show
+
+        about = result.about
+        log.info(f"{about['encoder']}, prompt {about['prompt']}, head {about['head']}")
+        show(listing(result.rows()), form)

@@ -1,0 +1,133 @@
+"""A command's dataclass is its flags, its checks and its Python function."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import pytest
+
+import llmcond
+from llmcond.cli import COMMANDS, _command
+from llmcond.commands.base import Command, Parser, add_arguments, command_of, optional, verb
+from llmcond.errors import UserError
+from llmcond.options import option, option_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Paint(Command):
+    """Paint a wall.
+
+    Twice where it rains.
+    """
+
+    example: ClassVar[str] = "paint wall"
+
+    colour: Literal["red", "blue"] = option("red", help="of the wall")
+    wall: str = option(flag="", metavar="WALL", help="which one")
+    coats: int | None = option(None, metavar="N", help="layers (default: 2)")
+    tools: Sequence[str] = option((), metavar="T", help="what is used")
+    note: Sequence[str] = option((), metavar="X", repeat=True, help="may be repeated")
+    size: tuple[float, float] | None = option(None, metavar=("W", "H"), help="in metres")
+    into: Path = option(Path("out"), metavar="DIR", help="100 % of it")
+    set: Mapping[str, str] | None = option(None, metavar="KEY=VALUE", help="settings")
+    gloss: bool = option(False, help="shiny")
+    rank: int = option(1, parse=lambda text: 0 if text == "full" else int(text), help="or full")
+
+    def execute(self) -> dict[str, object]:
+        """Paint."""
+        return {"wall": self.wall, "into": self.into}
+
+
+def parsed(*arguments: str) -> Command:
+    parser = Parser(prog="paint", allow_abbrev=False)
+    add_arguments(parser, _Paint)
+    return command_of(_Paint, vars(parser.parse_args(arguments)))
+
+
+def test_flags_are_read_by_the_types_of_the_fields():
+    given = parsed(
+        *"w --colour blue --coats 3 --tools a b --tools c --note x --note y --size 1 2.5".split(),
+        *"--into here --set a=1 b=c=d --gloss --rank full".split(),
+    )
+    assert given == _Paint(
+        wall="w",
+        colour="blue",
+        coats=3,
+        tools=["a", "b", "c"],
+        note=("x", "y"),
+        size=[1.0, 2.5],
+        into="here",
+        set={"a": 1, "b": "c=d"},
+        gloss=True,
+        rank="full",
+    )
+    assert given.into == Path("here")
+    assert given.rank == 0
+    assert parsed("w") == _Paint(wall="w")
+    assert parsed("w", "--no-gloss") == _Paint(wall="w")
+
+
+def test_help_names_defaults_once(capsys):
+    with pytest.raises(SystemExit):
+        parsed("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith("usage: paint WALL [options]")
+    assert "of the wall (default: red)" in text
+    assert "layers (default: 2)" in text
+    assert "100 % of it (default: out)" in text
+    assert "(default: None)" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("w --colour bleu", "--colour is 'bleu'. Did you mean 'blue'"),
+        ("w --set a", "--set is 'a'; expected NAME=VALUE"),
+        ("w --coats x", "invalid int value"),
+        ("w --col red", "unrecognized arguments"),
+        ("", "required: WALL"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(arguments, words):
+    with pytest.raises(UserError, match=words) as raised:
+        parsed(*arguments.split())
+    assert "\n" not in str(raised.value)
+
+
+def test_python_checks_what_the_command_line_checks():
+    paint = verb(_Paint)
+    assert paint(wall="w", into="there") == {"wall": "w", "into": Path("there")}
+    assert paint.__name__ == "_paint".removeprefix("_")
+    assert "Twice where it rains" in (paint.__doc__ or "")
+    assert "coats: layers" in (paint.__doc__ or "")
+    with pytest.raises(UserError, match="--colour is 'green'"):
+        paint(wall="w", colour="green")
+    with pytest.raises(TypeError, match="color"):
+        paint(wall="w", color="red")
+
+
+def test_settings_that_were_not_given_are_none():
+    cls = optional(_Paint)
+    assert cls().colour is None
+    assert {f.name for f in cls.__dataclass_fields__.values() if option_of(f)} >= {"rank", "set"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_an_example_that_parses(name):
+    import shlex
+
+    cls = _command(name)
+    arguments = shlex.split(cls.example)[1 + len(name.split()) :]
+    parser = Parser(prog=name, allow_abbrev=False)
+    add_arguments(parser, cls)
+    if name != "prompts":  # its example is that of `prompts show`
+        assert isinstance(command_of(cls, vars(parser.parse_args(arguments))), cls)
+
+
+def test_every_verb_is_a_function_with_the_commands_options():
+    verbs = [getattr(llmcond, name) for name in llmcond.__all__ if name.islower()]
+    assert all(inspect.getdoc(own) for own in verbs)
+    assert list(inspect.signature(llmcond.fit_head).parameters)[:2] == ["head", "dim"]
+    assert set(dir(llmcond)) == set(llmcond.__all__)
