@@ -136,6 +136,8 @@ def _plain(hint: Any) -> Any:
     """Return a type without None."""
     if get_origin(hint) in (Union, UnionType):
         kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+        if all(get_origin(kind) is Literal for kind in kinds):
+            return Literal[tuple(value for kind in kinds for value in get_args(kind))]
         return kinds[0] if len(kinds) == 1 else next((k for k in kinds if k is not Any), Any)
     return hint
 

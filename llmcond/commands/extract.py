@@ -48,4 +48,5 @@ class Extract(InRun, WithTask, WithEncoder):
             self.prompt,
             self.store_dtype,
             self.workers,
+            self.task,
         )

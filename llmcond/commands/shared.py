@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -117,12 +117,7 @@ class WithEncoderSettings(Command, EncoderOptions):
 
     def encoder_options(self) -> EncoderOptions:
         """Return the settings of the encoder."""
-        options = self.part(EncoderOptions)
-        template = options.instruction_format
-        if template is None:
-            return options
-        # A shell has no easy way to write a line break.
-        return replace(options, instruction_format=template.replace("\\n", "\n"))
+        return self.part(EncoderOptions)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from llmcond.data.datasets import DataOptions, Dataset
 from llmcond.data.rows import leaked_pairs
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError
-from llmcond.features.extract import CHUNK, WINDOW
+from llmcond.features.extract import CHUNK, WINDOW, Extraction
 from llmcond.features.keys import KeyIndex
 from llmcond.features.missing import Missing, count_missing, together
 from llmcond.features.store import StoreDtype
@@ -24,6 +25,40 @@ from llmcond.prompts.inputs import SplitInputs
 from llmcond.runs import Run, RunExistsError, create_run, open_run, run_exists, where_model
 from llmcond.runs.extraction import LazyEncoder, extract_rows, extraction_record
 from llmcond.runs.processes import WorkerProcesses, check_workers
+from llmcond.tasks import Task, find_task
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """What :func:`extract` did.
+
+    Attributes:
+        run: the run's folder.
+        encoder: its name.
+        fingerprint: identifies everything of the encoder that decides vectors.
+        dtype: that it computed in.
+        prompts: what was done for each prompt.
+    """
+
+    run: Path
+    encoder: str
+    fingerprint: str
+    dtype: str
+    prompts: Mapping[str, Extraction]
+    record: Mapping[str, Mapping[str, Any]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        done = {
+            name: {
+                **self.record[name],
+                "n_tokens": extraction.n_tokens,
+                "seconds": round(extraction.seconds, 3),
+            }
+            for name, extraction in self.prompts.items()
+        }
+        about = {"encoder": self.encoder, "fingerprint": self.fingerprint, "dtype": self.dtype}
+        return {"run": str(self.run), **about, "prompts": done}
 
 
 def extract(
@@ -34,7 +69,8 @@ def extract(
     prompts: Sequence[str] = (),
     store_dtype: StoreDtype | None = None,
     workers: int = 1,
-) -> dict[str, Any]:
+    task: str | None = None,
+) -> Extracted:
     """Extract the features of a data set under prompts into a run; what is there is not redone.
 
     Args:
@@ -45,9 +81,7 @@ def extract(
         prompts: names or files; none is the one that suits the encoder.
         store_dtype: type that vectors are stored in; None: the run's, or float16 for a new run.
         workers: processes that share the work, one a GPU; on a CPU they share its cores.
-
-    Returns:
-        What was done, for each prompt.
+        task: its name, or code of the user's own; None: the run's own, or csts.
 
     Raises:
         UserError: wrong input, or a run of another encoder or other data.
@@ -56,7 +90,9 @@ def extract(
     existing = open_run(run_folder) if run_exists(run_folder) else None
     # All that can be wrong in files is found before a model is looked for, or downloaded.
     named = [load_prompt(name) for name in prompts]
-    dataset = None if existing else read_and_tell(data)
+    chosen_task = task_of(existing, task)
+    fields = tuple(dict.fromkeys(name for prompt in named for name in prompt.fields))
+    dataset = None if existing else read_dataset(chosen_task, replace(data, extra=fields))
     resolved = resolve(model, options)
     for assumption in resolved.assumed:
         log.info(f"assumed: {assumption}")
@@ -66,7 +102,9 @@ def extract(
     created = None
     if dataset is not None:
         with suppress(RunExistsError):  # another process made it meanwhile: join it
-            created = create_run(run_folder, model, resolved, dataset, store_dtype or "float16")
+            created = create_run(
+                run_folder, model, resolved, dataset, store_dtype or "float16", chosen_task.name
+            )
     run = created or existing or open_run(run_folder)
     if run is not created:
         _check_run(run, resolved, data, store_dtype)
@@ -89,9 +127,26 @@ def extract(
         raise
 
 
-def read_and_tell(data: DataOptions) -> Dataset:
-    """Read a data set and tell what was decided and what is odd about it."""
-    dataset = data.read()
+def task_of(run: Run | None, name: str | None) -> Task:
+    """Return the task of an existing run, or the one that was named.
+
+    Raises:
+        UserError: the run has another task than the one that was named.
+    """
+    asked = None if name is None else find_task(name)
+    if run is None:
+        return asked or find_task("csts")
+    if asked is not None and asked.name != run.manifest.get("task", "csts"):
+        raise UserError(
+            f"{run.folder} is a run of the task {run.task.name}, not {asked.name}. Use another "
+            "--run, or leave out --task."
+        )
+    return run.task
+
+
+def read_dataset(task: Task, data: DataOptions) -> Dataset:
+    """Read a data set, and log what was decided and what is odd about it."""
+    dataset = task.read(data)
     for text in dataset.notes:
         log.info(text)
     for name, rows in dataset.splits.items():
@@ -105,7 +160,7 @@ def read_and_tell(data: DataOptions) -> Dataset:
 
 
 def check_named_once(prompts: Sequence[Prompt]) -> None:
-    """Refuse prompts of one name.
+    """Check that no two prompts have one name.
 
     Raises:
         UserError: naming the prompt.
@@ -120,7 +175,7 @@ def check_named_once(prompts: Sequence[Prompt]) -> None:
 
 
 def check_prompts(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None:
-    """Refuse prompts of one name, and those whose inputs an encoder cannot take.
+    """Check that prompts have different names, and that an encoder takes their inputs.
 
     Raises:
         UserError: naming the prompt, and those that go with the encoder.
@@ -143,7 +198,7 @@ def check_prompts(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None:
 def _check_run(
     run: Run, resolved: ResolvedEncoder, data: DataOptions, store_dtype: StoreDtype | None
 ) -> None:
-    """Refuse a run of another encoder, another storage type or other data."""
+    """Check that a run is of the same encoder, storage type and data."""
     run.check_encoder(resolved)
     if store_dtype not in (None, run.manifest["store_dtype"]):
         raise UserError(
@@ -160,11 +215,13 @@ def _check_run(
                 "for. Name the --data too, and another --run."
             )
         return
-    digest = data.like(*read_by).read().digest
+    extra = tuple(run.rows("train").extra)
+    given = run.task.read(replace(data.like(*read_by), extra=extra))
+    digest = given.digest
     if digest != recorded["digest"]:
         raise UserError(
             f"{run.folder} holds the data {recorded['source']} (digest {recorded['digest']}), and "
-            f"{data.source} has other rows or ratings (digest {digest}). Use another --run."
+            f"{given.source} has other rows or ratings (digest {digest}). Use another --run."
         )
 
 
@@ -194,26 +251,22 @@ def _log_plan(
 
 def _extract_prompts(
     run: Run, encoder: LazyEncoder, prompts: Sequence[Prompt], missing: Sequence[Missing]
-) -> dict[str, Any]:
-    done: dict[str, Any] = {}
+) -> Extracted:
+    done, records = {}, {}
     resolved = encoder.resolved
     for prompt, lacking in zip(prompts, missing, strict=True):
         splits = [run.rows(name) for name in run.splits]
-        extraction = extract_rows(run.store(), encoder, prompt, splits, lacking)
+        done[prompt.name] = extract_rows(run.store(), encoder, prompt, splits, lacking)
         before = run.manifest["prompts"].get(prompt.name)
         if before and before["prompt"]["digest"] != prompt.digest:
             log.info(f"the prompt {prompt.name} has changed; fit its heads again")
-        record = extraction_record(extraction, resolved)
-        run.record_prompt(prompt, record)
-        done[prompt.name] = {
-            **record,
-            "n_tokens": extraction.n_tokens,
-            "seconds": round(extraction.seconds, 3),
-        }
-    return {
-        "run": str(run.folder),
-        "encoder": run.encoder_name,
-        "fingerprint": run.identity.fingerprint,
-        "dtype": resolved.identity.dtype,
-        "prompts": done,
-    }
+        records[prompt.name] = extraction_record(done[prompt.name], resolved)
+        run.record_prompt(prompt, records[prompt.name])
+    return Extracted(
+        run.folder,
+        run.encoder_name,
+        run.identity.fingerprint,
+        resolved.identity.dtype,
+        done,
+        records,
+    )
