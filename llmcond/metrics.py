@@ -172,18 +172,19 @@ def metric_of(name: str) -> Metric:
     return METRICS[name]
 
 
-def with_default(names: Sequence[str]) -> tuple[Metric, ...]:
-    """Return the default metrics, and those named in addition.
+def choose_metrics(task: Sequence[str], further: Sequence[str] = ()) -> tuple[Metric, ...]:
+    """Return the metrics of a task, and those named in addition.
 
     Args:
-        names: of metrics, or of code: ``my_metrics.py:kendall``, a function from predictions,
+        task: names, the most important one first; as ``further``.
+        further: of metrics, or of code: ``my_metrics.py:kendall``, a function from predictions,
             ratings and group ids to a number, or a :class:`Metric`.
 
     Raises:
         UserError: no such metric or code, or another metric has its name.
     """
-    found = dict.fromkeys(DEFAULT)
-    for name in names:
+    found: dict[Metric, None] = {}
+    for name in (*task, *further):
         found[_load(name) if plugins.is_plugin(name) else _known(name)] = None
     return tuple(found)
 

@@ -13,10 +13,9 @@ import json
 import time
 from pathlib import Path
 
-from llmcond.encoders import EncoderOptions
-from llmcond.metrics import finite
+import llmcond
+from llmcond.log import log_to_terminal
 from llmcond.report.terminal import results_table, show
-from llmcond.workflows import DataOptions, evaluate, extract, fit_head
 
 
 def main() -> None:
@@ -24,20 +23,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--run", type=Path, default=Path("runs/demo"))
     run = parser.parse_args().run
+    log_to_terminal()
     began = time.monotonic()
     print("1. Encode every sentence under its condition, once: llmcond extract --model minilm")
-    extract("minilm", EncoderOptions(), run, DataOptions())
+    llmcond.extract(model="minilm", run=run)
     print("2. Fit a small head on the frozen features: llmcond fit-head --head mlp")
-    fit_head(run, "mlp")
+    llmcond.fit_head(head="mlp", run=run)
     print("3. Score it on sentences it has never seen: llmcond evaluate")
-    results = evaluate(run, ["mlp"], "test")
+    results = llmcond.evaluate(head=["mlp"], split="test", run=run)
     show(results_table(results, run))
-    zero_shot = next(row for row in results if row.head == "none" and row.subtract)
-    fitted = next(row for row in results if row.head == "mlp")
+    zero_shot = next(one for one in results if one.head == "none" and one.subtract).metrics
+    fitted = next(one for one in results if one.head == "mlp").metrics
     summary = {
-        "spearman_zero_shot": finite(zero_shot.metrics["spearman"].value),
-        "spearman": finite(fitted.metrics["spearman"].value),
-        "accuracy": finite(fitted.metrics["accuracy"].value),
+        "spearman_zero_shot": zero_shot["spearman"].value,
+        "spearman": fitted["spearman"].value,
+        "accuracy": fitted["accuracy"].value,
         "seconds": round(time.monotonic() - began, 1),
     }
     print(json.dumps(summary))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from llmcond.commands.shared import (
     InRun,
     WithEncoder,
+    WithMetrics,
     WithSplit,
     WithTask,
     WithTrials,
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparePrompts(InRun, WithTask, WithEncoder, WithSplit, WithTrials):
+class ComparePrompts(InRun, WithTask, WithEncoder, WithSplit, WithMetrics, WithTrials):
     """Compare prompts on the same rows, splits, seeds and heads, with paired evidence."""
 
     example: ClassVar[str] = (
@@ -66,6 +67,8 @@ class ComparePrompts(InRun, WithTask, WithEncoder, WithSplit, WithTrials):
                 plain=self.plain,
                 split=self.split,
                 workers=self.workers,
+                metrics=self.metric,
+                task=self.task,
             ),
             self.report,
         )
@@ -77,4 +80,4 @@ class ComparePrompts(InRun, WithTask, WithEncoder, WithSplit, WithTrials):
 
         say(summary(result.results, result.baseline), form)
         bars = form == "table"  # elsewhere characters do not line up
-        show(comparison_table(result.results, result.baseline, self.run, drawn=bars), form)
+        show(comparison_table(result.results, result.baseline, self.run, bars=bars), form)

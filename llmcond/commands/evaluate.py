@@ -12,17 +12,18 @@ from llmcond.commands.shared import (
     InRun,
     WithColumns,
     WithDevice,
+    WithMetrics,
     WithSplit,
     data_options,
 )
 from llmcond.options import option
 
 if TYPE_CHECKING:
-    from llmcond.runs.results import Results
+    from llmcond.evaluation.results import Result, Results
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(InRun, WithColumns, WithSplit, WithDevice):
+class Evaluate(InRun, WithColumns, WithSplit, WithMetrics, WithDevice):
     """Score a run's heads, with zero-shot for comparison."""
 
     example: ClassVar[str] = "llmcond evaluate --head mlp --split dev --json"
@@ -40,13 +41,8 @@ class Evaluate(InRun, WithColumns, WithSplit, WithDevice):
     report: Path | None = option(
         None, metavar="FILE.html", help="a page to read: charts, texts, settings"
     )
-    metric: Sequence[str] = option(
-        (),
-        metavar="NAME",
-        help="further metrics: code of your own, my_metrics.py:NAME",
-    )
 
-    def execute(self) -> Results:
+    def execute(self) -> Results[Result]:
         """Score."""
         from llmcond.workflows.evaluate import evaluate
 
@@ -58,9 +54,10 @@ class Evaluate(InRun, WithColumns, WithSplit, WithDevice):
             self.predictions,
             self.device,
             self.report,
+            self.metric,
         )
 
-    def show(self, result: Results, form: str) -> None:
+    def show(self, result: Results[Result], form: str) -> None:
         """Print a table."""
         from llmcond.report.terminal import results_table, show
 

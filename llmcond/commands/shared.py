@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -96,6 +96,17 @@ class WithTrials(WithDevice):
     )
     workers: int | None = option(
         None, metavar="N", help="fits at a time (default: one a core, at most 8)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithMetrics(Command):
+    """A command that scores predictions."""
+
+    metric: Sequence[str] = option(
+        (),
+        metavar="FILE.py:NAME",
+        help="metrics of your own, in addition to those of the task",
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcond.commands.shared import InRun, WithSplit, WithTrials
+from llmcond.commands.shared import InRun, WithMetrics, WithSplit, WithTrials
 from llmcond.errors import UserError
 from llmcond.options import option
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep(InRun, WithSplit, WithTrials):
+class Sweep(InRun, WithSplit, WithMetrics, WithTrials):
     """Fit heads for every combination of settings and seeds; resumes, in one table."""
 
     example: ClassVar[str] = (
@@ -73,6 +73,7 @@ class Sweep(InRun, WithSplit, WithTrials):
             seeds=self.seeds,
             split=self.split,
             workers=self.workers,
+            metrics=self.metric,
             device=self.device,
         )
         if self.plot is not None:

@@ -83,7 +83,7 @@ def check_scorable(rows: Rows, run: Run, other: bool, predictions: bool = False)
         log.warning(f"{leaked:,} sentence pairs of {rows.file} are in the run's train split")
 
 
-def unscored(predictor: Predictor, split: str) -> Result:
+def unscored(predictor: Predictor, split: str, task: str = "csts") -> Result:
     """Return the result of a predictor on a split, without figures."""
     view, head = predictor.view, None if isinstance(predictor, Zeroshot) else predictor.head
     return Result(
@@ -92,6 +92,7 @@ def unscored(predictor: Predictor, split: str) -> Result:
         prompts=tuple(prompt.name for prompt in view.prompts),
         subtract=view.subtracts,
         split=split,
+        task=task,
         dim=head.dim_out if head else None,
         seeds=(head.seed,) if head else (),
         fits=(head.fit.record,) if head else (),
@@ -105,6 +106,7 @@ def results_of(
     split: str,
     metrics: Sequence[Metric] = DEFAULT,
     resamples: int = RESAMPLES,
+    task: str = "csts",
 ) -> Results[Result]:
     """Return what predictors score, with intervals from the same draws.
 
@@ -115,11 +117,12 @@ def results_of(
         split: their name.
         metrics: what to compute.
         resamples: of the bootstrap; 0: no intervals.
+        task: that the rows belong to.
 
     Raises:
         UserError: predictions that are not finite.
     """
-    described = [unscored(predictor, split) for predictor in predictors]
+    described = [unscored(predictor, split, task) for predictor in predictors]
     seeded = [own[None] for own in similarity]
     return Results(tuple(score(described, seeded, rows, metrics, resamples)))
 

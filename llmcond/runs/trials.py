@@ -26,7 +26,7 @@ from llmcond.features.view import View
 from llmcond.files import digest_text, read_json, write_json
 from llmcond.heads import Recipe, fit_recipe, load_recipe
 from llmcond.log import log
-from llmcond.metrics import Metric, with_default
+from llmcond.metrics import Metric, choose_metrics
 from llmcond.prompts import Prompt
 from llmcond.runs import Run, SavedHead, head_name, open_run
 from llmcond.runs.features import Features
@@ -208,7 +208,7 @@ def run_trials(
         LlmcondError: every fit failed, or a process was ended from outside.
     """
     wanted = {trial.digest(run, split): trial for trial in trials}
-    computed = with_default(metrics)
+    computed = choose_metrics(run.task.metrics, metrics)
     paths = {digest: run.folder / folder / f"{digest}.json" for digest in wanted}
     outcomes = {
         digest: found
@@ -248,8 +248,9 @@ class _Worker:
 
     def __init__(self, job: _Job) -> None:
         self._job = job
-        self._metrics = with_default(job.metrics)
-        self._features = Features(open_run(job.folder))
+        run = open_run(job.folder)
+        self._metrics = choose_metrics(run.task.metrics, job.metrics)
+        self._features = Features(run)
 
     def fit(self, trial: Trial) -> _Record:
         try:

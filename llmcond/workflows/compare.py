@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from llmcond.features.view import view_of
 from llmcond.files import write_json
 from llmcond.heads import Recipe, load_recipe
 from llmcond.log import log
-from llmcond.metrics import with_default
+from llmcond.metrics import choose_metrics
 from llmcond.prompts import Prompt, load_prompt
 from llmcond.prompts.inputs import check_inputs_differ
 from llmcond.report.comparisons import FEW_PAIRS, summary
@@ -33,7 +33,7 @@ from llmcond.runs.features import Features
 from llmcond.runs.predictors import check_scorable, predict, unscored, zeroshots
 from llmcond.runs.provenance import provenance
 from llmcond.runs.trials import Trial, check_seeds, run_trials
-from llmcond.workflows.extract import check_named_once, extract
+from llmcond.workflows.extract import check_named_once, extract, task_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,8 @@ class CompareOptions:
         plain: whether heads are fitted without subtraction as well; zero-shot is both in any case.
         split: what is scored; None: test if there is one, else dev.
         workers: fits at a time; None: one a core, at most eight.
-        metrics: further ones, as :func:`llmcond.metrics.with_default` takes them.
+        task: its name, or code of the user's own; None: the run's own, or csts.
+        metrics: in addition to the task's, as :func:`llmcond.metrics.choose_metrics` takes them.
     """
 
     prompts: Sequence[str] = ()
@@ -94,6 +95,7 @@ class CompareOptions:
     split: str | None = None
     workers: int | None = None
     metrics: Sequence[str] = ()
+    task: str | None = None
 
 
 def compare_prompts(
@@ -129,7 +131,6 @@ def compare_prompts(
     if report is not None:
         check_page(report)
     check_seeds(asked.seeds)
-    metrics = with_default(asked.metrics)
     recipes = _recipes(asked.heads, asked.changes)
     named = [load_prompt(name) for name in asked.prompts]
     _check_different(named)
@@ -138,11 +139,19 @@ def compare_prompts(
     baseline = _baseline(asked.baseline, usable, resolved)
     for recipe, prompt in itertools.product(recipes, usable):
         view_of(recipe, (prompt,), subtract=True)
-    _check_rows(run_folder, data, usable)
+    _check_rows(run_folder, data, usable, asked.task)
     # By the paths that were given: names of files are not those of bundled prompts.
     given = dict(zip([prompt.name for prompt in named], asked.prompts, strict=True))
-    extract(model, options, run_folder, data, [given.get(p.name, p.name) for p in usable])
+    extract(
+        model,
+        options,
+        run_folder,
+        data,
+        [given.get(p.name, p.name) for p in usable],
+        task=asked.task,
+    )
     run = open_run(run_folder)
+    metrics = choose_metrics(run.task.metrics, asked.metrics)
     split = asked.split or run.default_split()
     rows = run.rows(split)
     check_scorable(rows, run, other=False)
@@ -231,13 +240,17 @@ def _baseline(name: str | None, usable: Sequence[Prompt], resolved: ResolvedEnco
     return stem
 
 
-def _check_rows(run_folder: Path, data: DataOptions, prompts: Sequence[Prompt]) -> None:
+def _check_rows(
+    run_folder: Path, data: DataOptions, prompts: Sequence[Prompt], task: str | None
+) -> None:
     """Check, before hours of encoding, that no prompt makes rows the same."""
     if run_exists(run_folder):
         run = open_run(run_folder)
         splits = [run.rows(name) for name in run.splits]
     else:
-        splits = list(data.read().splits.values())
+        extra = tuple(dict.fromkeys(name for prompt in prompts for name in prompt.fields))
+        dataset = task_of(None, task).read(replace(data, extra=extra))
+        splits = list(dataset.splits.values())
     for rows, prompt in itertools.product(splits, prompts):
         check_inputs_differ(rows, prompt)
 
@@ -261,7 +274,7 @@ def _zeroshot_systems(run: Run, prompts: Sequence[Prompt], split: str) -> list[S
         features = Features(run)
         for zeroshot in zeroshots(prompt):
             similarity = predict(zeroshot, features.pairs(zeroshot.view, split))
-            own = unscored(zeroshot, split)
+            own = unscored(zeroshot, split, run.task.name)
             result = ComparedResult(
                 name=own.name,
                 head=own.head,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,29 @@ _BLOCK = 8_192
 Blocks = Iterator[NDArray[np.float32]]
 
 
+@dataclass(frozen=True)
+class Embedded:
+    """What was written.
+
+    Attributes:
+        out: the file.
+        rows: how many embeddings.
+        dim: their size.
+        head: that made them; ``none``: features as they are.
+        prompt: whose features.
+    """
+
+    out: Path
+    rows: int
+    dim: int
+    head: str
+    prompt: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        return {**asdict(self), "out": str(self.out)}
+
+
 def embed_file(
     run_folder: Path,
     source: str,
@@ -40,7 +64,7 @@ def embed_file(
     head: str | None = None,
     prompt: str | None = None,
     device: str = "auto",
-) -> dict[str, Any]:
+) -> Embedded:
     """Write one condition-aware embedding for each row of a file.
 
     Features go through the run's store, so an interrupted call resumes where it stopped, and a
@@ -56,9 +80,6 @@ def embed_file(
         head: as in :func:`llmcond.runs.embedder.load_embedder`.
         prompt: for zero-shot; a head has its own.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-
-    Returns:
-        What was written.
 
     Raises:
         UserError: wrong input, or an output that cannot be written.
@@ -108,7 +129,7 @@ def embed_file(
     dim = writers[out.suffix](out, texts, blocks)
     name = chosen.name if chosen else "none"
     log.info(f"{len(rows):,} embeddings of {dim} dimensions by {name} -> {out}")
-    return {"out": str(out), "rows": len(rows), "dim": dim, "head": name, "prompt": view.name}
+    return Embedded(out, len(rows), dim, name, view.name)
 
 
 def _row_of(item: EncoderInput, columns: list[list[EncoderInput]]) -> int:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.data.datasets import DataOptions, read_rows
+from llmcond.data.datasets import DataOptions
 from llmcond.data.rows import Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.results import Result, Results, best_first
 from llmcond.files import check_writable, replacing
 from llmcond.log import log
-from llmcond.metrics import metric_of, with_default
+from llmcond.metrics import choose_metrics, metric_of
 from llmcond.prompts import Prompt
 from llmcond.report.format import estimate_text
 from llmcond.report.page import check_page, page_of, write_page
@@ -52,7 +53,7 @@ def evaluate(
         predictions: a .csv file for each row's predicted similarities.
         device: for extracting other rows.
         report: a page to write, .html.
-        metrics: further ones, as :func:`llmcond.metrics.with_default` takes them.
+        metrics: in addition to the task's, as :func:`llmcond.metrics.choose_metrics` takes them.
 
     Returns:
         A result for each head and for zero-shot.
@@ -61,7 +62,7 @@ def evaluate(
         UserError: no run, no such head or split, no rated rows.
     """
     run = open_run(run_folder)
-    computed = with_default(metrics)
+    computed = choose_metrics(run.task.metrics, metrics)
     if predictions is not None:
         check_writable(predictions)
     if report is not None:
@@ -80,8 +81,9 @@ def evaluate(
         check_scorable(rows, run, other=False, predictions=predictions is not None)
         features = RowFeatures(rows, run.store())
     else:
-        columns, scale = data.columns or run.columns, data.scale or run.scale
-        rows, split = read_rows(data.source, split, columns, scale)
+        extra = tuple(run.rows("train").extra)
+        asked = replace(data.like(run.columns, run.scale, 0), extra=extra)
+        rows, split = run.task.read_split(asked, split)
         check_scorable(rows, run, other=True, predictions=predictions is not None)
         log.info(f"scoring all {len(rows):,} rows of {rows.file}, as {split}")
         features = _features_of(run, prompts, rows, device)
@@ -92,7 +94,7 @@ def evaluate(
     if predictions is not None:
         _write_predictions(predictions, rows, similarity)
         log.info(f"predictions for {len(rows):,} rows -> {predictions}")
-    results = results_of(predictors, predicted, rows, split, computed)
+    results = results_of(predictors, predicted, rows, split, computed, task=run.task.name)
     if report is not None:
         best = best_first(results)
         page = page_of(
@@ -148,9 +150,9 @@ def _write_predictions(
 ) -> None:
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(["row", "sentence1", "sentence2", "condition", "rating", *similarity])
+        writer.writerow(["row", *rows.texts, "rating", *similarity])
         for i in range(len(rows)):
             rating = "" if np.isnan(rows.rating[i]) else f"{rows.rating[i]:g}"
-            texts = [rows.sentence1[i], rows.sentence2[i], rows.condition[i]]
+            texts = [column[i] for column in rows.texts.values()]
             predicted = [f"{column[i]:.6f}" for column in similarity.values()]
             writer.writerow([rows.number[i], *texts, rating, *predicted])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,58 @@ import numpy as np
 
 from llmcond.errors import UserError
 from llmcond.features.view import view_of
-from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe, load_recipe, save_head
+from llmcond.heads import fit_recipe, load_recipe, save_head
 from llmcond.log import log
-from llmcond.metrics import METRICS, finite, spearman
+from llmcond.metrics import METRICS, Estimate, finite, spearman
 from llmcond.progress import fit_bar
 from llmcond.runs import head_name, head_record, open_run
 from llmcond.runs.features import Features
 from llmcond.runs.trials import check_seed, prompts_for, sized
+
+
+@dataclass(frozen=True)
+class FittedResult:
+    """A head that was fitted, and kept in the run.
+
+    Attributes:
+        name: its name in the run.
+        folder: where it is.
+        head: the recipe.
+        prompt: names of the prompts whose features it takes, joined by +.
+        subtract: whether unconditional features are subtracted.
+        seed: of everything random.
+        dim_in: size of the features.
+        dim: size of the embeddings.
+        counts: rows that were used, and left out, by split.
+        record: how fitting went: the epoch kept, what chose it, the learning curve.
+        metrics: its score on dev, which is optimistic where dev chose the epoch.
+        seconds: that fitting took.
+    """
+
+    name: str
+    folder: Path
+    head: str
+    prompt: str
+    subtract: bool
+    seed: int
+    dim_in: int
+    dim: int
+    counts: Mapping[str, int]
+    record: Mapping[str, Any]
+    metrics: Mapping[str, Estimate]
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        names = ("name", "head", "prompt", "subtract", "seed", "dim_in", "dim")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "folder": str(self.folder),
+            **self.counts,
+            **{key: value for key, value in self.record.items() if key != "curve"},
+            "dev_spearman": finite(self.metrics["spearman"].value),
+            "seconds": round(self.seconds, 3),
+        }
 
 
 def fit_head(
@@ -29,7 +76,7 @@ def fit_head(
     seed: int = 0,
     changes: Mapping[str, str] | None = None,
     name: str | None = None,
-) -> dict[str, Any]:
+) -> FittedResult:
     """Fit a head on a run's training features and save it in the run.
 
     Args:
@@ -43,9 +90,6 @@ def fit_head(
         changes: other settings of the recipe, as text.
         name: of the head in the run; None: ``RECIPE@PROMPT``, with ``+c`` where nothing is
             subtracted.
-
-    Returns:
-        The head's name, folder, dimension, epoch and score on dev.
 
     Raises:
         UserError: no run, no features, or settings that cannot be.
@@ -66,7 +110,8 @@ def fit_head(
     dev = features.rated(view, "dev")
     recipe = sized(recipe, dim, train.dim)
     began = time.monotonic()
-    fitted = fit_with_bar(recipe, train, dev, seed)
+    with fit_bar() as bar:
+        fitted = fit_recipe(recipe, train, dev if len(dev) else None, seed, bar.on_epoch)
     seconds = time.monotonic() - began
     for text in fitted.fit.notes:
         log.info(text)
@@ -74,44 +119,34 @@ def fit_head(
     record = head_record(run, view, recipe.to_json())
     replaced = folder.exists()
     save_head(fitted, folder, {**record, "counts": counts})
-    summary = {
-        "name": name,
-        "folder": str(folder),
-        "head": recipe.name,
-        "prompt": view.name,
-        "subtract": view.subtracts,
-        "seed": seed,
-        "dim_in": fitted.dim_in,
-        "dim": fitted.dim_out,
-        **counts,
-        **{key: value for key, value in fitted.fit.record.items() if key != "curve"},
-        "dev_spearman": finite(_dev_spearman(fitted, dev)),
-        "seconds": round(seconds, 3),
-    }
-    log.info(_fit_note(summary, replaced))
-    return summary
+    on_dev = math.nan
+    if len(dev):
+        similarity = fitted.similarity(dev.first, dev.second, dev.condition)
+        on_dev = spearman(similarity.astype(np.float64), dev.rating)
+    result = FittedResult(
+        name,
+        folder,
+        recipe.name,
+        view.name,
+        view.subtracts,
+        seed,
+        fitted.dim_in,
+        fitted.dim_out,
+        counts,
+        fitted.fit.record,
+        {"spearman": Estimate(on_dev)},
+        seconds,
+    )
+    log.info(_message(result, replaced))
+    return result
 
 
-def fit_with_bar(recipe: Recipe, train: PairArrays, dev: PairArrays, seed: int) -> FittedHead:
-    """Fit a head with a progress bar; an empty dev chooses nothing."""
-    with fit_bar() as bar:
-        return fit_recipe(recipe, train, dev if len(dev) else None, seed, bar.on_epoch)
-
-
-def _dev_spearman(head: FittedHead, dev: PairArrays) -> float:
-    if not len(dev):
-        return float("nan")
-    similarity = head.similarity(dev.first, dev.second, dev.condition)
-    return spearman(similarity.astype(np.float64), dev.rating)
-
-
-def _fit_note(summary: Mapping[str, Any], replaced: bool) -> str:
-    epoch = f", epoch {summary['best_epoch']}" if "best_epoch" in summary else ""
-    chosen = " chosen on dev" if summary["selected_on"] == "dev" else ""
-    shown = METRICS["spearman"].show(summary["dev_spearman"])
-    again = " (replaced)" if replaced else ""
+def _message(result: FittedResult, replaced: bool) -> str:
+    record = result.record
+    epoch = f", epoch {record['best_epoch']}" if "best_epoch" in record else ""
+    chosen = " chosen on dev" if record["selected_on"] == "dev" else ""
     return (
-        f"{summary['name']}{again}: {summary['dim_in']} -> {summary['dim']} dimensions on "
-        f"{summary['n_train']:,} rows in {summary['seconds']:.1f} s{epoch}{chosen}; dev Spearman "
-        f"{shown}"
+        f"{result.name}{' (replaced)' if replaced else ''}: {result.dim_in} -> {result.dim} "
+        f"dimensions on {result.counts['n_train']:,} rows in {result.seconds:.1f} s{epoch}{chosen}; "
+        f"dev Spearman {METRICS['spearman'].show(result.metrics['spearman'].value)}"
     )

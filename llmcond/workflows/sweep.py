@@ -16,7 +16,7 @@ from llmcond.evaluation.results import Counts, Results, SweptResult, best_first
 from llmcond.features.view import view_of
 from llmcond.files import write_json
 from llmcond.heads import load_recipe
-from llmcond.metrics import Estimate, with_default
+from llmcond.metrics import Estimate, choose_metrics
 from llmcond.runs import Run, open_run
 from llmcond.runs.predictors import check_scorable
 from llmcond.runs.provenance import provenance
@@ -75,7 +75,7 @@ def sweep(
         seeds: 0 to so many, less one.
         split: what is scored; None: test if the run has one, else dev, which also chose the epochs.
         workers: fits at a time, each with its share of the cores; None: one a core, at most eight.
-        metrics: further ones, as :func:`llmcond.metrics.with_default` takes them.
+        metrics: in addition to the task's, as :func:`llmcond.metrics.choose_metrics` takes them.
 
     Raises:
         UserError: settings that cannot be, or no such run.
@@ -89,7 +89,7 @@ def sweep(
     check_scorable(rows, run, other=False)
     trials = list(_grid(run, heads, vary, prompts, subtract, changes or {}, seeds))
     done, failures = run_trials(run, split, trials, "sweep", workers, metrics)
-    names = [metric.name for metric in with_default(metrics)]
+    names = [metric.name for metric in choose_metrics(run.task.metrics, metrics)]
     swept = SweepResult(_summarise(list(done.values()), split, Counts.of(rows), names), failures)
     report = {**swept.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "sweep.json", report)
