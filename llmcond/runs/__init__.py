@@ -1,0 +1,31 @@
+"""A run's folder: its manifest, rows, features, heads, and what predicts from them."""
+
+from llmcond.runs.run import (
+    HERE,
+    Run,
+    RunExistsError,
+    SavedHead,
+    StaleHeadError,
+    complete_run,
+    create_run,
+    head_name,
+    head_record,
+    open_run,
+    run_exists,
+    where_model,
+)
+
+__all__ = [
+    "HERE",
+    "Run",
+    "RunExistsError",
+    "SavedHead",
+    "StaleHeadError",
+    "complete_run",
+    "create_run",
+    "head_name",
+    "head_record",
+    "open_run",
+    "run_exists",
+    "where_model",
+]
