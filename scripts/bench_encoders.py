@@ -26,12 +26,12 @@ import torch
 from bench_inputs import make_inputs, random_checkpoint
 
 from llmcond.encoders.architecture import load_config, load_tokenizer
-from llmcond.encoders.device import choose_device
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.models import find_model, known_names
 from llmcond.encoders.nv_embed import NVEmbedModel
 from llmcond.encoders.resolve import EncoderOptions, resolve
 from llmcond.encoders.spec import EncoderInput
+from llmcond.system import choose_device
 
 # -- one measurement, in a process of its own --------------------------------------------------
 

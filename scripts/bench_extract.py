@@ -33,13 +33,14 @@ from numpy.typing import NDArray
 
 from llmcond.encoders.architecture import build_on_meta, load_config, load_tokenizer
 from llmcond.encoders.batching import pack_shared
-from llmcond.encoders.device import TORCH_DTYPES, choose_device
+from llmcond.encoders.device import TORCH_DTYPES
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.loading import load_model
 from llmcond.encoders.models import find_model, known_names
 from llmcond.encoders.resolve import EncoderOptions, resolve
 from llmcond.encoders.spec import EncoderInput
 from llmcond.encoders.tokenizing import InputTokenizer
+from llmcond.system import choose_device
 
 Vectors = NDArray[np.float32]
 #: Ways by name: what runs, and the type that it computes in; None is that of --dtype.

@@ -37,7 +37,7 @@ from bench_extract import (
 
 from llmcond.data.datasets import read_dataset
 from llmcond.encoders.architecture import build_on_meta, load_config
-from llmcond.encoders.device import TORCH_DTYPES, choose_device
+from llmcond.encoders.device import TORCH_DTYPES
 from llmcond.encoders.models import known_names
 from llmcond.encoders.resolve import EncoderOptions, resolve
 from llmcond.features.view import view_of
@@ -48,6 +48,7 @@ from llmcond.finetune.settings import TuneSettings
 from llmcond.heads import load_recipe
 from llmcond.heads.objectives import ObjectiveSettings, cosine_mse
 from llmcond.prompts import load_prompt
+from llmcond.system import choose_device
 
 
 class Training:

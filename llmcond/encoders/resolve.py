@@ -233,7 +233,7 @@ def check_options(options: EncoderOptions) -> str:
     Raises:
         UserError: an option that no model can have, or a device that is not here.
     """
-    from llmcond.encoders.device import choose_device
+    from llmcond.system import choose_device
 
     _check_choice("dtype", options.dtype, ("auto", *DTYPES))
     _check_choice("quantize", options.quantize, QUANTIZE)

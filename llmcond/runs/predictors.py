@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcond.arrays import as_matrix
+from llmcond.features.view import View
 from llmcond.heads import PairArrays, cosine
-from llmcond.arrays import chosen
 from llmcond.prompts import Prompt
 from llmcond.runs import SavedHead, head_name
-from llmcond.features.view import View
 
 #: Rows compared at a time.
 _BLOCK = 8_192
@@ -48,12 +48,10 @@ def predict(way: SavedHead | Zeroshot, pairs: PairArrays) -> NDArray[np.float32]
     """
     blocks = []
     for start in range(0, len(pairs), _BLOCK):
-        part = slice(start, start + _BLOCK)
-        first, second = pairs.first[part], pairs.second[part]
+        block = pairs.take(np.arange(len(pairs))[start : start + _BLOCK])
         if isinstance(way, Zeroshot):
-            blocks.append(cosine(first, second))
+            first, second = as_matrix(block.first), as_matrix(block.second)
+            blocks.append(cosine(first[:], second[:]))
         else:
-            shared = pairs.condition
-            condition = None if shared is None else chosen(shared, np.arange(len(pairs))[part])
-            blocks.append(way.head.similarity(first, second, condition))
+            blocks.append(way.head.similarity(block.first, block.second, block.condition))
     return np.concatenate(blocks)

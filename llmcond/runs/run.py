@@ -18,15 +18,15 @@ from filelock import FileLock
 
 from llmcond.config import bundled_names, check_name
 from llmcond.data.datasets import Columns, Dataset, RatingScale
+from llmcond.data.rows import Rows, load_rows, save_rows
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
 from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full, nearest
 from llmcond.features.store import FeatureStore, StoreDtype
+from llmcond.features.view import View
 from llmcond.files import check_format, read_json, replacing, write_json
 from llmcond.heads import FittedHead, load_head
 from llmcond.prompts import Prompt, prompt_from_json
 from llmcond.runs.provenance import provenance
-from llmcond.data.rows import Rows, load_rows, save_rows
-from llmcond.features.view import View
 
 FORMAT = 1
 #: What ``run.json`` calls an encoder that lies in the run's own folder, wherever that is.
@@ -288,8 +288,7 @@ class Run:
         _require(record, ("prompts", "subtract", "recipe", "encoder", "store_dtype"), where)
         prompts = tuple(prompt_from_json(prompt, where) for prompt in record["prompts"])
         self._check_head(where, record, prompts)
-        features = getattr(head.settings, "features", head.family.features)
-        view = View(prompts, bool(record["subtract"]), features, head.family.conditioned)
+        view = View(prompts, bool(record["subtract"]), head.features, head.family.conditioned)
         return SavedHead(name, head, view, record)
 
     def _check_head(self, where: str, record: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:

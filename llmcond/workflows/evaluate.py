@@ -144,7 +144,7 @@ def heads_to_score(run: Run, names: Sequence[str]) -> list[SavedHead]:
                 found.append(run.load_head(name))
             except StaleHeadError as error:
                 log.info(f"left out: {error}")
-    return [head for head in found if head.head.family.kind != "none"]
+    return [head for head in found if not head.head.is_identity]
 
 
 def check_scorable(rows: Rows, run: Run, other: bool, predictions: bool = False) -> None:

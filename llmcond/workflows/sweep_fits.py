@@ -59,7 +59,7 @@ class Point:
     def digest(self, run: Run, split: str) -> str:
         """Identify everything that decides its result."""
         parts = {
-            "recipe": [self.recipe.name, self.recipe.family.kind, self.dim],
+            "recipe": [self.recipe.name, self.recipe.kind, self.dim],
             "settings": asdict(self.recipe.settings),
             "prompts": [prompt.digest for prompt in self.view.prompts],
             "view": [self.view.subtract, self.view.features, self.view.conditioned],
