@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +18,8 @@ from llmcond.commands.arguments import (
     key_values,
     print_json,
 )
-from llmcond.errors import UserError
 from llmcond.finetune.settings import TuneSettings
-
-#: Options that are settings of the training, by their names there: their values, and their help.
-_SETTINGS = {
-    "alpha": ("A", "scale of the adapters is A / rank"),
-    "adapter_dropout": ("P", "share of the adapters' inputs dropped"),
-    "learning_rate": ("LR", "of the encoder; with --rank full 5e-05"),
-    "weight_decay": ("W", "of the encoder's matrices"),
-    "batch_size": ("N", "rated rows a step"),
-    "epochs": ("N", "at most"),
-    "warmup": ("SHARE", "of the steps, in which learning rates rise"),
-    "schedule": ("NAME", "how they fall: linear, cosine or constant"),
-    "clip": ("NORM", "largest norm of the gradients; 0: no clipping"),
-    "accumulate": ("N", "parts that a step is computed in, to save memory"),
-    "average": ("D", "decay of a running average of the weights; 0: none"),
-    "patience": ("N", "evaluations without a better dev score before it stops"),
-    "evaluations": ("N", "on dev, an epoch"),
-    "checkpoint_steps": ("N", "steps between checkpoints"),
-}
+from llmcond.options import option_of
 
 
 def add(commands: Any) -> None:
@@ -90,36 +73,8 @@ def add(commands: Any) -> None:
     training = parser.add_argument_group(
         "training", "Defaults may be others where a recipe has a [finetune] table."
     )
-    training.add_argument(
-        "--rank", type=_rank, metavar="R", help="of LoRA, or full: all weights (default: 16)"
-    )
-    training.add_argument(
-        "--target",
-        nargs="+",
-        metavar="NAME",
-        help="projections that get adapters: auto (all), attention, mlp, or names such as q_proj",
-    )
-    usual = TuneSettings()
-    for name, (metavar, text) in _SETTINGS.items():
-        default = getattr(usual, name)
-        training.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=type(default),
-            metavar=metavar,
-            help=f"{text} (default: {default})",
-        )
-    training.add_argument(
-        "--encoder-dropout",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="the encoder's own dropout, where its config has one (default: yes)",
-    )
-    training.add_argument(
-        "--gradient-checkpointing",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="compute activations again instead of keeping them: less memory (default: no)",
-    )
+    for item in fields(TuneSettings):
+        _add_setting(training, item)
     training.add_argument("--seed", type=int, default=0, metavar="S", help="(default: 0)")
     parser.add_argument(
         "--merge", action="store_true", help="write the whole encoder, adapters added to it"
@@ -129,8 +84,7 @@ def add(commands: Any) -> None:
 def _train(options: argparse.Namespace) -> None:
     from llmcond.workflows import HeadChoice, train_lora
 
-    names = (*_SETTINGS, "rank", "target", "encoder_dropout", "gradient_checkpointing")
-    settings = {name: getattr(options, name) for name in names}
+    settings = {item.name: getattr(options, item.name) for item in fields(TuneSettings)}
     settings = {name: value for name, value in settings.items() if value is not None}
     summary = train_lora(
         options.model,
@@ -153,9 +107,22 @@ def _train(options: argparse.Namespace) -> None:
         print_json(summary)
 
 
-def _rank(text: str) -> int:
-    if text == "full":
-        return 0
-    if not text.isdecimal() or not int(text):
-        raise UserError(f"--rank is {text!r}; expected a number of at least 1, or full.")
-    return int(text)
+def _add_setting(group: Any, item: Field[Any]) -> None:
+    """Add the flag of a setting; None where it is not given, for a recipe may have another."""
+    told, default = option_of(item), item.default
+    if told is None:
+        return
+    flag = f"--{item.name.replace('_', '-')}"
+    if isinstance(default, bool):
+        text = f"{told.help} (default: {'yes' if default else 'no'})"
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        return
+    several = isinstance(default, tuple)
+    shown = " ".join(default) if isinstance(default, tuple) else default
+    group.add_argument(
+        flag,
+        nargs="+" if several else None,
+        type=told.parse or (str if several else type(default)),
+        metavar=told.metavar,
+        help=f"{told.help} (default: {shown})",
+    )

@@ -72,7 +72,7 @@ class Trial:
         """Return the digest of everything that decides its result."""
         parts = {
             "format": _FORMAT,
-            "recipe": [self.recipe.name, self.recipe.family.kind, self.dim],
+            "recipe": [self.recipe.name, self.recipe.kind, self.dim],
             "settings": asdict(self.recipe.settings),
             "prompts": [prompt.digest for prompt in self.view.prompts],
             "view": [self.view.subtract, self.view.features, self.view.conditioned],

@@ -15,7 +15,7 @@ from llmcond.errors import UserError
 from llmcond.evaluation.results import Result
 from llmcond.features.view import View, view_of
 from llmcond.files import digest_file, read_json, write_json, write_text
-from llmcond.finetune.settings import TuneSettings, usual_rate
+from llmcond.finetune.settings import TuneSettings, renamed, usual_rate
 from llmcond.heads import FittedHead, Recipe, load_head, load_recipe, save_head
 from llmcond.heads.objectives import ObjectiveSettings
 from llmcond.heads.recipes import parse_settings
@@ -160,8 +160,9 @@ def train_lora(
 
 def _settings(given: Mapping[str, Any], recipe: Recipe) -> TuneSettings:
     """Return the settings that were given, else those of the recipe, else the defaults."""
-    build(TuneSettings, dict(recipe.finetune), f"{recipe.path}: [finetune]")
-    values = {**recipe.finetune, **given}
+    usual = renamed(recipe.finetune)
+    build(TuneSettings, usual, f"{recipe.path}: [finetune]")
+    values = {**usual, **renamed(given)}
     if isinstance(values.get("rank"), int):
         values.setdefault("learning_rate", usual_rate(values["rank"]))
     return build(TuneSettings, values, "train-lora")
@@ -184,7 +185,7 @@ def _plan(choice: HeadChoice) -> _Plan:
         about: dict[str, Any] = {
             key: str(record["recipe"][key]) for key in ("name", "description", "source")
         }
-        recipe = Recipe(**about, family=start.family, settings=start.settings)
+        recipe = Recipe(**about, kind=start.kind, family=start.family, settings=start.settings)
     elif choice.head is not None:
         recipe = load_recipe(choice.head)
     else:
@@ -198,7 +199,7 @@ def _plan(choice: HeadChoice) -> _Plan:
 
 def _changed(recipe: Recipe, changes: dict[str, str]) -> tuple[Recipe, ObjectiveSettings]:
     """Return a recipe with ``--set``, and what is minimised; for no head that has settings too."""
-    if recipe.family.kind == "none":
+    if recipe.is_identity:
         parsed = parse_settings(ObjectiveSettings, changes, "--set", "no head")
         return recipe, build(ObjectiveSettings, parsed, "--set")
     if changes:
@@ -224,7 +225,7 @@ def _check_trains(recipe: Recipe) -> None:
 
 
 def _trains(recipe: Recipe) -> bool:
-    return recipe.family.network is not None or recipe.family.kind == "none"
+    return recipe.family.supervised or recipe.is_identity
 
 
 def _check_rated(dataset: Dataset) -> None:
@@ -274,7 +275,7 @@ def _made_of(
         "data": dataset.digest,
         "prompts": {prompt.name: prompt.digest for prompt in plan.prompts},
         "subtract": plan.subtract,
-        "head": {"kind": plan.recipe.family.kind, **asdict(plan.recipe.settings)},
+        "head": {"kind": plan.recipe.kind, **asdict(plan.recipe.settings)},
         "objective": asdict(plan.objective),
         "start": plan.start_digest,
         "seed": plan.seed,
@@ -296,7 +297,7 @@ def _finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | None
         raise UserError(f"{folder} is a file; name a folder with --run.")
     if (folder / RECORD).is_file():
         record = read_json(folder / RECORD)
-        found = differences(record.get("made_of", {}), made_of)
+        found = differences(_upgraded(record.get("made_of", {})), made_of)
         if found:
             raise UserError(
                 f"{folder} holds an encoder that was trained with other settings: "
@@ -315,6 +316,16 @@ def _finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | None
     if other and not (folder / STATE).is_dir():
         raise UserError(f"{folder} holds other files ({other[0]}). Name another --run.")
     return None
+
+
+def _upgraded(made_of: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an older version recorded by the names that settings have now."""
+    upgraded = {**made_of, "settings": renamed(made_of.get("settings", {}))}
+    added = {"objective": "", "objective_weight": 1.0}
+    for part in ("head", "objective"):
+        if "mse" in made_of.get(part, {}):
+            upgraded[part] = {**added, **made_of[part]}
+    return upgraded
 
 
 # -- training ----------------------------------------------------------------------------------
@@ -346,7 +357,7 @@ def _trainer(task: _Task, trainable: Trainable, accelerator: Accelerator) -> Tra
     from llmcond.finetune.loop import Job, Trainer
     from llmcond.finetune.model import HeadPlan, TunedModel
     from llmcond.finetune.state import StateFolder
-    from llmcond.heads.training import check_twos
+    from llmcond.heads.objectives import check_contrasts
 
     plan, splits, view = task.plan, task.dataset.splits, task.view
     dim = trainable.engine.dim
@@ -357,8 +368,8 @@ def _trainer(task: _Task, trainable: Trainable, accelerator: Accelerator) -> Tra
     dev = RatedInputs.of(splits["dev"], view, trainable.tokenizer) if has_dev else None
     if dev is None:
         log.info("no rated dev rows: the last weights are kept")
-    check_twos(train.pair, train.number, train.rating, plan.objective)
-    start = None if plan.start is None else dict(plan.start.fit.tensors)
+    check_contrasts(train.pair, train.number, train.rating, plan.objective)
+    start = None if plan.start is None else plan.start.tensors
     head = HeadPlan(recipe, plan.objective, plan.seed, start)
     job = Job(
         train=train,

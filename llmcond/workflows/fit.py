@@ -57,7 +57,7 @@ def fit_head(
         recipe = recipe.with_settings(recipe.parse_changes(dict(changes), "--set"), "--set")
     view = view_of(recipe, prompts_for(run, recipe, prompt), subtract)
     reserved = name is not None and (name == "none" or name.startswith("none@"))
-    if reserved and recipe.family.kind != "none":
+    if reserved and not recipe.is_identity:
         raise UserError(f"{name!r} would be taken for zero-shot. Give the head another --name.")
     name = name or head_name(recipe.name, view)
     folder = run.head_folder(name)
