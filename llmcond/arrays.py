@@ -1,14 +1,15 @@
-"""Vectors wherever they lie: in memory, on disk, shared by many rows, or a difference of two.
+"""Feature matrices wherever they lie: in memory, on disk, shared by many rows, or computed.
 
-Heads ask for some rows at a time, so what is stored in 16 bit, or on disk, stays there.
+Heads read some rows at a time, so what is stored in 16 bit, or on disk, stays there.
 """
 
 from __future__ import annotations
 
 import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,159 +18,188 @@ Array = NDArray[np.float32]
 Positions = NDArray[np.int64]
 
 
-class Matrix(Protocol):
-    """Vectors, (n, dim), of which some rows can be had: NumPy arrays and memory maps are such."""
+class Matrix(ABC):
+    """Vectors, (n, dim), whose rows are read when they are needed."""
 
     @property
+    @abstractmethod
     def shape(self) -> tuple[int, ...]:
         """Return (n, dim)."""
-        ...
 
-    def __getitem__(self, rows: Any, /) -> Any:
-        """Return some rows, by a slice, a mask or positions, as an array of any float type."""
-        ...
+    @abstractmethod
+    def __getitem__(self, rows: Any, /) -> NDArray[Any]:
+        """Return some rows, by a slice, a mask or positions, in the type they are stored in."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def read(self, rows: Any = slice(None)) -> Array:
+        """Return some rows, or all, in float32."""
+        return np.asarray(self[rows], dtype=np.float32)
+
+    def take(self, rows: NDArray[Any]) -> Matrix:
+        """Return some rows, by positions or a mask (n,), without reading them."""
+        return Gathered(self, np.arange(len(self))[rows], unique_table=False)
+
+    def unique(self) -> tuple[Positions, Positions]:
+        """Return the first row of each distinct vector, (m,), and which of them each row has, (n,).
+
+        Distinct vectors are numbered by first appearance, whatever type they have and however they
+        are stored.
+        """
+        flat = np.ascontiguousarray(self[:])
+        if not flat.shape[1]:
+            return np.zeros(min(len(flat), 1), dtype=np.int64), np.zeros(len(flat), dtype=np.int64)
+        rows = flat.view(np.dtype((np.void, flat.dtype.itemsize * flat.shape[1]))).reshape(-1)
+        _, first, inverse = np.unique(rows, return_index=True, return_inverse=True)
+        return _by_appearance(first, inverse)
+
+    @property
+    def parts(self) -> Sequence[Matrix]:
+        """Return the matrices that this one is computed from."""
+        return ()
+
+    @property
+    def on_disk(self) -> bool:
+        """Return whether any of it is read from a memory map."""
+        return any(part.on_disk for part in self.parts)
+
+    def release(self) -> None:
+        """Drop the pages that were read of memory maps, which else count as memory in use."""
+        for part in self.parts:
+            part.release()
+
+
+#: A matrix, a NumPy array or a memory map, (n, dim).
+MatrixLike = Matrix | NDArray[Any]
+
+
+def as_matrix(vectors: MatrixLike) -> Matrix:
+    """Return a matrix of what may be a NumPy array or a memory map."""
+    return vectors if isinstance(vectors, Matrix) else Dense(vectors)
 
 
 @dataclass(frozen=True, eq=False)
-class Lookup:
-    """Rows that share vectors: the distinct ones, and which of them each row has.
+class Dense(Matrix):
+    """A NumPy array or a memory map."""
+
+    array: NDArray[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See :class:`Matrix`."""
+        return self.array.shape
+
+    def __getitem__(self, rows: Any, /) -> NDArray[Any]:
+        found: NDArray[Any] = self.array[rows]
+        return found
+
+    @property
+    def on_disk(self) -> bool:
+        """See :class:`Matrix`."""
+        # NumPy's copies of a memory map are of its class, and lie in memory.
+        return isinstance(getattr(self.array, "_mmap", None), mmap.mmap)
+
+    def release(self) -> None:
+        """See :class:`Matrix`."""
+        # Of a private map (mode c), what was written would be lost.
+        if self.on_disk and getattr(self.array, "mode", "c") != "c":
+            mapped: Any = self.array
+            mapped._mmap.madvise(mmap.MADV_DONTNEED)
+
+
+class Gathered(Matrix):
+    """Rows that share vectors.
 
     Attributes:
-        table: (m, dim) distinct vectors.
-        index: (n,) the place of each row's vector.
-        told_apart: whether no two vectors of the table are equal.
+        table: (m, dim) vectors.
+        index: (n,) the position of each row's vector in the table.
+        unique_table: whether no two vectors of the table are equal, so that rows can be compared
+            by their positions alone.
     """
 
-    table: Matrix
-    index: Positions
-    told_apart: bool = True
+    def __init__(self, table: MatrixLike, index: Positions, unique_table: bool = True) -> None:
+        self.table, self.index, self.unique_table = as_matrix(table), index, unique_table
 
     @property
     def shape(self) -> tuple[int, ...]:
         """See :class:`Matrix`."""
         return len(self.index), int(self.table.shape[1])
 
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def __getitem__(self, rows: Any) -> Any:
+    def __getitem__(self, rows: Any, /) -> NDArray[Any]:
         return self.table[self.index[rows]]
 
+    def take(self, rows: NDArray[Any]) -> Gathered:
+        """See :class:`Matrix`."""
+        return Gathered(self.table, self.index[rows], self.unique_table)
 
-@dataclass(frozen=True, eq=False)
-class Difference:
-    """``first`` - ``second``, computed in float32 for the rows that are asked for."""
+    def unique(self) -> tuple[Positions, Positions]:
+        """See :class:`Matrix`."""
+        _, first, inverse = np.unique(self.index, return_index=True, return_inverse=True)
+        inverse = inverse.reshape(-1)
+        if not self.unique_table:
+            _, inverses = Dense(self[first]).unique()
+            inverse = inverses[inverse]
+            # The first of equal vectors need not be the first by its position in the table.
+            _, first, inverse = np.unique(inverse, return_index=True, return_inverse=True)
+        return _by_appearance(first, inverse)
 
-    first: Matrix
-    second: Matrix
+    @property
+    def parts(self) -> Sequence[Matrix]:
+        """See :class:`Matrix`."""
+        return (self.table,)
+
+
+class Difference(Matrix):
+    """``first`` - ``second``, computed in float32 for the rows that are read."""
+
+    def __init__(self, first: MatrixLike, second: MatrixLike) -> None:
+        self.first, self.second = as_matrix(first), as_matrix(second)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """See :class:`Matrix`."""
         return self.first.shape
 
-    def __len__(self) -> int:
-        return len(self.first)
+    def __getitem__(self, rows: Any, /) -> Array:
+        return self.first.read(rows) - self.second.read(rows)
 
-    def __getitem__(self, rows: Any) -> Any:
-        return rows_of(self.first, rows) - rows_of(self.second, rows)
+    def take(self, rows: NDArray[Any]) -> Difference:
+        """See :class:`Matrix`."""
+        return Difference(self.first.take(rows), self.second.take(rows))
+
+    @property
+    def parts(self) -> Sequence[Matrix]:
+        """See :class:`Matrix`."""
+        return self.first, self.second
 
 
-@dataclass(frozen=True, eq=False)
-class Joined:
+class Concatenated(Matrix):
     """Several matrices side by side, as wide as all of them."""
 
-    parts: Sequence[Matrix]
+    def __init__(self, parts: Sequence[MatrixLike]) -> None:
+        self._parts = tuple(as_matrix(part) for part in parts)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """See :class:`Matrix`."""
-        return len(self.parts[0]), sum(int(part.shape[1]) for part in self.parts)
+        return len(self._parts[0]), sum(int(part.shape[1]) for part in self._parts)
 
-    def __len__(self) -> int:
-        return len(self.parts[0])
+    def __getitem__(self, rows: Any, /) -> Array:
+        return np.concatenate([part.read(rows) for part in self._parts], axis=1)
 
-    def __getitem__(self, rows: Any) -> Any:
-        return np.concatenate([rows_of(part, rows) for part in self.parts], axis=1)
+    def take(self, rows: NDArray[Any]) -> Concatenated:
+        """See :class:`Matrix`."""
+        return Concatenated([part.take(rows) for part in self._parts])
 
-
-def chosen(matrix: Matrix, rows: NDArray[Any]) -> Matrix:
-    """Return some rows of a matrix without reading its vectors.
-
-    Args:
-        matrix: (n, dim).
-        rows: positions, or a mask (n,).
-    """
-    if isinstance(matrix, Lookup):
-        return Lookup(matrix.table, matrix.index[rows], matrix.told_apart)
-    if isinstance(matrix, Difference):
-        return Difference(chosen(matrix.first, rows), chosen(matrix.second, rows))
-    if isinstance(matrix, Joined):
-        return Joined([chosen(part, rows) for part in matrix.parts])
-    return Lookup(matrix, np.arange(len(matrix))[rows], told_apart=False)
+    @property
+    def parts(self) -> Sequence[Matrix]:
+        """See :class:`Matrix`."""
+        return self._parts
 
 
-def rows_of(matrix: Matrix, rows: Any) -> Array:
-    """Return some rows of a matrix in float32."""
-    found: Array = np.asarray(matrix[rows], dtype=np.float32)
-    return found
-
-
-def distinct(matrix: Matrix) -> tuple[Positions, Positions]:
-    """Return what tells equal rows: (m,) the first of each distinct one, (n,) its number.
-
-    Numbers go by first appearance, whatever type the vectors have and however they are stored.
-    Rows that share an entry of a :class:`Lookup` are equal without a look at their vectors.
-    """
-    if isinstance(matrix, Lookup):
-        _, first, number = np.unique(matrix.index, return_index=True, return_inverse=True)
-        if not matrix.told_apart:
-            firsts, numbers = distinct(np.asarray(matrix[first]))
-            first, number = first[firsts], numbers[number.reshape(-1)]
-            # The first of equal vectors need not be the first by its place in the table.
-            first = np.full(len(first), len(number)).astype(np.int64)
-            np.minimum.at(first, number, np.arange(len(number)))
-        return _by_appearance(first, number)
-    flat = np.ascontiguousarray(matrix[:])
-    if not flat.shape[1]:
-        return np.zeros(min(len(flat), 1), dtype=np.int64), np.zeros(len(flat), dtype=np.int64)
-    rows = flat.view(np.dtype((np.void, flat.dtype.itemsize * flat.shape[1]))).reshape(-1)
-    _, first, number = np.unique(rows, return_index=True, return_inverse=True)
-    return _by_appearance(first, number)
-
-
-def _by_appearance(first: Positions, number: Positions) -> tuple[Positions, Positions]:
+def _by_appearance(first: Positions, inverse: Positions) -> tuple[Positions, Positions]:
     order = np.argsort(first)
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
-    return first[order], rank[number.reshape(-1)]
-
-
-def release(matrix: Matrix) -> None:
-    """Let go of what was read of a memory map, which else counts as this process's memory."""
-    if isinstance(matrix, Lookup):
-        release(matrix.table)
-    elif isinstance(matrix, Difference):
-        release(matrix.first)
-        release(matrix.second)
-    elif isinstance(matrix, Joined):
-        for part in matrix.parts:
-            release(part)
-    # Of a private map, what was written would be lost.
-    elif on_disk(matrix) and getattr(matrix, "mode", "c") != "c":
-        mapped: Any = matrix
-        mapped._mmap.madvise(mmap.MADV_DONTNEED)
-
-
-def on_disk(matrix: Matrix) -> bool:
-    """Tell whether a matrix is read from a memory map."""
-    if isinstance(matrix, Lookup):
-        return on_disk(matrix.table)
-    if isinstance(matrix, Difference):
-        return on_disk(matrix.first) or on_disk(matrix.second)
-    if isinstance(matrix, Joined):
-        return any(on_disk(part) for part in matrix.parts)
-    # NumPy's copies of a memory map are of its class, and lie in memory.
-    return isinstance(getattr(matrix, "_mmap", None), mmap.mmap)
+    return first[order], rank[inverse.reshape(-1)]

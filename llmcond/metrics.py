@@ -32,6 +32,11 @@ class Estimate:
     low: float = math.nan
     high: float = math.nan
 
+    @classmethod
+    def of_json(cls, value: float | None, interval: Sequence[float | None]) -> Estimate:
+        """Return the figure that results have as JSON, where null is undefined."""
+        return cls(*(math.nan if one is None else one for one in (value, *interval)))
+
 
 def finite(value: float | None) -> float | None:
     """Return a figure as JSON has it: None for NaN and infinity."""

@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+
+from llmcond.errors import UserError
 
 
 def local_rank() -> int:
     """Return this process's local rank under torchrun or accelerate; 0 without a launcher."""
     value = os.environ.get("LOCAL_RANK", "")
     return int(value) if value.isdecimal() else 0
+
+
+def choose_device(device: str) -> str:
+    """Return ``cpu`` or ``cuda:N`` for ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Raises:
+        UserError: another name, or a device that this machine lacks.
+    """
+    if device == "cpu":
+        return "cpu"
+    import torch
+
+    if device == "auto" and not torch.cuda.is_available():
+        return "cpu"
+    match = re.fullmatch(r"cuda(?::(\d+))?", "cuda" if device == "auto" else device)
+    if match is None:
+        raise UserError(f"device is {device!r}. Legal: auto, cpu, cuda, cuda:N.")
+    count = torch.cuda.device_count()
+    # Of several processes that were launched together, each takes a GPU of its own.
+    index = int(match[1]) if match[1] else local_rank() % max(1, count)
+    if index >= count:
+        raise UserError(
+            f"device is {device!r}, but PyTorch sees {count} CUDA devices here. Use --device cpu, "
+            "or install a CUDA build of PyTorch."
+        )
+    return f"cuda:{index}"
 
 
 def native_bfloat16() -> bool:

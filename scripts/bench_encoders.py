@@ -30,8 +30,8 @@ from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.engine.nv_embed import NVEmbedModel
 from llmcond.encoders.known import find_model, known_names
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
-from llmcond.encoders.loading.device import choose_device
 from llmcond.encoders.spec import EncoderInput
+from llmcond.system import choose_device
 
 # -- one measurement, in a process of its own --------------------------------------------------
 

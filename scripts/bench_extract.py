@@ -37,9 +37,10 @@ from llmcond.encoders.engine.batching import pack_shared
 from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.known import find_model, known_names
 from llmcond.encoders.loading.architecture import build_on_meta, load_config, load_tokenizer
-from llmcond.encoders.loading.device import TORCH_DTYPES, choose_device
+from llmcond.encoders.loading.device import TORCH_DTYPES
 from llmcond.encoders.loading.loading import load_model
 from llmcond.encoders.spec import EncoderInput
+from llmcond.system import choose_device
 
 Vectors = NDArray[np.float32]
 #: Ways by name: what runs, and the type that it computes in; None is that of --dtype.

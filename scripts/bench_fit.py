@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmcond.heads import Lookup, PairArrays, fit_recipe, load_recipe
-from llmcond.heads.networks import Batch, Ops
-from llmcond.heads.training import train
+from llmcond.heads import Gathered, PairArrays, fit_recipe, load_recipe
+from llmcond.heads.fit import fit_by_gradient
+from llmcond.heads.hypernet import Hypernet
 
 #: C-STS: rows of train, and of dev; distinct conditions; the paper's dimensions.
 ROWS, CONDITIONS, WIDE, NARROW = 11_342, 3_732, 4_096, 512
@@ -137,7 +137,7 @@ def hypernet(options: argparse.Namespace) -> list[dict[str, Any]]:
         data.first,
         data.second,
         data.rating,
-        Lookup(table, rng.integers(CONDITIONS, size=ROWS)),
+        Gathered(table, rng.integers(CONDITIONS, size=ROWS)),
     )
     rows: list[dict[str, Any]] = []
     base = {"dim": dim, "rank": 64, "dropout": 0.0, "epochs": 1, "precision": "float32"}
@@ -149,14 +149,13 @@ def hypernet(options: argparse.Namespace) -> list[dict[str, Any]]:
     }
     for name, change in changes.items():
         recipe = load_recipe("hypernet").with_settings({**base, **change}, "")
-        network = recipe.family.network
-        forward = plain_forward if name.startswith("plain") else network.forward
-        timed_network = type(network)(network.parameters, forward)
+        family = PlainHypernet if name.startswith("plain") else Hypernet
         seconds = []
         for _ in range(options.rounds):
-            fit = timed(train, timed_network, data, None, recipe.settings, 0, quiet)
+            fit = timed(fit_by_gradient, family, recipe.settings, data, None, 0, quiet)
             seconds.append(fit[0])
-        rows.append({"form": name, "seconds": float(np.median(seconds)), "loss": last_loss(fit[1])})
+        loss = last_loss(fit[1][1])
+        rows.append({"form": name, "seconds": float(np.median(seconds)), "loss": loss})
     for row in rows:
         row["ratio"] = rows[0]["seconds"] / row["seconds"]
     return rows
@@ -167,17 +166,17 @@ def last_loss(fit: Any) -> float:
     return float(fit.record["curve"][-1]["loss"])
 
 
-def plain_forward(weights: Any, settings: Any, batch: Batch, ops: Ops) -> Any:
-    """Form W_c of each row, for the first sentences and for the second, as released code does."""
-    half = len(batch.x) // 2
-    embedded = []
-    for part in (slice(0, half), slice(half, None)):
-        x, c = batch.x[part], batch.c[batch.which[part]]
-        first = (c @ weights["factor1"].T).view(len(x), -1, settings.rank)
-        second = (c @ weights["factor2"].T).view(len(x), settings.rank, -1)
-        matrix = torch.bmm(first, second)
-        embedded.append(torch.bmm(x[:, None], matrix)[:, 0])
-    return torch.cat(embedded)
+class PlainHypernet(Hypernet):
+    """The hypernetwork as released code has it."""
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor, which: torch.Tensor) -> Any:
+        """Form W_c of each row, for the first sentences and for the second."""
+        embedded = []
+        for part, conditions in zip(x.chunk(2), condition[which].chunk(2), strict=True):
+            factors = self.factors(conditions)
+            matrix = torch.bmm(factors[0], factors[1])
+            embedded.append(torch.bmm(part[:, None], matrix)[:, 0])
+        return torch.cat(embedded)
 
 
 # -- inference ---------------------------------------------------------------------------------
@@ -193,7 +192,7 @@ def grid(options: argparse.Namespace) -> list[dict[str, Any]]:
         few.first,
         few.second,
         few.rating,
-        Lookup(conditions, rng.integers(len(conditions), size=512)),
+        Gathered(conditions, rng.integers(len(conditions), size=512)),
     )
     changes: dict[str, dict[str, Any]] = {
         "linear": {"dim": dim},

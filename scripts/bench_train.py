@@ -39,7 +39,7 @@ from llmcond.data.datasets import read_dataset
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.known import known_names
 from llmcond.encoders.loading.architecture import build_on_meta, load_config
-from llmcond.encoders.loading.device import TORCH_DTYPES, choose_device
+from llmcond.encoders.loading.device import TORCH_DTYPES
 from llmcond.features.view import view_of
 from llmcond.finetune.build import load_trainable, prepare_accelerator
 from llmcond.finetune.inputs import RatedInputs
@@ -48,6 +48,7 @@ from llmcond.finetune.settings import TuneSettings
 from llmcond.heads import load_recipe
 from llmcond.heads.objectives import ObjectiveSettings, cosine_mse
 from llmcond.prompts import load_prompt
+from llmcond.system import choose_device
 
 
 class Training:

@@ -17,8 +17,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llmcond.commands.arguments import SOURCE, add_data, add_device, data_options
-from llmcond.data.datasets import Dataset
+from llmcond.commands.base import add_arguments, command_of
+from llmcond.commands.shared import SOURCE, WithColumns, WithDevice, data_options
+from llmcond.data.datasets import DataOptions, Dataset
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.known import find_model
 from llmcond.errors import LlmcondError, UserError
@@ -26,12 +27,15 @@ from llmcond.evaluation.results import Result
 from llmcond.files import check_writable, write_text
 from llmcond.log import log
 from llmcond.metrics import METRICS, Estimate, finite
+from llmcond.options import option
 from llmcond.prompts import load_prompt
 from llmcond.runs import Run, open_run
 from llmcond.runs.features import Features
 from llmcond.runs.predictors import zeroshots
 from llmcond.runs.provenance import provenance
-from llmcond.workflows import DataOptions, evaluate, extract, sweep
+from llmcond.workflows.evaluate import evaluate
+from llmcond.workflows.extract import extract
+from llmcond.workflows.sweep import sweep
 
 #: Rows of train and dev -> what data of these sizes is, in short, and what is to be known of it.
 _KNOWN_DATA = {
@@ -345,7 +349,7 @@ class Work:
         wanted = prompts(instructs)
         obstacles = {name: load_prompt(name).obstacle(identity) for name in wanted}
         usable = [name for name in wanted if not obstacles[name]]
-        extract(model, chosen, place.run, self._data(), usable)
+        extract(model, chosen, place.run, _data(self.options), usable)
         run = open_run(place.run)
         if run.manifest["data"]["digest"] != self.dataset.to_json()["digest"]:
             raise UserError(f"{place.run} holds other rows. Use another --folder.")
@@ -356,10 +360,6 @@ class Work:
             identity=identity,
             dim=_dim(run, usable[0], self.split),
         )
-
-    def _data(self) -> DataOptions:
-        data: DataOptions = data_options(self.options)
-        return data
 
     # -- fits ----------------------------------------------------------------------------------
 
@@ -518,7 +518,7 @@ def _reproduce(paper: Paper, options: argparse.Namespace) -> int:
         raise UserError(f"seeds is {options.seeds}; it must be at least 1.")
     if options.out is not None:
         check_writable(options.out)
-    work = Work(options, data_options(options).read(), paper.poolings)
+    work = Work(options, _data(options).read(), paper.poolings)
     for text in dict.fromkeys(options.encoders):
         work.places.append(work.place(text, None, paper.prompts))
     head = _head(paper, work)
@@ -538,6 +538,17 @@ def _reproduce(paper: Paper, options: argparse.Namespace) -> int:
     return 0 if any(not place.reason for place in work.places) else 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Source(WithColumns, WithDevice):
+    """Where rows come from, and where encoders and heads compute."""
+
+    data: str | None = option(None, metavar="SRC", help=f"{SOURCE} (default: the bundled sample)")
+
+
+def _data(options: argparse.Namespace) -> DataOptions:
+    return data_options(command_of(_Source, vars(options)))
+
+
 def _parser(paper: Paper) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=paper.doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -549,7 +560,9 @@ def _parser(paper: Paper) -> argparse.ArgumentParser:
         metavar="NAME",
         help="aliases, hub names or folders; NAME=FOLDER is a copy of a known one",
     )
-    add_data(parser, SOURCE + " (default: the bundled sample)")
+    add_arguments(parser, _Source)
+    parser.usage = None
+    parser.set_defaults(data=None, device="auto", json=False)
     parser.add_argument(
         "--folder",
         type=Path,
@@ -562,10 +575,8 @@ def _parser(paper: Paper) -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, metavar="N", help="fits at a time (default: cores)")
     parser.add_argument("--dtype", default="auto", help="of encoders: auto, float32, bfloat16, ...")
     parser.add_argument("--quantize", default="none", help="encoders in 8bit or 4bit")
-    add_device(parser)
     parser.add_argument("--quick", action="store_true", help="one seed and two epochs: a trial")
     parser.add_argument("--out", type=Path, metavar="FILE.md", help="the tables, as Markdown")
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     return parser
 
 

@@ -31,7 +31,7 @@ from reproduce import (
 )
 
 from llmcond.errors import LlmcondError
-from llmcond.workflows import analyse
+from llmcond.workflows.analyse import analyse
 
 # -- the paper ---------------------------------------------------------------------------------
 

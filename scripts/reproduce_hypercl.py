@@ -35,7 +35,7 @@ from reproduce import (
     table_of,
 )
 
-from llmcond.arrays import chosen, distinct, rows_of
+from llmcond.arrays import as_matrix
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.clusters import impurity
 from llmcond.evaluation.conditions import frobenius_variance
@@ -46,7 +46,9 @@ from llmcond.runs import SavedHead, open_run
 from llmcond.runs.features import Features
 from llmcond.runs.provenance import provenance
 from llmcond.runs.trials import sized
-from llmcond.workflows import analyse, evaluate, fit_head
+from llmcond.workflows.analyse import analyse
+from llmcond.workflows.evaluate import evaluate
+from llmcond.workflows.fit import fit_head
 
 # -- the paper ---------------------------------------------------------------------------------
 
@@ -263,8 +265,8 @@ def _fit(place: Place, spec: Spec, seed: int) -> str:
         with suppress(LlmcondError):
             saved = run.load_head(name)
             head, wanted = saved.head, sized(recipe, None, saved.head.dim_in, quiet=True)
-            made = (head.family.kind, head.settings, head.seed, saved.record.get("versions"))
-            asked = (recipe.family.kind, wanted.settings, seed, provenance()["versions"])
+            made = (head.kind, head.settings, head.seed, saved.record.get("versions"))
+            asked = (recipe.kind, wanted.settings, seed, provenance()["versions"])
             if made == asked:
                 return name
     fit_head(
@@ -496,7 +498,7 @@ def _impurities(work: Work, place: Place, names: Sequence[str]) -> Mapping[str, 
         places, labels = split.groups()
         found = []
         for seed, name in enumerate(names):
-            sentences = rows_of(split.pairs.first, places)
+            sentences = as_matrix(split.pairs.first).read(places)
             after = run.load_head(name).head.transform(sentences, _some(split, places))
             found.append(
                 {
@@ -511,7 +513,7 @@ def _impurities(work: Work, place: Place, names: Sequence[str]) -> Mapping[str, 
 
 def _some(split: Split, places: Sequence[int]) -> Any:
     condition = split.pairs.condition
-    return None if condition is None else chosen(condition, np.array(places))
+    return None if condition is None else as_matrix(condition).take(np.array(places))
 
 
 def section_541(work: Work, heads: Heads) -> Section:
@@ -563,9 +565,9 @@ def _diagonal(saved: SavedHead, split: Split) -> dict[str, Value]:
     condition = split.pairs.condition
     if condition is None:
         raise UserError(f"the head {saved.name} takes no conditions.")
-    first, _ = distinct(condition)
-    tensors = {name: np.asarray(value) for name, value in saved.head.fit.tensors.items()}
-    made = rows_of(chosen(condition, first), slice(None)) @ tensors["transform"].T
+    first, _ = as_matrix(condition).unique()
+    tensors = saved.head.tensors
+    made = as_matrix(condition).read(first) @ tensors["transform"].T
     norms = np.linalg.norm(made + tensors.get("transform_bias", 0.0), axis=1)
     variance = frobenius_variance(norms, saved.head.dim_in)
     return _spread(variance.normalised, variance.raw, float(norms.mean()))

@@ -142,8 +142,9 @@ def tiny_run(
     small_rows: list[tuple[str, str, str, int]],
 ) -> Path:
     """A run with extracted features of a tiny random encoder. Copy it before changing it."""
+    from llmcond.data.datasets import DataOptions
     from llmcond.encoders import EncoderOptions
-    from llmcond.workflows import DataOptions, extract
+    from llmcond.workflows.extract import extract
 
     folder = tmp_path_factory.mktemp("runs")
     data = folder / "rows.csv"

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcond.arrays import chosen, distinct, on_disk, release, rows_of
-from llmcond.heads import Difference, Joined, Lookup, PairArrays
+from llmcond.arrays import as_matrix
+from llmcond.heads import Concatenated, Difference, Gathered, PairArrays
 
 TYPES = [np.float16, np.float32, np.float64]
 
@@ -34,16 +34,16 @@ def whole_numbers(shape, seed, dtype=np.float32):
 @st.composite
 def matrices(draw, n, dim, depth=2):
     """A matrix of any making, and the float32 array that it stands for."""
-    kinds = ["plain", "lookup", "difference", "joined"]
+    kinds = ["plain", "gathered", "difference", "concatenated"]
     kind = draw(st.sampled_from(kinds[: 3 if dim < 2 else 4])) if depth else "plain"
     if kind == "plain":
         values = whole_numbers((n, dim), draw(st.integers(0, 99)), draw(st.sampled_from(TYPES)))
         return values, values.astype(np.float32)
-    if kind == "lookup":
+    if kind == "gathered":
         size = draw(st.integers(1, 5))
         table, dense = draw(matrices(size, dim, depth - 1))
         index = np.array(draw(st.lists(st.integers(0, size - 1), min_size=n, max_size=n)), int)
-        return Lookup(table, index), dense[index]
+        return Gathered(table, index), dense[index]
     if kind == "difference":
         (first, dense1), (second, dense2) = (draw(matrices(n, dim, depth - 1)) for _ in range(2))
         return Difference(first, second), dense1 - dense2
@@ -51,7 +51,7 @@ def matrices(draw, n, dim, depth=2):
     (left, dense1), (right, dense2) = (
         draw(matrices(n, size, depth - 1)) for size in (cut, dim - cut)
     )
-    return Joined([left, right]), np.concatenate([dense1, dense2], axis=1)
+    return Concatenated([left, right]), np.concatenate([dense1, dense2], axis=1)
 
 
 @st.composite
@@ -70,71 +70,76 @@ def test_matrices_equal_the_plain_array_they_stand_for(given_, start, stop):
     assert matrix.shape == dense.shape
     assert len(matrix) == len(dense)
     for part in (rows, slice(None), slice(start, stop)):
-        found = rows_of(matrix, part)
+        found = as_matrix(matrix).read(part)
         assert found.dtype == np.float32
         np.testing.assert_array_equal(found, dense[part])
 
 
 @settings(deadline=None, max_examples=150)
 @given(matrices_and_rows(), st.data())
-def test_chosen_rows_are_those_of_the_plain_array_and_can_be_chosen_from_again(given_, data):
+def test_taken_rows_are_those_of_the_plain_array_and_can_be_taken_from_again(given_, data):
     matrix, dense, rows = given_
-    part, expected = chosen(matrix, rows), dense[rows]
+    part, expected = as_matrix(matrix).take(rows), dense[rows]
     assert part.shape == expected.shape
     assert len(part) == len(expected)
-    np.testing.assert_array_equal(rows_of(part, slice(None)), expected)
+    np.testing.assert_array_equal(as_matrix(part).read(), expected)
     if len(expected):
         again = np.array(data.draw(st.lists(st.integers(0, len(expected) - 1), max_size=5)), int)
-        np.testing.assert_array_equal(rows_of(chosen(part, again), slice(None)), expected[again])
+        np.testing.assert_array_equal(
+            as_matrix(as_matrix(part).take(again)).read(), expected[again]
+        )
 
 
 @settings(deadline=None, max_examples=150)
 @given(matrices_and_rows())
-def test_distinct_rows_stand_for_all(given_):
+def test_unique_rows_stand_for_all(given_):
     matrix, dense, _ = given_
-    first, number = distinct(matrix)
+    first, number = as_matrix(matrix).unique()
     assert len(number) == len(dense)
     np.testing.assert_array_equal(dense[first][number], dense)
     np.testing.assert_array_equal(number[first], np.arange(len(first)))
-    if not isinstance(matrix, Lookup):
+    if not isinstance(matrix, Gathered):
         assert len(first) == len({row.tobytes() for row in dense + np.float32(0)})
 
 
 def test_rows_without_columns_are_all_equal():
-    first, number = distinct(np.zeros((4, 0), dtype=np.float32))
+    first, number = as_matrix(np.zeros((4, 0), dtype=np.float32)).unique()
     assert (first.tolist(), number.tolist()) == ([0], [0, 0, 0, 0])
-    first, number = distinct(np.zeros((0, 0), dtype=np.float32))
+    first, number = as_matrix(np.zeros((0, 0), dtype=np.float32)).unique()
     assert (len(first), len(number)) == (0, 0)
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_distinct_rows_are_found_in_any_layout(dtype, order):
+def test_unique_rows_are_found_in_any_layout(dtype, order):
     rows = np.array([[1, 2], [2, 1], [1, 2], [0, 0]], dtype=dtype, order=order)
-    first, number = distinct(rows[:, ::-1])
+    first, number = as_matrix(rows[:, ::-1]).unique()
     assert len(first) == 3
     assert number[0] == number[2]
     assert len(set(number.tolist())) == 3
 
 
-def test_rows_of_a_lookup_are_told_apart_without_a_look_at_them():
-    first, number = distinct(Lookup(Unread(), np.array([4, 0, 4, 2])))
+def test_gathered_rows_are_compared_without_a_look_at_them():
+    first, number = as_matrix(Gathered(Unread(), np.array([4, 0, 4, 2]))).unique()
     assert len(first) == 3
     assert number[0] == number[2]
     np.testing.assert_array_equal(np.array([4, 0, 4, 2])[first][number], [4, 0, 4, 2])
 
 
-def test_rows_are_chosen_without_a_look_at_them():
-    matrix = Joined(
-        [Difference(Lookup(Unread(), np.arange(5)), Unread()), Lookup(Unread(), np.zeros(5, int))]
+def test_rows_are_taken_without_a_look_at_them():
+    matrix = Concatenated(
+        [
+            Difference(Gathered(Unread(), np.arange(5)), Unread()),
+            Gathered(Unread(), np.zeros(5, int)),
+        ]
     )
-    part = chosen(matrix, np.array([True, False, True, False, False]))
+    part = as_matrix(matrix).take(np.array([True, False, True, False, False]))
     assert part.shape == (2, 6)
 
 
 def test_difference_of_16_bit_vectors_is_computed_in_float32():
     first, second = (np.array([[value]], dtype=np.float16) for value in (2048, 0.5))
-    found = rows_of(Difference(first, second), slice(None))
+    found = as_matrix(Difference(first, second)).read()
     assert found.item() == 2047.5  # float16 has no such number
     assert Difference(first, second)[np.array([0])].dtype == np.float32
 
@@ -146,7 +151,7 @@ def test_pairs_are_taken_with_all_that_belongs_to_them():
         first,
         Difference(second, first),
         np.linspace(0, 1, 6),
-        Lookup(table, np.array([0, 0, 1, 1, 2, 2])),
+        Gathered(table, np.array([0, 0, 1, 1, 2, 2])),
         np.array([7, 7, 8, 8, 9, 9]),
         np.arange(100, 106),
     )
@@ -154,8 +159,8 @@ def test_pairs_are_taken_with_all_that_belongs_to_them():
         part = pairs.take(rows)
         assert (len(part), part.dim, part.dim_condition) == (2, 3, 3)
         for name in ("first", "second", "condition"):
-            whole = rows_of(getattr(pairs, name), slice(None))
-            np.testing.assert_array_equal(rows_of(getattr(part, name), slice(None)), whole[rows])
+            whole = as_matrix(getattr(pairs, name)).read()
+            np.testing.assert_array_equal(as_matrix(getattr(part, name)).read(), whole[rows])
         for name in ("rating", "pair", "number"):
             np.testing.assert_array_equal(getattr(part, name), getattr(pairs, name)[rows])
 
@@ -176,7 +181,7 @@ def test_equal_conditions_are_still_found_among_rows_that_were_taken():
     condition = whole_numbers((3, 2), 0)[np.array([0, 1, 0, 1, 2, 0])]
     pairs = PairArrays(np.zeros((6, 2)), np.ones((6, 2)), np.zeros(6), condition)
     taken = pairs.take(np.arange(6))
-    assert len(distinct(taken.condition)[0]) == len(distinct(condition)[0])
+    assert len(as_matrix(taken.condition).unique()[0]) == len(as_matrix(condition).unique()[0])
 
 
 # -- memory maps -------------------------------------------------------------------------------
@@ -196,58 +201,64 @@ def made_of(matrix):
     """Every making of a matrix."""
     plain = np.zeros(matrix.shape, dtype=np.float32)
     return [
-        Lookup(matrix, np.arange(len(matrix))),
+        Gathered(matrix, np.arange(len(matrix))),
         Difference(matrix, plain),
         Difference(plain, matrix),
-        Joined([plain, matrix]),
-        Joined([Lookup(matrix, np.arange(len(matrix))), plain]),
-        chosen(matrix, np.arange(len(matrix))),
+        Concatenated([plain, matrix]),
+        Concatenated([Gathered(matrix, np.arange(len(matrix))), plain]),
+        as_matrix(matrix).take(np.arange(len(matrix))),
     ]
 
 
 def test_what_lies_on_disk_is_told(mapped):
     values = whole_numbers((6, 3), 0)
     disk = mapped(values)
-    assert all(on_disk(matrix) for matrix in [disk, disk[2:], disk[:, 1:], *made_of(disk)])
-    assert not any(on_disk(matrix) for matrix in [values, *made_of(values), disk[np.array([1])]])
+    assert all(
+        as_matrix(matrix).on_disk for matrix in [disk, disk[2:], disk[:, 1:], *made_of(disk)]
+    )
+    assert not any(
+        as_matrix(matrix).on_disk for matrix in [values, *made_of(values), disk[np.array([1])]]
+    )
 
 
 def test_a_copy_of_a_memory_map_lies_in_memory(mapped):
     disk = mapped(whole_numbers((6, 3), 0))
-    assert not on_disk(disk.astype(np.float16))
-    assert not on_disk(disk.copy())
+    assert not as_matrix(disk.astype(np.float16)).on_disk
+    assert not as_matrix(disk.copy()).on_disk
 
 
-def test_nothing_is_lost_by_letting_go(mapped):
+def test_nothing_is_lost_by_a_release(mapped):
     values = whole_numbers((6, 3), 0, np.float16)
     disk = mapped(values)
     for matrix in [disk, values, *made_of(disk), *made_of(values)]:
-        before = rows_of(matrix, slice(None))
-        release(matrix)
-        np.testing.assert_array_equal(rows_of(matrix, slice(None)), before)
+        before = as_matrix(matrix).read()
+        as_matrix(matrix).release()
+        np.testing.assert_array_equal(as_matrix(matrix).read(), before)
 
 
-def test_what_was_written_to_a_memory_map_is_not_lost_by_letting_go(mapped):
+def test_what_was_written_to_a_memory_map_is_not_lost_by_a_release(mapped):
     disk = mapped(whole_numbers((6, 3), 0), "r+")
     disk[:] = 7
-    release(disk)
+    as_matrix(disk).release()
     assert (disk == 7).all()
 
 
-def test_what_was_written_to_a_private_memory_map_is_not_lost_by_letting_go(mapped):
+def test_what_was_written_to_a_private_memory_map_is_not_lost_by_a_release(mapped):
     disk = mapped(whole_numbers((6, 3), 0), "c")
     disk[:] = 7
-    release(disk)
+    as_matrix(disk).release()
     assert (disk == 7).all()
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="needs madvise")
-def test_letting_go_gives_memory_back(mapped):
+def test_a_release_gives_memory_back(mapped):
     disk = mapped(np.ones((8_192, 1_024), dtype=np.float32))
     process = psutil.Process()
-    matrix = Lookup(Difference(disk, np.broadcast_to(np.float32(0), disk.shape)), np.arange(8_192))
+    matrix = Gathered(
+        Difference(disk, np.broadcast_to(np.float32(0), disk.shape)), np.arange(8_192)
+    )
     for start in range(0, 8_192, 512):
-        rows_of(matrix, slice(start, start + 512))
+        as_matrix(matrix).read(slice(start, start + 512))
     read = process.memory_info().rss
-    release(matrix)
+    as_matrix(matrix).release()
     assert read - process.memory_info().rss > 24 * 2**20

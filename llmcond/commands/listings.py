@@ -91,6 +91,6 @@ def heads() -> list[dict[str, Any]]:
     for name in bundled_names("heads"):
         recipe = load_recipe(name)
         settings = " ".join(f"{k}={v}" for k, v in asdict(recipe.settings).items())
-        about = {"name": name, "kind": recipe.family.kind, "description": recipe.description}
+        about = {"name": name, "kind": recipe.kind, "description": recipe.description}
         rows.append({**about, "settings": settings, "source": recipe.source})
     return rows

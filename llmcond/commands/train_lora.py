@@ -81,4 +81,5 @@ class TrainLora(InRun, WithTask, WithEncoder, _TuneOptions):
             ),
             {name: value for name, value in given.items() if value is not None},
             self.merge,
+            self.task,
         )

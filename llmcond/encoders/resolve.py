@@ -92,7 +92,7 @@ def resolve(
         UserError: an unknown model, or an option that the model or machine cannot have.
         LlmcondError: the hub cannot be reached.
     """
-    from llmcond.encoders.loading.device import choose_device
+    from llmcond.system import choose_device
 
     device = choose_device(options.device)
     checkpoint = find_checkpoint(name_or_path, options.revision, options.like)

@@ -28,6 +28,7 @@ from filelock import FileLock, Timeout
 from lance.optimize import Compaction
 from numpy.typing import NDArray
 
+from llmcond.arrays import Gathered
 from llmcond.encoders.spec import EncoderIdentity, EncoderInput
 from llmcond.errors import DiskFullError, UserError, is_disk_full
 from llmcond.features.keys import KEY_BYTES, KeyIndex
@@ -261,13 +262,10 @@ class FeatureStore:
         ]
         return np.concatenate(blocks) if blocks else np.zeros((0, 0), dtype=np.float32)
 
-    def lookup(self, inputs: Sequence[EncoderInput]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return the distinct vectors of inputs as they are stored, and which each input has.
+    def lookup(self, inputs: Sequence[EncoderInput]) -> Gathered:
+        """Return the vectors of inputs as they are stored, each distinct one once.
 
         Tables above ``_IN_MEMORY`` bytes are memory maps of a file that ends with them.
-
-        Returns:
-            (m, dim) in the store's type, and (n,) places in it.
 
         Raises:
             UserError: some are not there.
@@ -283,7 +281,7 @@ class FeatureStore:
             table[start : start + len(part)] = block
         if table is None:
             table = np.zeros((0, 0), dtype=self.dtype)
-        return table, index.reshape(-1)
+        return Gathered(table, index.reshape(-1))
 
     def _table(self, shape: tuple[int, int]) -> NDArray[Any]:
         size = math.prod(shape) * np.dtype(self.dtype).itemsize

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar, overload
 
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
-from llmcond.heads import Difference, Joined, Matrix, Recipe
+from llmcond.heads import Concatenated, Difference, Matrix, Recipe
 from llmcond.prompts import Prompt
 
+T = TypeVar("T")
 Part = Literal["conditional", "unconditional"]
 #: (prompt, part) -> (n, dim) features of n rows.
 Read = Callable[[Prompt, Part], Matrix]
@@ -110,17 +111,32 @@ class View:
         apart = self.features == "separate" or (self.features == "both" and prompt.separate)
         return self.subtract and not apart and prompt.subtractable
 
-    def sentence(self, read: Read) -> Matrix:
+    @overload
+    def sentence(self, read: Read) -> Matrix: ...
+
+    @overload
+    def sentence(
+        self,
+        read: Callable[[Prompt, Part], T],
+        subtract: Callable[[T, T], T],
+        concatenate: Callable[[list[T]], T],
+    ) -> T: ...
+
+    def sentence(
+        self, read: Any, subtract: Any = Difference, concatenate: Any = Concatenated
+    ) -> Any:
         """Return the features of sentences, (n, dim).
 
         Args:
             read: gives the features of the prompts for these sentences and their conditions.
+            subtract: of two of them, the difference; of tensors, that of torch.
+            concatenate: of several, what has their columns side by side.
         """
-        parts: list[Matrix] = []
+        parts = []
         for prompt, subtracts in self.terms():
             found = read(prompt, "conditional")
-            parts.append(Difference(found, read(prompt, "unconditional")) if subtracts else found)
-        return parts[0] if len(parts) == 1 else Joined(parts)
+            parts.append(subtract(found, read(prompt, "unconditional")) if subtracts else found)
+        return parts[0] if len(parts) == 1 else concatenate(parts)
 
     def condition(self, read: Read) -> Matrix | None:
         """Return the features of the conditions, (n, dim_c), if the head takes them."""

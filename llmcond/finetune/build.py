@@ -150,7 +150,7 @@ def _checkpoint_gradients(network: Any, name: str) -> None:
     except (AttributeError, ValueError) as error:
         raise UserError(
             f"{name} cannot compute activations again: {first_line(error)} Leave out "
-            "--gradient-checkpointing, and raise --accumulate instead."
+            "--gradient-checkpointing, and raise --gradient-accumulation-steps instead."
         ) from error
 
 

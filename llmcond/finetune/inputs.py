@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,13 +13,12 @@ from torch import Tensor
 from llmcond.data.rows import Rows
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.spec import EncoderInput
-from llmcond.features.view import Part, View
-from llmcond.heads import Lookup, Matrix, PairArrays
-from llmcond.heads.networks import Batch
+from llmcond.features.view import Part, Read, View
+from llmcond.heads import Gathered, Matrix, PairArrays
+from llmcond.heads.module import Batch
+from llmcond.heads.sampler import Positions
 from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import RowInputs, row_inputs
-
-Places = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class RatedInputs:
     view: View
     items: list[EncoderInput]
     tokens: list[Tokens]
-    columns: dict[tuple[str, Part, int], Places]
+    columns: dict[tuple[str, Part, int], Positions]
     rating: NDArray[np.float64]
     pair: NDArray[np.int64]
     number: NDArray[np.int64]
@@ -54,7 +52,7 @@ class RatedInputs:
         """
         rated = rows.rated
         place: dict[EncoderInput, int] = {}
-        columns: dict[tuple[str, Part, int], Places] = {}
+        columns: dict[tuple[str, Part, int], Positions] = {}
         for prompt, part in view.needed():
             # Of the whole split: a shuffled control draws among all of its conditions.
             inputs = row_inputs(rows, prompt)
@@ -81,9 +79,9 @@ class RatedInputs:
     def arrays(self, vectors: NDArray[np.float32]) -> PairArrays:
         """Return all rows as a head takes them, given the vector of each distinct input."""
 
-        def reader(side: int) -> Any:
+        def reader(side: int) -> Read:
             def read(prompt: Prompt, part: Part) -> Matrix:
-                return Lookup(vectors, self.columns[prompt.name, part, side])
+                return Gathered(vectors, self.columns[prompt.name, part, side])
 
             return read
 
@@ -96,11 +94,11 @@ class RatedInputs:
             number=self.number,
         )
 
-    def used(self, rows: Places) -> Places:
+    def used(self, rows: Positions) -> Positions:
         """Return the distinct inputs of some rows."""
         return np.unique(np.concatenate([column[rows] for column in self.columns.values()]))
 
-    def batch(self, rows: Places, used: Places, vectors: Tensor) -> Batch:
+    def batch(self, rows: Positions, used: Positions, vectors: Tensor) -> Batch:
         """Return rows as heads are trained on them: first sentences, then second ones.
 
         Args:
@@ -109,28 +107,29 @@ class RatedInputs:
             vectors: (u, dim) of those inputs.
         """
 
-        def pick(prompt: Prompt, part: Part, side: int) -> Tensor:
-            places = np.searchsorted(used, self.columns[prompt.name, part, side][rows])
-            # Not vectors[places]: gradients of an index are added in any order.
-            return vectors.index_select(0, torch.from_numpy(places).to(vectors.device))
+        def reader(side: int) -> Callable[[Prompt, Part], Tensor]:
+            def read(prompt: Prompt, part: Part) -> Tensor:
+                positions = np.searchsorted(used, self.columns[prompt.name, part, side][rows])
+                # Not vectors[positions]: gradients of an index are added in any order.
+                return vectors.index_select(0, torch.from_numpy(positions).to(vectors.device))
 
-        sides = []
-        for side in (0, 1):
-            parts = []
-            for prompt, subtracts in self.view.terms():
-                found = pick(prompt, "conditional", side)
-                parts.append(found - pick(prompt, "unconditional", side) if subtracts else found)
-            sides.append(torch.cat(parts, dim=1))
-        x = torch.cat(sides)
+            return read
+
+        x = torch.cat(
+            [
+                self.view.sentence(reader(side), torch.sub, lambda parts: torch.cat(parts, dim=1))
+                for side in (0, 1)
+            ]
+        )
         of = self.view.of_condition()
         if of is None:
             return Batch(x)
-        kinds, which = np.unique(
+        distinct, which = np.unique(
             self.columns[of.name, "unconditional", 0][rows], return_inverse=True
         )
-        places = torch.from_numpy(np.searchsorted(used, kinds)).to(vectors.device)
+        positions = torch.from_numpy(np.searchsorted(used, distinct)).to(vectors.device)
         number = torch.from_numpy(which.reshape(-1)).to(vectors.device)
-        return Batch(x, vectors.index_select(0, places), number.repeat(2))
+        return Batch(x, vectors.index_select(0, positions), number.repeat(2))
 
 
 def _sides(inputs: RowInputs, part: Part) -> tuple[Sequence[EncoderInput], Sequence[EncoderInput]]:

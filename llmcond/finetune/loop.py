@@ -22,11 +22,12 @@ from llmcond.finetune.model import TunedModel
 from llmcond.finetune.order import Order
 from llmcond.finetune.settings import TuneSettings, usual_rate
 from llmcond.finetune.state import STATE, Progress, StateFolder
-from llmcond.heads.objectives import stretches
+from llmcond.heads.fit import best_of
+from llmcond.heads.objectives import runs
 from llmcond.metrics import spearman
 
 Tensors = dict[str, Tensor]
-#: Told of each step and each evaluation.
+#: Called after each step and each evaluation.
 OnStep = Callable[[Progress, int, float], None]
 
 
@@ -71,15 +72,15 @@ class Trainer:
             LlmcondError: its checkpoint was damaged.
         """
         self.model, self._job, self._accelerator, self._state = model, job, accelerator, state
-        unit = stretches(job.train.pair) if job.contrasts else None
+        group = runs(job.train.pair) if job.contrasts else None
         self._order = Order.of(
-            unit, len(job.train), job.settings, job.seed, accelerator.num_processes
+            group, len(job.train), job.settings, job.seed, accelerator.num_processes
         )
         self.steps = self._order.steps * job.settings.epochs
         self._weights = model.trained()
         self._average = (
             {name: value.detach().clone() for name, value in self._weights.items()}
-            if job.settings.average
+            if job.settings.ema_decay
             else {}
         )
         self.progress = Progress()
@@ -93,7 +94,7 @@ class Trainer:
         settings = self._job.settings
         groups: dict[tuple[float, float], list[Tensor]] = {}
         for name, value in self._weights.items():
-            head = name.startswith("head.")
+            head = not name.startswith("encoder.")
             own = self._job.head_decay if head else settings.weight_decay
             decay = own if value.ndim > 1 else 0.0  # not of biases and gains
             rate = self._job.head_rate if head else settings.learning_rate
@@ -187,17 +188,19 @@ class Trainer:
                 raise
             settings = self._job.settings
             advice = [] if settings.gradient_checkpointing else ["--gradient-checkpointing"]
-            advice.append(f"--accumulate {2 * settings.accumulate}")
+            split = settings.gradient_accumulation_steps
+            advice.append(f"--gradient-accumulation-steps {2 * split}")
             raise LlmcondError(
                 f"ran out of memory in step {step + 1:,}, with {settings.batch_size} rows in "
-                f"{settings.accumulate} parts. Try {' or '.join(advice)}, or a smaller "
+                f"{split} parts. Try {' or '.join(advice)}, or a smaller "
                 "--batch-size, in another --run."
             ) from error
 
     def _step(self, parts: list[NDArray[np.int64]], step: int) -> float:
         accelerator, settings = self._accelerator, self._job.settings
         share, count = accelerator.process_index, accelerator.num_processes
-        mine = parts[share * settings.accumulate : (share + 1) * settings.accumulate]
+        split = settings.gradient_accumulation_steps
+        mine = parts[share * split : (share + 1) * split]
         total = sum(len(rows) for rows in parts)
         self._optimiser.zero_grad()
         loss = torch.zeros((), device=self.model.engine.out)
@@ -213,7 +216,9 @@ class Trainer:
             loss += part.detach() / count
         value = float(accelerator.reduce(loss, "sum"))
         self._check(value, step, "the loss")
-        norm = accelerator.clip_grad_norm_(self._weights.values(), settings.clip or math.inf)
+        norm = accelerator.clip_grad_norm_(
+            self._weights.values(), settings.max_grad_norm or math.inf
+        )
         if accelerator.scaler is None:  # float16 meets infinite gradients, and skips the step
             self._check(float(norm), step, "the norm of the gradients")
         rate = settings.rate(step, self.steps)
@@ -223,7 +228,7 @@ class Trainer:
         with torch.no_grad():
             for name, average in self._average.items():
                 # At first it forgets faster, or it would be of where training began.
-                decay = min(settings.average, (step + 1) / (step + 10))
+                decay = min(settings.ema_decay, (step + 1) / (step + 10))
                 average.lerp_(self._weights[name], 1 - decay)
         return value
 
@@ -253,18 +258,12 @@ class Trainer:
         loss = progress.loss / max(1, progress.losses)
         entry = {"step": progress.step, "epoch": epoch, "loss": loss, "dev_spearman": found}
         curve = (*progress.curve, entry)
-        # An undefined score is never better than what there is; without dev the last is kept.
-        better = (
-            self._job.dev is None
-            or progress.best_score is None
-            or (found is not None and found > progress.best_score)
-        )
-        if better:
+        since = len(curve) - 1 - best_of([entry["dev_spearman"] for entry in curve])
+        if not since:
             progress = replace(progress, best_step=progress.step, best_score=found)
             if self._accelerator.is_main_process:
                 self._state.save_best(progress.step, weights)
-        since = sum(entry["step"] > progress.best_step for entry in curve)
-        done = progress.step >= self.steps or since >= settings.patience
+        done = progress.step >= self.steps or since >= settings.early_stopping_patience
         self.progress = replace(progress, curve=curve, loss=0.0, losses=0, done=done)
 
     def _dev_spearman(self) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,11 +15,18 @@ from torch import Tensor, nn
 
 from llmcond.encoders.engine.engine import Engine
 from llmcond.errors import UserError
-from llmcond.finetune.inputs import Places, RatedInputs
+from llmcond.finetune.inputs import RatedInputs
 from llmcond.heads import FittedHead, Recipe
 from llmcond.heads.base import Fit
-from llmcond.heads.networks import Ops
-from llmcond.heads.objectives import ObjectiveSettings, neighbours, objective, stretches
+from llmcond.heads.module import HeadModule, seeded
+from llmcond.heads.objectives import (
+    Objective,
+    ObjectiveSettings,
+    RatedBatch,
+    adjacent_pairs,
+    runs,
+)
+from llmcond.heads.sampler import Positions
 
 Tensors = dict[str, Tensor]
 
@@ -39,35 +47,39 @@ class HeadPlan:
     seed: int
     start: Mapping[str, NDArray[np.float32]] | None = None
 
-    def draw(self, dim: int, dim_condition: int) -> Tensors:
-        """Return the first weights.
+    def make(self, dims: tuple[int, int]) -> tuple[HeadModule, Objective]:
+        """Return the head with its first weights, and the objective.
+
+        Args:
+            dims: sizes of the features of sentences and of conditions.
 
         Raises:
             UserError: the head goes with no features of these sizes.
         """
-        network = self.recipe.family.network
-        if network is None:
-            return {}
-        generator = torch.Generator().manual_seed(self.seed)
-        made = network.parameters(self.recipe.settings, dim, dim_condition)
-        drawn = {name: parameter.draw(generator) for name, parameter in made.items()}
+        (head, objective), _ = seeded(
+            lambda: (self.recipe.family(self.recipe.settings, *dims), Objective(self.objective)),
+            self.seed,
+        )
         if self.start is None:
-            return drawn
-        shapes = {name: tuple(value.shape) for name, value in self.start.items()}
-        if shapes != {name: tuple(value.shape) for name, value in drawn.items()}:
+            return head, objective
+        shapes = {name: value.shape for name, value in self.start.items()}
+        if shapes != {name: tuple(value.shape) for name, value in head.state_dict().items()}:
             raise UserError(
                 f"the head to start from was fitted on features of other sizes: this encoder and "
-                f"prompt give {dim} dimensions. Start from a head of the same encoder and prompt."
+                f"prompt give {dims[0]} dimensions. Start from a head of the same encoder and "
+                "prompt."
             )
-        return {name: torch.from_numpy(np.array(value)) for name, value in self.start.items()}
+        head.load_state_dict({name: torch.tensor(value) for name, value in self.start.items()})
+        return head, objective
 
 
 class TunedModel(nn.Module):
-    """From rows to the loss: the encoder's network, and the head's weights.
+    """From rows to the loss: the encoder's network, the head and the objective.
 
     Attributes:
         encoder: the network, with adapters or without.
-        head: the head's weights.
+        head: behind it.
+        objective: what is minimised.
     """
 
     def __init__(self, engine: Engine, plan: HeadPlan, dims: tuple[int, int]) -> None:
@@ -80,16 +92,13 @@ class TunedModel(nn.Module):
         """
         super().__init__()
         self.encoder: nn.Module = engine.model.network
-        drawn = plan.draw(*dims)
-        self.head = nn.ParameterDict(
-            {name: nn.Parameter(value.to(engine.out)) for name, value in drawn.items()}
-        )
+        head, objective = plan.make(dims)
+        self.head, self.objective = head.to(engine.out), objective.to(engine.out)
         self.engine, self._plan = engine, plan
-        self.dims = dims
 
     # -- training ------------------------------------------------------------------------------
 
-    def forward(self, inputs: RatedInputs, rows: Places, seed: list[int]) -> Tensor:
+    def forward(self, inputs: RatedInputs, rows: Positions, seed: list[int]) -> Tensor:
         """Return the mean loss of some rows, a scalar.
 
         Args:
@@ -103,24 +112,23 @@ class TunedModel(nn.Module):
         vectors = self.engine.embed([inputs.tokens[i] for i in used])
         with torch.autocast(vectors.device.type, enabled=False):
             batch = inputs.batch(rows, used, vectors.float())
-            network, recipe = self._plan.recipe.family.network, self._plan.recipe
-            embedded = batch.x
-            if network is not None:
-                masks = np.random.Generator(np.random.SFC64(int(drawn[1])))
-                ops = Ops(recipe.settings.dropout, masks if self.training else None)
-                embedded = network.forward(self.head, recipe.settings, batch, ops)
-            return objective(
-                embedded[: len(rows)],
-                embedded[len(rows) :],
-                torch.from_numpy(inputs.rating[rows]).to(embedded),
-                self._plan.objective,
-                self._twos(inputs, rows, embedded.device),
+            self.head.seed_dropout(int(drawn[1]))
+            first, second = self.head(*batch).chunk(2)
+            info = RatedBatch(
+                self.head.similarity,
+                torch.from_numpy(inputs.pair[rows]).to(first.device),
+                self._contrastive(inputs, rows, first.device),
             )
+            rating = torch.from_numpy(inputs.rating[rows]).to(first)
+            loss: Tensor = self.objective(first, second, rating, info)
+            return loss
 
-    def _twos(self, inputs: RatedInputs, rows: Places, device: torch.device) -> Tensor | None:
+    def _contrastive(
+        self, inputs: RatedInputs, rows: Positions, device: torch.device
+    ) -> Tensor | None:
         if not self._plan.objective.contrasts:
             return None
-        return torch.from_numpy(neighbours(stretches(inputs.pair)[rows])).to(device)
+        return torch.from_numpy(adjacent_pairs(runs(inputs.pair)[rows])).to(device)
 
     def trained(self) -> Tensors:
         """Return what is trained, by name: parameters of the encoder and of the head."""
@@ -129,7 +137,7 @@ class TunedModel(nn.Module):
     @property
     def n_head(self) -> int:
         """Return the number of the head's weights."""
-        return sum(value.numel() for value in self.head.values())
+        return sum(value.numel() for value in self.head.parameters())
 
     @property
     def recipe(self) -> Recipe:
@@ -140,23 +148,15 @@ class TunedModel(nn.Module):
 
     def fitted(self, record: Mapping[str, Any] | None = None) -> FittedHead:
         """Return the head as it is now, as one that was fitted."""
-        tensors = {
-            name: value.detach().float().cpu().numpy().copy() for name, value in self.head.items()
-        }
-        recipe = self._plan.recipe
-        return FittedHead(
-            recipe.family,
-            recipe.settings,
-            self._plan.seed,
-            self.dims[0],
-            Fit(tensors, record or {}),
-            self.dims[1],
-        )
+        # It is seeded again before each use, and not all generators can be copied.
+        self.head.seed_dropout(None)
+        recipe, module = self._plan.recipe, copy.deepcopy(self.head).finished()
+        return FittedHead(recipe.kind, recipe.family, module, self._plan.seed, Fit(record or {}))
 
     def encode(
         self,
         inputs: RatedInputs,
-        which: Places,
+        which: Positions,
         context: AbstractContextManager[Any] | None = None,
     ) -> NDArray[np.float32]:
         """Return the vectors of some distinct inputs, without dropout and gradients."""

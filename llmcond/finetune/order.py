@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from llmcond.errors import UserError
 from llmcond.finetune.settings import TuneSettings
-
-Places = NDArray[np.int64]
+from llmcond.heads.sampler import GroupSampler, Positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,60 +17,56 @@ class Order:
     """The steps of every epoch, each cut into parts for processes and accumulation.
 
     Attributes:
-        unit: (n,) what each row may not be parted from, counted from 0: its own number, or that of
-            its two.
+        sampler: keeps rows of a group in one part: a row by itself, or the two of a contrastive
+            pair.
         steps: of an epoch.
         parts: of a step.
         seed: of the order.
     """
 
-    unit: NDArray[np.int64]
+    sampler: GroupSampler
     steps: int
     parts: int
     seed: int
 
     @classmethod
     def of(
-        cls, unit: NDArray[np.int64] | None, n: int, settings: TuneSettings, seed: int, shares: int
+        cls,
+        group: NDArray[np.int64] | None,
+        n: int,
+        settings: TuneSettings,
+        seed: int,
+        processes: int,
     ) -> Order:
         """Plan steps of about ``settings.batch_size`` of ``n`` rows.
 
         Args:
-            unit: (n,) what keeps rows together; None where nothing does.
+            group: (n,) what keeps rows together; None where nothing does.
             n: rows.
             settings: how many a step takes, and in how many parts.
             seed: of the order.
-            shares: processes.
+            processes: that share each step.
 
         Raises:
-            UserError: a step has fewer units than parts.
+            UserError: a step has fewer groups than parts.
         """
-        own = np.arange(n) if unit is None else np.unique(unit, return_inverse=True)[1].reshape(-1)
+        sampler = GroupSampler(np.arange(n) if group is None else group)
         steps = -(-n // settings.batch_size)
-        parts = settings.accumulate * shares
-        least = (int(own.max()) + 1) // steps
+        parts = settings.gradient_accumulation_steps * processes
+        least = len(sampler) // steps
         if least < parts:
-            kind = "rows" if unit is None else "sentence pairs"
+            kind = "rows" if group is None else "sentence pairs"
             raise UserError(
                 f"a step of batch_size {settings.batch_size} has {least} {kind}, too few for "
-                f"{shares} processes with accumulate {settings.accumulate}. Raise --batch-size or "
-                "lower --accumulate."
+                f"{processes} processes with gradient_accumulation_steps "
+                f"{settings.gradient_accumulation_steps}. Raise --batch-size or lower "
+                "--gradient-accumulation-steps."
             )
-        return cls(own, steps, parts, seed)
+        return cls(sampler, steps, parts, seed)
 
-    def epoch(self, number: int) -> list[list[Places]]:
+    def epoch(self, number: int) -> list[list[Positions]]:
         """Return the rows of an epoch's steps, part by part; steps are of like size."""
         drawn = np.random.Generator(np.random.SFC64([self.seed, number]))
-        rank = drawn.permutation(int(self.unit.max()) + 1)
-        rows = np.argsort(rank[self.unit], kind="stable")
-        ranks = rank[self.unit][rows]
-        starts = np.flatnonzero(np.diff(ranks, prepend=-1))
-        return [
-            [self._rows(rows, starts, part) for part in np.array_split(step, self.parts)]
-            for step in np.array_split(np.arange(len(starts)), self.steps)
-        ]
-
-    @staticmethod
-    def _rows(rows: Places, starts: Places, units: Places) -> Places:
-        last = units[-1] + 1
-        return rows[starts[units[0]] : starts[last] if last < len(starts) else len(rows)]
+        return self.sampler.even_batches(
+            drawn.permutation(len(self.sampler)), self.steps, self.parts
+        )

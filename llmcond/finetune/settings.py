@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from llmcond.config import STRICT
-
-SCHEDULES = ("linear", "cosine", "constant")
+from llmcond.errors import UserError
+from llmcond.options import option
 
 #: Beyond any use.
 _LARGEST = 1_000_000
+Count = Annotated[int, Ge(1), Le(_LARGEST)]
+Share = Annotated[float, Ge(0), Lt(1)]
+
+#: Settings by the names that recipes and records had before -> their names now.
+_RENAMED = {
+    "clip": "max_grad_norm",
+    "accumulate": "gradient_accumulation_steps",
+    "average": "ema_decay",
+    "patience": "early_stopping_patience",
+}
 
 
 def usual_rate(rank: int) -> float:
@@ -20,87 +33,91 @@ def usual_rate(rank: int) -> float:
     return 1e-3 if rank else 5e-5
 
 
+def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by their names now; recipes and records may have older ones."""
+    return {_RENAMED.get(name, name): value for name, value in settings.items()}
+
+
+def _rank(text: str) -> int:
+    if text == "full":
+        return 0
+    if not text.isdecimal() or not int(text):
+        raise UserError(f"--rank is {text!r}; expected a number of at least 1, or full.")
+    return int(text)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneSettings:
     """How an encoder is trained; the head's learning rate and dropout are those of its recipe.
 
     Attributes:
         rank: r of LoRA (arXiv 2106.09685, section 4.1); 0: every weight of the encoder is trained.
-        alpha: its scale is alpha / rank.
         target: which projections get an adapter: ``auto`` (all of attention and MLP),
             ``attention``, ``mlp``, or names such as ``q_proj``.
-        adapter_dropout: share of the adapters' inputs that is dropped.
         encoder_dropout: whether the encoder's own dropout is on, where its config has one. Packed
             rows have none on attention weights.
-        learning_rate: of the encoder.
         weight_decay: of the encoder's matrices, decoupled, as AdamW has it.
         batch_size: rated rows a step, over all processes and accumulated parts.
-        epochs: at most.
-        warmup: share of the steps in which the learning rates rise from 0.
-        schedule: how they fall then: ``linear`` or ``cosine`` to 0, or ``constant``.
-        clip: largest norm of all gradients together; 0: they are not clipped, as in the released
+        schedule: how learning rates fall: ``linear`` or ``cosine`` to 0, or ``constant``.
+        max_grad_norm: of all gradients together; 0: they are not clipped, as in the released
             code of C-STS and Hyper-CL.
-        accumulate: parts that a step's rows are computed in, one after the other. Objectives that
-            compare rows compare those of a part.
-        average: decay of a running average of the weights, which is what is scored and kept; 0: the
-            weights themselves are.
-        patience: evaluations without a better dev score before training stops.
-        evaluations: on dev, in each epoch.
+        gradient_accumulation_steps: parts that a step's rows are computed in, one after the other.
+            Objectives that compare rows compare those of a part.
+        ema_decay: of an exponential moving average of the weights, which is what is scored and
+            kept; 0: the weights themselves are.
         checkpoint_steps: steps between two checkpoints; there is one at each evaluation too.
-        gradient_checkpointing: whether activations are computed again for gradients, not kept.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
-    rank: int = 16
-    alpha: float = 32.0
-    target: tuple[str, ...] = ("auto",)
-    adapter_dropout: float = 0.0
-    encoder_dropout: bool = True
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.01
-    batch_size: int = 64
-    epochs: int = 4
-    warmup: float = 0.06
-    schedule: str = "linear"
-    clip: float = 1.0
-    accumulate: int = 1
-    average: float = 0.0
-    patience: int = 3
-    evaluations: int = 1
-    checkpoint_steps: int = 200
-    gradient_checkpointing: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse values that no training can have."""
-        for name in (
-            "batch_size",
-            "epochs",
-            "accumulate",
-            "patience",
-            "evaluations",
-            "checkpoint_steps",
-        ):
-            _check(name, getattr(self, name), 1, _LARGEST)
-        _check("rank", self.rank, 0, 65_536)
-        _check("alpha", self.alpha, 0, _LARGEST, above=True)
-        _check("learning_rate", self.learning_rate, 0, 100, above=True)
-        for name in ("weight_decay", "clip"):
-            _check(name, getattr(self, name), 0, _LARGEST)
-        for name in ("adapter_dropout", "average", "warmup"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise ValueError(f"{name} is {value:g}; it must be at least 0 and below 1")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(
-                f"schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}"
-            )
-        if not self.target:
-            raise ValueError("target names nothing; leave it out for all projections")
+    rank: Annotated[int, Ge(0), Le(65_536)] = option(
+        16, help="of LoRA, or full: all weights", metavar="R", parse=_rank
+    )
+    alpha: Annotated[float, Gt(0), Le(_LARGEST)] = option(
+        32.0, help="scale of the adapters is A / rank", metavar="A"
+    )
+    target: Annotated[tuple[str, ...], MinLen(1)] = option(
+        ("auto",),
+        help="projections that get adapters: auto (all), attention, mlp, or names such as q_proj",
+        metavar="NAME",
+    )
+    adapter_dropout: Share = option(0.0, help="share of the adapters' inputs dropped", metavar="P")
+    encoder_dropout: bool = option(True, help="the encoder's own dropout, where its config has one")
+    learning_rate: Annotated[float, Gt(0), Le(100)] = option(
+        1e-3, help="of the encoder; with --rank full 5e-05", metavar="LR"
+    )
+    weight_decay: Annotated[float, Ge(0), Le(_LARGEST)] = option(
+        0.01, help="of the encoder's matrices", metavar="W"
+    )
+    batch_size: Count = option(64, help="rated rows a step", metavar="N")
+    epochs: Count = option(4, help="at most", metavar="N")
+    warmup: Share = option(
+        0.06, help="share of the steps in which learning rates rise from 0", metavar="SHARE"
+    )
+    schedule: Literal["linear", "cosine", "constant"] = option(
+        "linear", help="how learning rates fall then", metavar="NAME"
+    )
+    max_grad_norm: Annotated[float, Ge(0), Le(_LARGEST)] = option(
+        1.0, help="gradients are clipped to this norm; 0: no clipping", metavar="NORM"
+    )
+    gradient_accumulation_steps: Count = option(
+        1, help="parts that a step is computed in, to save memory", metavar="N"
+    )
+    ema_decay: Share = option(
+        0.0, help="decay of an exponential moving average of the weights; 0: none", metavar="D"
+    )
+    early_stopping_patience: Count = option(
+        3, help="evaluations without a better dev score before training stops", metavar="N"
+    )
+    evaluations: Count = option(1, help="on dev, an epoch", metavar="N")
+    checkpoint_steps: Count = option(200, help="steps between checkpoints", metavar="N")
+    gradient_checkpointing: bool = option(
+        False, help="compute activations again instead of keeping them: less memory"
+    )
 
     @property
     def full(self) -> bool:
-        """Tell whether every weight of the encoder is trained."""
+        """Return whether every weight of the encoder is trained."""
         return self.rank == 0
 
     def rate(self, step: int, steps: int) -> float:
@@ -116,9 +133,3 @@ class TuneSettings:
     def to_json(self) -> dict[str, Any]:
         """Return the settings as records keep them."""
         return {**asdict(self), "target": list(self.target)}
-
-
-def _check(name: str, value: float, least: float, most: float, *, above: bool = False) -> None:
-    if not least <= value <= most or (above and value == least):  # NaN is refused too
-        words = f"above {least:g}" if above else f"at least {least:g}"
-        raise ValueError(f"{name} is {value:g}; it must be {words} and at most {most:,}")

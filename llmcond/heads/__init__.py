@@ -1,18 +1,24 @@
-"""Heads: small maps fitted on cached features. They know arrays, nothing of encoders or rows."""
+"""Heads: small modules fitted on cached features. They know arrays, nothing of encoders or rows."""
 
-from llmcond.arrays import Difference, Joined, Lookup, Matrix
+from llmcond.arrays import Concatenated, Difference, Gathered, Matrix, MatrixLike
 from llmcond.heads.base import FittedHead, PairArrays, cosine
+from llmcond.heads.module import HeadModule
 from llmcond.heads.recipes import Recipe, fit_recipe, load_recipe
+from llmcond.heads.settings import SizedSettings, TrainingSettings
 from llmcond.heads.storage import load_head, save_head
 
 __all__ = [
+    "Concatenated",
     "Difference",
     "FittedHead",
-    "Joined",
-    "Lookup",
+    "Gathered",
+    "HeadModule",
     "Matrix",
+    "MatrixLike",
     "PairArrays",
     "Recipe",
+    "SizedSettings",
+    "TrainingSettings",
     "cosine",
     "fit_recipe",
     "load_head",

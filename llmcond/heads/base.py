@@ -1,21 +1,27 @@
-"""What every head family gives, and a head once it is fitted.
+"""The arrays that heads are fitted on, and a head once it is fitted.
 
 Heads know arrays only: they neither load encoders nor read rows.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from llmcond.arrays import Array, Lookup, Matrix, chosen, distinct, rows_of
+from llmcond.arrays import Array, Gathered, Matrix, MatrixLike, as_matrix
 from llmcond.errors import UserError
+from llmcond.heads.batches import SharedConditions
+from llmcond.heads.module import HeadModule
+from llmcond.system import choose_device
 
-Tensors = Mapping[str, Array]
+if TYPE_CHECKING:
+    from llmcond.heads.hypernet import ConditionCache
 
 #: Vectors transformed at a time, so that memory does not grow with their number.
 _BLOCK = 65_536
@@ -34,10 +40,10 @@ class PairArrays:
         number: (n,) what messages call a row; its position from 1 where it is None.
     """
 
-    first: Matrix
-    second: Matrix
+    first: MatrixLike
+    second: MatrixLike
     rating: NDArray[np.float64]
-    condition: Matrix | None = None
+    condition: MatrixLike | None = None
     pair: NDArray[np.int64] | None = None
     number: NDArray[np.int64] | None = None
 
@@ -56,12 +62,13 @@ class PairArrays:
 
     def take(self, rows: NDArray[Any]) -> PairArrays:
         """Return some rows, by positions or a mask, without reading their vectors."""
+        condition = self.condition
         return replace(
             self,
-            first=chosen(self.first, rows),
-            second=chosen(self.second, rows),
+            first=as_matrix(self.first).take(rows),
+            second=as_matrix(self.second).take(rows),
             rating=self.rating[rows],
-            condition=None if self.condition is None else chosen(self.condition, rows),
+            condition=None if condition is None else as_matrix(condition).take(rows),
             pair=None if self.pair is None else self.pair[rows],
             number=None if self.number is None else self.number[rows],
         )
@@ -69,69 +76,73 @@ class PairArrays:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What fitting gives.
+    """How fitting went.
 
     Attributes:
-        tensors: the head's parameters.
-        record: how it went: the epoch kept, what chose it, the learning curve.
+        record: the epoch kept, what chose it, the learning curve.
         notes: what the user should know, in sentences.
     """
 
-    tensors: Tensors
     record: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
-#: Told of each epoch: its number, the number of epochs, and the score on dev.
+#: Called after each epoch: its number, the number of epochs, and the score on dev.
 OnEpoch = Callable[[int, int, float], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One kind of head: its settings, how it is fitted and how it is applied.
-
-    Attributes:
-        kind: the name that recipes use.
-        settings: a frozen dataclass; its fields are the recipe's keys.
-        fit: (training pairs, dev pairs or None, settings, seed, on_epoch) -> parameters.
-        transform: (parameters, settings, (n, dim) features, (n, dim_c) conditions or None) ->
-            (n, k) embeddings.
-        features: which features of a sentence it takes: ``joint`` e(s|c), or ``separate`` e(s).
-            A setting of that name says otherwise.
-        conditioned: whether it takes the condition's own features e(c).
-        supervised: whether it learns from ratings.
-        network: what is trained, for families that are.
-    """
-
-    kind: str
-    settings: type[Any]
-    fit: Callable[[PairArrays, PairArrays | None, Any, int, OnEpoch], Fit]
-    transform: Callable[[Tensors, Any, Array, Matrix | None], Array]
-    features: str = "joint"
-    conditioned: bool = False
-    supervised: bool = False
-    network: Any = None
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FittedHead:
     """A fitted head: an immutable value that turns features into embeddings.
 
     Attributes:
-        family: its kind.
-        settings: what it was fitted with.
+        kind: the name that recipes and head.json have for its family.
+        family: its class, or that of each head of an ensemble.
+        module: with its parameters, as :meth:`HeadModule.finished` leaves it.
         seed: of initialisation, dropout and the order of rows.
-        dim_in: size of the features.
-        fit: its parameters, and how fitting went.
-        dim_condition: size of the condition's features; 0 where it takes none.
+        fit: how fitting went.
     """
 
-    family: Family
-    settings: Any
+    kind: str
+    family: type[HeadModule]
+    module: HeadModule
     seed: int
-    dim_in: int
-    fit: Fit
-    dim_condition: int = 0
+    fit: Fit = field(default_factory=Fit)
+
+    @property
+    def settings(self) -> Any:
+        """Return what it was fitted with."""
+        return self.module.settings
+
+    @property
+    def dim_in(self) -> int:
+        """Return the size of the features."""
+        return self.module.dim_in
+
+    @property
+    def dim_condition(self) -> int:
+        """Return the size of the condition's features; 0 where it takes none."""
+        return self.module.dim_condition
+
+    @property
+    def features(self) -> str:
+        """Return which features of a sentence it takes: ``joint``, ``separate`` or ``both``."""
+        return str(getattr(self.settings, "features", self.family.features))
+
+    @property
+    def is_identity(self) -> bool:
+        """Return whether embeddings are the features as they are."""
+        return self.family.is_identity
+
+    @property
+    def generates_matrices(self) -> bool:
+        """Return whether it makes a matrix of each condition, which can be had and kept."""
+        return self.module.generates_matrices
+
+    @property
+    def tensors(self) -> dict[str, NDArray[Any]]:
+        """Return its parameters, by the names that head.safetensors has."""
+        return {name: value.cpu().numpy() for name, value in self.module.state_dict().items()}
 
     @property
     def dim_out(self) -> int:
@@ -140,7 +151,15 @@ class FittedHead:
         condition = np.zeros((1, self.dim_condition), dtype=np.float32)
         return int(self.transform(one, condition if self.dim_condition else None).shape[1])
 
-    def transform(self, features: Matrix, condition: Matrix | None = None) -> Array:
+    def to(self, device: str) -> FittedHead:
+        """Return the head on a device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+
+        Raises:
+            UserError: a device that this machine lacks.
+        """
+        return replace(self, module=copy.deepcopy(self.module).to(choose_device(device)))
+
+    def transform(self, features: MatrixLike, condition: MatrixLike | None = None) -> Array:
         """Return embeddings, (n, k) float32.
 
         Args:
@@ -152,36 +171,65 @@ class FittedHead:
             UserError: features of another size, or conditions that are missing or not wanted.
         """
         self.check(features, condition)
-        n = len(features)
+        n, features = len(features), as_matrix(features)
+        given: Matrix | None = None
         if condition is not None and len(condition) == 1 != n:
-            condition = Lookup(condition, np.zeros(n, dtype=np.int64))
+            given = Gathered(condition, np.zeros(n, dtype=np.int64))
         elif condition is not None:
             # What is made of a condition is made once, also where its rows stand in several blocks.
-            first, number = distinct(condition)
-            condition = Lookup(chosen(condition, first), number)
+            first, which = as_matrix(condition).unique()
+            given = Gathered(as_matrix(condition).take(first), which)
+        device = next(iter(self.module.state_dict().values()), torch.empty(0)).device
         blocks = []
         for start in range(0, max(n, 1), _BLOCK):
             part = slice(start, start + _BLOCK)
-            given = None if condition is None else chosen(condition, np.arange(n)[part])
-            block = rows_of(features, part)
-            blocks.append(self.family.transform(self.fit.tensors, self.settings, block, given))
+            own = None if given is None else given.take(np.arange(n)[part])
+            block = as_matrix(features.read(part))
+            with torch.inference_mode():
+                batch = SharedConditions(own).batch([block], slice(None), torch.float32)
+                blocks.append(self.module(*batch.to(device)).cpu().numpy())
         return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 
-    def similarity(self, first: Matrix, second: Matrix, condition: Matrix | None = None) -> Array:
-        """Return the cosine of the embeddings of two sets of features, (n,) float32.
+    def similarity(
+        self, first: MatrixLike, second: MatrixLike, condition: MatrixLike | None = None
+    ) -> Array:
+        """Return how similar two sets of features are, (n,) float32; see :meth:`compare`.
 
         Raises:
             UserError: as :meth:`transform`.
         """
-        return cosine(self.transform(first, condition), self.transform(second, condition))
+        return self.compare(self.transform(first, condition), self.transform(second, condition))
 
-    def check(self, features: Matrix, condition: Matrix | None) -> None:
-        """Refuse what the head cannot be applied to.
+    def compare(self, first: Array, second: Array) -> Array:
+        """Return how similar embeddings are, (n, k) twice -> (n,): as a rule their cosine."""
+        if self.family.similarity is HeadModule.similarity:
+            return cosine(first, second)
+        with torch.inference_mode():
+            sides = [torch.from_numpy(np.ascontiguousarray(side)) for side in (first, second)]
+            found: Array = self.module.similarity(*sides).float().numpy()
+        return found
+
+    def matrix_norms(self, condition: MatrixLike) -> NDArray[np.float64]:
+        """Return the Frobenius norm of the matrix of each condition, (u,); for hypernetworks."""
+        from llmcond.heads.hypernet import Hypernet
+
+        if not isinstance(self.module, Hypernet) or not self.generates_matrices:
+            raise UserError(f"a {self.kind} head makes no matrices.")
+        return self.module.matrix_norms(condition)
+
+    def condition_cache(self) -> ConditionCache | None:
+        """Return the head with a cache of what it makes of conditions; None where it has none."""
+        from llmcond.heads.hypernet import ConditionCache
+
+        return ConditionCache(self) if self.generates_matrices else None
+
+    def check(self, features: MatrixLike, condition: MatrixLike | None) -> None:
+        """Check what the head is to be applied to.
 
         Raises:
             UserError: features of another size, or conditions that are missing or not wanted.
         """
-        kind = self.family.kind
+        kind = self.kind
         if features.shape[1] != self.dim_in:
             raise UserError(
                 f"the features have {features.shape[1]} dimensions; this {kind} head was fitted on "

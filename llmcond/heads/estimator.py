@@ -13,13 +13,11 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import spearmanr
 from sklearn.base import BaseEstimator, TransformerMixin
 from sklearn.utils import assert_all_finite, check_array, check_random_state
 from sklearn.utils.validation import (
@@ -29,11 +27,11 @@ from sklearn.utils.validation import (
     validate_data,
 )
 
-from llmcond.arrays import Array, Lookup, Matrix, distinct
-from llmcond.config import build
+from llmcond.arrays import Array, Dense, Gathered, Matrix
 from llmcond.errors import UserError
-from llmcond.heads.base import Fit, FittedHead, PairArrays
-from llmcond.heads.recipes import Recipe, find_family, fit_recipe, load_recipe
+from llmcond.heads.base import PairArrays
+from llmcond.heads.recipes import Recipe, fit_recipe, load_recipe
+from llmcond.metrics import spearman
 
 #: Features in 16 bit stay so; all else becomes float32, which is what heads compute in.
 _CHECKED: Mapping[str, Any] = {"dtype": [np.float32, np.float16], "order": "C"}
@@ -71,6 +69,7 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
             that is held out and chooses the epoch; 0: none, the last epoch is kept. Heads without
             epochs are fitted on all rows.
         random_state: seed of everything random, or what scikit-learn draws one from.
+        device: where it is fitted: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
 
     Attributes:
         head_ (FittedHead): the fitted head.
@@ -91,6 +90,7 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
         n_condition: int = 0,
         validation_fraction: float = 0.0,
         random_state: Any = 0,
+        device: str = "auto",
     ) -> None:
         # scikit-learn's rule: parameters are kept as they are, and looked at when fitting.
         self.recipe = recipe
@@ -99,6 +99,7 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
         self.n_condition = n_condition
         self.validation_fraction = validation_fraction
         self.random_state = random_state
+        self.device = device
 
     def fit(self, X: Any, y: Any = None, *, pair: Any = None) -> Head:
         """Fit the head.
@@ -134,8 +135,10 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
             )
             pairs, dev = _split(pairs, fraction if recipe.family.supervised else 0.0, seed)
             if getattr(recipe.settings, "contrasts", False):
-                pairs = _in_twos(pairs)
-            head = fit_recipe(self._sized(recipe, dim), pairs, dev, seed, _untold)
+                pairs = _with_pairs_adjacent(pairs)
+            head = fit_recipe(
+                self._sized(recipe, dim), pairs, dev, seed, _ignore_epoch, self.device
+            )
         for note in head.fit.notes:
             warnings.warn(note, UserWarning, stacklevel=2)
         self.head_ = head
@@ -189,9 +192,7 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
             raise HeadError("score compares cosines with ratings, and y is None.")
         rating, cosine = _numbers(y), self.predict(X)
         check_consistent_length(cosine, rating)
-        if len(rating) < 2 or np.ptp(rating) == 0 or np.ptp(cosine) == 0:
-            return float("nan")
-        return float(spearmanr(cosine, rating).statistic)
+        return spearman(cosine.astype(np.float64), rating)
 
     def embed(self, features: Any, condition: Any = None) -> Array:
         """Return the embeddings of sentences, not pairs, (n, k) float32.
@@ -246,19 +247,6 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
             tags.target_tags.required = False
         tags.transformer_tags.preserves_dtype = ["float32"]
         return tags
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a pickle holds: a family has functions that none can."""
-        state = dict(super().__getstate__())
-        if "head_" in state:
-            state["head_"] = _plain(state["head_"])
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what :meth:`__getstate__` gave."""
-        if "head_" in state:
-            state = {**state, "head_": _fitted(state["head_"])}
-        super().__setstate__(state)
 
     # -- parameters ----------------------------------------------------------------------------
 
@@ -385,8 +373,8 @@ def _as_value_errors() -> Iterator[None]:
         raise HeadError(str(error)) from error
 
 
-def _untold(epoch: int, epochs: int, score: float) -> None:
-    """Tell nobody of an epoch: the curve has it."""
+def _ignore_epoch(epoch: int, epochs: int, score: float) -> None:
+    """Do nothing: the curve has each epoch."""
 
 
 def _plain_number(value: Any) -> Any:
@@ -430,10 +418,10 @@ def _numbered(pair: Any, n: int) -> NDArray[np.int64] | None:
     return found
 
 
-def _shared(condition: Array) -> Lookup:
+def _shared(condition: Array) -> Gathered:
     """Return conditions such that equal ones are computed once, also when transforming."""
-    first, number = distinct(condition)
-    return Lookup(condition[first], number)
+    first, which = Dense(condition).unique()
+    return Gathered(condition[first], which)
 
 
 def _split(pairs: PairArrays, fraction: float, seed: int) -> tuple[PairArrays, PairArrays | None]:
@@ -448,7 +436,7 @@ def _split(pairs: PairArrays, fraction: float, seed: int) -> tuple[PairArrays, P
     return pairs.take(kept), pairs.take(held_out)
 
 
-def _in_twos(pairs: PairArrays) -> PairArrays:
+def _with_pairs_adjacent(pairs: PairArrays) -> PairArrays:
     """Return the rows of each sentence pair one after the other, pairs by their first row."""
     if pairs.pair is None:
         raise HeadError(
@@ -457,33 +445,3 @@ def _in_twos(pairs: PairArrays) -> PairArrays:
         )
     _, start, number = np.unique(pairs.pair, return_index=True, return_inverse=True)
     return pairs.take(np.argsort(start[number], kind="stable"))
-
-
-# -- pickles -----------------------------------------------------------------------------------
-
-
-def _plain(head: FittedHead) -> dict[str, Any]:
-    """Return a head in what can be pickled, its family by name."""
-    return {
-        "kind": head.family.kind,
-        "settings": asdict(head.settings),
-        "seed": head.seed,
-        "dim_in": head.dim_in,
-        "dim_condition": head.dim_condition,
-        "tensors": dict(head.fit.tensors),
-        "record": dict(head.fit.record),
-        "notes": head.fit.notes,
-    }
-
-
-def _fitted(plain: dict[str, Any]) -> FittedHead:
-    """Return the head that :func:`_plain` took apart."""
-    family = find_family(plain["kind"], "a pickled Head")
-    return FittedHead(
-        family,
-        build(family.settings, plain["settings"], "a pickled Head"),
-        plain["seed"],
-        plain["dim_in"],
-        Fit(plain["tensors"], plain["record"], plain["notes"]),
-        plain["dim_condition"],
-    )

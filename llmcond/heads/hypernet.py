@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,29 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmcond.arrays import Array, Lookup, Matrix, distinct, rows_of
-from llmcond.config import STRICT
+from llmcond.arrays import Array, Gathered, MatrixLike, as_matrix
 from llmcond.errors import UserError
 from llmcond.heads.base import FittedHead
-from llmcond.heads.conditioned import (
-    ConditionedSettings,
-    apply,
-    conditioned,
-    conditions,
-    layer,
-    need_conditions,
-    transform_parameters,
-)
-from llmcond.heads.networks import (
-    ACTIVATIONS,
-    Batch,
-    Network,
-    Ops,
-    Parameter,
-    Weights,
-    by_condition,
-)
-from llmcond.heads.training import check_size, one_of
+from llmcond.heads.conditioned import ConditionedHead, ConditionedSettings
+from llmcond.heads.module import ACTIVATIONS
+from llmcond.heads.settings import Activation, Size, SizeOrNone
 
 #: Conditions whose matrices are made at a time outside of training.
 _AT_ONCE = 64
@@ -57,84 +40,163 @@ class HypernetSettings(ConditionedSettings):
             away from another, as no rating is below 0.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
-
-    dim: int
-    rank: int
-    activation: str = "none"
-
-    def __post_init__(self) -> None:
-        """Refuse values that no fit can have."""
-        # Not super(): a dataclass with slots is a new class, which super() does not know.
-        ConditionedSettings.__post_init__(self)
-        check_size("dim", self.dim)
-        check_size("rank", self.rank, least=0)
-        one_of("activation", self.activation, tuple(ACTIVATIONS))
+    dim: Size
+    rank: SizeOrNone
+    activation: Activation = "none"
 
 
-def _parameters(settings: Any, dim: int, dim_c: int) -> Mapping[str, Parameter]:
-    need_conditions("hypernet", dim_c)
-    before = transform_parameters(settings, dim_c)
-    if not settings.rank:
-        return {**before, **layer("matrix", dim * settings.dim, dim_c, settings.bias)}
-    if settings.rank > min(dim, settings.dim):
-        raise UserError(
-            f"rank is {settings.rank}, above the {min(dim, settings.dim)} dimensions that a "
-            f"{dim} x {settings.dim} matrix has. Lower it, or set rank to 0 for the full form."
-        )
-    return {
-        **before,
-        **layer("factor1", dim * settings.rank, dim_c, settings.bias),
-        **layer("factor2", settings.rank * settings.dim, dim_c, settings.bias),
-    }
-
-
-def _factors(weights: Weights, settings: Any, c: Tensor, ops: Ops) -> list[Tensor]:
-    """Return W_c, or the factors whose product it is, (u, a, b) each; one dropout mask each."""
-    names = ("factor1", "factor2") if settings.rank else ("matrix",)
-    inner = settings.rank or settings.dim
-    made = [apply(weights, name, ops.dropout(c), ops) for name in names]
-    first = made[0].view(len(c), len(weights[names[0]]) // inner, inner)
-    return [first, *(one.view(len(c), inner, settings.dim) for one in made[1:])]
-
-
-def _forward(weights: Weights, settings: Any, batch: Batch, ops: Ops) -> Tensor:
+class Hypernet(ConditionedHead):
     """Z = f(h_s^T W_c); in low rank (h_s^T W_1) W_2, W_c never formed (Hyper-CL, section 3.4)."""
-    values = _generated(weights, settings, batch, ops)
-    if settings.activation == "none":
-        return values
-    return ops.dropout(ACTIVATIONS[settings.activation](values))
+
+    Settings: ClassVar[type[Any]] = HypernetSettings
+    generates_matrices = True
+
+    def __init__(self, settings: HypernetSettings, dim_in: int, dim_condition: int) -> None:
+        super().__init__(settings, dim_in, dim_condition)
+        self.add_transform(dim_condition)
+        self._add_generator(dim_in, settings.dim)
+
+    def _add_generator(self, dim_in: int, dim: int) -> None:
+        """Register what generates (dim_in, dim) matrices."""
+        rank, bias, into = self.settings.rank, self.settings.bias, self.dim_condition
+        if not rank:
+            self.add_layer("matrix", dim_in * dim, into, bias)
+            return
+        if rank > min(dim_in, dim):
+            raise UserError(
+                f"rank is {rank}, above the {min(dim_in, dim)} dimensions that a {dim_in} x {dim} "
+                "matrix has. Lower it, or set rank to 0 for the full form."
+            )
+        self.add_layer("factor1", dim_in * rank, into, bias)
+        self.add_layer("factor2", rank * dim, into, bias)
+
+    def forward(self, x: Tensor, condition: Tensor, which: Tensor) -> Tensor:
+        """Return embeddings, (m, dim)."""
+        values = self._times_matrices(x, condition, which)
+        if self.settings.activation == "none":
+            return values
+        return self.dropout(ACTIVATIONS[self.settings.activation](values))
+
+    def _times_matrices(self, x: Tensor, condition: Tensor, which: Tensor) -> Tensor:
+        c, which = self.transformed(condition, which)
+        if torch.is_grad_enabled() or len(c) <= _AT_ONCE:
+            return by_condition(x, which, self.factors(c), self.batched_product)
+        # Outside of training nothing is kept, so memory need not grow with the conditions.
+        order = torch.argsort(which, stable=True)
+        ends = torch.bincount(which, minlength=len(c)).cumsum(0).tolist()
+        blocks = []
+        for start in range(0, len(c), _AT_ONCE):
+            stop = min(start + _AT_ONCE, len(c))
+            rows = order[ends[start - 1] if start else 0 : ends[stop - 1]]
+            factors = self.factors(c[start:stop])
+            blocks.append(by_condition(x[rows], which[rows] - start, factors, self.batched_product))
+        return torch.cat(blocks)[torch.argsort(order)]
+
+    def factors(self, transformed: Tensor) -> list[Tensor]:
+        """Return W_c, or the factors whose product it is, (u, a, b) each; one dropout mask each.
+
+        Args:
+            transformed: (u, dim_c), as :meth:`transformed` gives them.
+        """
+        names = ("factor1", "factor2") if self.settings.rank else ("matrix",)
+        made = [self.affine(name, self.dropout(transformed)) for name in names]
+        if not self.settings.rank:
+            return [made[0].view(len(transformed), -1, self._dim_generated)]
+        inner = self.settings.rank
+        first = made[0].view(len(transformed), len(self.get_parameter("factor1")) // inner, inner)
+        return [first, made[1].view(len(transformed), inner, self._dim_generated)]
+
+    @property
+    def _dim_generated(self) -> int:
+        dim: int = self.settings.dim
+        return dim
+
+    # -- fitted --------------------------------------------------------------------------------
+
+    def generated_matrices(self, condition: MatrixLike) -> list[Array]:
+        """Return what a fitted hypernetwork makes of conditions, (u, dim_c).
+
+        Returns:
+            W_c, (u, dim, k), or in low rank its factors, (u, dim, K) and (u, K, k), in float32.
+        """
+        with torch.inference_mode():
+            given = torch.from_numpy(as_matrix(condition).read())
+            c, _ = self.transformed(given, torch.arange(len(given)))
+            return [factor.numpy() for factor in self.factors(c)]
+
+    def matrix_norms(self, condition: MatrixLike) -> NDArray[np.float64]:
+        """Return the Frobenius norm of W_c for each condition, (u,) (Hyper-CL, section 5.4.1).
+
+        In low rank from the factors' own small products, W_c never formed:
+        ||W_1 W_2||^2 = trace((W_1^T W_1)(W_2 W_2^T)).
+        """
+        norms = []
+        for start in range(0, len(condition), _AT_ONCE):
+            part = as_matrix(condition).read(slice(start, start + _AT_ONCE))
+            factors = [factor.astype(np.float64) for factor in self.generated_matrices(part)]
+            if len(factors) == 1:
+                norms.append(np.sqrt(np.square(factors[0]).sum(axis=(1, 2))))
+                continue
+            left = np.einsum("uak,ual->ukl", factors[0], factors[0])
+            right = np.einsum("ukb,ulb->ukl", factors[1], factors[1])
+            norms.append(np.sqrt(np.maximum(np.einsum("ukl,ukl->u", left, right), 0)))
+        return np.concatenate(norms) if norms else np.zeros(0)
 
 
-def _generated(weights: Weights, settings: Any, batch: Batch, ops: Ops) -> Tensor:
-    c, which = conditions(weights, settings, batch, ops)
-    if torch.is_grad_enabled() or len(c) <= _AT_ONCE:
-        return by_condition(batch.x, which, _factors(weights, settings, c, ops), ops)
-    # Outside of training nothing is kept, so memory need not grow with the conditions.
-    output = batch.x.new_empty(len(batch.x), settings.dim, dtype=c.dtype)
+def by_condition(
+    x: Tensor,
+    which: Tensor,
+    factors: list[Tensor],
+    batched_product: Callable[[Tensor, Tensor], Tensor] = torch.bmm,
+) -> Tensor:
+    """Multiply each row by the matrices of its condition, left to right: ((x F1) F2) ...
+
+    No matrix is copied for each row, and no product of two factors is formed. Rows of a condition
+    are multiplied at once, padded to a common number; where a condition has far more rows than
+    others, it is cut into several.
+
+    Args:
+        x: (m, dim).
+        which: (m,) the condition of each row, below u.
+        factors: each (u, a, b), the first with a = dim.
+        batched_product: (n, m, a) and (n, a, b) -> (n, m, b).
+
+    Returns:
+        (m, b) of the last factor.
+    """
+    count = len(factors[0])
+    if not len(x):
+        return x.new_empty(0, factors[-1].shape[2], dtype=factors[-1].dtype)
+    rows = torch.bincount(which, minlength=count)
+    most = max(4, -(-2 * len(x) // max(count, 1)))
+    width = int(min(int(rows.max()), most))
+    pieces = (rows + width - 1) // width
     order = torch.argsort(which, stable=True)
-    ends = torch.bincount(which, minlength=len(c)).cumsum(0)
-    for start in range(0, len(c), _AT_ONCE):
-        stop = min(start + _AT_ONCE, len(c))
-        rows = order[int(ends[start - 1]) if start else 0 : int(ends[stop - 1])]
-        factors = _factors(weights, settings, c[start:stop], ops)
-        output[rows] = by_condition(batch.x[rows], which[rows] - start, factors, ops)
-    return output
-
-
-HYPERNET = conditioned("hypernet", HypernetSettings, Network(_parameters, _forward))
-
-
-def generates(head: FittedHead) -> bool:
-    """Tell whether a head is one hypernetwork, whose matrices can be had."""
-    return head.family.kind == "hypernet" and head.settings.members == 1
+    ordered = which[order]
+    begins = torch.cumsum(rows, 0) - rows
+    rank = torch.arange(len(x), device=x.device) - begins[ordered]
+    position = (torch.cumsum(pieces, 0) - pieces)[ordered] * width + rank
+    total = int(pieces.sum())
+    grouped = x.new_zeros(total * width, x.shape[1]).index_copy(0, position, x[order])
+    grouped = grouped.view(total, width, -1)
+    # As a rule every condition is one piece, and no matrix is copied at all.
+    single = bool((pieces == 1).all())
+    owner = torch.repeat_interleave(torch.arange(count, device=x.device), pieces)
+    for factor in factors:
+        # Not factor[owner]: gradients of an index are added in any order on several threads.
+        matrices = factor if single else factor.index_select(0, owner)
+        grouped = batched_product(grouped, matrices)
+    back = torch.empty_like(position)
+    back[order] = position
+    return grouped.reshape(total * width, -1)[back]
 
 
 class ConditionCache:
-    """A fitted hypernetwork that keeps what it made of conditions (Hyper-CL, section 3.5).
+    """A fitted hypernetwork that keeps the matrices of conditions (Hyper-CL, section 3.5).
 
     A condition that comes again, in any later call, costs two small products and no generated
-    matrix. The least recently used ones are forgotten above a budget. One thread at a time.
+    matrix. The least recently used ones are dropped above a budget. Calls from several threads are
+    safe.
 
     Attributes:
         head: of kind ``hypernet``.
@@ -147,14 +209,15 @@ class ConditionCache:
         Raises:
             UserError: the head is no hypernetwork, so there is nothing to keep.
         """
-        if not generates(head):
-            raise UserError(f"a {head.family.kind} head makes no matrices that could be kept.")
+        if not isinstance(head.module, Hypernet) or not head.generates_matrices:
+            raise UserError(f"a {head.kind} head makes no matrices that could be kept.")
         self.head, self.hits, self.misses = head, 0, 0
+        self._module = head.module
         self._budget, self._size = budget, 0
         self._kept: OrderedDict[bytes, list[Array]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def transform(self, features: Matrix, condition: Matrix) -> Array:
+    def transform(self, features: MatrixLike, condition: MatrixLike | None) -> Array:
         """Return embeddings, (n, k) float32; as :meth:`FittedHead.transform`.
 
         Args:
@@ -165,18 +228,19 @@ class ConditionCache:
             UserError: as :meth:`FittedHead.transform`.
         """
         self.head.check(features, condition)
-        n = len(features)
-        if len(condition) == 1 != n:
-            condition = Lookup(condition, np.zeros(n, dtype=np.int64))
-        first, number = distinct(condition)
-        order = np.argsort(number, kind="stable")
-        ends = np.cumsum(np.bincount(number, minlength=len(first)))
+        n, features = len(features), as_matrix(features)
+        shared = as_matrix(np.empty((0, 0)) if condition is None else condition)
+        if len(shared) == 1 != n:
+            shared = Gathered(shared, np.zeros(n, dtype=np.int64))
+        first, which = shared.unique()
+        order = np.argsort(which, kind="stable")
+        ends = np.cumsum(np.bincount(which, minlength=len(first)))
         output = np.empty((n, self.head.settings.dim), dtype=np.float32)
         for start in range(0, len(first), _AT_ONCE):
             part = first[start : start + _AT_ONCE]
-            for i, factors in enumerate(self._factors(rows_of(condition, part)), start):
+            for i, factors in enumerate(self._factors(shared.read(part)), start):
                 rows = order[ends[i - 1] if i else 0 : ends[i]]
-                values = rows_of(features, rows)
+                values = features.read(rows)
                 for factor in factors:
                     values = values @ factor
                 output[rows] = values
@@ -193,10 +257,10 @@ class ConditionCache:
             self.hits += len(keys) - len(absent)
             self.misses += len(absent)
             if absent:
-                made = factors_of(self.head, vectors[absent])
-                for place, i in enumerate(absent):
+                made = self._module.generated_matrices(vectors[absent])
+                for position, i in enumerate(absent):
                     # Copies: a view would keep what was made of all of them.
-                    found[keys[i]] = [factor[place].copy() for factor in made]
+                    found[keys[i]] = [factor[position].copy() for factor in made]
             for key in keys:
                 self._keep(key, found[key])
         return [found[key] for key in keys]
@@ -210,41 +274,3 @@ class ConditionCache:
         while self._size > self._budget:
             old, gone = self._kept.popitem(last=False)
             self._size -= len(old) + sum(factor.nbytes for factor in gone)
-
-
-def factors_of(head: FittedHead, condition: Matrix) -> list[Array]:
-    """Return what a fitted hypernetwork makes of conditions.
-
-    Args:
-        head: of kind ``hypernet``.
-        condition: (u, dim_c).
-
-    Returns:
-        W_c, (u, dim, k), or in low rank its factors, (u, dim, K) and (u, K, k), in float32.
-    """
-    weights = {
-        name: torch.from_numpy(np.asarray(value)) for name, value in head.fit.tensors.items()
-    }
-    with torch.inference_mode():
-        c = torch.from_numpy(rows_of(condition, slice(None)))
-        c, _ = conditions(weights, head.settings, Batch(c, c, torch.arange(len(c))), Ops())
-        return [factor.numpy() for factor in _factors(weights, head.settings, c, Ops())]
-
-
-def frobenius_norms(head: FittedHead, condition: Matrix) -> NDArray[np.float64]:
-    """Return the Frobenius norm of W_c for each condition, (u,) (Hyper-CL, section 5.4.1).
-
-    In low rank from the factors' own small products, W_c never formed:
-    ||W_1 W_2||^2 = trace((W_1^T W_1)(W_2 W_2^T)).
-    """
-    norms = []
-    for start in range(0, len(condition), _AT_ONCE):
-        part = rows_of(condition, slice(start, start + _AT_ONCE))
-        factors = [factor.astype(np.float64) for factor in factors_of(head, part)]
-        if len(factors) == 1:
-            norms.append(np.sqrt(np.square(factors[0]).sum(axis=(1, 2))))
-            continue
-        left = np.einsum("uak,ual->ukl", factors[0], factors[0])
-        right = np.einsum("ukb,ulb->ukl", factors[1], factors[1])
-        norms.append(np.sqrt(np.maximum(np.einsum("ukl,ukl->u", left, right), 0)))
-    return np.concatenate(norms) if norms else np.zeros(0)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from llmcond.arrays import Array, Matrix
+from torch import Tensor
+
 from llmcond.config import STRICT
-from llmcond.heads.base import Family, Fit, OnEpoch, PairArrays, Tensors
+from llmcond.heads.base import Fit, PairArrays
+from llmcond.heads.module import HeadModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,14 +19,17 @@ class NoSettings:
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
 
-def _fit(
-    pairs: PairArrays, dev: PairArrays | None, settings: Any, seed: int, on_epoch: OnEpoch
-) -> Fit:
-    return Fit({}, {"selected_on": None})
+class Identity(HeadModule):
+    """Z = e."""
 
+    Settings = NoSettings
+    supervised = False
+    is_identity = True
 
-def _transform(tensors: Tensors, settings: Any, features: Array, condition: Matrix | None) -> Array:
-    return features
+    def solve(self, pairs: PairArrays, seed: int) -> Fit:
+        """Fit nothing."""
+        return Fit({"selected_on": None})
 
-
-NONE = Family("none", NoSettings, _fit, _transform)
+    def forward(self, x: Tensor, condition: Tensor | None = None, which: Any = None) -> Tensor:
+        """Return the features."""
+        return x

@@ -1,35 +1,44 @@
-"""What fitting minimises: errors of the cosine, its order, and contrasts of two conditions.
+"""What fitting minimises: errors of the similarity, its order, and contrasts of two conditions.
 
-Contrastive objectives take *twos*: the rows of one sentence pair under two conditions. The row
-with the higher rating is the positive, the other the negative.
+Contrastive objectives take *contrastive pairs*: the two rows of one sentence pair under two
+conditions. The row with the higher rating is the positive, the other the negative.
+
+An objective of a user's own is a function ``(first, second, rating, batch, settings) -> scalar``,
+or a class of ``torch.nn.Module`` that is made without arguments and called with the same; its
+parameters are trained along. A recipe names it: ``objective = "my_objectives.py:margin_loss"``. Its
+attribute ``contrasts = True`` asks for contrastive pairs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from annotated_types import Ge, Le
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
+from llmcond import plugins
 from llmcond.config import STRICT
 from llmcond.errors import UserError
 
-_WEIGHTS = ("mse", "info_nce", "quadruplet", "cosent", "ranking")
-_FORMS = ("acl", "v1", "self-negatives")
-_TIES = ("drop", "keep", "gap")
-
 #: Beyond any use, and below what overflows; so is the least temperature.
 _LARGEST = 1_000_000
-_SMALLEST = 1 / _LARGEST
+
+Weight = Annotated[float, Ge(0), Le(_LARGEST)]
+_Positive = Annotated[float, Ge(1 / _LARGEST), Le(_LARGEST)]
 
 #: Above it softplus is the identity to the last bit of float64; PyTorch takes 20, where it is not.
 _LINEAR = 40.0
 
 #: Rows that a message names before it only counts.
 _NAMED = 6
+
+#: (n, k) twice -> (n,).
+Similarity = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,58 +60,113 @@ class ObjectiveSettings:
             of the batch with rating_i > rating_j.
         ranking: weight of RankNet on cosines, the mean over the same i and j of
             log(1 + e^(scale (cos_j - cos_i))).
+        objective: an objective of the user's own, ``FILE.py:NAME`` or ``package.module:NAME``.
+        objective_weight: its weight.
         temperature: t of ``info_nce``.
         margin: of ``quadruplet``.
         scale: of ``cosent`` and ``ranking``.
-        ties: ``drop``: ``info_nce`` and ``quadruplet`` leave out twos of equal rating; ``keep``:
-            the first row of such twos counts as the higher, as in the code of C-STS and Hyper-CL;
-            ``gap``: each two weighs as much as its ratings differ, and so does each i and j of
-            ``ranking``.
+        ties: ``drop``: ``info_nce`` and ``quadruplet`` leave out contrastive pairs of equal rating;
+            ``keep``: the first row of such pairs counts as the higher, as in the code of C-STS and
+            Hyper-CL; ``gap``: each contrastive pair weighs as much as its ratings differ, and so
+            does each i and j of ``ranking``.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
-    mse: float = 1.0
-    info_nce: float = 0.0
-    info_nce_form: str = "acl"
-    quadruplet: float = 0.0
-    cosent: float = 0.0
-    ranking: float = 0.0
-    temperature: float = 1.5
-    margin: float = 1.0
-    scale: float = 20.0
-    ties: str = "drop"
+    mse: Weight = 1.0
+    info_nce: Weight = 0.0
+    info_nce_form: Literal["acl", "v1", "self-negatives"] = "acl"
+    quadruplet: Weight = 0.0
+    cosent: Weight = 0.0
+    ranking: Weight = 0.0
+    objective: str = ""
+    objective_weight: Weight = 1.0
+    temperature: _Positive = 1.5
+    margin: Weight = 1.0
+    scale: _Positive = 20.0
+    ties: Literal["drop", "keep", "gap"] = "drop"
 
     def __post_init__(self) -> None:
-        """Refuse values that no objective can have."""
-        for name in (*_WEIGHTS, "margin"):
-            _check_number(name, getattr(self, name), 0)
-        for name in ("temperature", "scale"):
-            _check_number(name, getattr(self, name), _SMALLEST)
-        _check_choice("info_nce_form", self.info_nce_form, _FORMS)
-        _check_choice("ties", self.ties, _TIES)
-        if not any(getattr(self, name) for name in _WEIGHTS):
+        """Refuse settings that leave nothing to minimise."""
+        own = bool(self.objective) and self.objective_weight > 0
+        if not own and not any(getattr(self, name) for name in OBJECTIVES):
             raise ValueError(
-                f"the weights {', '.join(_WEIGHTS)} are all 0, so there is nothing to minimise: "
+                f"the weights {', '.join(OBJECTIVES)} are all 0, so there is nothing to minimise: "
                 "set one of them at least above 0"
             )
 
     @property
     def contrasts(self) -> bool:
-        """Return whether twos are needed."""
-        return self.info_nce > 0 or self.quadruplet > 0
+        """Return whether contrastive pairs are needed."""
+        if self.info_nce > 0 or self.quadruplet > 0:
+            return True
+        return bool(self.objective) and bool(getattr(self._custom(), "contrasts", False))
+
+    def _custom(self) -> Any:
+        return plugins.recorded(self.objective, "the setting objective")
 
 
-def _check_number(name: str, value: float, least: float) -> None:
-    if not least <= value <= _LARGEST:  # NaN is refused too
-        raise ValueError(
-            f"{name} is {value:g}; it must be at least {least:g} and at most {_LARGEST:,}"
-        )
+@dataclass(frozen=True, slots=True)
+class RatedBatch:
+    """What objectives see of a batch besides both sentences' embeddings and the ratings.
+
+    Attributes:
+        similarity: how the head compares embeddings: (n, k) twice -> (n,).
+        pair: (n,) int64 the sentence pair of each row; None where none were given.
+        contrastive: (p, 2) int64 positions in the batch of the contrastive pairs, in either order
+            of rating. Both rows of a pair name its sentences in the same order. None where no
+            objective asks for them.
+    """
+
+    similarity: Similarity = torch.cosine_similarity
+    pair: Tensor | None = None
+    contrastive: Tensor | None = None
 
 
-def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, known))}")
+class Objective(nn.Module):
+    """The weighted sum of the objectives that have a weight."""
+
+    def __init__(self, settings: ObjectiveSettings) -> None:
+        """Take the settings.
+
+        Raises:
+            UserError: they name an objective that the user has not loaded or registered.
+        """
+        super().__init__()
+        self.settings = settings
+        self.custom: Any = None
+        if settings.objective and settings.objective_weight:
+            found = settings._custom()
+            self.custom = found() if isinstance(found, type) else found
+
+    def forward(
+        self, first: Tensor, second: Tensor, rating: Tensor, batch: RatedBatch | None = None
+    ) -> Tensor:
+        """Return the sum, a scalar.
+
+        An objective that finds nothing to compare in the batch, such as equal ratings only, is 0
+        and has gradients of 0.
+
+        Args:
+            first: (n, k) embeddings of the first sentences.
+            second: (n, k) embeddings of the second ones.
+            rating: (n,) on 0 to 1, no NaN.
+            batch: needed where ``settings.contrasts``.
+
+        Raises:
+            ValueError: contrastive pairs are needed and there are none.
+        """
+        settings, batch = self.settings, batch or RatedBatch()
+        own = _Compared(first, second, batch.similarity(first, second), rating, batch)
+        terms: list[Tensor] = []
+        for name, function in OBJECTIVES.items():
+            weight: float = getattr(settings, name)
+            if weight:
+                terms.append(weight * function(own, settings))
+        if self.custom is not None:
+            custom = self.custom(first, second, rating, batch, settings)
+            terms.append(settings.objective_weight * custom)
+        return sum(terms[1:], terms[0])
 
 
 def cosine_mse(first: Tensor, second: Tensor, rating: Tensor) -> Tensor:
@@ -113,116 +177,82 @@ def cosine_mse(first: Tensor, second: Tensor, rating: Tensor) -> Tensor:
         second: (n, k) embeddings of the second ones.
         rating: (n,) on 0 to 1.
     """
-    return _squared_error(_cosine(first, second), rating)
+    return (torch.cosine_similarity(first, second) - rating).square().mean()
 
 
-def objective(
-    first: Tensor,
-    second: Tensor,
-    rating: Tensor,
-    settings: ObjectiveSettings,
-    twos: Tensor | None = None,
-) -> Tensor:
-    """Return the weighted sum of the objectives that have a weight, as a scalar.
-
-    An objective that finds nothing to compare in the batch, such as equal ratings only, is 0 and
-    has gradients of 0.
-
-    Args:
-        first: (n, k) embeddings of the first sentences.
-        second: (n, k) embeddings of the second ones.
-        rating: (n,) on 0 to 1, no NaN.
-        settings: weights and forms; see :class:`ObjectiveSettings` for the equations.
-        twos: (p, 2) int64 positions in the batch of the twos, in either order of rating. Both rows
-            of a two must name its sentences in the same order, for ``v1`` and ``self-negatives``
-            compare across rows. Needed where ``settings.contrasts``, else not looked at.
-
-    Raises:
-        ValueError: twos are needed and there are none.
-    """
-    cosine = _cosine(first, second)
-    terms: list[Tensor] = []
-    if settings.mse:
-        terms.append(settings.mse * _squared_error(cosine, rating))
-    if settings.cosent:
-        terms.append(settings.cosent * _cosent(cosine, rating, settings.scale))
-    if settings.ranking:
-        terms.append(settings.ranking * _ranking(cosine, rating, settings))
-    if settings.contrasts:
-        if twos is None:
-            raise ValueError("twos are missing: info_nce and quadruplet contrast (p, 2) positions")
-        terms.append(_contrast(first, second, cosine, rating, settings, twos))
-    return sum(terms[1:], terms[0])
+# -- built-in objectives -----------------------------------------------------------------------
 
 
-#: (n, k) twice -> (n,); a zero vector has cosine 0 with everything.
-_cosine = torch.cosine_similarity
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """The embeddings and ratings of a batch, and the cosines (or similarities) of its rows."""
+
+    first: Tensor
+    second: Tensor
+    cosine: Tensor
+    rating: Tensor
+    batch: RatedBatch
 
 
-def _squared_error(cosine: Tensor, rating: Tensor) -> Tensor:
-    return (cosine - rating).square().mean()
+def _mse(own: _Compared, settings: ObjectiveSettings) -> Tensor:
+    return (own.cosine - own.rating).square().mean()
 
 
-def _cosent(cosine: Tensor, rating: Tensor, scale: float) -> Tensor:
+def _cosent(own: _Compared, settings: ObjectiveSettings) -> Tensor:
     """log(1 + sum over rating_i > rating_j of e^(scale (cos_j - cos_i)))."""
-    excess = scale * (cosine[None, :] - cosine[:, None])
-    exponent = torch.where(rating[:, None] > rating[None, :], excess, -torch.inf)
+    excess = settings.scale * (own.cosine[None, :] - own.cosine[:, None])
+    exponent = torch.where(own.rating[:, None] > own.rating[None, :], excess, -torch.inf)
     # The 1 is an exponent of 0: logsumexp of -inf alone, where all ratings are equal, has no
     # gradient.
     return torch.cat([exponent.new_zeros(1), exponent.flatten()]).logsumexp(dim=0)
 
 
-def _ranking(cosine: Tensor, rating: Tensor, settings: ObjectiveSettings) -> Tensor:
+def _ranking(own: _Compared, settings: ObjectiveSettings) -> Tensor:
     """Mean over rating_i > rating_j of log(1 + e^(scale (cos_j - cos_i)))."""
-    excess = settings.scale * (cosine[None, :] - cosine[:, None])
-    gap = (rating[:, None] - rating[None, :]).relu()
+    excess = settings.scale * (own.cosine[None, :] - own.cosine[:, None])
+    gap = (own.rating[:, None] - own.rating[None, :]).relu()
     loss = torch.nn.functional.softplus(excess, threshold=_LINEAR)
     return _weighted_mean(loss, _weight(gap, settings.ties))
 
 
-def _contrast(
-    first: Tensor,
-    second: Tensor,
-    cosine: Tensor,
-    rating: Tensor,
-    settings: ObjectiveSettings,
-    twos: Tensor,
-) -> Tensor:
-    """Return the weighted mean over twos of the contrastive objectives.
-
-    Args:
-        first: (n, k) embeddings of the first sentences.
-        second: (n, k) embeddings of the second ones.
-        cosine: (n,) of both.
-        rating: (n,).
-        settings: weights and forms.
-        twos: (p, 2) positions.
-    """
-    gap = rating[twos[:, 0]] - rating[twos[:, 1]]
-    swapped = gap < 0
-    high = torch.where(swapped, twos[:, 1], twos[:, 0])
-    low = torch.where(swapped, twos[:, 0], twos[:, 1])
-    positive, negative = cosine[high], cosine[low]
-    loss = torch.zeros_like(positive)
-    if settings.info_nce:
-        rivals = _rivals(first, second, high, low, settings.info_nce_form)
-        exponent = (rivals - positive[:, None]) / settings.temperature
-        loss = loss + settings.info_nce * exponent.logsumexp(dim=1)
-    if settings.quadruplet:
-        loss = loss + settings.quadruplet * (settings.margin - positive + negative).relu()
-    weight = torch.ones_like(gap) if settings.ties == "keep" else _weight(gap.abs(), settings.ties)
-    return _weighted_mean(loss, weight)
-
-
-def _rivals(first: Tensor, second: Tensor, high: Tensor, low: Tensor, form: str) -> Tensor:
-    """Return what a form of InfoNCE has in its denominator, as cosines (p, 2 or 4)."""
-    if form == "v1":
-        found = [_cosine(first[high], second[low]), _cosine(first[low], second[high])]
+def _info_nce(own: _Compared, settings: ObjectiveSettings) -> Tensor:
+    (high, low, weight), first, second = _contrast(own, settings), own.first, own.second
+    if settings.info_nce_form == "v1":
+        sides = [(first[high], second[low]), (first[low], second[high])]
     else:
-        found = [_cosine(first[high], second[high]), _cosine(first[low], second[low])]
-    if form == "self-negatives":
-        found += [0.5 * _cosine(side[high], side[low]) for side in (first, second)]
-    return torch.stack(found, dim=1)
+        sides = [(first[high], second[high]), (first[low], second[low])]
+    rivals = [own.batch.similarity(*side) for side in sides]
+    if settings.info_nce_form == "self-negatives":
+        rivals += [0.5 * own.batch.similarity(side[high], side[low]) for side in (first, second)]
+    exponent = (torch.stack(rivals, dim=1) - own.cosine[high][:, None]) / settings.temperature
+    return _weighted_mean(exponent.logsumexp(dim=1), weight)
+
+
+def _quadruplet(own: _Compared, settings: ObjectiveSettings) -> Tensor:
+    high, low, weight = _contrast(own, settings)
+    return _weighted_mean((settings.margin - own.cosine[high] + own.cosine[low]).relu(), weight)
+
+
+#: Name of the weight among the settings -> objective: a new one is a function and a line here.
+OBJECTIVES: Mapping[str, Callable[[_Compared, ObjectiveSettings], Tensor]] = {
+    "mse": _mse,
+    "cosent": _cosent,
+    "ranking": _ranking,
+    "info_nce": _info_nce,
+    "quadruplet": _quadruplet,
+}
+
+
+def _contrast(own: _Compared, settings: ObjectiveSettings) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the positives and negatives of contrastive pairs, (p,), and each pair's weight."""
+    if own.batch.contrastive is None:
+        raise ValueError("contrastive pairs are missing: (p, 2) positions in the batch")
+    one, other = own.batch.contrastive.unbind(dim=1)
+    gap = own.rating[one] - own.rating[other]
+    swapped = gap < 0
+    high, low = torch.where(swapped, other, one), torch.where(swapped, one, other)
+    weight = torch.ones_like(gap) if settings.ties == "keep" else _weight(gap.abs(), settings.ties)
+    return high, low, weight
 
 
 def _weight(gap: Tensor, ties: str) -> Tensor:
@@ -234,43 +264,48 @@ def _weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
     return (values * weight).sum() / weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
 
 
-def stretches(pair: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return (n,) the number of each row's stretch: rows of one pair, one right after the other."""
+# -- contrastive pairs -------------------------------------------------------------------------
+
+
+def runs(pair: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the number of each row's run, (n,): rows of one pair, one right after the other."""
     return np.cumsum(np.diff(pair, prepend=pair[:1]) != 0).astype(np.int64)
 
 
-def neighbours(stretch: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the positions, (p, 2), of adjacent rows of one stretch, whose rows are two at most."""
-    first = np.flatnonzero(stretch[1:] == stretch[:-1])
+def adjacent_pairs(run: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the positions, (p, 2), of adjacent rows of one run, whose rows are two at most."""
+    first = np.flatnonzero(run[1:] == run[:-1])
     return np.stack([first, first + 1], axis=1)
 
 
-def find_twos(pair: NDArray[np.int64], numbers: NDArray[np.int64] | None) -> NDArray[np.int64]:
-    """Return the positions, (p, 2), of the rows that stand in twos.
+def contrastive_pairs(
+    pair: NDArray[np.int64], row_id: NDArray[np.int64] | None
+) -> NDArray[np.int64]:
+    """Return the positions, (p, 2), of the rows of each contrastive pair.
 
-    A pair with a single row has nothing to be contrasted with. A pair that occurs again elsewhere,
-    as some of C-STS do, gives a two each time.
+    A sentence pair with a single row has nothing to be contrasted with. A sentence pair that occurs
+    again elsewhere, as some of C-STS do, gives a contrastive pair each time.
 
     Args:
         pair: (n,) the sentence pair of each row.
-        numbers: (n,) what messages call the rows; their positions from 1 where it is None.
+        row_id: (n,) what messages call the rows; their positions from 1 where it is None.
 
     Raises:
-        UserError: a pair has several rows that do not all stand in twos.
+        UserError: a sentence pair has several rows that do not all stand two by two.
     """
-    _, start, count = np.unique(stretches(pair), return_index=True, return_counts=True)
+    _, start, count = np.unique(runs(pair), return_index=True, return_counts=True)
     pairs, rows = np.unique(pair, return_counts=True)
     several = np.isin(pair[start], pairs[rows > 1])
     wrong = np.unique(pair[start[several & (count != 2)]])
     if len(wrong):
         named = np.flatnonzero(pair == pair[np.isin(pair, wrong)][0])
-        shown = named + 1 if numbers is None else numbers[named]
-        raise UserError(_not_twos(shown.tolist(), len(wrong) - 1))
+        shown = named + 1 if row_id is None else row_id[named]
+        raise UserError(_not_paired(shown.tolist(), len(wrong) - 1))
     start = start[count == 2]
     return np.stack([start, start + 1], axis=1).astype(np.int64)
 
 
-def _not_twos(rows: list[int], others: int) -> str:
+def _not_paired(rows: list[int], others: int) -> str:
     named = [str(row) for row in rows[:_NAMED]]
     if len(rows) > _NAMED:
         named.append(f"{len(rows) - _NAMED:,} more")
@@ -278,30 +313,44 @@ def _not_twos(rows: list[int], others: int) -> str:
     remedy = "Keep two rows of each pair" if len(rows) > 2 else "Put the two next to each other"
     return (
         f"rows {', '.join(named[:-1])} and {named[-1]} have the same sentence pair{also}. "
-        "Contrastive objectives take adjacent twos: the two rows of a pair, one right after the "
-        f"other, under two conditions. {remedy}, or fit without info_nce and quadruplet."
+        "Contrastive objectives take the two rows of a sentence pair, one right after the other, "
+        f"under two conditions. {remedy}, or fit without info_nce and quadruplet."
     )
 
 
-@dataclass(frozen=True, slots=True)
-class TieCount:
-    """How many twos there are.
-
-    Attributes:
-        n_twos: all of them.
-        n_tied: those whose rows have equal ratings.
-    """
-
-    n_twos: int
-    n_tied: int
-
-
-def count_ties(twos: NDArray[np.int64], rating: NDArray[np.float64]) -> TieCount:
-    """Count twos, and those of equal rating, which ``settings.ties`` is about.
+def check_contrasts(
+    pair: NDArray[np.int64] | None,
+    row_id: NDArray[np.int64] | None,
+    rating: NDArray[np.float64],
+    settings: ObjectiveSettings,
+) -> dict[str, int]:
+    """Check that rows stand in contrastive pairs where an objective needs them; count those.
 
     Args:
-        twos: (p, 2) positions.
+        pair: (n,) the sentence pair of each row.
+        row_id: (n,) what messages call a row; its position from 1 where it is None.
         rating: (n,).
+        settings: what is minimised.
+
+    Returns:
+        How many contrastive pairs there are, and how many of them have equal ratings, which
+        ``settings.ties`` is about; nothing where none are needed.
+
+    Raises:
+        UserError: rows that do not, or no pairs.
     """
-    tied = rating[twos[:, 0]] == rating[twos[:, 1]]
-    return TieCount(len(twos), int(tied.sum()))
+    if not settings.contrasts:
+        return {}
+    if pair is None:
+        raise UserError(
+            "info_nce and quadruplet contrast the two conditions of a sentence pair, and no pairs "
+            "were given: PairArrays(..., pair=...)."
+        )
+    found = contrastive_pairs(pair, row_id)
+    if not len(found):
+        raise UserError(
+            "info_nce and quadruplet contrast the two conditions of a sentence pair, and no "
+            "sentence pair has two rated rows. Use mse, cosent or ranking instead."
+        )
+    tied = rating[found[:, 0]] == rating[found[:, 1]]
+    return {"n_contrastive_pairs": len(found), "n_tied_pairs": int(tied.sum())}

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from importlib import import_module
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
-from llmcond.arrays import rows_of
+from llmcond import plugins
+from llmcond.arrays import as_matrix
 from llmcond.config import STRICT, build, find_toml, read_toml
 from llmcond.errors import UserError, nearest
-from llmcond.heads.base import Family, FittedHead, OnEpoch, PairArrays
+from llmcond.heads.base import FittedHead, OnEpoch, PairArrays
+from llmcond.heads.fit import fit_by_gradient
+from llmcond.heads.module import HeadModule, check_conditions
+from llmcond.heads.settings import TrainingSettings
+from llmcond.system import choose_device
 
 #: Rows compared at a time.
 _BLOCK = 1_024
 
 #: Where each kind of head lives: a new one is a new file and a line here.
 _FAMILIES = {
-    "none": ("llmcond.heads.identity", "NONE"),
-    "linear": ("llmcond.heads.siamese", "LINEAR"),
-    "mlp": ("llmcond.heads.siamese", "MLP"),
-    "pca": ("llmcond.heads.projection", "PCA"),
-    "ica": ("llmcond.heads.projection", "ICA"),
-    "whitening": ("llmcond.heads.projection", "WHITENING"),
-    "random": ("llmcond.heads.projection", "RANDOM"),
-    "hadamard": ("llmcond.heads.conditioned", "HADAMARD"),
-    "concat": ("llmcond.heads.conditioned", "CONCAT"),
-    "hypernet": ("llmcond.heads.hypernet", "HYPERNET"),
-    "hypernet-ablation": ("llmcond.heads.conditioned", "ABLATION"),
-    "towers": ("llmcond.heads.towers", "TOWERS"),
+    "none": "identity:Identity",
+    "linear": "linear:Linear",
+    "mlp": "mlp:Mlp",
+    "pca": "projections:Pca",
+    "ica": "projections:Ica",
+    "whitening": "projections:Whitening",
+    "random": "projections:Random",
+    "hadamard": "hadamard:Hadamard",
+    "concat": "concat:Concat",
+    "hypernet": "hypernet:Hypernet",
+    "hypernet-ablation": "ablation:HypernetAblation",
+    "towers": "towers:Towers",
 }
 
 
@@ -55,7 +61,8 @@ class Recipe:
         name: the file's name without ``.toml``.
         description: one line for listings.
         source: the paper's section or equation.
-        family: the kind of head.
+        kind: the family's name, in recipes and head.json.
+        family: the class of its module.
         settings: an instance of the family's settings.
         path: what :func:`load_recipe` found it by.
         finetune: how an encoder is trained with it, where its authors did: settings of
@@ -65,7 +72,8 @@ class Recipe:
     name: str
     description: str
     source: str
-    family: Family
+    kind: str
+    family: type[HeadModule]
     settings: Any
     path: str = ""
     finetune: Mapping[str, Any] = field(default_factory=dict)
@@ -81,13 +89,18 @@ class Recipe:
         """Return which features of a sentence it takes: ``joint``, ``separate`` or ``both``."""
         return str(getattr(self.settings, "features", self.family.features))
 
+    @property
+    def is_identity(self) -> bool:
+        """Return whether embeddings are the features as they are."""
+        return self.family.is_identity
+
     def with_settings(self, changes: dict[str, Any], source: str) -> Recipe:
         """Return the recipe with some settings changed.
 
         Raises:
             UserError: an unknown setting, or a value of the wrong type or range.
         """
-        settings = build(self.family.settings, {**asdict(self.settings), **changes}, source)
+        settings = build(self.family.Settings, {**asdict(self.settings), **changes}, source)
         return replace(self, settings=settings)
 
     def parse_changes(self, changes: dict[str, str], source: str) -> dict[str, Any]:
@@ -96,21 +109,31 @@ class Recipe:
         Raises:
             UserError: an unknown setting, or text that is no such number.
         """
-        return parse_settings(self.family.settings, changes, source, f"the head {self.name}")
+        return parse_settings(self.family.Settings, changes, source, f"the head {self.name}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the recipe as head.json records it."""
         about = {"name": self.name, "description": self.description, "source": self.source}
-        return {**about, "kind": self.family.kind, "settings": asdict(self.settings)}
+        return {**about, "kind": self.kind, "settings": asdict(self.settings)}
 
 
-#: How ``--set`` reads each type of setting.
-_READERS: Mapping[str, Callable[[str], Any]] = {
-    "int": int,
-    "float": float,
-    "str": str,
-    "bool": {"true": True, "false": False}.__getitem__,
+#: How ``--set`` reads each type of setting, by the type of a value.
+_READERS: Mapping[type, Callable[[str], Any]] = {
+    int: int,
+    float: float,
+    str: str,
+    bool: {"true": True, "false": False}.__getitem__,
 }
+
+
+def _plain_type(annotation: Any) -> type:
+    """Return ``int`` of ``Annotated[int, ...]``, and ``str`` of ``Literal["a", ...]``."""
+    if get_origin(annotation) is Annotated:
+        return _plain_type(get_args(annotation)[0])
+    if get_origin(annotation) is Literal:
+        return type(get_args(annotation)[0])
+    plain: type = annotation
+    return plain
 
 
 def parse_settings(
@@ -121,7 +144,8 @@ def parse_settings(
     Raises:
         UserError: a setting that ``what`` does not have, or text that is no such number.
     """
-    kinds = {item.name: str(item.type) for item in fields(settings)}
+    hints = get_type_hints(settings, include_extras=True)
+    kinds = {item.name: _plain_type(hints[item.name]) for item in fields(settings)}
     parsed: dict[str, Any] = {}
     for key, text in changes.items():
         if key not in kinds:
@@ -132,8 +156,8 @@ def parse_settings(
         try:
             parsed[key] = _READERS[kinds[key]](text)
         except (KeyError, ValueError) as error:
-            raise UserError(f"{source}: {key} is {text!r}, not {kinds[key]}.") from error
-    return parsed
+            raise UserError(f"{source}: {key} is {text!r}, not {kinds[key].__name__}.") from error
+    return _with_objective(parsed, Path())
 
 
 def load_recipe(name_or_file: str) -> Recipe:
@@ -146,34 +170,85 @@ def load_recipe(name_or_file: str) -> Recipe:
     values = read_toml(path)
     about = {key: value for key, value in values.items() if key in _ABOUT}
     described = build(_About, about, str(path))
-    family = find_family(described.kind, str(path))
+    kind, family = find_family(described.kind, str(path), path.parent)
     settings = {key: value for key, value in values.items() if key not in _ABOUT}
     return Recipe(
         name=path.stem,
         description=described.description,
         source=described.source,
+        kind=kind,
         family=family,
-        settings=build(family.settings, settings, str(path)),
+        settings=build(family.Settings, _with_objective(settings, path.parent), str(path)),
         path=str(path.absolute()),
         finetune=described.finetune,
     )
 
 
-def find_family(kind: str, source: str) -> Family:
-    """Return the family of a kind of head; its module is imported only now.
+def find_family(kind: str, source: str, folder: Path | None = None) -> tuple[str, type[HeadModule]]:
+    """Return a kind of head as records name it, and its class; its module is imported only now.
+
+    Args:
+        kind: a built-in one, or code of the user's own, ``FILE.py:NAME`` or ``MODULE:NAME``.
+        source: what names it, for messages.
+        folder: what a file's path is relative to; None: ``source`` is a record, for which no code
+            is imported that the user has not named elsewhere.
 
     Raises:
-        UserError: no such kind.
+        UserError: no such kind, or code that is no head.
     """
+    if plugins.is_plugin(kind):
+        family = plugins.recorded(kind, source) if folder is None else _named(kind, folder, source)
+        _check_family(family, kind)
+        return plugins.record_name(kind), family
     if kind not in _FAMILIES:
         raise UserError(f"{source}: unknown kind of head {kind!r}. {nearest(kind, _FAMILIES)}")
-    module, name = _FAMILIES[kind]
-    family: Family = getattr(import_module(module), name)
-    return family
+    module, _, name = _FAMILIES[kind].partition(":")
+    return kind, getattr(import_module(f"llmcond.heads.{module}"), name)
+
+
+def _named(name: str, folder: Path, source: str) -> Any:
+    """Return code that the user named: from its file, else registered, else imported."""
+    home = name.rpartition(":")[0]
+    if home.endswith(".py") and (folder / home).is_file():
+        return plugins.load(name, folder)
+    try:
+        return plugins.recorded(name, source)
+    except UserError:
+        return plugins.load(name, folder)
+
+
+def _check_family(family: Any, kind: str) -> None:
+    if not (isinstance(family, type) and issubclass(family, HeadModule)):
+        raise UserError(f"{kind} is no head: it must be a subclass of llmcond.heads.HeadModule.")
+    settings = getattr(family, "Settings", None)
+    if not is_dataclass(settings) or (
+        family.supervised and not issubclass(settings, TrainingSettings)  # type: ignore[arg-type]
+    ):
+        raise UserError(
+            f"{kind} has no Settings that recipes can be checked by: a frozen dataclass, of heads "
+            "trained by gradient a subclass of llmcond.heads.TrainingSettings."
+        )
+
+
+def _with_objective(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return settings whose objective, if it is the user's own code, is loaded."""
+    name = settings.get("objective")
+    if not isinstance(name, str) or not name:
+        return settings
+    if not plugins.is_plugin(name):
+        known = "mse, info_nce, quadruplet, cosent and ranking are weights by themselves"
+        raise UserError(f"objective is {name!r}; it names code, FILE.py:NAME ({known}).")
+    _named(name, folder, "the setting objective")
+    return {**settings, "objective": plugins.record_name(name)}
 
 
 def fit_recipe(
-    recipe: Recipe, pairs: PairArrays, dev: PairArrays | None, seed: int, on_epoch: OnEpoch
+    recipe: Recipe,
+    pairs: PairArrays,
+    dev: PairArrays | None,
+    seed: int,
+    on_epoch: OnEpoch,
+    device: str = "auto",
 ) -> FittedHead:
     """Fit a head.
 
@@ -182,28 +257,35 @@ def fit_recipe(
         pairs: rated training pairs.
         dev: rated pairs that choose the epoch, where the head has epochs.
         seed: of everything random.
-        on_epoch: told of each epoch.
+        on_epoch: called after each epoch.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; the fitted head is on the CPU.
 
     Raises:
-        UserError: a dimension above that of the features, too few ratings, or a loss that
-            diverges.
+        UserError: a dimension above that of the features, too few ratings, a loss that diverges,
+            or a device that this machine lacks.
     """
+    device, family = choose_device(device), recipe.family
     if recipe.dim is not None and recipe.dim > pairs.dim:
         raise UserError(
             f"dim is {recipe.dim}, but the features have {pairs.dim}: a head never enlarges them. "
             f"Set dim to {pairs.dim} or less."
         )
-    if recipe.family.supervised:
+    if family.supervised:
         _check_ratings(pairs)
-    if recipe.family.kind != "none":
+    if not family.is_identity:
         _check_vectors(pairs)
-    if not recipe.family.conditioned:
+    if not family.conditioned:
         # So that a saved head says what it takes.
         pairs = replace(pairs, condition=None)
         dev = None if dev is None else replace(dev, condition=None)
-    fit = recipe.family.fit(pairs, dev, recipe.settings, seed, on_epoch)
-    dims = (pairs.dim, pairs.dim_condition)
-    return FittedHead(recipe.family, recipe.settings, seed, dims[0], fit, dims[1])
+    check_conditions(recipe.kind, family, pairs.dim_condition)
+    if family.supervised:
+        module, fit = fit_by_gradient(family, recipe.settings, pairs, dev, seed, on_epoch, device)
+    else:
+        module = family(recipe.settings, pairs.dim, pairs.dim_condition)
+        fit = module.solve(pairs, seed)
+        module.finished()
+    return FittedHead(recipe.kind, family, module, seed, fit)
 
 
 def _check_ratings(pairs: PairArrays) -> None:
@@ -224,10 +306,10 @@ def _check_vectors(pairs: PairArrays) -> None:
 
 
 def _varies(pairs: PairArrays) -> bool:
-    """Tell whether any two training vectors differ; as a rule the first ones do."""
-    first = rows_of(pairs.first, slice(0, 1))
+    """Return whether any two training vectors differ; as a rule the first ones do."""
+    first = as_matrix(pairs.first).read(slice(0, 1))
     blocks = (
-        rows_of(side, slice(start, start + _BLOCK))
+        as_matrix(side).read(slice(start, start + _BLOCK))
         for side in (pairs.first, pairs.second)
         for start in range(0, len(pairs), _BLOCK)
     )

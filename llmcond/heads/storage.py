@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from llmcond.config import build
-from llmcond.errors import LlmcondError
+from llmcond.errors import LlmcondError, first_line
 from llmcond.files import check_format, digest_file, read_json, replacing, write_json
 from llmcond.heads.base import Fit, FittedHead
+from llmcond.heads.ensemble import Ensemble
 from llmcond.heads.recipes import find_family
 
 FORMAT = 1
@@ -37,12 +39,12 @@ def save_head(head: FittedHead, folder: Path, record: dict[str, Any]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        tensors = {name: np.ascontiguousarray(value) for name, value in head.fit.tensors.items()}
+        tensors = {name: np.ascontiguousarray(value) for name, value in head.tensors.items()}
         with replacing(temporary / "head.safetensors") as path:
             path.write_bytes(save_tensors(tensors))
         description = {
             "format": FORMAT,
-            "kind": head.family.kind,
+            "kind": head.kind,
             "settings": asdict(head.settings),
             "seed": head.seed,
             "dim_in": head.dim_in,
@@ -82,7 +84,8 @@ def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
         The head, and everything that head.json records.
 
     Raises:
-        UserError: no head there, or one written by a newer version.
+        UserError: no head there, one written by a newer version, or one of the user's own code that
+            was neither named nor registered.
         LlmcondError: its files were damaged.
     """
     description = read_json(folder / "head.json")
@@ -97,11 +100,17 @@ def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
     missing = [key for key in _REQUIRED if key not in description]
     if missing:
         raise LlmcondError(f"{folder}/head.json lacks {missing[0]!r}; fit the head again.")
-    family = find_family(description["kind"], str(folder / "head.json"))
-    settings = build(family.settings, description["settings"], str(folder / "head.json"))
-    fit = Fit(tensors, description["fit"])
-    dim_condition = int(description.get("dim_condition", 0))
-    head = FittedHead(
-        family, settings, description["seed"], description["dim_in"], fit, dim_condition
-    )
-    return head, description
+    kind, family = find_family(description["kind"], str(folder / "head.json"))
+    settings = build(family.Settings, description["settings"], str(folder / "head.json"))
+    dims = description["dim_in"], int(description.get("dim_condition", 0))
+    heads = [family(settings, *dims) for _ in range(getattr(settings, "members", 1))]
+    module = heads[0] if len(heads) == 1 else Ensemble(heads)
+    try:
+        module.load_state_dict({name: torch.from_numpy(value) for name, value in tensors.items()})
+    except (KeyError, RuntimeError) as error:
+        raise LlmcondError(
+            f"{weights} does not hold the parameters of a {kind} head of these settings "
+            f"({first_line(error)}); fit the head again."
+        ) from error
+    fit = Fit(description["fit"])
+    return FittedHead(kind, family, module.finished(), description["seed"], fit), description

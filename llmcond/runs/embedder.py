@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.arrays import rows_of
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
 from llmcond.features.view import Part, View
-from llmcond.heads import FittedHead, Lookup, Matrix, cosine
+from llmcond.heads import FittedHead, Gathered, Matrix, cosine
 from llmcond.prompts import Prompt
 from llmcond.runs import Run, SavedHead, open_run
 
@@ -71,7 +70,7 @@ class Embedder:
 
         features = self.view.sentence(read)
         if self.head is None:
-            return rows_of(features, slice(None))
+            return features.read()
         condition = self.view.condition(read)
         if self.cache is not None and condition is not None:
             return self.cache.transform(features, condition)
@@ -93,7 +92,8 @@ class Embedder:
         given = [conditions] * len(sentences1) if isinstance(conditions, str) else list(conditions)
         # One call encodes both sides, so that inputs in common are encoded once.
         embedded = self.encode([*sentences1, *sentences2], [*given, *given])
-        return cosine(embedded[: len(sentences1)], embedded[len(sentences1) :])
+        compare = cosine if self.head is None else self.head.compare
+        return compare(embedded[: len(sentences1)], embedded[len(sentences1) :])
 
     def _encode_distinct(self, inputs: Sequence[EncoderInput]) -> _Encoded:
         distinct = list(dict.fromkeys(inputs))
@@ -114,8 +114,10 @@ class _Encoded:
     vectors: Vectors
     place: Mapping[EncoderInput, int]
 
-    def of(self, inputs: Sequence[EncoderInput]) -> Lookup:
-        return Lookup(self.vectors, np.array([self.place[item] for item in inputs], dtype=np.int64))
+    def of(self, inputs: Sequence[EncoderInput]) -> Gathered:
+        return Gathered(
+            self.vectors, np.array([self.place[item] for item in inputs], dtype=np.int64)
+        )
 
 
 def _rows(sentences: Sequence[str], conditions: str | Sequence[str]) -> list[tuple[str, str]]:
@@ -167,11 +169,7 @@ def load_embedder(
     resolved = opened.resolve_encoder(device)
     if chosen is None:
         return Embedder(Encoder(resolved), view)
-    cache = None
-    if chosen.head.family.kind == "hypernet":
-        from llmcond.heads.hypernet import ConditionCache, generates
-
-        cache = ConditionCache(chosen.head) if generates(chosen.head) else None
+    cache = chosen.head.condition_cache()
     return Embedder(Encoder(resolved), view, chosen.head, chosen.name, cache)
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 from llmcond.data.rows import Rows
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import Part, Read, View
-from llmcond.heads import Lookup, Matrix, PairArrays
+from llmcond.heads import Matrix, PairArrays
 from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import RowInputs, row_inputs
 from llmcond.runs import Run
@@ -22,7 +22,7 @@ class RowFeatures:
         self.rows = rows
         self._store = store
         self._inputs: dict[str, RowInputs] = {}
-        self._read: dict[tuple[str, str], Lookup] = {}
+        self._read: dict[tuple[str, str], Matrix] = {}
 
     def pairs(self, view: View) -> PairArrays:
         """Return all rows as a head sees them, unrated ones (NaN) included.
@@ -50,7 +50,7 @@ class RowFeatures:
                 if prompt.digest not in self._inputs:
                     self._inputs[prompt.digest] = row_inputs(self.rows, prompt)
                 inputs = getattr(self._inputs[prompt.digest], column)
-                self._read[key] = Lookup(*self._store.lookup(inputs))
+                self._read[key] = self._store.lookup(inputs)
             return self._read[key]
 
         return read

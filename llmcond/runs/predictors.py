@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.arrays import chosen
+from llmcond.arrays import as_matrix
 from llmcond.data.rows import Rows, leaked_pairs
 from llmcond.errors import UserError
 from llmcond.evaluation.paired import RESAMPLES
@@ -63,7 +63,7 @@ def fitted_heads(run: Run, names: Sequence[str]) -> list[SavedHead]:
                 found.append(run.load_head(name))
             except StaleHeadError as error:
                 log.info(f"left out: {error}")
-    return [head for head in found if head.head.family.kind != "none"]
+    return [head for head in found if not head.head.is_identity]
 
 
 def check_scorable(rows: Rows, run: Run, other: bool, predictions: bool = False) -> None:
@@ -136,12 +136,10 @@ def predict(predictor: Predictor, pairs: PairArrays) -> NDArray[np.float32]:
     """
     blocks = []
     for start in range(0, len(pairs), _BLOCK):
-        part = slice(start, start + _BLOCK)
-        first, second = pairs.first[part], pairs.second[part]
+        block = pairs.take(np.arange(len(pairs))[start : start + _BLOCK])
         if isinstance(predictor, Zeroshot):
-            blocks.append(cosine(first, second))
+            first, second = as_matrix(block.first), as_matrix(block.second)
+            blocks.append(cosine(first[:], second[:]))
         else:
-            shared = pairs.condition
-            condition = None if shared is None else chosen(shared, np.arange(len(pairs))[part])
-            blocks.append(predictor.head.similarity(first, second, condition))
+            blocks.append(predictor.head.similarity(block.first, block.second, block.condition))
     return np.concatenate(blocks)

@@ -300,8 +300,7 @@ class Run:
         _require(record, ("prompts", "subtract", "recipe", "encoder", "store_dtype"), where)
         prompts = tuple(prompt_from_json(prompt, where) for prompt in record["prompts"])
         self._check_head(where, record, prompts)
-        features = getattr(head.settings, "features", head.family.features)
-        view = View(prompts, bool(record["subtract"]), features, head.family.conditioned)
+        view = View(prompts, bool(record["subtract"]), head.features, head.family.conditioned)
         return SavedHead(name, head, view, record)
 
     def _check_head(self, where: str, record: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:

@@ -24,7 +24,7 @@ from llmcond import plugins
 from llmcond.errors import LlmcondError, UserError
 from llmcond.features.view import View
 from llmcond.files import digest_text, read_json, write_json
-from llmcond.heads import Recipe, fit_recipe, load_recipe
+from llmcond.heads import Recipe, fit_recipe
 from llmcond.log import log
 from llmcond.metrics import Metric, choose_metrics
 from llmcond.prompts import Prompt
@@ -32,6 +32,7 @@ from llmcond.runs import Run, SavedHead, head_name, open_run
 from llmcond.runs.features import Features
 from llmcond.runs.predictors import predict, results_of
 from llmcond.runs.provenance import provenance
+from llmcond.system import choose_device
 
 #: Of the files that trials are kept in; another one is fitted again.
 _FORMAT = 2
@@ -72,7 +73,7 @@ class Trial:
         """Return the digest of everything that decides its result."""
         parts = {
             "format": _FORMAT,
-            "recipe": [self.recipe.name, self.recipe.family.kind, self.dim],
+            "recipe": [self.recipe.name, self.recipe.kind, self.dim],
             "settings": asdict(self.recipe.settings),
             "prompts": [prompt.digest for prompt in self.view.prompts],
             "view": [self.view.subtract, self.view.features, self.view.conditioned],
@@ -179,6 +180,7 @@ class _Job:
     split: str
     metrics: Sequence[str]
     predictions: bool
+    device: str
 
 
 def run_trials(
@@ -189,6 +191,7 @@ def run_trials(
     workers: int | None,
     metrics: Sequence[str] = (),
     predictions: bool = False,
+    device: str = "auto",
 ) -> tuple[dict[str, tuple[Trial, Outcome]], list[str]]:
     """Run trials, but for those that were run before.
 
@@ -200,6 +203,7 @@ def run_trials(
         workers: fits at a time; None: one a core, at most eight.
         metrics: names of metrics in addition to the default ones.
         predictions: whether outcomes hold the predicted similarity of each row.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
 
     Returns:
         Digest -> trial and outcome, in the order of the trials, and a line for each that failed.
@@ -219,7 +223,7 @@ def run_trials(
     if wanted:
         log.info(f"{len(wanted):,} fits, {len(outcomes):,} of them done before")
     failures = []
-    job = _Job(run.folder, split, metrics, predictions)
+    job = _Job(run.folder, split, metrics, predictions, choose_device(device))
     # Closed here and now: an interrupt would leave it, and its processes, to the traceback.
     with closing(_records(job, missing, workers)) as records:
         for done, (digest, record) in enumerate(records, start=1):
@@ -265,7 +269,14 @@ class _Worker:
         train = self._features.rated(trial.view, "train")
         dev = self._features.rated(trial.view, "dev")
         recipe = sized(trial.recipe, trial.dim, train.dim, quiet=True)
-        head = fit_recipe(recipe, train, dev if len(dev) else None, trial.seed, _ignore_epoch)
+        head = fit_recipe(
+            recipe,
+            train,
+            dev if len(dev) else None,
+            trial.seed,
+            lambda *_: None,
+            self._job.device,
+        )
         saved = SavedHead(trial.name, head, trial.view, {"recipe": recipe.to_json()})
         similarity = predict(saved, self._features.pairs(trial.view, split))
         rows = self._features.run.rows(split)
@@ -279,10 +290,6 @@ class _Worker:
         }
 
 
-def _ignore_epoch(epoch: int, epochs: int, score: float) -> None:
-    pass
-
-
 def _records(
     job: _Job, trials: Mapping[str, Trial], workers: int | None
 ) -> Generator[tuple[str, _Record]]:
@@ -294,7 +301,10 @@ def _records(
     if not trials:
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    count = min(workers or min(cores or 1, _MOST_WORKERS), len(trials))
+    usual = 1 if job.device != "cpu" else min(cores or 1, _MOST_WORKERS)
+    count = min(workers or usual, len(trials))
+    if any(trial.recipe.family.__module__ == "__main__" for trial in trials.values()):
+        count = 1  # other processes cannot import what a session defined
     if count == 1:
         worker = _Worker(job)
         for digest, trial in trials.items():
@@ -302,7 +312,7 @@ def _records(
         return
     threads = max(1, (cores or 1) // count)
     with _processes(job, count, threads) as executor:
-        futures = [executor.submit(_fit_one, _pack(d, trial)) for d, trial in trials.items()]
+        futures = [executor.submit(_fit_one, digest, trial) for digest, trial in trials.items()]
         try:
             for future in as_completed(futures):
                 yield future.result()
@@ -362,15 +372,6 @@ def _end_with(held: Connection) -> None:
     os._exit(1)
 
 
-def _fit_one(packed: tuple[str, str, dict[str, Any], int | None, Any, int]) -> Any:
-    digest, head, settings, dim, view, seed = packed
-    recipe = load_recipe(head).with_settings(settings, "sweep")
-    return digest, _worker and _worker.fit(Trial(recipe, dim, View(*view), seed, {}))
-
-
-def _pack(digest: str, trial: Trial) -> Any:
-    """Return a trial as plain values: families hold functions, which other processes cannot get."""
-    view = trial.view
-    packed = (view.prompts, view.subtract, view.features, view.conditioned)
-    settings = asdict(trial.recipe.settings)
-    return digest, trial.recipe.path, settings, trial.dim, packed, trial.seed
+def _fit_one(digest: str, trial: Trial) -> tuple[str, _Record]:
+    assert _worker is not None  # noqa: S101 - the pool's initializer made it
+    return digest, _worker.fit(trial)

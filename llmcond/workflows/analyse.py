@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.arrays import chosen, distinct, rows_of
+from llmcond.arrays import as_matrix
 from llmcond.data.rows import Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.clusters import impurity, project_2d
@@ -51,7 +51,7 @@ class _Split:
         pairs = self.pairs(predictor)
         vectors = pairs.first if side == "first" else pairs.second
         if isinstance(predictor, Zeroshot):
-            return rows_of(vectors, slice(None))
+            return as_matrix(vectors).read()
         return predictor.head.transform(vectors, pairs.condition)
 
     def texts(self, column: Sequence[str]) -> list[str]:
@@ -206,17 +206,15 @@ def _scores(name: str, scores: Subset | None) -> dict[str, Any]:
 
 
 def _generates(head: SavedHead) -> bool:
-    return head.head.family.kind == "hypernet" and head.head.settings.members == 1
+    return head.head.generates_matrices
 
 
 def _norms(head: SavedHead, data: _Split) -> dict[str, Any]:
-    from llmcond.heads.hypernet import frobenius_norms
-
     condition = data.pairs(head).condition
     if condition is None:
         raise UserError(f"the head {head.name} takes no conditions.")
-    first, _ = distinct(condition)
-    norms = frobenius_norms(head.head, chosen(condition, first))
+    first, _ = as_matrix(condition).unique()
+    norms = head.head.matrix_norms(as_matrix(condition).take(first))
     size = head.head.dim_in * head.head.dim_out
     found = frobenius_variance(norms, size)
     return {"name": head.name, "mean_norm": float(norms.mean()), **asdict(found)}

@@ -25,7 +25,7 @@ def check_model(name: str, options: EncoderOptions) -> tuple[dict[str, Any], Llm
         LlmcondError: nothing is known of it.
     """
     from llmcond.encoders.inspect import describe, describe_known, samples
-    from llmcond.encoders.loading.device import choose_device
+    from llmcond.system import choose_device
 
     known, device = find_model(name), choose_device(options.device)
     try:

@@ -18,7 +18,7 @@ from llmcond.errors import UserError
 from llmcond.features.extract import NonFiniteError, extract
 from llmcond.features.view import Part, View
 from llmcond.files import check_writable, replacing
-from llmcond.heads import Lookup, Matrix
+from llmcond.heads import Matrix
 from llmcond.log import log
 from llmcond.progress import extraction_bar
 from llmcond.prompts import Prompt
@@ -120,7 +120,7 @@ def embed_file(
             part = rows[start : start + _BLOCK]
 
             def read(prompt: Prompt, side: Part, part: Sequence[Any] = part) -> Matrix:
-                return Lookup(*store.lookup([getattr(prompt, side).render(*row) for row in part]))
+                return store.lookup([getattr(prompt, side).render(*row) for row in part])
 
             features = view.sentence(read)
             condition = view.condition(read)

@@ -15,11 +15,12 @@ from llmcond.errors import UserError
 from llmcond.evaluation.results import Result
 from llmcond.features.view import View, view_of
 from llmcond.files import digest_file, read_json, write_json, write_text
-from llmcond.finetune.settings import TuneSettings, usual_rate
+from llmcond.finetune.settings import TuneSettings, renamed, usual_rate
 from llmcond.heads import FittedHead, Recipe, load_head, load_recipe, save_head
 from llmcond.heads.objectives import ObjectiveSettings
 from llmcond.heads.recipes import parse_settings
 from llmcond.log import log
+from llmcond.metrics import Estimate
 from llmcond.progress import duration, train_bar
 from llmcond.prompts import Prompt, load_prompt, prompt_from_json
 from llmcond.report.card import model_card
@@ -30,7 +31,7 @@ from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import predict, results_of
 from llmcond.runs.provenance import provenance
 from llmcond.runs.trials import check_seed, sized
-from llmcond.workflows.extract import check_prompts, read_and_tell
+from llmcond.workflows.extract import check_prompts, read_dataset, task_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -42,6 +43,37 @@ if TYPE_CHECKING:
 #: Of the folder's own account of the training.
 FORMAT = 1
 RECORD, STATE = "training.json", "training"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """An encoder that was trained, with its head.
+
+    Attributes:
+        record: what ``--json`` prints: the run, the head's name, weights, steps and scores.
+    """
+
+    record: Mapping[str, Any]
+
+    @property
+    def run(self) -> Path:
+        """Return the folder of the run, which is the encoder's too."""
+        return Path(self.record["run"])
+
+    @property
+    def metrics(self) -> dict[str, Estimate]:
+        """Return the scores on test if there is one, else on dev; empty without rated rows."""
+        scores = self.record.get("scores", ())[-1:]
+        return {
+            name: Estimate.of_json(row[name], row[f"{name}_ci"])
+            for row in scores
+            for name in row
+            if f"{name}_ci" in row
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        return dict(self.record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +113,7 @@ class _Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _Job:
     """What is trained on what, into which folder.
 
     Attributes:
@@ -91,6 +123,7 @@ class _Task:
     model: str
     resolved: ResolvedEncoder
     folder: Path
+    task: str
     dataset: Dataset
     plan: _Plan
     settings: TuneSettings
@@ -115,7 +148,8 @@ def train_lora(
     choice: HeadChoice,
     settings: Mapping[str, Any],
     merge: bool = False,
-) -> dict[str, Any]:
+    task: str | None = None,
+) -> Trained:
     """Train an encoder's adapters, or all of its weights, and a head behind it.
 
     Stopped at any step, the same call goes on from the last checkpoint, and ends as if it had not
@@ -129,9 +163,7 @@ def train_lora(
         choice: the head, and what it is given.
         settings: of :class:`TuneSettings`, those that are not as by default.
         merge: whether adapters are added to the weights in the end, and all are written.
-
-    Returns:
-        What was trained, and its scores.
+        task: its name, or code of the user's own; None: csts.
 
     Raises:
         UserError: wrong input, a run of something else, or a loss that became NaN.
@@ -140,7 +172,8 @@ def train_lora(
     check_seed(choice.seed)
     plan = _plan(choice)
     tuning = _settings(settings, plan.recipe)
-    dataset = read_and_tell(data)
+    chosen_task = task_of(None, task)
+    dataset = read_dataset(chosen_task, data)
     _check_rated(dataset)
     resolved = resolve(model, options)
     for assumption in resolved.assumed:
@@ -151,8 +184,9 @@ def train_lora(
     done = _finished(run_folder, made_of)
     if done is not None:
         log.info(f"{run_folder} is trained already, with the same settings; nothing is done")
-        return done
-    return _train(_Task(model, resolved, run_folder, dataset, plan, tuning, made_of))
+        return Trained(done)
+    job = _Job(model, resolved, run_folder, chosen_task.name, dataset, plan, tuning, made_of)
+    return Trained(_train(job))
 
 
 # -- what is asked for -------------------------------------------------------------------------
@@ -160,8 +194,9 @@ def train_lora(
 
 def _settings(given: Mapping[str, Any], recipe: Recipe) -> TuneSettings:
     """Return the settings that were given, else those of the recipe, else the defaults."""
-    build(TuneSettings, dict(recipe.finetune), f"{recipe.path}: [finetune]")
-    values = {**recipe.finetune, **given}
+    usual = renamed(recipe.finetune)
+    build(TuneSettings, usual, f"{recipe.path}: [finetune]")
+    values = {**usual, **renamed(given)}
     if isinstance(values.get("rank"), int):
         values.setdefault("learning_rate", usual_rate(values["rank"]))
     return build(TuneSettings, values, "train-lora")
@@ -184,7 +219,7 @@ def _plan(choice: HeadChoice) -> _Plan:
         about: dict[str, Any] = {
             key: str(record["recipe"][key]) for key in ("name", "description", "source")
         }
-        recipe = Recipe(**about, family=start.family, settings=start.settings)
+        recipe = Recipe(**about, kind=start.kind, family=start.family, settings=start.settings)
     elif choice.head is not None:
         recipe = load_recipe(choice.head)
     else:
@@ -198,7 +233,7 @@ def _plan(choice: HeadChoice) -> _Plan:
 
 def _changed(recipe: Recipe, changes: dict[str, str]) -> tuple[Recipe, ObjectiveSettings]:
     """Return a recipe with ``--set``, and what is minimised; for no head that has settings too."""
-    if recipe.family.kind == "none":
+    if recipe.is_identity:
         parsed = parse_settings(ObjectiveSettings, changes, "--set", "no head")
         return recipe, build(ObjectiveSettings, parsed, "--set")
     if changes:
@@ -224,7 +259,7 @@ def _check_trains(recipe: Recipe) -> None:
 
 
 def _trains(recipe: Recipe) -> bool:
-    return recipe.family.network is not None or recipe.family.kind == "none"
+    return recipe.family.supervised or recipe.is_identity
 
 
 def _check_rated(dataset: Dataset) -> None:
@@ -274,7 +309,7 @@ def _made_of(
         "data": dataset.digest,
         "prompts": {prompt.name: prompt.digest for prompt in plan.prompts},
         "subtract": plan.subtract,
-        "head": {"kind": plan.recipe.family.kind, **asdict(plan.recipe.settings)},
+        "head": {"kind": plan.recipe.kind, **asdict(plan.recipe.settings)},
         "objective": asdict(plan.objective),
         "start": plan.start_digest,
         "seed": plan.seed,
@@ -296,7 +331,7 @@ def _finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | None
         raise UserError(f"{folder} is a file; name a folder with --run.")
     if (folder / RECORD).is_file():
         record = read_json(folder / RECORD)
-        found = differences(record.get("made_of", {}), made_of)
+        found = differences(_upgraded(record.get("made_of", {})), made_of)
         if found:
             raise UserError(
                 f"{folder} holds an encoder that was trained with other settings: "
@@ -317,38 +352,48 @@ def _finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | None
     return None
 
 
+def _upgraded(made_of: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an older version recorded by the names that settings have now."""
+    upgraded = {**made_of, "settings": renamed(made_of.get("settings", {}))}
+    added = {"objective": "", "objective_weight": 1.0}
+    for part in ("head", "objective"):
+        if "mse" in made_of.get(part, {}):
+            upgraded[part] = {**added, **made_of[part]}
+    return upgraded
+
+
 # -- training ----------------------------------------------------------------------------------
 
 
-def _train(task: _Task) -> dict[str, Any]:
+def _train(job: _Job) -> dict[str, Any]:
     from llmcond.finetune.build import load_trainable, prepare_accelerator
 
-    accelerator = prepare_accelerator(task.resolved)
-    trainable = load_trainable(task.resolved, task.settings, task.plan.seed)
-    trainer = _trainer(task, trainable, accelerator)
-    _tell_plan(task, trainable, trainer)
+    accelerator = prepare_accelerator(job.resolved)
+    trainable = load_trainable(job.resolved, job.settings, job.plan.seed)
+    trainer = _trainer(job, trainable, accelerator)
+    _tell_plan(job, trainable, trainer)
     with train_bar() as bar:
         trainer.run(bar.on_step)
     accelerator.wait_for_everyone()
     main, summary = accelerator.is_main_process, {}
-    trained = _save_trained(task, trainable, trainer) if main else None
+    trained = _save_trained(job, trainable, trainer) if main else None
     # What is written is loaded again, and both may be too much for a GPU.
     del trainable, trainer
     accelerator.free_memory()
     if trained is not None:
-        summary = _finish(task, trained)
+        summary = _finish(job, trained)
     accelerator.wait_for_everyone()
     return summary
 
 
-def _trainer(task: _Task, trainable: Trainable, accelerator: Accelerator) -> Trainer:
+def _trainer(job: _Job, trainable: Trainable, accelerator: Accelerator) -> Trainer:
     from llmcond.finetune.inputs import RatedInputs
     from llmcond.finetune.loop import Job, Trainer
     from llmcond.finetune.model import HeadPlan, TunedModel
     from llmcond.finetune.state import StateFolder
-    from llmcond.heads.training import check_twos
+    from llmcond.heads.objectives import check_contrasts
 
-    plan, splits, view = task.plan, task.dataset.splits, task.view
+    plan, splits, view = job.plan, job.dataset.splits, job.view
     dim = trainable.engine.dim
     dims = dim * len(view.prompts), dim if view.conditioned else 0
     recipe = plan.recipe if plan.start else sized(plan.recipe, None, dims[0])
@@ -357,30 +402,30 @@ def _trainer(task: _Task, trainable: Trainable, accelerator: Accelerator) -> Tra
     dev = RatedInputs.of(splits["dev"], view, trainable.tokenizer) if has_dev else None
     if dev is None:
         log.info("no rated dev rows: the last weights are kept")
-    check_twos(train.pair, train.number, train.rating, plan.objective)
-    start = None if plan.start is None else dict(plan.start.fit.tensors)
+    check_contrasts(train.pair, train.number, train.rating, plan.objective)
+    start = None if plan.start is None else plan.start.tensors
     head = HeadPlan(recipe, plan.objective, plan.seed, start)
-    job = Job(
+    training = Job(
         train=train,
         dev=dev,
-        settings=task.settings,
-        head_rate=getattr(recipe.settings, "learning_rate", task.settings.learning_rate),
+        settings=job.settings,
+        head_rate=getattr(recipe.settings, "learning_rate", job.settings.learning_rate),
         head_decay=getattr(recipe.settings, "weight_decay", 0.0),
         contrasts=plan.objective.contrasts,
         seed=plan.seed,
     )
-    made_of = {**task.made_of, "processes": accelerator.num_processes}
+    made_of = {**job.made_of, "processes": accelerator.num_processes}
     model = TunedModel(trainable.engine, head, dims)
-    return Trainer(model, job, accelerator, StateFolder(task.folder / STATE, made_of))
+    return Trainer(model, training, accelerator, StateFolder(job.folder / STATE, made_of))
 
 
-def _tell_plan(task: _Task, trainable: Trainable, trainer: Trainer) -> None:
+def _tell_plan(job: _Job, trainable: Trainable, trainer: Trainer) -> None:
     trained, total = trainable.counts()
-    resolved, quantize = task.resolved, task.resolved.identity.quantize
+    resolved, quantize = job.resolved, job.resolved.identity.quantize
     log.info(
         f"training {trained:,} weights of {resolved.checkpoint.name} "
         f"({100 * trained / total:.1f} % of {total:,}) and {trainer.model.n_head:,} of the head "
-        f"{task.plan.recipe.name} in {resolved.identity.dtype}"
+        f"{job.plan.recipe.name} in {resolved.identity.dtype}"
         + ("" if quantize == "none" else f" ({quantize})")
         + f" on {resolved.device}: {trainer.steps:,} steps"
         + (f", from step {trainer.progress.step:,}" if trainer.progress.step else "")
@@ -397,7 +442,7 @@ class _Trained:
     weights: dict[str, int]
 
 
-def _save_trained(task: _Task, trainable: Trainable, trainer: Trainer) -> _Trained:
+def _save_trained(job: _Job, trainable: Trainable, trainer: Trainer) -> _Trained:
     from llmcond.finetune.save import save_encoder
 
     trainer.keep_best()
@@ -409,28 +454,28 @@ def _save_trained(task: _Task, trainable: Trainable, trainer: Trainer) -> _Train
         "n_parameters": model.n_head,
         "curve": [dict(entry) for entry in progress.curve],
     }
-    where = where_model(task.model, task.resolved)
-    save_encoder(trainable, where, task.folder, merge=task.merge)
+    where = where_model(job.model, job.resolved)
+    save_encoder(trainable, where, job.folder, merge=job.merge)
     weights = {"trained": n_trained, "of": n_all, "head": model.n_head}
     return _Trained(model.fitted(fitting), model.recipe, progress, weights)
 
 
-def _finish(task: _Task, trained: _Trained) -> dict[str, Any]:
+def _finish(job: _Job, trained: _Trained) -> dict[str, Any]:
     """Write head, features, scores and card; the account of the training comes last."""
     from llmcond.finetune.save import hub_name
 
-    folder, progress, base = task.folder, trained.progress, task.resolved
-    run, recipe = _run_of(task), trained.recipe.to_json()
-    name = head_name(trained.recipe.name, task.view)
-    save_head(trained.head, run.head_folder(name), head_record(run, task.view, recipe))
+    folder, progress, base = job.folder, trained.progress, job.resolved
+    run, recipe = _run_of(job), trained.recipe.to_json()
+    name = head_name(trained.recipe.name, job.view)
+    save_head(trained.head, run.head_folder(name), head_record(run, job.view, recipe))
     scores = _scores(run, name)
     summary = {
         "run": str(folder),
         "encoder": base.checkpoint.name,
         "head": name,
-        "prompt": task.view.name,
-        "subtract": task.view.subtracts,
-        "seed": task.plan.seed,
+        "prompt": job.view.name,
+        "subtract": job.view.subtracts,
+        "seed": job.plan.seed,
         "weights": trained.weights,
         "steps": progress.step,
         "best_step": progress.best_step,
@@ -442,16 +487,16 @@ def _finish(task: _Task, trained: _Trained) -> dict[str, Any]:
         "format": FORMAT,
         "summary": summary,
         "curve": trained.head.fit.record["curve"],
-        "made_of": task.made_of,
+        "made_of": job.made_of,
         "base": {
-            "model": task.model,
-            "repo": hub_name(task.model, base),
+            "model": job.model,
+            "repo": hub_name(job.model, base),
             "weights": base.identity.weights,
         },
-        "data": task.dataset.to_json(),
+        "data": job.dataset.to_json(),
         **provenance(),
     }
-    write_text(folder / "README.md", model_card(account, task.view.prompts, recipe))
+    write_text(folder / "README.md", model_card(account, job.view.prompts, recipe))
     write_json(folder / RECORD, account)
     shutil.rmtree(folder / STATE, ignore_errors=True)
     for result in scores:
@@ -463,17 +508,17 @@ def _finish(task: _Task, trained: _Trained) -> dict[str, Any]:
     return summary
 
 
-def _run_of(task: _Task) -> Run:
+def _run_of(job: _Job) -> Run:
     """Make the folder a run of the encoder that lies in it, with its features of all rows."""
-    identity = task.resolved.identity
+    identity = job.resolved.identity
     options = EncoderOptions(
-        dtype=identity.dtype, quantize=identity.quantize, device=task.resolved.device
+        dtype=identity.dtype, quantize=identity.quantize, device=job.resolved.device
     )
-    resolved = resolve(str(task.folder), options)
-    run = complete_run(task.folder, resolved, task.dataset, "float16")
-    log.info(f"encoder -> {task.folder}; its features:")
+    resolved = resolve(str(job.folder), options)
+    run = complete_run(job.folder, resolved, job.dataset, "float16", job.task)
+    log.info(f"encoder -> {job.folder}; its features:")
     encoder = LazyEncoder(resolved)
-    for prompt in task.view.prompts:
+    for prompt in job.view.prompts:
         done = extract_rows(run.store(), encoder, prompt, [run.rows(name) for name in run.splits])
         run.record_prompt(prompt, extraction_record(done, resolved))
     return run
@@ -482,13 +527,13 @@ def _run_of(task: _Task) -> Run:
 def _scores(run: Run, name: str) -> list[Result]:
     """Return the head's scores on dev and test, as ``evaluate`` gives them."""
     saved = run.load_head(name)
-    found = []
+    found: list[Result] = []
     for split in ("dev", "test"):
         if split in run.splits and run.rows(split).rated.any():
             rows = run.rows(split)
             pairs = RowFeatures(rows, run.store()).pairs(saved.view)
-            (result,) = results_of([saved], [predict(saved, pairs)], rows, split)
-            found.append(result)
+            predicted = [predict(saved, pairs)]
+            found += results_of([saved], predicted, rows, split, task=run.task.name)
     return found
 
 

@@ -76,6 +76,7 @@ def fit_head(
     seed: int = 0,
     changes: Mapping[str, str] | None = None,
     name: str | None = None,
+    device: str = "auto",
 ) -> FittedResult:
     """Fit a head on a run's training features and save it in the run.
 
@@ -90,6 +91,7 @@ def fit_head(
         changes: other settings of the recipe, as text.
         name: of the head in the run; None: ``RECIPE@PROMPT``, with ``+c`` where nothing is
             subtracted.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
 
     Raises:
         UserError: no run, no features, or settings that cannot be.
@@ -101,7 +103,7 @@ def fit_head(
         recipe = recipe.with_settings(recipe.parse_changes(dict(changes), "--set"), "--set")
     view = view_of(recipe, prompts_for(run, recipe, prompt), subtract)
     reserved = name is not None and (name == "none" or name.startswith("none@"))
-    if reserved and recipe.family.kind != "none":
+    if reserved and not recipe.is_identity:
         raise UserError(f"{name!r} would be taken for zero-shot. Give the head another --name.")
     name = name or head_name(recipe.name, view)
     folder = run.head_folder(name)
@@ -111,7 +113,7 @@ def fit_head(
     recipe = sized(recipe, dim, train.dim)
     began = time.monotonic()
     with fit_bar() as bar:
-        fitted = fit_recipe(recipe, train, dev if len(dev) else None, seed, bar.on_epoch)
+        fitted = fit_recipe(recipe, train, dev if len(dev) else None, seed, bar.on_epoch, device)
     seconds = time.monotonic() - began
     for text in fitted.fit.notes:
         log.info(text)
@@ -147,6 +149,6 @@ def _message(result: FittedResult, replaced: bool) -> str:
     chosen = " chosen on dev" if record["selected_on"] == "dev" else ""
     return (
         f"{result.name}{' (replaced)' if replaced else ''}: {result.dim_in} -> {result.dim} "
-        f"dimensions on {result.counts['n_train']:,} rows in {result.seconds:.1f} s{epoch}{chosen}; "
-        f"dev Spearman {METRICS['spearman'].show(result.metrics['spearman'].value)}"
+        f"dimensions on {result.counts['n_train']:,} rows in {result.seconds:.1f} s{epoch}{chosen}"
+        f"; dev Spearman {METRICS['spearman'].show(result.metrics['spearman'].value)}"
     )

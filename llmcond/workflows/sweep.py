@@ -47,7 +47,7 @@ class SweepResult:
         return self.results.to_pandas()
 
 
-def sweep(
+def sweep(  # noqa: PLR0913 - each is a choice of the user, by keyword
     run_folder: Path,
     heads: Sequence[str],
     vary: Mapping[str, Sequence[str]],
@@ -59,6 +59,7 @@ def sweep(
     split: str | None = None,
     workers: int | None = None,
     metrics: Sequence[str] = (),
+    device: str = "auto",
 ) -> SweepResult:
     """Fit and score heads for every combination of settings, each with several seeds.
 
@@ -76,6 +77,7 @@ def sweep(
         split: what is scored; None: test if the run has one, else dev, which also chose the epochs.
         workers: fits at a time, each with its share of the cores; None: one a core, at most eight.
         metrics: in addition to the task's, as :func:`llmcond.metrics.choose_metrics` takes them.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
 
     Raises:
         UserError: settings that cannot be, or no such run.
@@ -88,7 +90,7 @@ def sweep(
     rows = run.rows(split)
     check_scorable(rows, run, other=False)
     trials = list(_grid(run, heads, vary, prompts, subtract, changes or {}, seeds))
-    done, failures = run_trials(run, split, trials, "sweep", workers, metrics)
+    done, failures = run_trials(run, split, trials, "sweep", workers, metrics, device=device)
     names = [metric.name for metric in choose_metrics(run.task.metrics, metrics)]
     swept = SweepResult(_summarise(list(done.values()), split, Counts.of(rows), names), failures)
     report = {**swept.to_json(), "data": run.manifest["data"], **provenance()}

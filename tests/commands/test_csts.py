@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderOptions
-from llmcond.workflows import DataOptions, evaluate, extract, fit_head
+from llmcond.workflows.evaluate import evaluate
+from llmcond.workflows.extract import extract
+from llmcond.workflows.fit import fit_head
 
 
 @pytest.fixture(scope="module")

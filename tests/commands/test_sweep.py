@@ -23,12 +23,14 @@ from helpers.commands import ok, refused
 
 import llmcond.config
 from llmcond.cli import run
+from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.results import Counts, SweptResult
 from llmcond.metrics import Estimate
 from llmcond.report import sweeps
-from llmcond.workflows import DataOptions, extract, sweep
+from llmcond.workflows.extract import extract
+from llmcond.workflows.sweep import sweep
 
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")
 

@@ -17,7 +17,7 @@ from llmcond.encoders.encoder import load_encoder
 from llmcond.errors import LlmcondError, UserError
 from llmcond.listings import models_in_brief
 from llmcond.report.checkup import checkup, drawn
-from llmcond.workflows import check_model
+from llmcond.workflows.check import check_model
 
 CPU = EncoderOptions(device="cpu")
 

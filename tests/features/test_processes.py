@@ -18,11 +18,12 @@ import torch
 from filelock import FileLock
 
 from llmcond.cli import run
+from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderOptions
 from llmcond.prompts import load_prompt
 from llmcond.prompts.inputs import SplitInputs, row_inputs
 from llmcond.runs import open_run
-from llmcond.workflows import DataOptions, extract
+from llmcond.workflows.extract import extract
 
 OPTIONS = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
 #: What is extracted into a run that has the features of another prompt already.

@@ -24,7 +24,7 @@ from scipy.stats import spearmanr
 
 import llmcond
 import llmcond.config
-from llmcond.arrays import rows_of
+from llmcond.arrays import as_matrix
 from llmcond.cli import run
 from llmcond.data.datasets import sample_folder
 from llmcond.errors import DiskFullError, UserError
@@ -155,7 +155,7 @@ def test_a_view_gives_the_features_of_its_prompts(features, letters, subtract, c
     found = view.sentence(read)
     expected = read.by_hand(sentence)
     assert found.shape == expected.shape
-    np.testing.assert_array_equal(rows_of(found, slice(None)), expected)
+    np.testing.assert_array_equal(as_matrix(found).read(), expected)
     assert (view.condition(read) is not None) == conditioned == bool(condition)
     if condition:
         np.testing.assert_array_equal(view.condition(read), read.stored[condition])
@@ -229,7 +229,7 @@ def test_a_recipe_decides_what_its_head_sees(head, features, letters, given):
         recipe = recipe.with_settings({"features": features}, "test")
     view = view_of(recipe, [PROMPTS[letter] for letter in letters], True)
     sentence, _, condition = given.partition(" | ")
-    np.testing.assert_array_equal(rows_of(view.sentence(read), slice(None)), read.by_hand(sentence))
+    np.testing.assert_array_equal(as_matrix(view.sentence(read)).read(), read.by_hand(sentence))
     assert (view.condition(read) is not None) == bool(condition)
 
 
@@ -609,7 +609,7 @@ def test_towers_see_separate_features_wherever_their_prompt_is_named(capsys, own
     assert f"--prompt {S}+{J}" in refused(capsys, *fit, "--prompt", J)
     settings = ("--set", "hidden=8", "rank=2", "activation=none", "epochs=1")
     assert ok(capsys, *fit, "--prompt", f"{S}+{J}", *settings)["prompt"] == BOTH
-    weights = open_run(own).load_head("turned").head.fit.tensors
+    weights = open_run(own).load_head("turned").head.tensors
     # The first half of an embedding is of joint features alone.
     first = by_hand.features("J-j", TEXTS) @ weights["weight1"].T @ weights["weight2"].T
     expected = first / np.linalg.norm(first, axis=1, keepdims=True)
@@ -622,8 +622,8 @@ def test_prompts_in_another_order_are_the_same(capsys, sampled, own):
     fit[fit.index(BOTH)] = f"{S}+{J}"
     assert ok(capsys, *fit)["name"] == f"hypernet@{BOTH}"
     heads = [open_run(own).load_head(name).head for name in ("of-both", f"hypernet@{BOTH}")]
-    for name, weights in heads[0].fit.tensors.items():
-        np.testing.assert_array_equal(heads[1].fit.tensors[name], weights)
+    for name, weights in heads[0].tensors.items():
+        np.testing.assert_array_equal(heads[1].tensors[name], weights)
 
 
 def test_a_head_is_found_by_its_prompts_in_another_order(capsys, sampled):
@@ -756,7 +756,8 @@ ASKED = [19, 3, 0, 7, 3, 11, 19, 19, 5]
 
 
 def check_lookup(store, asked=ASKED):
-    table, index = store.lookup([INPUTS[i] for i in asked])
+    gathered = store.lookup([INPUTS[i] for i in asked])
+    table, index = gathered.table.array, gathered.index
     assert table.dtype == np.dtype(store.dtype)
     assert table.shape == (len(set(asked)), VECTORS.shape[1])
     assert len({row.tobytes() for row in table}) == len(table)
@@ -830,5 +831,6 @@ def test_looking_up_what_is_not_there_says_to_extract_again(store):
 
 
 def test_looking_nothing_up_gives_nothing(store):
-    table, index = store.lookup([])
-    assert (table.shape, table.dtype, index.shape) == ((0, 0), np.dtype(store.dtype), (0,))
+    gathered = store.lookup([])
+    assert (gathered.table.shape, gathered.index.shape) == ((0, 0), (0,))
+    assert gathered[:].dtype == np.dtype(store.dtype)

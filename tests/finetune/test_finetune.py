@@ -35,7 +35,7 @@ from llmcond.finetune.order import Order
 from llmcond.finetune.settings import TuneSettings
 from llmcond.finetune.state import BEST, STATE, StateFolder, differences
 from llmcond.heads import load_recipe
-from llmcond.heads.objectives import ObjectiveSettings, stretches
+from llmcond.heads.objectives import ObjectiveSettings, runs
 from llmcond.prompts import load_prompt
 from llmcond.workflows.finetune import _settings
 
@@ -72,9 +72,10 @@ def train(tiny, data, tmp_path, monkeypatch, capsys):
 # -- steps and their rows ----------------------------------------------------------------------
 
 
-def test_an_epoch_has_every_row_once_and_keeps_twos_together():
-    unit = stretches(np.array([0, 0, 1, 2, 2, 3, 3, 0, 0, 4]))
-    order = Order.of(unit, 10, TuneSettings(batch_size=4, accumulate=2), seed=3, shares=1)
+def test_an_epoch_has_every_row_once_and_keeps_contrastive_pairs_together():
+    group = runs(np.array([0, 0, 1, 2, 2, 3, 3, 0, 0, 4]))
+    settings = TuneSettings(batch_size=4, gradient_accumulation_steps=2)
+    order = Order.of(group, 10, settings, seed=3, processes=1)
     assert order.steps == 3
     epochs = [order.epoch(number) for number in (0, 1)]
     for epoch in epochs:
@@ -83,25 +84,25 @@ def test_an_epoch_has_every_row_once_and_keeps_twos_together():
         parts = [part for step in epoch for part in step]
         assert sorted(np.concatenate(parts).tolist()) == list(range(10))
         for part in parts:
-            whole = [np.flatnonzero(unit == own) for own in np.unique(unit[part])]
+            whole = [np.flatnonzero(group == own) for own in np.unique(group[part])]
             assert sorted(np.concatenate(whole).tolist()) == sorted(part.tolist())
-            # A two stands in the order of its rows, the positive where it was.
-            assert all(np.diff(part)[np.diff(unit[part]) == 0] == 1)
+            # A contrastive pair stands in the order of its rows, the positive where it was.
+            assert all(np.diff(part)[np.diff(group[part]) == 0] == 1)
     first, second = ([row for step in epoch for part in step for row in part] for epoch in epochs)
     assert first != second
-    again = Order.of(unit, 10, TuneSettings(batch_size=4, accumulate=2), seed=3, shares=1)
+    again = Order.of(group, 10, settings, seed=3, processes=1)
     assert str(again.epoch(1)) == str(epochs[1])
 
 
 def test_steps_are_of_like_size_whatever_is_left():
-    order = Order.of(None, 101, TuneSettings(batch_size=25), seed=0, shares=1)
+    order = Order.of(None, 101, TuneSettings(batch_size=25), seed=0, processes=1)
     assert {len(part) for step in order.epoch(0) for part in step} <= {20, 21}
     assert order.steps == 5
 
 
 def test_a_step_with_fewer_rows_than_parts_is_refused():
     with pytest.raises(UserError, match="has 2 rows, too few for 3 processes"):
-        Order.of(None, 10, TuneSettings(batch_size=2), seed=0, shares=3)
+        Order.of(None, 10, TuneSettings(batch_size=2), seed=0, processes=3)
 
 
 def test_learning_rates_rise_and_fall():
@@ -119,7 +120,7 @@ def test_what_a_recipe_says_of_training_is_legal(name):
     settings = _settings({}, recipe)
     assert set(recipe.finetune) <= set(settings.to_json())
     if name.startswith("hypercl"):
-        assert (settings.full, settings.clip, settings.batch_size) == (True, 0.0, 32)
+        assert (settings.full, settings.max_grad_norm, settings.batch_size) == (True, 0.0, 32)
         assert settings.learning_rate == recipe.settings.learning_rate
         assert recipe.settings.ties == "keep"
         assert recipe.settings.info_nce_form == "acl"
@@ -152,7 +153,12 @@ class Stopped(Exception):  # noqa: N818 - it stands for a kill
 
 @pytest.mark.parametrize("average", [0.0, 0.9])
 def test_stopped_after_any_step_it_ends_bit_equal(tiny, data, tmp_path, average):
-    settings = {"epochs": 2, "average": average, "adapter_dropout": 0.1, "accumulate": 2}
+    settings = {
+        "epochs": 2,
+        "ema_decay": average,
+        "adapter_dropout": 0.1,
+        "gradient_accumulation_steps": 2,
+    }
     whole = trainer_of(tiny, data, tmp_path / "whole", **settings)
     whole.run(lambda *_: None)
     expected = {name: value.clone() for name, value in whole.model.trained().items()}
@@ -200,11 +206,11 @@ def test_accumulated_parts_give_the_gradients_of_the_whole(tiny, data, tmp_path)
             data,
             tmp_path / str(parts),
             epochs=1,
-            accumulate=parts,
+            gradient_accumulation_steps=parts,
             encoder_dropout=False,
             dropout=0.0,
         )
-        # The objective's contrast is a mean over twos, of which each part here has as many.
+        # The objective's contrast is a mean over contrastive pairs: as many in each part here.
         trainer._job.train.rating[:] = np.tile([0.25, 0.75], len(trainer._job.train) // 2)
         trainer.run(lambda *_: None)
         ends.append(trainer.model.trained())
@@ -216,7 +222,8 @@ def test_accumulated_parts_give_the_gradients_of_the_whole(tiny, data, tmp_path)
 def test_a_killed_process_goes_on_and_ends_bit_equal(tiny, data, tmp_path):
     command = [sys.executable, "-m", "llmcond", "train-lora", "--model", str(tiny)]
     command += ["--data", str(data), "--head", "mlp", "--dim", "8", "--epochs", "20"]
-    command += "--pooling mean --batch-size 8 --checkpoint-steps 7 --rank 4 --patience 99".split()
+    command += "--pooling mean --batch-size 8 --checkpoint-steps 7 --rank 4".split()
+    command += ["--early-stopping-patience", "99"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def start(folder):
@@ -260,9 +267,9 @@ def test_an_unfinished_training_is_not_gone_on_with_otherwise(tiny, data, tmp_pa
     with pytest.raises(Stopped):
         trainer_of(tiny, data, tmp_path / "t", epochs=2).run(stop)
     with pytest.raises(
-        UserError, match=r"settings\.epochs: 3, not 2; settings\.average: 0\.9, not 0"
+        UserError, match=r"settings\.epochs: 3, not 2; settings\.ema_decay: 0\.9, not 0"
     ):
-        trainer_of(tiny, data, tmp_path / "t", epochs=3, average=0.9)
+        trainer_of(tiny, data, tmp_path / "t", epochs=3, ema_decay=0.9)
 
 
 def test_differences_name_what_is_nested_and_what_is_absent():
@@ -458,11 +465,14 @@ def test_the_record_says_what_made_it(tuned):
         ([], "Give --head"),
         (["--head", "towers", "--set", "members=3"], "members=1"),
         (["--head", "none", "--set", "dropout=0.1"], "no head has no setting 'dropout'"),
-        (["--head", "none", "--learning-rate", "0"], "learning_rate is 0; it must be above 0"),
-        (["--head", "none", "--schedule", "steep"], "linear, cosine, constant"),
+        (
+            ["--head", "none", "--learning-rate", "0"],
+            "'learning_rate' is 0.0: input should be greater than 0",
+        ),
+        (["--head", "none", "--schedule", "steep"], "'linear', 'cosine' or 'constant'"),
         (["--head", "none", "--prompt", "control-no-condition"], "is a control"),
         (["--head", "hadamard", "--prompt", "cond"], "instruction"),
-        (["--head", "none", "--batch-size", "2", "--accumulate", "4"], "too few"),
+        (["--head", "none", "--batch-size", "2", "--gradient-accumulation-steps", "4"], "too few"),
         (["--head", "none", "--seed", "-1"], "at least 0"),
     ],
 )
@@ -518,7 +528,7 @@ def test_a_loss_that_is_no_number_stops_and_keeps_what_was_good(train, tmp_path)
         "8",
         "--set",
         "learning_rate=1e38",
-        "--clip",
+        "--max-grad-norm",
         "0",
         "--warmup",
         "0",
@@ -602,7 +612,18 @@ def test_two_processes_train_as_one_with_two_parts(tiny, data, tmp_path):
     assert [process.returncode for process in processes] == [0, 0], err + other_err
     assert other == ""
     together = json.loads(out)
-    assert run([*arguments.split(), "--accumulate", "2", "--run", str(tmp_path / "one")]) == 0
+    assert (
+        run(
+            [
+                *arguments.split(),
+                "--gradient-accumulation-steps",
+                "2",
+                "--run",
+                str(tmp_path / "one"),
+            ]
+        )
+        == 0
+    )
     alone = json.loads((tmp_path / "one" / "training.json").read_text())["summary"]
     assert together["steps"] == alone["steps"], (together, alone)
     assert together["best_step"] == alone["best_step"], (together, alone)

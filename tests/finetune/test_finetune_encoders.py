@@ -31,7 +31,7 @@ from llmcond.finetune.save import save_encoder
 from llmcond.finetune.settings import TuneSettings
 from llmcond.finetune.targets import choose, projections
 from llmcond.heads import load_recipe
-from llmcond.heads.networks import Batch, Ops
+from llmcond.heads.module import Batch
 from llmcond.heads.objectives import ObjectiveSettings
 from llmcond.prompts import load_prompt
 
@@ -388,14 +388,11 @@ class OneByOne:
     def embeddings(self, row):
         first, second, condition, _ = row
         x = torch.cat([self.features(text, condition) for text in (first, second)])
-        recipe = self.task.recipe
-        if recipe.family.network is None:
-            return x
         batch = Batch(x)
         if self.task.conditions:
             part = self.prompts[self.task.conditions].unconditional
             batch = Batch(x, self.vector(part, first, condition), torch.zeros(2, dtype=torch.long))
-        return recipe.family.network.forward(self.model.head, recipe.settings, batch, Ops())
+        return self.model.head(*batch)
 
     def cosine(self, row):
         first, second = self.embeddings(row)
@@ -574,7 +571,7 @@ def adapters_alone_learn(trainable, case, task):
     model, inputs = task.model(trainable), task.inputs(trainable)
     own = trained(model)
     lora = {f"encoder.{at}.lora_{m}.default.weight" for at in expected_modules(case) for m in "AB"}
-    assert own.keys() == lora | {f"head.{name}" for name in model.head}
+    assert own.keys() == lora | {f"head.{name}" for name, _ in model.head.named_parameters()}
     base, before = digests(network), {name: value.clone() for name, value in own.items()}
     losses = descend(model, inputs)
     assert losses[-1] < 0.3 * losses[0]

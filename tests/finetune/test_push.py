@@ -20,8 +20,7 @@ from huggingface_hub import constants
 import llmcond
 from llmcond.cli import run
 from llmcond.files import digest_file
-from llmcond.workflows import push_to_hub
-from llmcond.workflows.push import _PATH
+from llmcond.workflows.push import _PATH, push_to_hub
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from llmcond.errors import UserError
-from llmcond.heads import Lookup, PairArrays, fit_recipe, load_recipe
+from llmcond.heads import Gathered, PairArrays, fit_recipe, load_recipe
 from llmcond.heads.hypernet import ConditionCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,12 +59,13 @@ def test_equal_vectors_are_one_condition_however_they_are_given():
     cache = ConditionCache(head)
     features = np.ones((5, 12), dtype=np.float32)
     cache.transform(features, np.repeat(table, 5, axis=0))
-    cache.transform(features, Lookup(table, np.zeros(5, dtype=np.int64)))
+    cache.transform(features, Gathered(table, np.zeros(5, dtype=np.int64)))
     assert (cache.hits, cache.misses) == (1, 1)
 
 
 def test_other_heads_have_nothing_to_keep():
     with pytest.raises(UserError, match="a linear head makes no matrices"):
         ConditionCache(fitted("linear", dim=4))
+    assert fitted("linear", dim=4).condition_cache() is None
     with pytest.raises(UserError, match="takes the features of each condition"):
         ConditionCache(fitted(dim=8, rank=3)).transform(np.ones((2, 12)), None)

@@ -1,5 +1,6 @@
 """Heads as their equations: row by row, with every matrix formed, in value and in gradient."""
 
+import copy
 from dataclasses import asdict, replace
 from functools import cache, partial
 from itertools import pairwise, product
@@ -14,9 +15,9 @@ from scipy.stats import spearmanr
 
 from llmcond.errors import UserError
 from llmcond.heads import (
+    Concatenated,
     Difference,
-    Joined,
-    Lookup,
+    Gathered,
     PairArrays,
     fit_recipe,
     hypernet,
@@ -24,15 +25,15 @@ from llmcond.heads import (
     load_recipe,
     save_head,
 )
-from llmcond.heads.hypernet import factors_of, frobenius_norms
-from llmcond.heads.networks import Batch, Ops, by_condition
+from llmcond.heads.hypernet import Hypernet, by_condition
+from llmcond.heads.module import Batch
 from llmcond.heads.recipes import find_family
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DIM, DIM_C = 6, 5
 CONDITIONED = ["hadamard", "concat", "hypernet", "hypernet-ablation", "towers"]
-NETWORKS = {kind: find_family(kind, "test").network for kind in ["linear", "mlp", *CONDITIONED]}
+FAMILIES = {kind: find_family(kind, "test")[1] for kind in ["linear", "mlp", *CONDITIONED]}
 SIZES = {
     "linear": {"dim": 3},
     "mlp": {"dim": 3, "hidden": 4},
@@ -163,12 +164,10 @@ WRITTEN_OUT = {
 }
 
 
-class Masks(Ops):
+class Masks:
     """Dropout that remembers what it dropped, by units of any size, so that places are told."""
 
     def __init__(self, seed):
-        super().__init__()
-        self.training = True
         self.drawn, self._random = [], torch.Generator().manual_seed(seed)
 
     def dropout(self, values):
@@ -190,7 +189,9 @@ def no_masks(values, of_condition=False):
 
 def slowly(kind, weights, chosen, batch, drop_of):
     rows = [
-        WRITTEN_OUT[kind](weights, chosen, batch.x[i], batch.c[int(batch.which[i])], drop_of(i))
+        WRITTEN_OUT[kind](
+            weights, chosen, batch.x[i], batch.condition[int(batch.which[i])], drop_of(i)
+        )
         for i in range(len(batch.x))
     ]
     return torch.stack(rows)
@@ -200,12 +201,13 @@ def random(shape, generator):
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def drawn_weights(kind, chosen, dim, dim_c, generator):
-    parameters = NETWORKS[kind].parameters(chosen, dim, dim_c)
-    return {
-        name: random(parameter.shape, generator).requires_grad_()
-        for name, parameter in parameters.items()
-    }
+def drawn_module(kind, chosen, dim, dim_c, generator):
+    """A head in float64 whose parameters are all of a size."""
+    module = FAMILIES[kind](chosen, dim, dim_c).double().eval()
+    with torch.no_grad():
+        for value in module.parameters():
+            value.copy_(random(value.shape, generator))
+    return module
 
 
 def gradients(output, weights, given_):
@@ -216,16 +218,19 @@ def gradients(output, weights, given_):
     return torch.autograd.grad(total, asked, allow_unused=True, materialize_grads=True)
 
 
-def assert_equal_to_the_equations(kind, chosen, batch, generator, ops=None):
+def assert_equal_to_the_equations(kind, chosen, batch, generator, masks=None):
     """In float64, so that nothing but the order of sums may differ."""
-    dims = batch.x.shape[1], batch.c.shape[1]
-    weights = drawn_weights(kind, chosen, *dims, generator)
-    inputs = [batch.x.requires_grad_(), batch.c.requires_grad_()]
-    fast = NETWORKS[kind].forward(weights, chosen, batch, ops or Ops())
+    dims = batch.x.shape[1], batch.condition.shape[1]
+    module = drawn_module(kind, chosen, *dims, generator)
+    if masks is not None:
+        module.train().dropout = masks.dropout
+    weights = dict(module.named_parameters())
+    inputs = [batch.x.requires_grad_(), batch.condition.requires_grad_()]
+    fast = module(*batch)
     shared = getattr(chosen, "masks", "shared") == "shared"
 
     def drop_of(row):
-        return ops.of_row(row, int(batch.which[row]), shared) if ops else no_masks
+        return masks.of_row(row, int(batch.which[row]), shared) if masks else no_masks
 
     slow = slowly(kind, weights, chosen, batch, drop_of)
     torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-9)
@@ -299,11 +304,13 @@ def fitting(kind, values, batch, generator):
         values = {**values, "rank": min(values["rank"], values["dim"], batch.x.shape[1])}
     if kind == "towers":
         # The sentence's own features are as many as the condition's.
-        size = batch.c.shape[1]
-        batch = replace(batch, x=torch.cat([batch.x, random((len(batch.x), size), generator)], 1))
+        size = batch.condition.shape[1]
+        batch = batch._replace(x=torch.cat([batch.x, random((len(batch.x), size), generator)], 1))
         values = {**values, "rank": min(values["rank"], values["dim"] // 2, size)}
     if kind == "hadamard" and not values["transform"]:
-        batch = replace(batch, c=random((len(batch.c), batch.x.shape[1]), generator))
+        batch = batch._replace(
+            condition=random((len(batch.condition), batch.x.shape[1]), generator)
+        )
     return recipe(kind, **values).settings, batch
 
 
@@ -313,8 +320,8 @@ def fitting(kind, values, batch, generator):
 def test_siamese_heads_are_their_equations(kind, drawn, data, dropped):
     batch, generator = drawn
     chosen, batch = fitting(kind, data.draw(CHOICES[kind]), batch, generator)
-    ops = Masks(data.draw(st.integers(0, 99))) if dropped else None
-    assert_equal_to_the_equations(kind, chosen, batch, generator, ops)
+    masks = Masks(data.draw(st.integers(0, 99))) if dropped else None
+    assert_equal_to_the_equations(kind, chosen, batch, generator, masks)
 
 
 @pytest.mark.parametrize(("transform", "bias"), list(product([True, False], repeat=2)))
@@ -341,14 +348,14 @@ def test_dropout_stands_before_every_layer_of_the_condition(
     values = data.draw(CHOICES[kind])
     values = {**values, "transform": transform, "bias": bias, "masks": masks}
     chosen, batch = fitting(kind, values, batch, generator)
-    ops = Masks(data.draw(st.integers(0, 99)))
-    assert_equal_to_the_equations(kind, chosen, batch, generator, ops)
+    seen = Masks(data.draw(st.integers(0, 99)))
+    assert_equal_to_the_equations(kind, chosen, batch, generator, seen)
     before = {"hadamard": 0, "concat": 2, "hypernet-ablation": 2}
     behind = values.get("activation", "none") != "none"
     layers = before.get(kind, 1 + (getattr(chosen, "rank", 0) > 0) + behind)
     if kind == "towers":
         layers += 2
-    assert len(ops.drawn) == transform + layers
+    assert len(seen.drawn) == transform + layers
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -380,7 +387,7 @@ def assert_by_condition_is_plain(which, count, sizes, seed=0):
     which = torch.tensor(which)
     x = random((len(which), sizes[0]), generator).requires_grad_()
     factors = [random((count, *pair), generator).requires_grad_() for pair in pairwise(sizes)]
-    fast, slow = by_condition(x, which, factors, Ops()), plainly(x, which, factors)
+    fast, slow = by_condition(x, which, factors), plainly(x, which, factors)
     torch.testing.assert_close(fast, slow, rtol=1e-10, atol=1e-10)
     for one, other in zip(
         gradients(fast, {}, [x, *factors]), gradients(slow, {}, [x, *factors]), strict=True
@@ -415,13 +422,12 @@ def test_padding_grows_with_the_rows_and_not_with_the_largest_condition():
     """Where one condition has 1,000 rows and 1,000 have one, few more are multiplied than exist."""
     seen = []
 
-    class Seen(Ops):
-        def batched(self, x, matrices):
-            seen.append(x.shape)
-            return super().batched(x, matrices)
+    def product(x, matrices):
+        seen.append(x.shape)
+        return torch.bmm(x, matrices)
 
     which = torch.cat([torch.zeros(1_000, dtype=torch.long), torch.arange(1, 1_001)])
-    by_condition(torch.zeros(2_000, 2), which, [torch.zeros(1_001, 2, 1)], Seen())
+    by_condition(torch.zeros(2_000, 2), which, [torch.zeros(1_001, 2, 1)], product)
     assert len(seen) == 1
     assert seen[0][0] * seen[0][1] <= 3 * 2_000
 
@@ -431,12 +437,11 @@ def test_matrices_are_not_copied_where_conditions_have_alike_many_rows(m):
     factor = torch.zeros(3, 2, 2)
     same = []
 
-    class Seen(Ops):
-        def batched(self, x, matrices):
-            same.append(matrices.data_ptr() == factor.data_ptr())
-            return super().batched(x, matrices)
+    def product(x, matrices):
+        same.append(matrices.data_ptr() == factor.data_ptr())
+        return torch.bmm(x, matrices)
 
-    by_condition(torch.zeros(3 * m, 2), torch.arange(3 * m) % 3, [factor], Seen())
+    by_condition(torch.zeros(3 * m, 2), torch.arange(3 * m) % 3, [factor], product)
     assert same == [True]
 
 
@@ -447,13 +452,13 @@ def test_products_in_half_precision_are_near_and_come_back_in_the_type_of_the_we
         random((4, 30), generator).float(),
         torch.randint(4, (50,), generator=generator),
     )
-    for kind, network in NETWORKS.items():
+    for kind in FAMILIES:
         values = {**SIZES[kind], **({"activation": "none"} if kind == "mlp" else {})}
         chosen = recipe(kind, **values).settings
-        made = drawn_weights(kind, chosen, 40, 30, generator)
-        weights = {name: weight.detach().float() for name, weight in made.items()}
-        exact = network.forward(weights, chosen, batch, Ops())
-        near = network.forward(weights, chosen, batch, Ops(half=True))
+        module = drawn_module(kind, chosen, 40, 30, generator).float()
+        exact = module(*batch)
+        module.in_bfloat16 = True
+        near = module(*batch)
         assert near.dtype == torch.float32
         assert not torch.equal(near, exact)
         error = (near - exact).square().mean() / exact.square().mean()
@@ -468,7 +473,7 @@ def paired(n=60, u=5, dim=DIM, dim_c=DIM_C, seed=0):
     first, second = rng.normal(size=(2, n, dim)).astype(np.float32)
     table = rng.normal(size=(u, dim_c)).astype(np.float32)
     rating = rng.choice([0, 0.25, 0.5, 0.75, 1], size=n)
-    return PairArrays(first, second, rating, Lookup(table, rng.integers(u, size=n)))
+    return PairArrays(first, second, rating, Gathered(table, rng.integers(u, size=n)))
 
 
 SHORT = {"epochs": 2, "batch_size": 16}
@@ -495,11 +500,10 @@ def heads():
 
 def trained_form(head, features, condition):
     """What the network gives in training, with nothing dropped and one matrix for each row."""
-    weights = {name: torch.tensor(value) for name, value in head.fit.tensors.items()}
-    network, ops = NETWORKS[head.family.kind], Ops(0.0, np.random.default_rng(0))
-    assert ops.training
+    module = copy.deepcopy(head.module).train()
+    module.settings = replace(head.settings, dropout=0.0)
     x, c = torch.tensor(features), torch.tensor(condition)
-    return network.forward(weights, head.settings, Batch(x, c, torch.arange(len(x))), ops).numpy()
+    return module(x, c, torch.arange(len(x))).numpy()
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -519,7 +523,11 @@ def test_transform_takes_one_condition_for_all_rows(heads, name):
     head, pairs = heads[name], paired(40, seed=3)
     one = pairs.condition[np.array([0])]
     expected = head.transform(pairs.first, np.repeat(one, 40, axis=0))
-    for form in (one, Lookup(one, np.zeros(1, int)), Lookup(pairs.condition[:], np.zeros(1, int))):
+    for form in (
+        one,
+        Gathered(one, np.zeros(1, int)),
+        Gathered(pairs.condition[:], np.zeros(1, int)),
+    ):
         np.testing.assert_allclose(head.transform(pairs.first, form), expected, rtol=1e-5)
     np.testing.assert_allclose(head.transform(pairs.first[:1], one), expected[:1], rtol=1e-5)
 
@@ -554,9 +562,9 @@ def test_transform_takes_features_in_any_form(heads, name):
     for form in (
         features,
         np.asfortranarray(features),
-        Lookup(features, np.arange(40)),
+        Gathered(features, np.arange(40)),
         Difference(features, np.zeros_like(features)),
-        Joined(cut),
+        Concatenated(cut),
     ):
         np.testing.assert_array_equal(head.transform(form, condition), expected)
     read_only = features.astype(np.float32)
@@ -593,19 +601,19 @@ def test_hypernetwork_makes_some_matrices_at_a_time_outside_of_training(
     which = torch.cat([torch.arange(23), torch.randint(23, (40,), generator=generator)])
     batch = Batch(random((63, 4), generator), random((25, 3), generator), which)
     chosen = recipe("hypernet", dim=3, rank=rank, transform=transform, masks=masks).settings
-    weights = drawn_weights("hypernet", chosen, 4, 3, generator)
-    expected = NETWORKS["hypernet"].forward(weights, chosen, batch, Ops())
+    module = drawn_module("hypernet", chosen, 4, 3, generator)
+    expected = module(*batch)
     made = []
 
-    def counted(weights, settings, c, ops):
+    def counted(self, c):
         made.append(len(c))
-        return factors(weights, settings, c, ops)
+        return factors(self, c)
 
-    factors = hypernet._factors
-    monkeypatch.setattr(hypernet, "_factors", counted)
+    factors = Hypernet.factors
+    monkeypatch.setattr(Hypernet, "factors", counted)
     monkeypatch.setattr(hypernet, "_AT_ONCE", 7)
     with torch.no_grad():
-        found = NETWORKS["hypernet"].forward(weights, chosen, batch, Ops())
+        found = module(*batch)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     assert made == [7, 7, 7, 4]
 
@@ -742,7 +750,7 @@ def test_parameters_are_counted_with_their_gradients_and_moments(monkeypatch):
     n_parameters = fit("hypernet", paired(), **changes).fit.record["n_parameters"]
     assert n_parameters == DIM_C * 2 * (DIM + 3)
     for free, fits in ((20 * n_parameters, True), (20 * n_parameters - 1, False)):
-        monkeypatch.setattr("llmcond.heads.training.free_memory", lambda free=free: free)
+        monkeypatch.setattr("llmcond.heads.fit.free_memory", lambda free=free: free)
         if fits:
             fit("hypernet", paired(), **changes)
         else:
@@ -753,25 +761,29 @@ def test_parameters_are_counted_with_their_gradients_and_moments(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("concat", {"features": "sentence"}, "features is 'sentence'.*separate, joint, both"),
-        ("concat", {"masks": "none"}, "masks is 'none'; it must be one of shared, own"),
-        ("concat", {"activation": "silu"}, "activation is 'silu'"),
-        ("concat", {"dim": 0}, "dim must be at least 1"),
-        ("concat", {"dim": 65_537}, "dim must be at most 65,536"),
+        (
+            "concat",
+            {"features": "sentence"},
+            "'features' is 'sentence': .*'separate', 'joint' or 'both'",
+        ),
+        ("concat", {"masks": "none"}, "'masks' is 'none': .*'shared' or 'own'"),
+        ("concat", {"activation": "silu"}, "'activation' is 'silu'"),
+        ("concat", {"dim": 0}, "'dim' is 0: .*greater than or equal to 1"),
+        ("concat", {"dim": 65_537}, "'dim' is 65537: .*less than or equal to 65536"),
         ("concat", {"rank": 4}, "unknown key 'rank'"),
         ("concat", {"bias": 1}, "'bias' is 1"),
         ("hadamard", {"dim": 4}, "unknown key 'dim'"),
-        ("hypernet", {"activation": "silu"}, "activation is 'silu'"),
-        ("hypernet", {"rank": -1}, "rank must be at least 0"),
-        ("hypernet", {"rank": 65_537}, "rank must be at most 65,536"),
-        ("hypernet-ablation", {"rank": 0}, "rank must be at least 1"),
-        ("hypernet", {"batches": "pairs"}, "batches is 'pairs'; .* rows, conditions"),
-        ("hypernet", {"precision": "float16"}, "precision is 'float16'"),
-        ("hypernet", {"dropout": 1.0}, "dropout must be at least 0 and below 1"),
-        ("mlp", {"depth": 0}, "depth must be at least 1"),
-        ("mlp", {"depth": 17}, "depth must be at least 1 and at most 16"),
-        ("mlp", {"last": "other"}, "last is 'other'; .* same, none"),
-        ("mlp", {"activation": "sine"}, "activation is 'sine'"),
+        ("hypernet", {"activation": "silu"}, "'activation' is 'silu'"),
+        ("hypernet", {"rank": -1}, "'rank' is -1: .*greater than or equal to 0"),
+        ("hypernet", {"rank": 65_537}, "'rank' is 65537: .*less than or equal to 65536"),
+        ("hypernet-ablation", {"rank": 0}, "'rank' is 0: .*greater than or equal to 1"),
+        ("hypernet", {"batches": "pairs"}, "'batches' is 'pairs': .*'rows' or 'conditions'"),
+        ("hypernet", {"precision": "float16"}, "'precision' is 'float16'"),
+        ("hypernet", {"dropout": 1.0}, "'dropout' is 1.0: .*less than 1"),
+        ("mlp", {"depth": 0}, "'depth' is 0: .*greater than or equal to 1"),
+        ("mlp", {"depth": 17}, "'depth' is 17: .*less than or equal to 16"),
+        ("mlp", {"last": "other"}, "'last' is 'other': .*'same' or 'none'"),
+        ("mlp", {"activation": "sine"}, "'activation' is 'sine'"),
     ],
 )
 def test_bad_settings_are_refused(kind, changes, message):
@@ -786,7 +798,7 @@ def test_bad_settings_are_refused(kind, changes, message):
 def test_factors_and_norms_are_those_of_the_matrices(heads, name):
     head = heads[name]
     condition = paired(9, u=9).condition[np.arange(9)]
-    weights = {key: torch.tensor(value).double() for key, value in head.fit.tensors.items()}
+    weights = {key: torch.tensor(value).double() for key, value in head.tensors.items()}
     made = []
     for h_c in torch.tensor(condition).double():
         c = transformed(weights, head.settings, h_c, no_masks)
@@ -796,7 +808,7 @@ def test_factors_and_norms_are_those_of_the_matrices(heads, name):
             if head.settings.rank
             else [form("matrix", c, DIM, 3)]
         )
-    factors = factors_of(head, condition)
+    factors = head.module.generated_matrices(condition)
     assert len(factors) == len(made[0])
     for place, factor in enumerate(factors):
         assert factor.dtype == np.float32
@@ -804,7 +816,7 @@ def test_factors_and_norms_are_those_of_the_matrices(heads, name):
         np.testing.assert_allclose(factor, expected, rtol=1e-4, atol=1e-6)
     whole = [one[0] @ one[1] if len(one) > 1 else one[0] for one in made]
     norms = [float(matrix.square().sum().sqrt()) for matrix in whole]
-    found = frobenius_norms(head, condition)
+    found = head.matrix_norms(condition)
     np.testing.assert_allclose(found, norms, rtol=1e-4)
     # The embedding of unit vectors are the rows of W_c.
     rows = head.transform(np.eye(DIM, dtype=np.float32), condition[:1])
@@ -815,24 +827,29 @@ def test_factors_and_norms_are_those_of_the_matrices(heads, name):
 def test_norms_of_many_conditions_are_computed_some_at_a_time(heads, name):
     head, condition = heads[name], paired(150, u=150).condition
     plain = condition[np.arange(150)]
-    for form in (plain, condition, plain.astype(np.float64), Joined([plain[:, :2], plain[:, 2:]])):
-        found = frobenius_norms(head, form)
-        one_by_one = [frobenius_norms(head, plain[[i]])[0] for i in range(150)]
+    for form in (
+        plain,
+        condition,
+        plain.astype(np.float64),
+        Concatenated([plain[:, :2], plain[:, 2:]]),
+    ):
+        found = head.matrix_norms(form)
+        one_by_one = [head.matrix_norms(plain[[i]])[0] for i in range(150)]
         np.testing.assert_allclose(found, one_by_one, rtol=1e-5)
-    assert frobenius_norms(head, plain[:0]).shape == (0,)
+    assert head.matrix_norms(plain[:0]).shape == (0,)
 
 
 def test_norms_of_low_rank_do_not_cancel():
     """Factors whose product is 0 have the norm 0, never NaN of a negative rounding error."""
     head = fit("hypernet", paired(), **SHORT, dim=3, rank=2)
-    tensors = dict(head.fit.tensors)
+    tensors = dict(head.tensors)
     first = np.zeros_like(tensors["factor1"]).reshape(DIM, 2, DIM_C)
     first[:, 0] = np.random.default_rng(0).normal(size=(DIM, DIM_C))
     second = np.zeros_like(tensors["factor2"]).reshape(2, 3, DIM_C)
     second[1] = np.random.default_rng(1).normal(size=(3, DIM_C))
     tensors |= {"factor1": first.reshape(-1, DIM_C), "factor2": second.reshape(-1, DIM_C)}
-    empty = replace(head, fit=replace(head.fit, tensors=tensors))
-    np.testing.assert_array_equal(frobenius_norms(empty, paired().condition), np.zeros(60))
+    head.module.load_state_dict({name: torch.tensor(value) for name, value in tensors.items()})
+    np.testing.assert_array_equal(head.matrix_norms(paired().condition), np.zeros(60))
 
 
 # -- learning ----------------------------------------------------------------------------------
@@ -849,7 +866,9 @@ def planted(n, seed, n_conditions=30):
     one, other = first * counts, second * counts
     norms = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
     rating = (1 + (one * other).sum(axis=1) / norms) / 2
-    return PairArrays(first, second, rating.astype(float), Lookup(table.astype(np.float32), which))
+    return PairArrays(
+        first, second, rating.astype(float), Gathered(table.astype(np.float32), which)
+    )
 
 
 def dev_score(head, dev):

@@ -90,7 +90,7 @@ def parts(X):
 
 
 def tensors(head):
-    return {name: value.tobytes() for name, value in head.fit.tensors.items()}
+    return {name: value.tobytes() for name, value in head.tensors.items()}
 
 
 def quiet(epoch, epochs, score):

@@ -12,15 +12,20 @@ from hypothesis import strategies as st
 from llmcond.config import build
 from llmcond.errors import UserError
 from llmcond.heads.objectives import (
+    Objective,
     ObjectiveSettings,
-    TieCount,
+    RatedBatch,
+    check_contrasts,
+    contrastive_pairs,
     cosine_mse,
-    count_ties,
-    find_twos,
-    objective,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def objective(first, second, rating, chosen, pairs=None):
+    return Objective(chosen)(first, second, rating, RatedBatch(contrastive=pairs))
+
 
 ONE_BY_ONE = {
     "mse": {"mse": 1.0},
@@ -47,7 +52,7 @@ def phi(a, b):
     return dot / (sum(x * x for x in a).sqrt() * sum(y * y for y in b).sqrt())
 
 
-def written_out(first, second, rating, chosen, twos):
+def written_out(first, second, rating, chosen, pairs):
     n = len(rating)
     cosine = [phi(first[i], second[i]) for i in range(n)]
     loss = chosen.mse * sum((cosine[i] - rating[i]) ** 2 for i in range(n)) / n
@@ -59,13 +64,13 @@ def written_out(first, second, rating, chosen, twos):
         mean_gap = sum(gaps) / len(gaps)
         weighted = [gap / mean_gap * (1 + t).log() for gap, t in zip(gaps, terms, strict=True)]
         loss = loss + chosen.ranking * sum(weighted) / len(ordered)
-    return loss + contrasts_written_out(first, second, rating, chosen, twos)
+    return loss + contrasts_written_out(first, second, rating, chosen, pairs)
 
 
-def contrasts_written_out(first, second, rating, chosen, twos):
-    """Equations over twos, each of them first turned so that the higher rating comes first."""
+def contrasts_written_out(first, second, rating, chosen, pairs):
+    """Equations over pairs, each of them first turned so that the higher rating comes first."""
     total, weights = 0.0, []
-    for a, b in twos:
+    for a, b in pairs:
         gap = abs(rating[a] - rating[b])
         if gap == 0 and chosen.ties == "drop":
             continue
@@ -107,10 +112,10 @@ class Batch:
     first: torch.Tensor
     second: torch.Tensor
     rating: torch.Tensor
-    twos: torch.Tensor
+    pairs: torch.Tensor
 
     def loss(self, chosen, function=objective):
-        return function(self.first, self.second, self.rating, chosen, self.twos)
+        return function(self.first, self.second, self.rating, chosen, self.pairs)
 
     def gradients(self, loss):
         return torch.autograd.grad(loss, [self.first, self.second])
@@ -126,26 +131,26 @@ def leaves(values):
     return torch.tensor(np.asarray(values), dtype=torch.float64).requires_grad_()
 
 
-def make_batch(ratings, n_twos, dim, seed):
+def make_batch(ratings, n_pairs, dim, seed):
     """Twos anywhere in the batch, in either order of rating, and single rows."""
     rng = np.random.default_rng(seed)
     first, second = rng.normal(size=(2, len(ratings), dim))
-    twos = torch.from_numpy(rng.permutation(len(ratings))[: 2 * n_twos].reshape(-1, 2))
+    pairs = torch.from_numpy(rng.permutation(len(ratings))[: 2 * n_pairs].reshape(-1, 2))
     rating = torch.tensor(ratings, dtype=torch.float64)
-    return Batch(leaves(first), leaves(second), rating, twos)
+    return Batch(leaves(first), leaves(second), rating, pairs)
 
 
 @st.composite
 def batches(draw):
     # Few distinct ratings, so that ties are frequent; often none differ.
     ratings = draw(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=7))
-    n_twos = draw(st.integers(0, len(ratings) // 2))
-    return make_batch(ratings, n_twos, draw(st.integers(1, 4)), draw(st.integers(0, 2**32)))
+    n_pairs = draw(st.integers(0, len(ratings) // 2))
+    return make_batch(ratings, n_pairs, draw(st.integers(1, 4)), draw(st.integers(0, 2**32)))
 
 
-#: Four twos, of which the second is tied, and a single row.
-BATCH = make_batch([1.0, 0.25, 0.5, 0.5, 0.0, 1.0, 0.25, 0.5, 0.75], n_twos=0, dim=3, seed=5)
-BATCH = replace(BATCH, twos=torch.tensor([[0, 1], [2, 3], [4, 5], [7, 6]]))
+#: Four pairs, of which the second is tied, and a single row.
+BATCH = make_batch([1.0, 0.25, 0.5, 0.5, 0.0, 1.0, 0.25, 0.5, 0.75], n_pairs=0, dim=3, seed=5)
+BATCH = replace(BATCH, pairs=torch.tensor([[0, 1], [2, 3], [4, 5], [7, 6]]))
 
 
 def assert_equals_equations(batch, chosen):
@@ -190,7 +195,7 @@ def test_gradients_are_those_of_finite_differences(name):
     chosen = only(name, margin=0.7)
 
     def loss(first, second):
-        return objective(first, second, BATCH.rating, chosen, BATCH.twos)
+        return objective(first, second, BATCH.rating, chosen, BATCH.pairs)
 
     assert torch.autograd.gradcheck(loss, (BATCH.first, BATCH.second))
 
@@ -225,7 +230,7 @@ BY_HAND = {
 
 @pytest.mark.parametrize("name", ONE_BY_ONE)
 @pytest.mark.parametrize("higher", [0, 1])
-def test_one_two_by_hand(name, higher):
+def test_one_contrastive_pair_by_hand(name, higher):
     rows = [(0.0, 0.6), (0.3, 1.5)]
     first, second = angles(*(rows if higher == 0 else reversed(rows)))
     rating = torch.tensor([0.75, 0.25] if higher == 0 else [0.25, 0.75], dtype=torch.float64)
@@ -246,34 +251,34 @@ def test_the_default_is_the_mean_squared_error_of_the_cosine():
 APART = torch.tensor([[0, 1], [4, 5], [7, 6]])
 
 
-def contrast(chosen, twos):
-    return replace(BATCH, twos=twos).loss(chosen).item()
+def contrast(chosen, pairs):
+    return replace(BATCH, pairs=pairs).loss(chosen).item()
 
 
 @pytest.mark.parametrize("name", CONTRASTIVE)
-def test_tied_twos_are_dropped(name):
+def test_tied_contrastive_pairs_are_dropped(name):
     chosen = only(name, ties="drop")
-    assert contrast(chosen, BATCH.twos) == contrast(chosen, APART)
-    assert contrast(only(name, ties="keep"), BATCH.twos) != contrast(chosen, APART)
+    assert contrast(chosen, BATCH.pairs) == contrast(chosen, APART)
+    assert contrast(only(name, ties="keep"), BATCH.pairs) != contrast(chosen, APART)
 
 
 @pytest.mark.parametrize("name", CONTRASTIVE)
 def test_the_first_row_of_a_kept_tie_counts_as_the_higher(name):
     chosen = only(name, ties="keep")
-    tied = replace(BATCH, twos=BATCH.twos[1:2])
+    tied = replace(BATCH, pairs=BATCH.pairs[1:2])
     lowered = replace(tied, rating=tied.rating - torch.eye(9, dtype=torch.float64)[3] / 10)
     assert tied.loss(chosen) == lowered.loss(chosen)
-    turned = replace(tied, twos=tied.twos.flip(1))
+    turned = replace(tied, pairs=tied.pairs.flip(1))
     assert turned.loss(chosen) != tied.loss(chosen)
 
 
 @pytest.mark.parametrize("name", CONTRASTIVE)
-def test_twos_weigh_as_much_as_their_ratings_differ(name):
+def test_contrastive_pairs_weigh_as_much_as_their_ratings_differ(name):
     alone = [contrast(only(name), two[None]) for two in APART]
     gaps = [0.75, 1.0, 0.25]
     expected = np.average(alone, weights=gaps)
     assert contrast(only(name, ties="gap"), APART) == pytest.approx(expected)
-    assert contrast(only(name, ties="gap"), BATCH.twos) == pytest.approx(expected)
+    assert contrast(only(name, ties="gap"), BATCH.pairs) == pytest.approx(expected)
     assert expected != pytest.approx(np.mean(alone), rel=1e-3)
 
 
@@ -289,11 +294,13 @@ def test_ranked_rows_weigh_as_much_as_their_ratings_differ():
 
 @settings(deadline=None, max_examples=60)
 @given(batches(), st.sampled_from(CONTRASTIVE), st.sampled_from(["drop", "gap"]), st.data())
-def test_neither_the_order_of_twos_nor_that_of_their_rows_matters(batch, name, ties, data):
+def test_neither_the_order_of_contrastive_pairs_nor_that_of_their_rows_matters(
+    batch, name, ties, data
+):
     chosen = only(name, ties=ties)
-    turned = [two.flip(0) if data.draw(st.booleans()) else two for two in batch.twos]
+    turned = [two.flip(0) if data.draw(st.booleans()) else two for two in batch.pairs]
     order = data.draw(st.permutations(turned))
-    other = replace(batch, twos=torch.stack(order) if order else batch.twos)
+    other = replace(batch, pairs=torch.stack(order) if order else batch.pairs)
     torch.testing.assert_close(other.loss(chosen), batch.loss(chosen))
 
 
@@ -301,7 +308,7 @@ def test_neither_the_order_of_twos_nor_that_of_their_rows_matters(batch, name, t
 def test_the_order_of_the_batch_does_not_matter(name):
     order = torch.randperm(9, generator=torch.Generator().manual_seed(1))
     first, second, rating = (x[order] for x in (BATCH.first, BATCH.second, BATCH.rating))
-    moved = Batch(first, second, rating, order.argsort()[BATCH.twos])
+    moved = Batch(first, second, rating, order.argsort()[BATCH.pairs])
     chosen = only(name, ties="keep")
     torch.testing.assert_close(moved.loss(chosen), BATCH.loss(chosen))
 
@@ -325,8 +332,8 @@ def test_equal_ratings_give_a_loss_and_gradients_of_zero(name, ties, dtype):
 
 @pytest.mark.parametrize("ties", TIES)
 @pytest.mark.parametrize("name", CONTRASTIVE)
-def test_a_batch_without_twos_gives_a_loss_and_gradients_of_zero(name, ties):
-    batch = replace(BATCH, twos=torch.empty((0, 2), dtype=torch.int64))
+def test_a_batch_without_contrastive_pairs_gives_a_loss_and_gradients_of_zero(name, ties):
+    batch = replace(BATCH, pairs=torch.empty((0, 2), dtype=torch.int64))
     assert_nothing_to_minimise(batch, only(name, ties=ties))
 
 
@@ -345,9 +352,9 @@ EXTREME = [
 @pytest.mark.parametrize(("name", "changes", "worst", "best"), EXTREME)
 def test_extreme_settings_overflow_nowhere(name, changes, worst, best, dtype):
     up, down = [0.6, 0.8], [-0.6, -0.8]
-    rating, twos = torch.tensor([1.0, 0.0]), torch.tensor([[0, 1]])
+    rating, pairs = torch.tensor([1.0, 0.0]), torch.tensor([[0, 1]])
     for second, expected in (([down, up], worst), ([up, down], best)):
-        batch = Batch(leaves([up, up]), leaves(second), rating, twos).to(dtype)
+        batch = Batch(leaves([up, up]), leaves(second), rating, pairs).to(dtype)
         loss = batch.loss(only(name, **changes))
         assert loss.dtype == dtype
         assert loss.item() == pytest.approx(expected, rel=1e-6, abs=1e-3)
@@ -382,31 +389,32 @@ def test_float32_is_close_to_float64(name):
 
 @pytest.mark.parametrize("name", ONE_BY_ONE)
 def test_no_objective_makes_tensors_on_a_device_of_its_own(name):
-    first, second, rating, twos = (
-        value.detach().to("meta") for value in (BATCH.first, BATCH.second, BATCH.rating, BATCH.twos)
+    first, second, rating, pairs = (
+        value.detach().to("meta")
+        for value in (BATCH.first, BATCH.second, BATCH.rating, BATCH.pairs)
     )
-    assert objective(first, second, rating, only(name), twos).device.type == "meta"
+    assert objective(first, second, rating, only(name), pairs).device.type == "meta"
 
 
-# -- twos --------------------------------------------------------------------------------------
+# -- pairs --------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(1, 2), max_size=12), st.randoms(use_true_random=False))
-def test_twos_are_the_adjacent_rows_of_a_pair(sizes, random):
+def test_contrastive_pairs_are_the_adjacent_rows_of_a_pair(sizes, random):
     names = random.sample(range(100), len(sizes))
     pair = [name for name, size in zip(names, sizes, strict=True) for _ in range(size)]
     expected = [[i - 1, i] for i in range(1, len(pair)) if pair[i] == pair[i - 1]]
-    twos = find_twos(np.array(pair, dtype=np.int64), None)
-    assert twos.shape == (sizes.count(2), 2)
-    assert twos.dtype == np.int64
-    assert twos.tolist() == expected
+    pairs = contrastive_pairs(np.array(pair, dtype=np.int64), None)
+    assert pairs.shape == (sizes.count(2), 2)
+    assert pairs.dtype == np.int64
+    assert pairs.tolist() == expected
 
 
-def test_a_pair_that_occurs_again_elsewhere_gives_another_two():
+def test_a_pair_that_occurs_again_elsewhere_gives_another_contrastive_pair():
     pair = np.array([7, 7, 3, 5, 5, 7, 7, 5, 5])
-    assert find_twos(pair, None).tolist() == [[0, 1], [3, 4], [5, 6], [7, 8]]
+    assert contrastive_pairs(pair, None).tolist() == [[0, 1], [3, 4], [5, 6], [7, 8]]
     with pytest.raises(UserError, match=r"^rows 1, 2 and 4 have the same sentence pair\. "):
-        find_twos(np.array([7, 7, 3, 7, 5, 5]), None)
+        contrastive_pairs(np.array([7, 7, 3, 7, 5, 5]), None)
 
 
 NUMBERS = [3, 4, 7, 8, 9, 12, 13, 14]
@@ -422,35 +430,38 @@ NUMBERS = [3, 4, 7, 8, 9, 12, 13, 14]
         ([5] * 8, "3, 4, 7, 8, 9, 12 and 2 more", "1, 2, 3, 4, 5, 6 and 2 more", "Keep two rows"),
     ],
 )
-def test_pairs_that_are_no_twos_are_refused_by_their_rows(pair, by_number, by_position, remedy):
+def test_pairs_that_are_no_contrastive_pairs_are_refused_by_their_rows(
+    pair, by_number, by_position, remedy
+):
     numbers = np.array(NUMBERS[: len(pair)])
     for given_numbers, named in ((numbers, by_number), (None, by_position)):
         with pytest.raises(UserError) as error:
-            find_twos(np.array(pair), given_numbers)
+            contrastive_pairs(np.array(pair), given_numbers)
         message = str(error.value)
         assert message.startswith(f"rows {named} have the same sentence pair. ")
-        assert "Contrastive objectives take adjacent twos" in message
+        assert "Contrastive objectives take the two rows of a sentence pair" in message
         assert remedy in message
         assert "\n" not in message
 
 
 def test_the_first_pair_at_fault_is_named_and_the_others_are_counted():
     with pytest.raises(UserError, match=r"^rows 1 and 3 have .* \(one of 3 pairs at fault\)"):
-        find_twos(np.array([8, 2, 8, 2, 1, 1, 1, 0, 0]), None)
+        contrastive_pairs(np.array([8, 2, 8, 2, 1, 1, 1, 0, 0]), None)
 
 
 def test_ties_are_counted():
-    rating = np.array([0.5, 0.5, 1.0, 0.5, 0.25, 0.25])
-    assert count_ties(np.array([[0, 1], [2, 3], [5, 4]]), rating) == TieCount(n_twos=3, n_tied=2)
-    assert count_ties(np.empty((0, 2), dtype=np.int64), rating) == TieCount(0, 0)
+    pair, rating = np.array([0, 0, 1, 1, 2, 2, 3]), np.array([0.5, 0.5, 1.0, 0.5, 0.25, 0.25, 1])
+    counted = check_contrasts(pair, None, rating, only("acl"))
+    assert counted == {"n_contrastive_pairs": 3, "n_tied_pairs": 2}
+    assert check_contrasts(None, None, rating, only("mse")) == {}
 
 
-def test_contrasts_without_twos_are_an_error():
+def test_contrasts_without_contrastive_pairs_are_an_error():
     first, second, rating = BATCH.first, BATCH.second, BATCH.rating
     for name in ONE_BY_ONE:
         assert only(name).contrasts == (name in CONTRASTIVE)
         if name in CONTRASTIVE:
-            with pytest.raises(ValueError, match="twos are missing"):
+            with pytest.raises(ValueError, match="contrastive pairs are missing"):
                 objective(first, second, rating, only(name))
         else:
             alone = objective(first, second, rating, only(name))
@@ -465,15 +476,21 @@ NAMES = ["mse", "info_nce", "quadruplet", "cosent", "ranking"]
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        *(({name: -0.5}, f"{name} is -0.5; it must be at least 0") for name in [*NAMES, "margin"]),
-        *(({name: 2e6}, rf"{name} is 2e\+06.* at most 1,000,000") for name in [*NAMES, "margin"]),
-        ({"temperature": 0.0}, "temperature is 0; it must be at least 1e-06"),
-        ({"scale": 0.0}, "scale is 0; it must be at least 1e-06"),
-        ({"scale": -1.0}, "scale is -1;"),
-        ({"temperature": 1e7}, r"temperature is 1e\+07;.* at most 1,000,000"),
-        ({"mse": 0.0}, "mse, info_nce, quadruplet, cosent, ranking are all 0.*set one"),
-        ({"info_nce_form": "v2"}, "info_nce_form is 'v2'.*one of 'acl', 'v1', 'self-negatives'"),
-        ({"ties": "skip"}, "ties is 'skip'; it must be one of 'drop', 'keep', 'gap'"),
+        *(
+            ({name: -0.5}, f"'{name}' is -0.5: .*greater than or equal to 0")
+            for name in [*NAMES, "margin"]
+        ),
+        *(
+            ({name: 2e6}, f"'{name}' is 2000000.0: .*less than or equal to 1000000")
+            for name in [*NAMES, "margin"]
+        ),
+        ({"temperature": 0.0}, "'temperature' is 0.0: .*greater than or equal to 0.000001"),
+        ({"scale": 0.0}, "'scale' is 0.0: .*greater than or equal to 0.000001"),
+        ({"scale": -1.0}, "'scale' is -1.0:"),
+        ({"temperature": 1e7}, "'temperature' is 10000000.0: .*less than or equal to 1000000"),
+        ({"mse": 0.0}, "mse, cosent, ranking, info_nce, quadruplet are all 0.*set one"),
+        ({"info_nce_form": "v2"}, "'info_nce_form' is 'v2': .*'acl', 'v1' or 'self-negatives'"),
+        ({"ties": "skip"}, "'ties' is 'skip': .*'drop', 'keep' or 'gap'"),
         ({"tie": "drop"}, "unknown key 'tie'"),
         ({"mse": "1"}, "'mse' is '1'"),
         ({"mse": float("inf")}, "'mse' is"),
@@ -487,8 +504,8 @@ def test_bad_settings_are_refused(values, message):
 @pytest.mark.parametrize("name", [*NAMES, "margin", "temperature", "scale"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_settings_that_are_no_numbers_are_refused(name, value):
-    with pytest.raises(ValueError, match=f"{name} is {value}"):
-        ObjectiveSettings(**{name: value})
+    with pytest.raises(UserError, match=f"{name}. is "):
+        build(ObjectiveSettings, {name: value}, "test")
 
 
 @pytest.mark.parametrize("name", NAMES)

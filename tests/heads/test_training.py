@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from llmcond.arrays import rows_of
+from llmcond.arrays import as_matrix
 from llmcond.errors import UserError
-from llmcond.heads import Difference, Joined, Lookup, PairArrays, fit_recipe, load_recipe
-from llmcond.heads.networks import Batch, Network, Ops, Parameter, by_condition
+from llmcond.heads import Concatenated, Difference, Gathered, PairArrays, fit_recipe, load_recipe
+from llmcond.heads.fit import fit_by_gradient
+from llmcond.heads.hypernet import by_condition
+from llmcond.heads.linear import Linear
+from llmcond.heads.module import Batch, HeadModule, seeded
 from llmcond.heads.recipes import find_family
-from llmcond.heads.training import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,11 +41,11 @@ def fit(kind, pairs, dev=None, seed=0, **changes):
 
 
 def tensors(head):
-    return {name: value.tobytes() for name, value in head.fit.tensors.items()}
+    return {name: value.tobytes() for name, value in head.tensors.items()}
 
 
 def paired(n=120, u=7, seed=0, dtype=np.float32):
-    """Rows in twos, of values that 16 bits hold."""
+    """Rows in contrastive pairs, of values that 16 bits hold."""
     rng = np.random.default_rng(seed)
     first, second = rng.normal(size=(2, n, DIM)).astype(np.float16).astype(dtype)
     table = rng.normal(size=(u, DIM_C)).astype(np.float16).astype(dtype)
@@ -75,8 +77,8 @@ VARIANTS = {
     "two members": ("hypernet", {**HYPER, "members": 2}),
 }
 
-NETWORKS = {
-    kind: find_family(kind, "test").network
+FAMILIES = {
+    kind: find_family(kind, "test")[1]
     for kind in ("hadamard", "concat", "hypernet", "hypernet-ablation")
 }
 
@@ -131,15 +133,12 @@ def bits_of_gradients(name):
         # Most rows have the condition in the middle, which is cut into many pieces.
         which = torch.where(torch.arange(4_096) % 5 > 0, 20, torch.arange(4_096) % 41)
         weights = {"factor": torch.randn(41, 256, 64, generator=generator).requires_grad_()}
-        output = by_condition(x, which, [weights["factor"]], Ops())
+        output = by_condition(x, which, [weights["factor"]])
     else:
         changes = {"concat": {"dim": 256}, "hypernet-ablation": {"rank": 2}}.get(name, {})
-        network, chosen = NETWORKS[name], recipe(name, **changes).settings
-        weights = {
-            key: parameter.draw(generator).requires_grad_()
-            for key, parameter in network.parameters(chosen, 256, 32).items()
-        }
-        output = network.forward(weights, chosen, batch, Ops())
+        module, _ = seeded(lambda: FAMILIES[name](recipe(name, **changes).settings, 256, 32), 0)
+        weights = dict(module.named_parameters())
+        output = module.eval()(*batch)
     output.square().sum().backward()
     return b"".join(weight.grad.numpy().tobytes() for weight in weights.values())
 
@@ -166,9 +165,9 @@ def other_forms(dense):
         "float64": dense.astype(np.float64),
         "columns": np.asfortranarray(dense),
         "read-only": np.broadcast_to(dense, dense.shape),
-        "lookup": Lookup(table.astype(np.float16), place),
+        "gathered": Gathered(table.astype(np.float16), place),
         "difference": Difference(half, -half),
-        "joined": Joined([dense[:, :3], dense[:, 3:].astype(np.float16)]),
+        "concatenated": Concatenated([dense[:, :3], dense[:, 3:].astype(np.float16)]),
     }
 
 
@@ -182,11 +181,11 @@ def test_features_in_any_form_give_the_same_head(monkeypatch, name, form):
     changes = {**SHORT, **changes}
     expected = fit(kind, pairs, dev, **changes)
     held, dev_held = (
-        replace(one, first=other_forms(one.first)[form], second=rows_of(one.second, slice(None)))
+        replace(one, first=other_forms(one.first)[form], second=as_matrix(one.second).read())
         for one in (pairs, dev)
     )
     for bytes_made_dense in (2**29, 0):
-        monkeypatch.setattr("llmcond.heads.training._DENSE_BYTES", bytes_made_dense)
+        monkeypatch.setattr("llmcond.heads.batches._DENSE_BYTES", bytes_made_dense)
         found = fit(kind, held, dev_held, **changes)
         assert tensors(found) == tensors(expected)
         assert found.fit.record == expected.fit.record
@@ -198,9 +197,9 @@ def test_differences_that_16_bits_do_not_hold_are_not_rounded(monkeypatch, bytes
     made = {
         side: Difference(getattr(pairs, side), getattr(other, side)) for side in ("first", "second")
     }
-    dense = {side: rows_of(matrix, slice(None)) for side, matrix in made.items()}
+    dense = {side: as_matrix(matrix).read() for side, matrix in made.items()}
     assert (dense["first"] != dense["first"].astype(np.float16)).any()
-    monkeypatch.setattr("llmcond.heads.training._DENSE_BYTES", bytes_made_dense)
+    monkeypatch.setattr("llmcond.heads.batches._DENSE_BYTES", bytes_made_dense)
     heads = [fit("linear", replace(pairs, **sides), **SHORT, dim=4) for sides in (made, dense)]
     assert tensors(heads[0]) == tensors(heads[1])
 
@@ -213,8 +212,8 @@ def test_conditions_in_any_form_give_the_same_head_but_for_rounding(name, form):
     expected = fit(kind, pairs, dev, **changes)
     held = replace(pairs, condition=other_forms(pairs.condition)[form])
     found = fit(kind, held, dev, **changes)
-    for key, value in expected.fit.tensors.items():
-        np.testing.assert_allclose(found.fit.tensors[key], value, rtol=1e-3, atol=1e-4)
+    for key, value in expected.tensors.items():
+        np.testing.assert_allclose(found.tensors[key], value, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -223,10 +222,10 @@ def test_conditions_in_any_form_give_the_same_head_but_for_rounding(name, form):
         "columns",
         "read-only",
         "difference",
-        "joined",
+        "concatenated",
         "float16",
         "float64",
-        "lookup",
+        "gathered",
         "taken",
     ],
 )
@@ -237,11 +236,11 @@ def test_conditions_in_any_form_give_the_same_head(name, form):
     expected = fit(kind, pairs, **{**SHORT, **changes})
     if form == "taken":
         held = pairs.take(np.arange(len(pairs)))
-    elif form == "lookup":
+    elif form == "gathered":
         _, first, number = np.unique(
             pairs.condition, axis=0, return_index=True, return_inverse=True
         )
-        held = replace(pairs, condition=Lookup(pairs.condition[first][::-1], 6 - number.ravel()))
+        held = replace(pairs, condition=Gathered(pairs.condition[first][::-1], 6 - number.ravel()))
     else:
         held = replace(pairs, condition=other_forms(pairs.condition)[form])
     assert tensors(fit(kind, held, **{**SHORT, **changes})) == tensors(expected)
@@ -255,16 +254,28 @@ class Spy:
 
     def __init__(self):
         self.batches, self.scored, self.weights, self.ends = [], [], [], []
-        self.network = Network(self._parameters, self._forward)
 
-    def _parameters(self, settings, dim, dim_c):
-        return {"weight": Parameter((settings.dim, dim), dim), "other": Parameter((3, 50), 50)}
+    @property
+    def family(self):
+        spy = self
 
-    def _forward(self, weights, settings, batch, ops):
-        if not self.weights:
-            self.weights.append({name: one.detach().clone() for name, one in weights.items()})
-        (self.batches if ops.training else self.scored).append(batch)
-        return batch.x @ weights["weight"].to(batch.x.dtype).T
+        class Seen(HeadModule):
+            multiplies_in_bfloat16 = True
+
+            def __init__(self, settings, dim_in, dim_condition):
+                super().__init__(settings, dim_in, dim_condition)
+                self.add_weight("weight", (settings.dim, dim_in), dim_in)
+                self.add_weight("other", (3, 50), 50)
+
+            def forward(self, *batch):
+                if not spy.weights:
+                    spy.weights.append(
+                        {name: one.clone() for name, one in self.state_dict().items()}
+                    )
+                (spy.batches if self.training else spy.scored).append(Batch(*batch))
+                return batch[0] @ self.weight.to(batch[0].dtype).T
+
+        return Seen
 
     def rows(self, batches=None):
         """The rows of each batch, as both sides name them."""
@@ -288,10 +299,23 @@ def spied(pairs, dev=None, kind="linear", seed=0, **changes):
     """What a fit gave to its network."""
     spy = Spy()
     chosen = recipe(kind, **{**SHORT, "dim": 2, "learning_rate": 1e-6, **changes}).settings
-    spy.fit = train(
-        spy.network, pairs, dev, chosen, seed, lambda *_: spy.ends.append(len(spy.batches))
+    spy.head, spy.fit = fit_by_gradient(
+        spy.family, chosen, pairs, dev, seed, lambda *_: spy.ends.append(len(spy.batches))
     )
     return spy
+
+
+def objective(function):
+    """An objective that is a function of embeddings, ratings and what else is told of a batch."""
+
+    class Told(torch.nn.Module):
+        def __init__(self, settings):
+            super().__init__()
+
+        def forward(self, first, second, rating, batch):
+            return function(first, second, rating, batch)
+
+    return Told
 
 
 def epochs_of(spy):
@@ -317,9 +341,9 @@ def on_disk(pairs, folder):
 @pytest.fixture
 def short_runs(monkeypatch):
     """Files are read five neighbouring rows at a time, and fifteen rows are shuffled."""
-    monkeypatch.setattr("llmcond.heads.training._RUN", 5)
-    monkeypatch.setattr("llmcond.heads.training._RUNS", 3)
-    monkeypatch.setattr("llmcond.heads.training._SCORED", 9)
+    monkeypatch.setattr("llmcond.heads.batches._BLOCK", 5)
+    monkeypatch.setattr("llmcond.heads.batches._BLOCKS", 3)
+    monkeypatch.setattr("llmcond.heads.batches._SCORED", 9)
 
 
 @pytest.mark.parametrize(("n", "size"), [(50, 8), (50, 50), (50, 64), (48, 8), (2, 1)])
@@ -359,25 +383,25 @@ def test_rows_from_disk_are_shuffled_by_runs(tmp_path, short_runs):
     assert len(set(together)) > 4
 
 
-@pytest.mark.parametrize("made", ["lookup", "difference", "joined", "taken"])
+@pytest.mark.parametrize("made", ["gathered", "difference", "concatenated", "taken"])
 def test_what_is_made_of_files_is_read_in_its_own_rows(tmp_path, short_runs, made):
     pairs = named(40)
     held = on_disk(pairs, tmp_path)
     order = np.random.default_rng(0).permutation(40)
     zeros = np.zeros_like(pairs.first)
     made_of = {
-        "lookup": lambda side: Lookup(side, order),
+        "gathered": lambda side: Gathered(side, order),
         "difference": lambda side: Difference(side, zeros),
-        "joined": lambda side: Joined([side[:, :1], side[:, 1:]]),
+        "concatenated": lambda side: Concatenated([side[:, :1], side[:, 1:]]),
         "taken": lambda side: side,
     }[made]
     held = replace(held, first=made_of(held.first), second=made_of(held.second))
     if made == "taken":
         held = held.take(order)
-    expected = pairs.take(order) if made in ("lookup", "taken") else pairs
+    expected = pairs.take(order) if made in ("gathered", "taken") else pairs
     spy = spied(held, batch_size=8, epochs=1)
     seen = torch.cat([batch.x[: len(batch.x) // 2] for batch in spy.batches])
-    dense = torch.tensor(rows_of(expected.first, slice(None)))
+    dense = torch.tensor(as_matrix(expected.first).read())
     assert torch.equal(seen[seen[:, 0].argsort()], dense[dense[:, 0].argsort()])
 
 
@@ -409,31 +433,33 @@ def test_rows_keep_their_ratings_and_conditions(tmp_path, short_runs, form):
     n, seen = 37, []
     table = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
     which = np.random.default_rng(1).integers(5, size=n)
-    pairs = named(n, condition=Lookup(table, which))
+    pairs = named(n, condition=Gathered(table, which))
     pairs = replace(pairs, rating=np.arange(n) / n)
     pairs = on_disk(pairs, tmp_path) if form == "disk" else pairs
 
-    def spy(first, second, rating, chosen, twos):
+    def spy(first, second, rating, batch):
         seen.append(rating.numpy() * n)
         return (first - second).square().mean()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmcond.heads.training.objective", spy)
+        patch.setattr("llmcond.heads.fit.Objective", objective(spy))
         found = spied(pairs, batch_size=10, batches="conditions")
     assert len(seen) == len(found.batches)
     for batch, rows, rating in zip(found.batches, found.rows(), seen, strict=True):
         np.testing.assert_allclose(rating, rows, atol=1e-3)
         expected = table[which[rows]]
-        np.testing.assert_array_equal(batch.c[batch.which].numpy(), np.tile(expected, (2, 1)))
-        assert len(batch.c) == len(np.unique(which[rows]))
+        np.testing.assert_array_equal(
+            batch.condition[batch.which].numpy(), np.tile(expected, (2, 1))
+        )
+        assert len(batch.condition) == len(np.unique(which[rows]))
 
 
-@pytest.mark.parametrize("form", ["plain", "lookup"])
+@pytest.mark.parametrize("form", ["plain", "gathered"])
 @pytest.mark.parametrize("size", [1, 7, 16, 100])
 def test_batches_of_conditions_keep_equal_conditions_adjacent(form, size):
     which = np.random.default_rng(0).integers(9, size=60)
     table = np.random.default_rng(1).normal(size=(9, 4)).astype(np.float32)
-    condition = Lookup(table, which) if form == "lookup" else table[which]
+    condition = Gathered(table, which) if form == "gathered" else table[which]
     spy = spied(named(60, condition=condition), batches="conditions", batch_size=size)
     orders = []
     for rows in epochs_of(spy):
@@ -460,16 +486,16 @@ CONTRASTING = {"mse": 0.0, "info_nce": 1.0}
 
 @settings(deadline=None, max_examples=30)
 @given(pairs_of_rows(), st.integers(2, 9))
-def test_twos_are_never_parted(pair, size):
+def test_contrastive_pairs_are_never_parted(pair, size):
     n = len(pair)
     spy = spied(named(n, pair=pair), batch_size=size, **CONTRASTING)
     for rows in epochs_of(spy):
         assert sorted(flat(rows)) == list(range(n))
         assert max(len(batch) for batch in rows) <= size
-        assert_twos_are_whole(rows, pair)
+        assert_contrastive_pairs_are_whole(rows, pair)
 
 
-def assert_twos_are_whole(rows, pair):
+def assert_contrastive_pairs_are_whole(rows, pair):
     """Both rows of a pair are in one batch, one behind the other as they were given."""
     for batch in rows:
         for row in batch:
@@ -477,29 +503,29 @@ def assert_twos_are_whole(rows, pair):
             assert batch[batch.index(mates[0]) :][: len(mates)] == mates.tolist()
 
 
-def test_twos_are_not_parted_by_batches_of_one_row():
+def test_contrastive_pairs_are_not_parted_by_batches_of_one_row():
     pair = np.repeat(np.arange(6), 2)
     spy = spied(named(12, pair=pair), batch_size=1, **CONTRASTING)
     for rows in epochs_of(spy):
-        assert_twos_are_whole(rows, pair)
+        assert_contrastive_pairs_are_whole(rows, pair)
 
 
-def test_twos_from_disk_are_kept_together_where_runs_hold_them_whole(
+def test_contrastive_pairs_from_disk_are_kept_together_where_runs_hold_them_whole(
     tmp_path, short_runs, monkeypatch
 ):
-    monkeypatch.setattr("llmcond.heads.training._RUN", 4)
+    monkeypatch.setattr("llmcond.heads.batches._BLOCK", 4)
     pair = np.repeat(np.arange(25), 2)
     spy = spied(on_disk(named(50, pair=pair), tmp_path), batch_size=6, **CONTRASTING)
     for rows in epochs_of(spy):
         assert sorted(flat(rows)) == list(range(50))
-        assert_twos_are_whole(rows, pair)
+        assert_contrastive_pairs_are_whole(rows, pair)
 
 
-def test_twos_from_disk_are_kept_together_across_runs(tmp_path, short_runs):
+def test_contrastive_pairs_from_disk_are_kept_together_across_runs(tmp_path, short_runs):
     pair = np.repeat(np.arange(25), 2)
     spy = spied(on_disk(named(50, pair=pair), tmp_path), batch_size=6, **CONTRASTING)
     for rows in epochs_of(spy):
-        assert_twos_are_whole(rows, pair)
+        assert_contrastive_pairs_are_whole(rows, pair)
 
 
 def test_the_last_run_on_disk_may_lose_its_only_row_to_the_one_before(tmp_path, short_runs):
@@ -509,39 +535,39 @@ def test_the_last_run_on_disk_may_lose_its_only_row_to_the_one_before(tmp_path, 
         spy = spied(on_disk(named(16, pair=pair), tmp_path), seed=seed, **CONTRASTING)
         for rows in epochs_of(spy):
             assert sorted(flat(rows)) == list(range(16))
-            assert_twos_are_whole(rows, pair)
+            assert_contrastive_pairs_are_whole(rows, pair)
 
 
-def test_the_twos_of_a_batch_are_told_to_the_objective():
+def test_the_contrastive_pairs_of_a_batch_are_told_to_the_objective():
     pair = np.array([3, 3, 1, 0, 0, 2, 2, 5, 4, 4, 3, 3])  # the first one occurs again
     seen = []
 
-    def spy(first, second, rating, chosen, twos):
-        seen.append(twos)
+    def spy(first, second, rating, batch):
+        seen.append(batch.contrastive)
         return (first - second).square().mean()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmcond.heads.training.objective", spy)
+        patch.setattr("llmcond.heads.fit.Objective", objective(spy))
         found = spied(named(12, pair=pair), batch_size=4, **CONTRASTING)
-    for rows, twos in zip(found.rows(), seen, strict=True):
-        named_twos = {tuple(rows[place] for place in two) for two in twos.tolist()}
+    for rows, contrastive_pairs in zip(found.rows(), seen, strict=True):
+        named_twos = {tuple(rows[place] for place in two) for two in contrastive_pairs.tolist()}
         known = [(0, 1), (3, 4), (5, 6), (8, 9), (10, 11)]
         assert named_twos == {two for two in known if two[0] in rows}
 
 
-def test_twos_are_kept_together_whatever_batches_says():
+def test_contrastive_pairs_are_kept_together_whatever_batches_says():
     """Objectives that contrast go before ``batches``; without them pairs are not looked at."""
     table = np.eye(4, dtype=np.float32)
     pair = np.repeat(np.arange(20), 2)
     pairs = named(40, condition=table[np.arange(40) % 4], pair=pair)
     for rows in epochs_of(spied(pairs, batches="conditions", batch_size=6, **CONTRASTING)):
-        assert_twos_are_whole(rows, pair)
+        assert_contrastive_pairs_are_whole(rows, pair)
     parted = epochs_of(spied(pairs, batch_size=6))
     assert any(len(set(pair[batch])) > 3 for rows in parted for batch in rows)
 
 
 def test_rows_are_scored_without_dropout_in_their_own_order(monkeypatch):
-    monkeypatch.setattr("llmcond.heads.training._SCORED", 9)
+    monkeypatch.setattr("llmcond.heads.batches._SCORED", 9)
     spy = spied(named(20), named(30, seed=1), dropout=0.5)
     assert flat(spy.rows(spy.scored)) == list(range(30)) * 3
     assert [len(batch) for batch in spy.rows(spy.scored)] == [9, 9, 9, 3] * 3
@@ -602,13 +628,13 @@ def test_weights_start_within_what_their_inputs_say(kind, changes, fan_in):
     """After one step so small that it moves none of them."""
     tiny = {"epochs": 1, "batch_size": 120, "learning_rate": 1e-12}
     head = fit(kind, paired(), **{**tiny, **changes})
-    assert set(head.fit.tensors) == set(fan_in)
-    for name, value in head.fit.tensors.items():
+    assert set(head.tensors) == set(fan_in)
+    for name, value in head.tensors.items():
         assert np.abs(value).max() <= fan_in[name] ** -0.5 + 1e-6
         # So that a bound that is too narrow shows, wherever there are enough values to tell.
         if value.size >= 24:
             assert np.abs(value).max() > 0.8 * fan_in[name] ** -0.5
-    sizes = sum(value.size for value in head.fit.tensors.values())
+    sizes = sum(value.size for value in head.tensors.values())
     assert head.fit.record["n_parameters"] == sizes
 
 
@@ -617,17 +643,24 @@ def test_a_step_is_that_of_adam_with_decoupled_decay(decay):
     """The first step of Adam is as long as the learning rate in every direction."""
     values = {"epochs": 1, "batch_size": 120, "dropout": 0.0, "learning_rate": 0.01}
     head = fit("linear", paired(), dim=4, **values, weight_decay=decay)
-    start = Parameter((4, DIM), DIM).draw(torch.Generator().manual_seed(0)).numpy()
-    step = head.fit.tensors["weight"] - start * (1 - 0.01 * decay)
+    start = torch.empty(4, DIM).uniform_(-1, 1, generator=torch.Generator().manual_seed(0))
+    start = start.numpy() / DIM**0.5
+    step = head.tensors["weight"] - start * (1 - 0.01 * decay)
     np.testing.assert_allclose(np.abs(step), 0.01, rtol=1e-3)
+
+
+def dropping(share, seed=0):
+    """A head that drops units, as while it is trained."""
+    module = Linear(recipe("linear", dim=4, dropout=share).settings, DIM)
+    module.seed_dropout(seed)
+    return module.train()
 
 
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.5, 0.9])
 def test_dropout_drops_its_share_and_makes_up_for_it(share):
-    ops = Ops(share, np.random.default_rng(0))
-    assert ops.training
+    module = dropping(share)
     values = torch.full((400, 500), 3.0)
-    dropped = ops.dropout(values)
+    dropped = module.dropout(values)
     kept = dropped != 0
     assert kept.float().mean().item() == pytest.approx(1 - share, abs=0.005)
     torch.testing.assert_close(dropped[kept], (values / (1 - share))[kept], rtol=1e-3, atol=0)
@@ -636,26 +669,26 @@ def test_dropout_drops_its_share_and_makes_up_for_it(share):
     for dim in (0, 1):
         shares = kept.float().mean(dim=dim)
         assert shares.std() < 4 * (share * (1 - share) / 400) ** 0.5
-    assert not torch.equal(ops.dropout(values) != 0, kept)
+    assert not torch.equal(module.dropout(values) != 0, kept)
 
 
 def test_dropped_units_have_no_gradient_and_others_have_more():
     values = torch.ones(50, 40).requires_grad_()
-    dropped = Ops(0.25, np.random.default_rng(0)).dropout(values)
+    dropped = dropping(0.25).dropout(values)
     dropped.sum().backward()
     torch.testing.assert_close(values.grad, dropped.detach())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_dropout_keeps_the_type_of_values(dtype):
-    assert Ops(0.5, np.random.default_rng(0)).dropout(torch.ones(3, 2, dtype=dtype)).dtype == dtype
+    assert dropping(0.5).dropout(torch.ones(3, 2, dtype=dtype)).dtype == dtype
 
 
 def test_nothing_is_dropped_outside_of_training_or_where_the_share_is_none():
     values = torch.randn(20, 30)
-    assert not Ops(0.5).training
-    assert Ops(0.5).dropout(values) is values
-    assert Ops(0.0, np.random.default_rng(0)).dropout(values) is values
+    assert dropping(0.5).eval().dropout(values) is values
+    assert dropping(0.0).dropout(values) is values
+    assert dropping(0.5, seed=None).dropout(values) is not values
 
 
 def test_dropout_of_nearly_all_is_no_error():
@@ -677,19 +710,18 @@ MASKED = [
 @pytest.mark.parametrize(("kind", "changes"), MASKED)
 def test_masks_are_shared_by_the_rows_of_a_condition_or_each_row_has_its_own(kind, changes, masks):
     """Equal rows under equal conditions: what differs between them is what was dropped."""
-    network, chosen = NETWORKS[kind], recipe(kind, **changes, masks=masks).settings
-    generator = torch.Generator().manual_seed(0)
-    parameters = network.parameters(chosen, DIM, 64)
-    weights = {name: parameter.draw(generator) for name, parameter in parameters.items()}
+    chosen = recipe(kind, **changes, masks=masks, dropout=0.5).settings
+    module, _ = seeded(lambda: FAMILIES[kind](chosen, DIM, 64), 0)
+    module.seed_dropout(0)
     # Of concatenations, the sentence is dropped row by row in any case.
     x = torch.zeros(8, DIM) if kind == "concat" else torch.ones(8, DIM)
     batch = Batch(x, torch.ones(2, 64), torch.arange(8) % 2)
-    output = network.forward(weights, chosen, batch, Ops(0.5, np.random.default_rng(0)))
+    output = module.train()(*batch).detach()
     distinct = {tuple(np.round(row, 4)) for row in output.tolist()}
     assert len(distinct) == (2 if masks == "shared" else 8)
     if masks == "shared":
         torch.testing.assert_close(output[:2].repeat(4, 1), output)
-    plain = network.forward(weights, chosen, batch, Ops())
+    plain = module.eval()(*batch)
     torch.testing.assert_close(plain[:1].expand_as(plain), plain)
 
 
@@ -699,17 +731,15 @@ def test_the_two_sentences_of_a_row_see_the_condition_through_masks_as_set(kind,
     """In a fit, of pairs whose two sentences have the same features."""
     seen = []
 
-    def forward(weights, chosen, batch, ops):
-        if kind == "concat":
-            batch = replace(batch, x=torch.zeros_like(batch.x))
-        seen.append(NETWORKS[kind].forward(weights, chosen, batch, ops))
-        return seen[-1]
+    class Seen(FAMILIES[kind]):
+        def forward(self, x, condition, which):
+            seen.append(super().forward(x * 0 if kind == "concat" else x, condition, which))
+            return seen[-1]
 
     pairs = paired()
     pairs = replace(pairs, second=pairs.first)
     chosen = recipe(kind, **{**SHORT, **changes}, masks=masks).settings
-    network = Network(NETWORKS[kind].parameters, forward)
-    train(network, pairs, None, chosen, 0, quiet)
+    fit_by_gradient(Seen, chosen, pairs, None, 0, quiet)
     for output in seen:
         first, second = output.detach().reshape(2, len(output) // 2, -1)
         alike = torch.isclose(first, second, rtol=1e-4, atol=1e-6).all(dim=1)
@@ -753,12 +783,12 @@ def test_loss_of_an_epoch_is_the_mean_over_rows():
     pairs = paired(100)
     losses = []
 
-    def summed(first, second, rating, chosen, twos):
+    def summed(first, second, rating, batch):
         losses.append((len(rating), float(rating.sum())))
         return first.sum() * 0 + rating.sum()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmcond.heads.training.objective", summed)
+        patch.setattr("llmcond.heads.fit.Objective", objective(summed))
         head = fit("linear", pairs, dim=4, epochs=1, batch_size=32)
     assert [rows for rows, _ in losses] == [32, 32, 32, 4]
     expected = sum(rows * loss for rows, loss in losses) / 100
@@ -778,12 +808,12 @@ def test_loss_of_an_epoch_is_the_mean_over_rows():
 def test_large_heads_are_fitted_in_bfloat16_where_the_cpu_has_it(
     monkeypatch, precision, native, large, expected
 ):
-    monkeypatch.setattr("llmcond.heads.training.native_bfloat16", lambda: native)
-    monkeypatch.setattr("llmcond.heads.training._LARGE", 32 if large else 33)
+    monkeypatch.setattr("llmcond.heads.fit.native_bfloat16", lambda: native)
+    monkeypatch.setattr("llmcond.heads.fit._LARGE", 32 if large else 33)
     head = fit("linear", paired(), **SHORT, dim=4, precision=precision)
     assert head.fit.record["n_parameters"] == 32
     assert head.fit.record["precision"] == expected
-    assert head.fit.tensors["weight"].dtype == np.float32
+    assert head.tensors["weight"].dtype == np.float32
 
 
 @pytest.mark.parametrize("kind", ["linear", "hypernet"])
@@ -817,7 +847,7 @@ def test_one_vector_that_differs_is_enough(monkeypatch, side):
 
 
 @pytest.mark.parametrize("weights", [{"info_nce": 1.0}, {"quadruplet": 1.0}, CONTRAST])
-def test_contrasts_without_twos_are_refused(weights):
+def test_contrasts_without_contrastive_pairs_are_refused(weights):
     changes = {**SHORT, **HYPER, **weights}
     with pytest.raises(UserError, match=r"no pairs were given: PairArrays\(\.\.\., pair=\.\.\.\)"):
         fit("hypernet", replace(paired(), pair=None), **changes)
@@ -840,15 +870,15 @@ def test_pairs_are_not_asked_for_by_other_objectives():
     expected = fit("hypernet", replace(paired(), pair=None), **changes)
     found = fit("hypernet", replace(paired(), pair=np.zeros(120, dtype=int)), **changes)
     assert tensors(found) == tensors(expected)
-    assert "n_twos" not in found.fit.record
+    assert "n_contrastive_pairs" not in found.fit.record
 
 
-def test_twos_and_ties_are_counted():
+def test_contrastive_pairs_and_ties_are_counted():
     pairs = paired()
     pair = np.concatenate([np.arange(100) // 2, np.arange(100, 120)])
     record = fit("hypernet", replace(pairs, pair=pair), **{**SHORT, **HYPER, **CONTRAST}).fit.record
     tied = pairs.rating[:100:2] == pairs.rating[1:100:2]
-    assert (record["n_twos"], record["n_tied_twos"]) == (50, tied.sum())
+    assert (record["n_contrastive_pairs"], record["n_tied_pairs"]) == (50, tied.sum())
     assert 0 < tied.sum() < 50
 
 
@@ -874,7 +904,7 @@ def planted(n, seed):
     one, other = first * (counts + 0.3), second * (counts + 0.3)
     norms = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
     rating = (1 + (one * other).sum(axis=1) / norms) / 2
-    condition = Lookup(np.eye(3, 5, dtype=np.float32), which)
+    condition = Gathered(np.eye(3, 5, dtype=np.float32), which)
     features = first.astype(np.float32), second.astype(np.float32)
     return PairArrays(*features, rating, condition, np.arange(n) // 2)
 
@@ -889,7 +919,7 @@ def dev_score(head, dev):
 
 
 def order_of_twos(head, pairs):
-    """The share of twos whose similarities have the order of their ratings."""
+    """The share of contrastive_pairs whose similarities have the order of their ratings."""
     found = similarity(head, pairs)
     return float(((found[::2] - found[1::2]) * (pairs.rating[::2] - pairs.rating[1::2]) > 0).mean())
 

@@ -1,45 +1,19 @@
-"""Choosing a device, and the fastest number type that it computes natively."""
+"""The fastest number type that a device computes natively."""
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 import torch
 
 from llmcond.encoders.spec import Dtype
-from llmcond.errors import UserError
-from llmcond.system import local_rank, native_bfloat16
+from llmcond.system import native_bfloat16
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-
-def choose_device(device: str) -> str:
-    """Return ``cpu`` or ``cuda:N`` for ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-
-    Raises:
-        UserError: another name, or a device that this machine lacks.
-    """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        return "cpu"
-    match = re.fullmatch(r"cuda(?::(\d+))?", device)
-    if match is None:
-        raise UserError(f"device is {device!r}. Legal: auto, cpu, cuda, cuda:N.")
-    count = torch.cuda.device_count()
-    # Of several processes that were launched together, each takes a GPU of its own.
-    index = int(match[1]) if match[1] else local_rank() % max(1, count)
-    if index >= count:
-        raise UserError(
-            f"device is {device!r}, but PyTorch sees {count} CUDA devices here. Use --device cpu, "
-            "or install a CUDA build of PyTorch."
-        )
-    return f"cuda:{index}"
 
 
 def choose_dtype(dtype: Literal["auto"] | Dtype, device: str) -> Dtype:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.arrays import rows_of
+from llmcond.arrays import as_matrix
 from llmcond.data.rows import Rows
 from llmcond.evaluation.isotropy import MOST_VECTORS, measure_isotropy
 from llmcond.evaluation.results import ComparedResult, Result
@@ -89,7 +89,7 @@ def _isotropy(run: Run, prompts: Sequence[Prompt], rows: Rows) -> list[dict[str,
         features = RowFeatures(rows, store)
         for zeroshot in zeroshots(prompt):
             pairs = features.pairs(zeroshot.view).take(rated)
-            sides = [rows_of(side, slice(None)) for side in (pairs.first, pairs.second)]
+            sides = [as_matrix(side).read() for side in (pairs.first, pairs.second)]
             about = {"head": "none", "prompt": prompt.name, "subtract": zeroshot.view.subtracts}
             measured = measure_isotropy(zeroshot.name, np.concatenate(sides))
             found.append({**measured, **about})

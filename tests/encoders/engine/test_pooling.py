@@ -13,7 +13,7 @@ from llmcond.encoders.checkpoints.settings import Settings, pooling_of
 from llmcond.encoders.known import find_model
 from llmcond.errors import UserError
 from llmcond.runs import open_run
-from llmcond.workflows import extract
+from llmcond.workflows.extract import extract
 
 SOURCE = """
 def own_mean(hidden, counted):

@@ -1,0 +1,201 @@
+"""Rows as batches for a head: shuffled for training, in order for scoring, read as needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from llmcond.arrays import Dense, Matrix, as_matrix
+from llmcond.heads.module import Batch
+from llmcond.heads.objectives import adjacent_pairs, runs
+from llmcond.heads.sampler import GroupSampler, Positions
+
+if TYPE_CHECKING:
+    from llmcond.heads.base import PairArrays
+    from llmcond.heads.settings import TrainingSettings
+
+#: Features that are computed or gathered are made plain arrays if these take no more bytes.
+_DENSE_BYTES = 2**29
+#: From disk, so many adjacent rows are read at a time, and so many of those blocks are shuffled.
+_BLOCK, _BLOCKS = 512, 16
+#: Rows scored at a time.
+_SCORED = 4_096
+
+
+class SharedConditions:
+    """The conditions of rows, each distinct one read once a batch."""
+
+    def __init__(self, vectors: Matrix | None) -> None:
+        """Take (n, dim_c); None where the head takes none."""
+        self._vectors = vectors
+        self._first: Positions | None = None
+        self.which: Positions | None = None
+        if vectors is not None:
+            self._first, self.which = vectors.unique()
+
+    def batch(self, sides: list[Matrix], rows: Any, dtype: torch.dtype) -> Batch:
+        """Return rows of several matrices, one below the other, with their conditions."""
+        parts = [_tensor(side, rows, dtype) for side in sides]
+        x = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self._vectors is None or self._first is None or self.which is None:
+            return Batch(x)
+        distinct, which = np.unique(self.which[rows], return_inverse=True)
+        condition = _tensor(self._vectors, self._first[distinct], torch.float32)
+        return Batch(x, condition, torch.from_numpy(which.reshape(-1)).repeat(len(parts)))
+
+
+def _tensor(matrix: Matrix, rows: Any, dtype: torch.dtype) -> Tensor:
+    found = np.asarray(matrix[rows])
+    # torch takes no array that cannot be written, or stands backwards in memory.
+    plain = found.flags.writeable and found.flags.c_contiguous
+    return torch.from_numpy(found if plain else found.copy(order="C")).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class RatedRows:
+    """A batch as training takes it: first sentences, then second ones.
+
+    Attributes:
+        batch: of 2 n rows.
+        rating: (n,) float32.
+        pair: (n,) int64 the sentence pair of each row, if there are any.
+        contrastive: (p, 2) positions of the contrastive pairs, where objectives need them.
+    """
+
+    batch: Batch
+    rating: Tensor
+    pair: Tensor | None
+    contrastive: Tensor | None
+
+
+class Loader:
+    """Rows in batches; what lies on disk is read as it is needed.
+
+    Attributes:
+        steps: batches of the last epoch.
+        rating: (n,) of all rows.
+    """
+
+    def __init__(
+        self,
+        pairs: PairArrays,
+        settings: TrainingSettings,
+        generator: torch.Generator,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._settings, self._generator = settings, generator
+        self._dtype, self._device = dtype, device
+        self._sides = [as_matrix(pairs.first), as_matrix(pairs.second)]
+        self._streams = any(side.on_disk for side in self._sides)
+        if not self._streams:
+            self._sides = [_dense(side) for side in self._sides]
+        condition = pairs.condition
+        self._conditions = SharedConditions(None if condition is None else as_matrix(condition))
+        self.rating = pairs.rating
+        self._targets = pairs.rating.astype(np.float32)
+        self._pair = pairs.pair
+        # A sentence pair that occurs again elsewhere is another contrastive pair.
+        self._run = runs(pairs.pair) if settings.contrasts and pairs.pair is not None else None
+        self.steps = -(-len(pairs) // settings.batch_size)
+
+    def shuffled(self) -> Iterator[RatedRows]:
+        """Yield batches of all rows in a new order."""
+        self.steps = 0
+        for sides, rows in self._parts():
+            for positions in self._cut(rows):
+                chosen = rows[positions]
+                self.steps += 1
+                batch = self._conditions.batch(sides, chosen, self._dtype)
+                yield RatedRows(
+                    batch.to(self._device),
+                    torch.from_numpy(self._targets[chosen]).to(self._device),
+                    self._of_rows(self._pair, chosen),
+                    None
+                    if self._run is None
+                    else torch.from_numpy(adjacent_pairs(self._run[chosen])).to(self._device),
+                )
+
+    def _of_rows(self, values: Positions | None, rows: Positions) -> Tensor | None:
+        return None if values is None else torch.from_numpy(values[rows]).to(self._device)
+
+    def in_order(self) -> Iterator[Batch]:
+        """Yield batches of all rows as they stand."""
+        for start in range(0, len(self.rating), _SCORED):
+            rows = np.arange(start, min(start + _SCORED, len(self.rating)))
+            yield self._conditions.batch(self._sides, rows, self._dtype).to(self._device)
+            if self._streams:
+                self._release()
+
+    def _parts(self) -> Iterator[tuple[list[Matrix], Positions]]:
+        """Yield matrices, and rows of them, that are shuffled among each other."""
+        n = len(self.rating)
+        if not self._streams:
+            yield self._sides, np.arange(n)
+            return
+        begins = np.arange(0, n, _BLOCK)
+        if self._run is not None:
+            # The second row of a contrastive pair goes with the first.
+            begins[1:] += self._run[begins[1:]] == self._run[begins[1:] - 1]
+            # The last block may have had that row only.
+            begins = begins[begins < n]
+        ends = np.append(begins[1:], n)
+        order = self._permutation(len(begins))
+        for start in range(0, len(order), _BLOCKS):
+            blocks = order[start : start + _BLOCKS]
+            rows = np.concatenate([np.arange(begins[block], ends[block]) for block in blocks])
+            # Adjacent rows are read at once, in their order on disk.
+            sides: list[Matrix] = [_Held(side, np.sort(rows)) for side in self._sides]
+            self._release()
+            yield sides, rows
+
+    def _release(self) -> None:
+        for side in self._sides:
+            side.release()
+
+    def _permutation(self, n: int) -> Positions:
+        drawn: Positions = torch.randperm(n, generator=self._generator).numpy()
+        return drawn
+
+    def _cut(self, rows: Positions) -> Iterator[Positions]:
+        """Yield positions in ``rows``, batch by batch, in a new order."""
+        size = self._settings.batch_size
+        if self._run is not None:
+            sampler = GroupSampler(self._run[rows])
+            yield from sampler.batches(self._permutation(len(sampler)), size)
+            return
+        if self._settings.batches == "conditions" and self._conditions.which is not None:
+            sampler = GroupSampler(self._conditions.which[rows])
+            order, _ = sampler.order(self._permutation(len(sampler)))
+        else:
+            order = self._permutation(len(rows))
+        yield from np.split(order, range(size, len(order), size))
+
+
+class _Held(Matrix):
+    """Some rows of a matrix, read at once, and found by their positions in all of it."""
+
+    def __init__(self, matrix: Matrix, rows: Positions) -> None:
+        self._array, self._rows = np.array(matrix[rows]), rows
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._array.shape
+
+    def __getitem__(self, rows: Any, /) -> NDArray[Any]:
+        found: NDArray[Any] = self._array[np.searchsorted(self._rows, rows)]
+        return found
+
+
+def _dense(matrix: Matrix) -> Matrix:
+    """Return a plain array of what is cheaper so: computed or gathered, and small."""
+    if matrix.parts and 4 * math.prod(matrix.shape) <= _DENSE_BYTES:
+        return Dense(matrix.read())
+    return matrix

@@ -1,0 +1,216 @@
+"""Fitting a supervised head on arrays: Adam, dropout, and the best epoch on dev."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from llmcond.errors import UserError
+from llmcond.heads.base import Fit, OnEpoch, PairArrays
+from llmcond.heads.batches import Loader
+from llmcond.heads.ensemble import Ensemble
+from llmcond.heads.module import HeadModule, count_parameters, seeded
+from llmcond.heads.objectives import Objective, RatedBatch, check_contrasts
+from llmcond.heads.settings import TrainingSettings
+from llmcond.metrics import spearman
+from llmcond.system import free_memory, native_bfloat16
+
+#: Heads of so many parameters are multiplied in bfloat16 where the device does that natively.
+_LARGE = 2**21
+#: Values in memory for each parameter: itself, its gradient, two moments of Adam, the best epoch.
+_COPIES = 5
+#: Between the seeds of an ensemble's heads: so far that seeds 0, 1, 2 ... share none.
+_SEED_STEP = 2**20
+
+_UNDEFINED = (
+    "the dev score is undefined (all ratings or all predictions there are equal), so it chose no "
+    "epoch: the last one is kept"
+)
+
+
+def fit_by_gradient(
+    family: type[HeadModule],
+    settings: TrainingSettings,
+    pairs: PairArrays,
+    dev: PairArrays | None,
+    seed: int,
+    on_epoch: OnEpoch,
+    device: str = "cpu",
+) -> tuple[HeadModule, Fit]:
+    """Fit a head, or each head of an ensemble; keep the weights of the best epoch on dev.
+
+    Every random number comes from generators of their own, so the same seed gives the same head on
+    the same machine. Features stay as they are given; float32 copies are made of a batch only.
+
+    Args:
+        family: what to fit.
+        settings: learning rate, epochs and so on.
+        pairs: what to fit on.
+        dev: what chooses the epoch; without it the last one is kept.
+        seed: of initialisation, dropout and order.
+        on_epoch: called after each epoch.
+        device: as PyTorch names it.
+
+    Returns:
+        The head, on the CPU, and how it went.
+
+    Raises:
+        UserError: parameters that do not fit into memory, rows that do not stand in contrastive
+            pairs for an objective that needs them, or a loss that became NaN or infinite.
+    """
+    seeds = [(seed + number * _SEED_STEP) % 2**32 for number in range(settings.members)]
+    fitted = [
+        _fit_one(family, settings, pairs, dev, own, on_epoch, torch.device(device)) for own in seeds
+    ]
+    if len(fitted) == 1:
+        return fitted[0]
+    curves = [{key: fit.record.get(key) for key in ("best_epoch", "curve")} for _, fit in fitted]
+    first = fitted[0][1]
+    module = Ensemble([module for module, _ in fitted]).finished()
+    return module, Fit({**first.record, "members": curves}, first.notes)
+
+
+def best_of(scores: Sequence[float | None]) -> int:
+    """Return the position of the best score on dev, the first of equal ones.
+
+    None is undefined, as where all similarities are equal, and never better than a score that is
+    defined; while none is, the last counts.
+    """
+    best = 0
+    for position, score in enumerate(scores):
+        known = scores[best]
+        if known is None or (score is not None and score > known):
+            best = position
+    return best
+
+
+def _fit_one(
+    family: type[HeadModule],
+    settings: TrainingSettings,
+    pairs: PairArrays,
+    dev: PairArrays | None,
+    seed: int,
+    on_epoch: OnEpoch,
+    device: torch.device,
+) -> tuple[HeadModule, Fit]:
+    dims = pairs.dim, pairs.dim_condition
+    n_parameters = count_parameters(family, settings, dims)
+    _check_memory(n_parameters, device)
+    (module, objective), generator = seeded(
+        lambda: (family(settings, *dims), Objective(settings)), seed
+    )
+    if not n_parameters:
+        note = "the head has no parameters, so nothing is fitted"
+        return module.finished(), Fit({"selected_on": None}, (note,))
+    module.seed_dropout(seed)
+    module.in_bfloat16 = _in_bfloat16(module, n_parameters, device)
+    module.to(device)
+    objective.to(device)
+    # One kernel for all of a step; decoupled decay of 0 is plain Adam.
+    optimiser = torch.optim.AdamW(
+        [*module.parameters(), *objective.parameters()],
+        lr=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+    counts = check_contrasts(pairs.pair, pairs.number, pairs.rating, settings)
+    half = torch.bfloat16 if module.in_bfloat16 else torch.float32
+    loader = Loader(pairs, settings, generator, half, device)
+    scorer = None if dev is None else Loader(dev, settings, generator, torch.float32, device)
+
+    best = {}
+    curve: list[dict[str, float | None]] = []
+    for epoch in range(1, settings.epochs + 1):
+        loss = _run_epoch(module, objective, loader, optimiser)
+        if not math.isfinite(loss):
+            raise UserError(
+                f"the loss became {loss} in epoch {epoch}. Lower learning_rate, to "
+                f"{settings.learning_rate / 10:g} or so."
+            )
+        score = math.nan if scorer is None else _dev_spearman(module, scorer)
+        defined = None if math.isnan(score) else score
+        curve.append({"epoch": epoch, "loss": loss, "dev_spearman": defined})
+        on_epoch(epoch, settings.epochs, score)
+        since = epoch - 1 - best_of([entry["dev_spearman"] for entry in curve])
+        if not since:
+            best = {name: value.clone() for name, value in module.state_dict().items()}
+        elif since >= settings.patience:
+            break
+    module.load_state_dict(best)
+    best_epoch = 1 + best_of([entry["dev_spearman"] for entry in curve])
+    selected = curve[best_epoch - 1]["dev_spearman"] is not None
+    record = {
+        "best_epoch": best_epoch,
+        "selected_on": "dev" if selected else None,
+        "n_parameters": n_parameters,
+        "steps_per_epoch": loader.steps,
+        "precision": "bfloat16" if module.in_bfloat16 else "float32",
+        **counts,
+        "curve": curve,
+    }
+    notes = () if selected or dev is None else (_UNDEFINED,)
+    if len(pairs) < settings.batch_size:
+        notes = (
+            *notes,
+            f"the {len(pairs):,} training rows fill no batch of {settings.batch_size:,}, so every "
+            "epoch is one step; lower batch_size for more",
+        )
+    return module.finished(), Fit(record, notes)
+
+
+def _check_memory(n_parameters: int, device: torch.device) -> None:
+    needed = 4 * _COPIES * n_parameters
+    free = free_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if needed > free:
+        raise UserError(
+            f"this head has {n_parameters:,} parameters, which take {needed / 2**30:,.1f} GiB to "
+            f"fit, and {free / 2**30:,.1f} GiB are free. Lower its dim, or its "
+            "rank if it has one."
+        )
+
+
+def _in_bfloat16(module: HeadModule, n_parameters: int, device: torch.device) -> bool:
+    precision = module.settings.precision
+    if not module.multiplies_in_bfloat16:
+        if precision == "bfloat16":
+            raise UserError("this head multiplies in float32 only; leave out precision=bfloat16.")
+        return False
+    if precision == "auto" and n_parameters >= _LARGE:
+        # Before compute capability 8.0 GPUs emulate it.
+        on_gpu = device.type == "cuda"
+        return torch.cuda.get_device_capability(device)[0] >= 8 if on_gpu else native_bfloat16()
+    return bool(precision == "bfloat16")
+
+
+def _run_epoch(
+    module: HeadModule, objective: Objective, loader: Loader, optimiser: torch.optim.Optimizer
+) -> float:
+    """Train on all rows; return the mean loss of a row."""
+    total, rows = None, 0
+    module.train()
+    for rated in loader.shuffled():
+        first, second = module(*rated.batch).chunk(2)
+        info = RatedBatch(module.similarity, rated.pair, rated.contrastive)
+        loss = objective(first, second, rated.rating, info)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        share = loss.detach() * len(rated.rating)
+        total = share if total is None else total + share
+        rows += len(rated.rating)
+    return float("nan" if total is None else total) / max(rows, 1)
+
+
+@torch.no_grad()
+def _dev_spearman(module: HeadModule, dev: Loader) -> float:
+    """Return the Spearman correlation of similarity and rating; NaN where it is undefined."""
+    module.eval()
+    in_bfloat16, module.in_bfloat16 = module.in_bfloat16, False
+    found = [module.similarity(*module(*batch).chunk(2)).cpu().numpy() for batch in dev.in_order()]
+    module.in_bfloat16 = in_bfloat16
+    if not found:
+        return math.nan
+    return spearman(np.concatenate(found).astype(np.float64), dev.rating)

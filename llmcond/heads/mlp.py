@@ -1,0 +1,54 @@
+"""The MLP of CASE, its weights shared by both sentences (section 3.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le
+from torch import Tensor
+
+from llmcond.heads.module import ACTIVATIONS, HeadModule
+from llmcond.heads.settings import Activation, SizedSettings, SizeOrNone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpSettings(SizedSettings):
+    """The MLP's settings.
+
+    Attributes:
+        hidden: width of the hidden layers; 0: as wide as the embeddings. CASE does not state it.
+        depth: layers, the last one included; 2 in CASE.
+        activation: ``relu`` as in CASE, ``gelu``, ``tanh`` or ``none``.
+        last: what stands behind the last layer: ``same`` as behind the others, as in CASE, or
+            ``none``: neither activation nor dropout.
+    """
+
+    hidden: SizeOrNone = 0
+    depth: Annotated[int, Ge(1), Le(16)] = 2
+    activation: Activation = "relu"
+    last: Literal["same", "none"] = "same"
+
+
+class Mlp(HeadModule):
+    """H = Dropout(ReLU(W1 e)), z = Dropout(ReLU(W2 h)) (CASE, equations 4 and 5)."""
+
+    Settings = MlpSettings
+    multiplies_in_bfloat16 = True
+
+    def __init__(self, settings: MlpSettings, dim_in: int, dim_condition: int = 0) -> None:
+        super().__init__(settings, dim_in, dim_condition)
+        hidden = settings.hidden or settings.dim
+        sizes = [dim_in, *[hidden] * (settings.depth - 1), settings.dim]
+        for number, (into, out) in enumerate(pairwise(sizes), start=1):
+            self.add_layer(f"weight{number}", out, into, bias=False)
+
+    def forward(self, x: Tensor, condition: Any = None, which: Any = None) -> Tensor:
+        """Return embeddings, (m, dim)."""
+        settings = self.settings
+        for number in range(1, settings.depth + 1):
+            x = self.affine(f"weight{number}", x)
+            if number < settings.depth or settings.last == "same":
+                x = self.dropout(ACTIVATIONS[settings.activation](x))
+        return x

@@ -1,0 +1,205 @@
+"""Heads as torch modules: what every family shares, and how a module is made and restored.
+
+A head of a user's own is a subclass of :class:`HeadModule` in a file of his, named by a recipe:
+``kind = "my_heads.py:GatedHead"``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from llmcond.errors import UserError
+
+if TYPE_CHECKING:
+    from llmcond.heads.base import Fit, PairArrays
+
+T = TypeVar("T")
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda values: values,
+    "relu": torch.relu,
+    "gelu": torch.nn.functional.gelu,
+    "tanh": torch.tanh,
+}
+
+
+class Batch(NamedTuple):
+    """What a head is applied to: ``module(*batch)``.
+
+    Attributes:
+        x: (m, dim) features of sentences.
+        condition: (u, dim_condition) features of the distinct conditions among them.
+        which: (m,) int64 the condition of each row.
+    """
+
+    x: Tensor
+    condition: Tensor | None = None
+    which: Tensor | None = None
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on a device."""
+        if device.type == "cpu":
+            return self
+        pinned = [None if part is None else part.pin_memory() for part in self]
+        moved = [None if part is None else part.to(device, non_blocking=True) for part in pinned]
+        return Batch(*moved)  # type: ignore[arg-type]
+
+
+class HeadModule(nn.Module):
+    """A head: features of sentences, and of conditions, to embeddings.
+
+    A subclass names its settings, registers parameters in ``__init__`` and defines
+    ``forward(x, condition, which)``: (m, dim_in) features, (u, dim_condition) features of the
+    distinct conditions and (m,) int64 the condition of each row -> (m, k) embeddings; condition and
+    which are None for heads that take none. ``__init__`` reads no parameter's values: to count its
+    parameters before there is memory for them, a module is also made on the meta device.
+
+    Attributes:
+        Settings: a frozen dataclass; its fields are the recipe's keys. Of supervised heads a
+            subclass of :class:`~llmcond.heads.settings.TrainingSettings`.
+        features: which features of a sentence it takes: ``joint`` e(s|c), ``separate`` e(s), or
+            ``both``. A setting of that name goes before.
+        conditioned: whether it takes the condition's own features e(c).
+        supervised: whether it learns from ratings, by gradient; else :meth:`solve` fits it.
+        is_identity: whether embeddings are the features as they are.
+        generates_matrices: whether it makes a matrix of each condition; see
+            :class:`~llmcond.heads.hypernet.Hypernet`.
+        multiplies_in_bfloat16: whether all products of sentences' features are made by
+            :meth:`product` or :meth:`batched_product`, so that they can be made in bfloat16.
+        settings: as the recipe has them.
+        dim_in: size of sentences' features.
+        dim_condition: size of conditions' features; 0 where there are none.
+    """
+
+    Settings: ClassVar[type[Any]]
+    features: ClassVar[str] = "joint"
+    conditioned: ClassVar[bool] = False
+    supervised: ClassVar[bool] = True
+    is_identity: ClassVar[bool] = False
+    generates_matrices: ClassVar[bool] = False
+    multiplies_in_bfloat16: ClassVar[bool] = False
+
+    def __init__(self, settings: Any, dim_in: int, dim_condition: int = 0) -> None:
+        super().__init__()
+        self.settings, self.dim_in, self.dim_condition = settings, dim_in, dim_condition
+        self.in_bfloat16 = False
+        self._masks: np.random.Generator | None = None
+        self._device_masks: torch.Generator | None = None
+
+    def solve(self, pairs: PairArrays, seed: int) -> Fit:
+        """Fit an unsupervised head in closed form.
+
+        Args:
+            pairs: training pairs; their ratings are not looked at.
+            seed: of everything random.
+        """
+        raise NotImplementedError
+
+    def similarity(self, first: Tensor, second: Tensor) -> Tensor:
+        """Return how similar embeddings are, (n, k) twice -> (n,): their cosine.
+
+        A subclass may define another; it is what objectives, the score on dev and predictions take.
+        """
+        return torch.cosine_similarity(first, second)
+
+    # -- for forward ---------------------------------------------------------------------------
+
+    def add_weight(self, name: str, shape: tuple[int, ...], fan_in: int) -> None:
+        """Register a parameter, drawn from U(-1/sqrt(fan_in), 1/sqrt(fan_in)), biases alike."""
+        bound = 1 / math.sqrt(fan_in)
+        self.register_parameter(name, nn.Parameter(torch.empty(shape).uniform_(-bound, bound)))
+
+    def add_layer(self, name: str, out: int, into: int, bias: bool) -> None:
+        """Register the parameters of a linear layer: ``name``, and ``name_bias``."""
+        self.add_weight(name, (out, into), into)
+        if bias:
+            self.add_weight(f"{name}_bias", (out,), into)
+
+    def affine(self, name: str, values: Tensor) -> Tensor:
+        """Apply a layer of :meth:`add_layer`: values W^T, and the bias if it has one."""
+        product = self.product(values, self.get_parameter(name))
+        bias: Tensor | None = getattr(self, f"{name}_bias", None)
+        return product if bias is None else product + bias
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return x W^T, in bfloat16 where fitting asks for it."""
+        if self.in_bfloat16:
+            return (x.bfloat16() @ weight.bfloat16().T).to(weight.dtype)
+        return x.to(weight.dtype) @ weight.T
+
+    def batched_product(self, x: Tensor, matrices: Tensor) -> Tensor:
+        """Return x_i M_i for each i: (n, m, a) and (n, a, b) give (n, m, b)."""
+        if self.in_bfloat16:
+            return torch.bmm(x.bfloat16(), matrices.bfloat16()).to(matrices.dtype)
+        return torch.bmm(x.to(matrices.dtype), matrices)
+
+    def seed_dropout(self, seed: int | None) -> None:
+        """Draw what :meth:`dropout` drops from a generator of its own; None: the global one."""
+        self._masks = None if seed is None else np.random.Generator(np.random.SFC64(seed))
+        self._device_masks = None
+
+    def dropout(self, values: Tensor) -> Tensor:
+        """Return values of which some are 0 in training, and the others larger by as much."""
+        # Sixteen bits a unit are drawn: bits for a float of each take longer than the products.
+        kept = max(1, round((1 - self.settings.dropout) * 65_536))
+        if not self.training or kept == 65_536:
+            return values
+        if self._masks is None:
+            return nn.functional.dropout(values, self.settings.dropout)
+        if values.device.type == "cpu":
+            drawn = self._masks.integers(65_536, size=tuple(values.shape), dtype=np.uint16)
+            scale = torch.from_numpy(drawn < kept).to(values)
+        else:
+            if self._device_masks is None:
+                self._device_masks = torch.Generator(values.device)
+                self._device_masks.manual_seed(int(self._masks.integers(2**63)))
+            scale = torch.empty_like(values).bernoulli_(kept / 65_536, generator=self._device_masks)
+        return values * scale.mul_(65_536 / kept)
+
+    # -- kept and restored ---------------------------------------------------------------------
+
+    def finished(self) -> Self:
+        """Return the module as a fitted head has it: on the CPU, no dropout, no gradients."""
+        self.seed_dropout(None)
+        self.in_bfloat16 = False
+        self.requires_grad_(False)
+        return self.cpu().eval()
+
+
+def seeded(make: Callable[[], T], seed: int) -> tuple[T, torch.Generator]:
+    """Make something with random values, drawn by a seed; the global generator stays as it is.
+
+    Returns:
+        What was made, and a generator that goes on where it ended.
+    """
+    generator = torch.Generator()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        made = make()
+        generator.set_state(torch.default_generator.get_state())
+    return made, generator
+
+
+def count_parameters(family: type[HeadModule], settings: Any, dims: tuple[int, int]) -> int:
+    """Return how many parameters a head has, without memory for them.
+
+    Raises:
+        UserError: settings that do not go with features of these sizes.
+    """
+    with torch.device("meta"):
+        return sum(value.numel() for value in family(settings, *dims).parameters())
+
+
+def check_conditions(kind: str, family: type[HeadModule], dim_condition: int) -> None:
+    """Raise a UserError if a head takes the features of conditions and there are none."""
+    if family.conditioned and not dim_condition:
+        raise UserError(
+            f"the {kind} head takes the features of each condition, and none were given: "
+            "PairArrays(..., condition=...)."
+        )

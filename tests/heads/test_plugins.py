@@ -1,0 +1,248 @@
+"""Heads and objectives of a user's own, from files that a recipe names."""
+
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+
+from llmcond import plugins
+from llmcond.errors import UserError
+from llmcond.heads import PairArrays, fit_recipe, load_head, load_recipe, save_head
+from llmcond.heads.estimator import Head
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HEADS = """
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from llmcond.heads import HeadModule, TrainingSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedSettings(TrainingSettings):
+    sharpness: float = 1.0
+
+
+class GatedHead(HeadModule):
+    Settings = GatedSettings
+    features = "separate"
+    conditioned = True
+
+    def __init__(self, settings, dim_in, dim_condition):
+        super().__init__(settings, dim_in, dim_condition)
+        self.gate = nn.Linear(dim_condition, dim_in)
+        self.norm = nn.BatchNorm1d(dim_in)
+
+    def forward(self, x, condition, which):
+        gate = (self.settings.sharpness * self.gate(condition)).sigmoid()
+        return self.dropout(self.norm(x) * gate.index_select(0, which))
+
+
+class DotHead(GatedHead):
+    def similarity(self, first, second):
+        return (first * second).sum(dim=1) / 100
+
+
+class NoHead:
+    pass
+
+
+class BareHead(HeadModule):
+    pass
+"""
+OBJECTIVES = """
+import torch
+from torch import nn
+
+
+def margin_loss(first, second, rating, batch, settings):
+    assert batch.pair.shape == rating.shape
+    cosine = batch.similarity(first, second)
+    return (cosine - rating).abs().sub(0.1 * settings.margin).relu().mean()
+
+
+class Scaled(nn.Module):
+    contrasts = True
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, first, second, rating, batch, settings):
+        one, other = batch.contrastive.T
+        cosine = batch.similarity(first, second) / self.temperature
+        sign = (rating[one] - rating[other]).sign()
+        return nn.functional.softplus(-sign * (cosine[one] - cosine[other])).mean()
+"""
+TRAINING = """
+description = "mine"
+source = "mine"
+dropout = 0.1
+learning_rate = 0.01
+batch_size = 16
+epochs = 3
+patience = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def forget(monkeypatch):
+    monkeypatch.setattr(plugins, "_REGISTERED", {})
+    monkeypatch.setattr(plugins, "_LOADED", [])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "my_heads.py").write_text(HEADS)
+    (tmp_path / "my_objectives.py").write_text(OBJECTIVES)
+    return tmp_path
+
+
+def recipe(folder, **values):
+    lines = [f"{key} = {value!r}" for key, value in values.items()]
+    (folder / "mine.toml").write_text("\n".join(lines) + TRAINING)
+    return load_recipe(str(folder / "mine.toml"))
+
+
+def paired(n=60, dim=6):
+    rng = np.random.default_rng(0)
+    first, second = rng.normal(size=(2, n, dim)).astype(np.float32)
+    condition = rng.normal(size=(5, 4)).astype(np.float32)[rng.integers(5, size=n)]
+    return PairArrays(first, second, rng.uniform(size=n), condition, np.arange(n) // 2)
+
+
+def fit(chosen, seed=0, device="cpu"):
+    return fit_recipe(chosen, paired(), paired(), seed, lambda *_: None, device)
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_head_from_a_file_is_fitted_saved_and_loaded(folder, members):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    head = fit(recipe(folder, kind="my_heads.py:GatedHead", sharpness=2.0, members=members))
+    assert torch.equal(before, torch.get_rng_state())
+    assert (head.kind, head.features, head.settings.sharpness) == (
+        "my_heads.py:GatedHead",
+        "separate",
+        2.0,
+    )
+    pairs = paired()
+    embedded = head.transform(pairs.first, pairs.condition)
+    assert embedded.shape == (60, 6 * members)
+    save_head(head, folder / "head", {})
+    loaded, description = load_head(folder / "head")
+    assert description["kind"] == "my_heads.py:GatedHead"
+    np.testing.assert_array_equal(loaded.transform(pairs.first, pairs.condition), embedded)
+    again = fit(recipe(folder, kind="my_heads.py:GatedHead", sharpness=2.0, members=members))
+    np.testing.assert_array_equal(again.transform(pairs.first, pairs.condition), embedded)
+
+
+def test_a_saved_head_runs_no_code_that_was_not_named(folder):
+    save_head(fit(recipe(folder, kind="my_heads.py:GatedHead")), folder / "head", {})
+    script = f"""
+        import pathlib
+        from llmcond import plugins
+        from llmcond.errors import UserError
+        from llmcond.heads import load_head
+
+        folder = pathlib.Path({str(folder)!r})
+        try:
+            load_head(folder / "head")
+        except UserError as error:
+            assert "my_heads.py:GatedHead" in str(error) and "--plugin" in str(error), error
+        else:
+            raise AssertionError("code was run")
+        plugins.load("my_heads.py:GatedHead", folder)
+        print(load_head(folder / "head")[0].kind)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("my_heads.py:GatedHead\n", "")
+
+
+def test_a_registered_class_is_named_like_a_module(folder):
+    own = recipe(folder, kind="my_heads.py:GatedHead").family
+    plugins.register("research.heads:Gated", own)
+    assert recipe(folder, kind="research.heads:Gated").kind == "research.heads:Gated"
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_head_brings_its_own_similarity(folder, members):
+    head = fit(recipe(folder, kind="my_heads.py:DotHead", members=members))
+    pairs = paired()
+    found = head.similarity(pairs.first, pairs.second, pairs.condition)
+    one, other = (head.transform(side, pairs.condition) for side in (pairs.first, pairs.second))
+    expected = (one * other).sum(axis=1) / 100 / members
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_an_estimator_takes_a_recipe_with_a_head_of_ones_own(folder):
+    recipe(folder, kind="my_heads.py:GatedHead")
+    pairs = paired()
+    columns = np.concatenate([pairs.first, pairs.second, pairs.condition], axis=1)
+    head = Head(str(folder / "mine.toml"), n_condition=4).fit(columns, pairs.rating)
+    assert head.predict(columns).shape == (60,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("my_heads.py:NoHead", "NoHead is no head: .*HeadModule"),
+        ("my_heads.py:BareHead", "BareHead has no Settings"),
+        ("my_heads.py:Gated", "no 'Gated'.*GatedHead"),
+        ("other.py:Gated", "other.py.* does not exist"),
+        ("gated", "unknown kind of head 'gated'"),
+    ],
+)
+def test_what_is_no_head_is_refused(folder, kind, message):
+    with pytest.raises(UserError, match=message):
+        recipe(folder, kind=kind)
+
+
+def test_conditions_that_are_missing_are_asked_for(folder):
+    chosen, pairs = recipe(folder, kind="my_heads.py:GatedHead"), paired()
+    pairs = PairArrays(pairs.first, pairs.second, pairs.rating)
+    with pytest.raises(UserError, match="GatedHead head takes the features of each condition"):
+        fit_recipe(chosen, pairs, None, 0, lambda *_: None)
+
+
+@pytest.mark.parametrize("name", ["margin_loss", "Scaled"])
+def test_an_objective_from_a_file_is_minimised(folder, name):
+    values = {"kind": "linear", "dim": 4, "mse": 0.0, "objective_weight": 2.0}
+    chosen = recipe(folder, **values, objective=f"my_objectives.py:{name}")
+    assert chosen.settings.contrasts == (name == "Scaled")
+    chosen = chosen.with_settings({"epochs": 8, "dropout": 0.0}, "test")
+    head = fit(chosen)
+    losses = [epoch["loss"] for epoch in head.fit.record["curve"]]
+    assert losses[-1] < losses[0]
+    half = fit(chosen.with_settings({"objective_weight": 1.0}, "test"))
+    assert half.fit.record["curve"][0]["loss"] == pytest.approx(losses[0] / 2, rel=0.05)
+    save_head(head, folder / "head", {})
+    plugins._REGISTERED.clear()
+    # Once fitted it is not needed.
+    loaded, description = load_head(folder / "head")
+    assert description["settings"]["objective"] == f"my_objectives.py:{name}"
+    np.testing.assert_array_equal(loaded.tensors["weight"], head.tensors["weight"])
+
+
+def test_an_objective_is_named_by_set(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    linear = load_recipe("linear")
+    changes = linear.parse_changes({"objective": "my_objectives.py:margin_loss"}, "--set")
+    assert linear.with_settings(changes, "--set").settings.objective_weight == 1.0
+    with pytest.raises(UserError, match=r"objective is 'margin'; it names code, FILE.py:NAME"):
+        linear.parse_changes({"objective": "margin"}, "--set")
+
+
+def test_a_device_that_is_not_there_is_refused(folder):
+    with pytest.raises(UserError, match="device is 'cuda:99', but PyTorch sees"):
+        fit(load_recipe("linear"), device="cuda:99")
+    with pytest.raises(UserError, match=r"device is 'tpu'\. Legal: auto, cpu, cuda, cuda:N"):
+        fit(load_recipe("linear"), device="tpu")

@@ -1,0 +1,56 @@
+"""Batches that keep groups of rows together."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmcond.heads.fit import best_of
+from llmcond.heads.sampler import GroupSampler
+
+GROUPS = st.lists(st.integers(0, 6), min_size=1, max_size=30).map(np.array)
+
+
+@settings(deadline=None)
+@given(GROUPS, st.integers(1, 12), st.integers(0, 9))
+def test_batches_have_every_row_once_and_part_no_group(group, size, seed):
+    sampler = GroupSampler(group)
+    permutation = np.random.default_rng(seed).permutation(len(sampler))
+    batches = list(sampler.batches(permutation, size))
+    assert sorted(np.concatenate(batches).tolist()) == list(range(len(group)))
+    for batch in batches:
+        assert len(batch) <= size or len(set(group[batch])) == 1
+    assert sum(len(set(group[batch])) for batch in batches) == len(set(group))
+
+
+@settings(deadline=None)
+@given(GROUPS, st.integers(1, 3), st.integers(1, 3), st.integers(0, 9))
+def test_even_batches_have_like_many_groups_in_each_share(group, count, shares, seed):
+    sampler = GroupSampler(group)
+    if len(sampler) < count * shares:
+        return
+    permutation = np.random.default_rng(seed).permutation(len(sampler))
+    steps = sampler.even_batches(permutation, count, shares)
+    assert [len(step) for step in steps] == [shares] * count
+    rows = np.concatenate([part for step in steps for part in step])
+    np.testing.assert_array_equal(rows, sampler.order(permutation)[0])
+    sizes = [len(set(group[part])) for step in steps for part in step]
+    assert max(sizes) - min(sizes) <= 2
+    assert sum(sizes) == len(set(group))
+
+
+@pytest.mark.parametrize(
+    ("scores", "best"),
+    [
+        ([0.1, 0.3, 0.2], 1),
+        ([0.3, 0.3], 0),
+        ([None, None], 1),
+        ([None, 0.1, None], 1),
+        ([0.2, None, 0.1], 0),
+        ([-0.1], 0),
+    ],
+)
+def test_the_best_score_is_the_first_of_equal_ones_and_undefined_ones_are_never_better(
+    scores, best
+):
+    assert best_of(scores) == best
