@@ -18,9 +18,17 @@ WORDS = (
 
 
 def pytest_configure() -> None:
-    """Hear interrupts: what a shell starts in the background ignores them, children included."""
+    """Set signals and threads for all tests.
+
+    What a shell starts in the background ignores interrupts, and so do its children.
+    """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several workers would wait for each other
+        import torch
+
+        torch.set_num_threads(1)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ def vectors_of(folder, prompt=PROMPT):
     return store.read(inputs_of(folder, prompt))
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=240):  # a busy machine takes its time to start a process
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "nothing happened"

@@ -1,10 +1,10 @@
 """`llmcond prompts show`: what a template makes of a row, and what an encoder reads of it."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -277,9 +277,11 @@ def test_the_listing_tells_controls_and_json_stands_before_or_behind_show(capsys
 def test_help_answers_at_once():
     for arguments in (["prompts"], ["prompts", "show"]):
         command = [sys.executable, "-X", "importtime", "-m", "llmcond", *arguments, "--help"]
-        began = time.monotonic()
+        began = os.times()
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert time.monotonic() - began < 5  # half a second on a machine that does nothing else
+        ended = os.times()
+        # Seconds of processor time: other tests run at the same time.
+        assert ended.children_user - began.children_user < 2
         for heavy in ("torch", "transformers", "numpy", "pydantic", "rich"):
             assert f"| {heavy}\n" not in done.stderr.replace("|   ", "| ")
         assert "show" in done.stdout
