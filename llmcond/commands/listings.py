@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from llmcond.config import bundled_names
 from llmcond.encoders.known import MODELS, PADDING_SIDE, default_prompt
+from llmcond.encoders.options import MODEL_SETTINGS
 from llmcond.encoders.spec import Dtype
 from llmcond.prompts import load_prompt
 
@@ -19,15 +20,10 @@ def models() -> list[dict[str, Any]]:
             "repo": model.repo,
             "n_parameters": model.n_parameters,
             "dim": model.dim,
-            "attention": model.attention,
+            **{name: getattr(model, name) for name in MODEL_SETTINGS if name != "pooling"},
             "pooling": model.poolings[0],
             "poolings": list(model.poolings),
-            "pool_over": model.pool_over,
-            "max_length": model.max_length,
-            "normalize": model.normalize,
-            "special_tokens": model.special_tokens,
             "padding_side": PADDING_SIDE,
-            "instruction_format": model.instruction_format,
             "default_prompt": default_prompt(model.instruction_format),
             "dtypes": [d for d in get_args(Dtype) if d != "float16" or not model.no_float16],
             "gated": model.gated,

@@ -116,8 +116,7 @@ class Encoder:
             UserError: an instruction or a context that the encoder cannot take.
             LlmcondError: out of memory.
         """
-        many = len(inputs) > UNIT and self.concurrency.threads > 1
-        encoded = self._encode(inputs, self._threads.map if many else map)
+        encoded = self._encode(inputs, self._threads.map if self.concurrency.threads > 1 else map)
         if encoded.truncated.any():
             warnings.warn(
                 f"{int(encoded.truncated.sum())} of {len(inputs)} inputs were cut to "
@@ -146,7 +145,8 @@ class Encoder:
         computed = 0
         units = [order[start : start + UNIT] for start in range(0, len(order), UNIT)]
         parts = ([inputs[index] for index in unit] for unit in units)
-        for unit, encoded in zip(units, map_units(self._encode_unit, parts), strict=True):
+        encode = map_units if len(units) > 1 else map
+        for unit, encoded in zip(units, encode(self._encode_unit, parts), strict=True):
             vectors[unit], n_tokens[unit] = encoded.vectors, encoded.n_tokens
             computed += encoded.n_computed
         return Encoded(vectors, n_tokens, n_tokens > self.identity.max_length, computed)

@@ -15,6 +15,7 @@ from llmcond.encoders.loading.architecture import build_on_meta, load_config, lo
 from llmcond.encoders.loading.device import default_token_budget
 from llmcond.encoders.loading.loading import check_parts
 from llmcond.encoders.loading.memory import Footprint, available, footprint
+from llmcond.encoders.options import MODEL_SETTINGS
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Dtype, EncoderIdentity, EncoderInput
 
@@ -108,15 +109,8 @@ def describe_known(known: KnownModel, device: str) -> dict[str, Any]:
 
 
 def _shared(settings: EncoderIdentity | KnownModel) -> dict[str, Any]:
-    """Return what an encoder's identity and an entry of the registry both say."""
-    names = (
-        "attention",
-        "pool_over",
-        "normalize",
-        "max_length",
-        "special_tokens",
-        "instruction_format",
-    )
+    """Return what an encoder's identity and the file of a known model both say."""
+    names = [name for name in MODEL_SETTINGS if name != "pooling"]
     return {name: getattr(settings, name) for name in names} | {"padding_side": PADDING_SIDE}
 
 

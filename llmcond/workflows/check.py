@@ -1,4 +1,4 @@
-"""Tell what an encoder will do, before it is downloaded."""
+"""Describe an encoder before it is downloaded."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from typing import Any
 from llmcond.encoders.options import CHOICES, MODEL_SETTINGS
 from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.files import check_format, digest_file, read_json, write_json
+from llmcond.log import log
 from llmcond.plugins import is_plugin
 
 CONFIG = "adapter_config.json"
@@ -267,7 +268,10 @@ def attach(network: Any, folder: Path, name: str, *, merge: bool) -> Any:
     shapes = {key: tuple(value.shape) for key, value in tensors.items()}
     root, places = _inject(network, folder, name, shapes)
     state = root.state_dict()
-    values = {place: _as(state[place], tensors[key]) for key, place in places.items()}
+    values = {
+        place: tensors[key] if state[place].is_meta else tensors[key].to(state[place])
+        for key, place in places.items()
+    }
     # Not by peft's own from_pretrained: it moves the whole model to other devices where it finds
     # some, reads pickles, and only warns of what is missing.
     root.load_state_dict(values, strict=False, assign=True)
@@ -288,11 +292,6 @@ def _require_peft(name: str) -> None:
     require(f"{name} is an adapter", "peft", extra="lora")
     # peft imports bitsandbytes where it is installed, which warns of faster kernels.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-
-
-def _as(place: Any, value: Any) -> Any:
-    """Return a tensor in the type and on the device of the one whose place it takes."""
-    return value if place.is_meta else value.to(place.device, place.dtype)
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
@@ -356,8 +355,12 @@ def _inject(network: Any, folder: Path, name: str, shapes: Shapes) -> tuple[Any,
         raise
     except Exception as error:  # whatever a file of settings can make a library raise
         if "not found in the base model" in str(error):
+            targets = record.get("target_modules")
+            named = (
+                ", ".join(sorted(map(str, targets))) if isinstance(targets, list) else repr(targets)
+            )
             raise UserError(
-                f"{name} is for the layers {_targets(record)}, and its base ({kind}) has none of "
+                f"{name} is for the layers {named}, and its base ({kind}) has none of "
                 f"them, so it is another one's. Its linear layers are {_linear_names(network)}."
             ) from error
         raise UserError(
@@ -397,31 +400,36 @@ def _lora_config(record: Mapping[str, Any], name: str, root: Any) -> Any:
             "path_initial_model_for_weight_conversion=...) in peft."
         )
     usual = LoraConfig().to_dict()
-    known = _HISTORY | _DECIDING.keys()
-    # A sub-setting of something that is off has a value nevertheless.
-    unknown = [
-        key
+    changed = {
+        key: value
         for key, value in record.items()
-        if key not in known and value and value != usual.get(key)
-    ]
-    unknown += [] if record.get("bias", "none") == "none" else ["bias"]
-    if unknown:
+        if key not in _HISTORY | _DECIDING.keys() and value and value != usual.get(key)
+    }
+    later = [key for key in changed if key not in usual]
+    if later:
+        # As peft itself does; what they add to the adapter's tensors is compared below.
+        log.warning(
+            f"{name} was saved by another version of peft, and {', '.join(later)} of its {CONFIG} "
+            "is ignored. Update peft to heed it."
+        )
+    refused = [key for key in changed if key in usual]
+    refused += [] if record.get("bias", "none") == "none" else ["bias"]
+    if refused:
         raise UserError(
-            f"{name} is an adapter with {unknown[0]} = {record[unknown[0]]!r}, which is not "
+            f"{name} is an adapter with {refused[0]} = {record[refused[0]]!r}, which is not "
             "supported. Merge it into its base with peft (merge_and_unload), save that, and name "
             "its folder."
         )
     fields = {key: record[key] for key in _DECIDING if record.get(key) is not None}
-    saved = [key for key in fields.pop("modules_to_save", ()) if _has(root, key)]
-    # Weights are neither drawn nor computed: they are read.
+    saved = [
+        key
+        for key in fields.pop("modules_to_save", ())
+        if any(own.endswith(key) for own, _ in root.named_modules())
+    ]
+    # Weights are not initialised: they are read.
     return LoraConfig(
         **fields, modules_to_save=saved or None, init_lora_weights=False, inference_mode=True
     )
-
-
-def _has(root: Any, name: str) -> bool:
-    """Return whether a network has a module that peft finds by this name."""
-    return any(own.endswith(name) for own, _ in root.named_modules())
 
 
 def _places(root: Any) -> dict[str, str]:
@@ -467,11 +475,6 @@ def _is_left_out(name: str, root: Any) -> bool:
     return _HEADS.match(name) is not None or (
         not pooler and re.match(r"(\w+\.)?pooler\.", name) is not None
     )
-
-
-def _targets(record: Mapping[str, Any]) -> str:
-    targets = record.get("target_modules")
-    return ", ".join(sorted(map(str, targets))) if isinstance(targets, list) else repr(targets)
 
 
 def _linear_names(network: Any) -> str:

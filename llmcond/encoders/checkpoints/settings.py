@@ -217,11 +217,15 @@ def check_code(checkpoint: Checkpoint, settings: Settings) -> None:
     asks = [key for key in ("AutoModel", "AutoConfig", "AutoTokenizer") if wanted.get(key)]
     if asks:
         name = checkpoint.name.rstrip("/").rpartition("/")[2]
+        bare = [own.rpartition("/")[2] for own in known_names()]
+        code = wanted[asks[0]]
+        if isinstance(code, list):
+            code = next((entry for entry in code if entry), "")
         raise UserError(
             f"{checkpoint.name} asks for code from its own repository ({asks[0]}: "
-            f"{_reference(wanted[asks[0]])}), which llmcond never runs, and it is none of the "
+            f"{code}), which llmcond never runs, and it is none of the "
             f"models that are known without: {', '.join(known_names())}. "
-            f"{did_you_mean(name, _bare())} If it is a copy of one, say so with --like NAME."
+            f"{did_you_mean(name, bare)} If it is a copy of one, say so with --like NAME."
         )
 
 
@@ -230,14 +234,6 @@ def _own_code(config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(mapping, list):  # how old tokenizers wrote it
         return {"AutoTokenizer": mapping}
     return mapping if isinstance(mapping, dict) else {}
-
-
-def _reference(value: Any) -> str:
-    return str(next((entry for entry in value if entry), "")) if isinstance(value, list) else value
-
-
-def _bare() -> list[str]:
-    return [name.rpartition("/")[2] for name in known_names()]
 
 
 def pooling_of(checkpoint: Checkpoint, settings: Settings, given: str | None) -> str | None:

@@ -47,9 +47,10 @@ def read_network(resolved: ResolvedEncoder, config: Any, arguments: dict[str, An
     unexpected = sorted(key for key in report["unexpected_keys"] if not _NOT_OURS.search(key))
     name = resolved.checkpoint.name
     if missing:
+        also = f" It has {_named(unexpected)} that belong to another one." if unexpected else ""
         raise LlmcondError(
             f"{name} lacks {_named(missing)} of its architecture; vectors from random weights "
-            f"would be noise.{_also(unexpected)}"
+            f"would be noise.{also}"
         )
     if unexpected:
         raise LlmcondError(
@@ -78,10 +79,6 @@ _NOT_OURS = re.compile(
 def _named(keys: list[str]) -> str:
     shown = ", ".join(keys[:3]) + (", …" if len(keys) > 3 else "")
     return f"{len(keys)} weights ({shown})"
-
-
-def _also(unexpected: list[str]) -> str:
-    return f" It has {_named(unexpected)} that belong to another one." if unexpected else ""
 
 
 def load_dense(resolved: ResolvedEncoder, width: int) -> tuple[nn.Sequential, int]:

@@ -105,7 +105,9 @@ class Engine:
         # the memory.
         self._device_lock = nullcontext() if self._out.type == "cpu" else threading.Lock()
         self.packs = self._choose_packing()
-        if self.packs and frozen and self._prepacks():
+        on_cpu = self._runtime.device.type == self._out.type == "cpu"
+        plain = self.identity.quantize == "none" and can_prepack(self._runtime.dtype)
+        if self.packs and frozen and on_cpu and plain:
             prepack(model.network)
             self._runtime = replace(self._runtime, step=STEP)
         elif self.packs and not frozen and self._out.type == "cpu":
@@ -246,10 +248,6 @@ class Engine:
         self.budget = max(1, min(self.budget, min(budget, n_tokens) // 2))
 
     # -- choosing how to run -------------------------------------------------------------------
-
-    def _prepacks(self) -> bool:
-        on_cpu = self._runtime.device.type == self._out.type == "cpu"
-        return on_cpu and self.identity.quantize == "none" and can_prepack(self._runtime.dtype)
 
     def _choose_packing(self) -> bool:
         """Choose the attention of packed rows by trying it; return whether inputs are packed."""

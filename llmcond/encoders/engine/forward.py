@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from llmcond.encoders.engine.attention import AttentionPlan
 from llmcond.encoders.engine.attention_plan import plan_attention
 from llmcond.encoders.engine.batching import Batch
 from llmcond.encoders.engine.pooling import PoolBatch
@@ -165,19 +164,18 @@ class PackedForward:
         }
         # transformers passes a mask of four dimensions on as it is, and makes none for the row.
         self._arguments["attention_mask"] = torch.zeros(1, 1, 1, 1, device=runtime.device)
-        self._arguments["packed"] = self._attention_plan()
+        causal = runtime.attention == "causal"
+        self._arguments["packed"] = (
+            plan_attention(self._batch, causal, runtime.device, runtime.dtype)
+            if runtime.kernel is None
+            else plan_varlen(self._batch, causal, runtime.device, runtime.kernel)
+        )
         pooled, counted = self._pooled_positions()
         if runtime.pooling == "latent":
             mask = torch.zeros(1, len(ids), dtype=torch.bool)
             mask[0, pooled[counted]] = True
             self._arguments["pool_mask"] = mask.to(runtime.device)
         self._pooled, self._counted = pooled.to(runtime.device), counted.to(runtime.device)
-
-    def _attention_plan(self) -> AttentionPlan:
-        runtime, causal = self._runtime, self._runtime.attention == "causal"
-        if runtime.kernel is not None:
-            return plan_varlen(self._batch, causal, runtime.device, runtime.kernel)
-        return plan_attention(self._batch, causal, runtime.device, runtime.dtype)
 
     def _pooled_positions(self) -> tuple[Tensor, Tensor]:
         """Return the positions of each input's pooled tokens, padded, and which of them count."""

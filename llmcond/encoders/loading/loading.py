@@ -110,7 +110,8 @@ def _read(
         ) from error
     except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
         # For shapes that differ, transformers points at a report that it has not printed.
-        why = "their shapes are not those of config.json" if _differ(error) else first_line(error)
+        shapes = "mismatch" in str(error) and "shape" in str(error)
+        why = "their shapes are not those of config.json" if shapes else first_line(error)
         raise LlmcondError(f"the weights of {checkpoint.name} cannot be loaded: {why}.") from error
 
 
@@ -125,10 +126,6 @@ def _fold(network: Any) -> None:
     # What accelerate has put off to another place has no values to multiply out.
     if block is not None and not any(parameter.is_meta for parameter in block.parameters()):
         block.fold()
-
-
-def _differ(error: Exception) -> bool:
-    return "mismatch" in str(error) and "shape" in str(error)
 
 
 # -- memory ------------------------------------------------------------------------------------

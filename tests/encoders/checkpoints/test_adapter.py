@@ -701,7 +701,6 @@ def test_other_kinds_of_adapters_are_refused(bert):
         ({"trainable_token_indices": [1, 2]}, "trainable_token_indices = "),
         ({"megatron_config": {"x": 1}, "megatron_core": "antigravity"}, "megatron_con?"),
         ({"megatron_core": "antigravity"}, "megatron_core = 'antigravity'"),
-        ({"of_later_versions": 3}, "of_later_versions = 3, which is not supported"),
         ({"init_lora_weights": "pissa"}, "changes the base's weights too. Convert it"),
         ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
         ({"r": "many"}, "describes nothing that can be put onto its base"),
@@ -716,6 +715,14 @@ def test_what_is_not_supported_is_named(bert, change, named):
     with pytest.raises(UserError, match=named) as raised:
         load(folder)
     assert "\n" not in str(raised.value)
+
+
+def test_settings_of_later_versions_of_peft_are_ignored_with_a_warning(bert, caplog):
+    _, folder = bert
+    expected = vectors(folder)
+    checkpoints.change_json(folder / CONFIG, of_later_versions=3, off_in_later_versions=None)
+    np.testing.assert_array_equal(vectors(folder), expected)
+    assert "another version of peft, and of_later_versions of its" in caplog.text
 
 
 @pytest.mark.parametrize("begun", [True, False, "gaussian", "eva", "orthogonal"])

@@ -1,0 +1,36 @@
+"""The files of known models: legal values, listed in order, and no unknown keys."""
+
+from typing import get_args
+
+import pytest
+
+from llmcond.encoders import MODELS
+from llmcond.encoders.known import find_model, known_names, read_model
+from llmcond.encoders.spec import Attention, Pooling, PoolOver
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_values_are_legal(model):
+    assert model.attention in get_args(Attention)
+    assert model.poolings
+    assert set(model.poolings) <= set(get_args(Pooling))
+    assert model.pool_over in get_args(PoolOver)
+    assert isinstance(model.architecture["model_type"], str)
+    assert {type(model.dim), type(model.n_parameters)} == {int}
+    assert find_model(model.name.upper()) is model
+
+
+def test_minilm_comes_first_and_no_name_twice():
+    assert known_names()[:3] == [
+        "minilm",
+        "sentence-transformers/all-MiniLM-L6-v2",
+        "nvidia/NV-Embed-v2",
+    ]
+    assert len(set(known_names())) == len(known_names()) == len(MODELS) + 1
+
+
+@pytest.mark.parametrize("text", ['licence = "MIT"', "poolings = []\ndimension = 3"])
+def test_file_with_missing_or_unknown_keys_is_refused(tmp_path, text):
+    (tmp_path / "own.toml").write_text(text)
+    with pytest.raises((KeyError, TypeError), match=r"poolings|dimension"):
+        read_model(tmp_path / "own.toml")
