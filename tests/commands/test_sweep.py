@@ -248,10 +248,10 @@ def test_results_are_those_of_single_fits(capsys, own, head, prompt, settings, v
 
 
 def test_metrics_of_ones_own_are_computed_in_every_process(capsys, own):
-    Path("mine.py").write_text("def first(prediction, rating, group):\n    return prediction[0]\n")
-    rows, _ = swept(capsys, own, *DIMS, "--metric", "mine.py:first", workers=2)
+    Path("mine.py").write_text("def size(prediction, rating, group):\n    return len(prediction)\n")
+    rows, _ = swept(capsys, own, *DIMS, "--metric", "mine.py:size", workers=2)
     for row in rows:
-        assert row["first_ci"][0] < row["first"] < row["first_ci"][1]
+        assert (row["size"], row["size_sd"], row["size_ci"]) == (12, 0, [12, 12])
     _, told = swept(capsys, own, *DIMS)
     assert "4 fits, 4 of them done before" in told
 
