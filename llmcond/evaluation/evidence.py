@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.data.rows import Rows
-from llmcond.evaluation.paired import Candidate, Difference, compare, corrected
-from llmcond.evaluation.results import ComparedResult, Results, best_first, score
+from llmcond.evaluation.paired import Difference, corrected, differences
+from llmcond.evaluation.results import ComparedResult, Results, best_first, resampled, with_figures
 from llmcond.metrics import DEFAULT, Metric
 
 
@@ -32,37 +32,26 @@ class System:
 def with_evidence(
     systems: Sequence[System], baseline: str, rows: Rows, metrics: Sequence[Metric] = DEFAULT
 ) -> Results[ComparedResult]:
-    """Return the figures of each system and its difference to the baseline, best first."""
-    similarity = [system.similarity for system in systems]
-    scored = score([system.result for system in systems], similarity, rows, metrics)
-    found = _differences(systems, baseline, rows, metrics)
-    bases = {one.group: one.result.name for one in systems if one.result.prompt == baseline}
-    return best_first(
-        replace(result, difference=found[i], against=bases[system.group]) if i in found else result
-        for i, (system, result) in enumerate(zip(systems, scored, strict=True))
-    )
+    """Return the figures of each system and its difference to the baseline, best first.
 
-
-def _differences(
-    systems: Sequence[System], baseline: str, rows: Rows, metrics: Sequence[Metric]
-) -> dict[int, dict[str, Difference]]:
-    """Return the differences by a system's position; Holm's correction is over all of them."""
+    Holm's correction is over the differences of all groups.
+    """
+    results = [system.result for system in systems]
+    draws = resampled(results, [system.similarity for system in systems], rows, metrics)
     tested = [metric for metric in metrics if not metric.secondary]
-    rated = rows.rated
     found: dict[int, dict[str, Difference]] = {}
+    against: dict[int, str] = {}
     for group in dict.fromkeys(system.group for system in systems):
-        members = {
-            i: Candidate(system.result.name, system.similarity[:, rated])
-            for i, system in enumerate(systems)
-            if system.group == group
-        }
-        base = next((i for i in members if systems[i].result.prompt == baseline), None)
+        members = [i for i, system in enumerate(systems) if system.group == group]
+        base = next((i for i in members if results[i].prompt == baseline), None)
         if base is None:
             continue
-        reference = members.pop(base)
-        if members:
-            compared = compare(
-                list(members.values()), reference, rows.rating[rated], rows.pair[rated], tested
-            )
-            found |= dict(zip(members, compared, strict=True))
-    return dict(zip(found, corrected(list(found.values()), tested), strict=True))
+        others = [i for i in members if i != base]
+        compared = differences(draws, base, others, tested, computed=metrics)
+        found |= dict(zip(others, compared, strict=True))
+        against |= dict.fromkeys(others, results[base].name)
+    whole = dict(zip(found, corrected(list(found.values()), tested), strict=True))
+    return best_first(
+        replace(result, difference=whole.get(i), against=against.get(i))
+        for i, result in enumerate(with_figures(results, draws, rows, metrics))
+    )

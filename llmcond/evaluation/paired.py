@@ -102,7 +102,11 @@ def estimate(
     seed: int = 0,
 ) -> list[Measured]:
     """Measure systems, each by itself; arguments and errors as in :func:`compare`."""
-    found = resample(systems, rating, pair, metrics, resamples, seed)
+    return measured(resample(systems, rating, pair, metrics, resamples, seed), metrics)
+
+
+def measured(found: Resampled, metrics: Sequence[Metric] = DEFAULT) -> list[Measured]:
+    """Return each system by itself."""
     return [
         Measured(
             {
@@ -111,7 +115,7 @@ def estimate(
             },
             {metric.name: _seed_sd(found.by_seed[m][i]) for m, metric in enumerate(metrics)},
         )
-        for i in range(len(systems))
+        for i in range(found.values.shape[1])
     ]
 
 
@@ -155,20 +159,37 @@ def compare(
         ValueError: an array has another shape, is empty, or is not finite.
     """
     found = resample((baseline, *candidates), rating, pair, metrics, resamples, seed)
-    by_metric = {
-        metric.name: _differences(
+    return differences(found, 0, range(1, 1 + len(candidates)), metrics)
+
+
+def differences(
+    found: Resampled,
+    baseline: int,
+    candidates: Sequence[int],
+    metrics: Sequence[Metric] = DEFAULT,
+    computed: Sequence[Metric] | None = None,
+) -> list[dict[str, Difference]]:
+    """Return the differences of some resampled systems to one of them, as :func:`compare`.
+
+    Args:
+        found: systems on the same draws.
+        baseline: position of the system that the others are compared with.
+        candidates: positions of those.
+        metrics: what they are compared by.
+        computed: the metrics of ``found``; None: the same.
+    """
+    others, by_metric = list(candidates), {}
+    for metric in metrics:
+        m = list(computed or metrics).index(metric)
+        values, sampled, by_seed = found.values[m], found.sampled[m], found.by_seed[m]
+        by_metric[metric.name] = _differences(
             metric,
-            found.values[m, 1:] - found.values[m, 0],
-            found.sampled[m, 1:] - found.sampled[m, 0],
+            values[others] - values[baseline],
+            sampled[others] - sampled[baseline],
             found.n_pairs[m],
-            _Seeds.of(found.by_seed[m]),
+            _Seeds.of([by_seed[baseline], *(by_seed[i] for i in others)]),
         )
-        for m, metric in enumerate(metrics)
-    }
-    return [
-        {name: differences[i] for name, differences in by_metric.items()}
-        for i in range(len(candidates))
-    ]
+    return [{name: own[i] for name, own in by_metric.items()} for i in range(len(others))]
 
 
 def corrected(

@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 
 from llmcond.data.rows import Rows
 from llmcond.errors import LlmcondError, UserError
-from llmcond.evaluation.paired import RESAMPLES, Candidate, Difference, estimate
+from llmcond.evaluation.paired import (
+    RESAMPLES,
+    Candidate,
+    Difference,
+    Resampled,
+    measured,
+    resample,
+)
 from llmcond.metrics import DEFAULT, Estimate, Metric, comparisons, finite, metric_of
 
 
@@ -295,26 +302,40 @@ def score(
     Raises:
         UserError: predictions that are not finite, or a metric with the name of another column.
     """
+    if not rows.rated.any():
+        nothing = {metric.name: Estimate(math.nan) for metric in metrics}
+        return [replace(one, counts=Counts.of(rows), metrics=nothing) for one in results]
+    found = resampled(results, similarity, rows, metrics, resamples)
+    return with_figures(results, found, rows, metrics)
+
+
+def resampled(
+    results: Sequence[Result],
+    similarity: Sequence[NDArray[np.floating]],
+    rows: Rows,
+    metrics: Sequence[Metric] = DEFAULT,
+    resamples: int = RESAMPLES,
+) -> Resampled:
+    """Compute metrics on draws of the rated rows; arguments and errors as in :func:`score`."""
     for metric in metrics:
         if metric.name in _RESERVED | {"n", "seed", "prompt"}:
             raise UserError(f"a metric cannot be called {metric.name}: results have a column so.")
-    rated = rows.rated
-    if not rated.any():
-        nothing = {metric.name: Estimate(math.nan) for metric in metrics}
-        return [replace(one, counts=Counts.of(rows), metrics=nothing) for one in results]
-    for one, predicted in zip(results, similarity, strict=True):
-        bad = int((~np.isfinite(predicted[:, rated])).any(axis=0).sum())
+    rated, systems = rows.rated, []
+    for result, predicted in zip(results, similarity, strict=True):
+        own = predicted[:, rated]
+        bad = int((~np.isfinite(own)).any(axis=0).sum())
         if bad:
-            raise UserError(f"{one.name} predicts NaN or infinity for {bad:,} rated rows.")
-    measured = estimate(
-        [Candidate(one.name, own[:, rated]) for one, own in zip(results, similarity, strict=True)],
-        rows.rating[rated],
-        rows.pair[rated],
-        metrics,
-        resamples,
-    )
+            raise UserError(f"{result.name} predicts NaN or infinity for {bad:,} rated rows.")
+        systems.append(Candidate(result.name, own))
+    return resample(systems, rows.rating[rated], rows.pair[rated], metrics, resamples)
+
+
+def with_figures(
+    results: Sequence[R], found: Resampled, rows: Rows, metrics: Sequence[Metric] = DEFAULT
+) -> list[R]:
+    """Return results with the figures that :func:`resampled` found on some rows."""
     counts = Counts.of(rows)
     return [
         replace(one, counts=counts, metrics=own.metrics, seed_sd=own.seed_sd)
-        for one, own in zip(results, measured, strict=True)
+        for one, own in zip(results, measured(found, metrics), strict=True)
     ]

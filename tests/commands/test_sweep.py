@@ -249,6 +249,15 @@ def test_results_are_those_of_single_fits(capsys, own, head, prompt, settings, v
             assert row[score] == mean
 
 
+def test_metrics_of_ones_own_are_computed_in_every_process(capsys, own):
+    Path("mine.py").write_text("def size(prediction, rating, group):\n    return len(prediction)\n")
+    rows, _ = swept(capsys, own, *DIMS, "--metric", "mine.py:size", workers=2)
+    for row in rows:
+        assert (row["size"], row["size_sd"], row["size_ci"]) == (12, 0, [12, 12])
+    _, told = swept(capsys, own, *DIMS)
+    assert "4 fits, 4 of them done before" in told
+
+
 def test_several_processes_give_the_same(capsys, two_prompts, own, tmp_path):
     """Also of a recipe in a file, by a relative path."""
     arguments = ("--head", "small.toml", "linear", "--vary", "dim=2,4", "--seeds", 2)

@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +28,7 @@ from llmcond.cli import run
 from llmcond.data.datasets import sample_folder
 from llmcond.errors import DiskFullError, UserError
 from llmcond.evaluation import results
+from llmcond.evaluation.paired import resample
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import View, view_of
 from llmcond.heads import load_recipe
@@ -48,8 +48,13 @@ def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="module")
 def few_resamples() -> Iterator[None]:
     """Few resamples for intervals, which these tests are not about."""
+
+    def few_draws(*arguments):
+        *data, resamples = arguments
+        return resample(*data, min(resamples, 20))
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(results, "estimate", partial(results.estimate, resamples=20))
+        patch.setattr(results, "resample", few_draws)
         yield
 
 
