@@ -57,10 +57,16 @@ def build(cls: type[T], values: dict[str, Any], source: str) -> T:
         raise UserError(f"{source}: {'; '.join(problems)}") from error
 
 
+#: What pydantic calls a limit -> how messages say it.
+_LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "expected": "one of"}
+
+
 def _explain(cls: type[Any], problem: dict[str, Any]) -> str:
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
-    message = str(problem["msg"]).removeprefix("Value error, ")
+    limits = problem.get("ctx", {})
+    words = [f"must be {words} {limits[own]}" for own, words in _LIMITS.items() if own in limits]
+    message = words[0] if words else str(problem["msg"]).removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     if not location:  # a check of several settings together; it names them itself
         return f"{message}."
