@@ -282,9 +282,9 @@ def test_held_out_rows_choose_the_epoch(data):
 def test_no_sentence_pair_is_both_fitted_on_and_held_out(data, monkeypatch):
     given = []
 
-    def spy(recipe, pairs, dev, seed, on_epoch):
+    def spy(recipe, pairs, dev, seed, on_epoch, device):
         given.append((pairs, dev))
-        return fit_recipe(recipe, pairs, dev, seed, on_epoch)
+        return fit_recipe(recipe, pairs, dev, seed, on_epoch, device)
 
     monkeypatch.setattr("llmcond.heads.estimator.fit_recipe", spy)
     pair = np.repeat([f"pair {number}" for number in range(ROWS // 2)], 2)
@@ -307,7 +307,7 @@ def test_contrastive_objectives_take_pairs(data):
     pair = np.arange(ROWS) // 2
     head = Head("linear", settings=CONTRAST).fit(X, y, pair=pair)
     assert tensors(head.head_) == tensors(directly("linear", X, y, pair=pair, **CONTRAST))
-    assert head.head_.fit.record["n_twos"] == ROWS // 2
+    assert head.head_.fit.record["n_contrastive_pairs"] == ROWS // 2
 
 
 def test_rows_of_a_pair_may_stand_anywhere(data):
