@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from llmcond.encoders.spec import EncoderInput
     from llmcond.errors import LlmcondError, UserError
     from llmcond.heads.estimator import Head
+    from llmcond.plugins import register
     from llmcond.runs.embedder import Embedder, load_embedder
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "__version__",
     "load_embedder",
     "load_encoder",
+    "register",
 ]
 
 _HOMES = {
@@ -37,6 +39,7 @@ _HOMES = {
     "UserError": "llmcond.errors",
     "load_embedder": "llmcond.runs.embedder",
     "load_encoder": "llmcond.encoders.encoder",
+    "register": "llmcond.plugins",
 }
 
 
