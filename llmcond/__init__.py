@@ -46,10 +46,14 @@ __all__ = [
     "fit_head",
     "load_embedder",
     "load_encoder",
+<<<<<<< HEAD
     "push",
     "register",
     "sweep",
     "train_lora",
+=======
+    "register",
+>>>>>>> heads
 ]
 
 _HOMES = {

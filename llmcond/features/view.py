@@ -112,7 +112,7 @@ class View:
         return self.subtract and not apart and prompt.subtractable
 
     @overload
-    def sentence(self, read: Read) -> Matrix: ...
+    def sentence(self, read: Read, *, conditioned: bool = True) -> Matrix: ...
 
     @overload
     def sentence(
@@ -120,10 +120,15 @@ class View:
         read: Callable[[Prompt, Part], T],
         subtract: Callable[[T, T], T],
         concatenate: Callable[[list[T]], T],
+        conditioned: bool = True,
     ) -> T: ...
 
     def sentence(
-        self, read: Any, subtract: Any = Difference, concatenate: Any = Concatenated
+        self,
+        read: Any,
+        subtract: Any = Difference,
+        concatenate: Any = Concatenated,
+        conditioned: bool = True,
     ) -> Any:
         """Return the features of sentences, (n, dim).
 
@@ -131,11 +136,14 @@ class View:
             read: gives the features of the prompts for these sentences and their conditions.
             subtract: of two of them, the difference; of tensors, that of torch.
             concatenate: of several, what has their columns side by side.
+            conditioned: whether the sentences have a condition; else nothing is subtracted.
         """
         parts = []
         for prompt, subtracts in self.terms():
             found = read(prompt, "conditional")
-            parts.append(subtract(found, read(prompt, "unconditional")) if subtracts else found)
+            if subtracts and conditioned:
+                found = subtract(found, read(prompt, "unconditional"))
+            parts.append(found)
         return parts[0] if len(parts) == 1 else concatenate(parts)
 
     def condition(self, read: Read) -> Matrix | None:
@@ -159,6 +167,18 @@ class View:
             if subtracts or prompt is self.of_condition():
                 found.append((prompt, "unconditional"))
         return found
+
+    def check_sides(self, conditioned: Sequence[bool]) -> None:
+        """Check that both texts have a condition, for heads that take its features e(c).
+
+        Raises:
+            UserError: one of them has none.
+        """
+        if self.conditioned and not all(conditioned):
+            raise UserError(
+                "the head takes the condition's own features for both texts, and in this task only "
+                "one of them has a condition. Choose a head of joint features, such as linear."
+            )
 
     def check_texts(self) -> None:
         """Refuse controls, which have nothing to tell of a text under a condition of one's own.

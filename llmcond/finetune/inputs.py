@@ -33,6 +33,7 @@ class RatedInputs:
         rating: (n,) on 0 to 1.
         pair: (n,) the sentence pair of each row.
         number: (n,) what messages call a row.
+        conditioned: whether the first and the second sentence have a condition.
     """
 
     view: View
@@ -42,6 +43,7 @@ class RatedInputs:
     rating: NDArray[np.float64]
     pair: NDArray[np.int64]
     number: NDArray[np.int64]
+    conditioned: tuple[bool, bool] = (True, True)
 
     @classmethod
     def of(cls, rows: Rows, view: View, tokenizer: InputTokenizer) -> RatedInputs:
@@ -50,6 +52,7 @@ class RatedInputs:
         Raises:
             UserError: an instruction or a context that the encoder cannot take.
         """
+        view.check_sides(rows.conditioned)
         rated = rows.rated
         place: dict[EncoderInput, int] = {}
         columns: dict[tuple[str, Part, int], Positions] = {}
@@ -71,6 +74,7 @@ class RatedInputs:
             rating=rows.rating[rated],
             pair=rows.pair[rated],
             number=rows.number[rated],
+            conditioned=rows.conditioned,
         )
 
     def __len__(self) -> int:
@@ -85,9 +89,10 @@ class RatedInputs:
 
             return read
 
+        first, second = self.conditioned
         return PairArrays(
-            first=self.view.sentence(reader(0)),
-            second=self.view.sentence(reader(1)),
+            first=self.view.sentence(reader(0), conditioned=first),
+            second=self.view.sentence(reader(1), conditioned=second),
             rating=self.rating,
             condition=self.view.condition(reader(0)),
             pair=self.pair,
@@ -117,8 +122,13 @@ class RatedInputs:
 
         x = torch.cat(
             [
-                self.view.sentence(reader(side), torch.sub, lambda parts: torch.cat(parts, dim=1))
-                for side in (0, 1)
+                self.view.sentence(
+                    reader(side),
+                    torch.sub,
+                    lambda parts: torch.cat(parts, dim=1),
+                    conditioned,
+                )
+                for side, conditioned in enumerate(self.conditioned)
             ]
         )
         of = self.view.of_condition()

@@ -100,11 +100,10 @@ class Hypernet(ConditionedHead):
         """
         names = ("factor1", "factor2") if self.settings.rank else ("matrix",)
         made = [self.affine(name, self.dropout(transformed)) for name in names]
-        if not self.settings.rank:
-            return [made[0].view(len(transformed), -1, self._dim_generated)]
-        inner = self.settings.rank
-        first = made[0].view(len(transformed), len(self.get_parameter("factor1")) // inner, inner)
-        return [first, made[1].view(len(transformed), inner, self._dim_generated)]
+        dim = self._dim_generated
+        inner = self.settings.rank or dim
+        first = made[0].view(len(transformed), len(self.get_parameter(names[0])) // inner, inner)
+        return [first, *(one.view(len(transformed), inner, dim) for one in made[1:])]
 
     @property
     def _dim_generated(self) -> int:

@@ -30,9 +30,11 @@ class RowFeatures:
         Raises:
             UserError: features that were not extracted yet.
         """
+        view.check_sides(self.rows.conditioned)
+        first, second = self.rows.conditioned
         return PairArrays(
-            first=view.sentence(self._reader("first")),
-            second=view.sentence(self._reader("second")),
+            first=view.sentence(self._reader("first"), conditioned=first),
+            second=view.sentence(self._reader("second"), conditioned=second),
             rating=self.rows.rating,
             condition=view.condition(self._reader("first")),
             pair=self.rows.pair,
@@ -42,7 +44,7 @@ class RowFeatures:
     def _reader(self, side: Side) -> Read:
         def read(prompt: Prompt, part: Part) -> Matrix:
             column = side if part == "conditional" else f"{side}_{part}"
-            if prompt.of_condition and part == "unconditional":
+            if prompt.of_condition and part == "unconditional" and all(self.rows.conditioned):
                 # The same input for both sentences.
                 column = "first_unconditional"
             key = (prompt.digest, column)

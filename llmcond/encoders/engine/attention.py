@@ -8,6 +8,7 @@ attend to which. No token of another text is ever among the keys, so none can le
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +38,11 @@ class AttentionPlan(Protocol):
         ...
 
 
+#: (layer's attention module, queries, keys, (batch, tokens, heads, head_dim) attended states) ->
+#: states of the same shape.
+Router = Callable[[torch.nn.Module, Tensor, Tensor, Tensor], Tensor]
+
+
 def _attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -45,19 +51,38 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     packed: AttentionPlan | None = None,
+    router: Router | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers does by itself, or within a packed row where there is a plan."""
+    """Attend as transformers does by itself, or within a packed row where there is a plan.
+
+    A router, given with the forward pass, changes what a layer attended to before the layer's
+    output projection W_O.
+    """
+    output = _attend(module, query, key, value, attention_mask, scaling, packed, kwargs)
+    return (output if router is None else router(module, query, key, output)), None
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    packed: AttentionPlan | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
     if packed is None:
-        output, _ = sdpa_attention_forward(
+        output: Tensor = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )
-        return output, None
+        )[0]
+        return output
     options = ("softcap", "position_bias", "s_aux")
     unknown = [name for name in options if kwargs.get(name) is not None]
     if unknown:
         raise NotImplementedError(f"packed attention has no {unknown[0]}")
-    return packed.attend(query[0], key[0], value[0], scaling)[None], None
+    return packed.attend(query[0], key[0], value[0], scaling)[None]
 
 
 AttentionInterface.register(NAME, _attention)

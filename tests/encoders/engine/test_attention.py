@@ -322,3 +322,23 @@ def test_kernel_of_a_gpu_equals_products(causal):
         ):
             output = plan.attend(*states, SCALE).cpu()
             assert (output - expected).norm() / expected.norm() < 3 * 2**-8
+
+
+@pytest.mark.parametrize("kind", ["bert", "mistral"])
+def test_a_router_changes_what_each_layer_attended_to_before_its_projection(tiny_checkpoint, kind):
+    from transformers import AutoModel
+
+    network = AutoModel.from_pretrained(tiny_checkpoint(kind)).eval()
+    network.set_attn_implementation(attention.NAME)
+    ids = torch.arange(6, 14)[None]
+    layers = []
+
+    def keep(module, query, key, states):
+        layers.append((module.layer_idx, tuple(states.shape)))
+        return states
+
+    plain = network(input_ids=ids).last_hidden_state
+    assert torch.equal(network(input_ids=ids, router=keep).last_hidden_state, plain)
+    assert layers == [(0, (1, 8, 4, 8)), (1, (1, 8, 4, 8))]
+    routed = network(input_ids=ids, router=lambda module, query, key, states: 0 * states)
+    assert not torch.allclose(routed.last_hidden_state, plain)
