@@ -46,14 +46,10 @@ __all__ = [
     "fit_head",
     "load_embedder",
     "load_encoder",
-<<<<<<< HEAD
     "push",
     "register",
     "sweep",
     "train_lora",
-=======
-    "register",
->>>>>>> heads
 ]
 
 _HOMES = {
