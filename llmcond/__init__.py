@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any
 from llmcond.version import __version__
 
 if TYPE_CHECKING:
-    from llmcond.api import (
-        analyse,
-        compare_prompts,
-        embed,
-        evaluate,
-        extract,
-        fit_head,
-        push,
-        sweep,
-        train_lora,
-    )
+    from llmcond.commands.analyse import analyse
+    from llmcond.commands.compare_prompts import compare_prompts
+    from llmcond.commands.embed import embed
+    from llmcond.commands.evaluate import evaluate
+    from llmcond.commands.extract import extract
+    from llmcond.commands.fit_head import fit_head
+    from llmcond.commands.push import push
+    from llmcond.commands.sweep import sweep
+    from llmcond.commands.train_lora import train_lora
     from llmcond.encoders.encoder import Encoder, load_encoder
     from llmcond.encoders.spec import EncoderInput
     from llmcond.errors import LlmcondError, UserError
@@ -52,6 +50,7 @@ __all__ = [
     "train_lora",
 ]
 
+#: Where names are that are no verbs; a verb is in the module of its command.
 _HOMES = {
     "Embedder": "llmcond.runs.embedder",
     "Encoder": "llmcond.encoders.encoder",
@@ -71,7 +70,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'llmcond' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES.get(name, "llmcond.api")), name)
+    return getattr(import_module(_HOMES.get(name, f"llmcond.commands.{name}")), name)
 
 
 def __dir__() -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from llmcond.commands.base import verb
 from llmcond.commands.shared import InRun, WithSplit
 from llmcond.options import option
 
@@ -51,3 +52,6 @@ class Analyse(InRun, WithSplit):
         from llmcond.report.analyses import show_analyses
 
         show_analyses(result, self.run, form)
+
+
+analyse = verb(Analyse)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from llmcond.commands.base import verb
 from llmcond.commands.shared import (
     InRun,
     WithEncoder,
@@ -81,3 +82,6 @@ class ComparePrompts(InRun, WithTask, WithEncoder, WithSplit, WithMetrics, WithT
         say(summary(result.results, result.baseline), form)
         bars = form == "table"  # elsewhere characters do not line up
         show(comparison_table(result.results, result.baseline, self.run, bars=bars), form)
+
+
+compare_prompts = verb(ComparePrompts)

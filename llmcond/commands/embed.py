@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from llmcond.commands.base import verb
 from llmcond.commands.shared import WithHead
 from llmcond.options import option
 
@@ -44,3 +45,6 @@ class Embed(WithHead):
             self.prompt,
             self.device,
         )
+
+
+embed = verb(Embed)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from llmcond.commands.base import verb
 from llmcond.commands.shared import (
     SOURCE,
     InRun,
@@ -62,3 +63,6 @@ class Evaluate(InRun, WithColumns, WithSplit, WithMetrics, WithDevice):
         from llmcond.report.terminal import results_table, show
 
         show(results_table(result, self.run), form)
+
+
+evaluate = verb(Evaluate)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from llmcond.commands.base import verb
 from llmcond.commands.shared import InRun, WithEncoder, WithTask, data_options
 from llmcond.options import option
 
@@ -50,3 +51,6 @@ class Extract(InRun, WithTask, WithEncoder):
             self.workers,
             self.task,
         )
+
+
+extract = verb(Extract)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from llmcond.commands.base import verb
 from llmcond.commands.shared import InRun, WithDevice
 from llmcond.options import option
 
@@ -54,3 +55,6 @@ class FitHead(InRun, WithDevice):
             self.name,
             self.device,
         )
+
+
+fit_head = verb(FitHead)

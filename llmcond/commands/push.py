@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from llmcond.commands.base import verb
 from llmcond.commands.shared import InRun
 from llmcond.options import option
 
@@ -26,3 +27,6 @@ class Push(InRun):
         from llmcond.workflows.push import push_to_hub
 
         return push_to_hub(self.run, self.repo, self.private, self.revision)
+
+
+push = verb(Push)

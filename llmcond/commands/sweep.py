@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from llmcond.commands.base import verb
 from llmcond.commands.shared import InRun, WithMetrics, WithSplit, WithTrials
 from llmcond.errors import UserError
 from llmcond.options import option
@@ -88,3 +89,6 @@ class Sweep(InRun, WithSplit, WithMetrics, WithTrials):
         from llmcond.report.terminal import show
 
         show(sweep_table(result.results, self.run), form)
+
+
+sweep = verb(Sweep)

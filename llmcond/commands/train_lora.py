@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcond.commands.base import optional
+from llmcond.commands.base import optional, verb
 from llmcond.commands.shared import InRun, WithEncoder, WithTask, data_options
 from llmcond.finetune.settings import TuneSettings
 from llmcond.options import option
@@ -83,3 +83,6 @@ class TrainLora(InRun, WithTask, WithEncoder, _TuneOptions):
             self.merge,
             self.task,
         )
+
+
+train_lora = verb(TrainLora)
