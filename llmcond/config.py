@@ -65,7 +65,11 @@ def _explain(cls: type[Any], problem: dict[str, Any]) -> str:
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
     limits = problem.get("ctx", {})
-    words = [f"must be {words} {limits[own]}" for own, words in _LIMITS.items() if own in limits]
+    words = [
+        f"must be {words} {_number(limits[own])}"
+        for own, words in _LIMITS.items()
+        if own in limits
+    ]
     message = words[0] if words else str(problem["msg"]).removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     if not location:  # a check of several settings together; it names them itself
@@ -78,6 +82,10 @@ def _explain(cls: type[Any], problem: dict[str, Any]) -> str:
     if problem["type"] in {"missing", "missing_argument"}:
         return f"missing key {key!r}. Legal keys: {', '.join(legal)}."
     return f"{key!r} is {problem['input']!r}: {message}."
+
+
+def _number(limit: Any) -> str:
+    return limit if isinstance(limit, str) else f"{limit:,}"
 
 
 def _legal_keys(cls: type[Any], location: list[str]) -> list[str]:

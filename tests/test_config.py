@@ -150,7 +150,7 @@ def test_every_bundled_prompt_loads_and_says_where_it_comes_from(path: Path):
 def test_every_bundled_head_loads_with_the_settings_its_file_states(path: Path):
     recipe = load_recipe(path.stem)
     stated = read_toml(path)
-    assert (recipe.name, recipe.family.kind) == (path.stem, stated["kind"])
+    assert (recipe.name, recipe.kind) == (path.stem, stated["kind"])
     assert (recipe.description, recipe.source) == (stated["description"], stated["source"])
     assert dict(recipe.finetune) == stated.pop("finetune", {})
     settings = recipe.to_json()["settings"]

@@ -11,7 +11,7 @@ from scipy.stats import pearsonr, spearmanr
 
 from llmcond import metrics
 from llmcond.errors import UserError
-from llmcond.metrics import DEFAULT, Metric, accuracy, finite, pearson, spearman, with_default
+from llmcond.metrics import DEFAULT, Metric, accuracy, choose_metrics, finite, pearson, spearman
 
 # Few distinct values, so that most examples have ties.
 PAIRED = st.integers(3, 40).flatmap(
@@ -47,6 +47,9 @@ def test_accuracy_of_one_pair(conditions, expected):
     similarity, rating = np.array(conditions, dtype=np.float64).T
     found = accuracy(similarity, rating, np.full(len(rating), 7))
     assert found == pytest.approx(expected, nan_ok=True)
+
+
+TASK = ("spearman", "pearson", "accuracy")
 
 
 def test_accuracy_over_pairs_counts_comparisons_whatever_the_order_of_rows():
@@ -106,7 +109,7 @@ def own(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("own")
 def test_metrics_of_a_users_own_are_beside_the_default_ones():
-    found = with_default(["my_metrics.py:kendall", "my_metrics.py:mae", "spearman"])
+    found = choose_metrics(TASK, ["my_metrics.py:kendall", "my_metrics.py:mae", "spearman"])
     assert [metric.name for metric in found] == [
         *("spearman", "pearson", "accuracy", "kendall", "mae")
     ]
@@ -127,10 +130,10 @@ def test_metrics_of_a_users_own_are_beside_the_default_ones():
 )
 def test_other_metrics_are_refused(name, message):
     with pytest.raises(UserError, match=message):
-        with_default([name])
+        choose_metrics(TASK, [name])
 
 
 @pytest.mark.usefixtures("own")
 def test_code_that_fails_is_one_line():
     with pytest.raises(UserError, match="the metric fails failed: division by zero"):
-        with_default(["my_metrics.py:fails"])[-1](np.ones(2), np.ones(2), np.arange(2))
+        choose_metrics(TASK, ["my_metrics.py:fails"])[-1](np.ones(2), np.ones(2), np.arange(2))

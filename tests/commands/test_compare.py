@@ -197,10 +197,10 @@ def test_settings_of_heads_can_be_changed(call):
 def test_fits_that_fail_are_told_and_the_rest_is_compared(call, monkeypatch):
     fit = FITS.fit_recipe
 
-    def fails(recipe, pairs, dev, seed, on_epoch):
+    def fails(recipe, pairs, dev, seed, on_epoch, device):
         if seed == 1:
             raise RuntimeError("out of memory")
-        return fit(recipe, pairs, dev, seed, on_epoch)
+        return fit(recipe, pairs, dev, seed, on_epoch, device)
 
     monkeypatch.setattr(FITS, "fit_recipe", fails)
     found = in_json(call("--prompts", J, K, "--seeds", 2, "--json"))

@@ -79,9 +79,9 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None, int]]:
     made: list[tuple[str, int | None, int]] = []
     fit = MODULE.fit_recipe
 
-    def counted(recipe, pairs, dev, seed, on_epoch):
+    def counted(recipe, pairs, dev, seed, on_epoch, device):
         made.append((recipe.name, recipe.dim, seed))
-        return fit(recipe, pairs, dev, seed, on_epoch)
+        return fit(recipe, pairs, dev, seed, on_epoch, device)
 
     monkeypatch.setattr(MODULE, "fit_recipe", counted)
     return made
@@ -419,11 +419,11 @@ def failing(monkeypatch, when, error):
     """Let fits fail; ``when`` is told their number from 0, their recipe and their seed."""
     fit, made = MODULE.fit_recipe, []
 
-    def fails(recipe, pairs, dev, seed, on_epoch):
+    def fails(recipe, pairs, dev, seed, on_epoch, device):
         made.append(seed)
         if when(len(made) - 1, recipe, seed):
             raise error
-        return fit(recipe, pairs, dev, seed, on_epoch)
+        return fit(recipe, pairs, dev, seed, on_epoch, device)
 
     monkeypatch.setattr(MODULE, "fit_recipe", fails)
     return made
@@ -513,7 +513,7 @@ def test_a_killed_sweep_keeps_complete_fits_and_goes_on(capsys, own, fits):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     try:
-        latest = time.monotonic() + 60
+        latest = time.monotonic() + 240
         while len(list((own / "sweep").glob("*.json"))) < 2 and time.monotonic() < latest:
             time.sleep(0.01)
     finally:

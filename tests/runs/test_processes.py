@@ -71,9 +71,9 @@ def begun(tmp_path_factory, model, data):
 def alone(tmp_path_factory, model, begun):
     """The run, and what one process alone makes of the other prompt."""
     folder = Path(shutil.copytree(begun, tmp_path_factory.mktemp("alone") / "run"))
-    done = extract(model, OPTIONS, folder, DataOptions(), [PROMPT])["prompts"][PROMPT]
+    done = extract(model, OPTIONS, folder, DataOptions(), [PROMPT]).prompts[PROMPT]
     # The two conditions alone are inputs of both prompts.
-    assert (done["n_inputs"], done["n_computed"]) == (4_002, 4_000)
+    assert (done.n_inputs, done.n_computed) == (4_002, 4_000)
     return folder
 
 
@@ -172,7 +172,7 @@ def test_two_workers_store_what_one_stores(two_cores, model, own, alone):
     # Each is at a part of its own before either has stored one.
     with nobody_commits_until(own, lambda claims: len(claims) >= 2):
         done = extract(model, OPTIONS, own, DataOptions(), [PROMPT], workers=2)
-    assert 0 < done["prompts"][PROMPT]["n_computed"] < 4_000
+    assert 0 < done.prompts[PROMPT].n_computed < 4_000
     np.testing.assert_allclose(vectors_of(own), vectors_of(alone), rtol=0, atol=1e-6)
     assert torch.get_num_threads() == 2
     assert multiprocessing.active_children() == []
@@ -189,7 +189,7 @@ def test_a_worker_that_is_killed_leaves_its_part_to_the_other(caplog, two_cores,
 
     with nobody_commits_until(own, killed):
         done = extract(model, OPTIONS, own, DataOptions(), [PROMPT], workers=2)
-    assert done["prompts"][PROMPT]["n_computed"] == 4_000
+    assert done.prompts[PROMPT].n_computed == 4_000
     assert "1 of 2 workers failed" in caplog.text
     np.testing.assert_allclose(vectors_of(own), vectors_of(alone), rtol=0, atol=1e-6)
 
