@@ -34,12 +34,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def build(cls: type[T], values: dict[str, Any], source: str) -> T:
-    """Check ``values`` against the dataclass ``cls`` and return an instance.
+    """Check ``values``, as TOML or JSON gives them, and return an instance of a dataclass.
 
-    Args:
-        cls: a dataclass whose ``__pydantic_config__`` is :data:`STRICT`.
-        values: the keys and values, as TOML or JSON gives them.
-        source: what the values came from, named in errors.
+    Its ``__pydantic_config__`` is :data:`STRICT`. Errors name ``source``.
 
     Raises:
         UserError: an unknown key, a missing key, or a value of the wrong type or range.
@@ -66,9 +63,7 @@ def _explain(cls: type[Any], problem: dict[str, Any]) -> str:
     key = ".".join(location)
     limits = problem.get("ctx", {})
     words = [
-        f"must be {words} {_number(limits[own])}"
-        for own, words in _LIMITS.items()
-        if own in limits
+        f"must be {words} {_number(limits[own])}" for own, words in _LIMITS.items() if own in limits
     ]
     message = words[0] if words else str(problem["msg"]).removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
@@ -132,10 +127,7 @@ def find_toml(name_or_file: str, kind: str) -> Path:
 def check_name(name: str, what: str, joiners: str = "") -> str:
     """Return a name that can be a folder's on any system, or part of one.
 
-    Args:
-        name: to check.
-        what: whose name it is, for the message.
-        joiners: characters that join several names into one, legal in the joined name only.
+    ``joiners`` join several names into one, and are legal in the joined name only.
 
     Raises:
         UserError: it cannot be.

@@ -36,21 +36,17 @@ def replacing(path: Path) -> Iterator[Path]:
             os.fsync(written.fileno())
         temporary.replace(path)
     except OSError as error:
-        raise _write_error(path, error) from error
+        if is_disk_full(error):
+            raise DiskFullError(
+                f"the disk is full: {path} could not be written. Free some space and run the same "
+                "command again; what was stored before is kept."
+            ) from error
+        raise UserError(
+            f"cannot write {path}: {error.strerror or error}. Name a place that can be written."
+        ) from error
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-
-
-def _write_error(path: Path, error: OSError) -> UserError:
-    if is_disk_full(error):
-        return DiskFullError(
-            f"the disk is full: {path} could not be written. Free some space and run the same "
-            "command again; what was stored before is kept."
-        )
-    return UserError(
-        f"cannot write {path}: {error.strerror or error}. Name a place that can be written."
-    )
 
 
 def write_text(path: Path, text: str) -> None:

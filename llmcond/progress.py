@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, Self
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -21,17 +20,38 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-class ExtractionBar:
+class _Bar:
+    """A progress bar, as a context; quiet where standard error is not a terminal."""
+
+    def __init__(self, name: str, visible: bool = True) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[detail]}"),
+            TimeRemainingColumn(),
+            console=console(),
+            transient=True,
+            disable=not console().is_terminal,
+        )
+        self._task = self._progress.add_task(name, total=None, visible=visible, detail="")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+
+class ExtractionBar(_Bar):
     """A progress bar for extraction: inputs, tokens a second, time left.
 
     Time left is reckoned by characters, since inputs are not encoded in the order of their length.
-    It is quiet where standard
-    error is not a terminal.
     """
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("encoding", total=None, visible=False, detail="")
+    def __init__(self) -> None:
+        super().__init__("encoding", visible=False)
         self._total = "?"
         self._done = self._tokens = 0
 
@@ -51,12 +71,11 @@ class ExtractionBar:
         self._progress.update(self._task, advance=characters, detail=detail)
 
 
-class FitBar:
+class FitBar(_Bar):
     """A progress bar for fitting: epochs and the score on dev."""
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("fitting", total=None, detail="")
+    def __init__(self) -> None:
+        super().__init__("fitting")
 
     def on_epoch(self, epoch: int, epochs: int, score: float) -> None:
         """Show the epoch that is done."""
@@ -64,34 +83,27 @@ class FitBar:
         self._progress.update(self._task, completed=epoch, total=epochs, detail=detail)
 
 
-class Training(Protocol):
-    """How far a training is."""
+class _Training(Protocol):
+    """How far a training is: steps done, an entry for each evaluation, and the best on dev."""
 
     @property
-    def step(self) -> int:
-        """Return the steps done."""
-        ...
+    def step(self) -> int: ...
 
     @property
-    def curve(self) -> Sequence[Mapping[str, Any]]:
-        """Return an entry for each evaluation."""
-        ...
+    def curve(self) -> Sequence[Mapping[str, Any]]: ...
 
     @property
-    def best_score(self) -> float | None:
-        """Return the best on dev."""
-        ...
+    def best_score(self) -> float | None: ...
 
 
-class TrainBar:
+class TrainBar(_Bar):
     """A progress bar for training: steps, the loss, and the best score on dev."""
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("training", total=None, detail="")
+    def __init__(self) -> None:
+        super().__init__("training")
         self._shown = 0
 
-    def on_step(self, done: Training, steps: int, loss: float) -> None:
+    def on_step(self, done: _Training, steps: int, loss: float) -> None:
         """Show the step that is done; an evaluation in a line of its own, which stays."""
         best = "" if done.best_score is None else f", best dev {100 * done.best_score:.1f}"
         detail = f"step {done.step:,} of {steps:,}, loss {loss:.4f}{best}"
@@ -105,37 +117,3 @@ class TrainBar:
                     f"dev Spearman {shown}"
                 )
         self._shown = len(done.curve)
-
-
-@contextmanager
-def train_bar() -> Iterator[TrainBar]:
-    """Show a bar for one training."""
-    with _progress() as progress:
-        yield TrainBar(progress)
-
-
-@contextmanager
-def extraction_bar() -> Iterator[ExtractionBar]:
-    """Show a bar for one extraction."""
-    with _progress() as progress:
-        yield ExtractionBar(progress)
-
-
-@contextmanager
-def fit_bar() -> Iterator[FitBar]:
-    """Show a bar for one fit."""
-    with _progress() as progress:
-        yield FitBar(progress)
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[detail]}"),
-        TimeRemainingColumn(),
-        console=console(),
-        transient=True,
-        disable=not console().is_terminal,
-    )

@@ -250,36 +250,19 @@ def _read_rows(
     extra: Sequence[str],
 ) -> Rows:
     wanted = {**asdict(columns), **{name: name for name in extra}}
-    found = [_read_file(source, file, wanted, scale) for file in files]
-    if len(found) == 1:
-        return found[0]
-    texts = {name: [text for rows in found for text in rows.texts[name]] for name in found[0].texts}
-    merged = Rows(
-        sentence1=texts.pop("sentence1"),
-        sentence2=texts.pop("sentence2"),
-        condition=texts.pop("condition"),
-        rating=np.concatenate([rows.rating for rows in found]),
-        number=np.concatenate([rows.number for rows in found]),
-        file=found[0].file,
-        extra=texts,
-    )
-    # Shards count as one file, cut into pieces.
-    return replace(merged, number=np.arange(1, len(merged) + 1), file=without_shard(merged.file))
-
-
-def _read_file(source: Source, file: str, wanted: dict[str, str], scale: RatingScale) -> Rows:
-    name = Path(file).name
     texts: dict[str, list[str]] = {key: [] for key in wanted if key != "label"}
     ratings: list[float] = []
-    problems = Problems(name)
-    for number, record in enumerate(read_records(source, file, list(wanted.values())), 1):
-        for key, column in texts.items():
-            column.append(problems.text(number, wanted[key], record[wanted[key]]))
-        try:
-            ratings.append(scale.to_unit(record[wanted["label"]]))
-        except ValueError as error:
-            problems.add(number, f"{wanted['label']} {error}")
-    problems.raise_if_any()
+    for file in files:
+        problems = Problems(Path(file).name)
+        for number, record in enumerate(read_records(source, file, list(wanted.values())), 1):
+            for key, column in texts.items():
+                column.append(problems.text(number, wanted[key], record[wanted[key]]))
+            try:
+                ratings.append(scale.to_unit(record[wanted["label"]]))
+            except ValueError as error:
+                problems.add(number, f"{wanted['label']} {error}")
+        problems.raise_if_any()
+    name = Path(files[0]).name
     return Rows(
         sentence1=texts.pop("sentence1"),
         sentence2=texts.pop("sentence2"),
@@ -287,7 +270,8 @@ def _read_file(source: Source, file: str, wanted: dict[str, str], scale: RatingS
         extra=texts,
         rating=np.array(ratings, dtype=np.float64),
         number=np.arange(1, len(ratings) + 1),
-        file=name,
+        # Shards count as one file, cut into pieces.
+        file=name if len(files) == 1 else without_shard(name),
     )
 
 
@@ -349,13 +333,10 @@ class Texts:
 
 
 def read_texts(source: str, sentence: str, condition: str | None) -> Texts:
-    """Read sentences with their conditions from one file.
+    """Read a column of sentences with their conditions from one file.
 
-    Args:
-        source: a single file.
-        sentence: the name of the sentences' column.
-        condition: the name of a column, or, where the file has no such column, the one condition
-            that every sentence gets. None: the column called condition, which must be there.
+    ``condition`` is the name of a column, or, where the file has no such column, the one condition
+    that every sentence gets. None: the column called condition, which must be there.
 
     Raises:
         UserError: a folder, a missing column, an empty file or an empty text.

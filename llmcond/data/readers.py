@@ -54,21 +54,15 @@ IN_MEMORY = "rows in memory"
 
 def _open_tables(given: Any) -> Source:
     """Return rows in memory as a source: a table, or one for each split by its name."""
-    if isinstance(given, Mapping) and given and set(given) <= set(_SPLIT_NAMES):
-        named = {_SPLIT_NAMES[name]: table for name, table in given.items()}
-    else:
-        named = {IN_MEMORY: given}
+    by_split = isinstance(given, Mapping) and given and set(given) <= set(_SPLIT_NAMES)
+    named = {_SPLIT_NAMES[name]: given[name] for name in given} if by_split else {IN_MEMORY: given}
     tables = {name: _records(table) for name, table in named.items()}
-    splits = None if IN_MEMORY in tables else {name: [name] for name in tables}
+    splits = {name: [name] for name in tables} if by_split else None
     return Source(IN_MEMORY, None, list(tables), splits, tables)
 
 
 def _records(table: Any) -> Sequence[Mapping[str, Any]]:
-    """Return the rows of a pandas or Arrow table, of columns by name, or of a sequence.
-
-    Raises:
-        UserError: it is none of these.
-    """
+    """Return the rows of a pandas or Arrow table, of columns by name, or of a sequence."""
     if hasattr(table, "to_pylist"):  # Arrow
         rows: Any = table.to_pylist()
     elif hasattr(table, "to_dict"):  # pandas
@@ -89,10 +83,7 @@ def _records(table: Any) -> Sequence[Mapping[str, Any]]:
 
 
 def open_source(given: Any) -> Source:
-    """Find the files that a name stands for, or take rows in memory.
-
-    Args:
-        given: a path, ``hf://datasets/OWNER/NAME[@REVISION][/PATH]``, or rows in memory.
+    """Open a path, ``hf://datasets/OWNER/NAME[@REVISION][/PATH]``, or rows in memory.
 
     Raises:
         UserError: nothing there, a file of another kind, or a folder without split files.
@@ -284,12 +275,8 @@ def _read_parquet(stream: IO[bytes], name: str, columns: Sequence[str]) -> Itera
     except pa.ArrowInvalid as error:
         raise UserError(f"{name} is not a Parquet file: {error}") from error
     _check_columns(name, file.schema_arrow.names, columns)
-    batches = file.iter_batches()
-    while True:
-        try:
-            batch = next(batches, None)
-        except (pa.ArrowException, OSError) as error:
-            raise UserError(f"{name} is a damaged Parquet file: {error}") from error
-        if batch is None:
-            return
-        yield from batch.to_pylist()
+    try:
+        for batch in file.iter_batches():
+            yield from batch.to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{name} is a damaged Parquet file: {error}") from error

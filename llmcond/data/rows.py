@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -52,14 +52,16 @@ class Rows:
     def pair(self) -> NDArray[np.int64]:
         """Return (n,) the number of each row's sentence pair, whichever sentence comes first."""
         numbers: dict[tuple[str, str], int] = {}
-        pairs = zip(self.sentence1, self.sentence2, strict=True)
-        found = [numbers.setdefault(_unordered(a, b), len(numbers)) for a, b in pairs]
+        found = [numbers.setdefault(pair, len(numbers)) for pair in self._unordered()]
         return np.array(found, dtype=np.int64)
 
     def pair_keys(self) -> list[tuple[str, str]]:
         """Return each distinct sentence pair once, in the order of ``pair``."""
-        pairs = zip(self.sentence1, self.sentence2, strict=True)
-        return list(dict.fromkeys(_unordered(a, b) for a, b in pairs))
+        return list(dict.fromkeys(self._unordered()))
+
+    def _unordered(self) -> Iterator[tuple[str, str]]:
+        for a, b in zip(self.sentence1, self.sentence2, strict=True):
+            yield (a, b) if a <= b else (b, a)
 
     def take(self, chosen: NDArray[Any]) -> Rows:
         """Return the rows at the chosen positions (numbers or a mask)."""
@@ -86,10 +88,6 @@ class Rows:
         return f"row {self.number[position]} of {self.file}"
 
 
-def _unordered(first: str, second: str) -> tuple[str, str]:
-    return (first, second) if first <= second else (second, first)
-
-
 def rows_digest(rows: Rows) -> str:
     """Identify rows by their texts and ratings, in their order."""
     ratings = [None if np.isnan(r) else float(r) for r in rows.rating]
@@ -100,10 +98,8 @@ def rows_digest(rows: Rows) -> str:
 def split_by_pair(rows: Rows, fractions: Mapping[str, float], seed: int) -> dict[str, Rows]:
     """Divide rows so that all rows of a sentence pair are in one split.
 
-    Args:
-        rows: what to divide.
-        fractions: share of the pairs for each split, adding up to 1.
-        seed: decides, with the sentences themselves, which pairs go where.
+    ``fractions`` are the share of the pairs for each split, adding up to 1. The seed and the
+    sentences themselves decide which pairs go where.
 
     Raises:
         UserError: fewer pairs than splits.
@@ -150,11 +146,7 @@ _COLUMNS = ("split", "file", "number", "sentence1", "sentence2", "condition", "r
 
 
 def load_rows(path: Path, conditioned: tuple[bool, bool] = (True, True)) -> dict[str, Rows]:
-    """Return the rows that :func:`save_rows` wrote, by split.
-
-    Args:
-        path: the file.
-        conditioned: as the task has it; see :class:`Rows`.
+    """Return the rows that :func:`save_rows` wrote, by split (see :class:`Rows`).
 
     Raises:
         UserError: the file is gone or damaged.

@@ -21,7 +21,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmcond.encoders.spec import EncoderInput, plan_inputs
 from llmcond.errors import UserError
@@ -31,6 +30,7 @@ from llmcond.features.store import FeatureStore
 from llmcond.files import digest_bytes
 
 if TYPE_CHECKING:
+    from llmcond.encoders.encoder import Encoded
     from llmcond.encoders.threads import Concurrency, WorkerThreads
 
 #: Inputs that a kill can lose at most; committed in parts, one for each thread that encodes.
@@ -42,36 +42,15 @@ _WAIT_SECONDS = 0.2
 _MAX_CLAIMED = 32
 
 
-class EncodedInputs(Protocol):
-    """What an encoder returns: vectors, and what it took to make them."""
-
-    @property
-    def vectors(self) -> NDArray[np.float32]:
-        """Return (n, dim)."""
-        ...
-
-    @property
-    def n_tokens(self) -> NDArray[np.int32]:
-        """Return (n,) tokens before truncation."""
-        ...
-
-    @property
-    def truncated(self) -> NDArray[np.bool_]:
-        """Return (n,) whether an input was cut."""
-        ...
-
-
 class InputEncoder(Protocol):
     """An encoder, as far as extraction knows it; safe to call from several threads."""
 
     @property
     def concurrency(self) -> Concurrency:
         """Return how many threads it is best called from."""
-        ...
 
-    def encode_counted(self, inputs: Sequence[EncoderInput]) -> EncodedInputs:
+    def encode_counted(self, inputs: Sequence[EncoderInput]) -> Encoded:
         """Return the vectors of inputs, in their order, computed on the calling thread."""
-        ...
 
 
 class Progress(Protocol):
@@ -79,21 +58,9 @@ class Progress(Protocol):
 
     def start(self, inputs: int | None, characters: int | None) -> None:
         """Show a bar for so many inputs still to encode; None where nobody knows how many."""
-        ...
 
     def advance(self, inputs: int, characters: int, tokens: int) -> None:
         """Show that so many more are stored."""
-        ...
-
-
-class Silent:
-    """A progress that shows nothing."""
-
-    def start(self, inputs: int | None, characters: int | None) -> None:
-        """See :class:`Progress`."""
-
-    def advance(self, inputs: int, characters: int, tokens: int) -> None:
-        """See :class:`Progress`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,23 +132,19 @@ def extract(
         DiskFullError: no room; what was stored before is kept.
     """
     began = time.monotonic()
-    shown = progress or Silent()
     if missing is None and isinstance(inputs, Collection):
         missing = count_missing(store, inputs, window)
-    if missing is not None and missing.n_missing:
-        shown.start(missing.n_missing, missing.n_characters)
+    if progress and missing is not None and missing.n_missing:
+        progress.start(missing.n_missing, missing.n_characters)
 
     def load_shown() -> InputEncoder:
-        if missing is None or not missing.n_missing:
-            shown.start(None, None)
+        if progress and (missing is None or not missing.n_missing):
+            progress.start(None, None)
         return load()
 
     work = Plan(inputs, store, chunk=chunk, window=window, by_prefix=by_prefix)
-    executor = ThreadExecutor(load_shown)
-    try:
-        done = execute(work, executor, store, shown)
-    finally:
-        executor.close()
+    with closing(ThreadExecutor(load_shown)) as executor:
+        done = execute(work, executor, store, progress)
     n_inputs, n_truncated = work.counts()
     seconds = time.monotonic() - began
     return Extraction(n_inputs, done.n_added, n_truncated, done.n_tokens, seconds)
@@ -191,9 +154,6 @@ def plan(inputs: Iterable[EncoderInput], *, by_prefix: bool = False) -> list[Enc
     """Return the distinct inputs in the order that they are encoded in."""
     distinct = list(dict.fromkeys(inputs))
     return [distinct[place] for place in plan_inputs(distinct, by_prefix=by_prefix)]
-
-
-# -- planning --------------------------------------------------------------------------------------
 
 
 class Plan:
@@ -219,8 +179,7 @@ class Plan:
     def parts(self, concurrency: Callable[[], int]) -> Iterator[list[EncoderInput]]:
         """Yield the parts that the store does not hold completely; once.
 
-        Args:
-            concurrency: how many parts make a chunk; asked once there is something to encode.
+        A chunk has ``concurrency()`` parts, which is asked once there is something to encode.
         """
         for window in windows(self._inputs, self._window):
             ordered = plan(fresh(window, self._seen), by_prefix=self._by_prefix)
@@ -247,9 +206,6 @@ class Plan:
         self._awaited = [asked[i] for i in np.flatnonzero(places < 0)]
 
 
-# -- committing ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Committed:
     """What became of a part: inputs encoded, of them added, their characters and tokens."""
@@ -263,7 +219,7 @@ class Committed:
 def commit(
     store: FeatureStore,
     part: Sequence[EncoderInput],
-    encode: Callable[[Sequence[EncoderInput]], EncodedInputs],
+    encode: Callable[[Sequence[EncoderInput]], Encoded],
 ) -> Committed | None:
     """Encode and store what is missing of a part; None if another process has claimed it.
 
@@ -282,9 +238,7 @@ def commit(
         return append(store, todo, encode(todo)) if todo else Committed()
 
 
-def append(
-    store: FeatureStore, inputs: Sequence[EncoderInput], encoded: EncodedInputs
-) -> Committed:
+def append(store: FeatureStore, inputs: Sequence[EncoderInput], encoded: Encoded) -> Committed:
     """Store the vectors of inputs in one commit.
 
     Raises:
@@ -305,21 +259,16 @@ def append(
     return Committed(len(inputs), added, characters, int(encoded.n_tokens.sum()))
 
 
-# -- executing -------------------------------------------------------------------------------------
-
-
 class Executor(Protocol):
     """Encodes and commits the parts of a plan, several at a time."""
 
     def concurrency(self) -> int:
         """Return how many parts it is at, at a time; asked once there is something to encode."""
-        ...
 
     def run(
         self, parts: Iterable[list[EncoderInput]], store: FeatureStore
     ) -> Generator[tuple[list[EncoderInput], Committed | None]]:
         """Yield each part with what became of it, in their order; see :func:`commit`."""
-        ...
 
 
 class ThreadExecutor:
@@ -361,7 +310,9 @@ class ThreadExecutor:
         return self._started
 
 
-def execute(plan: Plan, executor: Executor, store: FeatureStore, progress: Progress) -> Committed:
+def execute(
+    plan: Plan, executor: Executor, store: FeatureStore, progress: Progress | None = None
+) -> Committed:
     """Encode and store everything that a plan lacks, and return the sums.
 
     Parts that other processes have claimed come last: they are waited for, or taken over if the
@@ -383,9 +334,10 @@ def execute(plan: Plan, executor: Executor, store: FeatureStore, progress: Progr
             for part, done in results:
                 if done is None:
                     claimed.append(part)
-                elif done.n_inputs:
-                    n_added += done.n_added
-                    n_tokens += done.n_tokens
+                    continue
+                n_added += done.n_added
+                n_tokens += done.n_tokens
+                if progress and done.n_inputs:
                     progress.advance(done.n_inputs, done.n_characters, done.n_tokens)
         if isinstance(remaining, list) and len(claimed) == len(remaining):
             time.sleep(_WAIT_SECONDS)

@@ -26,27 +26,24 @@ class KeyIndex:
         return self._size
 
     def add(self, joined: bytes) -> None:
-        """Add keys behind those that are there.
-
-        Args:
-            joined: the keys, one after the other.
-        """
+        """Add keys, joined one after the other, behind those that are there."""
         first, second = _halves(joined)
         if not len(first):
             return
         places = np.arange(self._size, self._size + len(first), dtype=np.int64)
         run = _sorted(first, second, places)
         while self._runs and len(self._runs[-1].first) < 2 * len(run.first):
-            run = _merged(self._runs.pop(), run)
+            older = self._runs.pop()
+            run = _sorted(
+                np.concatenate([older.first, run.first]),
+                np.concatenate([older.second, run.second]),
+                np.concatenate([older.places, run.places]),
+            )
         self._runs.append(run)
         self._size += len(first)
 
     def find(self, joined: bytes) -> NDArray[np.int64]:
-        """Return the place of each key: its first one if it was added more than once, else -1.
-
-        Args:
-            joined: the keys, one after the other.
-        """
+        """Return the first place of each of the joined keys, -1 for one that is not there."""
         first, second = _halves(joined)
         # Ascending needles walk through a run front to back, which is several times faster.
         order = np.argsort(first)
@@ -86,14 +83,6 @@ class _Run:
 def _halves(joined: bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     halves = np.frombuffer(joined, dtype=np.uint64).reshape(-1, 2)
     return halves[:, 0], halves[:, 1]
-
-
-def _merged(older: _Run, newer: _Run) -> _Run:
-    return _sorted(
-        np.concatenate([older.first, newer.first]),
-        np.concatenate([older.second, newer.second]),
-        np.concatenate([older.places, newer.places]),
-    )
 
 
 def _sorted(

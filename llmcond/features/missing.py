@@ -67,11 +67,8 @@ def count_missing(
 ) -> Missing:
     """Return what of some inputs a store lacks, in memory that hardly grows with them.
 
-    Args:
-        store: what was encoded before.
-        inputs: repeats are counted once.
-        window: inputs that are looked up together.
-        seen: inputs that were counted before, and are not counted again; these join them.
+    Repeats are counted once, and inputs in ``seen`` not again; those counted join them. ``window``
+    inputs are looked up together.
     """
     seen = KeyIndex() if seen is None else seen
     before = len(seen)

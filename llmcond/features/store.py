@@ -125,12 +125,9 @@ class FeatureStore:
             self._dataset = dataset
 
     def _reading(self, attempt: Callable[[], _Read]) -> _Read:
-        """Return what ``attempt`` reads.
-
-        Whoever merges files removes old ones, perhaps those of the version that is being read.
-        The newest version has the same rows in the same places. While one holds the commit lock,
-        no files are removed.
-        """
+        """Return what ``attempt`` reads, also where the files it reads from are being merged."""
+        # Merging removes old files, perhaps those of the version that is read. The newest version
+        # has the same rows in the same places; under the commit lock no files are removed.
         with suppress(OSError, ValueError):
             return attempt()
         with suppress(OSError, ValueError):
@@ -157,16 +154,12 @@ class FeatureStore:
 
         Places count from 0 in the order of adding, and never change.
         """
-        blocks = [
-            self._find(inputs[start : start + _READ_ROWS])
-            for start in range(0, len(inputs), _READ_ROWS)
-        ]
-        return np.concatenate(blocks) if blocks else np.zeros(0, dtype=np.int64)
-
-    def _find(self, inputs: Sequence[EncoderInput]) -> NDArray[np.int64]:
-        keys = b"".join(item.key for item in inputs)
-        with self._known:
-            return self._index.find(keys)
+        places = np.empty(len(inputs), dtype=np.int64)
+        for start in range(0, len(inputs), _READ_ROWS):
+            keys = b"".join(item.key for item in inputs[start : start + _READ_ROWS])
+            with self._known:
+                places[start : start + _READ_ROWS] = self._index.find(keys)
+        return places
 
     def append(
         self,
@@ -175,16 +168,9 @@ class FeatureStore:
         n_tokens: NDArray[np.int32],
         truncated: NDArray[np.bool_],
     ) -> int:
-        """Add inputs in one commit, leaving out those that are there by now.
+        """Add n distinct inputs in one commit, but for those that are there by now; count them.
 
-        Args:
-            inputs: n distinct inputs.
-            vectors: (n, dim), finite in the store's type.
-            n_tokens: (n,) before truncation.
-            truncated: (n,)
-
-        Returns:
-            How many were added.
+        ``vectors`` are (n, dim), finite in the store's type; ``n_tokens`` (n,) before truncation.
 
         Raises:
             DiskFullError: no room; what was stored before is kept.
@@ -235,32 +221,17 @@ class FeatureStore:
         dataset = lance.dataset(self._uri)
         # Nobody else writes now: what no version names is what a kill left.
         dataset.cleanup_old_versions(retain_versions=_KEPT_VERSIONS, delete_unverified=True)
-        if self._has_room(sum(fragment.physical_rows for fragment in fragments[-count:])):
+        vector = dataset.schema.field("vector").type
+        rows = sum(fragment.physical_rows for fragment in fragments[-count:])
+        size = rows * vector.list_size * vector.value_type.bit_width // 8
+        if shutil.disk_usage(self.folder).free > 2 * size:
             _merge_last(dataset, count)
             self._adopt(dataset)
-
-    def _has_room(self, rows: int) -> bool:
-        vector = self._dataset.schema.field("vector").type
-        size: int = rows * vector.list_size * vector.value_type.bit_width // 8
-        return shutil.disk_usage(self.folder).free > 2 * size
 
     def cast(self, vectors: NDArray[np.float32]) -> NDArray[Any]:
         """Return vectors in the store's type; what does not fit becomes infinite."""
         with np.errstate(over="ignore"):
             return vectors.astype(self.dtype)
-
-    def read(self, inputs: Sequence[EncoderInput]) -> NDArray[np.float32]:
-        """Return the vectors of inputs, (n, dim) in float32, in their order.
-
-        Raises:
-            UserError: some are not there.
-        """
-        places = self._found(inputs)
-        blocks = [
-            self._vectors(places[start : start + _READ_ROWS])
-            for start in range(0, len(places), _READ_ROWS)
-        ]
-        return np.concatenate(blocks) if blocks else np.zeros((0, 0), dtype=np.float32)
 
     def lookup(self, inputs: Sequence[EncoderInput]) -> Gathered:
         """Return the vectors of inputs as they are stored, each distinct one once.
@@ -302,20 +273,6 @@ class FeatureStore:
         flat = table["vector"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
         vectors: NDArray[Any] = flat.reshape(len(places), -1)
         return vectors
-
-    def _vectors(self, places: NDArray[np.int64]) -> NDArray[np.float32]:
-        # Ascending places read the files front to back; the wanted order is restored after.
-        distinct, inverse = np.unique(places, return_inverse=True)
-        vectors: NDArray[np.float32] = self._stored(distinct).astype(np.float32)[inverse]
-        return vectors
-
-    def count_truncated(self, inputs: Sequence[EncoderInput]) -> int:
-        """Count the inputs that were longer than the encoder takes.
-
-        Raises:
-            UserError: some are not there.
-        """
-        return self.count_truncated_at(self._found(inputs))
 
     def count_truncated_at(self, places: NDArray[np.int64]) -> int:
         """Count the inputs at ``places`` that were longer than the encoder takes."""
@@ -376,11 +333,7 @@ def _key_bytes(keys: Any) -> Any:
 
 
 def _mergeable(rows: Sequence[int]) -> int:
-    """Return how many of the last fragments are to be merged; 0: none.
-
-    Args:
-        rows: rows of each fragment.
-    """
+    """Return how many of the last fragments, with so many rows each, are to be merged; 0: none."""
     best = total = largest = 0
     for count, size in enumerate(reversed(rows), start=1):
         if size >= _FULL_ROWS:

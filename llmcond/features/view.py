@@ -58,8 +58,7 @@ class View:
             )
         if len(apart) == len(self.prompts):
             self._check_apart()
-        if self.conditioned:
-            self._conditions()
+        self.of_condition()
 
     def _named(self, apart: list[Prompt]) -> str:
         """Return what to name: one prompt with separate features, and those with joint ones."""
@@ -88,28 +87,10 @@ class View:
         """Return the names of the prompts, joined by +."""
         return "+".join(prompt.name for prompt in self.prompts)
 
-    def _conditions(self) -> Prompt:
-        """Return the prompt whose unconditional features are those of the condition.
-
-        Of several, the one with separate features: others may set e(c) into an instruction.
-        """
-        for prompt in sorted(self.prompts, key=lambda prompt: not prompt.separate):
-            if prompt.of_condition:
-                return prompt
-        raise UserError(
-            f"the head takes e(c), and the prompt {self.name} encodes no condition by itself "
-            "([unconditional] names {sentence}). Choose another prompt."
-        )
-
     @property
     def subtracts(self) -> bool:
         """Return whether anything is subtracted; nothing is from separate features."""
-        return any(self._subtracts(prompt) for prompt in self.prompts)
-
-    def _subtracts(self, prompt: Prompt) -> bool:
-        """Return whether a prompt's unconditional features are subtracted."""
-        apart = self.features == "separate" or (self.features == "both" and prompt.separate)
-        return self.subtract and not apart and prompt.subtractable
+        return any(subtracted for _, subtracted in self.terms())
 
     @overload
     def sentence(self, read: Read, *, conditioned: bool = True) -> Matrix: ...
@@ -130,13 +111,10 @@ class View:
         concatenate: Any = Concatenated,
         conditioned: bool = True,
     ) -> Any:
-        """Return the features of sentences, (n, dim).
+        """Return the features of sentences, (n, dim), from those that ``read`` gives of prompts.
 
-        Args:
-            read: gives the features of the prompts for these sentences and their conditions.
-            subtract: of two of them, the difference; of tensors, that of torch.
-            concatenate: of several, what has their columns side by side.
-            conditioned: whether the sentences have a condition; else nothing is subtracted.
+        ``subtract`` and ``concatenate`` (columns side by side) are of matrices, or of tensors. Of
+        sentences without a condition nothing is subtracted.
         """
         parts = []
         for prompt, subtracts in self.terms():
@@ -153,11 +131,26 @@ class View:
 
     def terms(self) -> list[tuple[Prompt, bool]]:
         """Return the prompts of a sentence's features, and whether each has e(c) subtracted."""
-        return [(prompt, self._subtracts(prompt)) for prompt in self.prompts]
+        found = []
+        for prompt in self.prompts:
+            apart = self.features == "separate" or (self.features == "both" and prompt.separate)
+            found.append((prompt, self.subtract and not apart and prompt.subtractable))
+        return found
 
     def of_condition(self) -> Prompt | None:
-        """Return the prompt whose unconditional features are those of the condition, if wanted."""
-        return self._conditions() if self.conditioned else None
+        """Return the prompt whose unconditional features are those of the condition, if wanted.
+
+        Of several, the one with separate features: others may set e(c) into an instruction.
+        """
+        if not self.conditioned:
+            return None
+        for prompt in sorted(self.prompts, key=lambda prompt: not prompt.separate):
+            if prompt.of_condition:
+                return prompt
+        raise UserError(
+            f"the head takes e(c), and the prompt {self.name} encodes no condition by itself "
+            "([unconditional] names {sentence}). Choose another prompt."
+        )
 
     def needed(self) -> list[tuple[Prompt, Part]]:
         """Return every part of every prompt that is needed, each once."""

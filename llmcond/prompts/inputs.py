@@ -58,11 +58,7 @@ _Render = Callable[[int], EncoderInput]
 
 
 def _renderers(rows: Rows, prompt: Prompt) -> list[tuple[_Render, _Render]]:
-    """Return, for each of both sentences, what renders a row's two inputs by its position.
-
-    A sentence that has no condition is rendered by the template's plain part, and has nothing
-    that is subtracted: both of its inputs are the same.
-    """
+    """Return, for each of both sentences, what renders a row's two inputs by its position."""
     missing = [name for name in prompt.fields if name not in rows.extra]
     if missing:
         raise UserError(
@@ -82,6 +78,7 @@ def _renderers(rows: Rows, prompt: Prompt) -> list[tuple[_Render, _Render]]:
 
     found = []
     for texts, conditioned in zip((rows.sentence1, rows.sentence2), rows.conditioned, strict=True):
+        # From a sentence without a condition nothing is subtracted: both inputs are the same.
         parts = (prompt.conditional, prompt.unconditional) if conditioned else (plain, plain)
         found.append((renderer(parts[0], texts), renderer(parts[1], texts)))
     return found
@@ -93,13 +90,6 @@ def given_conditions(rows: Rows, prompt: Prompt) -> Sequence[str]:
     Another's is sampled among all rows whose condition differs, so frequent ones are sampled
     often. The draw depends on the row's texts and on the conditions that the rows have between
     them, not on their order: pass all rows of a split, never a part of it.
-
-    Args:
-        rows: a split.
-        prompt: whose ``control`` decides.
-
-    Returns:
-        n conditions. Each is for both sentences of a row.
 
     Raises:
         UserError: the prompt is a shuffled control, and the rows have one condition between them.
@@ -149,19 +139,9 @@ def same_inputs(rows: Rows, prompt: Prompt) -> tuple[int, int] | None:
     Whatever is made of such rows, it cannot tell their conditions apart. What is subtracted does
     not count, as it need not be; separate features are e(s) and e(c) together.
 
-    Args:
-        rows: a split.
-        prompt: a control is not looked at: it is there to leave the condition out.
-
     Returns:
-        The numbers of the first such two, as messages name rows; None where there are none.
+        The positions of the first two; None where there are none, or the prompt is a control.
     """
-    found = _same(rows, prompt)
-    return found and (int(rows.number[found[0]]), int(rows.number[found[1]]))
-
-
-def _same(rows: Rows, prompt: Prompt) -> tuple[int, int] | None:
-    """Return the positions of two such rows."""
     if prompt.control is not None:
         return None
     inputs = row_inputs(rows, prompt)
@@ -182,7 +162,7 @@ def check_inputs_differ(rows: Rows, prompt: Prompt) -> None:
     Raises:
         UserError: naming the prompt and both rows.
     """
-    found = _same(rows, prompt)
+    found = same_inputs(rows, prompt)
     if found is None:
         return
     first, second = found
@@ -196,12 +176,6 @@ def check_inputs_differ(rows: Rows, prompt: Prompt) -> None:
 
 def find_row(rows: Rows, prompt: Prompt, item: EncoderInput) -> int | None:
     """Return the position of the first row that needs ``item``; None if no row does."""
-    inputs = row_inputs(rows, prompt)
-    columns = zip(
-        inputs.first,
-        inputs.second,
-        inputs.first_unconditional,
-        inputs.second_unconditional,
-        strict=True,
-    )
-    return next((position for position, row in enumerate(columns) if item in row), None)
+    renderers = [render for both in _renderers(rows, prompt) for render in both]
+    positions = range(len(rows))
+    return next((i for i in positions if any(render(i) == item for render in renderers)), None)

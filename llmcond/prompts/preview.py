@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
 from llmcond.prompts import Prompt
@@ -27,12 +29,9 @@ def prompt_on_row(
 ) -> dict[str, Any]:
     """Return the inputs that a prompt gives for a row: texts, and the tokens an encoder reads.
 
-    Args:
-        prompt: the template.
-        dataset: where the row is.
-        split: whose row. None: train, or another split of the same file if that has the row.
-        number: the row's number in its file; None: the split's first.
-        resolved: an encoder, of which the tokenizer is loaded; None: texts only.
+    Of ``split``, the row with this ``number`` in its file, by default the first. Without a split
+    it is train, or another split of the same file if that has the row. Without an encoder, of which
+    the tokenizer is loaded, there are no tokens.
 
     Returns:
         The row, and under ``inputs`` each conditional input, then what is subtracted.
@@ -50,7 +49,13 @@ def prompt_on_row(
     rows = dataset.splits[split]
     condition = given_conditions(rows, prompt)[position]
     items = _row_items(prompt, rows, position)
-    read = _as_read([item for _, _, item in items], resolved) if resolved else [{}] * len(items)
+    encoder: dict[str, Any] | None = None
+    read: list[dict[str, Any]] = [{}] * len(items)
+    if resolved:
+        names = ("pooling", "pool_over", "max_length", "special_tokens", "instruction_format")
+        facts = {name: getattr(resolved.identity, name) for name in names}
+        encoder = {"name": resolved.checkpoint.name, **facts}
+        read = _as_read([item for _, _, item in items], resolved)
     return {
         "prompt": prompt.name,
         "description": prompt.description,
@@ -62,7 +67,7 @@ def prompt_on_row(
         "row": int(rows.number[position]),
         **{name: texts[position] for name, texts in rows.texts.items()},
         "given_condition": condition,
-        "encoder": _encoder_facts(resolved) if resolved else None,
+        "encoder": encoder,
         "inputs": [
             {
                 "part": part,
@@ -88,23 +93,16 @@ def _find_row(dataset: Dataset, split: str | None, number: int | None) -> tuple[
         return split or "train", 0
     # A single file is cut into splits: its rows keep their numbers, in whichever split they are.
     alike = {name: found for name, found in dataset.splits.items() if found.file == rows.file}
-    places = {name: _position(found, number) for name, found in alike.items()}
-    having = [name for name, position in places.items() if position is not None]
-    if split is None and having:
-        split = having[0]
-    position = places.get(split or "train")
-    if position is None:
+    places = {name: np.flatnonzero(found.number == number) for name, found in alike.items()}
+    having = [name for name, found in places.items() if len(found)]
+    chosen = split or (having[0] if having else "train")
+    if chosen not in having:
         hint = f" It is in {having[0]}: --split {having[0]}." if having else ""
         raise UserError(
-            f"there is no row {number} in the {split or 'train'} split of {rows.file}, whose "
+            f"there is no row {number} in the {chosen} split of {rows.file}, whose "
             f"{len(rows):,} rows are numbered {rows.number.min()} to {rows.number.max()}.{hint}"
         )
-    return split or "train", position
-
-
-def _position(rows: Rows, number: int) -> int | None:
-    found = (rows.number == number).nonzero()[0]
-    return int(found[0]) if len(found) else None
+    return chosen, int(places[chosen][0])
 
 
 def _row_items(
@@ -124,14 +122,6 @@ def _row_items(
         return [*items, ("unconditional", None, unconditional[0])]
     given = [n for n in (1, 2) if rows.conditioned[n - 1]]
     return [*items, *(("unconditional", n, unconditional[n - 1]) for n in given)]
-
-
-def _encoder_facts(resolved: ResolvedEncoder) -> dict[str, Any]:
-    names = ("pooling", "pool_over", "max_length", "special_tokens", "instruction_format")
-    return {
-        "name": resolved.checkpoint.name,
-        **{name: getattr(resolved.identity, name) for name in names},
-    }
 
 
 def _as_read(items: Sequence[EncoderInput], resolved: ResolvedEncoder) -> list[dict[str, Any]]:

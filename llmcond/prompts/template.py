@@ -112,15 +112,11 @@ class Prompt:
     @property
     def digest(self) -> str:
         """Identify everything in the template that changes an encoder's input."""
-        parts: tuple[Part, ...] = (self.conditional, self.unconditional)
-        if self.plain is not None:
-            parts = (*parts, self.plain)
-            return digest_text(*(json.dumps(part.templates) for part in parts))
-        if self.control is not None:
-            return digest_text(self.control, *(json.dumps(part.templates) for part in parts))
-        if all(part.context is None for part in parts):
+        parts = [self.conditional, self.unconditional, *([self.plain] if self.plain else [])]
+        if not self.plain and not self.control and all(part.context is None for part in parts):
             return digest_text(*(text for part in parts for text in part.templates.values()))
-        return digest_text(*(json.dumps(part.templates) for part in parts))
+        named = [self.control] if self.control and not self.plain else []
+        return digest_text(*named, *(json.dumps(part.templates) for part in parts))
 
     def obstacle(self, encoder: EncoderIdentity) -> str:
         """Return why an encoder cannot take the template's inputs; empty if it can."""
@@ -242,9 +238,8 @@ def _placeholders(part: Part, source: str, known: Sequence[str]) -> set[str]:
             if name is None:
                 continue
             if name in known and (spec or conversion):
-                written = (
-                    name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
-                )
+                written = f"{name}{'!' if conversion else ''}{conversion or ''}"
+                written += f":{spec}" if spec else ""
                 raise UserError(
                     f"{source} {key} has {{{written}}}, but texts are put in as they are; write "
                     f"{{{name}}}."

@@ -1,11 +1,9 @@
 """A run's folder: its manifest, rows, features, heads, and what predicts from them."""
 
 from llmcond.runs.run import (
-    HERE,
     Run,
     RunExistsError,
     SavedHead,
-    StaleHeadError,
     complete_run,
     create_run,
     head_name,
@@ -16,11 +14,9 @@ from llmcond.runs.run import (
 )
 
 __all__ = [
-    "HERE",
     "Run",
     "RunExistsError",
     "SavedHead",
-    "StaleHeadError",
     "complete_run",
     "create_run",
     "head_name",

@@ -12,7 +12,7 @@ from llmcond.features.extract import Extraction, NonFiniteError, extract
 from llmcond.features.missing import Missing
 from llmcond.features.store import FeatureStore
 from llmcond.log import log
-from llmcond.progress import extraction_bar
+from llmcond.progress import ExtractionBar
 from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import SplitInputs, find_row
 
@@ -54,7 +54,7 @@ def extract_rows(
         LlmcondError: the encoder fails, or the disk is full.
     """
     inputs, resolved = SplitInputs(splits, prompt), encoder.resolved
-    with extraction_bar() as bar:
+    with ExtractionBar() as bar:
         try:
             done = extract(
                 inputs, store, encoder, bar, by_prefix=resolved.shares_prefixes, missing=missing

@@ -84,7 +84,3 @@ class Features:
             UserError: no such split, or features that were not extracted yet.
         """
         return self.pairs(view, split).take(self.run.rows(split).rated)
-
-    def dropped(self, split: str) -> int:
-        """Count the unrated rows of a split."""
-        return int((~self.run.rows(split).rated).sum())

@@ -18,7 +18,7 @@ from llmcond.heads import PairArrays, cosine
 from llmcond.log import log
 from llmcond.metrics import DEFAULT, Metric
 from llmcond.prompts import Prompt
-from llmcond.runs import Run, SavedHead, StaleHeadError, head_name
+from llmcond.runs.run import Run, SavedHead, StaleHeadError, head_name
 
 #: Rows compared at a time.
 _BLOCK = 8_192
@@ -110,14 +110,8 @@ def results_of(
 ) -> Results[Result]:
     """Return what predictors score, with intervals from the same draws.
 
-    Args:
-        predictors: heads, or none.
-        similarity: for each (n,) predictions.
-        rows: the rows.
-        split: their name.
-        metrics: what to compute.
-        resamples: of the bootstrap; 0: no intervals.
-        task: that the rows belong to.
+    ``similarity`` are (n,) predictions of each, of rows that are called ``split``. With 0
+    ``resamples`` of the bootstrap there are no intervals.
 
     Raises:
         UserError: predictions that are not finite.
@@ -128,12 +122,7 @@ def results_of(
 
 
 def predict(predictor: Predictor, pairs: PairArrays) -> NDArray[np.float32]:
-    """Return the predicted similarity of each row, (n,) float32.
-
-    Args:
-        predictor: a head, or none.
-        pairs: the rows as it sees them.
-    """
+    """Return the predicted similarity of each row as the predictor sees it, (n,) float32."""
     blocks = []
     for start in range(0, len(pairs), _BLOCK):
         block = pairs.take(np.arange(len(pairs))[start : start + _BLOCK])

@@ -8,7 +8,8 @@ dies is taken over by the others.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,83 +46,52 @@ def check_workers(workers: int, resolved: ResolvedEncoder) -> None:
         )
 
 
-class WorkerProcesses:
-    """``workers - 1`` processes that work on the same extraction, as a context.
+@contextmanager
+def worker_processes(
+    workers: int,
+    model: str,
+    options: EncoderOptions,
+    resolved: ResolvedEncoder,
+    run_folder: Path,
+    prompts: Sequence[Prompt],
+) -> Iterator[Callable[[], None]]:
+    """Yield what starts ``workers - 1`` processes that work on the same extraction.
 
-    They are started when there is something to do; see :meth:`start`.
+    ``model`` and ``options`` are those of ``resolved``, which takes the first device itself.
     """
-
-    def __init__(
-        self,
-        workers: int,
-        model: str,
-        options: EncoderOptions,
-        resolved: ResolvedEncoder,
-        run_folder: Path,
-        prompts: Sequence[Prompt],
-    ) -> None:
-        """Prepare them.
-
-        Args:
-            workers: processes, this one included.
-            model: of the encoder, as :func:`llmcond.encoders.resolve` takes it.
-            options: the same.
-            resolved: the encoder of this process, which takes the first device.
-            run_folder: a run that exists.
-            prompts: what is extracted.
-        """
-        self._workers, self._model, self._options = workers, model, options
-        self._device = resolved.device
-        self._run_folder, self._prompts = run_folder, list(prompts)
-        self._started: list[Any] = []
-        self._threads = 0
-
-    def start(self) -> None:
-        """Start them, and leave them their share of the cores."""
-        import torch
-
-        if self._started or self._workers == 1:
-            return
-        self._threads = torch.get_num_threads()
-        share = max(1, self._threads // self._workers)
-        context = multiprocessing.get_context("spawn")
-        for rank in range(1, self._workers):
-            options = replace(self._options, device=_device_of(self._device, rank))
-            plugins = loaded()
-            task = (self._model, options, self._run_folder, self._prompts, share, plugins)
-            process: Any = context.Process(target=_work, args=task, daemon=True)
-            process.start()
-            self._started.append(process)
-        if self._device == "cpu":
-            torch.set_num_threads(share)
-
-    def __enter__(self) -> WorkerProcesses:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        import torch
-
-        if not self._started:
-            return
-        torch.set_num_threads(self._threads)
-        for process in self._started:
-            if kind is None:
-                process.join(_JOIN_SECONDS)
-        failed = sum(process.exitcode not in (0, None) for process in self._started)
-        for process in self._started:
-            process.terminate()
-        if failed and kind is None:
-            log.warning(f"{failed} of {self._workers} workers failed; the others did their work")
-
-
-def _device_of(device: str, rank: int) -> str:
-    """Return the device of a worker, counted on from that of the first."""
     import torch
 
-    if device == "cpu":
-        return device
-    first = int(device.partition(":")[2])
-    return f"cuda:{(first + rank) % torch.cuda.device_count()}"
+    threads, device = torch.get_num_threads(), resolved.device
+    share = max(1, threads // workers)
+    context = multiprocessing.get_context("spawn")
+    started: list[Any] = []
+
+    def start() -> None:
+        for rank in range(1, workers):
+            own = device
+            if device != "cpu":
+                first = int(device.partition(":")[2])
+                own = f"cuda:{(first + rank) % torch.cuda.device_count()}"
+            own_options = replace(options, device=own)
+            task = (model, own_options, run_folder, list(prompts), share, loaded())
+            process: Any = context.Process(target=_work, args=task, daemon=True)
+            process.start()
+            started.append(process)
+        if started and device == "cpu":
+            torch.set_num_threads(share)
+
+    try:
+        yield start
+        for process in started:
+            process.join(_JOIN_SECONDS)
+        failed = sum(process.exitcode not in (0, None) for process in started)
+        if failed:
+            log.warning(f"{failed} of {workers} workers failed; the others did their work")
+    finally:
+        for process in started:
+            process.terminate()
+        if started:
+            torch.set_num_threads(threads)
 
 
 class ParentWatch:

@@ -278,14 +278,9 @@ class Run:
 
     def head_names(self) -> list[str]:
         """Return the names of the fitted heads, oldest first."""
-        found = [
-            path.parent
-            for path in (self.folder / "heads").glob("*/head.json")
-            if not path.parent.name.startswith(".")
-        ]
-        return [
-            path.name for path in sorted(found, key=lambda p: (p / "head.json").stat().st_mtime_ns)
-        ]
+        found = (self.folder / "heads").glob("[!.]*/head.json")
+        oldest_first = sorted(found, key=lambda path: path.stat().st_mtime_ns)
+        return [path.parent.name for path in oldest_first]
 
     def load_head(self, name: str) -> SavedHead:
         """Load a head by its full name, and check that its features are this run's.

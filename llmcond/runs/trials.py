@@ -117,9 +117,6 @@ class Outcome:
         return cls(figures, record["dim"], record["fit"], similarity)
 
 
-# -- what a trial is made of -------------------------------------------------------------------
-
-
 def check_seed(seed: int) -> None:
     """Check that every library which draws random numbers takes a seed.
 
@@ -169,9 +166,6 @@ def sized(recipe: Recipe, dim: int | None, dim_in: int, quiet: bool = False) -> 
     return recipe
 
 
-# -- running -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Job:
     """What all trials of a command have in common; worker processes are started with it."""
@@ -193,17 +187,11 @@ def run_trials(
     predictions: bool = False,
     device: str = "auto",
 ) -> tuple[dict[str, tuple[Trial, Outcome]], list[str]]:
-    """Run trials, but for those that were run before.
+    """Run trials, but for those that were run before; equal ones are run once.
 
-    Args:
-        run: whose features.
-        split: what is scored.
-        trials: what to fit; equal ones are run once.
-        folder: of the run, where outcomes are kept.
-        workers: fits at a time; None: one a core, at most eight.
-        metrics: names of metrics in addition to the default ones.
-        predictions: whether outcomes hold the predicted similarity of each row.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+    Outcomes are kept in ``folder`` of the run. They hold the task's ``metrics`` and further ones on
+    ``split``, and with ``predictions`` the predicted similarity of each row. ``workers`` fits run
+    at a time; None: one a core, at most eight.
 
     Returns:
         Digest -> trial and outcome, in the order of the trials, and a line for each that failed.
@@ -269,14 +257,9 @@ class _Worker:
         train = self._features.rated(trial.view, "train")
         dev = self._features.rated(trial.view, "dev")
         recipe = sized(trial.recipe, trial.dim, train.dim, quiet=True)
-        head = fit_recipe(
-            recipe,
-            train,
-            dev if len(dev) else None,
-            trial.seed,
-            lambda *_: None,
-            self._job.device,
-        )
+        rated_dev = dev if len(dev) else None
+        device = self._job.device
+        head = fit_recipe(recipe, train, rated_dev, trial.seed, lambda *_: None, device)
         saved = SavedHead(trial.name, head, trial.view, {"recipe": recipe.to_json()})
         similarity = predict(saved, self._features.pairs(trial.view, split))
         rows = self._features.run.rows(split)
@@ -293,11 +276,7 @@ class _Worker:
 def _records(
     job: _Job, trials: Mapping[str, Trial], workers: int | None
 ) -> Generator[tuple[str, _Record]]:
-    """Yield the digest and the record of each trial, as it is done.
-
-    Raises:
-        LlmcondError: a process was ended from outside.
-    """
+    """Yield the digest and the record of each trial, as it is done."""
     if not trials:
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -321,9 +300,6 @@ def _records(
                 "a process of the sweep was ended from outside, as where memory runs out. What "
                 "was fitted is kept; run the same command with fewer --workers."
             ) from error
-
-
-# -- processes ---------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -75,16 +75,8 @@ def analyse(
     unseen conditions (5.3), variance of the norm of generated matrices (5.4.1), and the rows whose
     similarity changed most (CASE, tables 3 and 8).
 
-    Args:
-        run_folder: a run with extracted features.
-        heads: names of fitted heads or recipes; none is every head.
-        split: what is analysed; None: test if the run has one, else dev.
-        what: some of :data:`ANALYSES`.
-        out: a folder for pictures; None: ``analyses`` in the run.
-        n_conditions: number of conditions to cluster, those with the most sentences.
-        n_sentences: sentences of each to cluster.
-        top: rows that changed most, for the better and for the worse.
-        seed: of everything random.
+    Arguments as in :class:`llmcond.commands.analyse.Analyse`; ``what`` are some of
+    :data:`ANALYSES`.
 
     Returns:
         For each analysis its rows; also written to ``analyses.json`` in the run.
@@ -111,7 +103,7 @@ def analyse(
         "isotropy": lambda: [_isotropy(one, data, seed) for one in predictors],
         "clusters": lambda: _clusters(predictors, fitted, data, sizes, seed, out),
         "conditions": lambda: _conditions(predictors, data, run.rows("train")),
-        "norms": lambda: [_norms(head, data) for head in fitted if _generates(head)],
+        "norms": lambda: [_norms(head, data) for head in fitted if head.head.generates_matrices],
         "examples": lambda: [_examples(head, data, top) for head in fitted],
     }
     report = {name: done[name]() for name in ANALYSES if name in what}
@@ -120,13 +112,9 @@ def analyse(
     return result
 
 
-# -- one by one --------------------------------------------------------------------------------
-
-
 def _isotropy(predictor: Predictor, data: _Split, seed: int) -> dict[str, Any]:
     vectors = np.concatenate([data.embeddings(predictor, side) for side in ("first", "second")])
-    view = predictor.view
-    about = {"prompt": view.name, "subtract": view.subtracts}
+    about = {"prompt": predictor.view.name, "subtract": predictor.view.subtracts}
     return {**measure_isotropy(predictor.name, vectors, seed), **about}
 
 
@@ -153,27 +141,19 @@ def _clusters(
     for name, points in vectors.items():
         found = impurity(points, labels, seed=seed)
         results.append({"name": name, "impurity": found.value, **asdict(found)})
-    kinds = [names.index(text) for text in labels]
+    kinds = np.array([names.index(text) for text in labels])
     for head in fitted:
         before = _before(head)
         path = out / f"clusters-{head.name}.png"
-        plot_clusters(
-            project_2d(vectors[before.name]),
-            project_2d(vectors[head.name]),
-            np.array(kinds),
-            names,
-            path,
-            (before.name, head.name),
-        )
+        before_2d, after_2d = (project_2d(vectors[name]) for name in (before.name, head.name))
+        plot_clusters(before_2d, after_2d, kinds, names, path, (before.name, head.name))
         log.info(f"picture -> {path}")
     return results
 
 
 def _before(head: SavedHead) -> Zeroshot:
     """Return the features that a head was fitted on, as they are."""
-    prompt = head.view.prompts[0]
-    found = zeroshots(prompt)
-    return found[-1] if head.view.subtract else found[0]
+    return zeroshots(head.view.prompts[0])[-1 if head.view.subtract else 0]
 
 
 def _conditions(predictors: Sequence[Predictor], data: _Split, train: Rows) -> list[dict[str, Any]]:
@@ -205,10 +185,6 @@ def _scores(name: str, scores: Subset | None) -> dict[str, Any]:
     return {name: finite(spearman.value), f"{name}_ci": interval, f"n_{name}": scores.n}
 
 
-def _generates(head: SavedHead) -> bool:
-    return head.head.generates_matrices
-
-
 def _norms(head: SavedHead, data: _Split) -> dict[str, Any]:
     condition = data.pairs(head).condition
     if condition is None:
@@ -231,9 +207,8 @@ def _examples(head: SavedHead, data: _Split, top: int) -> dict[str, Any]:
     def table(chosen_rows: Sequence[int]) -> list[Mapping[str, Any]]:
         places = np.array(chosen_rows, dtype=np.int64)
         columns = [[column[i] for i in places] for column in texts]
-        changes = change_table(
-            columns[0], columns[1], columns[2], pairs.rating[places], before[places], after[places]
-        )
+        figures = (pairs.rating[places], before[places], after[places])
+        changes = change_table(columns[0], columns[1], columns[2], *figures)
         return [asdict(change) for change in changes]
 
     return {

@@ -30,10 +30,10 @@ from llmcond.report.comparisons import FEW_PAIRS, summary
 from llmcond.report.page import Page, check_page, page_of, write_page
 from llmcond.runs import Run, open_run, run_exists
 from llmcond.runs.features import Features
-from llmcond.runs.predictors import check_scorable, predict, unscored, zeroshots
+from llmcond.runs.predictors import check_scorable, predict, zeroshots
 from llmcond.runs.provenance import provenance
 from llmcond.runs.trials import Trial, check_seeds, run_trials
-from llmcond.workflows.extract import check_named_once, extract, task_of
+from llmcond.workflows.extract import check_named_once, extract, task_of, usable_prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +69,10 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
-    """What is compared, and how.
+    """What is compared, and how: options of ``compare-prompts``, by their names.
 
-    Attributes:
-        prompts: names or files; none is every bundled prompt that the encoder can use. Of those
-            named, the ones that it cannot use are left out, and that is said.
-        baseline: one of the prompts; None: the encoder's default if it is among them, else the
-            first.
-        heads: recipes to fit in addition to zero-shot.
-        changes: settings of the recipes, for all heads that have them.
-        seeds: fits of each head, by seeds 0 to so many, less one.
-        plain: whether heads are fitted without subtraction as well; zero-shot is both in any case.
-        split: what is scored; None: test if there is one, else dev.
-        workers: fits at a time; None: one a core, at most eight.
-        task: its name, or code of the user's own; None: the run's own, or csts.
-        metrics: in addition to the task's, as :func:`llmcond.metrics.choose_metrics` takes them.
+    ``changes`` is ``--set``: settings for all heads that have them. Of the prompts named, those
+    that the encoder cannot use are left out, and that is said.
     """
 
     prompts: Sequence[str] = ()
@@ -114,13 +103,7 @@ def compare_prompts(
     What was extracted or fitted before is not done again; heads of the run are not touched. The
     results are kept in the run as ``compare-prompts.json``.
 
-    Args:
-        model: as in :func:`extract`.
-        options: as in :func:`extract`.
-        run_folder: as in :func:`extract`.
-        data: as in :func:`extract`.
-        asked: what is compared, and how.
-        report: a page to write, .html.
+    Arguments as in :class:`llmcond.commands.compare_prompts.ComparePrompts`.
 
     Raises:
         UserError: as :func:`extract` and :func:`llmcond.workflows.fit_head`; a prompt that makes
@@ -142,20 +125,19 @@ def compare_prompts(
     _check_rows(run_folder, data, usable, asked.task)
     # By the paths that were given: names of files are not those of bundled prompts.
     given = dict(zip([prompt.name for prompt in named], asked.prompts, strict=True))
-    extract(
-        model,
-        options,
-        run_folder,
-        data,
-        [given.get(p.name, p.name) for p in usable],
-        task=asked.task,
-    )
+    paths = [given.get(prompt.name, prompt.name) for prompt in usable]
+    extract(model, options, run_folder, data, paths, task=asked.task)
     run = open_run(run_folder)
     metrics = choose_metrics(run.task.metrics, asked.metrics)
     split = asked.split or run.default_split()
     rows = run.rows(split)
     check_scorable(rows, run, other=False)
-    _warn_of_few(rows)
+    n_pairs = len(set(rows.pair[rows.rated].tolist()))
+    if n_pairs < FEW_PAIRS:
+        log.warning(
+            f"{n_pairs:,} sentence pairs are few; only large differences can be told from "
+            f"chance (at least {FEW_PAIRS} are better)"
+        )
     # From the run: a file that was changed meanwhile is not what was extracted.
     stored = [run.prompt(prompt.name) for prompt in usable]
     systems = _zeroshot_systems(run, stored, split)
@@ -171,9 +153,6 @@ def compare_prompts(
     record = {**comparison.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "compare-prompts.json", record)
     return comparison
-
-
-# -- what is compared --------------------------------------------------------------------------
 
 
 def _recipes(heads: Sequence[str], changes: Mapping[str, str]) -> list[Recipe]:
@@ -219,10 +198,8 @@ def _usable(
         else:
             usable.append(prompt)
     if not usable:
-        others = [prompt.name for prompt in bundled if not prompt.obstacle(resolved.identity)]
         raise UserError(
-            f"none of the prompts goes with {resolved.checkpoint.name}. Prompts that do: "
-            f"{', '.join(others)}."
+            f"none of the prompts goes with {resolved.checkpoint.name}. {usable_prompts(resolved)}"
         )
     return usable, left_out
 
@@ -255,18 +232,6 @@ def _check_rows(
         check_inputs_differ(rows, prompt)
 
 
-def _warn_of_few(rows: Rows) -> None:
-    n_pairs = len(set(rows.pair[rows.rated].tolist()))
-    if n_pairs < FEW_PAIRS:
-        log.warning(
-            f"{n_pairs:,} sentence pairs are few; only large differences can be told from "
-            f"chance (at least {FEW_PAIRS} are better)"
-        )
-
-
-# -- predictions -------------------------------------------------------------------------------
-
-
 def _zeroshot_systems(run: Run, prompts: Sequence[Prompt], split: str) -> list[System]:
     systems = []
     for prompt in prompts:
@@ -274,12 +239,11 @@ def _zeroshot_systems(run: Run, prompts: Sequence[Prompt], split: str) -> list[S
         features = Features(run)
         for zeroshot in zeroshots(prompt):
             similarity = predict(zeroshot, features.pairs(zeroshot.view, split))
-            own = unscored(zeroshot, split, run.task.name)
             result = ComparedResult(
-                name=own.name,
-                head=own.head,
-                prompts=own.prompts,
-                subtract=own.subtract,
+                name=zeroshot.name,
+                head="none",
+                prompts=(prompt.name,),
+                subtract=zeroshot.view.subtracts,
                 split=split,
                 control=prompt.control or "",
             )
@@ -296,12 +260,13 @@ def _fitted_systems(
 ) -> tuple[list[System], list[str]]:
     """Return the predictions of every head over seeds, and what failed."""
     trials = [
-        [Trial(recipe, None, view, seed, {}) for seed in range(asked.seeds)]
+        [
+            Trial(recipe, None, view_of(recipe, (prompt,), zeroshot.view.subtract), seed, {})
+            for seed in range(asked.seeds)
+        ]
         for recipe, prompt in itertools.product(recipes, prompts)
-        for view in (
-            view_of(recipe, (prompt,), zeroshot.view.subtract) for zeroshot in zeroshots(prompt)
-        )
-        if asked.plain or view.subtract
+        for zeroshot in zeroshots(prompt)
+        if asked.plain or zeroshot.view.subtract
     ]
     flat = [trial for seeded in trials for trial in seeded]
     done, failures = run_trials(run, split, flat, "comparisons", asked.workers, predictions=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,13 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from llmcond.data.datasets import Texts, read_texts
-from llmcond.encoders import EncoderInput
 from llmcond.errors import UserError
 from llmcond.features.extract import NonFiniteError, extract
 from llmcond.features.view import Part, View
 from llmcond.files import check_writable, replacing
 from llmcond.heads import Matrix
 from llmcond.log import log
-from llmcond.progress import extraction_bar
+from llmcond.progress import ExtractionBar
 from llmcond.prompts import Prompt
 from llmcond.runs import open_run
 from llmcond.runs.embedder import choose_head
@@ -29,7 +29,7 @@ from llmcond.runs.extraction import LazyEncoder, log_extraction
 #: Rows whose vectors are in memory at a time.
 _BLOCK = 8_192
 
-Blocks = Iterator[NDArray[np.float32]]
+Vectors = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -70,23 +70,13 @@ def embed_file(
     Features go through the run's store, so an interrupted call resumes where it stopped, and a
     second head on the same file encodes nothing.
 
-    Args:
-        run_folder: a run.
-        source: a .csv, .tsv, .jsonl or .parquet file.
-        out: a .parquet file (sentence, condition, embedding) or a .npy file ((n, k) float32).
-        sentence: the sentences' column.
-        condition: the conditions' column, or one text for every row. None: the column called
-            condition.
-        head: as in :func:`llmcond.runs.embedder.load_embedder`.
-        prompt: for zero-shot; a head has its own.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+    Arguments as in :class:`llmcond.commands.embed.Embed`.
 
     Raises:
         UserError: wrong input, or an output that cannot be written.
         LlmcondError: the encoder fails.
     """
-    writers = {".parquet": _write_parquet, ".npy": _write_npy}
-    if out.suffix not in writers:
+    if out.suffix not in (".parquet", ".npy"):
         raise UserError(f"{out} ends in {out.suffix or 'nothing'}; name a .parquet or .npy file.")
     run = open_run(run_folder)
     chosen = choose_head(run, head, prompt)
@@ -102,7 +92,7 @@ def embed_file(
     store = run.store()
     resolved = run.resolve_encoder(device)
     try:
-        with extraction_bar() as bar:
+        with ExtractionBar() as bar:
             done = extract(
                 [item for column in columns for item in column],
                 store,
@@ -111,11 +101,11 @@ def embed_file(
                 by_prefix=resolved.shares_prefixes,
             )
     except NonFiniteError as error:
-        number = _row_of(error.item, columns)
+        number = 1 + min(column.index(error.item) for column in columns if error.item in column)
         raise UserError(f"row {number} of {texts.file}: {error}") from error
     log_extraction(view.name, done, resolved)
 
-    def blocks() -> Blocks:
+    def blocks() -> Iterator[Vectors]:
         for start in range(0, len(rows), _BLOCK):
             part = rows[start : start + _BLOCK]
 
@@ -124,52 +114,36 @@ def embed_file(
 
             features = view.sentence(read)
             condition = view.condition(read)
-            yield chosen.head.transform(features, condition) if chosen else features[:]
+            yield chosen.head.transform(features, condition) if chosen else features.read()
 
-    dim = writers[out.suffix](out, texts, blocks)
+    vectors = blocks()
+    first = next(vectors)
+    dim = first.shape[1]
+    write = _write_parquet if out.suffix == ".parquet" else _write_npy
+    with replacing(out) as temporary:
+        write(temporary, texts, dim, chain([first], vectors))
     name = chosen.name if chosen else "none"
     log.info(f"{len(rows):,} embeddings of {dim} dimensions by {name} -> {out}")
     return Embedded(out, len(rows), dim, name, view.name)
 
 
-def _row_of(item: EncoderInput, columns: list[list[EncoderInput]]) -> int:
-    return 1 + min(column.index(item) for column in columns if item in column)
+def _write_parquet(path: Path, texts: Texts, dim: int, blocks: Iterable[Vectors]) -> None:
+    text, vector, start = pa.string(), pa.list_(pa.float32(), dim), 0
+    schema = pa.schema({"sentence": text, "condition": text, "embedding": vector})
+    with pq.ParquetWriter(path, schema) as writer:
+        for vectors in blocks:
+            stop = start + len(vectors)
+            flat = pa.array(np.ascontiguousarray(vectors).reshape(-1), pa.float32())
+            embedding = pa.FixedSizeListArray.from_arrays(flat, dim)
+            columns = [texts.sentences[start:stop], texts.conditions[start:stop], embedding]
+            writer.write_table(pa.table(columns, schema))
+            start = stop
 
 
-def _write_parquet(out: Path, texts: Texts, blocks: Callable[[], Blocks]) -> int:
-    writer: pq.ParquetWriter | None = None
-    start = dim = 0
-    with replacing(out) as temporary:
-        try:
-            for vectors in blocks():
-                stop, dim = start + len(vectors), vectors.shape[1]
-                flat = pa.array(np.ascontiguousarray(vectors).reshape(-1), pa.float32())
-                table = pa.table(
-                    {
-                        "sentence": texts.sentences[start:stop],
-                        "condition": texts.conditions[start:stop],
-                        "embedding": pa.FixedSizeListArray.from_arrays(flat, dim),
-                    }
-                )
-                writer = writer or pq.ParquetWriter(temporary, table.schema)
-                writer.write_table(table)
-                start = stop
-        finally:
-            if writer is not None:
-                writer.close()
-    return dim
-
-
-def _write_npy(out: Path, texts: Texts, blocks: Callable[[], Blocks]) -> int:
-    start = dim = 0
-    array: Any = None
-    with replacing(out) as temporary:
-        for vectors in blocks():
-            if array is None:
-                dim = vectors.shape[1]
-                shape = (len(texts.sentences), dim)
-                array = np.lib.format.open_memmap(temporary, "w+", np.dtype(np.float32), shape)
-            array[start : start + len(vectors)] = vectors
-            start += len(vectors)
-        array.flush()
-    return dim
+def _write_npy(path: Path, texts: Texts, dim: int, blocks: Iterable[Vectors]) -> None:
+    shape, start = (len(texts.sentences), dim), 0
+    array = np.lib.format.open_memmap(path, "w+", np.dtype(np.float32), shape)
+    for vectors in blocks:
+        array[start : start + len(vectors)] = vectors
+        start += len(vectors)
+    array.flush()

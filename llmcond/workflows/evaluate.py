@@ -17,10 +17,9 @@ from llmcond.evaluation.results import Result, Results, best_first
 from llmcond.files import check_writable, replacing
 from llmcond.log import log
 from llmcond.metrics import choose_metrics, metric_of
-from llmcond.prompts import Prompt
 from llmcond.report.format import estimate_text
 from llmcond.report.page import check_page, page_of, write_page
-from llmcond.runs import Run, open_run
+from llmcond.runs import open_run
 from llmcond.runs.extraction import LazyEncoder, extract_rows
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import (
@@ -45,15 +44,7 @@ def evaluate(
 ) -> Results[Result]:
     """Score a run's heads, and zero-shot under their prompts.
 
-    Args:
-        run_folder: a run with extracted features.
-        heads: names of fitted heads or recipes; none is every head. ``none`` is zero-shot only.
-        split: ``train``, ``dev`` or ``test``; None: test if the run has one, else dev.
-        data: other rows to score, extracted into the run's store; all rows of a single file.
-        predictions: a .csv file for each row's predicted similarities.
-        device: for extracting other rows.
-        report: a page to write, .html.
-        metrics: in addition to the task's, as :func:`llmcond.metrics.choose_metrics` takes them.
+    Arguments as in :class:`llmcond.commands.evaluate.Evaluate`; ``none`` is zero-shot.
 
     Returns:
         A result for each head and for zero-shot.
@@ -86,7 +77,10 @@ def evaluate(
         rows, split = run.task.read_split(asked, split)
         check_scorable(rows, run, other=True, predictions=predictions is not None)
         log.info(f"scoring all {len(rows):,} rows of {rows.file}, as {split}")
-        features = _features_of(run, prompts, rows, device)
+        store, encoder = run.store(), LazyEncoder(run.resolve_encoder(device))
+        for prompt in prompts:
+            extract_rows(store, encoder, prompt, [rows])
+        features = RowFeatures(rows, store)
     predictors: list[Predictor] = [one for prompt in prompts for one in zeroshots(prompt)]
     predictors += fitted
     predicted = [predict(one, features.pairs(one.view)) for one in predictors]
@@ -112,11 +106,7 @@ def evaluate(
 
 
 def _summary(best: Results[Result], rows: Rows) -> list[str]:
-    """Return what the page says first.
-
-    Raises:
-        UserError: no row is rated.
-    """
+    """Return what the page says first."""
     first = best[0]
     if not first.counts.n:
         raise UserError("there are no ratings to report on; leave out --report.")
@@ -135,14 +125,6 @@ def _summary(best: Results[Result], rows: Rows) -> list[str]:
             "whether two systems differ, use compare-prompts."
         )
     return summary
-
-
-def _features_of(run: Run, prompts: Sequence[Prompt], rows: Rows, device: str) -> RowFeatures:
-    store = run.store()
-    encoder = LazyEncoder(run.resolve_encoder(device))
-    for prompt in prompts:
-        extract_rows(store, encoder, prompt, [rows])
-    return RowFeatures(rows, store)
 
 
 def _write_predictions(

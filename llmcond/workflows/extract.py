@@ -24,7 +24,7 @@ from llmcond.prompts import Prompt, load_prompt
 from llmcond.prompts.inputs import SplitInputs
 from llmcond.runs import Run, RunExistsError, create_run, open_run, run_exists, where_model
 from llmcond.runs.extraction import LazyEncoder, extract_rows, extraction_record
-from llmcond.runs.processes import WorkerProcesses, check_workers
+from llmcond.runs.processes import check_workers, worker_processes
 from llmcond.tasks import Task, find_task
 
 
@@ -73,15 +73,8 @@ def extract(
 ) -> Extracted:
     """Extract the features of a data set under prompts into a run; what is there is not redone.
 
-    Args:
-        model: alias, hub name or folder.
-        options: how the encoder computes.
-        run_folder: made if it is not there.
-        data: the rows; must be the run's own if it exists.
-        prompts: names or files; none is the one that suits the encoder.
-        store_dtype: type that vectors are stored in; None: the run's, or float16 for a new run.
-        workers: processes that share the work, one a GPU; on a CPU they share its cores.
-        task: its name, or code of the user's own; None: the run's own, or csts.
+    Arguments as in :class:`llmcond.commands.extract.Extract`; ``data`` must be the run's own if it
+    exists.
 
     Raises:
         UserError: wrong input, or a run of another encoder or other data.
@@ -116,8 +109,8 @@ def extract(
         f"{resolved.identity.pooling} pooling -> {run_folder}"
     )
     try:
-        with WorkerProcesses(workers, model, options, resolved, run_folder, chosen) as processes:
-            encoder = LazyEncoder(resolved, before=processes.start)
+        with worker_processes(workers, model, options, resolved, run_folder, chosen) as start:
+            encoder = LazyEncoder(resolved, before=start)
             missing = _log_plan(run, encoder, chosen, workers)
             return _extract_prompts(run, encoder, chosen, missing)
     except LlmcondError:
@@ -184,15 +177,17 @@ def check_prompts(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None:
     for prompt in prompts:
         obstacle = prompt.obstacle(resolved.identity)
         if obstacle:
-            others = [
-                name
-                for name in bundled_names("prompts")
-                if not load_prompt(name).obstacle(resolved.identity)
-            ]
             raise UserError(
                 f"the prompt {prompt.name} does not go with {resolved.checkpoint.name}: "
-                f"{obstacle}. Prompts that do: {', '.join(others)}."
+                f"{obstacle}. {usable_prompts(resolved)}"
             )
+
+
+def usable_prompts(resolved: ResolvedEncoder) -> str:
+    """Return a sentence that names the bundled prompts which go with an encoder."""
+    bundled = [load_prompt(name) for name in bundled_names("prompts")]
+    usable = [prompt.name for prompt in bundled if not prompt.obstacle(resolved.identity)]
+    return f"Prompts that do: {', '.join(usable)}."
 
 
 def _check_run(
@@ -228,11 +223,7 @@ def _check_run(
 def _log_plan(
     run: Run, encoder: LazyEncoder, prompts: Sequence[Prompt], workers: int
 ) -> list[Missing]:
-    """Log how much is to be encoded, and where it is much, about how long that takes.
-
-    Returns:
-        What each prompt lacks once those before it are extracted.
-    """
+    """Log how much is to be encoded; return what each prompt lacks after those before it."""
     splits, store, seen = [run.rows(name) for name in run.splits], run.store(), KeyIndex()
     by_prompt = [
         count_missing(store, SplitInputs(splits, prompt), WINDOW, seen) for prompt in prompts

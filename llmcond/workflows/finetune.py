@@ -21,7 +21,7 @@ from llmcond.heads.objectives import ObjectiveSettings
 from llmcond.heads.recipes import parse_settings
 from llmcond.log import log
 from llmcond.metrics import Estimate
-from llmcond.progress import duration, train_bar
+from llmcond.progress import TrainBar, duration
 from llmcond.prompts import Prompt, load_prompt, prompt_from_json
 from llmcond.report.card import model_card
 from llmcond.report.format import estimate_text
@@ -78,16 +78,9 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class HeadChoice:
-    """The head that is trained behind an encoder.
+    """The head that is trained behind an encoder: options of :class:`TrainLora`, by their names.
 
-    Attributes:
-        head: a recipe's name or file; None: that of ``start``.
-        start: folder of a fitted head to begin with; its prompts are taken too.
-        dim: size of the embeddings; None: the recipe's.
-        changes: other settings of the recipe, as text.
-        prompts: names or files; none: the one that suits the encoder and the head.
-        subtract: whether unconditional features are subtracted; None: not, or as ``start`` does.
-        seed: of everything random.
+    ``changes`` is ``--set``, as text. What ``start`` was fitted on is taken with it.
     """
 
     head: str | None = None
@@ -114,11 +107,7 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What is trained on what, into which folder.
-
-    Attributes:
-        made_of: everything that decides what comes out, by name.
-    """
+    """What is trained on what, into which folder; ``made_of`` decides the weights that come out."""
 
     model: str
     resolved: ResolvedEncoder
@@ -127,17 +116,9 @@ class _Job:
     dataset: Dataset
     plan: _Plan
     settings: TuneSettings
+    merge: bool
+    view: View
     made_of: Mapping[str, Any]
-
-    @property
-    def merge(self) -> bool:
-        """Tell whether adapters are added to the weights in the end."""
-        return bool(self.made_of["merge"])
-
-    @property
-    def view(self) -> View:
-        """Return what the head sees."""
-        return view_of(self.plan.recipe, self.plan.prompts, self.plan.subtract)
 
 
 def train_lora(
@@ -155,15 +136,8 @@ def train_lora(
     Stopped at any step, the same call goes on from the last checkpoint, and ends as if it had not
     been stopped: on one CPU with the same number of threads to the last bit.
 
-    Args:
-        model: alias, hub name or folder of the encoder.
-        options: how it computes.
-        run_folder: made if it is not there; in the end a run, and a model's folder.
-        data: rows with a train split, and as a rule a dev split that chooses the weights.
-        choice: the head, and what it is given.
-        settings: of :class:`TuneSettings`, those that are not as by default.
-        merge: whether adapters are added to the weights in the end, and all are written.
-        task: its name, or code of the user's own; None: csts.
+    Arguments as in :class:`llmcond.commands.train_lora.TrainLora`; ``settings`` are those of
+    :class:`TuneSettings` that differ from its defaults.
 
     Raises:
         UserError: wrong input, a run of something else, or a loss that became NaN.
@@ -178,18 +152,28 @@ def train_lora(
     resolved = resolve(model, options)
     for assumption in resolved.assumed:
         log.info(f"assumed: {assumption}")
-    plan = _with_prompts(plan, resolved)
+    plan, view = _with_prompts(plan, resolved)
     _check_encoder(resolved, tuning, merge)
-    made_of = {**_made_of(plan, resolved, dataset, tuning), "merge": merge}
+    made_of = {
+        "encoder": resolved.identity.to_json(),
+        "data": dataset.digest,
+        "prompts": {prompt.name: prompt.digest for prompt in plan.prompts},
+        "subtract": plan.subtract,
+        "head": {"kind": plan.recipe.kind, **asdict(plan.recipe.settings)},
+        "objective": asdict(plan.objective),
+        "start": plan.start_digest,
+        "seed": plan.seed,
+        "settings": tuning.to_json(),
+        "merge": merge,
+    }
     done = _finished(run_folder, made_of)
     if done is not None:
         log.info(f"{run_folder} is trained already, with the same settings; nothing is done")
         return Trained(done)
-    job = _Job(model, resolved, run_folder, chosen_task.name, dataset, plan, tuning, made_of)
-    return Trained(_train(job))
-
-
-# -- what is asked for -------------------------------------------------------------------------
+    name = chosen_task.name
+    return Trained(
+        _train(_Job(model, resolved, run_folder, name, dataset, plan, tuning, merge, view, made_of))
+    )
 
 
 def _settings(given: Mapping[str, Any], recipe: Recipe) -> TuneSettings:
@@ -288,41 +272,21 @@ def _check_encoder(resolved: ResolvedEncoder, settings: TuneSettings, merge: boo
         check_merge(resolved)
 
 
-def _with_prompts(plan: _Plan, resolved: ResolvedEncoder) -> _Plan:
-    """Return the plan with prompts: those named, or what suits encoder and head."""
+def _with_prompts(plan: _Plan, resolved: ResolvedEncoder) -> tuple[_Plan, View]:
+    """Return the plan with prompts, those named or what suits encoder and head, and its view."""
     apart, joint = [load_prompt("separate")], [load_prompt(resolved.default_prompt)]
     suits = {"separate": apart, "joint": joint, "both": [*joint, *apart]}
     prompts = plan.prompts or tuple(suits[plan.recipe.features])
     check_prompts(prompts, resolved)
     # Separate features stand last: heads that take both kinds find them there.
     ordered = tuple(sorted(prompts, key=lambda prompt: prompt.separate))
-    view_of(plan.recipe, ordered, plan.subtract).check_texts()
-    return replace(plan, prompts=ordered)
-
-
-def _made_of(
-    plan: _Plan, resolved: ResolvedEncoder, dataset: Dataset, settings: TuneSettings
-) -> dict[str, Any]:
-    """Return everything that decides the weights that come out, by name."""
-    return {
-        "encoder": resolved.identity.to_json(),
-        "data": dataset.digest,
-        "prompts": {prompt.name: prompt.digest for prompt in plan.prompts},
-        "subtract": plan.subtract,
-        "head": {"kind": plan.recipe.kind, **asdict(plan.recipe.settings)},
-        "objective": asdict(plan.objective),
-        "start": plan.start_digest,
-        "seed": plan.seed,
-        "settings": settings.to_json(),
-    }
+    view = view_of(plan.recipe, ordered, plan.subtract)
+    view.check_texts()
+    return replace(plan, prompts=ordered), view
 
 
 def _finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the summary of a training that has ended in a folder; None where there is none.
-
-    Raises:
-        UserError: something else is there, or a training with other settings.
-    """
+    """Return the summary of a training that has ended in a folder; None where there is none."""
     from llmcond.finetune.state import differences
 
     if not folder.exists():
@@ -362,26 +326,34 @@ def _upgraded(made_of: Mapping[str, Any]) -> dict[str, Any]:
     return upgraded
 
 
-# -- training ----------------------------------------------------------------------------------
-
-
 def _train(job: _Job) -> dict[str, Any]:
     from llmcond.finetune.build import load_trainable, prepare_accelerator
 
     accelerator = prepare_accelerator(job.resolved)
     trainable = load_trainable(job.resolved, job.settings, job.plan.seed)
     trainer = _trainer(job, trainable, accelerator)
-    _tell_plan(job, trainable, trainer)
-    with train_bar() as bar:
+    n_trained, n_all = trainable.counts()
+    weights = {"trained": n_trained, "of": n_all, "head": trainer.model.n_head}
+    quantize = job.resolved.identity.quantize
+    log.info(
+        f"training {n_trained:,} weights of {job.resolved.checkpoint.name} "
+        f"({100 * n_trained / n_all:.1f} % of {n_all:,}) and {weights['head']:,} of the head "
+        f"{job.plan.recipe.name} in {job.resolved.identity.dtype}"
+        + ("" if quantize == "none" else f" ({quantize})")
+        + f" on {job.resolved.device}: {trainer.steps:,} steps"
+        + (f", from step {trainer.progress.step:,}" if trainer.progress.step else "")
+    )
+    with TrainBar() as bar:
         trainer.run(bar.on_step)
     accelerator.wait_for_everyone()
     main, summary = accelerator.is_main_process, {}
-    trained = _save_trained(job, trainable, trainer) if main else None
+    progress, recipe = trainer.progress, trainer.model.recipe
+    head = _save_trained(job, trainable, trainer) if main else None
     # What is written is loaded again, and both may be too much for a GPU.
     del trainable, trainer
     accelerator.free_memory()
-    if trained is not None:
-        summary = _finish(job, trained)
+    if head is not None:
+        summary = _finish(job, head, recipe, progress, weights)
     accelerator.wait_for_everyone()
     return summary
 
@@ -419,55 +391,32 @@ def _trainer(job: _Job, trainable: Trainable, accelerator: Accelerator) -> Train
     return Trainer(model, training, accelerator, StateFolder(job.folder / STATE, made_of))
 
 
-def _tell_plan(job: _Job, trainable: Trainable, trainer: Trainer) -> None:
-    trained, total = trainable.counts()
-    resolved, quantize = job.resolved, job.resolved.identity.quantize
-    log.info(
-        f"training {trained:,} weights of {resolved.checkpoint.name} "
-        f"({100 * trained / total:.1f} % of {total:,}) and {trainer.model.n_head:,} of the head "
-        f"{job.plan.recipe.name} in {resolved.identity.dtype}"
-        + ("" if quantize == "none" else f" ({quantize})")
-        + f" on {resolved.device}: {trainer.steps:,} steps"
-        + (f", from step {trainer.progress.step:,}" if trainer.progress.step else "")
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Trained:
-    """What training has come to, but for the encoder, which is on disk."""
-
-    head: FittedHead
-    recipe: Recipe
-    progress: Progress
-    weights: dict[str, int]
-
-
-def _save_trained(job: _Job, trainable: Trainable, trainer: Trainer) -> _Trained:
+def _save_trained(job: _Job, trainable: Trainable, trainer: Trainer) -> FittedHead:
+    """Write the best encoder, and return its head."""
     from llmcond.finetune.save import save_encoder
 
     trainer.keep_best()
-    model, progress = trainer.model, trainer.progress
-    n_trained, n_all = trainable.counts()
-    fitting = {
-        "best_step": progress.best_step,
-        "selected_on": None if progress.best_score is None else "dev",
-        "n_parameters": model.n_head,
-        "curve": [dict(entry) for entry in progress.curve],
-    }
-    where = where_model(job.model, job.resolved)
-    save_encoder(trainable, where, job.folder, merge=job.merge)
-    weights = {"trained": n_trained, "of": n_all, "head": model.n_head}
-    return _Trained(model.fitted(fitting), model.recipe, progress, weights)
+    progress = trainer.progress
+    save_encoder(trainable, where_model(job.model, job.resolved), job.folder, merge=job.merge)
+    return trainer.model.fitted(
+        {
+            "best_step": progress.best_step,
+            "selected_on": None if progress.best_score is None else "dev",
+            "n_parameters": trainer.model.n_head,
+            "curve": [dict(entry) for entry in progress.curve],
+        }
+    )
 
 
-def _finish(job: _Job, trained: _Trained) -> dict[str, Any]:
+def _finish(
+    job: _Job, head: FittedHead, recipe: Recipe, progress: Progress, weights: Mapping[str, int]
+) -> dict[str, Any]:
     """Write head, features, scores and card; the account of the training comes last."""
     from llmcond.finetune.save import hub_name
 
-    folder, progress, base = job.folder, trained.progress, job.resolved
-    run, recipe = _run_of(job), trained.recipe.to_json()
-    name = head_name(trained.recipe.name, job.view)
-    save_head(trained.head, run.head_folder(name), head_record(run, job.view, recipe))
+    folder, base, run = job.folder, job.resolved, _run_of(job)
+    name = head_name(recipe.name, job.view)
+    save_head(head, run.head_folder(name), head_record(run, job.view, recipe.to_json()))
     scores = _scores(run, name)
     summary = {
         "run": str(folder),
@@ -476,7 +425,7 @@ def _finish(job: _Job, trained: _Trained) -> dict[str, Any]:
         "prompt": job.view.name,
         "subtract": job.view.subtracts,
         "seed": job.plan.seed,
-        "weights": trained.weights,
+        "weights": weights,
         "steps": progress.step,
         "best_step": progress.best_step,
         "dev_spearman": progress.best_score,
@@ -486,7 +435,7 @@ def _finish(job: _Job, trained: _Trained) -> dict[str, Any]:
     account = {
         "format": FORMAT,
         "summary": summary,
-        "curve": trained.head.fit.record["curve"],
+        "curve": head.fit.record["curve"],
         "made_of": job.made_of,
         "base": {
             "model": job.model,
@@ -496,7 +445,7 @@ def _finish(job: _Job, trained: _Trained) -> dict[str, Any]:
         "data": job.dataset.to_json(),
         **provenance(),
     }
-    write_text(folder / "README.md", model_card(account, job.view.prompts, recipe))
+    write_text(folder / "README.md", model_card(account, job.view.prompts, recipe.to_json()))
     write_json(folder / RECORD, account)
     shutil.rmtree(folder / STATE, ignore_errors=True)
     for result in scores:
@@ -504,7 +453,10 @@ def _finish(job: _Job, trained: _Trained) -> dict[str, Any]:
             f"{result.split}: {result.primary.heading} "
             f"{estimate_text(result.primary, result.main)} on {result.counts.n:,} rows"
         )
-    _log(summary)
+    log.info(
+        f"{name}: step {progress.best_step:,} of {progress.step:,}, trained in "
+        f"{duration(progress.seconds)} -> {folder}"
+    )
     return summary
 
 
@@ -535,10 +487,3 @@ def _scores(run: Run, name: str) -> list[Result]:
             predicted = [predict(saved, pairs)]
             found += results_of([saved], predicted, rows, split, task=run.task.name)
     return found
-
-
-def _log(summary: Mapping[str, Any]) -> None:
-    log.info(
-        f"{summary['head']}: step {summary['best_step']:,} of {summary['steps']:,}, trained in "
-        f"{duration(summary['seconds'])} -> {summary['run']}"
-    )

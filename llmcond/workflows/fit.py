@@ -16,7 +16,7 @@ from llmcond.features.view import view_of
 from llmcond.heads import fit_recipe, load_recipe, save_head
 from llmcond.log import log
 from llmcond.metrics import METRICS, Estimate, finite, spearman
-from llmcond.progress import fit_bar
+from llmcond.progress import FitBar
 from llmcond.runs import head_name, head_record, open_run
 from llmcond.runs.features import Features
 from llmcond.runs.trials import check_seed, prompts_for, sized
@@ -80,18 +80,7 @@ def fit_head(
 ) -> FittedResult:
     """Fit a head on a run's training features and save it in the run.
 
-    Args:
-        run_folder: a run with extracted features.
-        head: a recipe's name or file.
-        dim: size of the embeddings; None: the recipe's, at most that of the features.
-        prompt: whose features, several joined by ``+``; None: the run's only one, or the one that
-            suits its encoder.
-        subtract: whether unconditional features are subtracted.
-        seed: of everything random.
-        changes: other settings of the recipe, as text.
-        name: of the head in the run; None: ``RECIPE@PROMPT``, with ``+c`` where nothing is
-            subtracted.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+    Arguments as in :class:`llmcond.commands.fit_head.FitHead`; ``changes`` are settings as text.
 
     Raises:
         UserError: no run, no features, or settings that cannot be.
@@ -112,15 +101,15 @@ def fit_head(
     dev = features.rated(view, "dev")
     recipe = sized(recipe, dim, train.dim)
     began = time.monotonic()
-    with fit_bar() as bar:
+    with FitBar() as bar:
         fitted = fit_recipe(recipe, train, dev if len(dev) else None, seed, bar.on_epoch, device)
     seconds = time.monotonic() - began
     for text in fitted.fit.notes:
         log.info(text)
-    counts = {"n_train": len(train), "n_dev": len(dev), "n_dropped": features.dropped("train")}
-    record = head_record(run, view, recipe.to_json())
+    n_dropped = int((~run.rows("train").rated).sum())
+    counts = {"n_train": len(train), "n_dev": len(dev), "n_dropped": n_dropped}
     replaced = folder.exists()
-    save_head(fitted, folder, {**record, "counts": counts})
+    save_head(fitted, folder, {**head_record(run, view, recipe.to_json()), "counts": counts})
     on_dev = math.nan
     if len(dev):
         similarity = fitted.similarity(dev.first, dev.second, dev.condition)
@@ -139,16 +128,12 @@ def fit_head(
         {"spearman": Estimate(on_dev)},
         seconds,
     )
-    log.info(_message(result, replaced))
-    return result
-
-
-def _message(result: FittedResult, replaced: bool) -> str:
-    record = result.record
+    record = fitted.fit.record
     epoch = f", epoch {record['best_epoch']}" if "best_epoch" in record else ""
     chosen = " chosen on dev" if record["selected_on"] == "dev" else ""
-    return (
-        f"{result.name}{' (replaced)' if replaced else ''}: {result.dim_in} -> {result.dim} "
-        f"dimensions on {result.counts['n_train']:,} rows in {result.seconds:.1f} s{epoch}{chosen}"
-        f"; dev Spearman {METRICS['spearman'].show(result.metrics['spearman'].value)}"
+    log.info(
+        f"{name}{' (replaced)' if replaced else ''}: {result.dim_in} -> {result.dim} dimensions on "
+        f"{len(train):,} rows in {seconds:.1f} s{epoch}{chosen}"
+        f"; dev Spearman {METRICS['spearman'].show(on_dev)}"
     )
+    return result

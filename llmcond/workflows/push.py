@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -61,11 +60,7 @@ def push_to_hub(
     machine becomes its last name. Rows and features stay here. What an earlier push put there and
     this one does not have is deleted by the same commit.
 
-    Args:
-        run_folder: of a training that has ended.
-        repo: OWNER/NAME; made if it is not there.
-        private: whether others cannot see it.
-        revision: the branch, made if it is not there; None: ``main``.
+    Arguments as in :class:`llmcond.commands.push.Push`.
 
     Returns:
         The repository, its address, the commit, and the names of its files.
@@ -81,16 +76,17 @@ def push_to_hub(
     with tempfile.TemporaryDirectory(prefix="llmcond-push-") as temporary:
         staged = Path(temporary)
         _stage(run, tuned, staged)
+        card = run.folder / CARD
+        if card.is_file():
+            _place(card, staged / CARD)
+            path = _PATH.search(card.read_text(encoding="utf-8"))
+            if path is not None:
+                log.info(f"{card} is pushed as it is, and names {path[0]}")
         _check_no_paths(staged, run.folder)
         files = sorted(path.relative_to(staged).as_posix() for path in _files(staged))
         size = sum((staged / name).stat().st_size for name in files)
         log.info(f"uploading {len(files)} files ({gib(size)}) to {repo}")
         url, commit = _upload(staged, files, repo, token, private, revision)
-    _tell(run, repo, url, revision)
-    return {"repo": repo, "url": url, "commit": commit, "files": files}
-
-
-def _tell(run: Run, repo: str, url: str, revision: str | None) -> None:
     heads = run.head_names()
     # Which of several was fitted last is not known any more where they are downloaded.
     head = f', "{heads[-1]}"' if len(heads) > 1 else ""
@@ -100,6 +96,7 @@ def _tell(run: Run, repo: str, url: str, revision: str | None) -> None:
         f"to use it: hf download {repo}{branch} --local-dir tuned, then "
         f'llmcond.load_embedder("tuned"{head})'
     )
+    return {"repo": repo, "url": url, "commit": commit, "files": files}
 
 
 # -- what is there -----------------------------------------------------------------------------
@@ -168,89 +165,72 @@ def _stage(run: Run, tuned: Tuned, staged: Path) -> None:
     Raises:
         UserError: a file is missing or damaged, or the encoder is not the one that was trained.
     """
-    folder = run.folder
-    whole = tuned.base is None
-    encoder = _whole_files(folder) if whole else [CONFIG, WEIGHTS]
-    for name in encoder:
+    folder, own, merged = run.folder, run.identity, tuned.base is None
+    encoder = [CONFIG, WEIGHTS]
+    if merged:
+        weights = weight_files(folder) or [folder / "model.safetensors"]
+        paths = {*settings_files(folder), folder / "config.json", *weights}
+        encoder = sorted(path.relative_to(folder).as_posix() for path in paths)
+    for name in [*encoder, TUNED]:
         _place(folder / name, staged / name)
-    _place(folder / TUNED, staged / TUNED)
-    trained, found = run.identity.weights, _weights(staged, tuned)
-    if found not in (None, trained):
+    found: str | None = None
+    if merged:
+        found = find_checkpoint(str(staged), None).weights
+    elif tuned.base_weights:  # which old records lack
+        found = identify(staged, "the encoder", tuned.base_weights)
+    if found not in (None, own.weights):
         raise UserError(
             f"the encoder in {folder} has changed since it was trained: it is {found}, not "
-            f"{trained}. Its heads would not fit it; train it anew."
+            f"{own.weights}. Its heads would not fit it; train it anew."
         )
     renamed: dict[str, str] = {}
-    if _tidy_settings(staged, encoder) and whole:
+    if _tidy_settings(staged) and merged:
         # The same encoder by another name, as its settings decide what it is called.
-        own = run.identity
         now = replace(own, weights=find_checkpoint(str(staged), None).weights)
         renamed = {own.weights: now.weights, own.fingerprint: now.fingerprint}
-    for name in (MANIFEST, RECORD, TUNED):
+    heads = [f"heads/{head}" for head in run.head_names()]
+    for name in [MANIFEST, RECORD, TUNED, *(f"{head}/head.json" for head in heads)]:
         write_json(staged / name, _tidy_record(read_json(folder / name), renamed))
-    for head in run.head_names():
-        there, here = run.head_folder(head), staged / "heads" / head
-        write_json(here / "head.json", _tidy_record(read_json(there / "head.json"), renamed))
-        _place(there / "head.safetensors", here / "head.safetensors")
-    if (folder / CARD).is_file():
-        _place(folder / CARD, staged / CARD)
-        _tell_of_paths(folder / CARD)
-
-
-def _whole_files(folder: Path) -> list[str]:
-    """Return the names of a whole checkpoint's files, those of its modules included."""
-    names = {path.relative_to(folder).as_posix() for path in settings_files(folder)}
-    weights = [path.name for path in weight_files(folder)] or ["model.safetensors"]
-    return sorted({*names, "config.json", *weights})
+    for head in heads:
+        _place(folder / head / "head.safetensors", staged / head / "head.safetensors")
 
 
 def _place(source: Path, copy: Path) -> None:
-    """Have a file in another place too, without copying it if that can be.
-
-    Raises:
-        UserError: it is not there.
-    """
+    """Link to a file, or copy it where the system allows no links."""
     if not source.is_file():
         raise UserError(f"{source} is missing, so others could not use what is pushed.")
     copy.parent.mkdir(parents=True, exist_ok=True)
-    origin = source.resolve()
-    for way in (os.link, os.symlink):
-        try:
-            way(origin, copy)
-        except OSError:  # another disk, or a system that allows neither
-            continue
-        return
-    shutil.copyfile(origin, copy)
-
-
-def _weights(staged: Path, tuned: Tuned) -> str | None:
-    """Identify the encoder's files as its run does; None where the record is too old to tell."""
-    if tuned.base is None:
-        return find_checkpoint(str(staged), None).weights
-    return tuned.base_weights and identify(staged, "the encoder", tuned.base_weights)
+    try:
+        copy.symlink_to(source.resolve())
+    except OSError:
+        shutil.copyfile(source, copy)
 
 
 # -- paths of this machine ---------------------------------------------------------------------
 
 
-def _tidy_settings(staged: Path, names: Collection[str]) -> bool:
-    """Take paths out of the encoder's own settings; tell whether there were any."""
+def _settings(staged: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the content of each JSON file, but for vocabularies."""
+    for path in _files(staged):
+        if path.suffix == ".json" and path.name not in _VOCABULARIES:
+            name = path.relative_to(staged).as_posix()
+            try:
+                yield name, json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise UserError(
+                    f"{name} of the encoder is not a readable JSON file: {error}."
+                ) from error
+
+
+def _tidy_settings(staged: Path) -> bool:
+    """Take paths out of the encoder's own settings; return whether there were any."""
     changed = False
-    for name in names:
-        if name.endswith(".json") and PurePath(name).name not in _VOCABULARIES:
-            before = _json(staged / name, name)
-            after = _mapped(before, _tidy_setting)
-            if after != before:
-                write_json(staged / name, after)  # in the place of the link, not through it
-                changed = True
+    for name, before in list(_settings(staged)):
+        after = _mapped(before, _tidy_setting)
+        if name != TUNED and after != before:
+            write_json(staged / name, after)  # in the place of the link, not through it
+            changed = True
     return changed
-
-
-def _json(path: Path, name: str) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{name} of the encoder is not a readable JSON file: {error}.") from error
 
 
 def _tidy_record(record: dict[str, Any], renamed: dict[str, str]) -> dict[str, Any]:
@@ -277,7 +257,7 @@ def _tidy_setting(key: str, text: str) -> str:
 
 
 def _leads_somewhere(text: str) -> bool:
-    """Tell a path from a text that begins with a slash, such as a token."""
+    """Return whether a text is a path, and not a token that begins with a slash."""
     return _is_absolute(text) and len(PurePath(text).parts) > 2 and "\n" not in text
 
 
@@ -295,17 +275,10 @@ def _mapped(value: Any, change: Callable[[str, str], str], key: str = "") -> Any
 
 
 def _check_no_paths(staged: Path, run_folder: Path) -> None:
-    """Refuse to publish where things lie on this machine.
-
-    Raises:
-        UserError: naming the file, and what it holds.
-    """
+    """Refuse to publish where things lie on this machine."""
     places = [place for place in (Path.home(), run_folder.resolve()) if len(place.parts) > 1]
     own = re.compile("|".join(rf"{re.escape(str(place))}(?![\w.-])" for place in places) or "(?!)")
-    for path in _files(staged):
-        name = path.relative_to(staged).as_posix()
-        if path.suffix != ".json" or path.name in _VOCABULARIES:
-            continue
+    for name, content in _settings(staged):
 
         def check(key: str, text: str, name: str = name) -> str:
             if own.search(text) or (key not in _VERBATIM and _leads_somewhere(text)):
@@ -315,17 +288,11 @@ def _check_no_paths(staged: Path, run_folder: Path) -> None:
                 )
             return text
 
-        _mapped(_json(path, name), check)
+        _mapped(content, check)
 
 
-def _tell_of_paths(card: Path) -> None:
-    found = _PATH.search(card.read_text(encoding="utf-8"))
-    if found is not None:
-        log.info(f"{card} is pushed as it is, and names {found[0]}")
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if path.is_file())
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 # -- the hub -----------------------------------------------------------------------------------
@@ -348,7 +315,14 @@ def _upload(
             )
         if revision is not None and not revision.startswith("refs/"):
             api.create_branch(repo, branch=revision, exist_ok=True)
-        left = _left(repo, set(api.list_repo_files(repo, revision=revision)), files)
+        there = api.list_repo_files(repo, revision=revision)
+        if RECORD not in there and {CONFIG, "config.json"} & set(there):
+            raise UserError(
+                f"{repo} holds another model, which llmcond did not push. Name another OWNER/NAME."
+            )
+        # What an earlier push left there and this one does not have.
+        ours = [name for name in there for pattern in _PUSHED if fnmatch(name, pattern)]
+        left = sorted({*ours} - {*files}) if RECORD in there else []
         # Not upload_folder, which cuts what is large into several commits.
         done = api.create_commit(
             repo,
@@ -362,25 +336,9 @@ def _upload(
     return url if revision is None else f"{url}/tree/{revision}", str(done.oid)
 
 
-def _left(repo: str, there: Collection[str], files: Collection[str]) -> list[str]:
-    """Return what an earlier push left in a repository and this one does not have.
-
-    Raises:
-        UserError: a model is there that was not pushed so.
-    """
-    if RECORD not in there:
-        if CONFIG in there or "config.json" in there:
-            raise UserError(
-                f"{repo} holds another model, which llmcond did not push. Name another OWNER/NAME."
-            )
-        return []
-    ours = {name for name in there for pattern in _PUSHED if fnmatch(name, pattern)}
-    return sorted(ours - set(files))
-
-
 @contextmanager
 def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """Tell what went wrong on the hub in our own words."""
+    """Say what went wrong on the hub in our own words."""
     from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError, by way
         HfHubHTTPError,
         HTTPError,
@@ -394,7 +352,21 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
     except RevisionNotFoundError as error:
         raise UserError(f"{repo} has no revision {revision!r}. Name a branch.") from error
     except HfHubHTTPError as error:
-        raise _refusal(repo, error) from error
+        status = error.response.status_code
+        said = " ".join(str(error.server_message or error.response.reason_phrase).split())
+        if status in (401, 403, 404):
+            raise UserError(
+                f"the hub does not let you write to {repo} ({status}: {said}). Name a repository "
+                "of yours, or log in with a token that may write: hf auth login, or HF_TOKEN."
+            ) from error
+        if status == 400:
+            raise UserError(
+                f"the hub does not take what was to be pushed to {repo}: {said}"
+            ) from error
+        raise LlmcondError(
+            f"the hub failed ({status}: {said}), and nothing was pushed to {repo}. Give the same "
+            "command again later."
+        ) from error
     except OfflineModeIsEnabled as error:
         raise LlmcondError(f"{away}: HF_HUB_OFFLINE is set. Unset it.") from error
     except HTTPError as error:
@@ -405,20 +377,3 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
         raise LlmcondError(
             f"pushing to {repo} failed: {first_line(error)}. Give the same command again."
         ) from error
-
-
-def _refusal(repo: str, error: Any) -> LlmcondError:
-    """Return what an answer of the hub that is no success means."""
-    status = error.response.status_code
-    said = " ".join(str(error.server_message or error.response.reason_phrase).split())
-    if status in (401, 403, 404):
-        return UserError(
-            f"the hub does not let you write to {repo} ({status}: {said}). Name a repository of "
-            "yours, or log in with a token that may write: hf auth login, or HF_TOKEN."
-        )
-    if status == 400:
-        return UserError(f"the hub does not take what was to be pushed to {repo}: {said}")
-    return LlmcondError(
-        f"the hub failed ({status}: {said}), and nothing was pushed to {repo}. Give the same "
-        "command again later."
-    )

@@ -65,19 +65,8 @@ def sweep(  # noqa: PLR0913 - each is a choice of the user, by keyword
 
     What was fitted before, with the same features, settings and versions, is not fitted again.
 
-    Args:
-        run_folder: a run with extracted features.
-        heads: recipes.
-        vary: setting (or ``dim``) -> values, as text.
-        prompts: whose features, several side by side joined by ``+``; None: as in
-            :func:`llmcond.workflows.fit_head`.
-        subtract: whether unconditional features are subtracted.
-        changes: other settings, for all fits.
-        seeds: 0 to so many, less one.
-        split: what is scored; None: test if the run has one, else dev, which also chose the epochs.
-        workers: fits at a time, each with its share of the cores; None: one a core, at most eight.
-        metrics: in addition to the task's, as :func:`llmcond.metrics.choose_metrics` takes them.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+    Arguments as in :class:`llmcond.commands.sweep.Sweep`; ``vary`` maps settings (or ``dim``) to
+    values as text.
 
     Raises:
         UserError: settings that cannot be, or no such run.
@@ -141,7 +130,7 @@ def _summarise(
     results = []
     for group in groups.values():
         (trial, first), outcomes = group[0], [outcome for _, outcome in group]
-        values = {name: [one.metrics[name] for one in outcomes] for name in metrics}
+        figures = {name: _over_seeds([one.metrics[name] for one in outcomes]) for name in metrics}
         results.append(
             SweptResult(
                 name=trial.name,
@@ -150,8 +139,8 @@ def _summarise(
                 subtract=trial.view.subtracts,
                 split=split,
                 counts=counts,
-                metrics={name: _over_seeds(found) for name, found in values.items()},
-                seed_sd={name: _deviation(found) for name, found in values.items()},
+                metrics={name: mean for name, (mean, _) in figures.items()},
+                seed_sd={name: deviation for name, (_, deviation) in figures.items()},
                 dim=first.dim,
                 seeds=tuple(one.seed for one, _ in group),
                 fits=tuple(one.fit for one in outcomes),
@@ -161,17 +150,16 @@ def _summarise(
     return best_first(results)
 
 
-def _deviation(values: Sequence[float]) -> float | None:
-    known = len(values) > 1 and not any(math.isnan(value) for value in values)
-    return statistics.stdev(values) if known else None
+def _over_seeds(values: Sequence[float]) -> tuple[Estimate, float | None]:
+    """Return the mean over seeds with Student's interval, and the standard deviation.
 
-
-def _over_seeds(values: Sequence[float]) -> Estimate:
-    """Return the mean over seeds with Student's interval; undefined where any of them is."""
-    mean, deviation = statistics.fmean(values), _deviation(values)
-    if deviation is None:
-        return Estimate(mean)
+    The mean is undefined where any value is; the others are for a single seed too.
+    """
+    mean, n = statistics.fmean(values), len(values)
+    if n == 1 or math.isnan(mean):
+        return Estimate(mean), None
     from scipy.stats import t
 
-    half = float(t.ppf((1 + _CONFIDENCE) / 2, len(values) - 1)) * deviation / len(values) ** 0.5
-    return Estimate(mean, mean - half, mean + half)
+    deviation = statistics.stdev(values)
+    half = float(t.ppf((1 + _CONFIDENCE) / 2, n - 1)) * deviation / n**0.5
+    return Estimate(mean, mean - half, mean + half), deviation

@@ -220,7 +220,7 @@ def test_vectors_are_those_of_the_encoder(tmp_path, checkpoint, encoder):
     inputs = INPUTS[:50]
     done = extract([*inputs, *inputs[:10]], store, lambda: encoder, Silent(), CHUNK)
     expected = encoder.encode_counted(inputs)
-    np.testing.assert_allclose(store.read(inputs), expected.vectors, atol=1e-6)
+    np.testing.assert_allclose(store.lookup(inputs).read(), expected.vectors, atol=1e-6)
     assert (done.n_inputs, done.n_computed, done.n_truncated) == (50, 50, 0)
     assert done.n_tokens == expected.n_tokens.sum()
 
@@ -298,7 +298,9 @@ def test_partly_stored_chunks_keep_their_bits_and_gain_the_rest(tmp_path, checkp
     stored = contents(parted)
     extract(INPUTS[:200], parted, lambda: encoder, Silent(), CHUNK)
     assert stored.items() <= contents(parted).items()
-    np.testing.assert_allclose(parted.read(INPUTS[:200]), whole.read(INPUTS[:200]), atol=1e-6)
+    np.testing.assert_allclose(
+        parted.lookup(INPUTS[:200]).read(), whole.lookup(INPUTS[:200]).read(), atol=1e-6
+    )
 
 
 def test_killed_extractions_resume_to_the_same_bits(tmp_path, checkpoint, undisturbed):
@@ -375,7 +377,7 @@ def test_inputs_may_come_from_a_generator(tmp_path, checkpoint, encoder):
     expected = encoder.encode_counted(inputs)
     assert (done.n_inputs, done.n_computed) == (150, 150)
     assert done.n_tokens == expected.n_tokens.sum()
-    np.testing.assert_allclose(store.read(inputs), expected.vectors, atol=1e-6)
+    np.testing.assert_allclose(store.lookup(inputs).read(), expected.vectors, atol=1e-6)
 
 
 def test_a_generator_of_what_is_stored_loads_no_encoder(tmp_path, checkpoint, encoder):
@@ -576,7 +578,9 @@ def test_prefixes_that_are_computed_once_change_no_vector(tmp_path):
         stores.append(store)
         computed.append(encoder.encode_counted(inputs).n_computed)
     assert stores[0].folder.name == stores[1].folder.name
-    np.testing.assert_allclose(stores[0].read(inputs), stores[1].read(inputs), atol=1e-5)
+    np.testing.assert_allclose(
+        stores[0].lookup(inputs).read(), stores[1].lookup(inputs).read(), atol=1e-5
+    )
     assert computed[0] < 0.7 * computed[1]
 
 
@@ -605,7 +609,7 @@ def test_input_that_gives_nan_is_named(tmp_path, broken):
     assert raised.value.item == bad
     assert raised.value.exit_code == 2
     assert store.missing(inputs) == [12]
-    assert np.isfinite(store.read(INPUTS[:12])).all()
+    assert np.isfinite(store.lookup(INPUTS[:12]).read()).all()
 
 
 @pytest.fixture(scope="module")
@@ -628,4 +632,4 @@ def test_vectors_that_overflow_float16_are_refused(tmp_path, overflowing):
     assert store.missing(INPUTS[:5]) == [0, 1, 2, 3, 4]
     wide = open_store(tmp_path, overflowing, "float32", options)
     extract(INPUTS[:5], wide, lambda: encoder, Silent())
-    assert np.abs(wide.read(INPUTS[:5])).max() > np.finfo(np.float16).max
+    assert np.abs(wide.lookup(INPUTS[:5]).read()).max() > np.finfo(np.float16).max

@@ -31,13 +31,13 @@ def store(tmp_path):
 
 def test_float32_vectors_come_back_bit_for_bit(store):
     append(store)
-    np.testing.assert_array_equal(store.read(INPUTS), VECTORS)
+    np.testing.assert_array_equal(store.lookup(INPUTS).read(), VECTORS)
 
 
 def test_float16_vectors_come_back_as_float16_rounds_them(tmp_path):
     store = FeatureStore(tmp_path, IDENTITY, "float16")
     append(store)
-    read = store.read(INPUTS)
+    read = store.lookup(INPUTS).read()
     assert read.dtype == np.float32
     np.testing.assert_array_equal(read, VECTORS.astype(np.float16).astype(np.float32))
     assert np.abs(read - VECTORS).max() > 0
@@ -47,13 +47,13 @@ def test_vectors_are_read_in_the_order_asked_for(store):
     append(store, [7, 3, 11])
     append(store, [0, 19])
     wanted = [19, 3, 0, 7, 3, 11, 19]
-    np.testing.assert_array_equal(store.read([INPUTS[i] for i in wanted]), VECTORS[wanted])
+    np.testing.assert_array_equal(store.lookup([INPUTS[i] for i in wanted]).read(), VECTORS[wanted])
 
 
 def test_reading_in_blocks_changes_nothing(store, monkeypatch):
     monkeypatch.setattr("llmcond.features.store._READ_ROWS", 3)
     append(store)
-    np.testing.assert_array_equal(store.read(INPUTS[::-1]), VECTORS[::-1])
+    np.testing.assert_array_equal(store.lookup(INPUTS[::-1]).read(), VECTORS[::-1])
 
 
 def test_an_input_appended_twice_is_stored_once(store):
@@ -68,7 +68,7 @@ def test_an_input_appended_twice_is_stored_once(store):
 def test_the_first_vector_of_an_input_stays(store):
     append(store)
     append(store, vectors=VECTORS + 1)
-    np.testing.assert_array_equal(store.read(INPUTS), VECTORS)
+    np.testing.assert_array_equal(store.lookup(INPUTS).read(), VECTORS)
 
 
 def test_missing_inputs_are_named_by_position(store):
@@ -81,12 +81,12 @@ def test_missing_inputs_are_named_by_position(store):
 def test_reading_missing_features_says_to_extract_again(store):
     append(store, range(15))
     with pytest.raises(UserError, match=r"5 of 20 features.*Run the same `llmcond extract` again"):
-        store.read(INPUTS)
+        store.lookup(INPUTS).read()
 
 
 def test_reading_an_empty_store_says_to_extract_again(store):
     with pytest.raises(UserError, match="llmcond extract"):
-        store.read(INPUTS[:1])
+        store.lookup(INPUTS[:1]).read()
 
 
 def test_instruction_is_part_of_what_a_vector_is_stored_under(store):
@@ -96,9 +96,9 @@ def test_instruction_is_part_of_what_a_vector_is_stored_under(store):
 
 def test_truncated_inputs_are_counted(store):
     append(store)
-    assert store.count_truncated(INPUTS) == 7
-    assert store.count_truncated([INPUTS[0], INPUTS[1], INPUTS[0]]) == 2
-    assert store.count_truncated([]) == 0
+    assert store.count_truncated_at(store.places(INPUTS)) == 7
+    assert store.count_truncated_at(store.places([INPUTS[0], INPUTS[1], INPUTS[0]])) == 2
+    assert store.count_truncated_at(store.places([])) == 0
 
 
 @pytest.mark.parametrize("change", [{"dtype": "bfloat16"}, {"pooling": "cls"}, {"weights": "x"}])
@@ -107,8 +107,8 @@ def test_encoders_that_differ_do_not_share_vectors(tmp_path, store, change):
     other = FeatureStore(tmp_path, replace(IDENTITY, **change), "float32")
     assert other.missing(INPUTS) == list(range(20))
     append(other, vectors=-VECTORS)
-    np.testing.assert_array_equal(store.read(INPUTS), VECTORS)
-    np.testing.assert_array_equal(other.read(INPUTS), -VECTORS)
+    np.testing.assert_array_equal(store.lookup(INPUTS).read(), VECTORS)
+    np.testing.assert_array_equal(other.lookup(INPUTS).read(), -VECTORS)
 
 
 def test_store_types_do_not_share_vectors(tmp_path, store):
@@ -120,7 +120,7 @@ def test_a_reopened_store_holds_the_same(tmp_path, store):
     append(store)
     reopened = FeatureStore(tmp_path, IDENTITY, "float32")
     assert len(reopened) == 20
-    np.testing.assert_array_equal(reopened.read(INPUTS), VECTORS)
+    np.testing.assert_array_equal(reopened.lookup(INPUTS).read(), VECTORS)
 
 
 def test_another_handle_sees_rows_after_a_refresh(tmp_path, store):
@@ -129,7 +129,7 @@ def test_another_handle_sees_rows_after_a_refresh(tmp_path, store):
     append(store, range(5, 9))
     assert len(other) == 5
     other.refresh()
-    np.testing.assert_array_equal(other.read(INPUTS[:9]), VECTORS[:9])
+    np.testing.assert_array_equal(other.lookup(INPUTS[:9]).read(), VECTORS[:9])
 
 
 def test_a_handle_opened_before_the_first_row_sees_it_after_a_refresh(tmp_path, store):
@@ -222,8 +222,8 @@ def check(store, chosen):
     inputs = [MANY[i] for i in chosen]
     assert set(range(len(MANY))) - set(store.missing(MANY)) == set(chosen)
     assert len(store) == len(chosen)
-    np.testing.assert_array_equal(store.read(inputs), MANY_VECTORS[chosen])
-    assert store.count_truncated(inputs) == sum(i % 3 == 0 for i in chosen)
+    np.testing.assert_array_equal(store.lookup(inputs).read(), MANY_VECTORS[chosen])
+    assert store.count_truncated_at(store.places(inputs)) == sum(i % 3 == 0 for i in chosen)
     table = lance.dataset(str(store.folder / "vectors.lance")).to_table()
     assert store.places(inputs).tolist() == [
         table["key"].to_pylist().index(item.key) for item in inputs
@@ -266,11 +266,13 @@ def test_an_old_handle_reads_on_when_its_files_are_gone(merging, tmp_path, store
     assert not any(path.exists() for path in old_files)
     chosen = [5, 0, 3]
     assert len(old) == 6
-    np.testing.assert_array_equal(old.read([MANY[i] for i in chosen]), MANY_VECTORS[chosen])
+    np.testing.assert_array_equal(
+        old.lookup([MANY[i] for i in chosen]).read(), MANY_VECTORS[chosen]
+    )
     stale = FeatureStore(tmp_path, IDENTITY, "float32")
     for i in range(20, 40):
         add(store, [i])
-    assert stale.count_truncated([MANY[i] for i in chosen]) == 2
+    assert stale.count_truncated_at(stale.places([MANY[i] for i in chosen])) == 2
     assert add(stale, range(45)) == 5
     check(stale, range(45))
 
@@ -370,8 +372,8 @@ def read_until(done, store):
         there = sorted(set(range(200)) - set(store.missing(MANY[:200])))
         inputs = [MANY[i] for i in there]
         if there:
-            np.testing.assert_array_equal(store.read(inputs), MANY_VECTORS[there])
-        assert store.count_truncated(inputs) == sum(i % 3 == 0 for i in there)
+            np.testing.assert_array_equal(store.lookup(inputs).read(), MANY_VECTORS[there])
+        assert store.count_truncated_at(store.places(inputs)) == sum(i % 3 == 0 for i in there)
 
 
 def test_threads_add_each_input_once(merging, tmp_path, store):

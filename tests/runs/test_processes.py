@@ -95,7 +95,7 @@ def vectors_of(folder, prompt=PROMPT):
     table = lance.dataset(str(store.folder / "vectors.lance")).to_table()
     keys = table["key"].to_pylist()
     assert len(set(keys)) == len(keys)
-    return store.read(inputs_of(folder, prompt))
+    return store.lookup(inputs_of(folder, prompt)).read()
 
 
 def wait_for(condition, seconds=240):  # a busy machine takes its time to start a process
