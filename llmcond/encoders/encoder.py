@@ -81,20 +81,15 @@ class Encoder:
         self._threads = WorkerThreads(self.concurrency)
         # A fast tokenizer is one object in Rust, which refuses a second borrower.
         self._tokenizing = threading.Lock()
-        self._try_out()
-
-    def _try_out(self) -> None:
-        """Run the network once, where it fails at once if it fails at all."""
-        identity = self.identity
+        identity, threads = resolved.identity, self.concurrency.threads
+        # Both run the network, which fails at once if it fails at all.
         try:
-            self.engine = Engine(
-                self._model, self.resolved, self._tokenizer.pad_id, self.concurrency.threads
-            )
+            self.engine = Engine(self._model, resolved, self._tokenizer.pad_id, threads)
             check_direction(self._model.network, identity.attention, self.name, self.engine.device)
         except (AssertionError, NotImplementedError, RuntimeError) as error:
             raise LlmcondError(
                 f"{self.name} cannot be run as {identity.dtype}, quantize {identity.quantize}, on "
-                f"{self.resolved.device}: {first_line(error)}. Try another --dtype or --quantize."
+                f"{resolved.device}: {first_line(error)}. Try another --dtype or --quantize."
             ) from error
 
     @property

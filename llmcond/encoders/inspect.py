@@ -9,12 +9,12 @@ from typing import Any
 from transformers import AutoConfig
 
 from llmcond.encoders.engine.nv_embed import read_config
-from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
+from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.known import PADDING_SIDE, KnownModel
 from llmcond.encoders.loading.architecture import build_on_meta, load_config, load_tokenizer
 from llmcond.encoders.loading.device import default_token_budget
 from llmcond.encoders.loading.loading import check_parts
-from llmcond.encoders.loading.memory import Footprint, available, footprint
+from llmcond.encoders.loading.memory import available, footprint
 from llmcond.encoders.options import MODEL_SETTINGS
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Dtype, EncoderIdentity, EncoderInput
@@ -53,19 +53,13 @@ def samples(resolved: ResolvedEncoder, inputs: Sequence[tuple[str, EncoderInput]
     config = load_config(checkpoint, identity.attention)
     tokenizer = InputTokenizer(load_tokenizer(checkpoint, config), identity, checkpoint.name)
     rows = tokenizer([item for _, item in inputs])
-    return [
-        Sample(label, tokenizer.strings(row), _pooled(row, identity.pooling))
-        for (label, _), row in zip(inputs, rows, strict=True)
-    ]
-
-
-def _pooled(row: Tokens, pooling: str) -> list[bool]:
-    first, last = row.first, row.last
-    if pooling in ("cls", "pooler"):
-        last = first + 1
-    if pooling == "last":
-        first = last - 1
-    return [first <= position < last for position in range(len(row.ids))]
+    found = []
+    for (label, _), row in zip(inputs, rows, strict=True):
+        last = row.first + 1 if identity.pooling in ("cls", "pooler") else row.last
+        first = last - 1 if identity.pooling == "last" else row.first
+        pooled = [first <= position < last for position in range(len(row.ids))]
+        found.append(Sample(label, tokenizer.strings(row), pooled))
+    return found
 
 
 def describe(resolved: ResolvedEncoder) -> dict[str, Any]:
@@ -115,35 +109,20 @@ def _shared(settings: EncoderIdentity | KnownModel) -> dict[str, Any]:
 
 
 def _known_facts(known: KnownModel | None) -> dict[str, Any]:
-    return {
-        "repo": known.repo if known else None,
-        "licence": known.licence if known else None,
-        "gated": known.gated if known else None,
+    facts = {name: getattr(known, name, None) for name in ("repo", "licence", "gated")}
+    return facts | {
         "other_poolings": list(known.poolings[1:]) if known else None,
         "no_float16": known.no_float16 if known else "",
     }
 
 
 def _size(config: Any, device: str, tokens: int) -> dict[str, Any]:
-    size = footprint(build_on_meta(config))
-    return {
-        "architecture": str(config.model_type),
-        "layers": int(config.num_hidden_layers),
-        "width": int(config.hidden_size),
-        "n_parameters": size.n_parameters,
-        "device": device,
-        "free": available(device),
-        "memory": _memory(size, device, tokens),
-    }
-
-
-def _memory(size: Footprint, device: str, tokens: int) -> list[dict[str, Any]]:
-    free = available(device)
-    rows = []
+    size, free = footprint(build_on_meta(config)), available(device)
+    memory = []
     for dtype, quantize in _PRECISIONS:
         loading, batch = size.loading(dtype, quantize), size.batch(dtype, tokens)
         weights = size.weights(dtype, quantize)
-        rows.append(
+        memory.append(
             {
                 "dtype": dtype,
                 "quantize": quantize,
@@ -154,4 +133,12 @@ def _memory(size: Footprint, device: str, tokens: int) -> list[dict[str, Any]]:
                 "fits": max(loading, weights + batch) <= free,
             }
         )
-    return rows
+    return {
+        "architecture": str(config.model_type),
+        "layers": int(config.num_hidden_layers),
+        "width": int(config.hidden_size),
+        "n_parameters": size.n_parameters,
+        "device": device,
+        "free": free,
+        "memory": memory,
+    }

@@ -111,14 +111,34 @@ def settle(
     """
     from llmcond.encoders.loading.device import default_token_budget
 
-    options = _as_trained(checkpoint, options)
+    stated = {**stated_beside(checkpoint), **checkpoint.stated}
+    if options.pooling in ("cls", "pooler", "latent"):
+        stated.pop("pool_over", None)  # it went with another pooling
+    options = replace(
+        options, **{key: value for key, value in stated.items() if getattr(options, key) is None}
+    )
     quantize = options.quantize or "none"
     settings = Settings.read(checkpoint.folder)
     check_kind(checkpoint, settings)
     check_code(checkpoint, settings)
     check_modules(checkpoint, settings)
     assumed: list[str] = []
-    pooling = _pooling(checkpoint, settings, options, assumed)
+    pooling = pooling_of(checkpoint, settings, options.pooling)
+    if pooling is None:
+        pooling = "mean"
+        assumed.append(
+            "pooling mean: no pooling settings in the checkpoint (--pooling to change it)"
+        )
+    known = checkpoint.known
+    template = options.instruction_format
+    if template is None:
+        template = known.instruction_format if known else ""
+    if options.special_tokens is not None:
+        special_tokens = check_special_tokens(options.special_tokens)
+    elif known and known.special_tokens != TOKENIZER_DECIDES:
+        special_tokens = known.special_tokens
+    else:
+        special_tokens = settings.special_tokens
     identity = EncoderIdentity(
         weights=checkpoint.weights if identify else "",
         dtype=_dtype(checkpoint, options, device),
@@ -128,18 +148,18 @@ def settle(
         pool_over=_pool_over(checkpoint, options, pooling),
         normalize=_normalize(checkpoint, settings, options, assumed),
         max_length=_max_length(checkpoint, settings, options, assumed),
-        instruction_format=_instruction_format(checkpoint, options),
-        special_tokens=_special_tokens(checkpoint, settings, options),
+        instruction_format=check_instruction_format(template),
+        special_tokens=special_tokens,
     )
     if settings.pooling_config.get("include_prompt") is False and identity.pool_over == "all":
         assumed.append(
             "an instruction is pooled along, though the checkpoint's files leave prompts out "
             "(--pool-over text)"
         )
-    if quantize == "8bit" and checkpoint.known and checkpoint.known.no_float16:
+    if quantize == "8bit" and known and known.no_float16:
         assumed.append(
             f"8 bit multiplies in float16, which {checkpoint.name} does not stand: "
-            f"{checkpoint.known.no_float16}; prefer --quantize 4bit"
+            f"{known.no_float16}; prefer --quantize 4bit"
         )
     trained = checkpoint.stated.get("quantize")
     if trained is not None and quantize == "none":
@@ -161,17 +181,6 @@ def settle(
     )
 
 
-def _as_trained(checkpoint: Checkpoint, options: EncoderOptions) -> EncoderOptions:
-    """Fill what the user left open with what training recorded."""
-    stated = {**stated_beside(checkpoint), **checkpoint.stated}
-    if options.pooling in ("cls", "pooler", "latent"):
-        stated.pop("pool_over", None)  # it went with another pooling
-    return replace(
-        options,
-        **{key: value for key, value in stated.items() if getattr(options, key) is None},
-    )
-
-
 def _dtype(checkpoint: Checkpoint, options: EncoderOptions, device: str) -> Dtype:
     from llmcond.encoders.loading.device import choose_dtype
 
@@ -186,9 +195,9 @@ def _dtype(checkpoint: Checkpoint, options: EncoderOptions, device: str) -> Dtyp
 def _attention(
     checkpoint: Checkpoint, settings: Settings, options: EncoderOptions, assumed: list[str]
 ) -> Attention:
-    known = checkpoint.known.attention if checkpoint.known else None
     given = options.attention
-    if known is not None:
+    if checkpoint.known is not None:
+        known = checkpoint.known.attention
         if given not in (None, known):
             raise UserError(
                 f"attention is {given!r}, but {checkpoint.name} was trained with {known} "
@@ -196,8 +205,7 @@ def _attention(
             )
         return known
     kind = str(settings.config.get("model_type"))
-    encoder = kind in encoder_types()
-    if encoder and settings.attention != "causal":
+    if kind in encoder_types() and settings.attention != "causal":
         if given == "causal":
             raise UserError(
                 f"attention is 'causal', but {checkpoint.name} is an encoder ({kind}), which is "
@@ -214,17 +222,6 @@ def encoder_types() -> frozenset[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     return frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
-
-
-def _pooling(
-    checkpoint: Checkpoint, settings: Settings, options: EncoderOptions, assumed: list[str]
-) -> str:
-    pooling = pooling_of(checkpoint, settings, options.pooling)
-    if pooling is None:
-        assumed.append(
-            "pooling mean: no pooling settings in the checkpoint (--pooling to change it)"
-        )
-    return pooling or "mean"
 
 
 def _pool_over(checkpoint: Checkpoint, options: EncoderOptions, pooling: str) -> PoolOver:
@@ -254,14 +251,13 @@ def _normalize(
 def _max_length(
     checkpoint: Checkpoint, settings: Settings, options: EncoderOptions, assumed: list[str]
 ) -> int:
-    limit = settings.positions
-    if options.max_length is not None:
-        if options.max_length < 8 or (limit is not None and options.max_length > limit):
-            most = (
-                f" and at most {limit}, the positions that {checkpoint.name} has" if limit else ""
-            )
-            raise UserError(f"max_length is {options.max_length}; it must be at least 8{most}.")
-        return options.max_length
+    limit, given = settings.positions, options.max_length
+    if given is not None:
+        if given < 8 or given > (limit or given):
+            most = f" and at most {limit}, the positions that {checkpoint.name} has"
+            least = f"it must be at least 8{most if limit else ''}"
+            raise UserError(f"max_length is {given}; {least}.")
+        return given
     known = checkpoint.known.max_length if checkpoint.known else None
     named = known or settings.max_length
     if named is None:
@@ -270,16 +266,3 @@ def _max_length(
             f"at most {named} tokens an input: the checkpoint does not say (--max-length)"
         )
     return min(named, limit or named)
-
-
-def _instruction_format(checkpoint: Checkpoint, options: EncoderOptions) -> str:
-    if options.instruction_format is not None:
-        return check_instruction_format(options.instruction_format)
-    return checkpoint.known.instruction_format if checkpoint.known else ""
-
-
-def _special_tokens(checkpoint: Checkpoint, settings: Settings, options: EncoderOptions) -> str:
-    if options.special_tokens is not None:
-        return check_special_tokens(options.special_tokens)
-    known = checkpoint.known.special_tokens if checkpoint.known else TOKENIZER_DECIDES
-    return known if known != TOKENIZER_DECIDES else settings.special_tokens

@@ -62,8 +62,7 @@ class EncoderInput:
         """Identify the input: 16 bytes over its texts, their boundaries included."""
         if self._key is None:
             texts = [self.instruction, self.text]
-            if self.context is not None:
-                texts.append(self.context)
+            texts += [] if self.context is None else [self.context]
             # Kept: an extraction looks at it several times, and making it takes longer than that.
             object.__setattr__(self, "_key", digest_bytes(json.dumps(texts).encode(), size=16))
         key: Any = self._key

@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from llmcond.cli import run
+from llmcond.commands.listings import models_in_brief
 from llmcond.encoders import MODELS, EncoderInput, EncoderOptions
 from llmcond.encoders.checkpoints import checkpoint as checkpoints
 from llmcond.encoders.encoder import load_encoder
 from llmcond.errors import LlmcondError, UserError
-from llmcond.listings import models_in_brief
 from llmcond.report.checkup import checkup, drawn
 from llmcond.workflows.check import check_model
 

@@ -11,7 +11,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,41 +28,18 @@ TUNED = "encoder.json"
 
 FORMAT = 1
 
-#: The fields of an adapter's config that decide what is computed, and what they mean left out.
-_DECIDING: dict[str, Any] = {
-    "r": 8,
-    "lora_alpha": 8,
-    "use_rslora": False,
-    "use_dora": False,
-    "lora_bias": False,
-    "fan_in_fan_out": False,
-    "target_modules": None,
-    "exclude_modules": None,
-    "modules_to_save": None,
-    "layers_to_transform": None,
-    "layers_pattern": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-}
-#: Those that say where it comes from, how it was begun and how it was trained.
+#: The fields of an adapter's config that decide what is computed; empty where two are not given.
+_DECIDING = (
+    "r", "lora_alpha", "use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "target_modules",
+    "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "rank_pattern",
+    "alpha_pattern",
+)  # fmt: skip
+_DEFAULTS = {"r": 8, "lora_alpha": 8}
+#: Those that say how it was begun and trained.
 _HISTORY = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "bias",
-    "corda_config",
-    "ensure_weight_tying",
-    "eva_config",
-    "inference_mode",
-    "init_lora_weights",
-    "loftq_config",
-    "lora_dropout",
-    "lora_ga_config",
-    "peft_type",
-    "peft_version",
-    "revision",
-    "runtime_config",
-    "task_type",
-}
+    "corda_config", "ensure_weight_tying", "eva_config", "init_lora_weights", "loftq_config",
+    "lora_dropout", "lora_ga_config", "runtime_config",
+}  # fmt: skip
 #: How adapters are begun beside the base's weights; other ways change those as well.
 _BEGUN = (None, True, False, "gaussian", "eva", "orthogonal")
 
@@ -72,8 +49,7 @@ _NAME = "default"
 _PREFIX = "base_model.model."
 #: Layers of other tasks, which an encoder leaves out.
 _HEADS = re.compile(r"(lm_head|embed_out|score|cls|classifier|qa_outputs)\.")
-
-Shapes = Mapping[str, tuple[int, ...]]
+_HEADS_AND_POOLER = re.compile(rf"{_HEADS.pattern}|(\w+\.)?pooler\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +81,7 @@ def write_tuned(folder: Path, tuned: Tuned) -> None:
         DiskFullError: no room.
         UserError: the folder cannot be written.
     """
-    record = {
-        "format": FORMAT,
-        "base": tuned.base,
-        "revision": tuned.revision,
-        "like": tuned.like,
-        "settings": dict(tuned.settings),
-        "quantize": tuned.quantize,
-        "base_weights": tuned.base_weights,
-    }
-    write_json(folder / TUNED, record)
+    write_json(folder / TUNED, {"format": FORMAT, **asdict(tuned)})
 
 
 def read_tuned(folder: Path) -> Tuned | None:
@@ -131,34 +98,29 @@ def read_tuned(folder: Path) -> Tuned | None:
     if record.get("format") != FORMAT and all(type(value) is int for value in record.values()):
         return None  # a vocabulary, which GPT-2's authors gave this name
     check_format(record, FORMAT, str(path))
-    names = ("base", "revision", "like", "base_weights")
-    settings = record.get("settings")
-    wrong = [name for name in names if not isinstance(record.get(name), str | None)]
-    if not isinstance(settings, dict):
-        raise _damaged(path, "settings", settings)
-    wrong += [name for name, value in settings.items() if not _is_setting(name, value)]
-    wrong += [] if record.get("quantize") in CHOICES["quantize"] else ["quantize"]
-    if wrong:
-        raise _damaged(path, wrong[0], {**record, **settings}.get(wrong[0]))
-    return Tuned(
-        **{name: record.get(name) for name in names},
-        settings=settings,
-        quantize=record["quantize"],
-    )
-
-
-def _damaged(path: Path, name: str, value: Any) -> LlmcondError:
-    return LlmcondError(
-        f"{path} has {name} = {value!r}, which training never writes: it was damaged. Copy it anew."
-    )
+    named = {name: record.get(name) for name in ("base", "revision", "like", "base_weights")}
+    settings: Any = record.get("settings")
+    quantize: Any = record.get("quantize")
+    wrong = {name: value for name, value in named.items() if not isinstance(value, str | None)}
+    if isinstance(settings, dict):
+        wrong |= {k: value for k, value in settings.items() if not _is_setting(k, value)}
+    else:
+        wrong["settings"] = settings
+    if quantize not in CHOICES["quantize"]:
+        wrong["quantize"] = quantize
+    for name, value in wrong.items():
+        raise LlmcondError(
+            f"{path} has {name} = {value!r}, which training never writes: it was damaged. Copy it "
+            "anew."
+        )
+    return Tuned(**named, settings=settings, quantize=quantize)
 
 
 def _is_setting(name: str, value: Any) -> bool:
     # Not isinstance: a bool is an int as well.
     if type(value) is not MODEL_SETTINGS.get(name):
         return False
-    plugin = name == "pooling" and is_plugin(str(value))
-    return plugin or value in CHOICES.get(name, (value,))
+    return (name == "pooling" and is_plugin(str(value))) or value in CHOICES.get(name, (value,))
 
 
 # -- an adapter's files ------------------------------------------------------------------------
@@ -209,20 +171,16 @@ def identify(folder: Path, name: str, base_weights: str) -> str:
             f"found under that name are {base_weights}. Its vectors would be others: put the base "
             "that it was trained on in that place."
         )
-    return f"sha256:{_digest(folder)} on {base_weights}"
-
-
-def _digest(folder: Path) -> str:
-    """Return a SHA-256 over an adapter's weights and what decides how they are used."""
     record = read_json(folder / CONFIG)
     deciding = {
         # peft keeps names as sets, and writes them in any order.
         name: sorted(value, key=str) if isinstance(value, list) else value
-        for name, default in _DECIDING.items()
-        if (value := record.get(name, default)) != default and (value or default)
+        for name in _DECIDING
+        if (value := record.get(name, default := _DEFAULTS.get(name))) != default
+        and (value or default)
     }
-    decided = json.dumps(deciding, sort_keys=True)
-    return hashlib.sha256(f"{decided}\0{digest_file(folder / WEIGHTS)}".encode()).hexdigest()
+    decided = f"{json.dumps(deciding, sort_keys=True)}\0{digest_file(folder / WEIGHTS)}"
+    return f"sha256:{hashlib.sha256(decided.encode()).hexdigest()} on {base_weights}"
 
 
 # -- putting an adapter onto its base ----------------------------------------------------------
@@ -241,8 +199,7 @@ def check_adapter(network: Any, folder: Path, name: str) -> None:
             supported.
         LlmcondError: its file is broken.
     """
-    _require_peft(name)
-    _inject(network, folder, name, _shapes(folder, name))
+    _inject(network, folder, name)
 
 
 def attach(network: Any, folder: Path, name: str, *, merge: bool) -> Any:
@@ -263,17 +220,14 @@ def attach(network: Any, folder: Path, name: str, *, merge: bool) -> Any:
             supported.
         LlmcondError: its file is broken, or what comes of it is not finite.
     """
-    _require_peft(name)
-    tensors = _read(folder, name)
-    shapes = {key: tuple(value.shape) for key, value in tensors.items()}
-    root, places = _inject(network, folder, name, shapes)
+    root, values = _inject(network, folder, name)
     state = root.state_dict()
     values = {
-        place: tensors[key] if state[place].is_meta else tensors[key].to(state[place])
-        for key, place in places.items()
+        place: value if state[place].is_meta else value.to(state[place])
+        for place, value in values.items()
     }
-    # Not by peft's own from_pretrained: it moves the whole model to other devices where it finds
-    # some, reads pickles, and only warns of what is missing.
+    # Not by peft's own loading: it rounds the adapter to the base's type before it is added, moves
+    # the whole model to other devices, reads pickles, and only warns of what is missing.
     root.load_state_dict(values, strict=False, assign=True)
     try:
         _take_out(root, merge)
@@ -286,12 +240,57 @@ def attach(network: Any, folder: Path, name: str, *, merge: bool) -> Any:
     return network
 
 
-def _require_peft(name: str) -> None:
+def _inject(network: Any, folder: Path, name: str) -> tuple[Any, dict[str, Any]]:
+    """Put an adapter's layers into a network, still without their weights.
+
+    Returns:
+        What the adapter's names begin at, and the tensors of its file by their places in there.
+
+    Raises:
+        UserError: it is another network's, or is not supported, or peft is not installed.
+        LlmcondError: its file is broken.
+    """
     from llmcond.encoders.loading.quantization import require
 
     require(f"{name} is an adapter", "peft", extra="lora")
     # peft imports bitsandbytes where it is installed, which warns of faster kernels.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    from peft import get_peft_model_state_dict, inject_adapter_in_model
+    from torch import nn
+
+    record, tensors = read_lora(folder, name), _read(folder, name)
+    root, kind = _root(network, tensors), network.config.model_type
+    try:
+        config = _lora_config(record, name, root)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is wrong is told below
+            inject_adapter_in_model(config, root, _NAME, low_cpu_mem_usage=True)
+            state = root.state_dict()
+            own = get_peft_model_state_dict(root, state, _NAME, save_embedding_layers=False)
+    except LlmcondError:
+        raise
+    except Exception as error:  # whatever a file of settings can make a library raise
+        if "not found in the base model" not in str(error):
+            raise UserError(
+                f"{CONFIG} of {name} describes nothing that can be put onto its base ({kind}): "
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from error
+        wanted = record.get("target_modules")
+        wanted = ", ".join(sorted(map(str, wanted))) if isinstance(wanted, list) else repr(wanted)
+        # Of a subclass too: so are quantised layers.
+        linear = (key for key, layer in network.named_modules() if isinstance(layer, nn.Linear))
+        raise UserError(
+            f"{name} is for the layers {wanted}, and its base ({kind}) has none of them, so it is "
+            "another one's. Its linear layers are "
+            f"{', '.join(dict.fromkeys(key.rpartition('.')[2] for key in linear))}."
+        ) from error
+    place_of = {id(value): place for place, value in state.items()}
+    places = {place: place for place in state} | {key: place_of[id(own[key])] for key in own}
+    left_out = _HEADS_AND_POOLER if getattr(network, "pooler", None) is None else _HEADS
+    tensors = {k: v for k, v in tensors.items() if k in places or not left_out.match(k)}
+    expected = {key: tuple(state[place].shape) for key, place in places.items()}
+    _compare(tensors, expected, own, f"{name} on its base ({kind})")
+    return root, {places[key]: value for key, value in tensors.items()}
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
@@ -302,7 +301,10 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
     try:
         loaded = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise _broken(folder, name, error) from error
+        raise LlmcondError(
+            f"{WEIGHTS} of {name} cannot be read: {first_line(error)}. Copy it anew from where "
+            f"{folder} comes from."
+        ) from error
     tensors = {key.removeprefix(_PREFIX): value for key, value in loaded.items()}
     broken = [key for key, value in tensors.items() if not value.isfinite().all()]
     if broken:
@@ -311,65 +313,6 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
             "it anew, with a lower learning rate."
         )
     return tensors
-
-
-def _shapes(folder: Path, name: str) -> dict[str, tuple[int, ...]]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            return {
-                key.removeprefix(_PREFIX): tuple(file.get_slice(key).get_shape())
-                for key in file.keys()  # noqa: SIM118 - it is no mapping
-            }
-    except (OSError, SafetensorError) as error:
-        raise _broken(folder, name, error) from error
-
-
-def _broken(folder: Path, name: str, error: Exception) -> LlmcondError:
-    return LlmcondError(
-        f"{WEIGHTS} of {name} cannot be read: {first_line(error)}. Copy it anew from where "
-        f"{folder} comes from."
-    )
-
-
-def _inject(network: Any, folder: Path, name: str, shapes: Shapes) -> tuple[Any, dict[str, str]]:
-    """Put an adapter's layers into a network, still without their weights.
-
-    Returns:
-        What the adapter's names begin at, and for each tensor of its file the place in there.
-
-    Raises:
-        UserError: it is another network's, or is not supported.
-    """
-    from peft.tuners.lora import LoraModel
-
-    record = read_lora(folder, name)
-    root, kind = _root(network, shapes), network.config.model_type
-    try:
-        config = _lora_config(record, name, root)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is wrong is told below
-            LoraModel(root, config, _NAME, low_cpu_mem_usage=True)
-    except LlmcondError:
-        raise
-    except Exception as error:  # whatever a file of settings can make a library raise
-        if "not found in the base model" in str(error):
-            targets = record.get("target_modules")
-            named = (
-                ", ".join(sorted(map(str, targets))) if isinstance(targets, list) else repr(targets)
-            )
-            raise UserError(
-                f"{name} is for the layers {named}, and its base ({kind}) has none of "
-                f"them, so it is another one's. Its linear layers are {_linear_names(network)}."
-            ) from error
-        raise UserError(
-            f"{CONFIG} of {name} describes nothing that can be put onto its base ({kind}): "
-            f"{type(error).__name__}: {first_line(error)}"
-        ) from error
-    places = _places(root)
-    _compare(places, shapes, root, f"{name} on its base ({kind})")
-    return root, {key: place for key, place in places.items() if key in shapes}
 
 
 def _root(network: Any, names: Iterable[str]) -> Any:
@@ -390,7 +333,8 @@ def _root(network: Any, names: Iterable[str]) -> Any:
 
 
 def _lora_config(record: Mapping[str, Any], name: str, root: Any) -> Any:
-    from peft import LoraConfig
+    """Return peft's config; only of fields that are checked: peft imports what some others name."""
+    from peft import LoraConfig, PeftConfig
 
     begun = record.get("init_lora_weights")
     if begun not in _BEGUN:
@@ -400,11 +344,8 @@ def _lora_config(record: Mapping[str, Any], name: str, root: Any) -> Any:
             "path_initial_model_for_weight_conversion=...) in peft."
         )
     usual = LoraConfig().to_dict()
-    changed = {
-        key: value
-        for key, value in record.items()
-        if key not in _HISTORY | _DECIDING.keys() and value and value != usual.get(key)
-    }
+    used = {*PeftConfig().to_dict(), *_HISTORY, *_DECIDING}
+    changed = [k for k, v in record.items() if k not in used and v and v != usual.get(k)]
     later = [key for key in changed if key not in usual]
     if later:
         # As peft itself does; what they add to the adapter's tensors is compared below.
@@ -412,19 +353,16 @@ def _lora_config(record: Mapping[str, Any], name: str, root: Any) -> Any:
             f"{name} was saved by another version of peft, and {', '.join(later)} of its {CONFIG} "
             "is ignored. Update peft to heed it."
         )
-    refused = [key for key in changed if key in usual]
-    refused += [] if record.get("bias", "none") == "none" else ["bias"]
-    if refused:
-        raise UserError(
-            f"{name} is an adapter with {refused[0]} = {record[refused[0]]!r}, which is not "
-            "supported. Merge it into its base with peft (merge_and_unload), save that, and name "
-            "its folder."
-        )
+    for key in changed:
+        if key in usual:
+            raise UserError(
+                f"{name} is an adapter with {key} = {record[key]!r}, which is not supported. Merge "
+                "it into its base with peft (merge_and_unload), save that, and name its folder."
+            )
     fields = {key: record[key] for key in _DECIDING if record.get(key) is not None}
+    layers = [own for own, _ in root.named_modules()]
     saved = [
-        key
-        for key in fields.pop("modules_to_save", ())
-        if any(own.endswith(key) for own, _ in root.named_modules())
+        key for key in fields.pop("modules_to_save", ()) if any(own.endswith(key) for own in layers)
     ]
     # Weights are not initialised: they are read.
     return LoraConfig(
@@ -432,57 +370,28 @@ def _lora_config(record: Mapping[str, Any], name: str, root: Any) -> Any:
     )
 
 
-def _places(root: Any) -> dict[str, str]:
-    """Return where a network has each tensor that an adapter's file may hold, by its name there."""
-    places = {}
-    for place in root.state_dict():
-        if ".original_module." not in place:
-            name = place.replace(f".modules_to_save.{_NAME}.", ".")
-            name = re.sub(rf"(\.lora_\w+)\.{_NAME}(\.\w+)?$", r"\1\2", name)
-            # Written without the name of the layer that it became.
-            places[re.sub(r"(\.lora_magnitude_vector)\.weight$", r"\1", name)] = place
-    return places
-
-
-def _compare(places: Mapping[str, str], shapes: Shapes, root: Any, what: str) -> None:
-    """Refuse an adapter that lacks tensors, or has some that its base does not."""
-    state = root.state_dict()
-    missing = [name for name, place in places.items() if _is_own(place) and name not in shapes]
-    unexpected = [name for name in shapes if name not in places and not _is_left_out(name, root)]
-    if missing or unexpected:
-        lacks = f"lacks {_named(missing)}" if missing else ""
-        has = f"has {_named(unexpected)} that do not belong there" if unexpected else ""
+def _compare(
+    tensors: Mapping[str, Any],
+    expected: Mapping[str, tuple[int, ...]],
+    own: Iterable[str],
+    what: str,
+) -> None:
+    """Refuse an adapter that lacks tensors of its ``own``, or has some that fit nowhere."""
+    missing = [name for name in own if name not in tensors]
+    unexpected = [name for name in tensors if name not in expected]
+    wrong = [f"lacks {_named(missing)}"] if missing else []
+    wrong += [f"has {_named(unexpected)} that do not belong there"] if unexpected else []
+    if wrong:
         raise UserError(
-            f"{what} {' and '.join(filter(None, (lacks, has)))}: it was trained on another base, "
-            "or its file is not whole."
+            f"{what} {' and '.join(wrong)}: it was trained on another base, or its file is not "
+            "whole."
         )
-    for name, shape in shapes.items():
-        if name in places and shape != tuple(state[places[name]].shape):
-            expected = tuple(state[places[name]].shape)
+    for name, value in tensors.items():
+        if tuple(value.shape) != expected[name]:
             raise UserError(
-                f"{what} has {name} of the shape {shape}, and {expected} fits there: it was "
-                "trained on another base, or with another rank than its config says."
+                f"{what} has {name} of the shape {tuple(value.shape)}, and {expected[name]} fits "
+                "there: it was trained on another base, or with another rank than its config says."
             )
-
-
-def _is_own(place: str) -> bool:
-    """Return whether a tensor is the adapter's, rather than the base's."""
-    return ".lora_" in place or f".modules_to_save.{_NAME}." in place
-
-
-def _is_left_out(name: str, root: Any) -> bool:
-    pooler = [module for own, module in root.named_modules() if own.endswith("pooler")]
-    return _HEADS.match(name) is not None or (
-        not pooler and re.match(r"(\w+\.)?pooler\.", name) is not None
-    )
-
-
-def _linear_names(network: Any) -> str:
-    from torch import nn
-
-    # Of a subclass too: so are quantised layers.
-    layers = (name for name, layer in network.named_modules() if isinstance(layer, nn.Linear))
-    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in layers))
 
 
 def _named(names: Iterable[str]) -> str:
@@ -492,11 +401,21 @@ def _named(names: Iterable[str]) -> str:
 
 def _take_out(root: Any, merge: bool) -> None:
     """Add the adapter's weights to those of the base where that can be, and take its layers out."""
+    import torch
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import onload_layer
     from peft.utils import ModulesToSaveWrapper
 
-    dtype = _computed_in(root)
+    def move(layer: Any, dtype: Any) -> None:
+        for part in layer.adapter_layer_names:
+            getattr(layer, part).to(layer.get_base_layer().weight.device, dtype)
+
+    # What is not quantised has the type that the network computes in.
+    computed_in = next(
+        value.dtype
+        for name, value in root.named_parameters()
+        if value.is_floating_point() and not re.search(r"(^|\.)(lora_|modules_to_save\.)", name)
+    )
     for name, module in list(root.named_modules()):
         left: Any = None
         if isinstance(module, ModulesToSaveWrapper):
@@ -504,32 +423,15 @@ def _take_out(root: Any, merge: bool) -> None:
         elif isinstance(module, LoraLayer):
             base = module.get_base_layer()
             # What pools is not quantised with the rest, and folding reads its weights.
-            if merge or base.weight.is_floating_point():
-                with onload_layer(module):
-                    _add(module, base)
-                left = base
-            else:
-                _move(module, base.weight.device, dtype)
+            if not merge and not base.weight.is_floating_point():
+                move(module, computed_in)
+                continue
+            with onload_layer(module):
+                move(module, torch.float32)
+                module.merge()
+                if not base.weight.isfinite().all():
+                    raise ValueError(f"they overflow in {base.weight.dtype}. Try another --dtype.")
+            left = base
         if left is not None:
             parent, _, own = name.rpartition(".")
             setattr(root.get_submodule(parent), own, left)
-
-
-def _computed_in(root: Any) -> Any:
-    """Return the type that a network computes in, which is that of what is not quantised."""
-    kinds = (value.dtype for name, value in root.named_parameters() if not _is_own(f".{name}"))
-    return next(kind for kind in kinds if kind.is_floating_point)
-
-
-def _add(layer: Any, base: Any) -> None:
-    import torch
-
-    _move(layer, base.weight.device, torch.float32)
-    layer.merge()
-    if base.weight.is_floating_point() and not base.weight.isfinite().all():
-        raise ValueError(f"they overflow in {base.weight.dtype}. Try another --dtype.")
-
-
-def _move(layer: Any, device: Any, dtype: Any) -> None:
-    for part in layer.adapter_layer_names:
-        getattr(layer, part).to(device, dtype)

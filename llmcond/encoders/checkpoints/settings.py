@@ -44,16 +44,20 @@ class Settings:
             UserError: one cannot be read, or modules.json leads outside of the folder.
         """
         modules = read_settings(folder / "modules.json", [])
-        paths = [_path(module) for module in modules]
-        kinds = [_kind(module) for module in modules]
-        pooling = paths[kinds.index("Pooling")] if "Pooling" in kinds else None
+        pooling_config = {}
+        for module in reversed(modules):  # of several poolings, the first is used
+            path = Path(str(module.get("path", "")))
+            if path.is_absolute() or ".." in path.parts:
+                raise UserError(
+                    f"modules.json of the checkpoint leads outside of it: {str(path)!r}."
+                )
+            if _kind(module) == "Pooling":
+                pooling_config = read_settings(folder / path / "config.json", {})
         return cls(
             config=read_settings(folder / "config.json", {}),
             tokenizer=read_settings(folder / "tokenizer_config.json", {}),
             modules=modules,
-            pooling_config={}
-            if pooling is None
-            else read_settings(folder / pooling / "config.json", {}),
+            pooling_config=pooling_config,
             transformer=read_settings(folder / "sentence_bert_config.json", {}),
         )
 
@@ -64,7 +68,7 @@ class Settings:
         if modes is None:
             on = (key for key, value in self.pooling_config.items() if value is True)
             modes = [key for key in on if key.startswith("pooling_mode_")]
-        names = [modes] if isinstance(modes, str) else modes if isinstance(modes, list) else []
+        names = modes if isinstance(modes, list) else [modes] if isinstance(modes, str) else []
         return "+".join(_OLD_POOLING_NAMES.get(str(name), str(name)) for name in names)
 
     @property
@@ -108,10 +112,8 @@ class Settings:
             return TOKENIZER_DECIDES
         first, last = (_content(self.tokenizer.get(key)) for key in ("bos_token", "eos_token"))
         # The classes of Llama and Gemma add a first token unless they are told not to.
-        default = any(
-            name in str(self.tokenizer.get("tokenizer_class")) for name in ("Llama", "Gemma")
-        )
-        adds_first = self.tokenizer.get("add_bos_token", default)
+        kind = str(self.tokenizer.get("tokenizer_class"))
+        adds_first = self.tokenizer.get("add_bos_token", "Llama" in kind or "Gemma" in kind)
         if last is None or (adds_first and first is None):
             return TOKENIZER_DECIDES
         return f"{first} {{text}} {last}" if adds_first else f"{{text}} {last}"
@@ -127,13 +129,6 @@ _OLD_POOLING_NAMES: dict[str, Pooling] = {
 
 def _kind(module: dict[str, Any]) -> str:
     return str(module.get("type", "")).rpartition(".")[2]
-
-
-def _path(module: dict[str, Any]) -> str:
-    path = Path(str(module.get("path", "")))
-    if path.is_absolute() or ".." in path.parts:
-        raise UserError(f"modules.json of the checkpoint leads outside of it: {str(path)!r}.")
-    return str(module.get("path", ""))
 
 
 def _content(token: Any) -> str | None:
@@ -167,19 +162,15 @@ def stated_beside(checkpoint: Checkpoint) -> dict[str, Any]:
         return {}
     settings = Settings.read(checkpoint.adapter)
     check_modules(checkpoint, settings)
-    if any(_kind(module) == "Dense" for module in settings.modules):
+    if "Dense" in map(_kind, settings.modules):
         raise UserError(
             f"{checkpoint.name} is an adapter with a dense layer behind its pooling, which is not "
             "supported; without it its vectors would be others. Merge the adapter into its base, "
             "and save all of it."
         )
     length = settings.transformer.get("max_seq_length")
-    stated = {
-        "pooling": settings.pooling or None,
-        "normalize": settings.normalize,
-        "max_length": length if isinstance(length, int) else None,
-    }
-    return {name: value for name, value in stated.items() if value is not None}
+    stated = {"pooling": settings.pooling or None, "normalize": settings.normalize}
+    return stated | ({"max_length": length} if isinstance(length, int) else {})
 
 
 def check_kind(checkpoint: Checkpoint, settings: Settings) -> None:
@@ -210,30 +201,26 @@ def check_code(checkpoint: Checkpoint, settings: Settings) -> None:
     """
     if checkpoint.known is not None:
         return
-    wanted = {
-        **_own_code(settings.config),
-        **{k: v for k, v in _own_code(settings.tokenizer).items() if k == "AutoTokenizer"},
-    }
-    asks = [key for key in ("AutoModel", "AutoConfig", "AutoTokenizer") if wanted.get(key)]
-    if asks:
+    own, tokenizer = settings.config.get("auto_map"), settings.tokenizer.get("auto_map")
+    wanted = dict(own) if isinstance(own, dict) else {}
+    if isinstance(tokenizer, dict):
+        tokenizer = tokenizer.get("AutoTokenizer")
+    if tokenizer:  # old tokenizers wrote a list without the key
+        wanted["AutoTokenizer"] = tokenizer
+    for key in ("AutoModel", "AutoConfig", "AutoTokenizer"):
+        code = wanted.get(key)
+        if not code:
+            continue
         name = checkpoint.name.rstrip("/").rpartition("/")[2]
-        bare = [own.rpartition("/")[2] for own in known_names()]
-        code = wanted[asks[0]]
+        bare = [known.rpartition("/")[2] for known in known_names()]
         if isinstance(code, list):
-            code = next((entry for entry in code if entry), "")
+            code = next(filter(None, code), "")
         raise UserError(
-            f"{checkpoint.name} asks for code from its own repository ({asks[0]}: "
-            f"{code}), which llmcond never runs, and it is none of the "
-            f"models that are known without: {', '.join(known_names())}. "
-            f"{did_you_mean(name, bare)} If it is a copy of one, say so with --like NAME."
+            f"{checkpoint.name} asks for code from its own repository ({key}: {code}), which "
+            "llmcond never runs, and it is none of the models that are known without: "
+            f"{', '.join(known_names())}. {did_you_mean(name, bare)} If it is a copy of one, say "
+            "so with --like NAME."
         )
-
-
-def _own_code(config: dict[str, Any]) -> dict[str, Any]:
-    mapping = config.get("auto_map")
-    if isinstance(mapping, list):  # how old tokenizers wrote it
-        return {"AutoTokenizer": mapping}
-    return mapping if isinstance(mapping, dict) else {}
 
 
 def pooling_of(checkpoint: Checkpoint, settings: Settings, given: str | None) -> str | None:
@@ -248,19 +235,15 @@ def pooling_of(checkpoint: Checkpoint, settings: Settings, given: str | None) ->
         from llmcond.encoders.engine.pooling import identify_pooling
 
         return identify_pooling(given, checkpoint.name)
-    if given is not None:
-        if given not in legal:
-            raise UserError(
-                f"pooling is {given!r}, but {checkpoint.name} may be pooled by "
-                f"{' or '.join(legal)} only."
-            )
-        return given
-    if known:
-        return known.poolings[0]
-    named = settings.pooling
-    if named and named not in legal:
+    if given is not None and given not in legal:
+        raise UserError(
+            f"pooling is {given!r}, but {checkpoint.name} may be pooled by {' or '.join(legal)} "
+            "only."
+        )
+    named = known.poolings[0] if known else settings.pooling
+    if given is None and named and named not in legal:
         raise UserError(
             f"{checkpoint.name} pools by {named!r}, which is not supported. Choose one with "
             f"--pooling: {', '.join(legal)}."
         )
-    return next((pooling for pooling in legal if pooling == named), None)
+    return given or named or None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from llmcond.encoders.checkpoints.checkpoint import Checkpoint, read_settings, weight_files
+from llmcond.encoders.checkpoints.checkpoint import read_settings, weight_files
 from llmcond.encoders.loading.architecture import network_class
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.errors import LlmcondError, UserError, first_line
@@ -32,7 +31,10 @@ def read_network(resolved: ResolvedEncoder, config: Any, arguments: dict[str, An
     if "quantization_config" in arguments and files:
         # Read tensor by tensor: mapped into memory, as transformers does by itself, the whole
         # checkpoint would count as used until the last weight is quantised.
-        slices = _open(files)
+        slices: dict[str, Any] = {}
+        for file in files:
+            opened: Any = safe_open(file, framework="pt", device="cpu", backend="pread")
+            slices |= {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
         network, report = network.from_pretrained(
             None, config=config, state_dict=slices, output_loading_info=True, **arguments
         )
@@ -60,14 +62,6 @@ def read_network(resolved: ResolvedEncoder, config: Any, arguments: dict[str, An
     return network
 
 
-def _open(files: list[Any]) -> dict[str, Any]:
-    slices: dict[str, Any] = {}
-    for file in files:
-        opened: Any = safe_open(file, framework="pt", device="cpu", backend="pread")
-        slices.update({key: opened.get_slice(key) for key in opened.keys()})  # noqa: SIM118
-    return slices
-
-
 #: What an encoder leaves out rightly: heads of other tasks, and buffers of older versions.
 _NOT_OURS = re.compile(
     r"^(\w+\.)?(lm_head|embed_out|cls|classifier|score|qa_outputs|predictions|"
@@ -79,6 +73,9 @@ _NOT_OURS = re.compile(
 def _named(keys: list[str]) -> str:
     shown = ", ".join(keys[:3]) + (", …" if len(keys) > 3 else "")
     return f"{len(keys)} weights ({shown})"
+
+
+_ACTIVATIONS = {kind.__name__: kind for kind in (nn.Identity, nn.Tanh, nn.ReLU, nn.GELU)}
 
 
 def load_dense(resolved: ResolvedEncoder, width: int) -> tuple[nn.Sequential, int]:
@@ -99,7 +96,13 @@ def load_dense(resolved: ResolvedEncoder, width: int) -> tuple[nn.Sequential, in
     for name in resolved.dense:
         folder = resolved.checkpoint.folder / name
         config = read_settings(folder / "config.json", {})
-        activation = _activation(str(config.get("activation_function")), resolved.checkpoint)
+        activation = str(config.get("activation_function"))
+        kind = _ACTIVATIONS.get(activation.rpartition(".")[2])
+        if kind is None or not activation.startswith("torch.nn."):
+            raise UserError(
+                f"{resolved.checkpoint.name} has a dense layer with the activation {activation!r}. "
+                f"Supported: {', '.join(_ACTIVATIONS)} of torch.nn."
+            )
         try:
             weights = load_file(folder / "model.safetensors")
             linear = nn.Linear(width, len(weights["linear.weight"]), "linear.bias" in weights)
@@ -111,18 +114,7 @@ def load_dense(resolved: ResolvedEncoder, width: int) -> tuple[nn.Sequential, in
                 f"the dense layer {name} of {resolved.checkpoint.name} cannot be loaded from its "
                 f"model.safetensors, the one format that is read: {first_line(error)}"
             ) from error
-        layers += [linear, activation()]
+        layers += [linear, kind()]
         width = linear.out_features
     dense = nn.Sequential(*layers).to(resolved.device).requires_grad_(False)
     return dense, width
-
-
-def _activation(name: str, checkpoint: Checkpoint) -> Callable[[], nn.Module]:
-    legal = (nn.Identity, nn.Tanh, nn.ReLU, nn.GELU)
-    found = {kind.__name__: kind for kind in legal}.get(name.rpartition(".")[2])
-    if found is None or not name.startswith("torch.nn."):
-        raise UserError(
-            f"{checkpoint.name} has a dense layer with the activation {name!r}. Supported: "
-            f"{', '.join(kind.__name__ for kind in legal)} of torch.nn."
-        )
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Protocol
 
 import torch
@@ -137,29 +138,21 @@ def plan_attention(
         dtype: what it is computed in.
     """
     if batch.shared:
-        blocks = [piece.to(device, dtype) for piece in _branches(batch)]
-    else:
-        groups = _groups(batch.segments)
-        blocks = [_group(runs, causal, device, dtype) for runs in groups]
+        return Blocks(_branches(batch, device, dtype), batch.n_tokens)
+    blocks = [_group(runs, causal, device, dtype) for runs in _groups(batch.segments)]
     return Blocks(blocks, batch.n_tokens)
 
 
 def _groups(segments: Sequence[Segment]) -> list[list[tuple[int, int, int]]]:
     """Return runs of texts of one length, (start, rows, length), grouped where padding pays."""
     groups: list[list[tuple[int, int, int]]] = []
-    at = 0
-    while at < len(segments):
-        first, rows = segments[at], 1
-        while at + rows < len(segments) and segments[at + rows].length == first.length:
-            rows += 1
-        at += rows
-        run = (first.start, rows, first.length)
-        longest = max((length for _, _, length in groups[-1]), default=0) if groups else 0
-        padding = rows * (longest - first.length)
-        if groups and 0 <= padding <= _CALL:
-            groups[-1].append(run)
-        else:
-            groups.append([run])
+    for length, texts in groupby(segments, key=lambda segment: segment.length):
+        starts = [text.start for text in texts]
+        rows = len(starts)
+        longest = max(n for _, _, n in groups[-1]) if groups else 0
+        if not groups or not 0 <= rows * (longest - length) <= _CALL:
+            groups.append([])
+        groups[-1].append((starts[0], rows, length))
     return groups
 
 
@@ -193,23 +186,7 @@ def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
 # -- prefix trees ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Queries ``start`` to ``stop`` of a row, and the positions of their keys."""
-
-    start: int
-    stop: int
-    keys: Tensor
-    visible: Tensor | None
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> _Block:
-        if self.visible is None:
-            return _group([(self.start, 1, self.stop - self.start)], True, device, dtype)
-        mask = _added(self.visible, dtype)[None, None]
-        return _Branches(self.start, self.stop, self.keys.to(device), mask.to(device))
-
-
-def _branches(batch: Batch) -> list[_Piece]:
+def _branches(batch: Batch, device: torch.device, dtype: torch.dtype) -> list[_Block]:
     """Cut a tree into pieces, each of which attends in one call, in the order of the row.
 
     Adjacent branches go together up to ``BRANCH_TOKENS``. What is longer is taken apart: its
@@ -224,48 +201,36 @@ def _branches(batch: Batch) -> list[_Piece]:
         torch.tensor([segment.until for segment in segments]),
         torch.tensor([segment.length for segment in segments]),
     )
-    pieces: list[_Piece] = []
+
+    def piece(path: Tensor, begin: int, start: int, stop: int) -> _Block:
+        """Return queries ``start`` to ``stop``, which see the path and what is from ``begin``."""
+        keys = torch.cat([path, torch.arange(begin, stop)])
+        queries = torch.arange(start, stop)[:, None]
+        # A token is seen by what comes behind it in its own branch.
+        mask = _added((keys <= queries) & (queries < until[keys]), dtype)[None, None]
+        return _Branches(start, stop, keys.to(device), mask.to(device))
+
+    pieces: list[_Block] = []
     # Families that are still to be cut, the next one last.
     waiting = [children[-1]]
     while waiting:
         family = waiting.pop()
-        size, taken = 0, 0
-        for index in family:
-            size += segments[index].until - segments[index].start
-            if size > BRANCH_TOKENS:
-                break
-            taken += 1
-        if taken < len(family):
-            waiting.append(family[max(taken, 1) :])
-        if taken == 0:
-            pieces += _slices(batch, family[0], until)
-            if family[0] in children:
-                waiting.append(children[family[0]])
+        first, path = segments[family[0]], positions_of(batch.path(family[0]))
+        sizes = accumulate(segments[index].until - segments[index].start for index in family)
+        taken = sum(size <= BRANCH_TOKENS for size in sizes)
+        waiting.append(family[max(taken, 1) :])
+        if taken:
+            pieces.append(piece(path, first.start, first.start, segments[family[taken - 1]].until))
+        elif not len(path):
+            pieces.append(_group([(first.start, 1, first.length)], True, device, dtype))
         else:
-            first, last = segments[family[0]], segments[family[taken - 1]]
-            path = positions_of(batch.path(family[0]))
-            pieces.append(_piece(path, first.start, first.start, last.until, until))
+            starts = range(first.start, first.stop, BRANCH_TOKENS)
+            stops = (*starts[1:], first.stop)
+            pieces += [piece(path, first.start, *ends) for ends in zip(starts, stops, strict=True)]
+        if not taken:
+            waiting.append(children.get(family[0], []))
         waiting = [family for family in waiting if family]
     return pieces
-
-
-def _slices(batch: Batch, index: int, until: Tensor) -> list[_Piece]:
-    """Cut one segment's own tokens."""
-    segment, path = batch.segments[index], positions_of(batch.path(index))
-    if not len(path):
-        return [_Piece(segment.start, segment.stop, path, None)]
-    return [
-        _piece(path, segment.start, start, min(start + BRANCH_TOKENS, segment.stop), until)
-        for start in range(segment.start, segment.stop, BRANCH_TOKENS)
-    ]
-
-
-def _piece(path: Tensor, begin: int, start: int, stop: int, until: Tensor) -> _Piece:
-    """Return queries ``start`` to ``stop``, which see the path and what stands from ``begin``."""
-    keys = torch.cat([path, torch.arange(begin, stop)])
-    queries = torch.arange(start, stop)[:, None]
-    # A token is seen by what comes behind it in its own branch.
-    return _Piece(start, stop, keys, (keys <= queries) & (queries < until[keys]))
 
 
 def positions_of(path: list[Segment]) -> Tensor:

@@ -66,6 +66,9 @@ class Engine:
     Attributes:
         budget: tokens of a batch at most. Halved where memory runs out, and never raised again.
         packs: whether inputs are packed; False where the architecture does not stand it.
+        device: where token ids are put.
+        out: where vectors are given.
+        dim: size of its vectors.
     """
 
     def __init__(
@@ -86,48 +89,40 @@ class Engine:
             concurrency: threads that run it at a time.
             frozen: whether its weights stay as they are, and may be laid out for products.
         """
-        self.model, self.identity = model, resolved.identity
+        self.model, self.identity, self.dim = model, resolved.identity, model.dim
         self.shares = resolved.shares_prefixes
-        self.budget = _budget(resolved, model.network.config, concurrency)
+        config = model.network.config
+        self.budget = resolved.max_tokens_per_batch
+        if not resolved.budget_given:  # what the device is best at, if it fits
+            # A GPU is given one batch at a time, however many threads there are.
+            count = concurrency if resolved.device == "cpu" else 1
+            fitting = tokens_that_fit(config, resolved.identity.dtype, resolved.device, count)
+            self.budget = min(self.budget, fitting)
+        self.device = model.network.get_input_embeddings().weight.device
+        self.out = torch.device(resolved.device)
         self._runtime = Runtime(
             network=model.network,
             pooling=resolved.identity.pooling,
             pool=find_pooling(resolved.identity.pooling),
             attention=resolved.identity.attention,
             pad_id=pad_id,
-            device=model.network.get_input_embeddings().weight.device,
+            device=self.device,
             dtype=TORCH_DTYPES[resolved.identity.dtype],
             skipped_id=skipped_id(model.network),
         )
-        self._out = torch.device(resolved.device)
-        self._longest = _longest_packed(model.network.config)
+        self._longest = _longest_packed(config)
         # Work is queued on a GPU by one thread at a time: activations of two would need twice
         # the memory.
-        self._device_lock = nullcontext() if self._out.type == "cpu" else threading.Lock()
+        self._device_lock = nullcontext() if self.out.type == "cpu" else threading.Lock()
         self.packs = self._choose_packing()
-        on_cpu = self._runtime.device.type == self._out.type == "cpu"
+        on_cpu = self.device.type == self.out.type == "cpu"
         plain = self.identity.quantize == "none" and can_prepack(self._runtime.dtype)
-        if self.packs and frozen and on_cpu and plain:
+        prepacks = self.packs and frozen and on_cpu and plain
+        if prepacks:
             prepack(model.network)
+        # Products in 16 bit are prepared for each number of rows in training too.
+        if prepacks or (self.packs and not frozen and self.out.type == "cpu"):
             self._runtime = replace(self._runtime, step=STEP)
-        elif self.packs and not frozen and self._out.type == "cpu":
-            # Products in 16 bit are prepared for each number of rows here too.
-            self._runtime = replace(self._runtime, step=STEP)
-
-    @property
-    def device(self) -> torch.device:
-        """Return where token ids are put."""
-        return self._runtime.device
-
-    @property
-    def out(self) -> torch.device:
-        """Return where vectors are given."""
-        return self._out
-
-    @property
-    def dim(self) -> int:
-        """Return the size of its vectors."""
-        return self.model.dim
 
     # -- batches -------------------------------------------------------------------------------
 
@@ -184,13 +179,13 @@ class Engine:
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemoryError(
-                f"ran out of memory on {self._out} with {sum(len(row.ids) for row in rows):,} "
+                f"ran out of memory on {self.out} with {sum(len(row.ids) for row in rows):,} "
                 "tokens in one step."
             ) from error
         back = torch.empty(len(order), dtype=torch.long)
         back[torch.tensor(order)] = torch.arange(len(order))
         # Not parts[back]: gradients of an index are added in any order on several threads.
-        return torch.cat(parts).index_select(0, back.to(self._out))
+        return torch.cat(parts).index_select(0, back.to(self.out))
 
     def _plan(
         self, rows: Sequence[Tokens], waiting: list[int], budget: int, padded: bool = False
@@ -208,10 +203,8 @@ class Engine:
         else:
             batches = pack([len(row.ids) for row in chosen], budget) if chosen else []
         for packed in batches:
-            yield (
-                [rest[place] for place in packed.inputs],
-                PackedForward(self._runtime, packed, chosen),
-            )
+            inputs = [rest[place] for place in packed.inputs]
+            yield inputs, PackedForward(self._runtime, packed, chosen)
 
     def _try(self, forward: Forward) -> NDArray[np.float32] | None:
         """Return the vectors of a batch, None if there is not enough memory for it."""
@@ -221,7 +214,7 @@ class Engine:
             if not is_out_of_memory(error):
                 raise
         # Outside of the handler: the error holds on to what filled the memory.
-        if self._out.type == "cuda":
+        if self.out.type == "cuda":
             torch.cuda.empty_cache()
         return None
 
@@ -235,7 +228,7 @@ class Engine:
         return array
 
     def _embedded(self, forward: Forward) -> Tensor:
-        pooled: Tensor = self.model.dense(forward.pooled().to(self._out))
+        pooled: Tensor = self.model.dense(forward.pooled().to(self.out))
         return torch.nn.functional.normalize(pooled, dim=1) if self.identity.normalize else pooled
 
     def _shrink(self, budget: int, n_tokens: int, rows: Sequence[Tokens]) -> None:
@@ -243,12 +236,13 @@ class Engine:
         if len(rows) == 1 or budget == 1:
             longest = max(len(row.ids) for row in rows)
             raise OutOfMemoryError(
-                f"ran out of memory on {self._out} with a single input of {longest} tokens."
+                f"ran out of memory on {self.out} with a single input of {longest} tokens."
             )
         self.budget = max(1, min(self.budget, min(budget, n_tokens) // 2))
 
     # -- choosing how to run -------------------------------------------------------------------
 
+    @torch.inference_mode()
     def _choose_packing(self) -> bool:
         """Choose the attention of packed rows by trying it; return whether inputs are packed."""
         network = self._runtime.network
@@ -256,10 +250,16 @@ class Engine:
             return False
         if not getattr(network, "_supports_attention_backend", False):
             return False
-        rows = self._probe()
-        expected = self._padded(rows)
+        # Five short texts, of which three begin alike.
+        size = int(network.get_input_embeddings().weight.shape[0])
+        ids = [(size // 2 + at) % size for at in range(24)]
+        texts = [ids[:9], ids[:6] + ids[9:12], ids[:6] + ids[12:14], ids[14:15], ids[15:24]]
+        rows = [Tokens(text, 0, len(text), len(text), len(text)) for text in texts]
+        padded = PaddedForward(self._runtime, rows)
+        padded.prepare()
+        expected = padded.hidden()
         network.set_attn_implementation(attention.NAME)
-        kernel = varlen.varlen_kernel(self._runtime.device, self._runtime.dtype)
+        kernel = varlen.varlen_kernel(self.device, self._runtime.dtype)
         for choice in dict.fromkeys([kernel, None]):
             self._runtime = replace(self._runtime, kernel=choice)
             if self._packs_as(expected, rows):
@@ -267,22 +267,9 @@ class Engine:
         network.set_attn_implementation("sdpa")
         return False
 
-    def _probe(self) -> list[Tokens]:
-        """Return five short texts, of which three begin alike."""
-        size = int(self._runtime.network.get_input_embeddings().weight.shape[0])
-        ids = [(size // 2 + at) % size for at in range(24)]
-        texts = [ids[:9], ids[:6] + ids[9:12], ids[:6] + ids[12:14], ids[14:15], ids[15:24]]
-        return [Tokens(text, 0, len(text), len(text), len(text)) for text in texts]
-
-    @torch.inference_mode()
-    def _padded(self, rows: Sequence[Tokens]) -> Tensor:
-        padded = PaddedForward(self._runtime, rows)
-        padded.prepare()
-        return padded.hidden()
-
-    @torch.inference_mode()
     def _packs_as(self, expected: Tensor, rows: Sequence[Tokens]) -> bool:
         """Return whether packed inputs, prefixes shared or not, get the vectors of padded ones."""
+        most = 0.2 if self.identity.quantize == "8bit" else _SAME[self.identity.dtype]
         texts = [row.ids for row in rows]
         batches = pack([len(text) for text in texts], 1_000)
         batches += pack_shared(texts, 1_000) if self.shares else []
@@ -290,30 +277,16 @@ class Engine:
             for batch in batches:
                 packed = PackedForward(self._runtime, batch, rows)
                 packed.prepare()
-                hidden = packed.hidden()
+                hidden = packed.hidden().float()
                 for index, leaf in zip(batch.inputs, batch.leaves, strict=True):
                     own = [batch.position(leaf, at) for at in range(len(texts[index]))]
-                    if not self._close(hidden[own], expected[index, : len(own)]):
+                    wanted = expected[index, : len(own)].float()
+                    if not (hidden[own] - wanted).norm() <= most * wanted.norm():  # NaN neither
                         return False
         except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
             # Whatever an architecture does not take: it is padded then, as it always was.
             return False
         return True
-
-    def _close(self, found: Tensor, expected: Tensor) -> bool:
-        found, expected = found.float(), expected.float()
-        most = 0.2 if self.identity.quantize == "8bit" else _SAME[self.identity.dtype]
-        return bool((found - expected).norm() <= most * expected.norm())
-
-
-def _budget(resolved: ResolvedEncoder, config: Any, concurrency: int) -> int:
-    """Return the tokens of a batch: as chosen, or what the device is best at if it fits."""
-    if resolved.budget_given:
-        return resolved.max_tokens_per_batch
-    # A GPU is given one batch at a time, however many threads there are.
-    count = concurrency if resolved.device == "cpu" else 1
-    fitting = tokens_that_fit(config, resolved.identity.dtype, resolved.device, count)
-    return min(resolved.max_tokens_per_batch, fitting)
 
 
 def _longest_packed(config: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,41 +63,24 @@ def skipped_id(network: Any) -> int | None:
     return None
 
 
-class Forward(Protocol):
-    """A forward pass over some inputs."""
-
-    @property
-    def n_tokens(self) -> int:
-        """Return the tokens that go through the network, padding included."""
-        ...
-
-    def prepare(self) -> None:
-        """Make what the network is given; needs no lock of the device."""
-        ...
-
-    def pooled(self) -> Tensor:
-        """Return one vector an input, (inputs, width) in float32."""
-        ...
-
-
 class PaddedForward:
-    """Inputs as the rows of a rectangle, filled up on the right."""
+    """Inputs as the rows of a rectangle, filled up on the right.
+
+    Attributes:
+        n_tokens: that go through the network, padding included.
+    """
 
     def __init__(self, runtime: Runtime, rows: Sequence[Tokens]) -> None:
         self._runtime, self._rows = runtime, rows
         self._width = max(len(row.ids) for row in rows)
         self._arguments: dict[str, Tensor] = {}
-
-    @property
-    def n_tokens(self) -> int:
-        """See :class:`Forward`."""
-        return len(self._rows) * self._width
+        self.n_tokens = len(rows) * self._width
 
     def prepare(self) -> None:
-        """See :class:`Forward`."""
+        """Make what the network is given; needs no lock of the device."""
         shape = (len(self._rows), self._width)
         ids = torch.full(shape, self._runtime.pad_id)
-        attended, types = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+        attended, types = torch.zeros(2, *shape, dtype=torch.long)
         counted = torch.zeros(shape, dtype=torch.bool)
         for index, row in enumerate(self._rows):
             # On the right whatever the tokenizer prefers: see PADDING_SIDE.
@@ -119,7 +102,7 @@ class PaddedForward:
         return hidden
 
     def pooled(self) -> Tensor:
-        """See :class:`Forward`."""
+        """Return one vector an input, (inputs, width) in float32."""
         output: Any = self._runtime.network(**self._arguments)
         if self._runtime.pooling == "pooler":
             vectors: Tensor = output.pooler_output.float()
@@ -130,20 +113,20 @@ class PaddedForward:
 
 
 class PackedForward:
-    """Inputs one behind the other in a single row, without padding."""
+    """Inputs one behind the other in a single row, without padding.
+
+    Attributes:
+        n_tokens: that go through the network, what the row is filled up with included.
+    """
 
     def __init__(self, runtime: Runtime, batch: Batch, rows: Sequence[Tokens]) -> None:
         """Take a batch whose sources and inputs are positions in ``rows``."""
         self._runtime, self._batch, self._rows = runtime, batch, rows
         self._arguments: dict[str, Any] = {}
-
-    @property
-    def n_tokens(self) -> int:
-        """See :class:`Forward`."""
-        return -(-self._batch.n_tokens // self._runtime.step) * self._runtime.step
+        self.n_tokens = -(-batch.n_tokens // runtime.step) * runtime.step
 
     def prepare(self) -> None:
-        """See :class:`Forward`."""
+        """Make what the network is given; needs no lock of the device."""
         runtime, skipped = self._runtime, self._runtime.skipped_id
         ids: list[int] = []
         positions: list[int] = []
@@ -196,7 +179,7 @@ class PackedForward:
         return hidden[0]
 
     def pooled(self) -> Tensor:
-        """See :class:`Forward`."""
+        """Return one vector an input, (inputs, width) in float32."""
         hidden = self.hidden()
         pooled = self._pooled.to(hidden.device)
         # Not hidden[pooled]: gradients of an index are added one by one, in any order.
@@ -225,3 +208,6 @@ def _pooled_range(row: Tokens, pooling: str) -> tuple[int, int]:
     if is_plugin(pooling):
         return 0, len(row.ids)
     return (row.last - 1 if pooling == "last" else row.first), row.last
+
+
+Forward = PaddedForward | PackedForward

@@ -80,12 +80,6 @@ class _GEGLU(nn.Module):
         return value * nn.functional.gelu(gate)
 
 
-class _FeedForward(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(width, 8 * width), _GEGLU(), nn.Linear(4 * width, width))
-
-
 class LatentAttention(nn.Module):
     """The block that turns the backbone's token vectors into those that are averaged.
 
@@ -99,10 +93,11 @@ class LatentAttention(nn.Module):
         self.heads, self.head_dim = config.num_cross_heads, config.cross_head_dim
         self.latents = nn.Parameter(torch.empty(config.num_latents, width))
         attention = _CrossAttention(width, self.heads, self.head_dim)
+        feed = nn.Sequential(nn.Linear(width, 8 * width), _GEGLU(), nn.Linear(4 * width, width))
         self.cross_attend_blocks = nn.ModuleList(
             [
                 _Norm(width, attention, context=True),
-                _Norm(width, _FeedForward(width), context=False),
+                _Norm(width, nn.ModuleDict({"net": feed}), context=False),
             ]
         )
         self.scores: nn.Linear | None = None
@@ -113,7 +108,7 @@ class LatentAttention(nn.Module):
         blocks: Any = self.cross_attend_blocks
         hidden = self._attend(blocks[0], blocks[0].norm(hidden)) + hidden
         block = blocks[1]
-        transformed: Tensor = block.fn.net(block.norm(hidden)) + hidden
+        transformed: Tensor = block.fn["net"](block.norm(hidden)) + hidden
         return transformed
 
     def _attend(self, block: Any, queries: Tensor) -> Tensor:
@@ -141,8 +136,12 @@ class LatentAttention(nn.Module):
         products are taken in float32, a head at a time.
         """
         block: Any = self.cross_attend_blocks[0]
-        like = block.fn.to_q.weight
-        keys, values = self._keys_and_values(block)
+        like, norm = block.fn.to_q.weight, block.norm_context
+        context = nn.functional.layer_norm(
+            self.latents.float(), norm.normalized_shape, norm.weight.float(), norm.bias.float()
+        )
+        # Half at a time: at full size to_kv alone is 1 GiB in float32.
+        keys, values = (context @ half.float().T for half in block.fn.to_kv.weight.chunk(2))
         scale = self.head_dim**-0.5
         scores, outputs = [], []
         for head in range(self.heads):
@@ -152,15 +151,6 @@ class LatentAttention(nn.Module):
         self.scores = _linear(torch.cat(scores), like)
         self.values = _linear(torch.cat(outputs).T, like)
         del block.fn, block.norm_context, self.latents
-
-    def _keys_and_values(self, block: Any) -> tuple[Tensor, Tensor]:
-        norm = block.norm_context
-        context = nn.functional.layer_norm(
-            self.latents.float(), norm.normalized_shape, norm.weight.float(), norm.bias.float()
-        )
-        # Half at a time: at full size to_kv alone is 1 GiB in float32.
-        keys, values = (context @ half.float().T for half in block.fn.to_kv.weight.chunk(2))
-        return keys, values
 
 
 def _linear(weight: Tensor, like: Tensor) -> nn.Linear:

@@ -18,7 +18,7 @@ from llmcond.encoders.loading.memory import POOLS
 #: oneDNN chooses the layout for about so many tokens; any number can be multiplied.
 _TOKENS = 1_024
 #: Layers whose output goes through an activation and nowhere else, by the names of both.
-_ACTIVATED = (("dense", "intermediate_act_fn"), ("gate_proj", "act_fn"))
+_ACTIVATED = {"dense": "intermediate_act_fn", "gate_proj": "act_fn"}
 #: The activations that oneDNN computes, as it calls them.
 _ACTIVATIONS = {"gelu": ("gelu", "none"), "silu": ("swish", "none"), "relu": ("relu", "none")}
 
@@ -113,20 +113,13 @@ def _is_output(module: nn.Module) -> TypeGuard[Any]:
 
 def _take_activation(parent: nn.Module, linear: str) -> tuple[str, str] | None:
     """Take the activation behind a linear layer out of its parent; None if there is none."""
-    for name, place in _ACTIVATED:
-        known = _known_activation(getattr(parent, place, None))
-        if name == linear and known is not None:
-            setattr(parent, place, nn.Identity())
-            return known
-    return None
-
-
-def _known_activation(module: object) -> tuple[str, str] | None:
+    place = _ACTIVATED.get(linear)
+    module = getattr(parent, place, None) if place else None
     for name, known in _ACTIVATIONS.items():
         stock: Any = ACT2FN[name]
         # GELU has variants of one class, told apart by the function inside.
-        if type(module) is type(stock) and getattr(module, "act", None) == getattr(
-            stock, "act", None
-        ):
+        same = type(module) is type(stock)
+        if place and same and getattr(module, "act", None) == getattr(stock, "act", None):
+            setattr(parent, place, nn.Identity())
             return known
     return None

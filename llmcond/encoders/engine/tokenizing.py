@@ -70,15 +70,12 @@ class InputTokenizer:
         self._tokenizer, self._identity, self._name = tokenizer, identity, name
         pad = tokenizer.pad_token_id
         self.pad_id = int(pad if pad is not None else tokenizer.eos_token_id or 0)
-        self._single = self._own_frame() if self._decides else self._stated_frame()
+        self._decides = identity.special_tokens == TOKENIZER_DECIDES
+        self._single = self._own_frame(1) if self._decides else self._stated_frame()
         # Where the first tokens are counted, they must not be those that are cut.
         counted = identity.pool_over == "after-instruction"
         self._left = tokenizer.truncation_side == "left" and not counted
         self._pair: Frame | None = None
-
-    @property
-    def _decides(self) -> bool:
-        return self._identity.special_tokens == TOKENIZER_DECIDES
 
     def __call__(self, inputs: Sequence[EncoderInput]) -> list[Tokens]:
         """Return each input's tokens.
@@ -90,15 +87,11 @@ class InputTokenizer:
             UserError: an instruction or a context that the encoder cannot take, or one that leaves
                 no token to pool.
         """
-        done: list[Tokens | None] = [None] * len(inputs)
-        pairs = [i for i, item in enumerate(inputs) if item.context is not None]
-        plain = [i for i, item in enumerate(inputs) if item.context is None]
-        for index, tokens in zip(pairs, self._pairs([inputs[i] for i in pairs]), strict=True):
-            done[index] = tokens
-        for index, tokens in zip(plain, self._plain([inputs[i] for i in plain]), strict=True):
-            done[index] = tokens
-        rows = [tokens for tokens in done if tokens is not None]
-        self._check_ends(rows)
+        pairs = self._pairs([item for item in inputs if item.context is not None])
+        plain = self._plain([item for item in inputs if item.context is None])
+        rows = [next(plain if item.context is None else pairs) for item in inputs]
+        if not self._decides:
+            self._check_ends(rows)
         return rows
 
     def strings(self, tokens: Tokens) -> list[str]:
@@ -125,25 +118,30 @@ class InputTokenizer:
                 f"{self._name} takes no instruction, and got {item.instruction!r}. Use a prompt "
                 "without one (concat-sent-cond), or give --instruction-format."
             )
-        sides = ["", ""]
-        side = 0
+        sides, side = ["", ""], 0
         for literal, name, _, _ in Formatter().parse(template):
-            sides[side] += literal
-            if name == "text":
-                side = 1
-            elif name is not None:
-                sides[side] += item.instruction
+            sides[side] += literal + (item.instruction if name == "instruction" else "")
+            side += name == "text"
         return sides[0], item.text, sides[1]
 
     def _plain(self, inputs: Sequence[EncoderInput]) -> Iterator[Tokens]:
         parts = [self._around(item) for item in inputs]
-        over = self._identity.pool_over
-        encoded = self._encode(["".join(part) for part in parts], offsets=over == "text")
-        counts = self._count([part[0] for part in parts]) if over == "after-instruction" else {}
-        frame = self._single
+        over, frame = self._identity.pool_over, self._single
+        if over == "text" and not self._tokenizer.is_fast:
+            raise UserError(
+                f"pool_over is 'text', which needs a fast tokenizer, and that of {self._name} "
+                "is not."
+            )
+        encoded = self._raw(["".join(part) for part in parts], offsets=over == "text")
+        counts = {"": 0}
+        if over == "after-instruction":
+            # Each by itself, without special tokens.
+            distinct = sorted({part[0] for part in parts} - {""})
+            counts |= zip(distinct, map(len, self._ids(distinct)), strict=True)
         special = len(frame.before) + len(frame.after)
         room = self._identity.max_length - special
-        for item, part, content, offsets in zip(inputs, parts, *encoded, strict=True):
+        for index, (item, part) in enumerate(zip(inputs, parts, strict=True)):
+            content = encoded["input_ids"][index]
             kept = self._cut(content, room)
             # A tokenizer that adds no special tokens gives nothing for an empty text.
             ids = [*frame.before, *kept, *frame.after] or [self.pad_id]
@@ -154,26 +152,16 @@ class InputTokenizer:
                     # Nothing of the text is left; what stands behind it must not be taken for it.
                     last = first
             elif over == "text":
-                first, last = self._text_of(part, self._cut(offsets, room))
+                offsets = self._cut(encoded["offset_mapping"][index], room)
+                # Those that hold a character of the text.
+                begin, end = len(part[0]), len(part[0]) + len(part[1])
+                inside = [
+                    at
+                    for at, (start, stop) in enumerate(offsets, len(frame.before))
+                    if stop > begin and start < end
+                ]
+                first, last = (inside[0], inside[-1] + 1) if inside else (0, 0)
             yield self._checked(Tokens(ids, first, last, special + len(content), len(ids)), item)
-
-    def _count(self, texts: Sequence[str]) -> dict[str, int]:
-        """Count the tokens of each text by itself, without special ones."""
-        distinct = sorted(set(texts) - {""})
-        return {
-            "": 0,
-            **{text: len(ids) for text, ids in zip(distinct, self._ids(distinct), strict=True)},
-        }
-
-    def _text_of(
-        self, part: tuple[str, str, str], offsets: Sequence[tuple[int, int]]
-    ) -> tuple[int, int]:
-        """Return the range of tokens that hold a character of the text."""
-        begin = len(part[0])
-        end = begin + len(part[1])
-        inside = [i for i, (start, stop) in enumerate(offsets) if stop > begin and start < end]
-        shift = len(self._single.before)
-        return (shift + inside[0], shift + inside[-1] + 1) if inside else (0, 0)
 
     # -- pairs ---------------------------------------------------------------------------------
 
@@ -182,7 +170,7 @@ class InputTokenizer:
             return
         self._check_pairs(inputs)
         if self._pair is None and any(item.context for item in inputs):
-            self._pair = self._own_pair_frame()
+            self._pair = self._own_frame(2)
         frame = self._pair or self._single
         contexts = self._ids([item.context or "" for item in inputs])
         texts = self._ids([item.text for item in inputs])
@@ -226,24 +214,14 @@ class InputTokenizer:
 
     # -- what both share -----------------------------------------------------------------------
 
-    def _encode(self, texts: Sequence[str], *, offsets: bool) -> tuple[list[Any], list[Any]]:
-        if not offsets or not texts:
-            return self._ids(texts), [[]] * len(texts)
-        if not self._tokenizer.is_fast:
-            raise UserError(
-                f"pool_over is 'text', which needs a fast tokenizer, and that of {self._name} "
-                "is not."
-            )
-        encoded = self._raw(texts, return_offsets_mapping=True)
-        return encoded["input_ids"], encoded["offset_mapping"]
-
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
-        if not texts:
-            return []
         ids: list[list[int]] = self._raw(texts)["input_ids"]
         return ids
 
-    def _raw(self, texts: Sequence[str], **options: Any) -> Any:
+    def _raw(self, texts: Sequence[str], *, offsets: bool = False) -> Any:
+        if not texts:
+            return {"input_ids": []}
+        options = {"return_offsets_mapping": True} if offsets else {}
         return self._tokenizer(
             list(texts), add_special_tokens=False, truncation=False, verbose=False, **options
         )
@@ -267,8 +245,6 @@ class InputTokenizer:
 
     def _check_ends(self, rows: Sequence[Tokens]) -> None:
         """Stop rather than make vectors from ids without their ends, which look as good as any."""
-        if self._decides:
-            return
         before, after = self._single.before, self._single.after
         for row in rows:
             if row.ids[: len(before)] != before or row.ids[len(row.ids) - len(after) :] != after:
@@ -280,63 +256,43 @@ class InputTokenizer:
     # -- special tokens ------------------------------------------------------------------------
 
     def _stated_frame(self) -> Frame:
+        tokenizer, sides = self._tokenizer, []
         first, _, last = self._identity.special_tokens.partition("{text}")
-        return Frame(self._special(first.strip()), [], self._special(last.strip()))
+        for token in (first.strip(), last.strip()):
+            found: Any = tokenizer.convert_tokens_to_ids(token) if token else None
+            if token and found in (None, tokenizer.unk_token_id) and token != tokenizer.unk_token:
+                raise UserError(
+                    f"{self._name} needs the token {token} (special tokens "
+                    f"{self._identity.special_tokens!r}), and its tokenizer has none. Is this its "
+                    "own tokenizer?"
+                )
+            sides.append([int(found)] if token else [])
+        return Frame(sides[0], [], sides[1])
 
-    def _special(self, token: str) -> list[int]:
-        if not token:
-            return []
-        found = self._tokenizer.convert_tokens_to_ids(token)
-        if found is None or (
-            found == self._tokenizer.unk_token_id and token != self._tokenizer.unk_token
-        ):
+    def _own_frame(self, n_texts: int) -> Frame:
+        """Return what the tokenizer itself puts around a text or a pair, found on short ones."""
+        probes = ("a", "1", "б", "文")
+        bare_ids = zip(probes, self._ids(probes), strict=True)
+        text, bare = next((pair for pair in bare_ids if pair[1]), ("", []))
+        if not bare:
             raise UserError(
-                f"{self._name} needs the token {token} (special tokens "
-                f"{self._identity.special_tokens!r}), and its tokenizer has none. Is this its own "
-                "tokenizer?"
+                f"the tokenizer of {self._name} gives no tokens for texts as plain as {probes}. Is "
+                "it the model's own?"
             )
-        return [int(found)]
-
-    def _own_frame(self) -> Frame:
-        """Return what the tokenizer itself puts around a text, found on a short one."""
-        text, bare = self._probe()
-        whole = self._tokenizer(text, verbose=False)["input_ids"]
-        start = self._find(whole, bare)
-        return Frame(whole[:start], [], whole[start + len(bare) :])
-
-    def _own_pair_frame(self) -> Frame:
-        text, bare = self._probe()
-        encoded = self._tokenizer(text, text, verbose=False)
-        whole = encoded["input_ids"]
-        start = self._find(whole, bare)
-        second = start + len(bare) + self._find(whole[start + len(bare) :], bare)
-        return Frame(
-            whole[:start],
-            whole[start + len(bare) : second],
-            whole[second + len(bare) :],
-            typed=any(encoded.get("token_type_ids", ())),
-        )
-
-    def _probe(self) -> tuple[str, list[int]]:
-        """Return a short text that the tokenizer has tokens for, and those."""
-        texts = ("a", "1", "б", "文")
-        for text, ids in zip(texts, self._ids(texts), strict=True):
-            if ids:
-                return text, ids
-        raise UserError(
-            f"the tokenizer of {self._name} gives no tokens for texts as plain as {texts}. Is it "
-            "the model's own?"
-        )
-
-    def _find(self, ids: list[int], part: list[int]) -> int:
-        places = range(len(ids) - len(part) + 1)
-        found = next((i for i in places if ids[i : i + len(part)] == part), None)
-        if found is None:
-            raise UserError(
-                f"the tokenizer of {self._name} changes a text's tokens where it adds special "
-                "ones, which is not supported; state those with --special-tokens."
-            )
-        return found
+        encoded = self._tokenizer(*[text] * n_texts, verbose=False)
+        parts, rest = [], encoded["input_ids"]
+        for _ in range(n_texts):
+            starts = range(len(rest) - len(bare) + 1)
+            start = next((i for i in starts if rest[i : i + len(bare)] == bare), None)
+            if start is None:
+                raise UserError(
+                    f"the tokenizer of {self._name} changes a text's tokens where it adds special "
+                    "ones, which is not supported; state those with --special-tokens."
+                )
+            parts.append(rest[:start])
+            rest = rest[start + len(bare) :]
+        typed = n_texts > 1 and any(encoded.get("token_type_ids", ()))
+        return Frame(parts[0], parts[1] if n_texts > 1 else [], rest, typed)
 
 
 def check_inputs(inputs: Sequence[EncoderInput]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,19 +22,15 @@ class _Run:
     """Some segments, in one call of a kernel.
 
     Attributes:
-        start, stop: their tokens.
-        keys: positions of their keys; None: the same tokens.
-        ends, key_ends: (segments + 1,) where queries and keys of each begin and end.
-        longest, longest_keys: most queries, and most keys, of a segment.
+        queries: their tokens.
+        keys: positions of their keys, often the same tokens.
+        lengths: what a kernel is told of them: where the queries and the keys of each begin and
+            end, both (segments + 1,), and the most queries and the most keys of a segment.
     """
 
-    start: int
-    stop: int
-    keys: Tensor | None
-    ends: Tensor
-    key_ends: Tensor
-    longest: int
-    longest_keys: int
+    queries: slice
+    keys: slice | Tensor
+    lengths: tuple[Tensor, Tensor, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +52,18 @@ class Varlen:
         """See :class:`AttentionPlan`."""
         options: dict[str, Any] = {"enable_gqa": True} if len(query) != len(key) else {}
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        parts = []
-        for run in self.runs:
-            part = slice(run.start, run.stop) if run.keys is None else run.keys
-            parts.append(
-                self.kernel(
-                    query[run.start : run.stop],
-                    key[part],
-                    value[part],
-                    run.ends,
-                    run.key_ends,
-                    run.longest,
-                    run.longest_keys,
-                    scale=scale,
-                    window_size=(-1, 0) if self.causal else (-1, -1),
-                    **options,
-                )
+        options["window_size"] = (-1, 0) if self.causal else (-1, -1)
+        parts = [
+            self.kernel(
+                query[run.queries],
+                key[run.keys],
+                value[run.keys],
+                *run.lengths,
+                scale=scale,
+                **options,
             )
+            for run in self.runs
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -87,34 +79,27 @@ def plan_varlen(
     positions = [positions_of([*batch.path(i), s]) for i, s in enumerate(batch.segments)]
     if not batch.shared:
         return Varlen([_run(batch.segments, positions, device, gather=False)], causal, kernel)
-    runs, first, size = [], 0, 0
+    cuts, size = [0], 0
     for index, keys in enumerate(positions):
         if size and size + len(keys) > limit:
-            runs.append(
-                _run(batch.segments[first:index], positions[first:index], device, gather=True)
-            )
-            first, size = index, 0
+            cuts.append(index)
+            size = 0
         size += len(keys)
-    runs.append(_run(batch.segments[first:], positions[first:], device, gather=True))
+    parts = [slice(*ends) for ends in pairwise([*cuts, len(positions)])]
+    runs = [_run(batch.segments[part], positions[part], device, gather=True) for part in parts]
     return Varlen(runs, causal, kernel)
 
 
 def _run(
-    segments: Sequence[Segment], positions: Sequence[Tensor], device: torch.device, gather: bool
+    segments: Sequence[Segment], positions: list[Tensor], device: torch.device, gather: bool
 ) -> _Run:
     def ends(lengths: list[int]) -> Tensor:
         return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
 
     lengths, key_lengths = [s.length for s in segments], [len(keys) for keys in positions]
-    return _Run(
-        segments[0].start,
-        segments[-1].stop,
-        torch.cat(list(positions)).to(device) if gather else None,
-        ends(lengths),
-        ends(key_lengths),
-        max(lengths),
-        max(key_lengths),
-    )
+    queries = slice(segments[0].start, segments[-1].stop)
+    keys = torch.cat(positions).to(device) if gather else queries
+    return _Run(queries, keys, (ends(lengths), ends(key_lengths), max(lengths), max(key_lengths)))
 
 
 def varlen_kernel(device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:

@@ -98,12 +98,11 @@ def network_class(config: Any) -> Any:
     """
     if isinstance(config, LatentConfig):
         return NVEmbedModel
-    try:
-        found = MODEL_MAPPING[type(config)]
-    except KeyError as error:
+    found = MODEL_MAPPING.get(type(config), None)
+    if found is None:
         raise UserError(
             f"transformers has no text encoder of the architecture {config.model_type!r}."
-        ) from error
+        )
     return found[0] if isinstance(found, tuple) else found
 
 

@@ -68,8 +68,11 @@ def load_model(resolved: ResolvedEncoder, config: Any) -> LoadedModel:
     if checkpoint.adapter is not None:
         merge = identity.quantize == "none"
         network = attach(network, checkpoint.adapter, checkpoint.name, merge=merge)
-    if resolved.fold_latents:
-        _fold(network)
+    block: Any = getattr(network, "latent_attention_model", None)
+    # What accelerate has put off to another place has no values to multiply out.
+    here = block is not None and not any(value.is_meta for value in block.parameters())
+    if resolved.fold_latents and here:
+        block.fold()
     if "device_map" not in arguments:
         network = network.to(resolved.device)
     network = network.eval().requires_grad_(False)
@@ -121,22 +124,11 @@ def _drop_pooler(network: Any, resolved: ResolvedEncoder) -> None:
         network.pooler = None
 
 
-def _fold(network: Any) -> None:
-    block = getattr(network, "latent_attention_model", None)
-    # What accelerate has put off to another place has no values to multiply out.
-    if block is not None and not any(parameter.is_meta for parameter in block.parameters()):
-        block.fold()
-
-
 # -- memory ------------------------------------------------------------------------------------
 
 
 def _placement(resolved: ResolvedEncoder, size: Footprint) -> str:
-    """Return the device to load to, or ``auto`` to spread over several; refuse what fits nowhere.
-
-    Raises:
-        LlmcondError: too little memory, told before weights are downloaded or read.
-    """
+    """Return the device to load to, or ``auto`` for several; refuse what fits nowhere."""
     identity = resolved.identity
     needed = size.loading(identity.dtype, identity.quantize)
     if needed <= available(resolved.device):
@@ -151,16 +143,15 @@ def _placement(resolved: ResolvedEncoder, size: Footprint) -> str:
 
 
 def _no_memory(resolved: ResolvedEncoder, size: Footprint) -> LlmcondError:
-    identity = resolved.identity
-    free = available(resolved.device)
+    dtype, quantize = resolved.identity.dtype, resolved.identity.quantize
     kinds: tuple[str, ...] = get_args(Quantize)
-    needed = {kind: size.loading(identity.dtype, kind) for kind in kinds}
-    smaller = kinds[kinds.index(identity.quantize) + 1 :]
-    advice = [f"--quantize {kind} ({gib(needed[kind])})" for kind in smaller]
-    if resolved.device != "cpu":
-        advice.append("--device cpu")
+    needed = {kind: gib(size.loading(dtype, kind)) for kind in kinds}
+    smaller = kinds[kinds.index(quantize) + 1 :]
+    advice = [f"--quantize {kind} ({needed[kind]})" for kind in smaller]
+    advice += ["--device cpu"] if resolved.device != "cpu" else []
     return LlmcondError(
         f"{resolved.checkpoint.name} does not fit into the memory of {resolved.device}: as "
-        f"{identity.dtype}, quantize {identity.quantize}, it needs {gib(needed[identity.quantize])}"
-        f", and {gib(free)} are free. Try {' or '.join(advice) or 'a smaller model'}."
+        f"{dtype}, quantize {quantize}, it needs {needed[quantize]}, and "
+        f"{gib(available(resolved.device))} are free. Try "
+        f"{' or '.join(advice) or 'a smaller model'}."
     )

@@ -64,11 +64,18 @@ def footprint(model: nn.Module) -> Footprint:
     ]
     config: Any = model.config
     width, inner = _widths(config)
+    n_folded = 0  # what folding saves on balance
+    block: Any = getattr(model, "latent_attention_model", None)
+    if block is not None:
+        attention = block.cross_attend_blocks[0]
+        gone = [*attention.fn.parameters(), *attention.norm_context.parameters(), block.latents]
+        made = 2 * int(block.heads) * int(block.latents.numel())
+        n_folded = sum(int(parameter.numel()) for parameter in gone) - made
     return Footprint(
         n_parameters=sum(parameter.numel() for parameter in model.parameters()),
         n_quantized=sum(module.weight.numel() for module in linear),
         n_quantized_rows=sum(module.out_features for module in linear),
-        n_folded=_folded(model),
+        n_folded=n_folded,
         width=width,
         inner=inner,
     )
@@ -94,17 +101,6 @@ def _widths(config: Any) -> tuple[int, int]:
 
 def _token_bytes(width: int, inner: int, dtype: Dtype) -> int:
     return (8 * width + 3 * inner) * _BYTES[dtype]
-
-
-def _folded(model: nn.Module) -> int:
-    """Count the parameters that folding saves on balance."""
-    block: Any = getattr(model, "latent_attention_model", None)
-    if block is None:
-        return 0
-    attention: Any = block.cross_attend_blocks[0]
-    gone = [*attention.fn.parameters(), *attention.norm_context.parameters(), block.latents]
-    made = 2 * int(block.heads) * int(block.latents.numel())
-    return sum(int(parameter.numel()) for parameter in gone) - made
 
 
 def available(device: str) -> int:

@@ -306,7 +306,7 @@ def test_unknown_model_is_answered_with_the_nearest():
 
 
 def test_folder_without_a_config_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"without config\.json.*save_pretrained"):
+    with pytest.raises(UserError, match=r"has no config\.json.*save_pretrained"):
         settle(tmp_path)
 
 
