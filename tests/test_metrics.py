@@ -11,7 +11,15 @@ from scipy.stats import pearsonr, spearmanr
 
 from llmcond import metrics
 from llmcond.errors import UserError
-from llmcond.metrics import DEFAULT, Metric, accuracy, finite, pearson, spearman, with_default
+from llmcond.metrics import (
+    DEFAULT,
+    Metric,
+    accuracy,
+    choose_metrics,
+    finite,
+    pearson,
+    spearman,
+)
 
 # Few distinct values, so that most examples have ties.
 PAIRED = st.integers(3, 40).flatmap(
@@ -77,6 +85,9 @@ def test_figures_are_shown_by_their_metric():
     assert [finite(v) for v in (nan, None, 0.5)] == [None, None, 0.5]
 
 
+NAMES = [metric.name for metric in DEFAULT]
+
+
 # -- a user's own ------------------------------------------------------------------------------
 
 OWN = """
@@ -106,7 +117,7 @@ def own(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("own")
 def test_metrics_of_a_users_own_are_beside_the_default_ones():
-    found = with_default(["my_metrics.py:kendall", "my_metrics.py:mae", "spearman"])
+    found = choose_metrics(NAMES, ["my_metrics.py:kendall", "my_metrics.py:mae", "spearman"])
     assert [metric.name for metric in found] == [
         *("spearman", "pearson", "accuracy", "kendall", "mae")
     ]
@@ -127,10 +138,10 @@ def test_metrics_of_a_users_own_are_beside_the_default_ones():
 )
 def test_other_metrics_are_refused(name, message):
     with pytest.raises(UserError, match=message):
-        with_default([name])
+        choose_metrics(NAMES, [name])
 
 
 @pytest.mark.usefixtures("own")
 def test_code_that_fails_is_one_line():
     with pytest.raises(UserError, match="the metric fails failed: division by zero"):
-        with_default(["my_metrics.py:fails"])[-1](np.ones(2), np.ones(2), np.arange(2))
+        choose_metrics(NAMES, ["my_metrics.py:fails"])[-1](np.ones(2), np.ones(2), np.arange(2))
