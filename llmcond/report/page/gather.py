@@ -138,7 +138,12 @@ def page_of(
     return Page(
         title=title,
         summary=summary,
-        results=[_compared(result) for result in results],
+        results=[
+            result
+            if isinstance(result, ComparedResult)
+            else ComparedResult(**{one.name: getattr(result, one.name) for one in fields(result)})
+            for result in results
+        ],
         number=rows.number.tolist(),
         sentence1=rows.sentence1,
         sentence2=rows.sentence2,
@@ -157,12 +162,6 @@ def page_of(
         },
         baseline=baseline,
     )
-
-
-def _compared(result: Result) -> ComparedResult:
-    if isinstance(result, ComparedResult):
-        return result
-    return ComparedResult(**{field.name: getattr(result, field.name) for field in fields(result)})
 
 
 def _isotropy(run: Run, prompts: Sequence[Prompt], rows: Rows) -> list[dict[str, Any]]:
