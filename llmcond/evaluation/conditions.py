@@ -195,17 +195,13 @@ def change_table(
     _check_columns(columns)
     _check_finite({name: columns[name] for name in ("similarities before", "similarities after")})
     first_place: dict[tuple[str, str], int] = {}
-    changes = []
+    records: list[tuple[int, float, Change]] = []
     for one, two, text, rated, old, new in zip(*columns.values(), strict=True):
-        first_place.setdefault((one, two), len(first_place))
+        place = first_place.setdefault((one, two), len(first_place))
         value = None if math.isnan(rated) else float(rated)
-        changes.append(Change(one, two, text, value, float(old), float(new)))
-
-    def order(row: Change) -> tuple[int, float]:
-        rating = -math.inf if row.rating is None else row.rating
-        return first_place[row.sentence1, row.sentence2], rating
-
-    return sorted(changes, key=order)
+        change = Change(one, two, text, value, float(old), float(new))
+        records.append((place, -math.inf if value is None else value, change))
+    return [record[2] for record in sorted(records, key=lambda record: record[:2])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,10 +256,12 @@ def most_changed(
         raise UserError(f"{top} rows were asked for; give 0 or more.")
     gain = np.abs(np.asarray(before, np.float64) - rating)
     gain -= np.abs(np.asarray(after, np.float64) - rating)
+    rising = np.argsort(gain, kind="stable")
+    falling = np.argsort(-gain, kind="stable")
     n_better, n_worse = int((gain > 0).sum()), int((gain < 0).sum())
     return MostChanged(
-        better=tuple(np.argsort(-gain, kind="stable")[: min(top, n_better)].tolist()),
-        worse=tuple(np.argsort(gain, kind="stable")[: min(top, n_worse)].tolist()),
+        better=tuple(falling[: min(top, n_better)].tolist()),
+        worse=tuple(rising[: min(top, n_worse)].tolist()),
         n_better=n_better,
         n_worse=n_worse,
         n=len(gain),
