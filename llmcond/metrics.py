@@ -190,14 +190,13 @@ def choose_metrics(task: Sequence[str], further: Sequence[str] = ()) -> tuple[Me
     """
     found: dict[Metric, None] = {}
     for name in (*task, *further):
-        found[_load(name) if plugins.is_plugin(name) else _known(name)] = None
+        if plugins.is_plugin(name):
+            found[_load(name)] = None
+        elif name in METRICS:
+            found[METRICS[name]] = None
+        else:
+            raise UserError(f"there is no metric {name!r}. {nearest(name, METRICS)}")
     return tuple(found)
-
-
-def _known(name: str) -> Metric:
-    if name not in METRICS:
-        raise UserError(f"there is no metric {name!r}. {nearest(name, METRICS)}")
-    return METRICS[name]
 
 
 def _load(name: str) -> Metric:

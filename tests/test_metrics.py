@@ -11,7 +11,15 @@ from scipy.stats import pearsonr, spearmanr
 
 from llmcond import metrics
 from llmcond.errors import UserError
-from llmcond.metrics import DEFAULT, Metric, accuracy, choose_metrics, finite, pearson, spearman
+from llmcond.metrics import (
+    DEFAULT,
+    Metric,
+    accuracy,
+    choose_metrics,
+    finite,
+    pearson,
+    spearman,
+)
 
 # Few distinct values, so that most examples have ties.
 PAIRED = st.integers(3, 40).flatmap(
@@ -49,9 +57,6 @@ def test_accuracy_of_one_pair(conditions, expected):
     assert found == pytest.approx(expected, nan_ok=True)
 
 
-TASK = ("spearman", "pearson", "accuracy")
-
-
 def test_accuracy_over_pairs_counts_comparisons_whatever_the_order_of_rows():
     table = [(s, r, i) for i, (conditions, _) in enumerate(ACCURACY) for s, r in conditions]
     np.random.default_rng(0).shuffle(table)
@@ -78,6 +83,9 @@ def test_figures_are_shown_by_their_metric():
     assert [show(v, signed=True) for v in (0.031, -0.031, 0.0001)] == ["+3.1", "-3.1", "0.0"]
     assert Metric("rank", accuracy, factor=1, decimals=2).show(3.14159) == "3.14"
     assert [finite(v) for v in (nan, None, 0.5)] == [None, None, 0.5]
+
+
+NAMES = [metric.name for metric in DEFAULT]
 
 
 # -- a user's own ------------------------------------------------------------------------------
@@ -109,7 +117,7 @@ def own(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("own")
 def test_metrics_of_a_users_own_are_beside_the_default_ones():
-    found = choose_metrics(TASK, ["my_metrics.py:kendall", "my_metrics.py:mae", "spearman"])
+    found = choose_metrics(NAMES, ["my_metrics.py:kendall", "my_metrics.py:mae", "spearman"])
     assert [metric.name for metric in found] == [
         *("spearman", "pearson", "accuracy", "kendall", "mae")
     ]
@@ -130,10 +138,10 @@ def test_metrics_of_a_users_own_are_beside_the_default_ones():
 )
 def test_other_metrics_are_refused(name, message):
     with pytest.raises(UserError, match=message):
-        choose_metrics(TASK, [name])
+        choose_metrics(NAMES, [name])
 
 
 @pytest.mark.usefixtures("own")
 def test_code_that_fails_is_one_line():
     with pytest.raises(UserError, match="the metric fails failed: division by zero"):
-        choose_metrics(TASK, ["my_metrics.py:fails"])[-1](np.ones(2), np.ones(2), np.arange(2))
+        choose_metrics(NAMES, ["my_metrics.py:fails"])[-1](np.ones(2), np.ones(2), np.arange(2))

@@ -124,16 +124,13 @@ def by_condition(condition: Sequence[str]) -> Groups:
     Args:
         condition: (n,) texts.
     """
-    numbers: dict[str, int] = {}
-    labels: list[str] = []
-    index = np.empty(len(condition), dtype=np.int64)
-    for i, text in enumerate(condition):
-        key = " ".join(text.split()).removesuffix(".").casefold()
-        if key not in numbers:
-            numbers[key] = len(numbers)
-            labels.append(text)
-        index[i] = numbers[key]
-    return Groups(tuple(labels), index, np.bincount(index, minlength=len(labels)))
+    keys = [" ".join(text.split()).removesuffix(".").casefold() for text in condition]
+    numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    index = np.array([numbers[key] for key in keys], dtype=np.int64)
+    # Backwards, so that the first of the labels is kept.
+    label = dict(zip(reversed(keys), reversed(condition), strict=True))
+    labels = tuple(label[key] for key in numbers)
+    return Groups(labels, index, np.bincount(index, minlength=len(labels)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +175,9 @@ def calibration(similarity: NDArray[np.floating], rating: Floats) -> list[Level]
     found = []
     for number in np.unique(level):
         values = similarity[level == number].astype(np.float64)
-        low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
+        quartiles = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
         place = float(rating[level == number].mean())
-        figures = (float(values.mean()), float(low), float(median), float(high))
-        found.append(Level(place, len(values), *figures))
+        found.append(Level(place, len(values), float(values.mean()), *quartiles))
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import xlogy
 
 from llmcond.errors import UserError
 from llmcond.evaluation.isotropy import shape_of
@@ -63,6 +64,8 @@ def impurity(vectors: NDArray[Any], labels: Sequence[str], seed: int = 0) -> Imp
         UserError: no vectors, values that are not finite, a single condition, or fewer distinct
             vectors than conditions.
     """
+    from sklearn.cluster import KMeans
+
     points = _points(vectors)
     if len(labels) != len(points):
         raise UserError(f"{len(points)} vectors came with {len(labels)} labels; give each one.")
@@ -80,7 +83,12 @@ def impurity(vectors: NDArray[Any], labels: Sequence[str], seed: int = 0) -> Imp
             f"the {len(points)} vectors under {k} conditions have {distinct} distinct values; "
             f"{k} clusters need {k} at least. Give more sentences, or fewer conditions."
         )
-    counts = _count(_cluster(points, k, seed), labels, conditions)
+    # Lloyd's algorithm ends in a minimum near its start, hence several.
+    with _threads(len(points)):
+        clusters = KMeans(n_clusters=k, n_init=_STARTS, random_state=seed).fit_predict(points)
+    place = {condition: i for i, condition in enumerate(conditions)}
+    counts = np.zeros((k, k), dtype=np.int64)
+    np.add.at(counts, ([place[label] for label in labels], clusters), 1)
     return Impurity(impurity_of(counts), conditions, tuple(map(tuple, counts.tolist())), k)
 
 
@@ -91,30 +99,10 @@ def impurity_of(counts: NDArray[np.int64]) -> float:
         counts: (conditions, clusters), how many of each condition are in each cluster.
     """
     size = counts.sum(axis=1, keepdims=True)
-    share = np.divide(counts, size, out=np.zeros(counts.shape), where=size > 0)
-    # 0 log 0 is 0.
-    logs = np.log(share, out=np.zeros(counts.shape), where=share > 0)
+    # A condition without vectors weighs nothing.
+    share = counts / np.maximum(size, 1)
     # Not minus, which makes 0 negative: the sum is never above 0.
-    return float(abs((size / size.sum() * share * logs).sum()))
-
-
-def _cluster(points: NDArray[np.floating], k: int, seed: int) -> NDArray[np.int64]:
-    from sklearn.cluster import KMeans
-
-    # Lloyd's algorithm ends in a minimum near its start, hence several.
-    with _threads(len(points)):
-        found = KMeans(n_clusters=k, n_init=_STARTS, random_state=seed).fit_predict(points)
-    return np.asarray(found, dtype=np.int64)
-
-
-def _count(
-    clusters: NDArray[np.int64], labels: Sequence[str], conditions: Sequence[str]
-) -> NDArray[np.int64]:
-    place = {condition: i for i, condition in enumerate(conditions)}
-    counts = np.zeros((len(conditions), len(conditions)), dtype=np.int64)
-    rows = np.array([place[label] for label in labels], dtype=np.int64)
-    np.add.at(counts, (rows, clusters), 1)
-    return counts
+    return float(abs(xlogy(size / size.sum() * share, share).sum()))
 
 
 def project_2d(vectors: NDArray[Any], method: Method = "pca", seed: int = 0) -> NDArray[np.float64]:
@@ -145,8 +133,7 @@ def project_2d(vectors: NDArray[Any], method: Method = "pca", seed: int = 0) -> 
         from sklearn.decomposition import PCA
 
         placed = PCA(n_components=2, random_state=seed).fit_transform(points)
-        return np.asarray(placed, dtype=np.float64)
-    if method == "tsne":
+    elif method == "tsne":
         from sklearn.manifold import TSNE
 
         # It has to be below the number of points.
@@ -154,8 +141,9 @@ def project_2d(vectors: NDArray[Any], method: Method = "pca", seed: int = 0) -> 
         model = TSNE(perplexity=perplexity, init="pca", random_state=seed)
         with _threads(n):
             placed = model.fit_transform(points)
-        return np.asarray(placed, dtype=np.float64)
-    raise UserError(f"unknown projection {method!r}. Known: pca, tsne.")
+    else:
+        raise UserError(f"unknown projection {method!r}. Known: pca, tsne.")
+    return np.asarray(placed, dtype=np.float64)
 
 
 def _threads(n: int) -> AbstractContextManager[Any]:
@@ -171,11 +159,7 @@ def _threads(n: int) -> AbstractContextManager[Any]:
 
 
 def _points(vectors: NDArray[Any]) -> NDArray[np.floating]:
-    """Return (n, d) in float32, or float64 as it was.
-
-    Raises:
-        UserError: no vectors, or values that are not finite.
-    """
+    """Return (n, d) in float32, or float64 as it was, finite."""
     shape_of(vectors)
     points = np.asarray(vectors)
     if points.dtype != np.float64:

@@ -66,14 +66,29 @@ def isotropy(vectors: NDArray[Any], directions: int = DIRECTIONS, seed: int = 0)
         raise UserError(
             f"the partition ratio was asked for over {directions} directions; give 1 at least."
         )
-    mean, norms = _mean_and_norms(vectors)
+    parts = [slice(start, start + _BLOCK) for start in range(0, n, _BLOCK)]
+    total, norms = np.zeros(dim), np.empty(n)
+    for part in parts:
+        # float64: the squares of float16 and float32 leave their own range.
+        block = np.asarray(vectors[part], dtype=np.float64)
+        total += block.sum(axis=0)
+        norms[part] = np.linalg.norm(block, axis=1)
+    for bad, what in ((~np.isfinite(norms), "NaN or infinite"), (norms == 0, "zero")):
+        if bad.any():
+            raise UserError(
+                f"{int(bad.sum()):,} of {n:,} vectors are {what}, the first at position "
+                f"{int(bad.argmax())}: they have no direction. Leave them out."
+            )
+    mean = total / n
     length = float(np.linalg.norm(mean))
     pointing = mean / length if length > _NO_MEAN * norms.mean() else np.zeros(dim)
-    towards = _unit_directions(directions, dim, seed)
-    cosines = np.empty(n)
-    partition = np.zeros(directions)
-    for start in range(0, n, _BLOCK):
-        part = slice(start, start + _BLOCK)
+    # Uniform on the sphere. Seeded with their number, too: vectors that were themselves drawn with
+    # this seed are not to be met again.
+    drawn = np.random.default_rng((seed, directions)).standard_normal((directions, dim))
+    drawn /= np.linalg.norm(drawn, axis=1, keepdims=True)
+    towards = np.ascontiguousarray(drawn.T, dtype=np.float32)
+    cosines, partition = np.empty(n), np.zeros(directions)
+    for part in parts:
         unit = np.asarray(vectors[part], dtype=np.float64) / norms[part, None]
         cosines[part] = unit @ pointing
         # Of two unit vectors: at most 1, so that exp neither overflows nor vanishes.
@@ -99,40 +114,6 @@ def shape_of(vectors: NDArray[Any]) -> tuple[int, int]:
             f"vectors of shape {shape} were given; expected (n, d), n and d at least 1."
         )
     return int(shape[0]), int(shape[1])
-
-
-def _mean_and_norms(
-    vectors: NDArray[Any],
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the mean (d,) and the length of each vector (n,)."""
-    n, dim = vectors.shape
-    total = np.zeros(dim)
-    norms = np.empty(n)
-    for start in range(0, n, _BLOCK):
-        part = slice(start, start + _BLOCK)
-        # float64: the squares of float16 and float32 leave their own range.
-        block = np.asarray(vectors[part], dtype=np.float64)
-        total += block.sum(axis=0)
-        norms[part] = np.linalg.norm(block, axis=1)
-    _check_norms(norms)
-    return total / n, norms
-
-
-def _check_norms(norms: NDArray[np.float64]) -> None:
-    for bad, what in ((~np.isfinite(norms), "NaN or infinite"), (norms == 0, "zero")):
-        if bad.any():
-            raise UserError(
-                f"{int(bad.sum()):,} of {len(norms):,} vectors are {what}, the first at position "
-                f"{int(bad.argmax())}: they have no direction. Leave them out."
-            )
-
-
-def _unit_directions(directions: int, dim: int, seed: int) -> NDArray[np.float32]:
-    """Return directions (d, k), uniform on the sphere."""
-    # With their number: vectors that were themselves drawn with this seed are not to be met again.
-    drawn = np.random.default_rng((seed, directions)).standard_normal((directions, dim))
-    unit = drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
-    return np.ascontiguousarray(unit.T, dtype=np.float32)
 
 
 def measure_isotropy(name: str, vectors: NDArray[Any], seed: int = 0) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from llmcond.metrics import (
     DEFAULT,
     Estimate,
     Floats,
-    Indices,
     Metric,
     MetricFunction,
     accuracy,
@@ -113,7 +112,10 @@ def measured(found: Resampled, metrics: Sequence[Metric] = DEFAULT) -> list[Meas
                 metric.name: _interval(found.values[m, i], found.sampled[m, i], found.n_pairs[m])
                 for m, metric in enumerate(metrics)
             },
-            {metric.name: _seed_sd(found.by_seed[m][i]) for m, metric in enumerate(metrics)},
+            {
+                metric.name: float(own.std(ddof=1)) if len(own) > 1 else None
+                for metric, own in zip(metrics, (by[i] for by in found.by_seed), strict=True)
+            },
         )
         for i in range(found.values.shape[1])
     ]
@@ -187,7 +189,7 @@ def differences(
             values[others] - values[baseline],
             sampled[others] - sampled[baseline],
             found.n_pairs[m],
-            _Seeds.of([by_seed[baseline], *(by_seed[i] for i in others)]),
+            *_seed_variance([by_seed[baseline], *(by_seed[i] for i in others)]),
         )
     return [{name: own[i] for name, own in by_metric.items()} for i in range(len(others))]
 
@@ -213,31 +215,17 @@ def _interval(value: float, sampled: Floats, n_pairs: int) -> Estimate:
     return Estimate(float(value), float(value) - half, float(value) + half)
 
 
-def _seed_sd(values: Floats) -> float | None:
-    return float(values.std(ddof=1)) if len(values) > 1 else None
+def _seed_variance(by_seed: Sequence[Floats]) -> tuple[Floats, int]:
+    """Return what seeds add to the variance of each difference, and its degrees of freedom.
 
-
-@dataclass(frozen=True, slots=True)
-class _Seeds:
-    """What seeds add to the variance of each difference.
-
-    Attributes:
-        variance: (candidates,) of the difference.
-        freedom: its degrees of freedom.
+    It is pooled over the baseline, which comes first, and the candidates.
     """
-
-    variance: Floats
-    freedom: int
-
-    @classmethod
-    def of(cls, by_seed: Sequence[Floats]) -> _Seeds:
-        """Pool the variance over the baseline, which comes first, and the candidates."""
-        several = [values for values in by_seed if len(values) > 1 and not np.isnan(values).any()]
-        freedom = sum(len(values) - 1 for values in several)
-        squares = sum(float(((values - values.mean()) ** 2).sum()) for values in several)
-        pooled = squares / freedom if freedom else 0.0
-        own = np.array([pooled / len(values) if len(values) > 1 else 0.0 for values in by_seed])
-        return cls(own[1:] + own[0], freedom)
+    several = [values for values in by_seed if len(values) > 1 and not np.isnan(values).any()]
+    freedom = sum(len(values) - 1 for values in several)
+    squares = sum(float(((values - values.mean()) ** 2).sum()) for values in several)
+    pooled = squares / freedom if freedom else 0.0
+    own = np.array([pooled / len(values) if len(values) > 1 else 0.0 for values in by_seed])
+    return own[1:] + own[0], freedom
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,14 +255,24 @@ def resample(
 ) -> Resampled:
     """Measure systems on draws of sentence pairs; arguments as in :func:`compare`."""
     rows = _Rows(rating, pair)
-    predictions = [_checked(system, len(rows.rating)) for system in systems]
+    for system in systems:
+        shape = system.similarity.shape
+        if len(shape) != 2 or shape[1] != len(rating) or not shape[0]:
+            raise ValueError(f"{system.name}: {shape}, expected (seeds, {len(rating)})")
+        if not np.isfinite(system.similarity).all():
+            raise ValueError(f"{system.name}: predictions are not finite")
+    predictions = [list(system.similarity.astype(np.float64)) for system in systems]
     by_seed = [
         [np.array([metric(p, rows.rating, rows.pair) for p in own]) for own in predictions]
         for metric in metrics
     ]
     sampled = np.empty((len(metrics), len(systems), resamples))
     if resamples:
-        samplers = [[_sampler(metric, rows, own) for own in predictions] for metric in metrics]
+        samplers = [
+            [make(metric, rows, own) for own in predictions]
+            for metric in metrics
+            for make in [_SAMPLERS.get(metric.function, _row_sampler)]
+        ]
         begin = 0
         for pairs in _draws(rows.n_pairs, len(rating), resamples, seed):
             weighted = rows.weigh(pairs)
@@ -286,21 +284,11 @@ def resample(
         values=np.array([[own.mean() for own in by_system] for by_system in by_seed]),
         sampled=sampled,
         n_pairs=[
-            rows.n_pairs_compared if metric.function is accuracy else rows.n_pairs
+            len(np.unique(rows.pair[rows.higher])) if metric.function is accuracy else rows.n_pairs
             for metric in metrics
         ],
         by_seed=by_seed,
     )
-
-
-def _checked(system: Candidate, n_rows: int) -> list[Floats]:
-    """Return a system's predictions by seed."""
-    predicted = system.similarity
-    if predicted.ndim != 2 or predicted.shape[1] != n_rows or not len(predicted):
-        raise ValueError(f"{system.name}: {predicted.shape}, expected (seeds, {n_rows})")
-    if not np.isfinite(predicted).all():
-        raise ValueError(f"{system.name}: predictions are not finite")
-    return [one.astype(np.float64) for one in predicted]
 
 
 def holm(p: Floats) -> Floats:
@@ -336,13 +324,6 @@ class _Ranking:
         rising = by_row.take(self.order, axis=1)
         return np.add.reduceat(rising, self.starts, axis=1) if self.tied else rising
 
-    def level(self) -> Indices:
-        """Return (n,) which of the distinct values each row has."""
-        level = np.zeros(len(self.order), dtype=np.intp)
-        level[self.order[self.starts[1:]]] = 1
-        level[self.order] = np.cumsum(level[self.order])
-        return level
-
 
 @dataclass(frozen=True, slots=True)
 class _Weighted:
@@ -377,8 +358,7 @@ class _Weighted:
 
 
 def _dot(first: Floats, second: Floats) -> Floats:
-    dot: Floats = np.einsum("bi,bi->b", first, second)
-    return dot
+    return np.asarray(np.einsum("bi,bi->b", first, second))
 
 
 def _spread(count: Floats) -> Floats:
@@ -397,8 +377,7 @@ class _Rows:
 
     def __init__(self, rating: NDArray[np.floating], pair: NDArray[np.integer]) -> None:
         if rating.ndim != 1 or rating.shape != pair.shape or not len(rating):
-            message = f"ratings {rating.shape} and pairs {pair.shape}, expected (n,) of both"
-            raise ValueError(message)
+            raise ValueError(f"ratings {rating.shape} and pairs {pair.shape}, expected (n,)")
         if not np.isfinite(rating).all():
             raise ValueError("ratings are not finite")
         self.rating = rating.astype(np.float64)
@@ -406,17 +385,9 @@ class _Rows:
         self.n_pairs = len(distinct)
         self.sizes = np.bincount(self.pair)
         self._ranking = _Ranking(self.rating)
-        self._level = self._ranking.level()
-        self._higher, self._lower = comparisons(self.rating, self.pair)
-        compared = np.bincount(self.pair[self._higher], minlength=self.n_pairs)
-        self.compared = compared.astype(np.float64)
-        self.n_pairs_compared = int((self.compared > 0).sum())
-
-    def correct(self, predicted: Floats) -> Floats:
-        """Return (pairs,) how many comparisons of each sentence pair are right; equal is half."""
-        sign = np.sign(predicted[self._higher] - predicted[self._lower])
-        right = np.bincount(self.pair[self._higher], (sign + 1) / 2, minlength=self.n_pairs)
-        return right.astype(np.float64)
+        # Which of the distinct ratings each row has.
+        self._level = np.unique(self.rating, return_inverse=True)[1]
+        self.higher, self.lower = comparisons(self.rating, self.pair)
 
     def weigh(self, pairs: Floats) -> _Weighted:
         """Return the rows weighted by (b, pairs) how often each sentence pair was sampled."""
@@ -431,17 +402,12 @@ class _Rows:
 _Sampler = Callable[[_Weighted], Floats]
 
 
-def _sampler(metric: Metric, rows: _Rows, predictions: Sequence[Floats]) -> _Sampler:
-    make = _SAMPLERS.get(metric.function)
-    return _row_sampler(metric, rows, predictions) if make is None else make(rows, predictions)
-
-
-def _spearman_sampler(rows: _Rows, predictions: Sequence[Floats]) -> _Sampler:
+def _spearman_sampler(_: Metric, rows: _Rows, predictions: Sequence[Floats]) -> _Sampler:
     rankings = [_Ranking(own) for own in predictions]
     return lambda weighted: np.mean([weighted.spearman(own) for own in rankings], axis=0)
 
 
-def _pearson_sampler(rows: _Rows, predictions: Sequence[Floats]) -> _Sampler:
+def _pearson_sampler(_: Metric, rows: _Rows, predictions: Sequence[Floats]) -> _Sampler:
     def sums(x: Floats) -> Floats:
         products = (np.ones_like(x), x, x * x, x * y, y, y * y)
         columns = [np.bincount(rows.pair, own, minlength=rows.n_pairs) for own in products]
@@ -469,17 +435,24 @@ def _centred(values: Floats) -> Floats:
     return np.asarray(centred / np.abs(centred).max())
 
 
-def _accuracy_sampler(rows: _Rows, predictions: Sequence[Floats]) -> _Sampler:
-    correct = np.mean([rows.correct(own) for own in predictions], axis=0)
+def _accuracy_sampler(_: Metric, rows: _Rows, predictions: Sequence[Floats]) -> _Sampler:
+    def correct_by_pair(own: Floats) -> Floats:
+        """Return (pairs,) how many comparisons of each sentence pair are right; equal is half."""
+        share = (np.sign(own[rows.higher] - own[rows.lower]) + 1) / 2
+        right = np.bincount(rows.pair[rows.higher], share, minlength=rows.n_pairs)
+        return right.astype(np.float64)
+
+    compared = np.bincount(rows.pair[rows.higher], minlength=rows.n_pairs).astype(np.float64)
+    correct = np.mean([correct_by_pair(own) for own in predictions], axis=0)
 
     def share(weighted: _Weighted) -> Floats:
         with np.errstate(invalid="ignore"):
-            return np.asarray((weighted.pairs @ correct) / (weighted.pairs @ rows.compared))
+            return np.asarray((weighted.pairs @ correct) / (weighted.pairs @ compared))
 
     return share
 
 
-_SAMPLERS: Mapping[MetricFunction, Callable[[_Rows, Sequence[Floats]], _Sampler]] = {
+_SAMPLERS: Mapping[MetricFunction, Callable[[Metric, _Rows, Sequence[Floats]], _Sampler]] = {
     spearman: _spearman_sampler,
     pearson: _pearson_sampler,
     accuracy: _accuracy_sampler,
@@ -519,22 +492,19 @@ def _draws(n_pairs: int, n_rows: int, resamples: int, seed: int) -> Iterator[Flo
 
 
 def _differences(
-    metric: Metric, values: Floats, sampled: Floats, n_pairs: int, seeds: _Seeds
+    metric: Metric,
+    values: Floats,
+    sampled: Floats,
+    n_pairs: int,
+    seed_variance: Floats,
+    seed_freedom: int,
 ) -> list[Difference]:
-    """Return what is known of each candidate's difference.
-
-    Args:
-        metric: whose differences they are.
-        values: (candidates,) differences.
-        sampled: (candidates, draws) the same in each draw; NaN where undefined.
-        n_pairs: sentence pairs that they rest on.
-        seeds: what seeds add.
-    """
+    """Return (candidates,) differences from their values, and (candidates, draws) resampled."""
     rows = np.array([_standard_error(one, n_pairs) for one in sampled]) ** 2
     rows[np.isnan(values)] = np.nan
-    errors = np.sqrt(rows + seeds.variance)
+    errors = np.sqrt(rows + seed_variance)
     # Welch and Satterthwaite; without seeds it is the pairs' own.
-    own = rows**2 / max(n_pairs - 1, 1) + seeds.variance**2 / max(seeds.freedom, 1)
+    own = rows**2 / max(n_pairs - 1, 1) + seed_variance**2 / max(seed_freedom, 1)
     freedom = errors**4 / own
     critical, powerful = (student.ppf(share, freedom) for share in (1 - LEVEL / 2, POWER))
     with np.errstate(invalid="ignore"):
@@ -551,7 +521,7 @@ def _differences(
             verdict=_verdict(metric, float(value), float(own_holm)),
         )
         for value, error, far, strong, variance, own_p, own_holm in zip(
-            values, errors, critical, powerful, seeds.variance, p, holm(p), strict=True
+            values, errors, critical, powerful, seed_variance, p, holm(p), strict=True
         )
     ]
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar, overload
 
@@ -151,24 +150,21 @@ class ComparedResult(Result):
 
     def to_json(self) -> dict[str, Any]:
         """Return it as ``compare-prompts --json`` prints it."""
-        found = None
-        if self.difference is not None:
-            found = {name: _difference_json(one) for name, one in self.difference.items()}
+        differences = {
+            name: {
+                key: finite(value) if isinstance(value, float) else value
+                for key, value in asdict(one).items()
+            }
+            for name, one in (self.difference or {}).items()
+        }
         return {
             **self.identity_json(),
             **self.metrics_json(),
             "seeds": list(self.seeds),
             "control": self.control,
-            "difference": found,
+            "difference": None if self.difference is None else differences,
             "against": self.against,
         }
-
-
-def _difference_json(difference: Difference) -> dict[str, Any]:
-    return {
-        key: finite(value) if isinstance(value, float) else value
-        for key, value in asdict(difference).items()
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,9 +221,6 @@ class Results(Sequence[R_co], Generic[R_co]):
     def __getitem__(self, index: int | slice) -> R_co | tuple[R_co, ...]:
         return self.rows[index]
 
-    def __iter__(self) -> Iterator[R_co]:
-        return iter(self.rows)
-
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
         return {"results": [result.to_json() for result in self.rows]}
@@ -242,30 +235,27 @@ class Results(Sequence[R_co], Generic[R_co]):
             import pandas as pd  # type: ignore[import-untyped,unused-ignore]
         except ImportError as error:
             raise LlmcondError("to_pandas() needs pandas: pip install pandas") from error
-        rows = []
-        for result in self.rows:
-            row = result.to_json()
+        rows = [result.to_json() for result in self.rows]
+        for row, result in zip(rows, self.rows, strict=True):
             for name in result.metrics:
                 row[f"{name}_low"], row[f"{name}_high"] = row.pop(f"{name}_ci")
-            rows.append(row)
         return pd.DataFrame(rows)
 
     def _repr_html_(self) -> str:
         """Return a table, for notebooks."""
-        names = list(self.rows[0].metrics) if self.rows else []
-        headings = ["head", "prompt", "minus c", *(metric_of(name).heading for name in names)]
-        lines = [_html_row("th", headings)]
+        from tabulate import tabulate
+
+        metrics = [metric_of(name) for name in (self.rows[0].metrics if self.rows else ())]
+        rows = []
         for result in self.rows:
-            cells = [result.title, result.prompt, "yes" if result.subtract else "no"]
-            for name, one in result.metrics.items():
-                show = metric_of(name).show
-                cells.append(f"{show(one.value)} [{show(one.low)}, {show(one.high)}]")
-            lines.append(_html_row("td", cells))
-        return f"<table>{''.join(lines)}</table>"
-
-
-def _html_row(tag: str, cells: Sequence[str]) -> str:
-    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+            row = [result.title, result.prompt, "yes" if result.subtract else "no"]
+            for metric in metrics:
+                one = result.metrics[metric.name]
+                low, high = metric.show(one.low), metric.show(one.high)
+                row.append(f"{metric.show(one.value)} [{low}, {high}]")
+            rows.append(row)
+        headings = ["head", "prompt", "minus c", *(metric.heading for metric in metrics)]
+        return tabulate(rows, headings, "html", disable_numparse=True)
 
 
 def best_first(results: Iterable[R]) -> Results[R]:

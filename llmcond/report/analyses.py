@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,20 +72,17 @@ def _conditions(rows: Rows, where: str) -> Table:
         f"{first['n_seen']:,} rows are seen, {first['n_unseen_conditions']:,} of "
         f"{first['n_unseen']:,} are not"
     )
-    table = _table(title, ("name",), ("overall", "seen", "unseen"))
+    kinds = ("overall", "seen", "unseen")
+    table = _table(title, ("name",), kinds)
     for row in rows:
-        table.add_row(Text(row["name"]), *(_spearman(row, key) for key in _KINDS))
+        table.add_row(Text(row["name"]), *(_spearman(row, key) for key in kinds))
     return table
-
-
-_KINDS = ("overall", "seen", "unseen")
 
 
 def _spearman(row: Mapping[str, Any], key: str) -> str:
     if row[key] is None:
         return "–"
-    ends = (math.nan if end is None else end for end in row[f"{key}_ci"])
-    return estimate_text(METRICS["spearman"], Estimate(row[key], *ends))
+    return estimate_text(METRICS["spearman"], Estimate.of_json(row[key], row[f"{key}_ci"]))
 
 
 def _examples(head: Mapping[str, Any], side: str) -> Table:

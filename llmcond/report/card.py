@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
+import re
 from collections.abc import Mapping, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
-from llmcond.metrics import DEFAULT
+from llmcond.metrics import DEFAULT, Estimate
 from llmcond.prompts import Prompt
 from llmcond.report.format import factors_text, range_text
 
@@ -23,74 +23,73 @@ def model_card(account: Mapping[str, Any], prompts: Sequence[Prompt], recipe: An
         prompts: what the encoder was trained under.
         recipe: of the head, as JSON.
     """
+    import jinja2
     from huggingface_hub import ModelCardData
 
-    summary, made_of = account["summary"], account["made_of"]
-    encoder = summary["encoder"]
-    if not account["base"]["repo"]:
-        encoder = PurePath(encoder).name  # where it lies on this machine is nobody's business
-    settings = made_of["settings"]
-    full = settings["rank"] == 0
-    merged = bool(made_of["merge"])
-    data = ModelCardData(
-        base_model=account["base"]["repo"],
+    summary, made_of, base = account["summary"], account["made_of"], account["base"]
+    data, settings = account["data"], made_of["settings"]
+    full, merged = settings["rank"] == 0, bool(made_of["merge"])
+    metadata = ModelCardData(
+        base_model=base["repo"],
         library_name="llmcond" if full or merged else "peft",
         pipeline_tag="sentence-similarity",
         tags=["llmcond", "conditional-semantic-textual-similarity", "sentence-similarity"]
         + ([] if full else ["lora"]),
     )
-    weights = summary["weights"]
     how = "all of its weights" if full else f"LoRA of rank {settings['rank']}"
-    if merged and not full:
-        how += ", merged into its weights"
-    parts = [
-        f"---\n{data.to_yaml()}\n---",
-        "# A condition-aware text encoder",
-        f"`{_code(encoder)}`, trained with {how} and the head `{_code(summary['head'])}`: "
-        f"{weights['trained']:,} of the encoder's {weights['of']:,} weights "
-        f"({100 * weights['trained'] / weights['of']:.1f} %), and {weights['head']:,} of the head. "
-        "The same two sentences get one similarity for each condition.",
-        "## Use",
-        _fence(
-            "import llmcond\n\n"
-            'embedder = llmcond.load_embedder("FOLDER")  # where this card lies\n'
-            'embedder.similarity(["A man rides a horse."], ["A girl cycles."], "the activity")',
-            "python",
-        ),
-        "## Scores",
-        _scores(summary),
-        "## Inputs",
-        _fence(json.dumps([_texts(prompt) for prompt in prompts], indent=2, ensure_ascii=False)),
-        "## Training",
-        _fence(
-            json.dumps(
-                {
-                    "data": {
-                        "name": PurePath(account["data"]["source"]).name,
-                        **{key: account["data"][key] for key in ("digest", "rows", "unrated")},
-                    },
-                    "settings": settings,
-                    "objective": made_of["objective"],
-                    "head": recipe,
-                    "subtract": made_of["subtract"],
-                    "seed": summary["seed"],
-                    "base": account["base"]["weights"],
-                    "versions": account["versions"],
-                },
-                indent=2,
-                ensure_ascii=False,
-            )
-        ),
-    ]
-    return "\n\n".join(parts) + "\n"
+    headings = ["split", "rows"]
+    for metric in DEFAULT:
+        headings += [metric.heading] if metric.secondary else [metric.heading, "95 % interval"]
+    # Autoescape is for HTML; what is the user's is fenced, or quoted as code.
+    environment = jinja2.Environment(  # noqa: S701
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"code": _code, "fenced": _fenced}
+    card = environment.get_template("card.md.j2").render(
+        metadata=metadata.to_yaml(),
+        # Where it lies on this machine is nobody's business.
+        encoder=summary["encoder"] if base["repo"] else PurePath(summary["encoder"]).name,
+        how=f"{how}, merged into its weights" if merged and not full else how,
+        summary=summary,
+        headings=headings,
+        scores=[_scores(own) for own in summary["scores"]],
+        factors=factors_text(DEFAULT),
+        inputs=[
+            {
+                "name": prompt.name,
+                "conditional": prompt.conditional.templates,
+                "unconditional": prompt.unconditional.templates,
+            }
+            for prompt in prompts
+        ],
+        training={
+            "data": {
+                "name": PurePath(data["source"]).name,
+                **{key: data[key] for key in ("digest", "rows", "unrated")},
+            },
+            "settings": settings,
+            "objective": made_of["objective"],
+            "head": recipe,
+            "subtract": made_of["subtract"],
+            "seed": summary["seed"],
+            "base": base["weights"],
+            "versions": account["versions"],
+        },
+    )
+    return card.lstrip()
 
 
-def _texts(prompt: Prompt) -> dict[str, Any]:
-    return {
-        "name": prompt.name,
-        "conditional": prompt.conditional.templates,
-        "unconditional": prompt.unconditional.templates,
-    }
+def _scores(own: Mapping[str, Any]) -> list[str]:
+    cells = [own["split"], f"{own['n']:,}"]
+    for metric in DEFAULT:
+        cells.append(metric.show(own[metric.name]))
+        if not metric.secondary:
+            found = Estimate.of_json(own[metric.name], own[f"{metric.name}_ci"])
+            cells.append(range_text(metric, found.low, found.high) or "–")
+    return cells
 
 
 def _code(text: str) -> str:
@@ -98,34 +97,9 @@ def _code(text: str) -> str:
     return text.replace("`", "'").replace("\n", " ")
 
 
-def _fence(text: str, language: str = "json") -> str:
-    """Return a block that nothing in the text ends."""
-    longest, run = 2, 0
-    for letter in text:
-        run = run + 1 if letter == "`" else 0
-        longest = max(longest, run)
-    fence = "`" * (longest + 1)
-    return f"{fence}{language}\n{text}\n{fence}"
-
-
-def _scores(summary: Mapping[str, Any]) -> str:
-    scores = summary["scores"]
-    if not scores:
-        return "No rated rows were kept apart to score it on."
-    headings = ["split", "rows"]
-    for metric in DEFAULT:
-        headings += [metric.heading] if metric.secondary else [metric.heading, "95 % interval"]
-    rows = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
-    for own in scores:
-        cells = [own["split"], f"{own['n']:,}"]
-        for metric in DEFAULT:
-            cells.append(metric.show(own[metric.name]))
-            if not metric.secondary:
-                low, high = (math.nan if end is None else end for end in own[f"{metric.name}_ci"])
-                cells.append(range_text(metric, low, high) or "–")
-        rows.append(f"| {' | '.join(cells)} |")
-    steps = f"step {summary['best_step']:,} of {summary['steps']:,}"
-    said = f"No dev rows chose the weights, those of {steps}."
-    if summary["dev_spearman"] is not None:
-        said = f"Dev chose the weights, those of {steps}."
-    return "\n".join(rows) + f"\n\n{factors_text(DEFAULT)}Intervals are over sentence pairs. {said}"
+def _fenced(value: object) -> str:
+    """Return JSON in a block that nothing in it ends."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}json\n{text}\n{fence}"

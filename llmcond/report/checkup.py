@@ -22,23 +22,19 @@ def checkup(report: Mapping[str, Any], width: int) -> Group:
         report: what ``check_model`` returned.
         width: of the terminal, for the samples.
     """
-    parts: list[RenderableType] = [_facts(report)]
+    facts = Table(box=None, show_header=False, padding=(0, 2, 0, 1))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for key, value in _lines(report):
+        facts.add_row(key, Text(printable(value)))
+    parts: list[RenderableType] = [facts]
     for sample in report["samples"]:
         title = f"sample input, {sample['label']} (prompt {report['prompt']}); ^ is pooled"
         if sample["label"] == "no instruction":
             title = "sample input without an instruction; ^ is pooled"
-        parts += [Text(f"\n {title}", style="bold")]
+        parts.append(Text(f"\n {title}", style="bold"))
         parts += [Text(f"   {line}") for line in drawn(sample, width - 4)]
     return Group(*parts, Text(), _memory(report))
-
-
-def _facts(report: Mapping[str, Any]) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 1))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for key, value in _lines(report):
-        table.add_row(key, Text(printable(value)))
-    return table
 
 
 def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.table import Table
-from rich.text import Text
 
 from llmcond.evaluation.paired import Difference
 from llmcond.evaluation.results import ComparedResult
-from llmcond.metrics import METRICS, finite, metric_of
-from llmcond.report.format import (
-    estimate_text,
-    factors_text,
-    interval_text,
-    probability,
-)
-from llmcond.report.terminal import add_identity_columns, identity_cells
+from llmcond.metrics import METRICS, Metric, finite, metric_of
+from llmcond.report.format import estimate_text, factors_text, interval_text, probability
+from llmcond.report.terminal import add_figures, identity_cells, identity_table
 
 Compared = Sequence[ComparedResult]
 
@@ -71,7 +64,11 @@ def _verdicts(results: Compared, head: str, baseline: str) -> list[str]:
     start = "Zero-shot" if head == "none" else f"With {head}"
     parts = []
     for verdict in ("better", "worse"):
-        named = [_difference(*one) for one in compared if one[1].verdict == verdict]
+        named = [
+            f"{_prompt(result)} by {_difference_text(result.primary, found)}"
+            for result, found in compared
+            if found.verdict == verdict
+        ]
         if named:
             parts.append(f"{verdict} than {baseline}: {_listed(named)}")
     unsure = [one for one in compared if one[1].verdict == "no evidence"]
@@ -117,10 +114,9 @@ def _prompt(result: ComparedResult) -> str:
     return result.prompt + ("" if result.subtract else " (c kept)")
 
 
-def _difference(result: ComparedResult, found: Difference) -> str:
-    metric = result.primary
+def _difference_text(metric: Metric, found: Difference) -> str:
     interval = interval_text(metric, found.low, found.high)
-    return f"{_prompt(result)} by {metric.show(found.value, signed=True)} {interval}"
+    return f"{metric.show(found.value, signed=True)} {interval}"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -150,20 +146,18 @@ def comparison_table(results: Compared, baseline: str, run: object, *, bars: boo
         f"pairs. {factors_text(metrics)}95 % intervals over pairs. Differences are to {baseline} "
         "with the same head; p after Holm's correction."
     )
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
-    add_identity_columns(table)
-    table.add_column(primary.heading, justify="right", no_wrap=True)
-    table.add_column("seeds ±", justify="right", no_wrap=True)
-    least, most = _range(results)
+    table = identity_table(title)
+    add_figures(table, primary.heading, "seeds ±")
+    ends_of_all = [end for r in results for end in (r.main.value, r.main.low, r.main.high)]
+    known = [end for end in ends_of_all if finite(end) is not None] or [0.0, 1.0]
+    least, most = min(known), max(known)
     if bars:
         ends = (f"{primary.factor * end:.0f}" for end in (least, most))
         table.add_column(" to ".join(ends), no_wrap=True)
-    for heading in ("difference", "p"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    add_figures(table, "difference", "p")
     table.add_column("verdict", no_wrap=True)
     others = [metric for metric in metrics if metric.name != primary.name]
-    for metric in others:
-        table.add_column(metric.heading, justify="right", no_wrap=True)
+    add_figures(table, *(metric.heading for metric in others))
     for result in results:
         table.add_row(
             *identity_cells(result, result.head, " (control)" if result.control else ""),
@@ -181,16 +175,7 @@ def _evidence(result: ComparedResult, baseline: str) -> tuple[str, str, str]:
     found, metric = _main_difference(result), result.primary
     if found is None:
         return "", "", "baseline" if result.prompt == baseline else "–"
-    interval = interval_text(metric, found.low, found.high)
-    difference = f"{metric.show(found.value, signed=True)} {interval}"
-    return difference, probability(found.p_holm), found.verdict
-
-
-def _range(results: Compared) -> tuple[float, float]:
-    """Return what the bars span."""
-    ends = [end for r in results for end in (r.main.value, r.main.low, r.main.high)]
-    known = [end for end in ends if finite(end) is not None]
-    return (min(known), max(known)) if known else (0.0, 1.0)
+    return _difference_text(metric, found), probability(found.p_holm), found.verdict
 
 
 def _bar(result: ComparedResult, least: float, most: float) -> str:

@@ -205,8 +205,8 @@ def _legend(figure: Any, names: Sequence[str], lines: bool) -> None:
     handles = []
     for i in range(len(names)):
         colour, shape = _look(i)
-        look: dict[str, Any] = {"color": colour, "marker": shape, "markersize": 6}
-        handles.append(Line2D([], [], linestyle="-" if lines else "none", **look))
+        style = "-" if lines else "none"
+        handles.append(Line2D([], [], color=colour, marker=shape, markersize=6, linestyle=style))
     width, height = figure.get_size_inches()
     columns = next(n for n in (4, 3, 2, 1) if n == 1 or _legend_width(shown, n) <= width)
     tallest = max(sum(text.count("\n") + 1.3 for text in c) for c in _columns(shown, columns))
@@ -240,7 +240,10 @@ def _ticks(axes: Any, x: NDArray[np.float64], log_x: bool) -> None:
     inches = place / (float(np.ptp(place)) or 1.0) * 0.8 * axes.figure.get_size_inches()[0]
     kept: list[int] = []
     for i in reversed(range(len(x))):
-        if not kept or inches[kept[-1]] - inches[i] >= _room(x[i], x[kept[-1]]):
+        # Half of both labels, and a space.
+        labels = [_TICK.format(x=x[j]) for j in (i, *kept[-1:])]
+        room = (sum(map(len, labels)) / 2 + 1.5) * _CHARACTER
+        if not kept or inches[kept[-1]] - inches[i] >= room:
             kept.append(i)
     axes.set_xticks(x[kept])
     axes.xaxis.set_major_formatter(StrMethodFormatter(_TICK))
@@ -248,12 +251,6 @@ def _ticks(axes: Any, x: NDArray[np.float64], log_x: bool) -> None:
 
 
 _TICK = "{x:,.10g}"
-
-
-def _room(first: float, second: float) -> float:
-    """Return how far apart two neighbouring ticks have to be, in inches."""
-    characters = len(_TICK.format(x=first)) + len(_TICK.format(x=second))
-    return (characters / 2 + 1.5) * _CHARACTER
 
 
 def _shown(text: str, width: int) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -21,7 +20,7 @@ from llmcond.log import log
 from llmcond.metrics import metric_of
 from llmcond.report.figures import plot_curve
 from llmcond.report.format import factors_text, range_text
-from llmcond.report.terminal import add_identity_columns, identity_cells
+from llmcond.report.terminal import add_figures, identity_cells, identity_table
 
 Swept = Sequence[SweptResult]
 #: x, a score, and both ends of its interval.
@@ -36,13 +35,11 @@ def sweep_table(results: Swept, run: object) -> Table:
         f"{run}, {first.split}: {first.counts.n:,} rows. {factors_text(metrics)}Mean over seeds; "
         "deviation, and 95 % interval of the mean."
     )
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
-    add_identity_columns(table)
+    table = identity_table(title)
     table.add_column("settings", overflow="fold")
     others = [metric for metric in metrics if metric.name != primary.name]
     headings = ("dim", "seeds", primary.heading, "deviation", "interval")
-    for heading in (*headings, *(metric.heading for metric in others)):
-        table.add_column(heading, justify="right", no_wrap=True)
+    add_figures(table, *headings, *(metric.heading for metric in others))
     for result in results:
         table.add_row(
             *identity_cells(result, result.head),
@@ -119,19 +116,15 @@ def plot_steps(results: Swept, path: Path) -> None:
     series: dict[str, list[_Point]] = {}
     for row in results:
         fits = [fit for fit in row.fits if fit.get("curve")]
-        if not fits:
-            continue
-        points = []
         # As far as every seed went.
-        for epoch in range(min(len(fit["curve"]) for fit in fits)):
-            values = [fit["curve"][epoch]["dev_spearman"] for fit in fits]
+        for epoch, reached in enumerate(zip(*(fit["curve"] for fit in fits), strict=False)):
+            values = [one["dev_spearman"] for one in reached]
             if None not in values:
                 steps = (epoch + 1) * fits[0]["steps_per_epoch"]
-                mean, low, high = statistics.fmean(values), min(values), max(values)
-                points.append((steps, 100 * mean, 100 * low, 100 * high))
-        if points:
-            name = " ".join(filter(None, (row.name, _settings(row.settings))))
-            series[name] = points
+                figures = (statistics.fmean(values), min(values), max(values))
+                mean, low, high = (100 * figure for figure in figures)
+                name = " ".join(filter(None, (row.name, _settings(row.settings))))
+                series.setdefault(name, []).append((steps, mean, low, high))
     if not series:
         log.info(
             f"{path} is not drawn: no head of the sweep is trained by steps, or there is no dev"
@@ -143,7 +136,6 @@ def plot_steps(results: Swept, path: Path) -> None:
 def _draw(
     series: Mapping[str, Sequence[_Point]], path: Path, xlabel: str, ylabel: str, log_x: bool
 ) -> None:
-    columns = {name: np.array(sorted(set(points))).T for name, points in series.items()}
-    lines = {name: (x, y, low, high) for name, (x, y, low, high) in columns.items()}
+    lines = {name: tuple(np.array(sorted(set(points))).T) for name, points in series.items()}
     plot_curve(lines, path, xlabel, ylabel, log_x=log_x)
     log.info(f"picture -> {path}")

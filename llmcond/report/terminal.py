@@ -35,21 +35,27 @@ def results_table(results: Sequence[Result], run: object) -> Table:
         f"{counts.n_dropped:,} unrated dropped; accuracy over {counts.n_compared:,} comparisons, "
         f"{counts.n_tied:,} tied left out. {factors_text(metrics)}95 % intervals over pairs."
     )
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
-    add_identity_columns(table)
-    for metric in metrics:
-        table.add_column(metric.heading, justify="right", no_wrap=True)
+    table = identity_table(title)
+    add_figures(table, *(metric.heading for metric in metrics))
     for result in results:
         cells = (estimate_text(metric, result.metrics[metric.name]) for metric in metrics)
         table.add_row(*identity_cells(result, result.title), *cells)
     return table
 
 
-def add_identity_columns(table: Table) -> None:
-    """Add the columns that say what a result is of."""
+def identity_table(title: str) -> Table:
+    """Return a table with the columns that say what a result is of."""
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("head", "prompt"):
         table.add_column(heading, overflow="fold")
     table.add_column("minus c", no_wrap=True)
+    return table
+
+
+def add_figures(table: Table, *headings: str) -> None:
+    """Add columns of figures, whose lines are not broken."""
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
 
 
 def identity_cells(result: Result, head: str, remark: str = "") -> tuple[Text, Text, str]:
@@ -80,20 +86,13 @@ def show(table: Table, form: str = "table") -> None:
         return
     from tabulate import tabulate
 
-    # Markup of texts is none of ours: `_plain` of a rich Text is its text.
-    headings = [_plain(column.header) for column in table.columns]
-    rows = list(
-        zip(*([_plain(cell) for cell in column.cells] for column in table.columns), strict=True)
-    )
-    cells = [[_escaped(cell, form) for cell in row] for row in rows]
-    text = tabulate(cells, headings, _FORMS[form], disable_numparse=True)
-    title = _plain(table.title) if table.title else ""
+    columns = [[_escaped(str(cell), form) for cell in column.cells] for column in table.columns]
+    headings = [str(column.header) for column in table.columns]
+    rows = list(zip(*columns, strict=True))
+    text = tabulate(rows, headings, _FORMS[form], disable_numparse=True)
+    title = str(table.title or "")
     before = {"markdown": f"{title}\n\n", "latex": f"% {title}\n"}[form] if title else ""
     sys.stdout.write(f"{before}{text}\n")
-
-
-def _plain(cell: object) -> str:
-    return cell.plain if isinstance(cell, Text) else str(cell)
 
 
 def _escaped(cell: str, form: str) -> str:

@@ -6,18 +6,20 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import altair as alt
+import vl_convert
+
 #: So many series differ in colour and mark; further ones begin again. One mark fewer than
 #: colours, so that pairs of both repeat late.
 _COLOURS = tuple(f"var(--series-{i})" for i in range(1, 8))
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
 
 _INK, _MUTED, _LINE = "var(--ink)", "var(--muted)", "var(--line)"
-_FONT = "system-ui, sans-serif"
 
 #: Axes take the page's colours, which follow its light or dark theme, and its font.
 CONFIG: Mapping[str, Any] = {
     "background": None,
-    "font": _FONT,
+    "font": "system-ui, sans-serif",
     "view": {"stroke": None},
     "axis": {
         "labelColor": _MUTED,
@@ -49,8 +51,6 @@ def look(i: int) -> tuple[str, str]:
 @cache
 def libraries() -> str:
     """Return Vega, Vega-Lite and Vega-Embed as one script that asks for nothing else."""
-    import vl_convert
-
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
@@ -67,15 +67,15 @@ def intervals(
         description: for those who do not see it.
         reference: where a dashed line is drawn.
     """
-    import altair as alt
-
     labels = list(dict.fromkeys(row["label"] for row in rows))
     slots = len({row["slot"] for row in rows})
     y = alt.Y("label:N", sort=labels, title=None).axis(
         labelExpr="split(datum.label, '\\n')", grid=False, domain=False
     )
+    drawn = {"label", "slot", "value", "low", "high"}
+    tooltip = [alt.Tooltip(f"{key}:N") for key in rows[0] if key not in drawn]
     base = alt.Chart(alt.InlineData(values=[dict(row) for row in rows])).encode(
-        y=y, yOffset=alt.YOffset("slot:O"), tooltip=_tooltip(rows)
+        y=y, yOffset=alt.YOffset("slot:O"), tooltip=tooltip
     )
     x = alt.X("value:Q", title=title, scale=alt.Scale(zero=False, nice=True)).axis(tickCount=8)
     colour, shape = _series("series:N", series)
@@ -100,8 +100,6 @@ def scatter() -> dict[str, Any]:
 
     The page gives it ``points`` (x, y, row) and ``levels`` (rating, low, median, high).
     """
-    import altair as alt
-
     x, y = _rating("x:Q"), alt.Y("y:Q", title="predicted similarity").scale(zero=False)
     points = (
         alt.Chart(alt.NamedData(name="points"))
@@ -126,7 +124,6 @@ def calibration() -> dict[str, Any]:
     The page gives it ``levels`` (series A or B, rating, shifted a little apart as place, n, mean,
     low, high) and ``ends``, the two points of the line on which prediction and rating are equal.
     """
-    import altair as alt
 
     def y(field: str) -> Any:
         return alt.Y(field, title="predicted similarity").scale(zero=False)
@@ -166,8 +163,6 @@ def curves(measure: str, title: str) -> dict[str, Any]:
     The page gives it ``chosen`` (seed, epoch, measure), a line for each seed of the chosen system,
     and ``others`` (name, epoch, measure), the means over seeds of all others; either may be empty.
     """
-    import altair as alt
-
     x = alt.X("epoch:Q", title="epoch").axis(tickMinStep=1, format="d")
     y = alt.Y(f"{measure}:Q", title=title).scale(zero=False)
     behind = (
@@ -189,8 +184,6 @@ def curves(measure: str, title: str) -> dict[str, Any]:
 
 
 def _series(field: str, names: Sequence[str]) -> tuple[Any, Any]:
-    import altair as alt
-
     colours, shapes = zip(*(look(i) for i in range(len(names))), strict=True)
     domain = list(names)
     return (
@@ -200,18 +193,8 @@ def _series(field: str, names: Sequence[str]) -> tuple[Any, Any]:
 
 
 def _rating(field: str) -> Any:
-    import altair as alt
-
     scale = alt.Scale(zero=False, nice=False, padding=14)
     return alt.X(field, title="rating", scale=scale).axis(grid=False, tickCount=6, format="~g")
-
-
-def _tooltip(rows: Rows) -> list[Any]:
-    import altair as alt
-
-    drawn = {"label", "slot", "value", "low", "high"}
-    names = [key for key in rows[0] if key not in drawn] if rows else []
-    return [alt.Tooltip(f"{name}:N") for name in names]
 
 
 def _finished(chart: Any, description: str, height: int) -> dict[str, Any]:

@@ -1,9 +1,11 @@
-"""What a page of results shows, gathered from a run."""
+"""What a page of results shows, checked, and gathered from a run."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,14 +13,97 @@ from numpy.typing import NDArray
 
 from llmcond.arrays import as_matrix
 from llmcond.data.rows import Rows
+from llmcond.errors import UserError
 from llmcond.evaluation.isotropy import MOST_VECTORS, measure_isotropy
 from llmcond.evaluation.results import ComparedResult, Result
+from llmcond.metrics import Floats
 from llmcond.prompts import Prompt
-from llmcond.report.page.data import Page
 from llmcond.runs import Run
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import zeroshots
 from llmcond.runs.provenance import provenance
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a page tells, computed elsewhere.
+
+    Attributes:
+        title: of the page.
+        summary: sentences in plain words, the most important first.
+        results: one for each system, best first, all of the same metrics; names are unique.
+        number: (n,) the row's number in its file.
+        sentence1, sentence2, condition: (n,) texts.
+        rating: (n,) on 0 to 1; NaN where the row is unrated.
+        scale: the lowest and the highest rating as the data has them.
+        similarity: for each result's name (n,) predictions, in the mean over seeds; NaN where
+            there is none.
+        isotropy: for each set of vectors name, head, prompt, subtract, mean_cosine, std_cosine and
+            partition_ratio.
+        made: what made the page, as nested JSON.
+        baseline: the name of the result that comes first of those that others are compared with;
+            None: nothing is compared.
+    """
+
+    title: str
+    summary: Sequence[str]
+    results: Sequence[ComparedResult]
+    number: Sequence[int]
+    sentence1: Sequence[str]
+    sentence2: Sequence[str]
+    condition: Sequence[str]
+    rating: Floats
+    scale: tuple[float, float] = (0.0, 1.0)
+    similarity: Mapping[str, NDArray[np.floating]] = field(default_factory=dict)
+    isotropy: Sequence[Mapping[str, Any]] = ()
+    made: Mapping[str, Any] = field(default_factory=dict)
+    baseline: str | None = None
+
+    def __post_init__(self) -> None:
+        names = [result.name for result in self.results]
+        if not names:
+            raise UserError("a page was asked for without results; give one at least.")
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise UserError(f"{len(twice)} names occur more than once, such as {twice[0]!r}.")
+        against = [result.against for result in self.results if result.against]
+        for name in () if self.baseline is None else (self.baseline, *against):
+            if name not in names:
+                raise UserError(f"the baseline {name!r} is none of the results.")
+        n = len(self.rating)
+        columns: dict[str, Any] = {
+            "numbers": self.number,
+            "first sentences": self.sentence1,
+            "second sentences": self.sentence2,
+            "conditions": self.condition,
+            **{f"predictions of {name}": column for name, column in self.similarity.items()},
+        }
+        for what, column in columns.items():
+            if len(column) != n:
+                raise UserError(f"{len(column)} {what} came with {n} ratings.")
+
+    @cached_property
+    def systems(self) -> list[str]:
+        """Return the names of the results whose predictions are there, in their order."""
+        return [one.name for one in self.results if len(self.similarity.get(one.name, ()))]
+
+    @cached_property
+    def baselines(self) -> Mapping[str, ComparedResult]:
+        """Return the results that others are compared with by name, the page's baseline first."""
+        if self.baseline is None:
+            return {}
+        by_name = {result.name: result for result in self.results}
+        against = (result.against for result in self.results if result.against)
+        return {name: by_name[name] for name in (self.baseline, *against)}
+
+    def chosen(self) -> tuple[str, str | None]:
+        """Return the two systems to begin with: the best, and the baseline or the next best."""
+        known = [result for result in self.results if result.name in self.systems]
+        # They come best first: controls go last.
+        ranked = [one.name for one in sorted(known, key=lambda result: bool(result.control))]
+        others = (self.baseline, *ranked[1:])
+        second = (name for name in others if name in self.systems and name != ranked[0])
+        return ranked[0], next(second, None)
 
 
 def page_of(
@@ -53,7 +138,12 @@ def page_of(
     return Page(
         title=title,
         summary=summary,
-        results=[_compared(result) for result in results],
+        results=[
+            result
+            if isinstance(result, ComparedResult)
+            else ComparedResult(**{one.name: getattr(result, one.name) for one in fields(result)})
+            for result in results
+        ],
         number=rows.number.tolist(),
         sentence1=rows.sentence1,
         sentence2=rows.sentence2,
@@ -72,12 +162,6 @@ def page_of(
         },
         baseline=baseline,
     )
-
-
-def _compared(result: Result) -> ComparedResult:
-    if isinstance(result, ComparedResult):
-        return result
-    return ComparedResult(**{field.name: getattr(result, field.name) for field in fields(result)})
 
 
 def _isotropy(run: Run, prompts: Sequence[Prompt], rows: Rows) -> list[dict[str, Any]]:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from llmcond.errors import UserError
 from llmcond.files import check_writable, replacing
 from llmcond.metrics import metric_of
 from llmcond.report.format import factors_text
-from llmcond.report.page import charts
-from llmcond.report.page.data import Page, by_head, counts, embedded, isotropy_charts
-from llmcond.report.page.tables import Baselines, difference_table, isotropy_table, main_table
+from llmcond.report.page.gather import Page
+from llmcond.report.page.tables import difference_table, isotropy_table, main_table
 
 _FOLDER = Path(__file__).parent
-_NEEDED = ("altair", "jinja2", "vl_convert")
+_JSON = {"allow_nan": False, "separators": (",", ":")}
 
 
 def check_page(path: Path) -> None:
@@ -30,7 +27,7 @@ def check_page(path: Path) -> None:
     """
     if path.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"{path} ends in {path.suffix or 'nothing'}; name an .html file.")
-    if any(find_spec(name) is None for name in _NEEDED):
+    if any(find_spec(name) is None for name in ("altair", "jinja2", "vl_convert")):
         raise UserError("pages need Altair, Jinja and vl-convert: pip install 'llmcond[report]'.")
     check_writable(path)
 
@@ -56,6 +53,9 @@ def _render(page: Page) -> str:
     import jinja2
     from markupsafe import Markup
 
+    from llmcond.report.page.charts import libraries
+    from llmcond.report.page.data import by_head, embedded, isotropy_charts
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
         autoescape=True,
@@ -63,28 +63,30 @@ def _render(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.policies["json.dumps_kwargs"] = _JSON
     environment.tests["nested"] = _nested
     environment.filters["plain"] = _plain
-    baselines = Baselines.of(page.results, page.baseline)
     data, heads, isotropy = embedded(page), by_head(page), isotropy_charts(page)
     if heads:
         data["charts"]["heads"] = heads[0]
     if isotropy:
         data["charts"] |= {f"isotropy-{i}": chart for i, chart in enumerate(isotropy[0])}
-    scripts = [_script(charts.libraries()), _script((_FOLDER / "page.js").read_text("utf-8"))]
+    counted = (
+        f"{one.split}: {one.counts.n:,} rated rows of {one.counts.n_pairs:,} sentence pairs"
+        for one in page.results
+    )
+    scripts = [_script(libraries()), _script((_FOLDER / "page.js").read_text("utf-8"))]
     text = environment.get_template("page.html.j2").render(
         page=page,
-        counts=counts(page.results),
+        counts=dict.fromkeys(counted),
         primary=page.results[0].primary,
         factors=factors_text([metric_of(name) for name in page.results[0].metrics]),
-        results=main_table(page.results, baselines),
-        baselines=baselines,
-        differences=difference_table(page.results if baselines.named else ()),
+        results=main_table(page.results, page.baselines),
+        differences=difference_table(page.results if page.baselines else ()),
         heads=heads and heads[1],
         isotropy=isotropy and (isotropy_table(page.isotropy), isotropy[1], len(isotropy[0])),
         data=data,
         policy=_policy(scripts),
-        json=Markup(_json(data)),  # noqa: S704
         style=Markup((_FOLDER / "page.css").read_text("utf-8")),  # noqa: S704
         scripts=[Markup(script) for script in scripts],  # noqa: S704
     )
@@ -104,15 +106,6 @@ def _policy(scripts: Sequence[str]) -> str:
 def _script(text: str) -> str:
     """Return a script that neither ends early nor changes on its way through a parser."""
     return text.replace("\r\n", "\n").replace("</script", r"<\/script").replace("<!--", r"<\!--")
-
-
-#: What ends a script element or opens a comment in it, and what ends a line in older JavaScript.
-_ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
-
-
-def _json(data: Mapping[str, Any]) -> str:
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.translate(_ESCAPES)
 
 
 def _nested(value: object) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ class Bar:
     """An interval as drawn: places from 0 to 100 on the axis that a column's rows share.
 
     Attributes:
-        value: the figure; None where undefined.
+        value: the figure.
         low, high: the ends of its interval; None where there is none.
         reference: the baseline's figure, or 0 for differences; None to draw none.
     """
@@ -63,8 +62,8 @@ class Column:
 class Table:
     """Columns and rows of cells; the positions of the rows that others are compared with."""
 
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
     baselines: frozenset[int] = frozenset()
 
 
@@ -79,146 +78,111 @@ def known(low: float, high: float) -> tuple[float | None, float | None]:
     return (None, None) if None in ends else ends
 
 
-@dataclass(frozen=True, slots=True)
-class Baselines:
-    """Which results the others are compared with.
+def main_table(results: Sequence[ComparedResult], baselines: Mapping[str, ComparedResult]) -> Table:
+    """Return the results, a row each, with the columns that say something about any of them.
 
-    Attributes:
-        named: the page's baseline; None where nothing is compared.
-        all: by name, every result that others name by ``against``, and the page's baseline.
+    Args:
+        results: at least one.
+        baselines: by name those that others are compared with; empty: nothing is compared.
     """
-
-    named: ComparedResult | None
-    all: Mapping[str, ComparedResult]
-
-    @classmethod
-    def of(cls, results: Sequence[ComparedResult], name: str | None) -> Baselines:
-        """Find them among results."""
-        by_name = {result.name: result for result in results}
-        if name is None or name not in by_name:
-            return cls(None, {})
-        named = {result.against for result in results if result.against} | {name}
-        return cls(by_name[name], {other: by_name[other] for other in named})
-
-    def against(self, result: ComparedResult) -> ComparedResult | None:
-        """Return what a result is compared with; None where it is not compared."""
-        return self.all.get(result.against) if result.against else None
-
-
-_Cells = Callable[[ComparedResult], Cell]
-
-
-def main_table(results: Sequence[ComparedResult], baselines: Baselines) -> Table:
-    """Return the results, a row each, with the columns that say something about any of them."""
-    parts: list[tuple[Column, _Cells]] = [
-        (Column("head", "none compares features as they are", numeric=False), _head),
-        (Column("template", numeric=False), lambda r: Cell(r.prompt, r.prompt)),
+    subtracted = "whether the unconditional vector is subtracted"
+    columns: list[tuple[Column, Sequence[Cell]]] = [
         (
-            Column("minus c", "whether the unconditional vector is subtracted", numeric=False),
-            _minus,
+            Column("head", "none compares features as they are", numeric=False),
+            [
+                Cell(
+                    r.title,
+                    r.title,
+                    "" if r.head == r.title else r.head,
+                    tags=(f"control: {r.control}",) if r.control else (),
+                )
+                for r in results
+            ],
+        ),
+        (Column("template", numeric=False), [_text(r.prompt) for r in results]),
+        (
+            Column("minus c", subtracted, numeric=False),
+            [_text("yes" if r.subtract else "no") for r in results],
         ),
     ]
     metrics = [metric_of(name) for name in results[0].metrics]
-    for metric in (one for one in metrics if not one.secondary):
-        heading = Column(metric.heading, metric.description)
-        estimates = [result.metrics[metric.name] for result in results]
-        axis = _axis([(finite(e.value), *known(e.low, e.high)) for e in estimates])
-        parts.append((heading, _score(metric, axis, baselines)))
-        if baselines.named is not None:
-            found = [difference_of(result, metric) for result in results]
-            bounds = [(finite(d.value), *known(d.low, d.high)) for d in found if d]
+    compared_with = [baselines.get(r.against or "") for r in results]
+    # Secondary ones come last.
+    for metric in sorted(metrics, key=lambda metric: metric.secondary):
+        column, name = Column(metric.heading, metric.description), metric.name
+        estimates = [r.metrics[name] for r in results]
+        if metric.secondary:
+            cells = [Cell(minus(metric.show(e.value)), finite(e.value)) for e in estimates]
+            columns.append((column, cells))
+            continue
+        lines = [one.metrics[name].value if one else None for one in compared_with]
+        columns.append((column, _intervals(metric, estimates, lines)))
+        if baselines:
+            found = [(r.difference or {}).get(name) for r in results]
             column = Column(f"{metric.heading} against the baseline")
-            parts.append((column, _difference(metric, _axis([*bounds, (0.0,)]))))
-    parts += [
-        (Column(metric.heading, metric.description), _plain(metric))
-        for metric in metrics
-        if metric.secondary
-    ]
+            zeros = [0.0] * len(results)
+            columns.append((column, _intervals(metric, found, zeros, signed=True)))
     primary = results[0].primary
-    if any(result.seed_sd.get(primary.name) is not None for result in results):
-        hint = f"standard deviation of {primary.heading} over seeds"
-        parts.append((Column("sd over seeds", hint), _deviation(primary)))
-    if any(result.seeds for result in results):
-        parts.append((Column("seeds", "how many fits are averaged"), _seeds))
-    if any(result.dim is not None for result in results):
-        parts.append((Column("dim", "size of a vector"), _dim))
-    if len({(result.split, result.counts.n) for result in results}) > 1:
-        rows = Column("rows")
-        parts.append((rows, lambda r: Cell(f"{r.counts.n:,}", r.counts.n, r.split)))
-    cells = tuple(tuple(cell(result) for _, cell in parts) for result in results)
-    places = frozenset(i for i, result in enumerate(results) if result.name in baselines.all)
-    return Table(tuple(column for column, _ in parts), cells, places)
+    deviations = [r.seed_sd.get(primary.name) for r in results]
+    if any(one is not None for one in deviations):
+        column = Column("sd over seeds", f"standard deviation of {primary.heading} over seeds")
+        columns.append((column, [Cell(primary.show(one), finite(one)) for one in deviations]))
+    # What is not fitted has no seed.
+    seeds = [len(r.seeds) or None for r in results]
+    if any(seeds):
+        columns.append((Column("seeds", "how many fits are averaged"), [_count(n) for n in seeds]))
+    if any(r.dim is not None for r in results):
+        columns.append((Column("dim", "size of a vector"), [_count(r.dim) for r in results]))
+    if len({(r.split, r.counts.n) for r in results}) > 1:
+        columns.append((Column("rows"), [_count(r.counts.n, r.split) for r in results]))
+    headings, cells_by_column = zip(*columns, strict=True)
+    places = frozenset(i for i, r in enumerate(results) if r.name in baselines)
+    return Table(headings, list(zip(*cells_by_column, strict=True)), places)
 
 
-def _head(result: ComparedResult) -> Cell:
-    name = result.title
-    tags = (f"control: {result.control}",) if result.control else ()
-    return Cell(name, name, "" if result.head == name else result.head, tags=tags)
-
-
-def _minus(result: ComparedResult) -> Cell:
-    text = "yes" if result.subtract else "no"
+def _text(text: str) -> Cell:
     return Cell(text, text)
 
 
-def _plain(metric: Metric) -> _Cells:
-    def cell(result: ComparedResult) -> Cell:
-        value = result.metrics[metric.name].value
-        return Cell(minus(metric.show(value)), finite(value))
-
-    return cell
+def _count(n: int | None, detail: str = "") -> Cell:
+    return Cell("–" if n is None else f"{n:,}", n, detail)
 
 
-def _deviation(metric: Metric) -> _Cells:
-    def cell(result: ComparedResult) -> Cell:
-        value = result.seed_sd.get(metric.name)
-        return Cell(metric.show(value), finite(value))
-
-    return cell
-
-
-def _seeds(result: ComparedResult) -> Cell:
-    # What is not fitted has no seed.
-    n = len(result.seeds)
-    return Cell(str(n) if n else "–", n or None)
-
-
-def _dim(result: ComparedResult) -> Cell:
-    return Cell("–" if result.dim is None else f"{result.dim:,}", result.dim)
-
-
-def _score(metric: Metric, axis: _Axis, baselines: Baselines) -> _Cells:
-    def cell(result: ComparedResult) -> Cell:
-        found = result.metrics[metric.name]
-        if finite(found.value) is None:
-            return Cell("undefined", None)
-        other = baselines.against(result)
-        line = None if other is None else axis.place(other.metrics[metric.name].value)
-        detail = minus(range_text(metric, found.low, found.high))
-        bar = axis.bar(found, line)
-        return Cell(minus(metric.show(found.value)), found.value, detail, bar=bar)
-
-    return cell
+def _intervals(
+    metric: Metric,
+    found: Sequence[Estimate | Difference | None],
+    references: Sequence[float | None],
+    signed: bool = False,
+) -> list[Cell]:
+    """Return figures with their intervals drawn on one axis; on that of signed ones is 0."""
+    drawn = [v for one in found if one for v in (one.value, *known(one.low, one.high))]
+    place = _axis([*drawn, 0.0] if signed else drawn)
+    cells = []
+    for one, reference in zip(found, references, strict=True):
+        if one is None or finite(one.value) is None:
+            cells.append(Cell("undefined" if one else "–", None))
+            continue
+        low, high = known(one.low, one.high)
+        bar = Bar(place(one.value), place(low), place(high), place(reference))
+        text = minus(metric.show(one.value, signed))
+        detail = minus(range_text(metric, one.low, one.high, signed))
+        verdict = one.verdict if isinstance(one, Difference) else ""
+        cells.append(Cell(text, one.value, detail, verdict, bar=bar))
+    return cells
 
 
-def difference_of(result: ComparedResult, metric: Metric) -> Difference | None:
-    """Return a result's difference from the baseline in a metric; None where it has none."""
-    return result.difference.get(metric.name) if result.difference else None
+def _axis(values: Iterable[float | None]) -> Callable[[float | None], float | None]:
+    """Return what places values on an axis that holds all, with a little room at both ends."""
+    defined = [v for value in values if (v := finite(value)) is not None] or [0.0, 1.0]
+    room = 0.04 * (max(defined) - min(defined))
+    low, high = min(defined) - room, max(defined) + room
 
+    def place(value: float | None) -> float | None:
+        if value is None or finite(value) is None:
+            return None
+        return round(100 * (value - low) / (high - low), 2) if high > low else 50.0
 
-def _difference(metric: Metric, axis: _Axis) -> _Cells:
-    def cell(result: ComparedResult) -> Cell:
-        found = difference_of(result, metric)
-        if found is None:
-            return Cell("–", None)
-        if finite(found.value) is None:
-            return Cell("undefined", None)
-        bar = axis.bar(Estimate(found.value, found.low, found.high), axis.place(0.0))
-        text = minus(metric.show(found.value, signed=True))
-        detail = minus(range_text(metric, found.low, found.high, signed=True))
-        return Cell(text, found.value, detail, found.verdict, bar=bar)
-
-    return cell
+    return place
 
 
 def difference_table(results: Sequence[ComparedResult]) -> Table:
@@ -237,64 +201,31 @@ def difference_table(results: Sequence[ComparedResult]) -> Table:
     for result in results:
         for name, found in (result.difference or {}).items():
             metric = metric_of(name)
-            cells = (
-                Cell(result.name, result.name),
-                Cell(metric.heading, metric.heading),
+            interval = minus(range_text(metric, found.low, found.high, signed=True)) or "–"
+            row = (
+                _text(result.name),
+                _text(metric.heading),
                 Cell(minus(metric.show(found.value, signed=True)), finite(found.value)),
-                Cell(
-                    minus(range_text(metric, found.low, found.high, signed=True)) or "–",
-                    finite(found.low),
-                ),
+                Cell(interval, finite(found.low)),
                 Cell(probability(found.p), finite(found.p)),
                 Cell(probability(found.p_holm), finite(found.p_holm)),
                 Cell(metric.show(found.minimum), finite(found.minimum)),
                 Cell(found.verdict or "–", found.verdict),
             )
-            rows.append(cells)
-    return Table(columns, tuple(rows))
+            rows.append(row)
+    return Table(columns, rows)
 
 
 def isotropy_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the isotropy of each system's vectors."""
-    columns = (Column("system", numeric=False), *(Column(label) for _, label in ISOTROPY))
+    figures = {
+        "mean_cosine": "mean cosine",
+        "std_cosine": "standard deviation",
+        "partition_ratio": "partition ratio",
+    }
+    columns = (Column("system", numeric=False), *map(Column, figures.values()))
     cells = [
-        (
-            Cell(str(row["name"]), str(row["name"])),
-            *(Cell(minus(number(row[key], 3)), row[key]) for key, _ in ISOTROPY),
-        )
+        (_text(row["name"]), *(Cell(minus(number(row[key], 3)), row[key]) for key in figures))
         for row in rows
     ]
-    return Table(columns, tuple(cells))
-
-
-ISOTROPY = (
-    ("mean_cosine", "mean cosine"),
-    ("std_cosine", "standard deviation"),
-    ("partition_ratio", "partition ratio"),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    low: float
-    high: float
-
-    def place(self, value: float | None) -> float | None:
-        if value is None or not math.isfinite(value):
-            return None
-        width = self.high - self.low
-        return round(100 * (value - self.low) / width, 2) if width else 50.0
-
-    def bar(self, found: Estimate, reference: float | None) -> Bar:
-        """Return an interval as drawn; ``reference`` is a place on the axis."""
-        low, high = known(found.low, found.high)
-        return Bar(self.place(found.value), self.place(low), self.place(high), reference)
-
-
-def _axis(values: Sequence[Sequence[float | None]]) -> _Axis:
-    """Return the axis that holds all values, with a little room at both ends."""
-    found = [v for row in values for v in row if v is not None and math.isfinite(v)]
-    if not found:
-        return _Axis(0.0, 1.0)
-    room = 0.04 * (max(found) - min(found))
-    return _Axis(min(found) - room, max(found) + room)
+    return Table(columns, cells)
