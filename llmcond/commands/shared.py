@@ -156,5 +156,5 @@ class WithTask(WithColumns):
     task: str | None = option(
         None,
         metavar="NAME",
-        help="csts, or code of your own: my_task.py:NAME (default: the run's own, or csts)",
+        help="of a new run: C-STS, or code of your own, my_task.py:NAME",
     )

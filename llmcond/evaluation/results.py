@@ -21,6 +21,7 @@ from llmcond.evaluation.paired import (
     resample,
 )
 from llmcond.metrics import DEFAULT, Estimate, Metric, comparisons, finite, metric_of
+from llmcond.tasks import DEFAULT_TASK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,7 @@ class Result:
     dim: int | None = None
     seeds: tuple[int, ...] = ()
     fits: tuple[Mapping[str, Any], ...] = ()
-    task: str = "csts"
+    task: str = DEFAULT_TASK
 
     @property
     def prompt(self) -> str:

@@ -19,6 +19,7 @@ from llmcond.log import log
 from llmcond.metrics import DEFAULT, Metric
 from llmcond.prompts import Prompt
 from llmcond.runs.run import Run, SavedHead, StaleHeadError, head_name
+from llmcond.tasks import DEFAULT_TASK
 
 #: Rows compared at a time.
 _BLOCK = 8_192
@@ -83,7 +84,7 @@ def check_scorable(rows: Rows, run: Run, other: bool, predictions: bool = False)
         log.warning(f"{leaked:,} sentence pairs of {rows.file} are in the run's train split")
 
 
-def unscored(predictor: Predictor, split: str, task: str = "csts") -> Result:
+def unscored(predictor: Predictor, split: str, task: str = DEFAULT_TASK) -> Result:
     """Return the result of a predictor on a split, without figures."""
     view, head = predictor.view, None if isinstance(predictor, Zeroshot) else predictor.head
     return Result(
@@ -106,7 +107,7 @@ def results_of(
     split: str,
     metrics: Sequence[Metric] = DEFAULT,
     resamples: int = RESAMPLES,
-    task: str = "csts",
+    task: str = DEFAULT_TASK,
 ) -> Results[Result]:
     """Return what predictors score, with intervals from the same draws.
 

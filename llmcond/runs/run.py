@@ -28,7 +28,7 @@ from llmcond.files import check_format, read_json, replacing, write_json
 from llmcond.heads import FittedHead, load_head
 from llmcond.prompts import Prompt, prompt_from_json
 from llmcond.runs.provenance import provenance
-from llmcond.tasks import Task, find_task
+from llmcond.tasks import DEFAULT_TASK, Task, find_task
 
 FORMAT = 1
 #: What ``run.json`` calls an encoder that lies in the run's own folder, wherever that is.
@@ -147,8 +147,7 @@ class Run:
         Raises:
             UserError: it is code of a user's own, which was not named.
         """
-        name = self.manifest.get("task", "csts")  # of before there were others
-        return find_task(name, f"the run {self.folder}")
+        return find_task(self.manifest.get("task"), f"the run {self.folder}")
 
     @property
     def splits(self) -> list[str]:
@@ -391,7 +390,7 @@ def create_run(
     resolved: ResolvedEncoder,
     dataset: Dataset,
     store_dtype: StoreDtype,
-    task: str = "csts",
+    task: str = DEFAULT_TASK,
 ) -> Run:
     """Make a run folder, complete from the moment it is there.
 
@@ -427,7 +426,7 @@ def complete_run(
     resolved: ResolvedEncoder,
     dataset: Dataset,
     store_dtype: StoreDtype,
-    task: str = "csts",
+    task: str = DEFAULT_TASK,
 ) -> Run:
     """Make a run of the folder that holds its encoder; ``run.json`` comes last.
 

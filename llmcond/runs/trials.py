@@ -262,8 +262,16 @@ class _Worker:
         head = fit_recipe(recipe, train, rated_dev, trial.seed, lambda *_: None, device)
         saved = SavedHead(trial.name, head, trial.view, {"recipe": recipe.to_json()})
         similarity = predict(saved, self._features.pairs(trial.view, split))
-        rows = self._features.run.rows(split)
-        (result,) = results_of([saved], [similarity], rows, split, self._metrics, resamples=0)
+        run = self._features.run
+        (result,) = results_of(
+            [saved],
+            [similarity],
+            run.rows(split),
+            split,
+            self._metrics,
+            resamples=0,
+            task=run.task.name,
+        )
         return {
             **result.to_json(),
             **({"similarity": similarity.tolist()} if self._job.predictions else {}),

@@ -1,5 +1,5 @@
 """Tasks: how a data set is read, what of it is encoded under a condition, and how it is scored."""
 
-from llmcond.tasks.base import Task, find_task
+from llmcond.tasks.base import DEFAULT_TASK, Task, find_task
 
-__all__ = ["Task", "find_task"]
+__all__ = ["DEFAULT_TASK", "Task", "find_task"]

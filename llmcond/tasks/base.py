@@ -17,6 +17,8 @@ from llmcond.errors import UserError, nearest
 
 #: Where each bundled task is: a new one is a new file and a line here.
 TASKS = {"csts": "llmcond.tasks.csts:Csts"}
+#: The task of runs that name none, such as those of before there were others.
+DEFAULT_TASK = next(iter(TASKS))
 
 
 class Task:
@@ -67,16 +69,17 @@ class Task:
         return replace(rows, conditioned=self.conditioned)
 
 
-def find_task(name: str, source: str | None = None) -> Task:
+def find_task(name: str | None = None, source: str | None = None) -> Task:
     """Return a task by its name.
 
     Args:
-        name: a bundled task, or code of the user's own.
+        name: a bundled task, or code of the user's own; None: the default one.
         source: the record that names it; None: the user did.
 
     Raises:
         UserError: no such task; code that a record names and the user did not.
     """
+    name = name or DEFAULT_TASK
     if plugins.is_plugin(name):
         found = plugins.load(name) if source is None else plugins.recorded(name, source)
         made = found() if isinstance(found, type) else found

@@ -245,6 +245,7 @@ def _zeroshot_systems(run: Run, prompts: Sequence[Prompt], split: str) -> list[S
                 prompts=(prompt.name,),
                 subtract=zeroshot.view.subtracts,
                 split=split,
+                task=run.task.name,
                 control=prompt.control or "",
             )
             systems.append(System(("none", zeroshot.view.subtract), result, similarity[None]))
@@ -283,6 +284,7 @@ def _fitted_systems(
             prompts=tuple(prompt.name for prompt in trial.view.prompts),
             subtract=trial.view.subtracts,
             split=split,
+            task=run.task.name,
             dim=first.dim,
             seeds=tuple(one.seed for one, _ in found),
             fits=tuple(one.fit for one in outcomes),

@@ -128,8 +128,8 @@ def task_of(run: Run | None, name: str | None) -> Task:
     """
     asked = None if name is None else find_task(name)
     if run is None:
-        return asked or find_task("csts")
-    if asked is not None and asked.name != run.manifest.get("task", "csts"):
+        return asked or find_task()
+    if asked is not None and asked.name != run.task.name:
         raise UserError(
             f"{run.folder} is a run of the task {run.task.name}, not {asked.name}. Use another "
             "--run, or leave out --task."

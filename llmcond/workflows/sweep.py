@@ -81,7 +81,8 @@ def sweep(  # noqa: PLR0913 - each is a choice of the user, by keyword
     trials = list(_grid(run, heads, vary, prompts, subtract, changes or {}, seeds))
     done, failures = run_trials(run, split, trials, "sweep", workers, metrics, device=device)
     names = [metric.name for metric in choose_metrics(run.task.metrics, metrics)]
-    swept = SweepResult(_summarise(list(done.values()), split, Counts.of(rows), names), failures)
+    summary = _summarise(list(done.values()), split, Counts.of(rows), names, run.task.name)
+    swept = SweepResult(summary, failures)
     report = {**swept.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "sweep.json", report)
     return swept
@@ -118,7 +119,11 @@ def _grid(
 
 
 def _summarise(
-    done: Sequence[tuple[Trial, Outcome]], split: str, counts: Counts, metrics: Sequence[str]
+    done: Sequence[tuple[Trial, Outcome]],
+    split: str,
+    counts: Counts,
+    metrics: Sequence[str],
+    task: str,
 ) -> Results[SweptResult]:
     """Return a result for each combination of head, prompt and settings, best mean first."""
     groups: dict[str, list[tuple[Trial, Outcome]]] = {}
@@ -138,6 +143,7 @@ def _summarise(
                 prompts=tuple(prompt.name for prompt in trial.view.prompts),
                 subtract=trial.view.subtracts,
                 split=split,
+                task=task,
                 counts=counts,
                 metrics={name: mean for name, (mean, _) in figures.items()},
                 seed_sd={name: deviation for name, (_, deviation) in figures.items()},
