@@ -17,7 +17,6 @@ from llmcond.encoders.engine.engine import Engine
 from llmcond.errors import UserError
 from llmcond.finetune.inputs import RatedInputs
 from llmcond.heads import FittedHead, Recipe
-from llmcond.heads.base import Fit
 from llmcond.heads.module import HeadModule, seeded
 from llmcond.heads.objectives import (
     Objective,
@@ -26,6 +25,7 @@ from llmcond.heads.objectives import (
     adjacent_pairs,
     runs,
 )
+from llmcond.heads.pairs import Fit
 from llmcond.heads.sampler import Positions
 
 Tensors = dict[str, Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +15,9 @@ from torch import Tensor
 from llmcond.arrays import Dense, Matrix, as_matrix
 from llmcond.heads.module import Batch
 from llmcond.heads.objectives import adjacent_pairs, runs
+from llmcond.heads.pairs import PairArrays
 from llmcond.heads.sampler import GroupSampler, Positions
-
-if TYPE_CHECKING:
-    from llmcond.heads.base import PairArrays
-    from llmcond.heads.settings import TrainingSettings
+from llmcond.heads.settings import TrainingSettings
 
 #: Features that are computed or gathered are made plain arrays if these take no more bytes.
 _DENSE_BYTES = 2**29

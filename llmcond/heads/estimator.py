@@ -29,7 +29,7 @@ from sklearn.utils.validation import (
 
 from llmcond.arrays import Array, Dense, Gathered, Matrix
 from llmcond.errors import UserError
-from llmcond.heads.base import PairArrays
+from llmcond.heads.pairs import PairArrays
 from llmcond.heads.recipes import Recipe, fit_recipe, load_recipe
 from llmcond.metrics import spearman
 

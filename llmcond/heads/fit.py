@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from llmcond.errors import UserError
-from llmcond.heads.base import Fit, OnEpoch, PairArrays
 from llmcond.heads.batches import Loader
 from llmcond.heads.ensemble import Ensemble
 from llmcond.heads.module import HeadModule, count_parameters, seeded
 from llmcond.heads.objectives import Objective, RatedBatch, check_contrasts
+from llmcond.heads.pairs import Fit, OnEpoch, PairArrays
 from llmcond.heads.settings import TrainingSettings
 from llmcond.metrics import spearman
 from llmcond.system import free_memory, native_bfloat16

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from llmcond.arrays import Array, MatrixLike
 from llmcond.errors import UserError
-
-if TYPE_CHECKING:
-    from llmcond.heads.base import Fit, PairArrays
+from llmcond.heads.pairs import Fit, PairArrays
 
 T = TypeVar("T")
+
+#: Conditions whose matrices are made at a time outside of training.
+AT_ONCE = 64
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "none": lambda values: values,
@@ -107,6 +109,17 @@ class HeadModule(nn.Module):
         A subclass may define another; it is what objectives, the score on dev and predictions take.
         """
         return torch.cosine_similarity(first, second)
+
+    def generated_matrices(self, condition: MatrixLike) -> list[Array]:
+        """Return what a fitted head that generates matrices makes of conditions, (u, dim_c).
+
+        Returns:
+            W_c, (u, dim, k), or the factors whose product it is, (u, a, b) each, in float32.
+
+        Raises:
+            UserError: the head makes no matrices.
+        """
+        raise UserError(f"the head {type(self).__name__} makes no matrices.")
 
     # -- for forward ---------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from llmcond.arrays import Array, as_matrix
 from llmcond.config import STRICT
 from llmcond.errors import UserError
-from llmcond.heads.base import Fit, PairArrays
 from llmcond.heads.module import HeadModule
+from llmcond.heads.pairs import Fit, PairArrays
 
 #: Directions with less than this share of the widest one's spread are rounding, not signal.
 _RANK_TOLERANCE = 1e-6

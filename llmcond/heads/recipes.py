@@ -12,9 +12,10 @@ from llmcond import plugins
 from llmcond.arrays import as_matrix
 from llmcond.config import STRICT, build, find_toml, read_toml
 from llmcond.errors import UserError, nearest
-from llmcond.heads.base import FittedHead, OnEpoch, PairArrays
+from llmcond.heads.base import FittedHead
 from llmcond.heads.fit import fit_by_gradient
 from llmcond.heads.module import HeadModule, check_conditions
+from llmcond.heads.pairs import OnEpoch, PairArrays
 from llmcond.heads.settings import TrainingSettings
 from llmcond.system import choose_device
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +15,9 @@ from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
 from llmcond.features.view import Part, View
 from llmcond.heads import FittedHead, Gathered, Matrix, cosine
+from llmcond.heads.cache import ConditionCache
 from llmcond.prompts import Prompt
 from llmcond.runs import Run, SavedHead, open_run
-
-if TYPE_CHECKING:
-    from llmcond.heads.hypernet import ConditionCache
 
 Vectors = NDArray[np.float32]
 
@@ -169,7 +167,7 @@ def load_embedder(
     resolved = opened.resolve_encoder(device)
     if chosen is None:
         return Embedder(Encoder(resolved), view)
-    cache = chosen.head.condition_cache()
+    cache = ConditionCache(chosen.head) if chosen.head.generates_matrices else None
     return Embedder(Encoder(resolved), view, chosen.head, chosen.name, cache)
 
 
