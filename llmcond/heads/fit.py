@@ -11,7 +11,7 @@ import torch
 from llmcond.errors import UserError
 from llmcond.heads.batches import Loader
 from llmcond.heads.ensemble import Ensemble
-from llmcond.heads.module import HeadModule, count_parameters, seeded
+from llmcond.heads.module import HeadModule, seeded
 from llmcond.heads.objectives import Objective, RatedBatch, check_contrasts
 from llmcond.heads.pairs import Fit, OnEpoch, PairArrays
 from llmcond.heads.settings import TrainingSettings
@@ -97,8 +97,16 @@ def _fit_one(
     device: torch.device,
 ) -> tuple[HeadModule, Fit]:
     dims = pairs.dim, pairs.dim_condition
-    n_parameters = count_parameters(family, settings, dims)
-    _check_memory(n_parameters, device)
+    with torch.device("meta"):  # no memory is needed to count its parameters
+        n_parameters = sum(value.numel() for value in family(settings, *dims).parameters())
+    needed = 4 * _COPIES * n_parameters
+    free = free_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if needed > free:
+        raise UserError(
+            f"this head has {n_parameters:,} parameters, which take {needed / 2**30:,.1f} GiB to "
+            f"fit, and {free / 2**30:,.1f} GiB are free. Lower its dim, or its "
+            "rank if it has one."
+        )
     (module, objective), generator = seeded(
         lambda: (family(settings, *dims), Objective(settings)), seed
     )
@@ -161,17 +169,6 @@ def _fit_one(
     return module.finished(), Fit(record, notes)
 
 
-def _check_memory(n_parameters: int, device: torch.device) -> None:
-    needed = 4 * _COPIES * n_parameters
-    free = free_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    if needed > free:
-        raise UserError(
-            f"this head has {n_parameters:,} parameters, which take {needed / 2**30:,.1f} GiB to "
-            f"fit, and {free / 2**30:,.1f} GiB are free. Lower its dim, or its "
-            "rank if it has one."
-        )
-
-
 def _in_bfloat16(module: HeadModule, n_parameters: int, device: torch.device) -> bool:
     precision = module.settings.precision
     if not module.multiplies_in_bfloat16:
@@ -191,16 +188,15 @@ def _run_epoch(
     """Train on all rows; return the mean loss of a row."""
     total, rows = None, 0
     module.train()
-    for rated in loader.shuffled():
-        first, second = module(*rated.batch).chunk(2)
-        info = RatedBatch(module.similarity, rated.pair, rated.contrastive)
-        loss = objective(first, second, rated.rating, info)
+    for batch, rating, pair, contrastive in loader.shuffled():
+        first, second = module(*batch).chunk(2)
+        loss = objective(first, second, rating, RatedBatch(module.similarity, pair, contrastive))
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-        share = loss.detach() * len(rated.rating)
+        share = loss.detach() * len(rating)
         total = share if total is None else total + share
-        rows += len(rated.rating)
+        rows += len(rating)
     return float("nan" if total is None else total) / max(rows, 1)
 
 

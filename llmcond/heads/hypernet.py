@@ -50,6 +50,7 @@ class Hypernet(ConditionedHead):
 
     def _add_generator(self, dim_in: int, dim: int) -> None:
         """Register what generates (dim_in, dim) matrices."""
+        self._shape = dim_in, dim
         rank, bias, into = self.settings.rank, self.settings.bias, self.dim_condition
         if not rank:
             self.add_layer("matrix", dim_in * dim, into, bias)
@@ -92,15 +93,10 @@ class Hypernet(ConditionedHead):
         """
         names = ("factor1", "factor2") if self.settings.rank else ("matrix",)
         made = [self.affine(name, self.dropout(transformed)) for name in names]
-        dim = self._dim_generated
+        dim_in, dim = self._shape
         inner = self.settings.rank or dim
-        first = made[0].view(len(transformed), len(self.get_parameter(names[0])) // inner, inner)
-        return [first, *(one.view(len(transformed), inner, dim) for one in made[1:])]
-
-    @property
-    def _dim_generated(self) -> int:
-        dim: int = self.settings.dim
-        return dim
+        sizes = [(dim_in, inner), (inner, dim)]
+        return [one.view(len(one), *size) for one, size in zip(made, sizes, strict=False)]
 
     def generated_matrices(self, condition: MatrixLike) -> list[Array]:
         """See :class:`HeadModule`; in low rank the factors are (u, dim, K) and (u, K, k)."""
