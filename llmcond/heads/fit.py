@@ -97,16 +97,7 @@ def _fit_one(
     device: torch.device,
 ) -> tuple[HeadModule, Fit]:
     dims = pairs.dim, pairs.dim_condition
-    with torch.device("meta"):  # no memory is needed to count its parameters
-        n_parameters = sum(value.numel() for value in family(settings, *dims).parameters())
-    needed = 4 * _COPIES * n_parameters
-    free = free_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    if needed > free:
-        raise UserError(
-            f"this head has {n_parameters:,} parameters, which take {needed / 2**30:,.1f} GiB to "
-            f"fit, and {free / 2**30:,.1f} GiB are free. Lower its dim, or its "
-            "rank if it has one."
-        )
+    n_parameters = _count_parameters(family, settings, dims, device)
     (module, objective), generator = seeded(
         lambda: (family(settings, *dims), Objective(settings)), seed
     )
@@ -167,6 +158,26 @@ def _fit_one(
             "epoch is one step; lower batch_size for more",
         )
     return module.finished(), Fit(record, notes)
+
+
+def _count_parameters(
+    family: type[HeadModule],
+    settings: TrainingSettings,
+    dims: tuple[int, int],
+    device: torch.device,
+) -> int:
+    """Return how many parameters a head has, if there is memory to fit them."""
+    with torch.device("meta"):  # no memory is needed to count its parameters
+        n_parameters = sum(value.numel() for value in family(settings, *dims).parameters())
+    needed = 4 * _COPIES * n_parameters
+    free = free_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if needed > free:
+        raise UserError(
+            f"this head has {n_parameters:,} parameters, which take {needed / 2**30:,.1f} GiB to "
+            f"fit, and {free / 2**30:,.1f} GiB are free. Lower its dim, or its "
+            "rank if it has one."
+        )
+    return n_parameters
 
 
 def _in_bfloat16(module: HeadModule, n_parameters: int, device: torch.device) -> bool:

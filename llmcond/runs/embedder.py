@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.encoders.encoder import Encoder
-from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
 from llmcond.features.view import Part, View
 from llmcond.heads import FittedHead, Gathered, Matrix, cosine
@@ -61,10 +60,19 @@ class Embedder:
         texts = _rows(sentences, conditions)
         columns = self.view.inputs(texts)
         # One call encodes them all, so that inputs in common are encoded once.
-        encoded = self._encode_distinct([item for column in columns for item in column])
+        distinct = list(dict.fromkeys(item for column in columns for item in column))
+        place = {item: index for index, item in enumerate(distinct)}
+        vectors = self.encoder.encode(distinct)
+        bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+        if len(bad):
+            raise UserError(
+                f"the encoder gave NaN or infinity for {distinct[bad[0]].text[:80]!r}; "
+                "try another dtype."
+            )
 
         def read(prompt: Prompt, part: Part) -> Matrix:
-            return encoded.of([getattr(prompt, part).render(*row) for row in texts])
+            inputs = [getattr(prompt, part).render(*row) for row in texts]
+            return Gathered(vectors, np.array([place[item] for item in inputs], dtype=np.int64))
 
         features = self.view.sentence(read)
         if self.head is None:
@@ -93,30 +101,6 @@ class Embedder:
         compare = cosine if self.head is None else self.head.compare
         return compare(embedded[: len(sentences1)], embedded[len(sentences1) :])
 
-    def _encode_distinct(self, inputs: Sequence[EncoderInput]) -> _Encoded:
-        distinct = list(dict.fromkeys(inputs))
-        vectors = self.encoder.encode(distinct)
-        bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
-        if len(bad):
-            raise UserError(
-                f"the encoder gave NaN or infinity for {distinct[bad[0]].text[:80]!r}; "
-                "try another dtype."
-            )
-        return _Encoded(vectors, {item: index for index, item in enumerate(distinct)})
-
-
-@dataclass(frozen=True, slots=True)
-class _Encoded:
-    """Distinct inputs with their vectors."""
-
-    vectors: Vectors
-    place: Mapping[EncoderInput, int]
-
-    def of(self, inputs: Sequence[EncoderInput]) -> Gathered:
-        return Gathered(
-            self.vectors, np.array([self.place[item] for item in inputs], dtype=np.int64)
-        )
-
 
 def _rows(sentences: Sequence[str], conditions: str | Sequence[str]) -> list[tuple[str, str]]:
     if isinstance(sentences, str):
@@ -129,13 +113,11 @@ def _rows(sentences: Sequence[str], conditions: str | Sequence[str]) -> list[tup
         )
     rows = list(zip(sentences, given, strict=True))
     for number, texts in enumerate(rows):
-        wrong = [text for text in texts if not isinstance(text, str)]
-        if wrong:
-            raise UserError(f"position {number} holds {wrong[0]!r}, which is not a text.")
-        sentence, condition = texts
-        if not sentence.strip() or not condition.strip():
-            empty = "condition" if sentence.strip() else "sentence"
-            raise UserError(f"the {empty} at position {number} is empty.")
+        for name, text in zip(("sentence", "condition"), texts, strict=True):
+            if not isinstance(text, str):
+                raise UserError(f"position {number} holds {text!r}, which is not a text.")
+            if not text.strip():
+                raise UserError(f"the {name} at position {number} is empty.")
     return rows
 
 
@@ -177,30 +159,26 @@ def choose_head(run: Run, name: str | None, prompt: str | None = None) -> SavedH
     Raises:
         UserError: no such head, several, or one that was fitted on another prompt than asked for.
     """
-    chosen = _find_head(run, name)
-    named = None if prompt is None else set(prompt.split("+"))
-    if chosen is not None and named not in (None, set(chosen.view.name.split("+"))):
+    fitted = run.head_names()
+    if name == "none" or (name is None and not fitted):
+        return None
+    if name is None:
+        chosen = run.load_head(fitted[-1])
+    else:
+        found = run.find_heads([name])
+        matching = [head for head in found if head.name == name] or found
+        if len(matching) > 1:
+            raise UserError(
+                f"{run.folder} has several heads {name!r}: {', '.join(h.name for h in found)}. "
+                "Give the full name."
+            )
+        chosen = matching[0]
+    if prompt is not None and set(prompt.split("+")) != set(chosen.view.name.split("+")):
         raise UserError(
             f"the head {chosen.name} was fitted on the prompt {chosen.view.name}, not {prompt}. "
             "Leave out --prompt, or choose another --head."
         )
     return chosen
-
-
-def _find_head(run: Run, name: str | None) -> SavedHead | None:
-    fitted = run.head_names()
-    if name == "none" or (name is None and not fitted):
-        return None
-    if name is None:
-        return run.load_head(fitted[-1])
-    found = run.find_heads([name])
-    exact = [head for head in found if head.name == name]
-    if len(exact or found) > 1:
-        raise UserError(
-            f"{run.folder} has several heads {name!r}: {', '.join(h.name for h in found)}. Give "
-            "the full name."
-        )
-    return (exact or found)[0]
 
 
 def describe(embedder: Embedder) -> dict[str, Any]:
