@@ -8,7 +8,6 @@ from __future__ import annotations
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,15 @@ Positions = NDArray[np.int64]
 
 
 class Matrix(ABC):
-    """Vectors, (n, dim), whose rows are read when they are needed."""
+    """Vectors, (n, dim), whose rows are read when they are needed.
 
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """Return (n, dim)."""
+    Attributes:
+        shape: (n, dim).
+        parts: the matrices that this one is computed from.
+    """
+
+    shape: tuple[int, ...]
+    parts: Sequence[Matrix] = ()
 
     @abstractmethod
     def __getitem__(self, rows: Any, /) -> NDArray[Any]:
@@ -51,13 +53,7 @@ class Matrix(ABC):
         if not flat.shape[1]:
             return np.zeros(min(len(flat), 1), dtype=np.int64), np.zeros(len(flat), dtype=np.int64)
         rows = flat.view(np.dtype((np.void, flat.dtype.itemsize * flat.shape[1]))).reshape(-1)
-        _, first, inverse = np.unique(rows, return_index=True, return_inverse=True)
-        return _by_appearance(first, inverse)
-
-    @property
-    def parts(self) -> Sequence[Matrix]:
-        """Return the matrices that this one is computed from."""
-        return ()
+        return _by_appearance(rows)
 
     @property
     def on_disk(self) -> bool:
@@ -79,16 +75,11 @@ def as_matrix(vectors: MatrixLike) -> Matrix:
     return vectors if isinstance(vectors, Matrix) else Dense(vectors)
 
 
-@dataclass(frozen=True, eq=False)
 class Dense(Matrix):
     """A NumPy array or a memory map."""
 
-    array: NDArray[Any]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See :class:`Matrix`."""
-        return self.array.shape
+    def __init__(self, array: NDArray[Any]) -> None:
+        self.array, self.shape = array, array.shape
 
     def __getitem__(self, rows: Any, /) -> NDArray[Any]:
         found: NDArray[Any] = self.array[rows]
@@ -120,11 +111,7 @@ class Gathered(Matrix):
 
     def __init__(self, table: MatrixLike, index: Positions, unique_table: bool = True) -> None:
         self.table, self.index, self.unique_table = as_matrix(table), index, unique_table
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See :class:`Matrix`."""
-        return len(self.index), int(self.table.shape[1])
+        self.shape, self.parts = (len(index), int(table.shape[1])), (self.table,)
 
     def __getitem__(self, rows: Any, /) -> NDArray[Any]:
         return self.table[self.index[rows]]
@@ -135,19 +122,11 @@ class Gathered(Matrix):
 
     def unique(self) -> tuple[Positions, Positions]:
         """See :class:`Matrix`."""
-        _, first, inverse = np.unique(self.index, return_index=True, return_inverse=True)
-        inverse = inverse.reshape(-1)
-        if not self.unique_table:
-            _, inverses = Dense(self[first]).unique()
-            inverse = inverses[inverse]
-            # The first of equal vectors need not be the first by its position in the table.
-            _, first, inverse = np.unique(inverse, return_index=True, return_inverse=True)
-        return _by_appearance(first, inverse)
-
-    @property
-    def parts(self) -> Sequence[Matrix]:
-        """See :class:`Matrix`."""
-        return (self.table,)
+        first, which = _by_appearance(self.index)
+        if self.unique_table:
+            return first, which
+        _, equal = Dense(self[first]).unique()
+        return _by_appearance(equal[which])
 
 
 class Difference(Matrix):
@@ -155,11 +134,7 @@ class Difference(Matrix):
 
     def __init__(self, first: MatrixLike, second: MatrixLike) -> None:
         self.first, self.second = as_matrix(first), as_matrix(second)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See :class:`Matrix`."""
-        return self.first.shape
+        self.shape, self.parts = first.shape, (self.first, self.second)
 
     def __getitem__(self, rows: Any, /) -> Array:
         return self.first.read(rows) - self.second.read(rows)
@@ -168,37 +143,25 @@ class Difference(Matrix):
         """See :class:`Matrix`."""
         return Difference(self.first.take(rows), self.second.take(rows))
 
-    @property
-    def parts(self) -> Sequence[Matrix]:
-        """See :class:`Matrix`."""
-        return self.first, self.second
-
 
 class Concatenated(Matrix):
     """Several matrices side by side, as wide as all of them."""
 
     def __init__(self, parts: Sequence[MatrixLike]) -> None:
-        self._parts = tuple(as_matrix(part) for part in parts)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See :class:`Matrix`."""
-        return len(self._parts[0]), sum(int(part.shape[1]) for part in self._parts)
+        self.parts = tuple(as_matrix(part) for part in parts)
+        self.shape = len(parts[0]), sum(int(part.shape[1]) for part in parts)
 
     def __getitem__(self, rows: Any, /) -> Array:
-        return np.concatenate([part.read(rows) for part in self._parts], axis=1)
+        return np.concatenate([part.read(rows) for part in self.parts], axis=1)
 
     def take(self, rows: NDArray[Any]) -> Concatenated:
         """See :class:`Matrix`."""
-        return Concatenated([part.take(rows) for part in self._parts])
-
-    @property
-    def parts(self) -> Sequence[Matrix]:
-        """See :class:`Matrix`."""
-        return self._parts
+        return Concatenated([part.take(rows) for part in self.parts])
 
 
-def _by_appearance(first: Positions, inverse: Positions) -> tuple[Positions, Positions]:
+def _by_appearance(values: NDArray[Any]) -> tuple[Positions, Positions]:
+    """Return what :meth:`Matrix.unique` does, of single values, (n,)."""
+    _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
     order = np.argsort(first)
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))

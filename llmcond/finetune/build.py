@@ -14,7 +14,7 @@ from llmcond.encoders.engine.engine import Engine, OutOfMemoryError, is_out_of_m
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.encoders.loading.direction import check_direction
-from llmcond.encoders.loading.loading import LoadedModel, load_model
+from llmcond.encoders.loading.loading import load_model
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.finetune.settings import TuneSettings
@@ -111,35 +111,27 @@ def load_trainable(resolved: ResolvedEncoder, settings: TuneSettings, seed: int)
     config = load_config(resolved.checkpoint, identity.attention)
     tokenizer = InputTokenizer(load_tokenizer(resolved.checkpoint, config), identity, name)
     if not settings.encoder_dropout:
-        _without_dropout(config)
+        for key, value in vars(config).items():
+            if "drop" in key and isinstance(value, float):  # that on attention weights too
+                setattr(config, key, 0.0)
     loaded = load_model(resolved, config)
-    _keep_unpacked(loaded.network)
+    for module in loaded.network.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # Else bitsandbytes packs 4 bit weights on a CPU, and can take no gradients then.
+            module.support_avx512bf16_for_cpu = False
     torch.manual_seed(seed)
     adapted = None
     if settings.full:
         loaded.network.requires_grad_(True)
     else:
         adapted = add_adapters(loaded.network, settings, name)
-    engine = _engine(loaded, resolved, tokenizer.pad_id)
+    engine = Engine(loaded, resolved, tokenizer.pad_id, frozen=False)
+    check_direction(loaded.network, identity.attention, name, engine.device)
     if settings.gradient_checkpointing:
         _checkpoint_gradients(loaded.network, name)
     trainable = Trainable(resolved, tokenizer, engine, adapted)
     _try_out(trainable)
     return trainable
-
-
-def _without_dropout(config: Any) -> None:
-    """Set every dropout of a config to 0, that on attention weights included."""
-    for key, value in vars(config).items():
-        if "drop" in key and isinstance(value, float):
-            setattr(config, key, 0.0)
-
-
-def _keep_unpacked(network: Any) -> None:
-    """Keep bitsandbytes from packing 4 bit weights on a CPU: it can take no gradients then."""
-    for module in network.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
 
 
 def _checkpoint_gradients(network: Any, name: str) -> None:
@@ -152,13 +144,6 @@ def _checkpoint_gradients(network: Any, name: str) -> None:
             f"{name} cannot compute activations again: {first_line(error)} Leave out "
             "--gradient-checkpointing, and raise --gradient-accumulation-steps instead."
         ) from error
-
-
-def _engine(loaded: LoadedModel, resolved: ResolvedEncoder, pad_id: int) -> Engine:
-    engine = Engine(loaded, resolved, pad_id, frozen=False)
-    attention, name = resolved.identity.attention, resolved.checkpoint.name
-    check_direction(loaded.network, attention, name, engine.device)
-    return engine
 
 
 def _try_out(trainable: Trainable) -> None:

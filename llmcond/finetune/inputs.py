@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from llmcond.heads import Gathered, Matrix, PairArrays
 from llmcond.heads.module import Batch
 from llmcond.heads.sampler import Positions
 from llmcond.prompts import Prompt
-from llmcond.prompts.inputs import RowInputs, row_inputs
+from llmcond.prompts.inputs import row_inputs
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,20 @@ class RatedInputs:
         for prompt, part in view.needed():
             # Of the whole split: a shuffled control draws among all of its conditions.
             inputs = row_inputs(rows, prompt)
-            for side, texts in enumerate(_sides(inputs, part)):
+            sides = (inputs.first_unconditional, inputs.second_unconditional)
+            if part == "conditional":
+                sides = (inputs.first, inputs.second)
+            for side, texts in enumerate(sides):
                 found = [place.setdefault(item, len(place)) for item in texts]
                 columns[prompt.name, part, side] = np.array(found, dtype=np.int64)[rated]
         used = np.unique(np.concatenate(list(columns.values())))
         every = list(place)
         items = [every[own] for own in used]
-        columns = {key: np.searchsorted(used, column) for key, column in columns.items()}
         return cls(
             view=view,
             items=items,
             tokens=tokenizer(items),
-            columns=columns,
+            columns={key: np.searchsorted(used, column) for key, column in columns.items()},
             rating=rows.rating[rated],
             pair=rows.pair[rated],
             number=rows.number[rated],
@@ -122,27 +124,15 @@ class RatedInputs:
 
         x = torch.cat(
             [
-                self.view.sentence(
-                    reader(side),
-                    torch.sub,
-                    lambda parts: torch.cat(parts, dim=1),
-                    conditioned,
-                )
+                self.view.sentence(reader(side), torch.sub, torch.hstack, conditioned)
                 for side, conditioned in enumerate(self.conditioned)
             ]
         )
         of = self.view.of_condition()
         if of is None:
             return Batch(x)
-        distinct, which = np.unique(
-            self.columns[of.name, "unconditional", 0][rows], return_inverse=True
-        )
+        column = self.columns[of.name, "unconditional", 0][rows]
+        distinct, which = np.unique(column, return_inverse=True)
         positions = torch.from_numpy(np.searchsorted(used, distinct)).to(vectors.device)
         number = torch.from_numpy(which.reshape(-1)).to(vectors.device)
         return Batch(x, vectors.index_select(0, positions), number.repeat(2))
-
-
-def _sides(inputs: RowInputs, part: Part) -> tuple[Sequence[EncoderInput], Sequence[EncoderInput]]:
-    if part == "conditional":
-        return inputs.first, inputs.second
-    return inputs.first_unconditional, inputs.second_unconditional

@@ -26,7 +26,6 @@ from llmcond.heads.fit import best_of
 from llmcond.heads.objectives import runs
 from llmcond.metrics import spearman
 
-Tensors = dict[str, Tensor]
 #: Called after each step and each evaluation.
 OnStep = Callable[[Progress, int, float], None]
 
@@ -104,8 +103,6 @@ class Trainer:
             for (rate, decay), values in groups.items()
         ]
 
-    # -- going on ------------------------------------------------------------------------------
-
     def _resume(self) -> None:
         found = self._state.load()
         if found is None:
@@ -136,11 +133,8 @@ class Trainer:
         if scaler is not None:
             self.progress = replace(self.progress, scaler=scaler.state_dict())
         # In float16 some steps update nothing.
-        updates = int(own["step"])
-        self.progress = replace(self.progress, updates=updates)
+        self.progress = replace(self.progress, updates=int(own["step"]))
         self._state.save(self.progress, tensors)
-
-    # -- steps ---------------------------------------------------------------------------------
 
     def run(self, on_step: OnStep) -> None:
         """Train until the last step, or until dev has not got better for long enough.
@@ -167,17 +161,13 @@ class Trainer:
                 losses=self.progress.losses + 1,
                 seconds=time.monotonic() - began,
             )
-            scored = self._due(place + 1)
+            count, steps = min(settings.evaluations, self._order.steps), self._order.steps
+            scored = (place + 1) * count // steps > place * count // steps
             if scored:
                 self._evaluate(number + 1)
             on_step(self.progress, self.steps, loss)
             if scored or self.progress.step % settings.checkpoint_steps == 0:
                 self._save()
-
-    def _due(self, done: int) -> bool:
-        """Tell whether an evaluation follows that many steps of an epoch."""
-        count, steps = min(self._job.settings.evaluations, self._order.steps), self._order.steps
-        return done * count // steps > (done - 1) * count // steps
 
     def _try(self, parts: list[NDArray[np.int64]], step: int) -> float:
         """Take a step; say what to do where there is no memory for it."""
@@ -247,8 +237,6 @@ class Trainer:
             f"{min(settings.learning_rate / 4, usual_rate(settings.rank)):g} or so, in another "
             "--run."
         )
-
-    # -- dev -----------------------------------------------------------------------------------
 
     def _evaluate(self, epoch: int) -> None:
         progress, settings = self.progress, self._job.settings

@@ -17,7 +17,6 @@ from llmcond.encoders.engine.engine import Engine
 from llmcond.errors import UserError
 from llmcond.finetune.inputs import RatedInputs
 from llmcond.heads import FittedHead, Recipe
-from llmcond.heads.base import Fit
 from llmcond.heads.module import HeadModule, seeded
 from llmcond.heads.objectives import (
     Objective,
@@ -26,9 +25,8 @@ from llmcond.heads.objectives import (
     adjacent_pairs,
     runs,
 )
+from llmcond.heads.pairs import Fit
 from llmcond.heads.sampler import Positions
-
-Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,31 +45,6 @@ class HeadPlan:
     seed: int
     start: Mapping[str, NDArray[np.float32]] | None = None
 
-    def make(self, dims: tuple[int, int]) -> tuple[HeadModule, Objective]:
-        """Return the head with its first weights, and the objective.
-
-        Args:
-            dims: sizes of the features of sentences and of conditions.
-
-        Raises:
-            UserError: the head goes with no features of these sizes.
-        """
-        (head, objective), _ = seeded(
-            lambda: (self.recipe.family(self.recipe.settings, *dims), Objective(self.objective)),
-            self.seed,
-        )
-        if self.start is None:
-            return head, objective
-        shapes = {name: value.shape for name, value in self.start.items()}
-        if shapes != {name: tuple(value.shape) for name, value in head.state_dict().items()}:
-            raise UserError(
-                f"the head to start from was fitted on features of other sizes: this encoder and "
-                f"prompt give {dims[0]} dimensions. Start from a head of the same encoder and "
-                "prompt."
-            )
-        head.load_state_dict({name: torch.tensor(value) for name, value in self.start.items()})
-        return head, objective
-
 
 class TunedModel(nn.Module):
     """From rows to the loss: the encoder's network, the head and the objective.
@@ -89,14 +62,29 @@ class TunedModel(nn.Module):
             engine: around the network.
             plan: the head.
             dims: sizes of the features of sentences and of conditions.
+
+        Raises:
+            UserError: the head goes with no features of these sizes.
         """
         super().__init__()
         self.encoder: nn.Module = engine.model.network
-        head, objective = plan.make(dims)
-        self.head, self.objective = head.to(engine.out), objective.to(engine.out)
+        recipe = plan.recipe
+        (head, objective), _ = seeded(
+            lambda: (recipe.family(recipe.settings, *dims), Objective(plan.objective)), plan.seed
+        )
+        if plan.start is not None:
+            start = {name: torch.tensor(value) for name, value in plan.start.items()}
+            drawn = {name: value.shape for name, value in head.state_dict().items()}
+            if drawn != {name: value.shape for name, value in start.items()}:
+                raise UserError(
+                    "the head to start from was fitted on features of other sizes: this encoder "
+                    f"and prompt give {dims[0]} dimensions. Start from a head of the same encoder "
+                    "and prompt."
+                )
+            head.load_state_dict(start)
+        self.head: HeadModule = head.to(engine.out)
+        self.objective = objective.to(engine.out)
         self.engine, self._plan = engine, plan
-
-    # -- training ------------------------------------------------------------------------------
 
     def forward(self, inputs: RatedInputs, rows: Positions, seed: list[int]) -> Tensor:
         """Return the mean loss of some rows, a scalar.
@@ -114,23 +102,16 @@ class TunedModel(nn.Module):
             batch = inputs.batch(rows, used, vectors.float())
             self.head.seed_dropout(int(drawn[1]))
             first, second = self.head(*batch).chunk(2)
-            info = RatedBatch(
-                self.head.similarity,
-                torch.from_numpy(inputs.pair[rows]).to(first.device),
-                self._contrastive(inputs, rows, first.device),
-            )
+            pair, contrastive = torch.from_numpy(inputs.pair[rows]).to(first.device), None
+            if self._plan.objective.contrasts:
+                found = adjacent_pairs(runs(inputs.pair)[rows])
+                contrastive = torch.from_numpy(found).to(first.device)
+            info = RatedBatch(self.head.similarity, pair, contrastive)
             rating = torch.from_numpy(inputs.rating[rows]).to(first)
             loss: Tensor = self.objective(first, second, rating, info)
             return loss
 
-    def _contrastive(
-        self, inputs: RatedInputs, rows: Positions, device: torch.device
-    ) -> Tensor | None:
-        if not self._plan.objective.contrasts:
-            return None
-        return torch.from_numpy(adjacent_pairs(runs(inputs.pair)[rows])).to(device)
-
-    def trained(self) -> Tensors:
+    def trained(self) -> dict[str, Tensor]:
         """Return what is trained, by name: parameters of the encoder and of the head."""
         return {name: value for name, value in self.named_parameters() if value.requires_grad}
 
@@ -143,8 +124,6 @@ class TunedModel(nn.Module):
     def recipe(self) -> Recipe:
         """Return the head's recipe."""
         return self._plan.recipe
-
-    # -- in between ----------------------------------------------------------------------------
 
     def fitted(self, record: Mapping[str, Any] | None = None) -> FittedHead:
         """Return the head as it is now, as one that was fitted."""

@@ -43,7 +43,7 @@ class Order:
         Args:
             group: (n,) what keeps rows together; None where nothing does.
             n: rows.
-            settings: how many a step takes, and in how many parts.
+            settings: ``batch_size`` and ``gradient_accumulation_steps``.
             seed: of the order.
             processes: that share each step.
 

@@ -54,7 +54,13 @@ def save_encoder(trainable: Trainable, model: str, folder: Path, *, merge: bool)
     resolved = trainable.resolved
     whole = trainable.adapted is None or merge
     if whole:
-        _save_whole(trainable, folder)
+        if trainable.adapted is not None:
+            trainable.adapted.merge_and_unload()
+        origin = resolved.checkpoint.folder
+        for path in settings_files(origin):
+            with replacing(folder / path.relative_to(origin)) as target:
+                shutil.copyfile(path, target)
+        write_tensors(folder / "model.safetensors", _weights(trainable), _OURS)
     else:
         _save_adapter(trainable, model, folder)
     identity, known = resolved.identity, resolved.checkpoint.known
@@ -96,17 +102,7 @@ def _save_adapter(trainable: Trainable, model: str, folder: Path) -> None:
         write_json(folder / CONFIG, read_json(Path(temporary) / CONFIG))
 
 
-def _save_whole(trainable: Trainable, folder: Path) -> None:
-    if trainable.adapted is not None:
-        trainable.adapted.merge_and_unload()
-    origin = trainable.resolved.checkpoint.folder
-    for path in settings_files(origin):
-        with replacing(folder / path.relative_to(origin)) as copy:
-            shutil.copyfile(path, copy)
-    write_tensors(folder / "model.safetensors", _whole(trainable), _OURS)
-
-
-def _whole(trainable: Trainable) -> dict[str, Tensor]:
+def _weights(trainable: Trainable) -> dict[str, Tensor]:
     """Return all weights by the names of the architecture.
 
     What was multiplied out when it was loaded is as the base has it: nothing there is trained.

@@ -7,7 +7,9 @@ of seed and step.
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -83,7 +85,7 @@ class StateFolder:
                 f"{'; '.join(found)}. Give the same to go on, name another --run, or delete "
                 f"{self.folder} to begin anew."
             )
-        values = dict(record["progress"])
+        values = record["progress"]
         return Progress(**{**values, "curve": tuple(values["curve"])}), tensors
 
     def save(self, progress: Progress, tensors: Mapping[str, Tensor]) -> None:
@@ -129,15 +131,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
             save_file(plain, temporary, metadata=metadata)
         except SafetensorError as error:
             # It has the operating system's error in its words only.
-            raise OSError(_number(error), str(error)) from error
+            found = re.search(r"\(os error (\d+)\)", str(error))
+            raise OSError(int(found[1]) if found else errno.EIO, str(error)) from error
         # safetensors makes files that their owner alone can read.
         temporary.chmod(mode)
-
-
-def _number(error: SafetensorError) -> int:
-    words = str(error)
-    found = words.rpartition("(os error ")[2].partition(")")[0]
-    return int(found) if "(os error " in words and found.isdecimal() else 5
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

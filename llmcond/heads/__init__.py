@@ -1,8 +1,9 @@
 """Heads: small modules fitted on cached features. They know arrays, nothing of encoders or rows."""
 
 from llmcond.arrays import Concatenated, Difference, Gathered, Matrix, MatrixLike
-from llmcond.heads.base import FittedHead, PairArrays, cosine
+from llmcond.heads.base import FittedHead, cosine
 from llmcond.heads.module import HeadModule
+from llmcond.heads.pairs import PairArrays
 from llmcond.heads.recipes import Recipe, fit_recipe, load_recipe
 from llmcond.heads.settings import SizedSettings, TrainingSettings
 from llmcond.heads.storage import load_head, save_head

@@ -1,14 +1,10 @@
-"""The arrays that heads are fitted on, and a head once it is fitted.
-
-Heads know arrays only: they neither load encoders nor read rows.
-"""
+"""A head once it is fitted."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,78 +13,12 @@ from numpy.typing import NDArray
 from llmcond.arrays import Array, Gathered, Matrix, MatrixLike, as_matrix
 from llmcond.errors import UserError
 from llmcond.heads.batches import SharedConditions
-from llmcond.heads.module import HeadModule
+from llmcond.heads.module import AT_ONCE, HeadModule
+from llmcond.heads.pairs import Fit
 from llmcond.system import choose_device
-
-if TYPE_CHECKING:
-    from llmcond.heads.hypernet import ConditionCache
 
 #: Vectors transformed at a time, so that memory does not grow with their number.
 _BLOCK = 65_536
-
-
-@dataclass(frozen=True, slots=True)
-class PairArrays:
-    """The rated pairs of a split, as heads take them.
-
-    Attributes:
-        first, second: (n, dim) the features of both sentences, in any float type: NumPy arrays,
-            memory maps, or what :mod:`llmcond.arrays` has.
-        rating: (n,) float64 on 0 to 1, no NaN.
-        condition: (n, dim_c) the features e(c) of each row's condition, for heads that take them.
-        pair: (n,) the sentence pair of each row, for objectives that contrast its two conditions.
-        number: (n,) what messages call a row; its position from 1 where it is None.
-    """
-
-    first: MatrixLike
-    second: MatrixLike
-    rating: NDArray[np.float64]
-    condition: MatrixLike | None = None
-    pair: NDArray[np.int64] | None = None
-    number: NDArray[np.int64] | None = None
-
-    def __len__(self) -> int:
-        return len(self.rating)
-
-    @property
-    def dim(self) -> int:
-        """Return the features' size."""
-        return int(self.first.shape[1])
-
-    @property
-    def dim_condition(self) -> int:
-        """Return the size of the conditions' features, 0 where there are none."""
-        return 0 if self.condition is None else int(self.condition.shape[1])
-
-    def take(self, rows: NDArray[Any]) -> PairArrays:
-        """Return some rows, by positions or a mask, without reading their vectors."""
-        condition = self.condition
-        return replace(
-            self,
-            first=as_matrix(self.first).take(rows),
-            second=as_matrix(self.second).take(rows),
-            rating=self.rating[rows],
-            condition=None if condition is None else as_matrix(condition).take(rows),
-            pair=None if self.pair is None else self.pair[rows],
-            number=None if self.number is None else self.number[rows],
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """How fitting went.
-
-    Attributes:
-        record: the epoch kept, what chose it, the learning curve.
-        notes: what the user should know, in sentences.
-    """
-
-    record: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
-#: Called after each epoch: its number, the number of epochs, and the score on dev.
-OnEpoch = Callable[[int, int, float], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,18 +140,28 @@ class FittedHead:
         return found
 
     def matrix_norms(self, condition: MatrixLike) -> NDArray[np.float64]:
-        """Return the Frobenius norm of the matrix of each condition, (u,); for hypernetworks."""
-        from llmcond.heads.hypernet import Hypernet
+        """Return the Frobenius norm of the matrix W_c of each condition, (u,).
 
-        if not isinstance(self.module, Hypernet) or not self.generates_matrices:
+        See Hyper-CL, section 5.4.1. In low rank from the factors' own small products, W_c never
+        formed: ||W_1 W_2||^2 = trace((W_1^T W_1)(W_2 W_2^T)).
+
+        Raises:
+            UserError: the head makes no matrices.
+        """
+        if not self.generates_matrices:
             raise UserError(f"a {self.kind} head makes no matrices.")
-        return self.module.matrix_norms(condition)
-
-    def condition_cache(self) -> ConditionCache | None:
-        """Return the head with a cache of what it makes of conditions; None where it has none."""
-        from llmcond.heads.hypernet import ConditionCache
-
-        return ConditionCache(self) if self.generates_matrices else None
+        norms = [np.zeros(0)]
+        for start in range(0, len(condition), AT_ONCE):
+            part = as_matrix(condition).read(slice(start, start + AT_ONCE))
+            made = self.module.generated_matrices(part)
+            factors = [factor.astype(np.float64) for factor in made]
+            if len(factors) == 1:
+                norms.append(np.sqrt(np.square(factors[0]).sum(axis=(1, 2))))
+                continue
+            left = np.einsum("uak,ual->ukl", factors[0], factors[0])
+            right = np.einsum("ukb,ulb->ukl", factors[1], factors[1])
+            norms.append(np.sqrt(np.maximum(np.einsum("ukl,ukl->u", left, right), 0)))
+        return np.concatenate(norms)
 
     def check(self, features: MatrixLike, condition: MatrixLike | None) -> None:
         """Check what the head is to be applied to.

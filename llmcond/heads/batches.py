@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from llmcond.arrays import Dense, Matrix, as_matrix
+from llmcond.arrays import Dense, Gathered, Matrix, as_matrix
 from llmcond.heads.module import Batch
 from llmcond.heads.objectives import adjacent_pairs, runs
+from llmcond.heads.pairs import PairArrays
 from llmcond.heads.sampler import GroupSampler, Positions
-
-if TYPE_CHECKING:
-    from llmcond.heads.base import PairArrays
-    from llmcond.heads.settings import TrainingSettings
+from llmcond.heads.settings import TrainingSettings
 
 #: Features that are computed or gathered are made plain arrays if these take no more bytes.
 _DENSE_BYTES = 2**29
@@ -58,21 +54,9 @@ def _tensor(matrix: Matrix, rows: Any, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(found if plain else found.copy(order="C")).to(dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class RatedRows:
-    """A batch as training takes it: first sentences, then second ones.
-
-    Attributes:
-        batch: of 2 n rows.
-        rating: (n,) float32.
-        pair: (n,) int64 the sentence pair of each row, if there are any.
-        contrastive: (p, 2) positions of the contrastive pairs, where objectives need them.
-    """
-
-    batch: Batch
-    rating: Tensor
-    pair: Tensor | None
-    contrastive: Tensor | None
+#: First sentences, then second ones, 2 n; (n,) ratings, float32; and as objectives take them
+#: (n,) the sentence pair of each row and (p, 2) positions of contrastive pairs.
+RatedRows = tuple[Batch, Tensor, Tensor | None, Tensor | None]
 
 
 class Loader:
@@ -96,7 +80,10 @@ class Loader:
         self._sides = [as_matrix(pairs.first), as_matrix(pairs.second)]
         self._streams = any(side.on_disk for side in self._sides)
         if not self._streams:
-            self._sides = [_dense(side) for side in self._sides]
+            small = 4 * math.prod(self._sides[0].shape) <= _DENSE_BYTES
+            self._sides = [
+                Dense(side.read()) if side.parts and small else side for side in self._sides
+            ]
         condition = pairs.condition
         self._conditions = SharedConditions(None if condition is None else as_matrix(condition))
         self.rating = pairs.rating
@@ -109,30 +96,26 @@ class Loader:
     def shuffled(self) -> Iterator[RatedRows]:
         """Yield batches of all rows in a new order."""
         self.steps = 0
+        device = self._device
         for sides, rows in self._parts():
             for positions in self._cut(rows):
                 chosen = rows[positions]
                 self.steps += 1
-                batch = self._conditions.batch(sides, chosen, self._dtype)
-                yield RatedRows(
-                    batch.to(self._device),
-                    torch.from_numpy(self._targets[chosen]).to(self._device),
-                    self._of_rows(self._pair, chosen),
-                    None
-                    if self._run is None
-                    else torch.from_numpy(adjacent_pairs(self._run[chosen])).to(self._device),
-                )
-
-    def _of_rows(self, values: Positions | None, rows: Positions) -> Tensor | None:
-        return None if values is None else torch.from_numpy(values[rows]).to(self._device)
+                batch = self._conditions.batch(sides, chosen, self._dtype).to(device)
+                rating = torch.from_numpy(self._targets[chosen]).to(device)
+                pair = contrastive = None
+                if self._pair is not None:
+                    pair = torch.from_numpy(self._pair[chosen]).to(device)
+                if self._run is not None:
+                    contrastive = torch.from_numpy(adjacent_pairs(self._run[chosen])).to(device)
+                yield batch, rating, pair, contrastive
 
     def in_order(self) -> Iterator[Batch]:
         """Yield batches of all rows as they stand."""
         for start in range(0, len(self.rating), _SCORED):
             rows = np.arange(start, min(start + _SCORED, len(self.rating)))
             yield self._conditions.batch(self._sides, rows, self._dtype).to(self._device)
-            if self._streams:
-                self._release()
+            self._release()
 
     def _parts(self) -> Iterator[tuple[list[Matrix], Positions]]:
         """Yield matrices, and rows of them, that are shuffled among each other."""
@@ -152,13 +135,16 @@ class Loader:
             blocks = order[start : start + _BLOCKS]
             rows = np.concatenate([np.arange(begins[block], ends[block]) for block in blocks])
             # Adjacent rows are read at once, in their order on disk.
-            sides: list[Matrix] = [_Held(side, np.sort(rows)) for side in self._sides]
+            stored = np.sort(rows)
+            place = np.zeros(n, dtype=np.int64)
+            place[stored] = np.arange(len(stored))
+            sides: list[Matrix] = [Gathered(side[stored], place) for side in self._sides]
             self._release()
             yield sides, rows
 
     def _release(self) -> None:
         for side in self._sides:
-            side.release()
+            side.release()  # nothing where none lies on disk
 
     def _permutation(self, n: int) -> Positions:
         drawn: Positions = torch.randperm(n, generator=self._generator).numpy()
@@ -177,25 +163,3 @@ class Loader:
         else:
             order = self._permutation(len(rows))
         yield from np.split(order, range(size, len(order), size))
-
-
-class _Held(Matrix):
-    """Some rows of a matrix, read at once, and found by their positions in all of it."""
-
-    def __init__(self, matrix: Matrix, rows: Positions) -> None:
-        self._array, self._rows = np.array(matrix[rows]), rows
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._array.shape
-
-    def __getitem__(self, rows: Any, /) -> NDArray[Any]:
-        found: NDArray[Any] = self._array[np.searchsorted(self._rows, rows)]
-        return found
-
-
-def _dense(matrix: Matrix) -> Matrix:
-    """Return a plain array of what is cheaper so: computed or gathered, and small."""
-    if matrix.parts and 4 * math.prod(matrix.shape) <= _DENSE_BYTES:
-        return Dense(matrix.read())
-    return matrix

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from sklearn.base import BaseEstimator, TransformerMixin
 from sklearn.utils import assert_all_finite, check_array, check_random_state
 from sklearn.utils.validation import (
+    _check_feature_names_in,
     check_consistent_length,
     check_is_fitted,
     column_or_1d,
@@ -29,7 +30,7 @@ from sklearn.utils.validation import (
 
 from llmcond.arrays import Array, Dense, Gathered, Matrix
 from llmcond.errors import UserError
-from llmcond.heads.base import PairArrays
+from llmcond.heads.pairs import PairArrays
 from llmcond.heads.recipes import Recipe, fit_recipe, load_recipe
 from llmcond.metrics import spearman
 
@@ -121,24 +122,26 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
         with _as_value_errors():
             recipe = self._recipe()
             seed = self._seed()
-            fraction = self._fraction()
+            fraction: Any = self.validation_fraction
+            if not isinstance(fraction, Real) or not 0 <= float(fraction) < 1:
+                raise HeadError(
+                    f"validation_fraction is {fraction!r}; it must be at least 0 and below 1."
+                )
             X, rating, rating_range = self._validated(X, y, recipe)
             dim = self._sentence_dim(X.shape[1], recipe)
-            condition = X[:, 2 * dim :] if recipe.family.conditioned else None
             pairs = PairArrays(
                 first=X[:, :dim],
                 second=X[:, dim : 2 * dim],
                 rating=rating,
-                condition=None if condition is None else _shared(condition),
+                condition=_shared(X[:, 2 * dim :]) if recipe.family.conditioned else None,
                 pair=_numbered(pair, len(X)),
                 number=np.arange(1, len(X) + 1),
             )
-            pairs, dev = _split(pairs, fraction if recipe.family.supervised else 0.0, seed)
+            pairs, dev = _split(pairs, float(fraction) if recipe.family.supervised else 0.0, seed)
             if getattr(recipe.settings, "contrasts", False):
                 pairs = _with_pairs_adjacent(pairs)
-            head = fit_recipe(
-                self._sized(recipe, dim), pairs, dev, seed, _ignore_epoch, self.device
-            )
+            recipe = self._sized(recipe, dim)
+            head = fit_recipe(recipe, pairs, dev, seed, lambda *_: None, self.device)
         for note in head.fit.notes:
             warnings.warn(note, UserWarning, stacklevel=2)
         self.head_ = head
@@ -147,10 +150,7 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
         return self
 
     def transform(self, X: Any) -> Any:
-        """Return the embeddings of both sentences side by side, (n, 2 k) float32.
-
-        Args:
-            X: (n, 2 d + n_condition) features.
+        """Return the embeddings of both sentences of X side by side, (n, 2 k) float32.
 
         Raises:
             NotFittedError: the head is not fitted.
@@ -161,10 +161,7 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
         return np.concatenate(sides, axis=1)
 
     def predict(self, X: Any) -> Array:
-        """Return the cosine of the embeddings of both sentences, (n,) float32, on -1 to 1.
-
-        Args:
-            X: (n, 2 d + n_condition) features.
+        """Return the cosine of the embeddings of both sentences of X, (n,) float32, on -1 to 1.
 
         Raises:
             NotFittedError: the head is not fitted.
@@ -174,14 +171,10 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
         return self.head_.similarity(first, second, condition)
 
     def score(self, X: Any, y: Any) -> float:
-        """Return the Spearman correlation of the cosine and the ratings.
+        """Return the Spearman correlation of the cosine and the ratings y, (n,), on any scale.
 
         It is NaN where it is undefined: all ratings or all cosines are equal, or there is one row.
         A grid search ranks such settings last.
-
-        Args:
-            X: (n, 2 d + n_condition) features.
-            y: (n,) ratings, on any scale.
 
         Raises:
             NotFittedError: the head is not fitted.
@@ -223,16 +216,14 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
     def get_feature_names_out(self, input_features: Any = None) -> NDArray[Any]:
         """Return the names of what :meth:`transform` gives, (2 k,): ``head_first0`` and so on.
 
-        Args:
-            input_features: names of the columns of X; they change nothing, and are only checked.
+        ``input_features`` changes nothing: the names of the columns of X are only checked.
 
         Raises:
             NotFittedError: the head is not fitted.
-            HeadError: names of other columns than were fitted on.
+            ValueError: names of other columns than were fitted on.
         """
         check_is_fitted(self, "head_")
-        if input_features is not None:
-            self._check_names(list(input_features))
+        _check_feature_names_in(self, input_features)
         size = range(self.head_.dim_out)
         names = [f"head_{side}{place}" for side in ("first", "second") for place in size]
         return np.asarray(names, dtype=object)
@@ -247,8 +238,6 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
             tags.target_tags.required = False
         tags.transformer_tags.preserves_dtype = ["float32"]
         return tags
-
-    # -- parameters ----------------------------------------------------------------------------
 
     def _recipe(self) -> Recipe:
         """Return the recipe with the settings that were given, its dimension not yet lowered."""
@@ -294,16 +283,6 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
             raise HeadError(f"random_state is {seed}; it must be at least 0 and below 2^32.")
         return seed
 
-    def _fraction(self) -> float:
-        fraction = self.validation_fraction
-        if not isinstance(fraction, Real) or not 0 <= fraction < 1:
-            raise HeadError(
-                f"validation_fraction is {fraction!r}; it must be at least 0 and below 1."
-            )
-        return float(fraction)
-
-    # -- columns -------------------------------------------------------------------------------
-
     def _validated(
         self, X: Any, y: Any, recipe: Recipe
     ) -> tuple[Array, NDArray[np.float64], tuple[float, float] | None]:
@@ -322,7 +301,14 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
                 f"{recipe.name} learns from ratings."
             )
         X, y = validate_data(self, X, y, y_numeric=True, **least, **_CHECKED)
-        return X, *_scaled(_numbers(y))
+        rating = _numbers(y)
+        low, high = float(rating.min()), float(rating.max())
+        if low == high:
+            raise HeadError(
+                f"all {len(y):,} ratings y are {low:g}, so there is nothing to learn from them; at "
+                "least 2 distinct ones are needed."
+            )
+        return X, (rating - low) / (high - low), (low, high)
 
     def _sentence_dim(self, n_columns: int, recipe: Recipe) -> int:
         """Return d, the number of features of a sentence."""
@@ -350,39 +336,19 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
         condition = _shared(X[:, 2 * dim :]) if self.head_.dim_condition else None
         return X[:, :dim], X[:, dim : 2 * dim], condition
 
-    def _check_names(self, names: list[Any]) -> None:
-        """Raise a HeadError unless the names are those of the columns that were fitted on."""
-        known = getattr(self, "feature_names_in_", None)
-        if len(names) != self.n_features_in_:
-            raise HeadError(
-                "input_features should have length equal to number of features "
-                f"({self.n_features_in_}), got {len(names)}."
-            )
-        if known is not None and names != list(known):
-            raise HeadError("input_features is not equal to feature_names_in_.")
-
 
 @contextmanager
 def _as_value_errors() -> Iterator[None]:
     """Turn what people are told into what scikit-learn expects as well."""
     try:
         yield
-    except HeadError:
-        raise
     except UserError as error:
         raise HeadError(str(error)) from error
-
-
-def _ignore_epoch(epoch: int, epochs: int, score: float) -> None:
-    """Do nothing: the curve has each epoch."""
 
 
 def _plain_number(value: Any) -> Any:
     """Return NumPy's numbers, such as grids are made of, as Python's."""
     return value.item() if isinstance(value, np.generic) else value
-
-
-# -- rows --------------------------------------------------------------------------------------
 
 
 def _numbers(y: Any) -> NDArray[np.float64]:
@@ -393,17 +359,6 @@ def _numbers(y: Any) -> NDArray[np.float64]:
     except (TypeError, ValueError) as error:
         raise HeadError(f"y must be ratings, as numbers: {str(error).rstrip('.')}.") from error
     return found
-
-
-def _scaled(y: NDArray[np.float64]) -> tuple[NDArray[np.float64], tuple[float, float]]:
-    """Return ratings on 0 to 1, and which of them became 0 and 1."""
-    low, high = float(y.min()), float(y.max())
-    if low == high:
-        raise HeadError(
-            f"all {len(y):,} ratings y are {low:g}, so there is nothing to learn from them; at "
-            "least 2 distinct ones are needed."
-        )
-    return (y - low) / (high - low), (low, high)
 
 
 def _numbered(pair: Any, n: int) -> NDArray[np.int64] | None:

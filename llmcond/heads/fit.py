@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from llmcond.errors import UserError
-from llmcond.heads.base import Fit, OnEpoch, PairArrays
 from llmcond.heads.batches import Loader
 from llmcond.heads.ensemble import Ensemble
-from llmcond.heads.module import HeadModule, count_parameters, seeded
+from llmcond.heads.module import HeadModule, seeded
 from llmcond.heads.objectives import Objective, RatedBatch, check_contrasts
+from llmcond.heads.pairs import Fit, OnEpoch, PairArrays
 from llmcond.heads.settings import TrainingSettings
 from llmcond.metrics import spearman
 from llmcond.system import free_memory, native_bfloat16
@@ -97,8 +97,7 @@ def _fit_one(
     device: torch.device,
 ) -> tuple[HeadModule, Fit]:
     dims = pairs.dim, pairs.dim_condition
-    n_parameters = count_parameters(family, settings, dims)
-    _check_memory(n_parameters, device)
+    n_parameters = _count_parameters(family, settings, dims, device)
     (module, objective), generator = seeded(
         lambda: (family(settings, *dims), Objective(settings)), seed
     )
@@ -161,7 +160,15 @@ def _fit_one(
     return module.finished(), Fit(record, notes)
 
 
-def _check_memory(n_parameters: int, device: torch.device) -> None:
+def _count_parameters(
+    family: type[HeadModule],
+    settings: TrainingSettings,
+    dims: tuple[int, int],
+    device: torch.device,
+) -> int:
+    """Return how many parameters a head has, if there is memory to fit them."""
+    with torch.device("meta"):  # no memory is needed to count its parameters
+        n_parameters = sum(value.numel() for value in family(settings, *dims).parameters())
     needed = 4 * _COPIES * n_parameters
     free = free_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     if needed > free:
@@ -170,6 +177,7 @@ def _check_memory(n_parameters: int, device: torch.device) -> None:
             f"fit, and {free / 2**30:,.1f} GiB are free. Lower its dim, or its "
             "rank if it has one."
         )
+    return n_parameters
 
 
 def _in_bfloat16(module: HeadModule, n_parameters: int, device: torch.device) -> bool:
@@ -191,16 +199,15 @@ def _run_epoch(
     """Train on all rows; return the mean loss of a row."""
     total, rows = None, 0
     module.train()
-    for rated in loader.shuffled():
-        first, second = module(*rated.batch).chunk(2)
-        info = RatedBatch(module.similarity, rated.pair, rated.contrastive)
-        loss = objective(first, second, rated.rating, info)
+    for batch, rating, pair, contrastive in loader.shuffled():
+        first, second = module(*batch).chunk(2)
+        loss = objective(first, second, rating, RatedBatch(module.similarity, pair, contrastive))
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-        share = loss.detach() * len(rated.rating)
+        share = loss.detach() * len(rating)
         total = share if total is None else total + share
-        rows += len(rated.rating)
+        rows += len(rating)
     return float("nan" if total is None else total) / max(rows, 1)
 
 

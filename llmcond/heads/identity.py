@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from llmcond.config import STRICT
-from llmcond.heads.base import Fit, PairArrays
 from llmcond.heads.module import HeadModule
+from llmcond.heads.pairs import Fit, PairArrays
 
 
 @dataclass(frozen=True, slots=True)

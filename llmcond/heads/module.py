@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from llmcond.arrays import Array, MatrixLike
 from llmcond.errors import UserError
-
-if TYPE_CHECKING:
-    from llmcond.heads.base import Fit, PairArrays
+from llmcond.heads.pairs import Fit, PairArrays
 
 T = TypeVar("T")
+
+#: Conditions whose matrices are made at a time outside of training.
+AT_ONCE = 64
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "none": lambda values: values,
@@ -108,7 +110,16 @@ class HeadModule(nn.Module):
         """
         return torch.cosine_similarity(first, second)
 
-    # -- for forward ---------------------------------------------------------------------------
+    def generated_matrices(self, condition: MatrixLike) -> list[Array]:
+        """Return what a fitted head that generates matrices makes of conditions, (u, dim_c).
+
+        Returns:
+            W_c, (u, dim, k), or the factors whose product it is, (u, a, b) each, in float32.
+
+        Raises:
+            UserError: the head makes no matrices.
+        """
+        raise UserError(f"the head {type(self).__name__} makes no matrices.")
 
     def add_weight(self, name: str, shape: tuple[int, ...], fan_in: int) -> None:
         """Register a parameter, drawn from U(-1/sqrt(fan_in), 1/sqrt(fan_in)), biases alike."""
@@ -162,8 +173,6 @@ class HeadModule(nn.Module):
             scale = torch.empty_like(values).bernoulli_(kept / 65_536, generator=self._device_masks)
         return values * scale.mul_(65_536 / kept)
 
-    # -- kept and restored ---------------------------------------------------------------------
-
     def finished(self) -> Self:
         """Return the module as a fitted head has it: on the CPU, no dropout, no gradients."""
         self.seed_dropout(None)
@@ -184,22 +193,3 @@ def seeded(make: Callable[[], T], seed: int) -> tuple[T, torch.Generator]:
         made = make()
         generator.set_state(torch.default_generator.get_state())
     return made, generator
-
-
-def count_parameters(family: type[HeadModule], settings: Any, dims: tuple[int, int]) -> int:
-    """Return how many parameters a head has, without memory for them.
-
-    Raises:
-        UserError: settings that do not go with features of these sizes.
-    """
-    with torch.device("meta"):
-        return sum(value.numel() for value in family(settings, *dims).parameters())
-
-
-def check_conditions(kind: str, family: type[HeadModule], dim_condition: int) -> None:
-    """Raise a UserError if a head takes the features of conditions and there are none."""
-    if family.conditioned and not dim_condition:
-        raise UserError(
-            f"the {kind} head takes the features of each condition, and none were given: "
-            "PairArrays(..., condition=...)."
-        )

@@ -158,11 +158,10 @@ class Objective(nn.Module):
         """
         settings, batch = self.settings, batch or RatedBatch()
         own = _Compared(first, second, batch.similarity(first, second), rating, batch)
-        terms: list[Tensor] = []
-        for name, function in OBJECTIVES.items():
-            weight: float = getattr(settings, name)
-            if weight:
-                terms.append(weight * function(own, settings))
+        weights = {name: getattr(settings, name) for name in OBJECTIVES}
+        terms: list[Tensor] = [
+            weight * OBJECTIVES[name](own, settings) for name, weight in weights.items() if weight
+        ]
         if self.custom is not None:
             custom = self.custom(first, second, rating, batch, settings)
             terms.append(settings.objective_weight * custom)
@@ -178,9 +177,6 @@ def cosine_mse(first: Tensor, second: Tensor, rating: Tensor) -> Tensor:
         rating: (n,) on 0 to 1.
     """
     return (torch.cosine_similarity(first, second) - rating).square().mean()
-
-
-# -- built-in objectives -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,9 +260,6 @@ def _weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
     return (values * weight).sum() / weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
 
 
-# -- contrastive pairs -------------------------------------------------------------------------
-
-
 def runs(pair: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the number of each row's run, (n,): rows of one pair, one right after the other."""
     return np.cumsum(np.diff(pair, prepend=pair[:1]) != 0).astype(np.int64)
@@ -298,24 +291,19 @@ def contrastive_pairs(
     several = np.isin(pair[start], pairs[rows > 1])
     wrong = np.unique(pair[start[several & (count != 2)]])
     if len(wrong):
-        named = np.flatnonzero(pair == pair[np.isin(pair, wrong)][0])
-        shown = named + 1 if row_id is None else row_id[named]
-        raise UserError(_not_paired(shown.tolist(), len(wrong) - 1))
+        same = np.flatnonzero(pair == pair[np.isin(pair, wrong)][0])
+        named = [str(row) for row in (same + 1 if row_id is None else row_id[same])]
+        if len(same) > _NAMED:
+            named[_NAMED:] = [f"{len(same) - _NAMED:,} more"]
+        also = f" (one of {len(wrong):,} pairs at fault)" if len(wrong) > 1 else ""
+        remedy = "Keep two rows of each pair" if len(same) > 2 else "Put the two next to each other"
+        raise UserError(
+            f"rows {', '.join(named[:-1])} and {named[-1]} have the same sentence pair{also}. "
+            "Contrastive objectives take the two rows of a sentence pair, one right after the "
+            f"other, under two conditions. {remedy}, or fit without info_nce and quadruplet."
+        )
     start = start[count == 2]
     return np.stack([start, start + 1], axis=1).astype(np.int64)
-
-
-def _not_paired(rows: list[int], others: int) -> str:
-    named = [str(row) for row in rows[:_NAMED]]
-    if len(rows) > _NAMED:
-        named.append(f"{len(rows) - _NAMED:,} more")
-    also = f" (one of {others + 1:,} pairs at fault)" if others else ""
-    remedy = "Keep two rows of each pair" if len(rows) > 2 else "Put the two next to each other"
-    return (
-        f"rows {', '.join(named[:-1])} and {named[-1]} have the same sentence pair{also}. "
-        "Contrastive objectives take the two rows of a sentence pair, one right after the other, "
-        f"under two conditions. {remedy}, or fit without info_nce and quadruplet."
-    )
 
 
 def check_contrasts(
@@ -341,16 +329,13 @@ def check_contrasts(
     """
     if not settings.contrasts:
         return {}
+    needed = "info_nce and quadruplet contrast the two conditions of a sentence pair, and no"
     if pair is None:
-        raise UserError(
-            "info_nce and quadruplet contrast the two conditions of a sentence pair, and no pairs "
-            "were given: PairArrays(..., pair=...)."
-        )
+        raise UserError(f"{needed} pairs were given: PairArrays(..., pair=...).")
     found = contrastive_pairs(pair, row_id)
     if not len(found):
         raise UserError(
-            "info_nce and quadruplet contrast the two conditions of a sentence pair, and no "
-            "sentence pair has two rated rows. Use mse, cosent or ranking instead."
+            f"{needed} sentence pair has two rated rows. Use mse, cosent or ranking instead."
         )
     tied = rating[found[:, 0]] == rating[found[:, 1]]
     return {"n_contrastive_pairs": len(found), "n_tied_pairs": int(tied.sum())}

@@ -15,8 +15,8 @@ from torch import Tensor
 from llmcond.arrays import Array, as_matrix
 from llmcond.config import STRICT
 from llmcond.errors import UserError
-from llmcond.heads.base import Fit, PairArrays
 from llmcond.heads.module import HeadModule
+from llmcond.heads.pairs import Fit, PairArrays
 
 #: Directions with less than this share of the widest one's spread are rounding, not signal.
 _RANK_TOLERANCE = 1e-6
@@ -158,11 +158,9 @@ class Whitening(Projection):
         dim = int((spread > _RANK_TOLERANCE * spread[0]).sum())
         self._set(model.mean_, model.components_[:dim] / spread[:dim, None])
         explained = float(model.explained_variance_ratio_[:dim].sum())
+        few = f"whitening: {dim} directions instead of {wanted}: the training vectors span no more"
         record = {"selected_on": None, "explained_variance": explained}
-        few = (
-            f"whitening: {dim} directions instead of {wanted}: the training vectors span no more",
-        )
-        return Fit(record, few if dim < wanted else ())
+        return Fit(record, (few,) if dim < wanted else ())
 
 
 class Random(Projection):

@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, get_origin, get_type_hints
 
 from llmcond import plugins
 from llmcond.arrays import as_matrix
 from llmcond.config import STRICT, build, find_toml, read_toml
 from llmcond.errors import UserError, nearest
-from llmcond.heads.base import FittedHead, OnEpoch, PairArrays
+from llmcond.heads.base import FittedHead
 from llmcond.heads.fit import fit_by_gradient
-from llmcond.heads.module import HeadModule, check_conditions
+from llmcond.heads.module import HeadModule
+from llmcond.heads.pairs import OnEpoch, PairArrays
 from llmcond.heads.settings import TrainingSettings
 from llmcond.system import choose_device
 
@@ -126,16 +127,6 @@ _READERS: Mapping[type, Callable[[str], Any]] = {
 }
 
 
-def _plain_type(annotation: Any) -> type:
-    """Return ``int`` of ``Annotated[int, ...]``, and ``str`` of ``Literal["a", ...]``."""
-    if get_origin(annotation) is Annotated:
-        return _plain_type(get_args(annotation)[0])
-    if get_origin(annotation) is Literal:
-        return type(get_args(annotation)[0])
-    plain: type = annotation
-    return plain
-
-
 def parse_settings(
     settings: type[Any], changes: Mapping[str, str], source: str, what: str
 ) -> dict[str, Any]:
@@ -144,8 +135,9 @@ def parse_settings(
     Raises:
         UserError: a setting that ``what`` does not have, or text that is no such number.
     """
-    hints = get_type_hints(settings, include_extras=True)
-    kinds = {item.name: _plain_type(hints[item.name]) for item in fields(settings)}
+    hints = get_type_hints(settings)  # int of Annotated[int, ...]
+    own = {item.name: hints[item.name] for item in fields(settings)}
+    kinds = {name: str if get_origin(hint) is Literal else hint for name, hint in own.items()}
     parsed: dict[str, Any] = {}
     for key, text in changes.items():
         if key not in kinds:
@@ -198,7 +190,17 @@ def find_family(kind: str, source: str, folder: Path | None = None) -> tuple[str
     """
     if plugins.is_plugin(kind):
         family = plugins.recorded(kind, source) if folder is None else _named(kind, folder, source)
-        _check_family(family, kind)
+        if not (isinstance(family, type) and issubclass(family, HeadModule)):
+            raise UserError(
+                f"{kind} is no head: it must be a subclass of llmcond.heads.HeadModule."
+            )
+        settings: Any = getattr(family, "Settings", None)
+        legal = is_dataclass(settings)
+        if not legal or (family.supervised and not issubclass(settings, TrainingSettings)):
+            raise UserError(
+                f"{kind} has no Settings that recipes can be checked by: a frozen dataclass, of "
+                "heads trained by gradient a subclass of llmcond.heads.TrainingSettings."
+            )
         return plugins.record_name(kind), family
     if kind not in _FAMILIES:
         raise UserError(f"{source}: unknown kind of head {kind!r}. {nearest(kind, _FAMILIES)}")
@@ -215,19 +217,6 @@ def _named(name: str, folder: Path, source: str) -> Any:
         return plugins.recorded(name, source)
     except UserError:
         return plugins.load(name, folder)
-
-
-def _check_family(family: Any, kind: str) -> None:
-    if not (isinstance(family, type) and issubclass(family, HeadModule)):
-        raise UserError(f"{kind} is no head: it must be a subclass of llmcond.heads.HeadModule.")
-    settings = getattr(family, "Settings", None)
-    if not is_dataclass(settings) or (
-        family.supervised and not issubclass(settings, TrainingSettings)  # type: ignore[arg-type]
-    ):
-        raise UserError(
-            f"{kind} has no Settings that recipes can be checked by: a frozen dataclass, of heads "
-            "trained by gradient a subclass of llmcond.heads.TrainingSettings."
-        )
 
 
 def _with_objective(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -270,15 +259,26 @@ def fit_recipe(
             f"dim is {recipe.dim}, but the features have {pairs.dim}: a head never enlarges them. "
             f"Set dim to {pairs.dim} or less."
         )
-    if family.supervised:
-        _check_ratings(pairs)
-    if not family.is_identity:
-        _check_vectors(pairs)
+    distinct = len(set(pairs.rating.tolist()))
+    if family.supervised and distinct < 2:
+        raise UserError(
+            f"the training split has {distinct} distinct ratings over {len(pairs)} rated rows; at "
+            "least 2 are needed to fit a head."
+        )
+    if not family.is_identity and not _varies(pairs):
+        raise UserError(
+            f"all {2 * len(pairs):,} training vectors are equal, so there is nothing to fit. Were "
+            "they made by the right prompt?"
+        )
     if not family.conditioned:
         # So that a saved head says what it takes.
         pairs = replace(pairs, condition=None)
         dev = None if dev is None else replace(dev, condition=None)
-    check_conditions(recipe.kind, family, pairs.dim_condition)
+    elif not pairs.dim_condition:
+        raise UserError(
+            f"the {recipe.kind} head takes the features of each condition, and none were given: "
+            "PairArrays(..., condition=...)."
+        )
     if family.supervised:
         module, fit = fit_by_gradient(family, recipe.settings, pairs, dev, seed, on_epoch, device)
     else:
@@ -286,23 +286,6 @@ def fit_recipe(
         fit = module.solve(pairs, seed)
         module.finished()
     return FittedHead(recipe.kind, family, module, seed, fit)
-
-
-def _check_ratings(pairs: PairArrays) -> None:
-    distinct = len(set(pairs.rating.tolist()))
-    if distinct < 2:
-        raise UserError(
-            f"the training split has {distinct} distinct ratings over {len(pairs)} rated rows; at "
-            "least 2 are needed to fit a head."
-        )
-
-
-def _check_vectors(pairs: PairArrays) -> None:
-    if not _varies(pairs):
-        raise UserError(
-            f"all {2 * len(pairs):,} training vectors are equal, so there is nothing to fit. Were "
-            "they made by the right prompt?"
-        )
 
 
 def _varies(pairs: PairArrays) -> bool:

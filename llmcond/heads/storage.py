@@ -17,8 +17,9 @@ from safetensors.numpy import save as save_tensors
 from llmcond.config import build
 from llmcond.errors import LlmcondError, first_line
 from llmcond.files import check_format, digest_file, read_json, replacing, write_json
-from llmcond.heads.base import Fit, FittedHead
+from llmcond.heads.base import FittedHead
 from llmcond.heads.ensemble import Ensemble
+from llmcond.heads.pairs import Fit
 from llmcond.heads.recipes import find_family
 
 FORMAT = 1

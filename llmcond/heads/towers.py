@@ -64,8 +64,3 @@ class Towers(Hypernet):
         first = self.dropout(activation(self.affine("weight2", hidden)))
         second = super().forward(sentence, condition, which)
         return torch.cat([normalize(first), normalize(second)], dim=1)
-
-    @property
-    def _dim_generated(self) -> int:
-        dim: int = self.settings.dim // 2
-        return dim

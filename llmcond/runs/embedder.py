@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +14,9 @@ from llmcond.encoders.encoder import Encoder
 from llmcond.errors import UserError
 from llmcond.features.view import Part, View
 from llmcond.heads import FittedHead, Gathered, Matrix, cosine
+from llmcond.heads.cache import ConditionCache
 from llmcond.prompts import Prompt
 from llmcond.runs import Run, SavedHead, open_run
-
-if TYPE_CHECKING:
-    from llmcond.heads.hypernet import ConditionCache
 
 Vectors = NDArray[np.float32]
 
@@ -111,13 +109,11 @@ def _rows(sentences: Sequence[str], conditions: str | Sequence[str]) -> list[tup
         )
     rows = list(zip(sentences, given, strict=True))
     for number, texts in enumerate(rows):
-        wrong = [text for text in texts if not isinstance(text, str)]
-        if wrong:
-            raise UserError(f"position {number} holds {wrong[0]!r}, which is not a text.")
-        sentence, condition = texts
-        if not sentence.strip() or not condition.strip():
-            empty = "condition" if sentence.strip() else "sentence"
-            raise UserError(f"the {empty} at position {number} is empty.")
+        for name, text in zip(("sentence", "condition"), texts, strict=True):
+            if not isinstance(text, str):
+                raise UserError(f"position {number} holds {text!r}, which is not a text.")
+            if not text.strip():
+                raise UserError(f"the {name} at position {number} is empty.")
     return rows
 
 
@@ -149,7 +145,7 @@ def load_embedder(
     resolved = opened.resolve_encoder(device)
     if chosen is None:
         return Embedder(Encoder(resolved), view)
-    cache = chosen.head.condition_cache()
+    cache = ConditionCache(chosen.head) if chosen.head.generates_matrices else None
     return Embedder(Encoder(resolved), view, chosen.head, chosen.name, cache)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from llmcond.errors import UserError
 from llmcond.heads import Gathered, PairArrays, fit_recipe, load_recipe
-from llmcond.heads.hypernet import ConditionCache
+from llmcond.heads.cache import ConditionCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,6 +66,6 @@ def test_equal_vectors_are_one_condition_however_they_are_given():
 def test_other_heads_have_nothing_to_keep():
     with pytest.raises(UserError, match="a linear head makes no matrices"):
         ConditionCache(fitted("linear", dim=4))
-    assert fitted("linear", dim=4).condition_cache() is None
+    assert not fitted("linear", dim=4).generates_matrices
     with pytest.raises(UserError, match="takes the features of each condition"):
         ConditionCache(fitted(dim=8, rank=3)).transform(np.ones((2, 12)), None)

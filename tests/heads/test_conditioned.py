@@ -611,7 +611,7 @@ def test_hypernetwork_makes_some_matrices_at_a_time_outside_of_training(
 
     factors = Hypernet.factors
     monkeypatch.setattr(Hypernet, "factors", counted)
-    monkeypatch.setattr(hypernet, "_AT_ONCE", 7)
+    monkeypatch.setattr(hypernet, "AT_ONCE", 7)
     with torch.no_grad():
         found = module(*batch)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
