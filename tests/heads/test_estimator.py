@@ -538,7 +538,7 @@ def test_shuffled_splits_keep_contrasts(data):
         ({"recipe": None}, "recipe is None; it must be a recipe's name"),
         ({"settings": ["epochs"]}, r"settings is \['epochs'\]; it must be a dict"),
         ({"settings": {"epoch": 5}}, r"Head\('mlp'\): unknown key 'epoch'. Did you mean 'epochs'"),
-        ({"settings": {"epochs": 0}}, ".epochs. is 0: .*greater than or equal to 1"),
+        ({"settings": {"epochs": 0}}, ".epochs. is 0: .*at least 1"),
         ({"settings": {"dim": 4}}, r"a parameter by itself: Head\(dim="),
         ({"dim": DIM + 1}, f"each sentence has {DIM} features.*Give dim={DIM} or less"),
         ({"dim": 2.5}, "'dim' is 2.5"),

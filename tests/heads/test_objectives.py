@@ -477,17 +477,17 @@ NAMES = ["mse", "info_nce", "quadruplet", "cosent", "ranking"]
     ("values", "message"),
     [
         *(
-            ({name: -0.5}, f"'{name}' is -0.5: .*greater than or equal to 0")
+            ({name: -0.5}, f"'{name}' is -0.5: .*at least 0")
             for name in [*NAMES, "margin"]
         ),
         *(
-            ({name: 2e6}, f"'{name}' is 2000000.0: .*less than or equal to 1000000")
+            ({name: 2e6}, f"'{name}' is 2000000.0: .*at most 1,000,000")
             for name in [*NAMES, "margin"]
         ),
-        ({"temperature": 0.0}, "'temperature' is 0.0: .*greater than or equal to 0.000001"),
-        ({"scale": 0.0}, "'scale' is 0.0: .*greater than or equal to 0.000001"),
+        ({"temperature": 0.0}, "'temperature' is 0.0: .*at least 1e-06"),
+        ({"scale": 0.0}, "'scale' is 0.0: .*at least 1e-06"),
         ({"scale": -1.0}, "'scale' is -1.0:"),
-        ({"temperature": 1e7}, "'temperature' is 10000000.0: .*less than or equal to 1000000"),
+        ({"temperature": 1e7}, "'temperature' is 10000000.0: .*at most 1,000,000"),
         ({"mse": 0.0}, "mse, cosent, ranking, info_nce, quadruplet are all 0.*set one"),
         ({"info_nce_form": "v2"}, "'info_nce_form' is 'v2': .*'acl', 'v1' or 'self-negatives'"),
         ({"ties": "skip"}, "'ties' is 'skip': .*'drop', 'keep' or 'gap'"),
