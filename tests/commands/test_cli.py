@@ -323,7 +323,7 @@ def test_prefixes_are_shared_or_not_and_give_the_same_vectors(capsys, write_rows
         keys = lance.dataset(str(own.store().folder / "vectors.lance")).to_table()["key"]
         planned = plan(inputs, by_prefix=option == "--share-prefixes")
         assert keys.to_pylist() == [item.key for item in planned]
-        vectors.append(own.store().read(plan(inputs)))
+        vectors.append(own.store().lookup(plan(inputs)).read())
     np.testing.assert_allclose(*vectors, rtol=0, atol=1e-3)
 
 

@@ -476,10 +476,7 @@ NAMES = ["mse", "info_nce", "quadruplet", "cosent", "ranking"]
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        *(
-            ({name: -0.5}, f"'{name}' is -0.5: .*at least 0")
-            for name in [*NAMES, "margin"]
-        ),
+        *(({name: -0.5}, f"'{name}' is -0.5: .*at least 0") for name in [*NAMES, "margin"]),
         *(
             ({name: 2e6}, f"'{name}' is 2000000.0: .*at most 1,000,000")
             for name in [*NAMES, "margin"]
