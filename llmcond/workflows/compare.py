@@ -66,6 +66,9 @@ class Comparison:
         """Return the results as a pandas DataFrame."""
         return self.results.to_pandas()
 
+    def _repr_html_(self) -> str:
+        return self.results._repr_html_()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:

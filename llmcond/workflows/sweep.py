@@ -46,6 +46,9 @@ class SweepResult:
         """Return the results as a pandas DataFrame."""
         return self.results.to_pandas()
 
+    def _repr_html_(self) -> str:
+        return self.results._repr_html_()
+
 
 def sweep(  # noqa: PLR0913 - each is a choice of the user, by keyword
     run_folder: Path,

@@ -100,8 +100,9 @@ def test_templates_name_further_columns(answers, tmp_path):
         load_prompt(str(tmp_path / "t.toml"))
 
 
-@pytest.mark.parametrize("shape", ["list", "columns", "arrow", "splits"])
+@pytest.mark.parametrize("shape", ["list", "columns", "arrow", "pandas", "splits"])
 def test_rows_in_memory_are_rows(shape):
+    import pandas as pd
     import pyarrow as pa
 
     names = ("sentence1", "sentence2", "condition", "label")
@@ -110,6 +111,7 @@ def test_rows_in_memory_are_rows(shape):
         "list": rows,
         "columns": {name: [row[name] for row in rows] for name in names},
         "arrow": pa.Table.from_pylist(rows),
+        "pandas": pd.DataFrame(rows),
         "splits": {"train": rows[:6], "validation": rows[6:8], "test": rows[8:]},
     }[shape]
     dataset = DataOptions(given).read()
