@@ -1,0 +1,29 @@
+"""Commands in README.md and docs/ are ones that the command line takes."""
+
+import re
+import shlex
+
+import pytest
+from helpers.paths import ROOT
+
+from llmcond.cli import _parser
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands(text):
+    for block in re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            found = re.match(r"\s*(llmcond [^#&;|>]*)", line)
+            if found and "..." not in found[1] and "$" not in found[1]:
+                yield shlex.split(found[1])[1:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_of_a_page_are_parsed(page):
+    for arguments in commands(page.read_text(encoding="utf-8")):
+        _parser().parse_args(arguments)
+
+
+def test_there_are_commands():
+    assert sum(len(list(commands(page.read_text(encoding="utf-8")))) for page in PAGES) > 40
