@@ -19,7 +19,7 @@ def results(csts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[
     run = tmp_path_factory.mktemp("csts") / "run"
     extract("minilm", EncoderOptions(device="cpu"), run, DataOptions(str(csts)))
     fit_head(run, "mlp", changes={"epochs": "45"})
-    return {(row["head"], row["subtract"]): row for row in evaluate(run)}
+    return {(row.head, row.subtract): row.to_json() for row in evaluate(run)}
 
 
 def test_subtraction_helps_zero_shot(results):
