@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,14 +40,16 @@ def data_options(command: Any) -> DataOptions:
 
     columns = scale = None
     if command.columns:
-        legal = ("sentence1", "sentence2", "condition", "label")
+        legal = [field.name for field in fields(Columns)]
         for name in command.columns:
             if name not in legal:
                 raise UserError(f"--columns has no {name!r}. {nearest(name, legal)}")
         columns = Columns(**command.columns)
-    if command.rating_range or command.unrated is not None:
-        low, high = command.rating_range or (1.0, 5.0)
-        scale = RatingScale(low, high, -1.0 if command.unrated is None else command.unrated)
+    given = dict(zip(("low", "high"), command.rating_range or (), strict=False))
+    if command.unrated is not None:
+        given["unrated"] = command.unrated
+    if given:
+        scale = RatingScale(**given)
     return DataOptions(command.data, columns, scale, getattr(command, "split_seed", None))
 
 

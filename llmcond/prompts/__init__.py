@@ -1,5 +1,5 @@
 """Prompt templates: a TOML file with placeholders becomes the inputs of an encoder."""
 
-from llmcond.prompts.template import Part, Prompt, load_prompt, prompt_from_json
+from llmcond.prompts.template import Part, Prompt, fields_of, load_prompt, prompt_from_json
 
-__all__ = ["Part", "Prompt", "load_prompt", "prompt_from_json"]
+__all__ = ["Part", "Prompt", "fields_of", "load_prompt", "prompt_from_json"]

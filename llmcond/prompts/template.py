@@ -8,7 +8,7 @@ it (CASE, section 3.1, equation 1). Sentences are put in as text: braces in them
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from string import Formatter
 from types import MappingProxyType
@@ -146,6 +146,11 @@ class Prompt:
             for key, value in values.items()
             if key not in ("control", "fields", "plain") or value
         }
+
+
+def fields_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
+    """Return the further columns of the data that prompts name, each once."""
+    return tuple(dict.fromkeys(name for prompt in prompts for name in prompt.fields))
 
 
 def prompt_from_json(values: dict[str, Any], source: str) -> Prompt:

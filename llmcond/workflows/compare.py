@@ -24,7 +24,7 @@ from llmcond.files import write_json
 from llmcond.heads import Recipe, load_recipe
 from llmcond.log import log
 from llmcond.metrics import choose_metrics
-from llmcond.prompts import Prompt, load_prompt
+from llmcond.prompts import Prompt, fields_of, load_prompt
 from llmcond.prompts.inputs import check_inputs_differ
 from llmcond.report.comparisons import FEW_PAIRS, summary
 from llmcond.report.page import Page, check_page, page_of, write_page
@@ -228,8 +228,7 @@ def _check_rows(
         run = open_run(run_folder)
         splits = [run.rows(name) for name in run.splits]
     else:
-        extra = tuple(dict.fromkeys(name for prompt in prompts for name in prompt.fields))
-        dataset = task_of(None, task).read(replace(data, extra=extra))
+        dataset = task_of(None, task).read(replace(data, extra=fields_of(prompts)))
         splits = list(dataset.splits.values())
     for rows, prompt in itertools.product(splits, prompts):
         check_inputs_differ(rows, prompt)

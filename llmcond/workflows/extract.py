@@ -20,7 +20,7 @@ from llmcond.features.missing import Missing, count_missing, together
 from llmcond.features.store import StoreDtype
 from llmcond.log import log
 from llmcond.progress import duration
-from llmcond.prompts import Prompt, load_prompt
+from llmcond.prompts import Prompt, fields_of, load_prompt
 from llmcond.prompts.inputs import SplitInputs
 from llmcond.runs import Run, RunExistsError, create_run, open_run, run_exists, where_model
 from llmcond.runs.extraction import LazyEncoder, extract_rows, extraction_record
@@ -84,8 +84,7 @@ def extract(
     # All that can be wrong in files is found before a model is looked for, or downloaded.
     named = [load_prompt(name) for name in prompts]
     chosen_task = task_of(existing, task)
-    fields = tuple(dict.fromkeys(name for prompt in named for name in prompt.fields))
-    dataset = None if existing else read_dataset(chosen_task, replace(data, extra=fields))
+    dataset = None if existing else read_dataset(chosen_task, replace(data, extra=fields_of(named)))
     resolved = resolve(model, options)
     for assumption in resolved.assumed:
         log.info(f"assumed: {assumption}")

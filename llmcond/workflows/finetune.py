@@ -22,7 +22,7 @@ from llmcond.heads.recipes import parse_settings
 from llmcond.log import log
 from llmcond.metrics import Estimate
 from llmcond.progress import TrainBar, duration
-from llmcond.prompts import Prompt, load_prompt, prompt_from_json
+from llmcond.prompts import Prompt, fields_of, load_prompt, prompt_from_json
 from llmcond.report.card import model_card
 from llmcond.report.format import estimate_text
 from llmcond.runs import Run, complete_run, head_name, head_record, open_run, where_model
@@ -147,7 +147,7 @@ def train_lora(
     plan = _plan(choice)
     tuning = _settings(settings, plan.recipe)
     chosen_task = task_of(None, task)
-    dataset = read_dataset(chosen_task, data)
+    dataset = read_dataset(chosen_task, replace(data, extra=fields_of(plan.prompts)))
     _check_rated(dataset)
     resolved = resolve(model, options)
     for assumption in resolved.assumed:
