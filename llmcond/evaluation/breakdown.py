@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from llmcond.errors import UserError
 from llmcond.metrics import Floats
 
 #: So many distinct ratings are shown one by one; more are put into classes of equal width.
@@ -21,15 +19,8 @@ _CLASSES = 10
 def rank_share(values: NDArray[np.floating]) -> Floats:
     """Return each value's place in ascending order: 0 for the least, 1 for the greatest.
 
-    Ties have their mean place; a single value is in the middle.
-
-    Args:
-        values: (n,) in any unit, finite.
-
-    Raises:
-        UserError: a value is not finite.
+    Ties have their mean place; a single value is in the middle. Values are (n,), finite.
     """
-    _check_finite(values)
     n = len(values)
     return (rankdata(values) - 1) / (n - 1) if n > 1 else np.full(n, 0.5)
 
@@ -39,14 +30,7 @@ def rating_span(rating: Floats) -> tuple[Floats, Floats]:
 
     Ratings are few and shared by many rows, so that a rating gives a row no single place: in a
     perfect order the rows of one rating stand anywhere within their span.
-
-    Args:
-        rating: (n,) on any scale, finite.
-
-    Raises:
-        UserError: a rating is not finite.
     """
-    _check_finite(rating)
     n = len(rating)
     if n < 2:
         return np.full(n, 0.5), np.full(n, 0.5)
@@ -60,16 +44,7 @@ def rank_error(similarity: NDArray[np.floating], rating: Floats) -> Floats:
     It is a share of all places, signed: above 0, the row is predicted more alike than its rating
     says. 0 everywhere is a perfect order. Unlike a difference of prediction and rating it compares
     predictions of any range, and unlike a correlation it says something about a single row.
-
-    Args:
-        similarity: (n,) predicted, in any unit.
-        rating: (n,) on any scale.
-
-    Raises:
-        UserError: columns of different length, or values that are not finite.
     """
-    if len(similarity) != len(rating):
-        raise UserError(f"{len(similarity)} predictions came with {len(rating)} ratings.")
     place = rank_share(similarity)
     first, last = rating_span(rating)
     return np.maximum(place - last, 0) - np.maximum(first - place, 0)
@@ -80,12 +55,6 @@ def chance_error(rating: Floats) -> Floats:
 
     Rows of the lowest and the highest rating are further off by chance than those in the middle,
     so that an error means little without it.
-
-    Args:
-        rating: (n,) on any scale.
-
-    Raises:
-        UserError: a rating is not finite.
     """
     n = len(rating)
     if n < 2:
@@ -119,11 +88,7 @@ class Groups:
 
 
 def by_condition(condition: Sequence[str]) -> Groups:
-    """Group rows by condition: case, white space and a full stop at the end make no difference.
-
-    Args:
-        condition: (n,) texts.
-    """
+    """Group rows by condition: case, white space and a full stop at the end make no difference."""
     keys = [" ".join(text.split()).removesuffix(".").casefold() for text in condition]
     numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     index = np.array([numbers[key] for key in keys], dtype=np.int64)
@@ -156,18 +121,7 @@ def calibration(similarity: NDArray[np.floating], rating: Floats) -> list[Level]
     """Return what is predicted at each rating, ratings in ascending order.
 
     More than a few distinct ratings are put into classes of equal width.
-
-    Args:
-        similarity: (n,) predicted.
-        rating: (n,) on any scale.
-
-    Raises:
-        UserError: columns of different length, or values that are not finite.
     """
-    if len(similarity) != len(rating):
-        raise UserError(f"{len(similarity)} predictions came with {len(rating)} ratings.")
-    _check_finite(similarity)
-    _check_finite(rating)
     distinct, level = np.unique(rating, return_inverse=True)
     if len(distinct) > _FEW_RATINGS:
         edges = np.linspace(distinct[0], distinct[-1], _CLASSES + 1)
@@ -179,11 +133,3 @@ def calibration(similarity: NDArray[np.floating], rating: Floats) -> list[Level]
         place = float(rating[level == number].mean())
         found.append(Level(place, len(values), float(values.mean()), *quartiles))
     return found
-
-
-def _check_finite(values: NDArray[Any]) -> None:
-    if not np.isfinite(values).all():
-        bad = int((~np.isfinite(values)).sum())
-        raise UserError(
-            f"{bad:,} of {len(values):,} values are NaN or infinite and have no place in an order."
-        )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,15 +13,11 @@ from scipy.special import xlogy
 from llmcond.errors import UserError
 from llmcond.evaluation.isotropy import shape_of
 
-Method = Literal["pca", "tsne"]
-
 #: K-means is started so often, and the tightest clustering kept.
 _STARTS = 10
 
-#: scikit-learn's default perplexity of t-SNE, lowered where there are fewer points.
-_PERPLEXITY = 30.0
-
-#: So few vectors are not worth a second thread.
+#: So few vectors are clustered by one thread: those of OpenMP spin while they wait for each other,
+#: which takes longer than the work where others use the same cores.
 _FEW = 2_000
 
 
@@ -57,25 +52,19 @@ def impurity(vectors: NDArray[Any], labels: Sequence[str], seed: int = 0) -> Imp
 
     Args:
         vectors: (n, d) in any float type.
-        labels: (n,) the condition of each.
+        labels: (n,) the condition of each, two at least.
         seed: of K-means.
 
     Raises:
-        UserError: no vectors, values that are not finite, a single condition, or fewer distinct
-            vectors than conditions.
+        UserError: no vectors, values that are not finite, or fewer distinct vectors than
+            conditions.
     """
     from sklearn.cluster import KMeans
+    from threadpoolctl import threadpool_limits
 
     points = _points(vectors)
-    if len(labels) != len(points):
-        raise UserError(f"{len(points)} vectors came with {len(labels)} labels; give each one.")
     conditions = tuple(dict.fromkeys(labels))
     k = len(conditions)
-    if k < 2:
-        raise UserError(
-            f"all {len(points)} vectors are under the condition {conditions[0]!r}; impurity "
-            "compares two conditions at least."
-        )
     # With fewer, K-means leaves clusters empty, and equal vectors would seem well separated.
     distinct = len(np.unique(points, axis=0))
     if distinct < k:
@@ -84,7 +73,7 @@ def impurity(vectors: NDArray[Any], labels: Sequence[str], seed: int = 0) -> Imp
             f"{k} clusters need {k} at least. Give more sentences, or fewer conditions."
         )
     # Lloyd's algorithm ends in a minimum near its start, hence several.
-    with _threads(len(points)):
+    with threadpool_limits(1 if len(points) <= _FEW else None):
         clusters = KMeans(n_clusters=k, n_init=_STARTS, random_state=seed).fit_predict(points)
     place = {condition: i for i, condition in enumerate(conditions)}
     counts = np.zeros((k, k), dtype=np.int64)
@@ -93,11 +82,7 @@ def impurity(vectors: NDArray[Any], labels: Sequence[str], seed: int = 0) -> Imp
 
 
 def impurity_of(counts: NDArray[np.int64]) -> float:
-    """Return I of Hyper-CL, section 5.2, in nats.
-
-    Args:
-        counts: (conditions, clusters), how many of each condition are in each cluster.
-    """
+    """Return I in nats, from (conditions, clusters) how many of a condition are in a cluster."""
     size = counts.sum(axis=1, keepdims=True)
     # A condition without vectors weighs nothing.
     share = counts / np.maximum(size, 1)
@@ -105,21 +90,14 @@ def impurity_of(counts: NDArray[np.int64]) -> float:
     return float(abs(xlogy(size / size.sum() * share, share).sum()))
 
 
-def project_2d(vectors: NDArray[Any], method: Method = "pca", seed: int = 0) -> NDArray[np.float64]:
-    """Return a plane picture of vectors, (n, 2).
-
-    PCA keeps distances as far as two dimensions can. t-SNE keeps who is near whom, and invents the
-    rest: neither the size of its groups nor the space between them means anything.
-
-    Args:
-        vectors: (n, d) in any float type.
-        method: ``pca`` or ``tsne``.
-        seed: of t-SNE, and of PCA where it is approximated.
+def project_2d(vectors: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the two principal components of vectors (n, d) in any float type, (n, 2).
 
     Raises:
-        UserError: fewer than three vectors or two dimensions, all vectors equal, values that are
-            not finite, or another method.
+        UserError: fewer than three vectors or two dimensions, or values that are not finite.
     """
+    from sklearn.decomposition import PCA
+
     points = _points(vectors)
     n, dim = points.shape
     if n < 3 or dim < 2:
@@ -127,35 +105,7 @@ def project_2d(vectors: NDArray[Any], method: Method = "pca", seed: int = 0) -> 
             f"vectors of shape {(n, dim)} have no picture in a plane; three vectors of two "
             "dimensions are the least."
         )
-    if not np.ptp(points, axis=0).any():
-        raise UserError(f"all {n} vectors are equal; a picture would show a single point.")
-    if method == "pca":
-        from sklearn.decomposition import PCA
-
-        placed = PCA(n_components=2, random_state=seed).fit_transform(points)
-    elif method == "tsne":
-        from sklearn.manifold import TSNE
-
-        # It has to be below the number of points.
-        perplexity = min(_PERPLEXITY, (n - 1) / 3)
-        model = TSNE(perplexity=perplexity, init="pca", random_state=seed)
-        with _threads(n):
-            placed = model.fit_transform(points)
-    else:
-        raise UserError(f"unknown projection {method!r}. Known: pca, tsne.")
-    return np.asarray(placed, dtype=np.float64)
-
-
-def _threads(n: int) -> AbstractContextManager[Any]:
-    """Return a context in which few vectors are worked on by a single thread.
-
-    The threads of OpenMP spin while they wait for each other. On cores that others use as well,
-    t-SNE of 45 points took 44 s by two threads, and 0.06 s by one.
-    """
-    from threadpoolctl import threadpool_limits
-
-    limits: AbstractContextManager[Any] = threadpool_limits(1 if n <= _FEW else None)
-    return limits
+    return np.asarray(PCA(n_components=2, random_state=0).fit_transform(points), np.float64)
 
 
 def _points(vectors: NDArray[Any]) -> NDArray[np.floating]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.data.rows import Rows
-from llmcond.evaluation.paired import Difference, corrected, differences
+from llmcond.evaluation.paired import differences
 from llmcond.evaluation.results import ComparedResult, Results, best_first, resampled, with_figures
 from llmcond.metrics import DEFAULT, Metric
 
@@ -38,20 +38,16 @@ def with_evidence(
     """
     results = [system.result for system in systems]
     draws = resampled(results, [system.similarity for system in systems], rows, metrics)
-    tested = [metric for metric in metrics if not metric.secondary]
-    found: dict[int, dict[str, Difference]] = {}
-    against: dict[int, str] = {}
+    groups: dict[int, list[int]] = {}
     for group in dict.fromkeys(system.group for system in systems):
         members = [i for i, system in enumerate(systems) if system.group == group]
         base = next((i for i in members if results[i].prompt == baseline), None)
-        if base is None:
-            continue
-        others = [i for i in members if i != base]
-        compared = differences(draws, base, others, tested, computed=metrics)
-        found |= dict(zip(others, compared, strict=True))
-        against |= dict.fromkeys(others, results[base].name)
-    whole = dict(zip(found, corrected(list(found.values()), tested), strict=True))
+        if base is not None:
+            groups[base] = [i for i in members if i != base]
+    tested = [metric for metric in metrics if not metric.secondary]
+    found = differences(draws, groups, tested)
+    against = {i: results[base].name for base, others in groups.items() for i in others}
     return best_first(
-        replace(result, difference=whole.get(i), against=against.get(i))
-        for i, result in enumerate(with_figures(results, draws, rows, metrics))
+        replace(result, difference=found.get(i), against=against.get(i))
+        for i, result in enumerate(with_figures(results, draws, rows))
     )

@@ -7,8 +7,10 @@ ratings) cancels in their difference.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,30 +40,16 @@ ROUNDING = 1e-10
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """The predictions of one system.
-
-    Attributes:
-        name: what messages call it.
-        similarity: (seeds, n) predictions, one row per seed of the fit; (1, n) where nothing is
-            random.
-    """
-
-    name: str
-    similarity: NDArray[np.floating]
-
-
-@dataclass(frozen=True, slots=True)
 class Difference:
-    """Candidate minus baseline in one metric; figures are NaN where undefined.
+    """A system minus its baseline in one metric; figures are NaN where undefined.
 
     Attributes:
-        value: mean over the candidate's seeds, minus mean over the baseline's.
+        value: mean over the system's seeds, minus mean over the baseline's.
         low, high: 95 % interval of this difference taken by itself; it holds the error of the rows
             sampled and of the seeds.
         seed_error: the part of the standard error that is of the seeds; 0 for single fits.
         p: two-sided, of no true difference; at most 0.05 exactly where the interval excludes 0.
-        p_holm: ``p`` corrected for the number of candidates (Holm).
+        p_holm: ``p`` corrected for the number of systems compared (Holm).
         minimum: the true difference that rows like these would show in 80 % of samples, by ``p``
             at most 0.05; with the correction it takes a larger one.
         verdict: "better" or "worse", by the metric's direction, where ``p_holm`` is at most 0.05,
@@ -79,189 +67,62 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """One system by itself.
-
-    Attributes:
-        metrics: name -> the mean over seeds, with a 95 % interval over sentence pairs that does not
-            hold the seeds' error.
-        seed_sd: name -> standard deviation over seeds; None for a single seed.
-    """
-
-    metrics: Mapping[str, Estimate]
-    seed_sd: Mapping[str, float | None]
-
-
-def estimate(
-    systems: Sequence[Candidate],
-    rating: NDArray[np.floating],
-    pair: NDArray[np.integer],
-    metrics: Sequence[Metric] = DEFAULT,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> list[Measured]:
-    """Measure systems, each by itself; arguments and errors as in :func:`compare`."""
-    return measured(resample(systems, rating, pair, metrics, resamples, seed), metrics)
-
-
-def measured(found: Resampled, metrics: Sequence[Metric] = DEFAULT) -> list[Measured]:
-    """Return each system by itself."""
-    return [
-        Measured(
-            {
-                metric.name: _interval(found.values[m, i], found.sampled[m, i], found.n_pairs[m])
-                for m, metric in enumerate(metrics)
-            },
-            {
-                metric.name: float(own.std(ddof=1)) if len(own) > 1 else None
-                for metric, own in zip(metrics, (by[i] for by in found.by_seed), strict=True)
-            },
-        )
-        for i in range(found.values.shape[1])
-    ]
-
-
-def compare(
-    candidates: Sequence[Candidate],
-    baseline: Candidate,
-    rating: NDArray[np.floating],
-    pair: NDArray[np.integer],
-    metrics: Sequence[Metric] = DEFAULT,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> list[dict[str, Difference]]:
-    """Compare candidates with a baseline on the same rows.
-
-    Intervals and p-values are those of Student's t. Of the rows: the bootstrap standard error times
-    sqrt(k / (k - 1)), on k - 1 degrees of freedom, where k is the number of sentence pairs (for
-    accuracy, of those with something to compare). Of the seeds: the variance over seeds, pooled
-    over all candidates and the baseline, as they are fitted alike, divided by how many seeds there
-    are. The two add up, with Welch's degrees of freedom. In simulations
-    (``scripts/simulate_comparison.py``) this keeps to 5 % of false alarms, and its intervals hold
-    the truth about as often as they say, from 30 pairs up. Percentiles of the same draws give too
-    many: at few pairs they are too narrow, and a correction for many candidates rests on the
-    outermost of them. Single fits are taken as they are: "better" is then said of these fits.
-
-    Args:
-        candidates: what is compared; all of them are the family of Holm's correction, for each
-            metric by itself.
-        baseline: what each is compared with; not itself a candidate.
-        rating: (n,) on any scale.
-        pair: (n,) id of each row's sentence pair.
-        metrics: what they are compared by.
-        resamples: bootstrap samples; fewer than 2 leave all but the values NaN.
-        seed: of the bootstrap.
-
-    Returns:
-        For each candidate, in their order, its differences by the metric's name. Fewer than two
-        sentence pairs leave all but the values NaN, and so do, with the values, constant
-        predictions for correlations (of any one seed) and ratings without a difference.
-
-    Raises:
-        ValueError: an array has another shape, is empty, or is not finite.
-    """
-    found = resample((baseline, *candidates), rating, pair, metrics, resamples, seed)
-    return differences(found, 0, range(1, 1 + len(candidates)), metrics)
-
-
-def differences(
-    found: Resampled,
-    baseline: int,
-    candidates: Sequence[int],
-    metrics: Sequence[Metric] = DEFAULT,
-    computed: Sequence[Metric] | None = None,
-) -> list[dict[str, Difference]]:
-    """Return the differences of some resampled systems to one of them, as :func:`compare`.
-
-    Args:
-        found: systems on the same draws.
-        baseline: position of the system that the others are compared with.
-        candidates: positions of those.
-        metrics: what they are compared by.
-        computed: the metrics of ``found``; None: the same.
-    """
-    others, by_metric = list(candidates), {}
-    for metric in metrics:
-        m = list(computed or metrics).index(metric)
-        values, sampled, by_seed = found.values[m], found.sampled[m], found.by_seed[m]
-        by_metric[metric.name] = _differences(
-            metric,
-            values[others] - values[baseline],
-            sampled[others] - sampled[baseline],
-            found.n_pairs[m],
-            *_seed_variance([by_seed[baseline], *(by_seed[i] for i in others)]),
-        )
-    return [{name: own[i] for name, own in by_metric.items()} for i in range(len(others))]
-
-
-def corrected(
-    family: Sequence[Mapping[str, Difference]], metrics: Sequence[Metric] = DEFAULT
-) -> list[dict[str, Difference]]:
-    """Return comparisons with several baselines as one family of Holm's correction."""
-    found: list[dict[str, Difference]] = [{} for _ in family]
-    for metric in metrics:
-        before = [differences[metric.name] for differences in family]
-        p_holm = holm(np.array([one.p for one in before]))
-        for own, one, p in zip(found, before, p_holm, strict=True):
-            verdict = _verdict(metric, one.value, float(p))
-            own[metric.name] = replace(one, p_holm=float(p), verdict=verdict)
-    return found
-
-
-def _interval(value: float, sampled: Floats, n_pairs: int) -> Estimate:
-    """Return a figure with its interval; NaN for both ends where the error is unknown."""
-    critical = student.ppf(1 - LEVEL / 2, max(n_pairs - 1, 1))
-    half = float("nan") if np.isnan(value) else float(critical * _standard_error(sampled, n_pairs))
-    return Estimate(float(value), float(value) - half, float(value) + half)
-
-
-def _seed_variance(by_seed: Sequence[Floats]) -> tuple[Floats, int]:
-    """Return what seeds add to the variance of each difference, and its degrees of freedom.
-
-    It is pooled over the baseline, which comes first, and the candidates.
-    """
-    several = [values for values in by_seed if len(values) > 1 and not np.isnan(values).any()]
-    freedom = sum(len(values) - 1 for values in several)
-    squares = sum(float(((values - values.mean()) ** 2).sum()) for values in several)
-    pooled = squares / freedom if freedom else 0.0
-    own = np.array([pooled / len(values) if len(values) > 1 else 0.0 for values in by_seed])
-    return own[1:] + own[0], freedom
-
-
-@dataclass(frozen=True, slots=True)
 class Resampled:
     """Metrics of systems, on all rows and on the same draws of sentence pairs.
 
     Attributes:
+        metrics: what was computed.
         values: (metrics, systems) means over seeds.
         sampled: (metrics, systems, draws) the same on each draw.
         n_pairs: (metrics,) sentence pairs that each metric rests on.
         by_seed: for each metric and system, (seeds,) on all rows.
     """
 
+    metrics: Sequence[Metric]
     values: Floats
     sampled: Floats
     n_pairs: Sequence[int]
     by_seed: Sequence[Sequence[Floats]]
 
+    def estimates(self, i: int) -> dict[str, Estimate]:
+        """Return a system's means over seeds; their 95 % intervals do not hold the seeds' error."""
+        found = {}
+        for m, metric in enumerate(self.metrics):
+            value, n_pairs = float(self.values[m, i]), self.n_pairs[m]
+            half = student.ppf(1 - LEVEL / 2, max(n_pairs - 1, 1))
+            half = float(half * _standard_error(self.sampled[m, i], n_pairs))
+            found[metric.name] = Estimate(value, value - half, value + half)
+        return found
+
+    def deviations(self, i: int) -> dict[str, float | None]:
+        """Return a system's standard deviations over seeds; None for a single seed."""
+        found: dict[str, float | None] = {}
+        for metric, by_system in zip(self.metrics, self.by_seed, strict=True):
+            own = by_system[i]
+            found[metric.name] = float(own.std(ddof=1)) if len(own) > 1 else None
+        return found
+
 
 def resample(
-    systems: Sequence[Candidate],
+    systems: Sequence[NDArray[np.floating]],
     rating: NDArray[np.floating],
     pair: NDArray[np.integer],
     metrics: Sequence[Metric] = DEFAULT,
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Resampled:
-    """Measure systems on draws of sentence pairs; arguments as in :func:`compare`."""
+    """Measure systems on the same draws of sentence pairs.
+
+    Args:
+        systems: (seeds, n) finite predictions of each; (1, n) where nothing is random.
+        rating: (n,) on any scale, finite; n at least 1.
+        pair: (n,) id of each row's sentence pair.
+        metrics: what is computed.
+        resamples: bootstrap samples; fewer than 2 leave all intervals NaN.
+        seed: of the bootstrap.
+    """
     rows = _Rows(rating, pair)
-    for system in systems:
-        shape = system.similarity.shape
-        if len(shape) != 2 or shape[1] != len(rating) or not shape[0]:
-            raise ValueError(f"{system.name}: {shape}, expected (seeds, {len(rating)})")
-        if not np.isfinite(system.similarity).all():
-            raise ValueError(f"{system.name}: predictions are not finite")
-    predictions = [list(system.similarity.astype(np.float64)) for system in systems]
+    predictions = [list(system.astype(np.float64)) for system in systems]
     by_seed = [
         [np.array([metric(p, rows.rating, rows.pair) for p in own]) for own in predictions]
         for metric in metrics
@@ -269,9 +130,9 @@ def resample(
     sampled = np.empty((len(metrics), len(systems), resamples))
     if resamples:
         samplers = [
-            [make(metric, rows, own) for own in predictions]
+            [make(rows, own) for own in predictions]
             for metric in metrics
-            for make in [_SAMPLERS.get(metric.function, _row_sampler)]
+            for make in [_SAMPLERS.get(metric.function) or partial(_row_sampler, metric)]
         ]
         begin = 0
         for pairs in _draws(rows.n_pairs, len(rating), resamples, seed):
@@ -281,6 +142,7 @@ def resample(
                     sampled[m, i, begin : begin + len(pairs)] = sampler(weighted)
             begin += len(pairs)
     return Resampled(
+        metrics=metrics,
         values=np.array([[own.mean() for own in by_system] for by_system in by_seed]),
         sampled=sampled,
         n_pairs=[
@@ -291,15 +153,87 @@ def resample(
     )
 
 
-def holm(p: Floats) -> Floats:
-    """Return p-values corrected for their number, by Holm's method.
+def differences(
+    found: Resampled,
+    groups: Mapping[int, Sequence[int]],
+    metrics: Sequence[Metric] | None = None,
+) -> dict[int, dict[str, Difference]]:
+    """Compare systems with baselines on the same rows.
+
+    Intervals and p-values are those of Student's t. Of the rows: the bootstrap standard error times
+    sqrt(k / (k - 1)), on k - 1 degrees of freedom, where k is the number of sentence pairs (for
+    accuracy, of those with something to compare). Of the seeds: the variance over seeds, pooled
+    over a baseline and what is compared with it, as they are fitted alike, divided by how many
+    seeds there are. The two add up, with Welch's degrees of freedom. In simulations
+    (``scripts/simulate_comparison.py``) this keeps to 5 % of false alarms, and its intervals hold
+    the truth about as often as they say, from 30 pairs up. Percentiles of the same draws give too
+    many: at few pairs they are too narrow, and a correction for many systems rests on the
+    outermost of them. Single fits are taken as they are: "better" is then said of these fits.
 
     Args:
-        p: (m,) of the family; one that is NaN stays so, and counts.
+        found: systems on the same draws.
+        groups: a baseline's position -> positions of the systems compared with it. The systems of
+            all groups are the family of Holm's correction, for each metric by itself.
+        metrics: those that are compared; None: all.
 
     Returns:
-        (m,) in the same order.
+        Position of each system compared -> its differences by the metric's name. Fewer than two
+        sentence pairs leave all but the values NaN, and so do, with the values, constant
+        predictions for correlations (of any one seed) and ratings without a difference.
     """
+    compared: dict[int, dict[str, Difference]] = {i: {} for own in groups.values() for i in own}
+    for m, metric in enumerate(found.metrics):
+        if metrics is not None and metric not in metrics:
+            continue
+        parts = [_differences(found, m, base, list(others)) for base, others in groups.items()]
+        figures = np.concatenate([np.empty((6, 0)), *parts], axis=1)
+        for own, one, p_holm in zip(compared.values(), figures.T, holm(figures[-2]), strict=True):
+            value, low, high, seed_error, p, minimum = one.tolist()
+            verdict = "no evidence"
+            if p_holm <= LEVEL:
+                verdict = "better" if (value > 0) == metric.higher_is_better else "worse"
+            own[metric.name] = Difference(
+                value, low, high, seed_error, p, float(p_holm), minimum, verdict
+            )
+    return compared
+
+
+def _differences(found: Resampled, m: int, baseline: int, others: list[int]) -> Floats:
+    """Return (6, systems) the figures of their differences in a metric, but for the correction."""
+    values = found.values[m][others] - found.values[m, baseline]
+    sampled = found.sampled[m][others] - found.sampled[m, baseline]
+    by_seed = [found.by_seed[m][i] for i in (baseline, *others)]
+    several = [own for own in by_seed if len(own) > 1 and not np.isnan(own).any()]
+    seed_freedom = sum(len(own) - 1 for own in several)
+    squares = sum(float(((own - own.mean()) ** 2).sum()) for own in several)
+    pooled = squares / seed_freedom if seed_freedom else 0.0
+    of_seeds = np.array([pooled / len(own) if len(own) > 1 else 0.0 for own in by_seed])
+    of_seeds = of_seeds[1:] + of_seeds[0]
+    of_rows = np.array([_standard_error(one, found.n_pairs[m]) for one in sampled]) ** 2
+    of_rows[np.isnan(values)] = np.nan
+    errors = np.sqrt(of_rows + of_seeds)
+    # Welch and Satterthwaite; without seeds it is the pairs' own.
+    own = of_rows**2 / max(found.n_pairs[m] - 1, 1) + of_seeds**2 / max(seed_freedom, 1)
+    freedom = errors**4 / own
+    critical, powerful = (student.ppf(share, freedom) for share in (1 - LEVEL / 2, POWER))
+    with np.errstate(invalid="ignore"):
+        p = 2 * student.sf(np.abs(values) / errors, freedom)
+    low, high = values - critical * errors, values + critical * errors
+    return np.stack([values, low, high, np.sqrt(of_seeds), p, (critical + powerful) * errors])
+
+
+def _standard_error(sampled: Floats, n_pairs: int) -> float:
+    defined = sampled[~np.isnan(sampled)]
+    if n_pairs < 2 or len(defined) < 2:
+        return math.nan
+    error = float(defined.std(ddof=1)) * math.sqrt(n_pairs / (n_pairs - 1))
+    # Nothing varies where all sentence pairs are alike, say where both order all rows the same way.
+    # That does not show that others would be: the error is then as if one of them were not.
+    return error if error > ROUNDING else 1 / n_pairs
+
+
+def holm(p: Floats) -> Floats:
+    """Return (m,) p-values corrected for their number (Holm); NaN stays so, and counts."""
     order = np.argsort(p)
     stepped = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
     corrected = np.empty(len(p))
@@ -376,10 +310,6 @@ class _Rows:
     """Ratings, the sentence pairs they belong to, and what accuracy compares."""
 
     def __init__(self, rating: NDArray[np.floating], pair: NDArray[np.integer]) -> None:
-        if rating.ndim != 1 or rating.shape != pair.shape or not len(rating):
-            raise ValueError(f"ratings {rating.shape} and pairs {pair.shape}, expected (n,)")
-        if not np.isfinite(rating).all():
-            raise ValueError("ratings are not finite")
         self.rating = rating.astype(np.float64)
         distinct, self.pair = np.unique(pair, return_inverse=True)
         self.n_pairs = len(distinct)
@@ -402,12 +332,12 @@ class _Rows:
 _Sampler = Callable[[_Weighted], Floats]
 
 
-def _spearman_sampler(_: Metric, rows: _Rows, predictions: Sequence[Floats]) -> _Sampler:
+def _spearman_sampler(rows: _Rows, predictions: Sequence[Floats]) -> _Sampler:
     rankings = [_Ranking(own) for own in predictions]
     return lambda weighted: np.mean([weighted.spearman(own) for own in rankings], axis=0)
 
 
-def _pearson_sampler(_: Metric, rows: _Rows, predictions: Sequence[Floats]) -> _Sampler:
+def _pearson_sampler(rows: _Rows, predictions: Sequence[Floats]) -> _Sampler:
     def sums(x: Floats) -> Floats:
         products = (np.ones_like(x), x, x * x, x * y, y, y * y)
         columns = [np.bincount(rows.pair, own, minlength=rows.n_pairs) for own in products]
@@ -435,7 +365,7 @@ def _centred(values: Floats) -> Floats:
     return np.asarray(centred / np.abs(centred).max())
 
 
-def _accuracy_sampler(_: Metric, rows: _Rows, predictions: Sequence[Floats]) -> _Sampler:
+def _accuracy_sampler(rows: _Rows, predictions: Sequence[Floats]) -> _Sampler:
     def correct_by_pair(own: Floats) -> Floats:
         """Return (pairs,) how many comparisons of each sentence pair are right; equal is half."""
         share = (np.sign(own[rows.higher] - own[rows.lower]) + 1) / 2
@@ -452,7 +382,7 @@ def _accuracy_sampler(_: Metric, rows: _Rows, predictions: Sequence[Floats]) -> 
     return share
 
 
-_SAMPLERS: Mapping[MetricFunction, Callable[[Metric, _Rows, Sequence[Floats]], _Sampler]] = {
+_SAMPLERS: Mapping[MetricFunction, Callable[[_Rows, Sequence[Floats]], _Sampler]] = {
     spearman: _spearman_sampler,
     pearson: _pearson_sampler,
     accuracy: _accuracy_sampler,
@@ -489,54 +419,3 @@ def _draws(n_pairs: int, n_rows: int, resamples: int, seed: int) -> Iterator[Flo
         sampled += n_pairs * np.arange(size)[:, None]
         count = np.bincount(sampled.ravel(), minlength=size * n_pairs)
         yield count.reshape(size, n_pairs).astype(np.float64)
-
-
-def _differences(
-    metric: Metric,
-    values: Floats,
-    sampled: Floats,
-    n_pairs: int,
-    seed_variance: Floats,
-    seed_freedom: int,
-) -> list[Difference]:
-    """Return (candidates,) differences from their values, and (candidates, draws) resampled."""
-    rows = np.array([_standard_error(one, n_pairs) for one in sampled]) ** 2
-    rows[np.isnan(values)] = np.nan
-    errors = np.sqrt(rows + seed_variance)
-    # Welch and Satterthwaite; without seeds it is the pairs' own.
-    own = rows**2 / max(n_pairs - 1, 1) + seed_variance**2 / max(seed_freedom, 1)
-    freedom = errors**4 / own
-    critical, powerful = (student.ppf(share, freedom) for share in (1 - LEVEL / 2, POWER))
-    with np.errstate(invalid="ignore"):
-        p = 2 * student.sf(np.abs(values) / errors, freedom)
-    return [
-        Difference(
-            value=float(value),
-            low=float(value - far * error),
-            high=float(value + far * error),
-            seed_error=float(np.sqrt(variance)),
-            p=float(own_p),
-            p_holm=float(own_holm),
-            minimum=float((far + strong) * error),
-            verdict=_verdict(metric, float(value), float(own_holm)),
-        )
-        for value, error, far, strong, variance, own_p, own_holm in zip(
-            values, errors, critical, powerful, seed_variance, p, holm(p), strict=True
-        )
-    ]
-
-
-def _standard_error(sampled: Floats, n_pairs: int) -> float:
-    defined = sampled[~np.isnan(sampled)]
-    if n_pairs < 2 or len(defined) < 2:
-        return float("nan")
-    error = float(defined.std(ddof=1)) * np.sqrt(n_pairs / (n_pairs - 1))
-    # Nothing varies where all sentence pairs are alike, say where both order all rows the same way.
-    # That does not show that others would be: the error is then as if one of them were not.
-    return float(error) if error > ROUNDING else 1 / n_pairs
-
-
-def _verdict(metric: Metric, value: float, p: float) -> str:
-    if not p <= LEVEL:
-        return "no evidence"
-    return "better" if (value > 0) == metric.higher_is_better else "worse"

@@ -12,14 +12,7 @@ from numpy.typing import NDArray
 
 from llmcond.data.rows import Rows
 from llmcond.errors import LlmcondError, UserError
-from llmcond.evaluation.paired import (
-    RESAMPLES,
-    Candidate,
-    Difference,
-    Resampled,
-    measured,
-    resample,
-)
+from llmcond.evaluation.paired import RESAMPLES, Difference, Resampled, resample
 from llmcond.metrics import DEFAULT, Estimate, Metric, comparisons, finite, metric_of
 from llmcond.tasks import DEFAULT_TASK
 
@@ -296,8 +289,7 @@ def score(
     if not rows.rated.any():
         nothing = {metric.name: Estimate(math.nan) for metric in metrics}
         return [replace(one, counts=Counts.of(rows), metrics=nothing) for one in results]
-    found = resampled(results, similarity, rows, metrics, resamples)
-    return with_figures(results, found, rows, metrics)
+    return with_figures(results, resampled(results, similarity, rows, metrics, resamples), rows)
 
 
 def resampled(
@@ -311,22 +303,19 @@ def resampled(
     for metric in metrics:
         if metric.name in _RESERVED | {"n", "seed", "prompt"}:
             raise UserError(f"a metric cannot be called {metric.name}: results have a column so.")
-    rated, systems = rows.rated, []
-    for result, predicted in zip(results, similarity, strict=True):
-        own = predicted[:, rated]
+    rated = rows.rated
+    systems = [predicted[:, rated] for predicted in similarity]
+    for result, own in zip(results, systems, strict=True):
         bad = int((~np.isfinite(own)).any(axis=0).sum())
         if bad:
             raise UserError(f"{result.name} predicts NaN or infinity for {bad:,} rated rows.")
-        systems.append(Candidate(result.name, own))
     return resample(systems, rows.rating[rated], rows.pair[rated], metrics, resamples)
 
 
-def with_figures(
-    results: Sequence[R], found: Resampled, rows: Rows, metrics: Sequence[Metric] = DEFAULT
-) -> list[R]:
+def with_figures(results: Sequence[R], found: Resampled, rows: Rows) -> list[R]:
     """Return results with the figures that :func:`resampled` found on some rows."""
     counts = Counts.of(rows)
     return [
-        replace(one, counts=counts, metrics=own.metrics, seed_sd=own.seed_sd)
-        for one, own in zip(results, measured(found, metrics), strict=True)
+        replace(one, counts=counts, metrics=found.estimates(i), seed_sd=found.deviations(i))
+        for i, one in enumerate(results)
     ]

@@ -22,8 +22,6 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#
 # Shapes as well, for print without colour; one fewer than colours, so that pairs repeat late.
 _SHAPES = ("o", "s", "^", "D", "v", "P")
 
-_FORMATS = (".png", ".svg")
-
 # Set for each picture, so that neither a matplotlibrc nor the time of day changes it.
 _STYLE: Any = {
     "font.size": 11,
@@ -47,20 +45,17 @@ _MANY = 5_000
 # Marks and intervals at each x, and ticks where they have room, if there are so few.
 _FEW = 15
 
-# In inches: the width of a character and the height of a line, and what a column of a legend takes
-# beside its names.
-_CHARACTER, _LINE, _HANDLE = 0.08, 0.2, 0.75
-
-_NAME_WIDTH = 40
+# The width of a character, in inches.
+_CHARACTER = 0.08
 
 
 def plot_clusters(
     before: NDArray[np.floating],
     after: NDArray[np.floating],
-    labels: ArrayLike,
+    labels: NDArray[np.int64],
     names: Sequence[str],
     path: Path,
-    titles: tuple[str, str] = ("before", "after"),
+    titles: tuple[str, str],
 ) -> None:
     """Draw vectors before and after a head, coloured by condition (Hyper-CL, figure 4).
 
@@ -73,15 +68,13 @@ def plot_clusters(
         titles: of the two panels.
 
     Raises:
-        UserError: shapes that do not agree, values that are not finite, another kind of file, or
-            matplotlib is not installed.
+        UserError: matplotlib is not installed.
     """
-    kinds = _checked_labels(labels, names, before, after)
 
     def draw(figure: Any) -> None:
         panels = figure.subplots(1, 2)
         for axes, points, title in zip(panels, (before, after), titles, strict=True):
-            _scatter(axes, points, kinds, len(names))
+            _scatter(axes, points, labels, len(names))
             axes.set_title(_shown(title, 50))
         _legend(figure, names, lines=False)
 
@@ -103,15 +96,12 @@ def plot_curve(
         path: a .png or .svg file.
         xlabel: what x is.
         ylabel: what the scores are.
-        log_x: whether x is drawn on a logarithmic scale.
+        log_x: whether x, above 0, is drawn on a logarithmic scale.
 
     Raises:
-        UserError: nothing to draw, lengths that do not agree, an x that the scale cannot have,
-            another kind of file, or matplotlib is not installed.
+        UserError: matplotlib is not installed.
     """
-    if not series:
-        raise UserError("no series were given; there is nothing to draw.")
-    curves = {name: _checked_curve(name, values, log_x) for name, values in series.items()}
+    curves = {name: _sorted(values) for name, values in series.items()}
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -140,11 +130,6 @@ def plot_curve(
 
 def _save(draw: Any, path: Path, size: tuple[float, float]) -> None:
     kind = path.suffix.lower()
-    if kind not in _FORMATS:
-        raise UserError(
-            f"cannot draw into {path}: its name has to end in {' or '.join(_FORMATS)}, which says "
-            "the kind of picture."
-        )
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
@@ -201,31 +186,21 @@ def _legend(figure: Any, names: Sequence[str], lines: bool) -> None:
     """Put the legend below everything, where it covers no data, and make room for it."""
     from matplotlib.lines import Line2D
 
-    shown = [_shown(name, _NAME_WIDTH) for name in names]
+    shown = [_shown(name, 40) for name in names]
     handles = []
     for i in range(len(names)):
         colour, shape = _look(i)
         style = "-" if lines else "none"
         handles.append(Line2D([], [], color=colour, marker=shape, markersize=6, linestyle=style))
     width, height = figure.get_size_inches()
-    columns = next(n for n in (4, 3, 2, 1) if n == 1 or _legend_width(shown, n) <= width)
-    tallest = max(sum(text.count("\n") + 1.3 for text in c) for c in _columns(shown, columns))
-    figure.set_size_inches(width, height + tallest * _LINE)
-    figure.legend(handles, shown, loc="outside lower center", ncols=columns)
-
-
-def _columns(names: Sequence[str], columns: int) -> list[list[str]]:
-    """Return the names of each column, divided as matplotlib's legend does."""
-    parts = np.array_split(np.arange(len(names)), min(columns, len(names)))
-    return [[names[i] for i in part] for part in parts]
-
-
-def _legend_width(names: Sequence[str], columns: int) -> float:
-    longest = [
-        max(len(line) for name in column for line in name.split("\n"))
-        for column in _columns(names, columns)
-    ]
-    return sum(longest) * _CHARACTER + len(longest) * _HANDLE
+    # As many columns as there is width for.
+    for columns in (4, 3, 2, 1):
+        legend = figure.legend(handles, shown, loc="outside lower center", ncols=columns)
+        box = legend.get_window_extent()
+        if columns == 1 or box.width <= width * figure.dpi:
+            break
+        legend.remove()
+    figure.set_size_inches(width, height + box.height / figure.dpi)
 
 
 def _ticks(axes: Any, x: NDArray[np.float64], log_x: bool) -> None:
@@ -262,40 +237,8 @@ def _shown(text: str, width: int) -> str:
     return "\n".join(lines).replace("$", r"\$")
 
 
-def _checked_labels(
-    labels: ArrayLike, names: Sequence[str], before: NDArray[Any], after: NDArray[Any]
-) -> NDArray[np.int64]:
-    kinds = np.asarray(labels, dtype=np.int64)
-    for points in (before, after):
-        if points.shape != (len(kinds), 2) or not len(kinds):
-            raise UserError(
-                f"points of shape {points.shape} came with {len(kinds)} labels; expected (n, 2) "
-                "and n labels, n at least 1."
-            )
-        if not np.isfinite(points).all():
-            raise UserError("some points are NaN or infinite and have no place in a picture.")
-    if kinds.min() < 0 or kinds.max() >= len(names):
-        raise UserError(
-            f"labels from {kinds.min()} to {kinds.max()} came with {len(names)} names; a label "
-            "is the position of its name, from 0."
-        )
-    return kinds
-
-
-def _checked_curve(name: str, values: Series, log_x: bool) -> tuple[NDArray[np.float64], ...]:
+def _sorted(values: Series) -> tuple[NDArray[np.float64], ...]:
     """Return x, mean, low and high in the order of x."""
     columns = [np.asarray(column, dtype=np.float64) for column in values]
-    shapes = {column.shape for column in columns}
-    n = len(columns[0]) if columns[0].ndim == 1 else 0
-    if shapes != {(n,)} or n == 0:
-        given = ", ".join(str(column.shape) for column in columns)
-        raise UserError(
-            f"series {name!r} has x, mean, low and high of shapes {given}; expected four of (n,), "
-            "n at least 1."
-        )
-    x = columns[0]
-    if not np.isfinite(x).all() or (log_x and x.min() <= 0):
-        wanted = "above 0 on a logarithmic scale" if log_x else "finite"
-        raise UserError(f"series {name!r} has an x that cannot be drawn; x must be {wanted}.")
-    order = np.argsort(x, kind="stable")
+    order = np.argsort(columns[0], kind="stable")
     return tuple(column[order] for column in columns)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from llmcond.data.rows import Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.clusters import impurity, project_2d
 from llmcond.evaluation.conditions import (
-    Subset,
+    Change,
     change_table,
     frobenius_variance,
     most_changed,
@@ -164,25 +164,13 @@ def _conditions(predictors: Sequence[Predictor], data: _Split, train: Rows) -> l
         pairs = data.pairs(predictor)
         similarity = predict(predictor, pairs)
         found = seen_unseen(known, conditions, pairs.rating, similarity, data.rows.pair[data.rated])
-        results.append(
-            {
-                "name": predictor.name,
-                "n_seen_conditions": found.n_seen_conditions,
-                "n_unseen_conditions": found.n_unseen_conditions,
-                **_scores("overall", found.overall),
-                **_scores("seen", found.seen),
-                **_scores("unseen", found.unseen),
-            }
-        )
+        row: dict[str, Any] = {"name": predictor.name}
+        row |= {f"n_{kind}_conditions": found[kind].n_conditions for kind in ("seen", "unseen")}
+        for kind, one in found.items():
+            value, *interval = map(finite, astuple(one.spearman))
+            row |= {kind: value, f"{kind}_ci": interval, f"n_{kind}": one.n}
+        results.append(row)
     return results
-
-
-def _scores(name: str, scores: Subset | None) -> dict[str, Any]:
-    if scores is None:
-        return {name: None, f"{name}_ci": [None, None], f"n_{name}": 0}
-    spearman = scores.metrics["spearman"]
-    interval = [finite(spearman.low), finite(spearman.high)]
-    return {name: finite(spearman.value), f"{name}_ci": interval, f"n_{name}": scores.n}
 
 
 def _norms(head: SavedHead, data: _Split) -> dict[str, Any]:
@@ -203,13 +191,11 @@ def _examples(head: SavedHead, data: _Split, top: int) -> dict[str, Any]:
     after = predict(head, pairs)
     found = most_changed(pairs.rating, before, after, top)
     texts = [data.texts(getattr(data.rows, c)) for c in ("sentence1", "sentence2", "condition")]
+    figures = [column.tolist() for column in (pairs.rating, before, after)]
+    changes = [Change(*row) for row in zip(*texts, *figures, strict=True)]
 
-    def table(chosen_rows: Sequence[int]) -> list[Mapping[str, Any]]:
-        places = np.array(chosen_rows, dtype=np.int64)
-        columns = [[column[i] for i in places] for column in texts]
-        figures = (pairs.rating[places], before[places], after[places])
-        changes = change_table(columns[0], columns[1], columns[2], *figures)
-        return [asdict(change) for change in changes]
+    def table(chosen: Sequence[int]) -> list[dict[str, Any]]:
+        return [asdict(change) for change in change_table([changes[i] for i in chosen])]
 
     return {
         "name": head.name,

@@ -18,13 +18,14 @@ import llmcond.evaluation.isotropy as isotropy_module
 from llmcond.errors import UserError
 from llmcond.evaluation.clusters import impurity, impurity_of, project_2d
 from llmcond.evaluation.conditions import (
+    Change,
     change_table,
     frobenius_variance,
     most_changed,
     seen_unseen,
 )
 from llmcond.evaluation.isotropy import Isotropy, isotropy
-from llmcond.evaluation.paired import Candidate, estimate
+from llmcond.evaluation.paired import resample
 from llmcond.report.figures import plot_clusters, plot_curve
 
 
@@ -145,11 +146,6 @@ def test_isotropy_refuses(vectors, message):
         isotropy(vectors)
 
 
-def test_isotropy_refuses_to_look_in_no_direction():
-    with pytest.raises(UserError, match="0 directions"):
-        isotropy(np.ones((2, 2)), directions=0)
-
-
 # Clusters
 
 
@@ -230,8 +226,6 @@ def test_clusters_and_projections_refuse_vectors(vectors, message):
 @pytest.mark.parametrize(
     ("vectors", "labels", "message"),
     [
-        (np.eye(4), list("abc"), "4 vectors came with 3 labels"),
-        (np.eye(4), list("aaaa"), "under the condition 'a'"),
         (np.ones((4, 2)), list("abab"), "have 1 distinct values; 2 clusters"),
     ],
 )
@@ -250,33 +244,26 @@ def test_pca_equals_the_singular_value_decomposition(n, dim, seed):
     np.testing.assert_allclose(np.abs(project_2d(vectors)), np.abs(expected), atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["pca", "tsne"])
-def test_a_projection_keeps_groups_apart_and_is_a_function_of_its_seed(method):
+def test_a_projection_keeps_groups_apart_and_is_always_the_same():
     vectors, group = blobs(3, 15)
-    points = project_2d(vectors.astype(np.float16), method, seed=5)
+    points = project_2d(vectors.astype(np.float16))
     assert points.shape == (45, 2)
     centres = np.array([points[group == i].mean(axis=0) for i in range(3)])
     nearest = np.argmin(np.linalg.norm(points[:, None] - centres, axis=2), axis=1)
     np.testing.assert_array_equal(nearest, group)
-    np.testing.assert_array_equal(points, project_2d(vectors.astype(np.float16), method, seed=5))
-
-
-def test_three_vectors_are_enough_for_tsne():
-    assert np.isfinite(project_2d(np.eye(3), "tsne")).all()
+    np.testing.assert_array_equal(points, project_2d(vectors.astype(np.float16)))
 
 
 @pytest.mark.parametrize(
-    ("vectors", "method", "message"),
+    ("vectors", "message"),
     [
-        (np.eye(2), "pca", r"shape \(2, 2\)"),
-        (np.arange(5.0)[:, None], "pca", r"shape \(5, 1\)"),
-        (np.ones((5, 3)), "tsne", "all 5 vectors are equal"),
-        (np.eye(4), "umap", "'umap'. Known: pca, tsne"),
+        (np.eye(2), r"shape \(2, 2\)"),
+        (np.arange(5.0)[:, None], r"shape \(5, 1\)"),
     ],
 )
-def test_projection_refuses(vectors, method, message):
+def test_projection_refuses(vectors, message):
     with pytest.raises(UserError, match=message):
-        project_2d(vectors, method)
+        project_2d(vectors)
 
 
 # Conditions
@@ -294,55 +281,38 @@ def rated_rows(n=40):
 def test_seen_and_unseen_rows_are_scored_as_if_alone():
     condition, rating, similarity, pair = rated_rows()
     train = ["condition 1", "condition 4", "condition 4", "never scored"]
-    found = seen_unseen(train, condition, rating, similarity, pair, resamples=50, seed=2)
+    found = seen_unseen(train, condition, rating, similarity, pair, resamples=50)
     seen = np.array([text in train for text in condition])
-    for part, rows in ((found.overall, seen | ~seen), (found.seen, seen), (found.unseen, ~seen)):
-        system = Candidate("", similarity[None, rows])
-        (alone,) = estimate([system], rating[rows], pair[rows], resamples=50, seed=2)
-        assert part.metrics == alone.metrics
-        spearman = part.metrics["spearman"]
+    for kind, rows in (("overall", seen | ~seen), ("seen", seen), ("unseen", ~seen)):
+        alone = resample([similarity[None, rows]], rating[rows], pair[rows], resamples=50)
+        spearman = found[kind].spearman
+        assert spearman == alone.estimates(0)["spearman"]
         assert spearman.low < spearman.value < spearman.high
-    assert found.overall.n == found.seen.n + found.unseen.n == 80
-    assert (found.n_seen_conditions, found.n_unseen_conditions) == (2, 5)
+    assert found["overall"].n == found["seen"].n + found["unseen"].n == 80
+    assert (found["seen"].n_conditions, found["unseen"].n_conditions) == (2, 5)
 
 
 def test_conditions_match_by_their_exact_text():
     _, rating, similarity, pair = rated_rows(2)
     condition = ["The sport", "The sport.", "the sport", "The sport "]
     found = seen_unseen(["The sport"], condition, rating, similarity, pair, resamples=0)
-    assert (found.seen.n, found.unseen.n) == (1, 3)
-    assert (found.n_seen_conditions, found.n_unseen_conditions) == (1, 3)
+    assert (found["seen"].n, found["unseen"].n) == (1, 3)
+    assert (found["seen"].n_conditions, found["unseen"].n_conditions) == (1, 3)
 
 
 def test_a_part_without_rows_has_no_scores():
     condition, rating, similarity, pair = rated_rows()
     found = seen_unseen(condition, condition, rating, similarity, pair, resamples=0)
-    assert found.unseen is None
-    assert found.seen.metrics["spearman"].value == found.overall.metrics["spearman"].value
+    assert (found["unseen"].n, math.isnan(found["unseen"].spearman.value)) == (0, True)
+    assert found["seen"].spearman.value == found["overall"].spearman.value
     found = seen_unseen([], condition, rating, similarity, pair, resamples=0)
-    assert found.seen is None
-    assert found.unseen.n == 80
+    assert (found["seen"].n, found["unseen"].n) == (0, 80)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"condition": ["a"]}, "1 conditions, 80 ratings"),
-        ({"rating": np.full(80, np.nan)}, "80 of 80 ratings are NaN"),
-        ({"similarity": np.full(80, np.inf)}, "80 of 80 predictions are NaN or infinite"),
-    ],
-)
-def test_seen_and_unseen_refuse(change, message):
-    condition, rating, similarity, pair = rated_rows()
-    columns = {"condition": condition, "rating": rating, "similarity": similarity, "pair": pair}
-    with pytest.raises(UserError, match=message):
-        seen_unseen(["a"], **{**columns, **change})
-
-
-def test_seen_and_unseen_refuse_no_rows():
-    none = np.zeros(0)
-    with pytest.raises(UserError, match="0 conditions"):
-        seen_unseen(["a"], [], none, none, none.astype(np.int64))
+def test_seen_and_unseen_refuse_predictions_that_are_no_numbers():
+    condition, rating, _, pair = rated_rows()
+    with pytest.raises(UserError, match="80 of 80 predictions are NaN or infinite"):
+        seen_unseen(["a"], condition, rating, np.full(80, np.inf), pair)
 
 
 @given(n=st.integers(2, 8), height=st.integers(1, 6), width=st.integers(1, 6))
@@ -361,19 +331,9 @@ def test_norms_in_16_bit_are_squared_in_more():
     assert frobenius_variance(norms, 1).raw == pytest.approx(29_950.0**2, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("norms", "n_elements", "message"),
-    [
-        ([1.0], 4, r"shape \(1,\)"),
-        ([[1.0, 2.0]], 4, r"shape \(1, 2\)"),
-        ([1.0, -2.0], 4, "not negative"),
-        ([1.0, np.nan], 4, "finite"),
-        ([1.0, 2.0], 0, "0 elements"),
-    ],
-)
-def test_the_variance_of_norms_refuses(norms, n_elements, message):
-    with pytest.raises(UserError, match=message):
-        frobenius_variance(np.array(norms), n_elements)
+def test_one_norm_has_no_variance():
+    with pytest.raises(UserError, match=r"shape \(1,\)"):
+        frobenius_variance(np.array([1.0]), 4)
 
 
 # CASE, table 3, its rows out of order.
@@ -382,39 +342,24 @@ TABLE = [
     ("a tennis player", "a girl", "The name of the game.", 5, 0.6233, 0.9660),
     ("a skier alone", "two skiers", "The number of person.", 1, 0.6358, 0.2788),
     ("a tennis player", "a girl", "The color of the dress.", 1, 0.4757, 0.2522),
-    ("a tennis player", "a girl", "", np.nan, 0.5006, 0.9016),
 ]
 
 
-def columns_of(table):
-    *texts, rating, before, after = zip(*table, strict=True)
-    return *texts, np.array(rating, dtype=np.float64), np.array(before), np.array(after)
-
-
 def test_the_table_of_changes_is_in_the_papers_order():
-    records = change_table(*columns_of(TABLE))
+    records = change_table([Change(*row) for row in TABLE])
     shown = [(r.sentence1, r.condition, r.rating, r.before, r.after) for r in records]
     assert shown == [
         ("a skier alone", "The number of person.", 1, 0.6358, 0.2788),
         ("a skier alone", "The type of job.", 5, 0.7502, 0.9539),
-        ("a tennis player", "", None, 0.5006, 0.9016),
         ("a tennis player", "The color of the dress.", 1, 0.4757, 0.2522),
         ("a tennis player", "The name of the game.", 5, 0.6233, 0.9660),
     ]
-    assert [r.sentence2 for r in records] == ["two skiers"] * 2 + ["a girl"] * 3
+    assert [r.sentence2 for r in records] == ["two skiers"] * 2 + ["a girl"] * 2
 
 
 def test_rows_of_one_rating_keep_their_order():
-    table = [("s", "t", condition, 3, 0.1, 0.2) for condition in "bca"]
-    assert [r.condition for r in change_table(*columns_of(table))] == ["b", "c", "a"]
-
-
-def test_the_table_of_changes_refuses():
-    *columns, after = columns_of(TABLE)
-    with pytest.raises(UserError, match="4 similarities after"):
-        change_table(*columns, after[1:])
-    with pytest.raises(UserError, match="1 of 5 similarities after are NaN"):
-        change_table(*columns, np.where(after > 0.96, np.nan, after))
+    table = [Change("s", "t", condition, 3, 0.1, 0.2) for condition in "bca"]
+    assert [r.condition for r in change_table(table)] == ["b", "c", "a"]
 
 
 UNIT = st.integers(0, 4).map(lambda value: value / 4)
@@ -428,17 +373,13 @@ def test_the_most_changed_rows_equal_a_transcription(rows, top):
     better = sorted((i for i in gain if gain[i] > 0), key=lambda i: (-gain[i], i))
     worse = sorted((i for i in gain if gain[i] < 0), key=lambda i: (gain[i], i))
     assert (found.better, found.worse) == (tuple(better[:top]), tuple(worse[:top]))
-    assert (found.n_better, found.n_worse, found.n) == (len(better), len(worse), len(rows))
+    assert (found.n_better, found.n_worse) == (len(better), len(worse))
 
 
 @pytest.mark.parametrize(
     ("rating", "before", "top", "message"),
     [
-        ([1.0, 5.0], [0.1, 0.2], 3, "ratings from 1 to 5.*Scale them"),
-        ([-0.5, 1.0], [0.1, 0.2], 3, "ratings from -0.5 to 1"),
-        ([np.nan, 1.0], [0.1, 0.2], 3, "1 of 2 ratings are NaN"),
         ([0.5, 1.0], [np.inf, 0.2], 3, "1 of 2 similarities before"),
-        ([0.5, 1.0], [0.2], 3, "2 ratings, 1 similarities before"),
         ([0.5, 1.0], [0.2, 0.2], -1, "-1 rows"),
     ],
 )
@@ -459,9 +400,9 @@ NAMES = [
 ]
 
 
-def draw_clusters(path, n=60, names=NAMES, **options):
+def draw_clusters(path, n=60, names=NAMES):
     points = gaussians(n, 2), gaussians(n, 2, seed=1)
-    plot_clusters(*points, np.arange(n) % len(names), names, path, **options)
+    plot_clusters(*points, np.arange(n) % len(names), names, path, ("before", "after"))
 
 
 def draw_curves(path, log_x=True, x=(4096, 64, 512, 128, 256, 1024), names=NAMES):
@@ -613,38 +554,3 @@ def test_undefined_scores_leave_a_gap(tmp_path):
 def test_many_points_do_not_make_a_huge_svg(tmp_path):
     draw_clusters(tmp_path / "figure.svg", n=20_000, names=["a", "b", "no $point"])
     assert (tmp_path / "figure.svg").stat().st_size < 2e6
-
-
-@pytest.mark.parametrize(
-    ("series", "log_x", "name", "message"),
-    [
-        ({}, False, "f.png", "no series"),
-        ({"a": ([1], [1], [1], [1, 2])}, False, "f.png", r"shapes \(1,\), \(1,\), \(1,\), \(2,\)"),
-        ({"a": ([], [], [], [])}, False, "f.png", r"shapes \(0,\)"),
-        ({"a": (1, 1, 1, 1)}, False, "f.png", r"shapes \(\)"),
-        ({"a": ([0, 1], [1, 1], [1, 1], [1, 1])}, True, "f.png", "above 0 on a logarithmic"),
-        ({"a": ([np.nan], [1], [1], [1])}, False, "f.png", "x must be finite"),
-        ({"a": ([1], [1], [1], [1])}, False, "f.pdf", "end in .png or .svg"),
-    ],
-)
-def test_curves_refuse(series, log_x, name, message, tmp_path):
-    with pytest.raises(UserError, match=message):
-        plot_curve(series, tmp_path / name, "x", "y", log_x)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "labels", "message"),
-    [
-        (np.ones((3, 2)), np.ones((3, 3)), [0, 0, 1], r"shape \(3, 3\) came with 3 labels"),
-        (np.ones((2, 2)), np.ones((3, 2)), [0, 0, 1], r"shape \(2, 2\) came with 3 labels"),
-        (np.ones((0, 2)), np.ones((0, 2)), [], "came with 0 labels"),
-        (np.ones((1, 2)), np.full((1, 2), np.nan), [0], "NaN or infinite"),
-        (np.ones((2, 2)), np.ones((2, 2)), [0, 2], "labels from 0 to 2 came with 2 names"),
-        (np.ones((2, 2)), np.ones((2, 2)), [-1, 0], "labels from -1 to 0"),
-    ],
-)
-def test_pictures_of_clusters_refuse(before, after, labels, message, tmp_path):
-    with pytest.raises(UserError, match=message):
-        plot_clusters(before, after, labels, ["a", "b"], tmp_path / "f.png")
-    assert not list(tmp_path.iterdir())

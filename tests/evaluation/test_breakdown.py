@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcond.errors import UserError
 from llmcond.evaluation.breakdown import (
     by_condition,
     calibration,
@@ -98,13 +97,3 @@ def test_many_ratings_are_put_into_classes_that_hold_every_row():
 
 def test_no_rows_have_no_levels():
     assert calibration(np.array([]), np.array([])) == []
-
-
-@pytest.mark.parametrize("measure", [rank_error, calibration])
-def test_columns_that_do_not_fit_are_refused(measure):
-    with pytest.raises(UserError, match="2 predictions came with 3 ratings"):
-        measure(np.zeros(2), np.zeros(3))
-    with pytest.raises(UserError, match="1 of 2 values are NaN or infinite"):
-        measure(np.array([1.0, np.nan]), np.zeros(2))
-    with pytest.raises(UserError, match="1 of 2 values are NaN or infinite"):
-        measure(np.zeros(2), np.array([1.0, np.inf]))
