@@ -11,6 +11,7 @@ from math import nan
 import numpy as np
 import pytest
 
+from llmcond.data.rows import Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.breakdown import rank_error
 from llmcond.evaluation.paired import Difference
@@ -145,11 +146,7 @@ def example(n=1_830, templates=TEMPLATES, seed=0):
             "sentence is pooled. The shuffled control is at chance, as it has to be.",
         ],
         results=results,
-        number=list(range(1, n + 1)),
-        sentence1=first,
-        sentence2=second,
-        condition=condition,
-        rating=rating,
+        rows=Rows(first, second, condition, rating, np.arange(n) + 1, "dev.csv"),
         scale=(1.0, 5.0),
         similarity=similarity,
         isotropy=isotropy,
@@ -185,7 +182,7 @@ def run(score, head, random):
 def hostile(page):
     """The page with texts in every place that mean something to HTML, JavaScript or Jinja."""
     evil = HOSTILE[0]
-    n = len(page.rating)
+    n = len(page.rows)
     cycled = [HOSTILE[i % len(HOSTILE)] for i in range(n)]
     old, new = page.baseline, f"mlp@{evil}"
     renamed = [
@@ -199,9 +196,12 @@ def hostile(page):
         title=f"Title {evil}",
         summary=[*HOSTILE[:3], *page.summary],
         results=renamed,
-        sentence1=cycled,
-        sentence2=cycled[1:] + cycled[:1],
-        condition=[f"{text} {i % 3}" for i, text in enumerate(cycled)],
+        rows=replace(
+            page.rows,
+            sentence1=cycled,
+            sentence2=cycled[1:] + cycled[:1],
+            condition=[f"{text} {i % 3}" for i, text in enumerate(cycled)],
+        ),
         similarity={new if name == old else name: v for name, v in page.similarity.items()},
         isotropy=[{**row, "prompt": row["prompt"] + evil} for row in page.isotropy],
         made={evil: {"text": HOSTILE[1], "list": [HOSTILE[0], 1]}, "long": HOSTILE[6]},
@@ -227,7 +227,7 @@ def undefined(page):
     return replace(
         page,
         results=results,
-        rating=np.full(len(page.rating), np.nan),
+        rows=replace(page.rows, rating=np.full(len(page.rows), np.nan)),
         similarity={name: np.full(len(v), np.nan) for name, v in page.similarity.items()},
         isotropy=[
             {**row, **dict.fromkeys(("mean_cosine", "std_cosine", "partition_ratio"))}
@@ -239,10 +239,12 @@ def undefined(page):
 
 def partial(page):
     """The page with some rows that are not rated, and some that one way does not predict."""
-    rating = np.where(np.arange(len(page.rating)) % 7 == 0, np.nan, page.rating)
+    rating = np.where(np.arange(len(page.rows)) % 7 == 0, np.nan, page.rows.rating)
     (name, *_) = page.similarity
     some = np.where(np.arange(len(rating)) % 5 == 0, np.nan, page.similarity[name])
-    return replace(page, rating=rating, similarity={**page.similarity, name: some})
+    return replace(
+        page, rows=replace(page.rows, rating=rating), similarity={**page.similarity, name: some}
+    )
 
 
 def plain(page):
@@ -365,12 +367,12 @@ def test_embedded_numbers_are_those_of_the_rows(page, parsed):
     assert data["chosen"] == ["mlp@pair-cond", "mlp@concat-sent-cond"]
     way = data["systems"][3]
     np.testing.assert_allclose(way["similarity"], page.similarity[way["name"]], atol=5e-5)
-    error = rank_error(page.similarity[way["name"]], page.rating)
+    error = rank_error(page.similarity[way["name"]], page.rows.rating)
     np.testing.assert_allclose(way["error"], 1000 * error, atol=0.51)
-    assert [data["texts"][i] for i in data["rows"]["sentence2"]] == page.sentence2
+    assert [data["texts"][i] for i in data["rows"]["sentence2"]] == page.rows.sentence2
     assert len(set(data["texts"])) == len(data["texts"])
     assert set(data["rows"]["rating"]) == {1, 2, 3, 4, 5}
-    mood = [i for i, text in enumerate(page.condition) if text == "mood"]
+    mood = [i for i, text in enumerate(page.rows.condition) if text == "mood"]
     place = [data["texts"][i] for i in data["conditions"]["text"]].index("mood")
     assert data["conditions"]["n"][place] == len(mood)
     expected = 1000 * np.abs(error)[mood].mean()
@@ -392,14 +394,18 @@ def test_hostile_texts_are_texts(page, tmp_path):
 
 
 def test_half_a_surrogate_pair_is_no_reason_to_fail(page, tmp_path):
-    source = written(replace(page, title="a \ud800", condition=["\udfff"] * 300), tmp_path)
+    source = written(
+        replace(page, title="a \ud800", rows=replace(page.rows, condition=["\udfff"] * 300)),
+        tmp_path,
+    )
     assert source.data["texts"][-1] == "\udfff"
 
 
 def test_a_page_of_a_whole_split_is_small(tmp_path):
     page = example()
-    assert (len(page.results), len(page.rating)) == (25, 1_830)
-    longer = replace(page, sentence1=[f"{t} {t} {i}" for i, t in enumerate(page.sentence1)])
+    assert (len(page.results), len(page.rows)) == (25, 1_830)
+    repeated = [f"{t} {t} {i}" for i, t in enumerate(page.rows.sentence1)]
+    longer = replace(page, rows=replace(page.rows, sentence1=repeated))
     write_page(longer, tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size < 5_000_000
 
@@ -418,11 +424,13 @@ def test_rows_may_lack_a_rating_or_a_prediction(page, tmp_path):
     (name, *_) = page.similarity
     data = written(page, tmp_path).data
     (way,) = [way for way in data["systems"] if way["name"] == name]
-    for i, (rating, similarity) in enumerate(zip(page.rating, page.similarity[name], strict=True)):
+    for i, (rating, similarity) in enumerate(
+        zip(page.rows.rating, page.similarity[name], strict=True)
+    ):
         assert (data["rows"]["rating"][i] is None) == np.isnan(rating)
         assert (way["similarity"][i] is None) == (way["place"][i] is None) == np.isnan(similarity)
         assert (way["error"][i] is None) == np.isnan(rating + similarity)
-    assert sum(data["conditions"]["n"]) == np.isfinite(page.rating).sum()
+    assert sum(data["conditions"]["n"]) == np.isfinite(page.rows.rating).sum()
     assert max(way["place"][i] for i in range(1, 300, 5)) <= 1000
 
 
@@ -437,7 +445,7 @@ def test_one_result_has_a_page_of_its_own(page, tmp_path):
 
 def test_results_alone_are_enough(page, tmp_path):
     alone = replace(page.results[0], fits=())
-    bare = Page("t", [], [alone], [], [], [], [], np.array([]))
+    bare = Page("t", [], [alone], page.rows.take(np.array([], dtype=int)))
     sections = [attributes["id"] for attributes in written(bare, tmp_path).all("section")]
     assert sections == ["results"]
 
@@ -451,25 +459,9 @@ def test_fits_of_one_head_and_template_do_not_cover_each_other(page, tmp_path):
     assert len(set(places)) == len(places)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"results": []}, "without results"),
-        ({"baseline": "x"}, "the baseline 'x' is none of the results"),
-        ({"number": [1]}, "1 numbers came with 300 ratings"),
-        ({"similarity": {"a": np.zeros(2)}}, "2 predictions of a came with 300 ratings"),
-    ],
-)
-def test_a_page_that_does_not_fit_together_is_refused(page, change, message):
-    with pytest.raises(UserError, match=message):
-        replace(page, **change)
-    with pytest.raises(UserError, match="1 names occur more than once, such as 'mlp@pair-cond'"):
-        replace(page, results=[page.results[0], page.results[0]])
-
-
 def test_a_page_that_cannot_be_made_is_refused(page, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"ends in \.pdf; name an \.html file"):
-        write_page(page, tmp_path / "page.pdf")
+        check_page(tmp_path / "page.pdf")
     (tmp_path / "folder.html").mkdir()
     with pytest.raises(UserError, match="is a folder; name a file"):
         check_page(tmp_path / "folder.html")

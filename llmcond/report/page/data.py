@@ -42,19 +42,19 @@ def embedded(page: Page) -> dict[str, Any]:
         data["systems"] = [_system(page, name, error) for name, error in errors.items()]
         data["chosen"] = page.chosen()
         data["rows"] = {
-            "number": [int(number) for number in page.number],
-            "rating": _on_scale(page, page.rating),
+            "number": page.rows.number.tolist(),
+            "rating": _on_scale(page, page.rows.rating),
             **{
-                key: [texts.setdefault(text, len(texts)) for text in getattr(page, key)]
+                key: [texts.setdefault(text, len(texts)) for text in getattr(page.rows, key)]
                 for key in ("sentence1", "sentence2", "condition")
             },
         }
-        rated = ~np.isnan(page.rating)
+        rated = ~np.isnan(page.rows.rating)
         if rated.any():
             data["conditions"] = _conditions(page, rated, texts, list(errors.values()))
         # For each rating the places that its rows take in a perfect order.
-        places = (_rounded(1000 * end, 0) for end in rating_span(page.rating[rated]))
-        spans = zip(_on_scale(page, page.rating[rated]), *places, strict=True)
+        places = (_rounded(1000 * end, 0) for end in rating_span(page.rows.rating[rated]))
+        spans = zip(_on_scale(page, page.rows.rating[rated]), *places, strict=True)
         data["spans"] = [list(span) for span in dict.fromkeys(spans)]
         data["texts"] = list(texts)
         data["charts"] |= {"scatter": charts.scatter(), "levels": charts.calibration()}
@@ -74,7 +74,7 @@ def _system(page: Page, name: str, error: Floats) -> dict[str, Any]:
     metric, found = result.primary, result.main
     bounds = minus(range_text(metric, found.low, found.high))
     score = f"{metric.heading} {minus(metric.show(found.value))}"
-    levels = calibration(similarity[rated], page.rating[rated])
+    levels = calibration(similarity[rated], page.rows.rating[rated])
     ratings = _on_scale(page, np.array([level.rating for level in levels]))
     return {
         "name": name,
@@ -92,17 +92,19 @@ def _system(page: Page, name: str, error: Floats) -> dict[str, Any]:
 def _errors(page: Page, name: str) -> Floats:
     """Return (n,) the rank errors of a system; NaN where a row is unrated or not predicted."""
     similarity = np.asarray(page.similarity[name], dtype=np.float64)
-    rated = np.isfinite(similarity) & ~np.isnan(page.rating)
+    rated = np.isfinite(similarity) & ~np.isnan(page.rows.rating)
     error = np.full(len(similarity), np.nan)
-    error[rated] = rank_error(similarity[rated], page.rating[rated])
+    error[rated] = rank_error(similarity[rated], page.rows.rating[rated])
     return error
 
 
 def _conditions(
     page: Page, rated: NDArray[np.bool_], texts: dict[str, int], errors: Sequence[Floats]
 ) -> dict[str, Any]:
-    groups = by_condition([text for text, kept in zip(page.condition, rated, strict=True) if kept])
-    rating = page.rating[rated]
+    groups = by_condition(
+        [text for text, kept in zip(page.rows.condition, rated, strict=True) if kept]
+    )
+    rating = page.rows.rating[rated]
     return {
         "text": [texts.setdefault(label, len(texts)) for label in groups.label],
         "n": groups.count.tolist(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -13,10 +12,8 @@ from numpy.typing import NDArray
 
 from llmcond.arrays import as_matrix
 from llmcond.data.rows import Rows
-from llmcond.errors import UserError
 from llmcond.evaluation.isotropy import MOST_VECTORS, measure_isotropy
 from llmcond.evaluation.results import ComparedResult, Result
-from llmcond.metrics import Floats
 from llmcond.prompts import Prompt
 from llmcond.runs import Run
 from llmcond.runs.features import RowFeatures
@@ -32,9 +29,7 @@ class Page:
         title: of the page.
         summary: sentences in plain words, the most important first.
         results: one for each system, best first, all of the same metrics; names are unique.
-        number: (n,) the row's number in its file.
-        sentence1, sentence2, condition: (n,) texts.
-        rating: (n,) on 0 to 1; NaN where the row is unrated.
+        rows: what was scored, n of them.
         scale: the lowest and the highest rating as the data has them.
         similarity: for each result's name (n,) predictions, in the mean over seeds; NaN where
             there is none.
@@ -48,39 +43,12 @@ class Page:
     title: str
     summary: Sequence[str]
     results: Sequence[ComparedResult]
-    number: Sequence[int]
-    sentence1: Sequence[str]
-    sentence2: Sequence[str]
-    condition: Sequence[str]
-    rating: Floats
+    rows: Rows
     scale: tuple[float, float] = (0.0, 1.0)
     similarity: Mapping[str, NDArray[np.floating]] = field(default_factory=dict)
     isotropy: Sequence[Mapping[str, Any]] = ()
     made: Mapping[str, Any] = field(default_factory=dict)
     baseline: str | None = None
-
-    def __post_init__(self) -> None:
-        names = [result.name for result in self.results]
-        if not names:
-            raise UserError("a page was asked for without results; give one at least.")
-        twice = [name for name, count in Counter(names).items() if count > 1]
-        if twice:
-            raise UserError(f"{len(twice)} names occur more than once, such as {twice[0]!r}.")
-        against = [result.against for result in self.results if result.against]
-        for name in () if self.baseline is None else (self.baseline, *against):
-            if name not in names:
-                raise UserError(f"the baseline {name!r} is none of the results.")
-        n = len(self.rating)
-        columns: dict[str, Any] = {
-            "numbers": self.number,
-            "first sentences": self.sentence1,
-            "second sentences": self.sentence2,
-            "conditions": self.condition,
-            **{f"predictions of {name}": column for name, column in self.similarity.items()},
-        }
-        for what, column in columns.items():
-            if len(column) != n:
-                raise UserError(f"{len(column)} {what} came with {n} ratings.")
 
     @cached_property
     def systems(self) -> list[str]:
@@ -117,20 +85,9 @@ def page_of(
     settings: Mapping[str, Any],
     baseline: str | None = None,
 ) -> Page:
-    """Return the page of some results.
+    """Return the page of some results of a run, arguments as the attributes of :class:`Page`.
 
-    Args:
-        run: what the results are of.
-        rows: what was scored, extracted into the run's store.
-        results: one for each system, best first.
-        similarity: result's name -> (n,) predictions of all rows.
-        title: of the page.
-        summary: sentences.
-        settings: what was asked for.
-        baseline: a result's name.
-
-    Raises:
-        UserError: no results.
+    The rows are in the run's store; ``settings`` are what was asked for.
     """
     names = dict.fromkeys(name for result in results for name in result.prompts)
     prompts = [run.prompt(name) for name in names]
@@ -144,11 +101,7 @@ def page_of(
             else ComparedResult(**{one.name: getattr(result, one.name) for one in fields(result)})
             for result in results
         ],
-        number=rows.number.tolist(),
-        sentence1=rows.sentence1,
-        sentence2=rows.sentence2,
-        condition=rows.condition,
-        rating=rows.rating,
+        rows=rows,
         scale=(run.scale.low, run.scale.high),
         similarity=similarity,
         isotropy=_isotropy(run, prompts, rows),

@@ -33,16 +33,7 @@ def check_page(path: Path) -> None:
 
 
 def write_page(page: Page, path: Path) -> None:
-    """Write a page of results, complete in itself.
-
-    Args:
-        page: what it tells.
-        path: an .html file.
-
-    Raises:
-        UserError: another kind of file, no place to write to, or a library is not installed.
-    """
-    check_page(path)
+    """Write a page of results, complete in itself, to a path that :func:`check_page` lets pass."""
     # Half of a surrogate pair is no character; it is written out instead of ending the run.
     content = _render(page).encode("utf-8", "backslashreplace")
     with replacing(path) as temporary:
