@@ -92,11 +92,7 @@ class Metric:
         return number(self.scaled(value), self.decimals, signed)
 
     def __call__(self, prediction: Floats, rating: Floats, group: Indices) -> float:
-        """Return the figure of some rows.
-
-        Raises:
-            UserError: a user's own function fails, or returns no number.
-        """
+        """Return the figure of some rows; a UserError where a user's own function fails."""
         try:
             return float(self.function(prediction, rating, group))
         except Exception as error:  # whatever a user's code raises
@@ -178,12 +174,10 @@ def metric_of(name: str) -> Metric:
 
 
 def choose_metrics(task: Sequence[str], further: Sequence[str] = ()) -> tuple[Metric, ...]:
-    """Return the metrics of a task, and those named in addition.
+    """Return the metrics of a task, the most important first, and those named in addition.
 
-    Args:
-        task: names, the most important one first; as ``further``.
-        further: of metrics, or of code: ``my_metrics.py:kendall``, a function from predictions,
-            ratings and group ids to a number, or a :class:`Metric`.
+    A name is of a metric, or of code: ``my_metrics.py:kendall``, a function from predictions,
+    ratings and group ids to a number, or a :class:`Metric`.
 
     Raises:
         UserError: no such metric or code, or another metric has its name.

@@ -157,13 +157,8 @@ def most_changed(
 
     A row's change is |before - rating| - |after - rating|: what heads are fitted to lessen is the
     distance of similarity to rating (CASE, equation 2). Rows that got better alone would show any
-    head in a good light, so those that got worse are chosen too.
-
-    Args:
-        rating: (n,) on 0 to 1, no NaN.
-        before: (n,) similarities of the encoder's own vectors.
-        after: (n,) similarities of the head's embeddings.
-        top: how many rows.
+    head in a good light, so those that got worse are chosen too. All columns are (n,), ratings on
+    0 to 1 without NaN.
 
     Raises:
         UserError: similarities that are not finite, or ``top`` is negative.

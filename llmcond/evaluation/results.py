@@ -142,6 +142,13 @@ class ComparedResult(Result):
     difference: Mapping[str, Difference] | None = None
     against: str | None = None
 
+    @classmethod
+    def of(cls, result: Result, control: str = "") -> ComparedResult:
+        """Return a result that is not compared with anything."""
+        return cls(
+            **{own.name: getattr(result, own.name) for own in fields(Result)}, control=control
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return it as ``compare-prompts --json`` prints it."""
         differences = {
@@ -195,11 +202,7 @@ R = TypeVar("R", bound=Result)
 
 @dataclass(frozen=True)
 class Results(Sequence[R_co], Generic[R_co]):
-    """Results of several systems on the same rows.
-
-    Attributes:
-        rows: a result each.
-    """
+    """Results of several systems on the same rows."""
 
     rows: tuple[R_co, ...]
 
@@ -220,11 +223,7 @@ class Results(Sequence[R_co], Generic[R_co]):
         return {"results": [result.to_json() for result in self.rows]}
 
     def to_pandas(self) -> Any:
-        """Return a pandas DataFrame, a row for each result.
-
-        Raises:
-            LlmcondError: pandas is not installed.
-        """
+        """Return a pandas DataFrame, a row for each result; an LlmcondError without pandas."""
         try:
             import pandas as pd  # type: ignore[import-untyped,unused-ignore]
         except ImportError as error:
@@ -252,6 +251,30 @@ class Results(Sequence[R_co], Generic[R_co]):
         return tabulate(rows, headings, "html", disable_numparse=True)
 
 
+@dataclass(frozen=True)
+class FittedResults(Generic[R_co]):
+    """Results of systems, heads among them that were fitted to be scored.
+
+    Attributes:
+        results: best first.
+        failures: a line for each fit that failed; its result lacks that seed.
+    """
+
+    results: Results[R_co]
+    failures: Sequence[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        return {**self.results.to_json(), "failures": list(self.failures)}
+
+    def to_pandas(self) -> Any:
+        """Return the results as a pandas DataFrame."""
+        return self.results.to_pandas()
+
+    def _repr_html_(self) -> str:
+        return self.results._repr_html_()
+
+
 def best_first(results: Iterable[R]) -> Results[R]:
     """Return results by their primary metric, undefined ones last."""
 
@@ -274,14 +297,10 @@ def score(
     metrics: Sequence[Metric] = DEFAULT,
     resamples: int = RESAMPLES,
 ) -> list[R]:
-    """Return results with their figures on some rows.
+    """Return results, given without figures, with their figures on some rows.
 
-    Args:
-        results: what systems are, without figures.
-        similarity: for each (seeds, n) predictions of all rows, unrated ones included.
-        rows: the rows.
-        metrics: what to compute.
-        resamples: of the bootstrap; 0: no intervals.
+    ``similarity`` are for each (seeds, n) predictions of all rows, unrated ones included. With 0
+    ``resamples`` of the bootstrap there are no intervals.
 
     Raises:
         UserError: predictions that are not finite, or a metric with the name of another column.

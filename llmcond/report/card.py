@@ -16,12 +16,8 @@ from llmcond.report.format import factors_text, range_text
 def model_card(account: Mapping[str, Any], prompts: Sequence[Prompt], recipe: Any) -> str:
     """Return the card as Markdown with the hub's metadata before it.
 
-    Texts of the user stand in fenced blocks, as JSON: nothing in them is Markdown or HTML.
-
-    Args:
-        account: of the training, as ``training.json`` holds it.
-        prompts: what the encoder was trained under.
-        recipe: of the head, as JSON.
+    Texts of the user stand in fenced blocks, as JSON: nothing in them is Markdown or HTML. The
+    ``account`` of the training is as ``training.json`` holds it, the ``recipe`` of the head JSON.
     """
     import jinja2
     from huggingface_hub import ModelCardData

@@ -16,12 +16,7 @@ from llmcond.files import gib
 
 
 def checkup(report: Mapping[str, Any], width: int) -> Group:
-    """Return a check as facts, sample inputs with their mask, and the memory it needs.
-
-    Args:
-        report: what ``check_model`` returned.
-        width: of the terminal, for the samples.
-    """
+    """Return a check as facts, sample inputs with their masks, and the memory it needs."""
     facts = Table(box=None, show_header=False, padding=(0, 2, 0, 1))
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(overflow="fold")
@@ -105,5 +100,5 @@ def show_checkup(report: Mapping[str, Any]) -> None:
     """Print a check on standard output."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=120)
+        console.width = 120
     console.print(checkup(report, console.width))

@@ -133,11 +133,7 @@ def _count(number: int, noun: str) -> str:
 def comparison_table(results: Compared, baseline: str, run: object, *, bars: bool = True) -> Table:
     """Return a comparison, a row for each prompt, head and subtraction.
 
-    Args:
-        results: at least one.
-        baseline: the prompt that others are compared with.
-        run: what the title names.
-        bars: whether there is a column of intervals as bars of characters.
+    ``bars`` is whether there is a column of intervals as bars of characters.
     """
     first, primary = results[0], results[0].primary
     metrics = [metric for name in first.metrics if not (metric := metric_of(name)).secondary]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +66,17 @@ def plot_clusters(
         labels: (n,) positions in ``names``.
         names: the conditions.
         path: a .png or .svg file.
-        titles: of the two panels.
+        titles: of the panels.
 
     Raises:
         UserError: matplotlib is not installed.
     """
-
-    def draw(figure: Any) -> None:
+    with _picture(path, (9.0, 4.6)) as figure:
         panels = figure.subplots(1, 2)
         for axes, points, title in zip(panels, (before, after), titles, strict=True):
             _scatter(axes, points, labels, len(names))
             axes.set_title(_shown(title, 50))
         _legend(figure, names, lines=False)
-
-    _save(draw, path, size=(9.0, 4.6))
 
 
 def plot_curve(
@@ -90,20 +88,15 @@ def plot_curve(
 ) -> None:
     """Draw scores with their intervals along dimensions or steps (CASE, figures 3 and 4).
 
-    Args:
-        series: for each name, x (n,), the score (n,) and both ends of its interval (n,), in any
-            order of x. NaN leaves a gap.
-        path: a .png or .svg file.
-        xlabel: what x is.
-        ylabel: what the scores are.
-        log_x: whether x, above 0, is drawn on a logarithmic scale.
+    Each series has a name and is in any order of x, which is above 0 for ``log_x``, a logarithmic
+    scale.
 
     Raises:
         UserError: matplotlib is not installed.
     """
-    curves = {name: _sorted(values) for name, values in series.items()}
-
-    def draw(figure: Any) -> None:
+    columns = {name: np.array(values, dtype=np.float64) for name, values in series.items()}
+    curves = {name: own[:, np.argsort(own[0], kind="stable")] for name, own in columns.items()}
+    with _picture(path, (7.0, 4.6)) as figure:
         axes = figure.subplots()
         for i, (x, mean, low, high) in enumerate(curves.values()):
             colour, shape = _look(i)
@@ -125,10 +118,10 @@ def plot_curve(
         axes.set_axisbelow(True)
         _legend(figure, list(curves), lines=True)
 
-    _save(draw, path, size=(7.0, 4.6))
 
-
-def _save(draw: Any, path: Path, size: tuple[float, float]) -> None:
+@contextmanager
+def _picture(path: Path, size: tuple[float, float]) -> Iterator[Any]:
+    """Yield a figure of some inches to draw on, and save it as a .png or .svg file."""
     kind = path.suffix.lower()
     try:
         import matplotlib as mpl
@@ -143,7 +136,7 @@ def _save(draw: Any, path: Path, size: tuple[float, float]) -> None:
         mpl.rcParams.update(_STYLE)
         # Not pyplot, which keeps every figure and may open a window.
         figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
-        draw(figure)
+        yield figure
         # No date and no version: the same data give the same file.
         metadata = {"Date": None} if kind == ".svg" else {"Software": None}
         with replacing(path) as temporary:
@@ -235,10 +228,3 @@ def _shown(text: str, width: int) -> str:
     """
     lines = textwrap.wrap(printable(text), width, break_on_hyphens=False)
     return "\n".join(lines).replace("$", r"\$")
-
-
-def _sorted(values: Series) -> tuple[NDArray[np.float64], ...]:
-    """Return x, mean, low and high in the order of x."""
-    columns = [np.asarray(column, dtype=np.float64) for column in values]
-    order = np.argsort(columns[0], kind="stable")
-    return tuple(column[order] for column in columns)

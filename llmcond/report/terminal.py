@@ -75,11 +75,9 @@ def listing(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def show(table: Table, form: str = "table") -> None:
-    """Print a table on standard output; where that is no terminal, it is wide enough for all.
+    """Print a table on standard output in one of :data:`FORMATS`, all but ``table`` for documents.
 
-    Args:
-        table: what to print.
-        form: one of :data:`FORMATS`; all but ``table`` are for other documents.
+    Where that is no terminal, it is wide enough for all.
     """
     if form == "table":
         Console(highlight=False, width=width()).print(table)

@@ -18,7 +18,7 @@ from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import UserError, nearest
 from llmcond.evaluation.evidence import System, with_evidence
-from llmcond.evaluation.results import ComparedResult, Results
+from llmcond.evaluation.results import ComparedResult, FittedResults
 from llmcond.features.view import view_of
 from llmcond.files import write_json
 from llmcond.heads import Recipe, load_recipe
@@ -30,44 +30,29 @@ from llmcond.report.comparisons import FEW_PAIRS, summary
 from llmcond.report.page import Page, check_page, page_of, write_page
 from llmcond.runs import Run, open_run, run_exists
 from llmcond.runs.features import Features
-from llmcond.runs.predictors import check_scorable, predict, zeroshots
+from llmcond.runs.predictors import check_scorable, predict, unscored, zeroshots
 from llmcond.runs.provenance import provenance
 from llmcond.runs.trials import Trial, check_seeds, run_trials
 from llmcond.workflows.extract import check_named_once, extract, task_of, usable_prompts
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """What a comparison gave.
+@dataclass(frozen=True, kw_only=True)
+class Comparison(FittedResults[ComparedResult]):
+    """What a comparison gave: a result for each prompt, head and subtraction.
 
     Attributes:
-        results: one for each prompt, head and subtraction, best first; ``difference`` is to the
-            baseline's of the same head and subtraction, None for the baseline itself.
-        baseline: the prompt that the others are compared with.
+        baseline: the prompt that the others are compared with; the ``difference`` of a result is to
+            the baseline's of the same head and subtraction, None for the baseline itself.
         left_out: prompt -> why it could not be compared.
-        failures: a line for each fit that failed.
     """
 
-    results: Results[ComparedResult]
     baseline: str
     left_out: Mapping[str, str]
-    failures: Sequence[str]
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``compare-prompts --json`` prints."""
-        return {
-            **self.results.to_json(),
-            "baseline": self.baseline,
-            "left_out": dict(self.left_out),
-            "failures": list(self.failures),
-        }
-
-    def to_pandas(self) -> Any:
-        """Return the results as a pandas DataFrame."""
-        return self.results.to_pandas()
-
-    def _repr_html_(self) -> str:
-        return self.results._repr_html_()
+        own = {"baseline": self.baseline, "left_out": dict(self.left_out)}
+        return {**self.results.to_json(), **own, "failures": list(self.failures)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +131,12 @@ def compare_prompts(
     systems = _zeroshot_systems(run, stored, split)
     fitted, failures = _fitted_systems(run, stored, recipes, split, asked)
     systems += fitted
-    results = with_evidence(systems, baseline, rows, metrics)
-    comparison = Comparison(results, baseline, left_out, failures)
+    comparison = Comparison(
+        results=with_evidence(systems, baseline, rows, metrics),
+        failures=failures,
+        baseline=baseline,
+        left_out=left_out,
+    )
     if report is not None:
         similarity = {one.result.name: one.similarity.mean(axis=0) for one in systems}
         made = {**asdict(asked), "seconds": round(time.monotonic() - began, 1)}
@@ -241,15 +230,8 @@ def _zeroshot_systems(run: Run, prompts: Sequence[Prompt], split: str) -> list[S
         features = Features(run)
         for zeroshot in zeroshots(prompt):
             similarity = predict(zeroshot, features.pairs(zeroshot.view, split))
-            result = ComparedResult(
-                name=zeroshot.name,
-                head="none",
-                prompts=(prompt.name,),
-                subtract=zeroshot.view.subtracts,
-                split=split,
-                task=run.task.name,
-                control=prompt.control or "",
-            )
+            described = unscored(zeroshot, split, run.task.name)
+            result = ComparedResult.of(described, prompt.control or "")
             systems.append(System(("none", zeroshot.view.subtract), result, similarity[None]))
     return systems
 
@@ -305,12 +287,8 @@ def _page(
     made: Mapping[str, Any],
 ) -> Page:
     best = comparison.results[0]
-    same = [
-        result.name
-        for result in comparison.results
-        if (result.prompt, result.head, result.subtract)
-        == (comparison.baseline, best.head, best.subtract)
-    ]
+    wanted = (comparison.baseline, best.head, best.subtract)
+    same = (r.name for r in comparison.results if (r.prompt, r.head, r.subtract) == wanted)
     return page_of(
         run,
         rows,
@@ -325,5 +303,5 @@ def _page(
             "left_out": comparison.left_out,
             "failures": comparison.failures,
         },
-        baseline=same[0] if same else None,
+        baseline=next(same, None),
     )

@@ -46,9 +46,6 @@ def evaluate(
 
     Arguments as in :class:`llmcond.commands.evaluate.Evaluate`; ``none`` is zero-shot.
 
-    Returns:
-        A result for each head and for zero-shot.
-
     Raises:
         UserError: no run, no such head or split, no rated rows.
     """

@@ -9,10 +9,9 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from llmcond.errors import UserError
-from llmcond.evaluation.results import Counts, Results, SweptResult, best_first
+from llmcond.evaluation.results import Counts, FittedResults, Results, SweptResult, best_first
 from llmcond.features.view import view_of
 from llmcond.files import write_json
 from llmcond.heads import load_recipe
@@ -26,28 +25,9 @@ from llmcond.runs.trials import Outcome, Trial, check_seeds, prompts_for, run_tr
 _CONFIDENCE = 0.95
 
 
-@dataclass(frozen=True, slots=True)
-class SweepResult:
-    """What a sweep gave.
-
-    Attributes:
-        results: one for each combination: mean, deviation and interval over seeds, best first.
-        failures: a line for each fit that failed; its row lacks that seed.
-    """
-
-    results: Results[SweptResult]
-    failures: Sequence[str]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what ``sweep --json`` prints."""
-        return {**self.results.to_json(), "failures": list(self.failures)}
-
-    def to_pandas(self) -> Any:
-        """Return the results as a pandas DataFrame."""
-        return self.results.to_pandas()
-
-    def _repr_html_(self) -> str:
-        return self.results._repr_html_()
+@dataclass(frozen=True)
+class SweepResult(FittedResults[SweptResult]):
+    """What a sweep gave, a result for each combination: mean and interval over seeds."""
 
 
 def sweep(  # noqa: PLR0913 - each is a choice of the user, by keyword

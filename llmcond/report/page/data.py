@@ -49,7 +49,7 @@ def embedded(page: Page) -> dict[str, Any]:
                 for key in ("sentence1", "sentence2", "condition")
             },
         }
-        rated = ~np.isnan(page.rows.rating)
+        rated = page.rows.rated
         if rated.any():
             data["conditions"] = _conditions(page, rated, texts, list(errors.values()))
         # For each rating the places that its rows take in a perfect order.
@@ -92,7 +92,7 @@ def _system(page: Page, name: str, error: Floats) -> dict[str, Any]:
 def _errors(page: Page, name: str) -> Floats:
     """Return (n,) the rank errors of a system; NaN where a row is unrated or not predicted."""
     similarity = np.asarray(page.similarity[name], dtype=np.float64)
-    rated = np.isfinite(similarity) & ~np.isnan(page.rows.rating)
+    rated = np.isfinite(similarity) & page.rows.rated
     error = np.full(len(similarity), np.nan)
     error[rated] = rank_error(similarity[rated], page.rows.rating[rated])
     return error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -96,10 +96,7 @@ def page_of(
         title=title,
         summary=summary,
         results=[
-            result
-            if isinstance(result, ComparedResult)
-            else ComparedResult(**{one.name: getattr(result, one.name) for one in fields(result)})
-            for result in results
+            one if isinstance(one, ComparedResult) else ComparedResult.of(one) for one in results
         ],
         rows=rows,
         scale=(run.scale.low, run.scale.high),

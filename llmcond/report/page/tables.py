@@ -81,9 +81,7 @@ def known(low: float, high: float) -> tuple[float | None, float | None]:
 def main_table(results: Sequence[ComparedResult], baselines: Mapping[str, ComparedResult]) -> Table:
     """Return the results, a row each, with the columns that say something about any of them.
 
-    Args:
-        results: at least one.
-        baselines: by name those that others are compared with; empty: nothing is compared.
+    ``baselines`` are by name those that others are compared with; empty: nothing is compared.
     """
     subtracted = "whether the unconditional vector is subtracted"
     columns: list[tuple[Column, Sequence[Cell]]] = [
