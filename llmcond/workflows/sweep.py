@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from llmcond.evaluation.results import Counts, FittedResults, Results, SweptResu
 from llmcond.features.view import view_of
 from llmcond.files import write_json
 from llmcond.heads import load_recipe
-from llmcond.metrics import Estimate, choose_metrics
+from llmcond.metrics import Estimate
 from llmcond.runs import Run, open_run
 from llmcond.runs.predictors import check_scorable
 from llmcond.runs.provenance import provenance
@@ -59,13 +59,10 @@ def sweep(  # noqa: PLR0913 - each is a choice of the user, by keyword
     if workers is not None and workers < 1:
         raise UserError(f"workers is {workers}; it must be at least 1.")
     split = split or run.default_split()
-    rows = run.rows(split)
-    check_scorable(rows, run, other=False)
+    check_scorable(run.rows(split), run, other=False)
     trials = list(_grid(run, heads, vary, prompts, subtract, changes or {}, seeds))
     done, failures = run_trials(run, split, trials, "sweep", workers, metrics, device=device)
-    names = [metric.name for metric in choose_metrics(run.task.metrics, metrics)]
-    summary = _summarise(list(done.values()), split, Counts.of(rows), names, run.task.name)
-    swept = SweepResult(summary, failures)
+    swept = SweepResult(_summarise(done.values(), run, split), failures)
     report = {**swept.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "sweep.json", report)
     return swept
@@ -101,13 +98,7 @@ def _grid(
                 yield Trial(changed, varied.get("dim"), view, seed, varied)
 
 
-def _summarise(
-    done: Sequence[tuple[Trial, Outcome]],
-    split: str,
-    counts: Counts,
-    metrics: Sequence[str],
-    task: str,
-) -> Results[SweptResult]:
+def _summarise(done: Iterable[tuple[Trial, Outcome]], run: Run, split: str) -> Results[SweptResult]:
     """Return a result for each combination of head, prompt and settings, best mean first."""
     groups: dict[str, list[tuple[Trial, Outcome]]] = {}
     for trial, outcome in done:
@@ -115,10 +106,12 @@ def _summarise(
         recipe = [trial.recipe.path, asdict(trial.recipe.settings), trial.dim]
         key = json.dumps([trial.name, recipe])
         groups.setdefault(key, []).append((trial, outcome))
-    results = []
+    counts, results = Counts.of(run.rows(split)), []
     for group in groups.values():
         (trial, first), outcomes = group[0], [outcome for _, outcome in group]
-        figures = {name: _over_seeds([one.metrics[name] for one in outcomes]) for name in metrics}
+        figures = {
+            name: _over_seeds([one.metrics[name] for one in outcomes]) for name in first.metrics
+        }
         results.append(
             SweptResult(
                 name=trial.name,
@@ -126,7 +119,7 @@ def _summarise(
                 prompts=tuple(prompt.name for prompt in trial.view.prompts),
                 subtract=trial.view.subtracts,
                 split=split,
-                task=task,
+                task=run.task.name,
                 counts=counts,
                 metrics={name: mean for name, (mean, _) in figures.items()},
                 seed_sd={name: deviation for name, (_, deviation) in figures.items()},

@@ -459,6 +459,11 @@ def test_fits_of_one_head_and_template_do_not_cover_each_other(page, tmp_path):
     assert len(set(places)) == len(places)
 
 
+def test_names_that_occur_twice_are_refused(page):
+    with pytest.raises(UserError, match="1 names occur more than once, such as 'mlp@pair-cond'"):
+        replace(page, results=[page.results[0], page.results[0]])
+
+
 def test_a_page_that_cannot_be_made_is_refused(page, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"ends in \.pdf; name an \.html file"):
         check_page(tmp_path / "page.pdf")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from llmcond.arrays import as_matrix
 from llmcond.data.rows import Rows
+from llmcond.errors import UserError
 from llmcond.evaluation.isotropy import MOST_VECTORS, measure_isotropy
 from llmcond.evaluation.results import ComparedResult, Result
 from llmcond.prompts import Prompt
@@ -49,6 +51,13 @@ class Page:
     isotropy: Sequence[Mapping[str, Any]] = ()
     made: Mapping[str, Any] = field(default_factory=dict)
     baseline: str | None = None
+
+    def __post_init__(self) -> None:
+        # As of recipes of one name from different folders.
+        names = Counter(result.name for result in self.results)
+        twice = [name for name, count in names.items() if count > 1]
+        if twice:
+            raise UserError(f"{len(twice)} names occur more than once, such as {twice[0]!r}.")
 
     @cached_property
     def systems(self) -> list[str]:
@@ -88,6 +97,9 @@ def page_of(
     """Return the page of some results of a run, arguments as the attributes of :class:`Page`.
 
     The rows are in the run's store; ``settings`` are what was asked for.
+
+    Raises:
+        UserError: two results have one name.
     """
     names = dict.fromkeys(name for result in results for name in result.prompts)
     prompts = [run.prompt(name) for name in names]
