@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from llmcond.commands.base import verb
-from llmcond.commands.shared import InRun, WithSplit
+from llmcond.commands.shared import InRun
 from llmcond.options import option
+from llmcond.workflows.options import WithSplit
 
 Analysis = Literal["isotropy", "clusters", "conditions", "norms", "examples"]
 
@@ -35,16 +36,13 @@ class Analyse(InRun, WithSplit):
         """Analyse."""
         from llmcond.workflows.analyse import ANALYSES, analyse
 
-        return analyse(
-            self.run,
-            self.head,
-            self.split,
-            self.what or ANALYSES,
-            self.out,
-            self.conditions,
-            self.sentences,
-            self.top,
-            self.seed,
+        return self.call(
+            analyse,
+            run_folder=self.run,
+            heads=self.head,
+            what=self.what or ANALYSES,
+            n_conditions=self.conditions,
+            n_sentences=self.sentences,
         )
 
     def show(self, result: dict[str, Any], form: str) -> None:

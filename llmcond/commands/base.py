@@ -76,6 +76,11 @@ class Command:
         """Return what makes the command fail once its result is printed; None if nothing does."""
         return None
 
+    def call(self, work: Callable[..., R], **others: Any) -> R:
+        """Call a workflow with the options that its parameters are named after, and others."""
+        own = [name for name in inspect.signature(work).parameters if name not in others]
+        return work(**{name: getattr(self, name) for name in own}, **others)
+
     def part(self, cls: type[T]) -> T:
         """Return those of its options that a dataclass has, as an instance of it."""
         return cls(**{f.name: getattr(self, f.name) for f in dataclasses.fields(cls) if f.init})  # type: ignore[arg-type]

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from llmcond.commands.base import verb
-from llmcond.commands.shared import (
-    InRun,
-    WithEncoder,
-    WithMetrics,
-    WithSplit,
-    WithTask,
-    WithTrials,
-    data_options,
-)
+from llmcond.commands.shared import InRun, WithEncoder, WithTask, data_options
 from llmcond.options import option
+from llmcond.workflows.options import CompareOptions
 
 if TYPE_CHECKING:
     from llmcond.workflows.compare import Comparison
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparePrompts(InRun, WithTask, WithEncoder, WithSplit, WithMetrics, WithTrials):
+class ComparePrompts(CompareOptions, InRun, WithTask, WithEncoder):
     """Compare prompts on the same rows, splits, seeds and heads, with paired evidence."""
 
     example: ClassVar[str] = (
@@ -32,46 +24,20 @@ class ComparePrompts(InRun, WithTask, WithEncoder, WithSplit, WithMetrics, WithT
     )
     formats: ClassVar[bool] = True
 
-    prompts: Sequence[str] = option(
-        (), metavar="FILE", help="names or files (default: every bundled one the model can use)"
-    )
-    baseline: str | None = option(
-        None,
-        metavar="NAME",
-        help="what the others are compared with (default: the one that suits the model)",
-    )
-    heads: Sequence[str] = option(
-        ("linear", "mlp"),
-        metavar="NAME",
-        help="recipes to fit in addition to zero-shot; none: none",
-    )
-    plain: bool = option(False, help="fit heads without subtraction as well")
     report: Path | None = option(
         None, metavar="FILE.html", help="a page to read: charts, texts, settings"
     )
 
     def execute(self) -> Comparison:
         """Compare."""
-        from llmcond.workflows.compare import CompareOptions, compare_prompts
+        from llmcond.workflows.compare import compare_prompts
 
-        return compare_prompts(
-            self.model,
-            self.encoder_options(),
-            self.run,
-            data_options(self),
-            CompareOptions(
-                prompts=self.prompts,
-                baseline=self.baseline,
-                heads=self.heads,
-                changes=self.set or {},
-                seeds=self.seeds,
-                plain=self.plain,
-                split=self.split,
-                workers=self.workers,
-                metrics=self.metric,
-                task=self.task,
-            ),
-            self.report,
+        return self.call(
+            compare_prompts,
+            options=self.encoder_options(),
+            run_folder=self.run,
+            data=data_options(self),
+            asked=self.part(CompareOptions),
         )
 
     def show(self, result: Comparison, form: str) -> None:

@@ -35,16 +35,7 @@ class Embed(WithHead):
         """Embed."""
         from llmcond.workflows.embed import embed_file
 
-        return embed_file(
-            self.run,
-            self.source,
-            self.out,
-            self.sentence,
-            self.condition,
-            self.head,
-            self.prompt,
-            self.device,
-        )
+        return self.call(embed_file, run_folder=self.run)
 
 
 embed = verb(Embed)

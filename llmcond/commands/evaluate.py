@@ -13,11 +13,10 @@ from llmcond.commands.shared import (
     InRun,
     WithColumns,
     WithDevice,
-    WithMetrics,
-    WithSplit,
     data_options,
 )
 from llmcond.options import option
+from llmcond.workflows.options import WithMetrics, WithSplit
 
 if TYPE_CHECKING:
     from llmcond.evaluation.results import Result, Results
@@ -47,15 +46,12 @@ class Evaluate(InRun, WithColumns, WithSplit, WithMetrics, WithDevice):
         """Score."""
         from llmcond.workflows.evaluate import evaluate
 
-        return evaluate(
-            self.run,
-            self.head,
-            self.split,
-            data_options(self),
-            self.predictions,
-            self.device,
-            self.report,
-            self.metric,
+        return self.call(
+            evaluate,
+            run_folder=self.run,
+            heads=self.head,
+            data=data_options(self),
+            metrics=self.metric,
         )
 
     def show(self, result: Results[Result], form: str) -> None:

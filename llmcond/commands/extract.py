@@ -41,15 +41,12 @@ class Extract(InRun, WithTask, WithEncoder):
         """Extract."""
         from llmcond.workflows.extract import extract
 
-        return extract(
-            self.model,
-            self.encoder_options(),
-            self.run,
-            data_options(self),
-            self.prompt,
-            self.store_dtype,
-            self.workers,
-            self.task,
+        return self.call(
+            extract,
+            options=self.encoder_options(),
+            run_folder=self.run,
+            data=data_options(self),
+            prompts=self.prompt,
         )
 
 

@@ -44,17 +44,7 @@ class FitHead(InRun, WithDevice):
         """Fit and save."""
         from llmcond.workflows.fit import fit_head
 
-        return fit_head(
-            self.run,
-            self.head,
-            self.dim,
-            self.prompt,
-            self.subtract,
-            self.seed,
-            self.set,
-            self.name,
-            self.device,
-        )
+        return self.call(fit_head, run_folder=self.run, changes=self.set)
 
 
 fit_head = verb(FitHead)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from llmcond.commands.base import Command
+from llmcond.config import bundled_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +18,14 @@ class Heads(Command):
 
     def execute(self) -> dict[str, Any]:
         """List."""
-        from llmcond.commands.listings import heads
+        from llmcond.heads.recipes import load_recipe
 
-        return {"heads": heads()}
+        rows = []
+        for recipe in map(load_recipe, bundled_names("heads")):
+            settings = " ".join(f"{k}={v}" for k, v in asdict(recipe.settings).items())
+            about = {"name": recipe.name, "kind": recipe.kind, "description": recipe.description}
+            rows.append({**about, "settings": settings, "source": recipe.source})
+        return {"heads": rows}
 
     def show(self, result: dict[str, Any], form: str) -> None:
         """Print a table."""

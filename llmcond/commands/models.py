@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from llmcond.commands.shared import WithEncoderSettings
 from llmcond.encoders import EncoderOptions
+from llmcond.encoders.known import MODELS, PADDING_SIDE, default_prompt
+from llmcond.encoders.options import MODEL_SETTINGS
+from llmcond.encoders.spec import Dtype
 from llmcond.errors import LlmcondError, UserError
 from llmcond.options import option
+
+#: Characters that all columns of the brief listing take.
+_WIDE = 155
 
 
 @dataclass(frozen=True)
@@ -56,8 +62,6 @@ class ListModels(WithEncoderSettings):
             return Models(report=(found := check_model(self.check, options))[0], problem=found[1])
         if options != EncoderOptions():
             raise UserError("these options are about one encoder; name it: --check NAME.")
-        from llmcond.commands.listings import models
-
         return Models(models())
 
     def show(self, result: Models, form: str) -> None:
@@ -67,7 +71,6 @@ class ListModels(WithEncoderSettings):
 
             show_checkup(result.report)
         else:
-            from llmcond.commands.listings import models_in_brief
             from llmcond.report.terminal import listing, show, width
 
             show(listing(models_in_brief(width())), form)
@@ -75,3 +78,44 @@ class ListModels(WithEncoderSettings):
     def failed(self, result: Models) -> LlmcondError | None:
         """Return what makes the command fail after its result is printed."""
         return result.problem
+
+
+def models() -> list[dict[str, Any]]:
+    """Return a row for each known encoder."""
+    return [
+        {
+            "name": model.name,
+            "repo": model.repo,
+            "n_parameters": model.n_parameters,
+            "dim": model.dim,
+            **{name: getattr(model, name) for name in MODEL_SETTINGS if name != "pooling"},
+            "pooling": model.poolings[0],
+            "poolings": list(model.poolings),
+            "padding_side": PADDING_SIDE,
+            "default_prompt": default_prompt(model.instruction_format),
+            "dtypes": [d for d in get_args(Dtype) if d != "float16" or not model.no_float16],
+            "gated": model.gated,
+            "licence": model.licence,
+        }
+        for model in MODELS
+    ]
+
+
+def models_in_brief(width: int) -> list[dict[str, Any]]:
+    """Return what of each known encoder goes into so many characters."""
+    rows = [
+        {
+            "name": row["name"],
+            "size": f"{row['n_parameters'] / 1e9:.2f} B",
+            "dim": row["dim"],
+            "attention": row["attention"],
+            "pooling": ", ".join(row["poolings"]),
+            "length": row["max_length"],
+            "instruction": "yes" if row["instruction_format"] else "no",
+            "licence": row["licence"] + (" (gated)" if row["gated"] else ""),
+        }
+        for row in models()
+    ]
+    if width >= _WIDE:
+        return rows
+    return [{key: row[key] for key in ("name", "size", "attention")} for row in rows]

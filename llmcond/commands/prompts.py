@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from llmcond.commands.base import Command
-from llmcond.commands.shared import SOURCE, Split, WithColumns, WithEncoderSettings, data_options
+from llmcond.commands.shared import SOURCE, WithColumns, WithEncoderSettings, data_options
+from llmcond.config import bundled_names
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import UserError, printable
 from llmcond.options import option
+from llmcond.workflows.options import Split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +24,16 @@ class Prompts(Command):
 
     def execute(self) -> dict[str, Any]:
         """List."""
-        from llmcond.commands.listings import prompts
+        from llmcond.prompts import load_prompt
 
-        return {"prompts": prompts()}
+        rows = []
+        for prompt in map(load_prompt, bundled_names("prompts")):
+            about = {name: getattr(prompt, name) for name in ("name", "description", "control")}
+            for prefix, part in ("", prompt.conditional), ("unconditional_", prompt.unconditional):
+                for name in ("instruction", "context", "text"):
+                    about[f"{prefix}{name}"] = getattr(part, name)
+            rows.append({**about, "source": prompt.source})
+        return {"prompts": rows}
 
     def show(self, result: dict[str, Any], form: str) -> None:
         """Print a table."""
@@ -79,19 +88,15 @@ class ShowPrompt(WithColumns, WithEncoderSettings):
 
     def show(self, result: dict[str, Any], form: str) -> None:
         """Print the texts and tokens."""
-        _print(result)
+        from rich.console import Console
+        from rich.text import Text
 
+        from llmcond.report.terminal import width
 
-def _print(report: Mapping[str, Any]) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    from llmcond.report.terminal import width
-
-    console = Console(highlight=False)
-    for line, style in _lines(report, width()):
-        # A text is one line here, however long: what is copied from it is what the encoder reads.
-        console.print(Text(line, style=style), soft_wrap=True)
+        console = Console(highlight=False)
+        for line, style in _lines(result, width()):
+            # A text is one line, however long: what is copied from it is what the encoder reads.
+            console.print(Text(line, style=style), soft_wrap=True)
 
 
 def _lines(report: Mapping[str, Any], width: int) -> Iterator[tuple[str, str]]:

@@ -26,7 +26,7 @@ class Push(InRun):
         """Upload."""
         from llmcond.workflows.push import push_to_hub
 
-        return push_to_hub(self.run, self.repo, self.private, self.revision)
+        return self.call(push_to_hub, run_folder=self.run)
 
 
 push = verb(Push)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from llmcond.commands.base import Command
 from llmcond.encoders import EncoderOptions
@@ -14,8 +14,6 @@ from llmcond.options import option
 
 if TYPE_CHECKING:
     from llmcond.data.datasets import DataOptions
-
-Split = Literal["train", "dev", "test"]
 
 SOURCE = (
     "a .csv, .tsv, .jsonl or .parquet file, a folder with train, dev and test files, or "
@@ -31,25 +29,16 @@ class InRun(Command):
 
 
 def data_options(command: Any) -> DataOptions:
-    """Return where a command's rows come from, and how they are read.
+    """Return where a command's rows come from, and how they are read."""
+    from llmcond.data.datasets import Columns, DataOptions
 
-    Raises:
-        UserError: a column that there is not.
-    """
-    from llmcond.data.datasets import Columns, DataOptions, RatingScale
-
-    columns = scale = None
-    if command.columns:
-        legal = [field.name for field in fields(Columns)]
-        for name in command.columns:
-            if name not in legal:
-                raise UserError(f"--columns has no {name!r}. {nearest(name, legal)}")
-        columns = Columns(**command.columns)
-    given = dict(zip(("low", "high"), command.rating_range or (), strict=False))
+    columns, legal = command.columns or {}, [field.name for field in fields(Columns)]
+    for name in columns:
+        if name not in legal:
+            raise UserError(f"--columns has no {name!r}. {nearest(name, legal)}")
+    scale = dict(zip(("low", "high"), command.rating_range or (), strict=False))
     if command.unrated is not None:
-        given["unrated"] = command.unrated
-    if given:
-        scale = RatingScale(**given)
+        scale["unrated"] = command.unrated
     return DataOptions(command.data, columns, scale, getattr(command, "split_seed", None))
 
 
@@ -60,24 +49,18 @@ class WithColumns(Command):
     columns: Mapping[str, str] | None = option(
         None,
         metavar="NAME=COLUMN",
-        help="other column names, for sentence1, sentence2, condition and label",
+        help="column names other than the run's or task's, for sentence1, sentence2, condition "
+        "and label",
     )
     rating_range: tuple[float, float] | None = option(
         None,
         metavar=("LOW", "HIGH"),
-        help="range of the ratings, mapped to 0 to 1 (default: 1 5)",
+        help="range of the ratings, mapped to 0 to 1 (default: the run's or task's; C-STS: 1 5)",
     )
     unrated: float | None = option(
-        None, metavar="LABEL", help="label of unrated rows (default: -1)"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class WithSplit(Command):
-    """A command that looks at one split."""
-
-    split: Split | None = option(
-        None, help="split to use (default: test if it has rated rows, else dev)"
+        None,
+        metavar="LABEL",
+        help="label of unrated rows (default: the run's or task's; C-STS: -1)",
     )
 
 
@@ -86,30 +69,6 @@ class WithDevice(Command):
     """A command that computes on a device."""
 
     device: str = option("auto", metavar="D", help="auto, cpu, cuda or cuda:N")
-
-
-@dataclass(frozen=True, kw_only=True)
-class WithTrials(WithDevice):
-    """A command that fits every head with several seeds."""
-
-    seeds: int = option(3, metavar="N", help="fits of each, with seeds 0 to N-1")
-    set: Mapping[str, str] | None = option(
-        None, metavar="KEY=VALUE", help="settings of the recipes, for all heads that have them"
-    )
-    workers: int | None = option(
-        None, metavar="N", help="fits at a time (default: one a core, at most 8)"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class WithMetrics(Command):
-    """A command that scores predictions."""
-
-    metric: Sequence[str] = option(
-        (),
-        metavar="FILE.py:NAME",
-        help="metrics of your own, in addition to those of the task",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

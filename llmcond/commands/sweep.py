@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from llmcond.commands.base import verb
-from llmcond.commands.shared import InRun, WithMetrics, WithSplit, WithTrials
+from llmcond.commands.shared import InRun, WithDevice
 from llmcond.errors import UserError
 from llmcond.options import option
+from llmcond.workflows.options import WithMetrics, WithSplit, WithTrials
 
 if TYPE_CHECKING:
     from llmcond.workflows.sweep import SweepResult
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep(InRun, WithSplit, WithMetrics, WithTrials):
+class Sweep(InRun, WithSplit, WithMetrics, WithTrials, WithDevice):
     """Fit heads for every combination of settings and seeds; resumes, in one table."""
 
     example: ClassVar[str] = (
@@ -64,18 +65,14 @@ class Sweep(InRun, WithSplit, WithMetrics, WithTrials):
             raise UserError(f"--plot and --plot-steps both name {plots[0]}. Name two files.")
         for path in plots:
             check_plot(path)
-        swept = sweep(
-            self.run,
-            self.head,
-            vary,
+        swept = self.call(
+            sweep,
+            run_folder=self.run,
+            heads=self.head,
+            vary=vary,
             prompts=self.prompt or (None,),
-            subtract=self.subtract,
             changes=self.set,
-            seeds=self.seeds,
-            split=self.split,
-            workers=self.workers,
             metrics=self.metric,
-            device=self.device,
         )
         if self.plot is not None:
             plot_settings(swept.results, self.plot)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -169,37 +169,37 @@ def read_dataset(
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """Where rows come from, and how they are read.
+    """Where rows come from, and how they are read: what was asked for.
+
+    What is not given is as in the run or the task; see :meth:`like`.
 
     Attributes:
         source: None: the run's own data, or the bundled sample for a new run.
-        columns: None: the default names, or those of the run.
-        scale: None: 1 to 5, or that of the run.
-        split_seed: decides how a single file is split. None: 0, or that of the run.
+        columns: names that differ, by fields of :class:`Columns`.
+        scale: values that differ, by fields of :class:`RatingScale`.
+        split_seed: decides how a single file is split; None: not given.
         extra: further columns of text to read.
     """
 
     source: Any = None
-    columns: Columns | None = None
-    scale: RatingScale | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    scale: Mapping[str, float] = field(default_factory=dict)
     split_seed: int | None = None
     extra: tuple[str, ...] = ()
 
     def read(self) -> Dataset:
         """Read and split the rows."""
-        return read_dataset(
-            self.source,
-            self.columns or Columns(),
-            self.scale or RatingScale(),
-            self.split_seed or 0,
-            self.extra,
-        )
+        columns, scale = Columns(**self.columns), RatingScale(**self.scale)
+        return read_dataset(self.source, columns, scale, self.split_seed or 0, self.extra)
 
-    def like(self, columns: Columns, scale: RatingScale, split_seed: int) -> DataOptions:
-        """Return the options with what was not given taken from how other rows were read."""
-        seed = split_seed if self.split_seed is None else self.split_seed
+    def like(self, other: DataOptions) -> DataOptions:
+        """Return the options with whatever was not given taken from others."""
         return replace(
-            self, columns=self.columns or columns, scale=self.scale or scale, split_seed=seed
+            self,
+            columns={**other.columns, **self.columns},
+            scale={**other.scale, **self.scale},
+            split_seed=other.split_seed if self.split_seed is None else self.split_seed,
+            extra=self.extra or other.extra,
         )
 
 

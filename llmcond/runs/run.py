@@ -17,7 +17,7 @@ from typing import Any
 from filelock import FileLock
 
 from llmcond.config import bundled_names, check_name
-from llmcond.data.datasets import Columns, Dataset, RatingScale
+from llmcond.data.datasets import DataOptions, Dataset, RatingScale
 from llmcond.data.rows import Rows, load_rows, save_rows
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
 from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full, nearest
@@ -155,14 +155,15 @@ class Run:
         return list(self.manifest["data"]["rows"])
 
     @property
-    def columns(self) -> Columns:
-        """Return the column names that the data was read by."""
-        return Columns(**self.manifest["data"]["columns"])
-
-    @property
     def scale(self) -> RatingScale:
         """Return the rating scale that the data was read by."""
         return RatingScale(**self.manifest["data"]["scale"])
+
+    @property
+    def read_by(self) -> DataOptions:
+        """Return how the data was read, without where it was."""
+        data, extra = self.manifest["data"], tuple(self.rows("train").extra)
+        return DataOptions(None, data["columns"], data["scale"], data["split_seed"], extra)
 
     def rows(self, split: str) -> Rows:
         """Return the rows of a split.

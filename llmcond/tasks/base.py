@@ -6,7 +6,7 @@ A task of a user's own is a subclass in a Python file, named by ``--task my_task
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from typing import ClassVar
 
@@ -42,7 +42,7 @@ class Task:
 
     def options(self, data: DataOptions) -> DataOptions:
         """Return how rows are read: as asked for, and else as the task has it."""
-        return data.like(self.columns, self.scale, 0)
+        return data.like(DataOptions(None, asdict(self.columns), asdict(self.scale)))
 
     def read(self, data: DataOptions) -> Dataset:
         """Return all splits of a data set.
@@ -61,7 +61,7 @@ class Task:
             UserError: as :func:`llmcond.data.datasets.read_rows`.
         """
         asked = self.options(data)
-        columns, scale = asked.columns or self.columns, asked.scale or self.scale
+        columns, scale = Columns(**asked.columns), RatingScale(**asked.scale)
         rows, split = read_rows(asked.source, split, columns, scale, asked.extra)
         return self._sided(rows), split
 

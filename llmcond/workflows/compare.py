@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from llmcond.runs.predictors import check_scorable, predict, unscored, zeroshots
 from llmcond.runs.provenance import provenance
 from llmcond.runs.trials import Trial, check_seeds, run_trials
 from llmcond.workflows.extract import check_named_once, extract, task_of, usable_prompts
+from llmcond.workflows.options import CompareOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,26 +56,6 @@ class Comparison(FittedResults[ComparedResult]):
         return {**self.results.to_json(), **own, "failures": list(self.failures)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompareOptions:
-    """What is compared, and how: options of ``compare-prompts``, by their names.
-
-    ``changes`` is ``--set``: settings for all heads that have them. Of the prompts named, those
-    that the encoder cannot use are left out, and that is said.
-    """
-
-    prompts: Sequence[str] = ()
-    baseline: str | None = None
-    heads: Sequence[str] = ("linear", "mlp")
-    changes: Mapping[str, str] = field(default_factory=dict)
-    seeds: int = 3
-    plain: bool = False
-    split: str | None = None
-    workers: int | None = None
-    metrics: Sequence[str] = ()
-    task: str | None = None
-
-
 def compare_prompts(
     model: str,
     options: EncoderOptions,
@@ -82,6 +63,7 @@ def compare_prompts(
     data: DataOptions,
     asked: CompareOptions = CompareOptions(),
     report: Path | None = None,
+    task: str | None = None,
 ) -> Comparison:
     """Compare prompts on the same rows, splits, seeds and heads.
 
@@ -102,7 +84,7 @@ def compare_prompts(
     if report is not None:
         check_page(report)
     check_seeds(asked.seeds)
-    recipes = _recipes(asked.heads, asked.changes)
+    recipes = _recipes(asked.heads, asked.set or {})
     named = [load_prompt(name) for name in asked.prompts]
     _check_different(named)
     resolved = resolve(model, options)
@@ -110,13 +92,13 @@ def compare_prompts(
     baseline = _baseline(asked.baseline, usable, resolved)
     for recipe, prompt in itertools.product(recipes, usable):
         view_of(recipe, (prompt,), subtract=True)
-    _check_rows(run_folder, data, usable, asked.task)
+    _check_rows(run_folder, data, usable, task)
     # By the paths that were given: names of files are not those of bundled prompts.
     given = dict(zip([prompt.name for prompt in named], asked.prompts, strict=True))
     paths = [given.get(prompt.name, prompt.name) for prompt in usable]
-    extract(model, options, run_folder, data, paths, task=asked.task)
+    extract(model, options, run_folder, data, paths, task=task)
     run = open_run(run_folder)
-    metrics = choose_metrics(run.task.metrics, asked.metrics)
+    metrics = choose_metrics(run.task.metrics, asked.metric)
     split = asked.split or run.default_split()
     rows = run.rows(split)
     check_scorable(rows, run, other=False)
@@ -139,7 +121,7 @@ def compare_prompts(
     )
     if report is not None:
         similarity = {one.result.name: one.similarity.mean(axis=0) for one in systems}
-        made = {**asdict(asked), "seconds": round(time.monotonic() - began, 1)}
+        made = {**asdict(asked), "task": task, "seconds": round(time.monotonic() - began, 1)}
         write_page(_page(run, rows, comparison, similarity, made), report)
         log.info(f"report -> {report}")
     record = {**comparison.to_json(), "data": run.manifest["data"], **provenance()}

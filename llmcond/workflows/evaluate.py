@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -69,9 +68,7 @@ def evaluate(
         check_scorable(rows, run, other=False, predictions=predictions is not None)
         features = RowFeatures(rows, run.store())
     else:
-        extra = tuple(run.rows("train").extra)
-        asked = replace(data.like(run.columns, run.scale, 0), extra=extra)
-        rows, split = run.task.read_split(asked, split)
+        rows, split = run.task.read_split(data.like(run.read_by), split)
         check_scorable(rows, run, other=True, predictions=predictions is not None)
         log.info(f"scoring all {len(rows):,} rows of {rows.file}, as {split}")
         store, encoder = run.store(), LazyEncoder(run.resolve_encoder(device))

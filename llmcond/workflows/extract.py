@@ -199,18 +199,15 @@ def _check_run(
             f"{run.folder} stores features as {run.manifest['store_dtype']}, not {store_dtype}. "
             "Use another --run."
         )
-    recorded = run.manifest["data"]
-    read_by = (run.columns, run.scale, recorded["split_seed"])
+    recorded, asked = run.manifest["data"], data.like(run.read_by)
     if data.source is None:
-        asked = data.like(*read_by)
-        if (asked.columns, asked.scale, asked.split_seed) != read_by:
+        if asked != run.read_by:
             raise UserError(
                 f"{run.folder} holds the data {recorded['source']}, read in another way than asked "
                 "for. Name the --data too, and another --run."
             )
         return
-    extra = tuple(run.rows("train").extra)
-    given = run.task.read(replace(data.like(*read_by), extra=extra))
+    given = run.task.read(asked)
     digest = given.digest
     if digest != recorded["digest"]:
         raise UserError(

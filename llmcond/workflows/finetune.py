@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from llmcond.runs.predictors import predict, results_of
 from llmcond.runs.provenance import provenance
 from llmcond.runs.trials import check_seed, sized
 from llmcond.workflows.extract import check_prompts, read_dataset, task_of
+from llmcond.workflows.options import HeadChoice
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -74,22 +75,6 @@ class Trained:
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
         return dict(self.record)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadChoice:
-    """The head that is trained behind an encoder: options of :class:`TrainLora`, by their names.
-
-    ``changes`` is ``--set``, as text. What ``start`` was fitted on is taken with it.
-    """
-
-    head: str | None = None
-    start: Path | None = None
-    dim: int | None = None
-    changes: Mapping[str, str] | None = None
-    prompts: Sequence[str] = ()
-    subtract: bool | None = None
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +173,7 @@ def _settings(given: Mapping[str, Any], recipe: Recipe) -> TuneSettings:
 
 def _plan(choice: HeadChoice) -> _Plan:
     start = digest = None
-    subtract, prompts = bool(choice.subtract), [load_prompt(name) for name in choice.prompts]
+    subtract, prompts = bool(choice.subtract), [load_prompt(name) for name in choice.prompt]
     if choice.start is not None:
         if choice.head is not None or choice.dim is not None:
             raise UserError(
@@ -208,7 +193,7 @@ def _plan(choice: HeadChoice) -> _Plan:
         recipe = load_recipe(choice.head)
     else:
         raise UserError("no head was named. Give --head (none: nothing behind the encoder).")
-    recipe, objective = _changed(recipe, dict(choice.changes or {}))
+    recipe, objective = _changed(recipe, dict(choice.set or {}))
     if choice.dim is not None:
         recipe = sized(recipe, choice.dim, choice.dim)
     _check_trains(recipe)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llmcond import plugins
-from llmcond.data.datasets import DataOptions
+from llmcond.data.datasets import Columns, DataOptions, RatingScale
 from llmcond.data.rows import load_rows, save_rows
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
@@ -55,6 +55,19 @@ def test_a_task_of_ones_own_reads_its_columns_and_scale(answers):
     assert set(rows.sentence1) < {row["question"] for row in ROWS}
     assert set(rows.rating) <= {0.0, 1.0}
     assert rows.conditioned == (True, False)
+
+
+def test_what_is_not_given_of_columns_and_scale_is_the_tasks(answers):
+    rows = [{**row, "score": row["relevance"] + 1} for row in ROWS]
+    asked = DataOptions(rows, columns={"label": "score"}, scale={"high": 3})
+    dataset = find_task(answers).read(asked)
+    assert dataset.columns == Columns("question", "answer", "topic", "score")
+    assert dataset.scale == RatingScale(low=0, high=3, unrated=-1)
+    read_by = DataOptions(None, {"label": "mark"}, {"low": 0, "unrated": 9}, 4, ("note",))
+    like = asked.like(read_by)
+    assert like.columns == {"label": "score"}
+    assert like.scale == {"low": 0, "high": 3, "unrated": 9}
+    assert (like.split_seed, like.extra) == (4, ("note",))
 
 
 def test_a_text_without_a_condition_is_rendered_as_it_is_and_has_nothing_subtracted(answers):

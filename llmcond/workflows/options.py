@@ -1,0 +1,104 @@
+"""What verbs are asked for by several settings: each is a flag, and what the workflow takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from llmcond.options import option
+
+Split = Literal["train", "dev", "test"]
+_HEAD = "head and inputs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithSplit:
+    """Options of what looks at one split."""
+
+    split: Split | None = option(
+        None, help="split to use (default: test if it has rated rows, else dev)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithMetrics:
+    """Options of what scores predictions."""
+
+    metric: Sequence[str] = option(
+        (),
+        metavar="FILE.py:NAME",
+        help="metrics of your own, in addition to those of the task",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithTrials:
+    """Options of what fits every head with several seeds."""
+
+    seeds: int = option(3, metavar="N", help="fits of each, with seeds 0 to N-1")
+    set: Mapping[str, str] | None = option(
+        None, metavar="KEY=VALUE", help="settings of the recipes, for all heads that have them"
+    )
+    workers: int | None = option(
+        None, metavar="N", help="fits at a time (default: one a core, at most 8)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(WithSplit, WithMetrics, WithTrials):
+    """What is compared, and how.
+
+    Of the prompts named, those that the encoder cannot use are left out, and that is said.
+    """
+
+    prompts: Sequence[str] = option(
+        (), metavar="FILE", help="names or files (default: every bundled one the model can use)"
+    )
+    baseline: str | None = option(
+        None,
+        metavar="NAME",
+        help="what the others are compared with (default: the one that suits the model)",
+    )
+    heads: Sequence[str] = option(
+        ("linear", "mlp"),
+        metavar="NAME",
+        help="recipes to fit in addition to zero-shot; none: none",
+    )
+    plain: bool = option(False, help="fit heads without subtraction as well")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadChoice:
+    """The head that is trained behind an encoder; what ``start`` was fitted on is taken with it."""
+
+    head: str | None = option(
+        None,
+        metavar="NAME_OR_FILE",
+        help="a recipe, its objective included (none: the encoder's own vectors are compared)",
+        group=_HEAD,
+    )
+    start: Path | None = option(
+        None,
+        metavar="DIR",
+        help="start from a fitted head, e.g. runs/default/heads/mlp@cond, instead of --head",
+        group=_HEAD,
+    )
+    dim: int | None = option(None, metavar="K", help="size of the embeddings", group=_HEAD)
+    set: Mapping[str, str] | None = option(
+        None,
+        metavar="KEY=VALUE",
+        help="other settings of the recipe or its objective; learning_rate is the head's",
+        group=_HEAD,
+    )
+    prompt: Sequence[str] = option(
+        (),
+        metavar="NAME_OR_FILE",
+        help="templates (default: what suits encoder and head)",
+        group=_HEAD,
+    )
+    subtract: bool | None = option(
+        None, help="subtract the unconditional embedding (default: no)", group=_HEAD
+    )
+    seed: int = option(0, metavar="S", help="seed of everything random")
