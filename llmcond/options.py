@@ -31,24 +31,14 @@ class Option:
     repeat: bool = False
 
 
-def option(
-    default: Any = dataclasses.MISSING,
-    *,
-    help: str,  # noqa: A002 - as argparse has it
-    metavar: str | tuple[str, ...] | None = None,
-    flag: str | None = None,
-    parse: Callable[[str], Any] | None = None,
-    group: str = "",
-    repeat: bool = False,
-) -> Any:
+def option(default: Any = dataclasses.MISSING, **spec: Any) -> Any:
     """Return a dataclass field that is also a flag of the command line.
 
     The field's annotation decides how the flag reads: ``Literal`` gives its choices, ``bool`` gives
     ``--x`` and ``--no-x``, a sequence takes several values, ``Path`` and numbers are parsed.
     Arguments are those of :class:`Option`; without a default the flag is required.
     """
-    told = Option(help, metavar, flag, parse, group, repeat)
-    return dataclasses.field(default=default, metadata={_KEY: told})
+    return dataclasses.field(default=default, metadata={_KEY: Option(**spec)})
 
 
 def option_of(field: dataclasses.Field[Any]) -> Option | None:

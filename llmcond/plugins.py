@@ -68,11 +68,7 @@ def load(name: str, folder: Path | None = None) -> Any:
 
 
 def recorded(name: str, source: str) -> Any:
-    """Return what a record names, if the user has named or registered it before.
-
-    Raises:
-        UserError: he has not: a record alone never runs code.
-    """
+    """Return what a record names; a UserError unless the user has named or registered it before."""
     key = record_name(name)
     if key not in _REGISTERED:
         raise UserError(

@@ -54,15 +54,11 @@ class Command:
     formats: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Convert text to paths and one value to a sequence, and check values that have choices.
-
-        Raises:
-            UserError: a value that is none of the legal ones.
-        """
-        for name, hint, told in options_of(type(self)):
+        """Convert text to what fields hold; a UserError for a value that is not legal."""
+        for name, hint, spec in options_of(type(self)):
             value = getattr(self, name)
-            if told.parse is not None and isinstance(value, str):
-                value = told.parse(value)
+            if spec.parse is not None and isinstance(value, str):
+                value = spec.parse(value)
             object.__setattr__(self, name, _coerced(value, hint, _flag(name)))
 
     def execute(self) -> Any:
@@ -102,8 +98,9 @@ def verb(command: Callable[P, _Executes[R]]) -> Callable[P, R]:
 
     described: Any = command
     options = options_of(described)
-    given = [f"    {name}: {told.help}" for name, _, told in options]
-    call.__name__ = call.__qualname__ = _python_name(described.__name__)
+    given = [f"    {name}: {spec.help}" for name, _, spec in options]
+    words = "".join(f"_{c.lower()}" if c.isupper() else c for c in described.__name__)
+    call.__name__ = call.__qualname__ = words.lstrip("_")
     call.__doc__ = "\n".join([inspect.cleandoc(described.__doc__), "", "Args:", *given])
     known = inspect.signature(described).parameters
     call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -111,10 +108,6 @@ def verb(command: Callable[P, _Executes[R]]) -> Callable[P, R]:
         return_annotation=described.execute.__annotations__["return"],
     )
     return call
-
-
-def _python_name(name: str) -> str:
-    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
 
 
 # -- fields as flags ---------------------------------------------------------------------------
@@ -128,9 +121,9 @@ def options_of(cls: type[Any]) -> list[tuple[str, Any, Option]]:
     hints = get_type_hints(cls)
     order = [name for base in cls.__mro__ for name in vars(base).get("__annotations__", ())]
     described = ((field, option_of(field)) for field in dataclasses.fields(cls))
-    found = [(field, told) for field, told in described if told is not None]
+    found = [(field, spec) for field, spec in described if spec is not None]
     found.sort(key=lambda f: (f[0].default is not dataclasses.MISSING, order.index(f[0].name)))
-    return [(field.name, hints[field.name], told) for field, told in found]
+    return [(field.name, hints[field.name], spec) for field, spec in found]
 
 
 def _flag(name: str) -> str:
@@ -159,8 +152,9 @@ def _coerced(value: Any, hint: Any, flag: str) -> Any:
         raise UserError(
             f"{flag} is {value!r}. {nearest(str(value), legal)} Legal: {', '.join(legal)}."
         )
-    if origin is Mapping and isinstance(value, Mapping):
-        return {str(key): _text(one) for key, one in value.items()}
+    if origin is Mapping:
+        pairs = value if isinstance(value, Mapping) else key_values(value, flag)
+        return {str(key): _text(one) for key, one in pairs.items()}
     if origin in (Sequence, tuple) and isinstance(value, (str, Path)):
         value = (value,)
     if origin is Sequence and isinstance(value, Iterable):
@@ -180,21 +174,21 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Command]) -> None:
     groups: dict[str, Any] = {"": parser}
     usage = [parser.prog]
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-    for name, hint, told in options_of(cls):
-        if told.group not in groups:
-            groups[told.group] = parser.add_argument_group(told.group)
+    for name, hint, spec in options_of(cls):
+        if spec.group not in groups:
+            groups[spec.group] = parser.add_argument_group(spec.group)
         default = defaults[name]
-        keywords = _argument(hint, told, default)
+        keywords = _argument(hint, spec, default)
         required = default is dataclasses.MISSING
-        flag = told.flag or _flag(name)
+        flag = spec.flag or _flag(name)
         if required:
             metavar = keywords.get("metavar", name.upper())
-            usage.append(metavar if told.flag == "" else f"{flag} {metavar}")
-        if told.flag == "":
-            groups[told.group].add_argument(name, **keywords)
+            usage.append(metavar if spec.flag == "" else f"{flag} {metavar}")
+        if spec.flag == "":
+            groups[spec.group].add_argument(name, **keywords)
         else:
             keywords |= {"required": True} if required else {"default": argparse.SUPPRESS}
-            groups[told.group].add_argument(flag, dest=name, **keywords)
+            groups[spec.group].add_argument(flag, dest=name, **keywords)
     parser.usage = " ".join([*usage, "[options]"])
     parser.add_argument(
         "--plugin",
@@ -219,16 +213,16 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Command]) -> None:
         )
 
 
-def _argument(hint: Any, told: Option, default: Any) -> dict[str, Any]:
+def _argument(hint: Any, spec: Option, default: Any) -> dict[str, Any]:
     """Return how argparse reads a value of a type."""
     kind = _plain(hint)
     inner = get_args(kind)
-    text = told.help
+    text = spec.help
     if "default:" not in text and default not in (dataclasses.MISSING, None, (), "", False, True):
         text += f" (default: {' '.join(default) if isinstance(default, tuple) else default})"
     keywords: dict[str, Any] = {"help": text.replace("%", "%%")}
-    if told.metavar is not None:
-        keywords["metavar"] = told.metavar
+    if spec.metavar is not None:
+        keywords["metavar"] = spec.metavar
     if kind is bool:
         return {**keywords, "action": argparse.BooleanOptionalAction}
     several = {"nargs": "+", "action": "extend"}
@@ -237,26 +231,18 @@ def _argument(hint: Any, told: Option, default: Any) -> dict[str, Any]:
     if get_origin(kind) is tuple and inner[-1] is not Ellipsis:
         return {**keywords, "nargs": len(inner), "type": inner[0]}
     if get_origin(kind) in (Sequence, tuple):
-        keywords |= {"action": "append"} if told.repeat else several
+        keywords |= {"action": "append"} if spec.repeat else several
         kind = _plain(inner[0])
     if get_origin(kind) is Literal:
         return {**keywords, "choices": get_args(kind)}
     # What the option parses itself is text here; see `_coerced`.
-    return {**keywords, "type": kind if kind in (int, float, Path) and not told.parse else str}
+    return {**keywords, "type": kind if kind in (int, float, Path) and not spec.parse else str}
 
 
 def command_of(cls: type[Command], given: Mapping[str, Any]) -> Command:
-    """Return a command with what was parsed.
-
-    Raises:
-        UserError: KEY=VALUE of another form, or a value that is none of the legal ones.
-    """
-    hints = {name: _plain(hint) for name, hint, _ in options_of(cls)}
-    values = {name: given[name] for name in hints if name in given}
-    for name, value in values.items():
-        if get_origin(hints[name]) is Mapping:
-            values[name] = key_values(value, _flag(name))
-    return cls(**values)
+    """Return a command with what was parsed; it checks that itself."""
+    names = [name for name, _, _ in options_of(cls)]
+    return cls(**{name: given[name] for name in names if name in given})
 
 
 def key_values(texts: Sequence[str], flag: str) -> dict[str, str]:
@@ -283,10 +269,10 @@ def optional(cls: type[T]) -> type[T]:
     """
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     made = []
-    for name, hint, told in options_of(cls):
+    for name, hint, spec in options_of(cls):
         usual = defaults[name]
-        text = told.help if "default:" in told.help else f"{told.help} (default: {usual})"
-        metadata = option(None, **{**dataclasses.asdict(told), "help": text})
+        text = spec.help if "default:" in spec.help else f"{spec.help} (default: {usual})"
+        metadata = option(None, **{**dataclasses.asdict(spec), "help": text})
         made.append((name, hint | None, metadata))
     return dataclasses.make_dataclass(f"Optional{cls.__name__}", made, frozen=True, kw_only=True)
 
@@ -312,26 +298,17 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_command(cls: type[Command], given: Mapping[str, Any]) -> None:
-    """Run a command with what was parsed, and print its result.
-
-    Raises:
-        LlmcondError: whatever went wrong, in a line.
-    """
+    """Run a command with what was parsed, and print its result, or raise what went wrong."""
     for name in given.get("plugin") or ():
         plugins.load(name)
     command = command_of(cls, given)
     result = command.execute()
     if given.get("json"):
-        print_json(result)
+        value = result if isinstance(result, Mapping) else result.to_json()
+        if not local_rank():  # once, of processes that were launched together
+            sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
     else:
         command.show(result, given.get("format", "table"))
     problem = command.failed(result)
     if problem is not None:
         raise problem
-
-
-def print_json(result: Any) -> None:
-    """Print a result as one JSON object on standard output, once of processes launched together."""
-    value = result if isinstance(result, Mapping) else result.to_json()
-    if not local_rank():
-        sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")

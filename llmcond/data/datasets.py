@@ -37,10 +37,7 @@ class Columns:
 class RatingScale:
     """The range that ratings are on, mapped to 0 to 1.
 
-    Attributes:
-        low: the rating that becomes 0.
-        high: the rating that becomes 1.
-        unrated: the label of a row that is unrated or ill-defined.
+    ``unrated`` is the label of a row that is unrated or ill-defined.
     """
 
     low: float = 1.0
@@ -90,9 +87,6 @@ class Dataset:
     Attributes:
         splits: rows by ``train``, ``dev`` and ``test``; ``test`` may be missing.
         source: what the user named, or ``sample``.
-        columns: the columns read.
-        scale: the range that ratings were on.
-        split_seed: what a single file was split by.
         notes: what was decided on the way, in sentences for the user.
     """
 
@@ -157,14 +151,15 @@ def read_dataset(
     if opened.splits is None:
         rows = _read_rows(opened, opened.files, columns, scale, extra)
         splits = split_by_pair(rows, FRACTIONS, seed)
-        notes: tuple[str, ...] = (f"one file, split by sentence pair with seed {seed}",)
+        note = f"one file, split by sentence pair with seed {seed}"
     else:
         splits = {
             name: _read_rows(opened, files, columns, scale, extra)
             for name, files in opened.splits.items()
         }
-        splits, notes = _complete(splits, opened.name, seed)
-    return Dataset(splits, "sample" if source is None else opened.name, columns, scale, seed, notes)
+        splits, note = _complete(splits, opened.name, seed)
+    name, notes = "sample" if source is None else opened.name, (note,) if note else ()
+    return Dataset(splits, name, columns, scale, seed, notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,17 +224,16 @@ def read_rows(
     return _read_rows(opened, opened.splits[wanted], columns, scale, extra), wanted
 
 
-def _complete(
-    splits: dict[str, Rows], source: str, seed: int
-) -> tuple[dict[str, Rows], tuple[str, ...]]:
+def _complete(splits: dict[str, Rows], source: str, seed: int) -> tuple[dict[str, Rows], str]:
+    """Return splits with a dev split, in their order, and a note if it was made."""
     if "train" not in splits:
         raise UserError(f"{source} has no train file; it has {', '.join(splits)}.")
-    if "dev" in splits:
-        return {name: splits[name] for name in SPLITS if name in splits}, ()
-    parts = split_by_pair(splits["train"], {"train": 1 - DEV_FRACTION, "dev": DEV_FRACTION}, seed)
-    complete = {**splits, **parts}
-    note = f"no dev file: {DEV_FRACTION:.0%} of the training pairs are dev, chosen with seed {seed}"
-    return {name: complete[name] for name in SPLITS if name in complete}, (note,)
+    note, shares = "", {"train": 1 - DEV_FRACTION, "dev": DEV_FRACTION}
+    if "dev" not in splits:
+        splits = {**splits, **split_by_pair(splits["train"], shares, seed)}
+        share = f"{DEV_FRACTION:.0%} of the training pairs"
+        note = f"no dev file: {share} are dev, chosen with seed {seed}"
+    return {name: splits[name] for name in SPLITS if name in splits}, note
 
 
 def _read_rows(
@@ -282,7 +276,6 @@ class Problems:
     """What is wrong in a file's rows, gathered so that one error tells how many there are."""
 
     def __init__(self, file: str) -> None:
-        """Start with none, for messages about ``file``."""
         self._file = file
         self._first: str | None = None
         self._rows: set[int] = set()
@@ -317,13 +310,9 @@ class Problems:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Sentences with their conditions, for embedding.
+    """Sentences with their conditions, for embedding, from a file of that name.
 
-    Attributes:
-        sentences: n texts.
-        conditions: n texts.
-        file: the name of the file they came from.
-        from_column: whether conditions were a column of it, not one text for every row.
+    ``from_column``: whether conditions were a column of it, not one text for every row.
     """
 
     sentences: list[str]

@@ -35,8 +35,7 @@ class Source:
 
     Attributes:
         name: as the user gave it.
-        filesystem: the fsspec file system that opens the files.
-        files: all files.
+        filesystem: of fsspec, which opens the files.
         splits: files by split for a folder; None for a single file.
         tables: rows in memory, by what takes the place of a file's name.
     """
@@ -172,19 +171,17 @@ def read_records(source: Source, file: str, columns: Sequence[str]) -> Iterator[
         UserError: an empty file, a missing column, text that is not UTF-8, a malformed row.
     """
     if file in source.tables:
-        yield from _read_memory(source.tables[file], columns)
+        if not source.tables[file]:
+            raise UserError(f"{IN_MEMORY}: there are no rows.")
+        for row in source.tables[file]:
+            _check_columns(IN_MEMORY, list(row), columns)
+            yield dict(row)
         return
-    name = PurePosixPath(file).name
-    readers = {
-        ".csv": _read_csv,
-        ".tsv": _read_csv,
-        ".jsonl": _read_jsonl,
-        ".parquet": _read_parquet,
-    }
-    empty = True
+    name, empty = PurePosixPath(file).name, True
+    reader = {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(_suffix(file), _read_csv)
     try:
         with source.filesystem.open(file, "rb") as stream:
-            for record in readers[_suffix(file)](stream, name, columns):
+            for record in reader(stream, name, columns):
                 empty = False
                 yield record
     except UnicodeDecodeError as error:
@@ -200,16 +197,6 @@ def read_records(source: Source, file: str, columns: Sequence[str]) -> Iterator[
         raise _unreachable(name, error) from error
     if empty:
         raise UserError(f"{name} is empty: it has no rows.")
-
-
-def _read_memory(
-    rows: Sequence[Mapping[str, Any]], columns: Sequence[str]
-) -> Iterator[dict[str, Any]]:
-    if not rows:
-        raise UserError(f"{IN_MEMORY}: there are no rows.")
-    for row in rows:
-        _check_columns(IN_MEMORY, list(row), columns)
-        yield dict(row)
 
 
 def _check_columns(name: str, got: Sequence[str], columns: Sequence[str]) -> None:

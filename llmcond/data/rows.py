@@ -66,16 +66,12 @@ class Rows:
     def take(self, chosen: NDArray[Any]) -> Rows:
         """Return the rows at the chosen positions (numbers or a mask)."""
         positions = np.arange(len(self))[chosen]
-        return Rows(
-            sentence1=[self.sentence1[i] for i in positions],
-            sentence2=[self.sentence2[i] for i in positions],
-            condition=[self.condition[i] for i in positions],
-            rating=self.rating[positions],
-            number=self.number[positions],
-            file=self.file,
-            extra={name: [texts[i] for i in positions] for name, texts in self.extra.items()},
-            conditioned=self.conditioned,
-        )
+        texts: dict[str, Any] = {
+            name: [column[i] for i in positions] for name, column in self.texts.items()
+        }
+        own = {name: texts.pop(name) for name in ("sentence1", "sentence2", "condition")}
+        rating, number = self.rating[positions], self.number[positions]
+        return replace(self, **own, extra=texts, rating=rating, number=number)
 
     @property
     def texts(self) -> dict[str, Sequence[str]]:

@@ -1,8 +1,8 @@
 """Extraction: the inputs that a store does not hold yet, encoded chunk by chunk.
 
-A plan (:class:`Plan`) says which inputs are encoded, in which order and in which parts. An executor
-(:class:`Executor`; here :class:`ThreadExecutor`) encodes several parts at a time. What it gives is
-committed by :func:`commit`, under a claim, so that other processes may work on the same plan.
+A plan (:class:`Plan`) says which inputs are encoded, in which order and in which parts. Threads
+encode several parts at a time. What they give is committed by :func:`commit`, under a claim, so
+that other processes may work on the same plan.
 
 Inputs may come from anywhere, and as many as one likes: they are read a window at a time. Windows
 are functions of the inputs, parts and batches of these and of the number of threads that encode. So
@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
@@ -90,7 +91,6 @@ class NonFiniteError(UserError):
     """
 
     def __init__(self, item: EncoderInput, dtype: str) -> None:
-        """Make the message, without the row; whoever knows the rows adds it."""
         super().__init__(
             f"the encoder gave NaN or infinity for {item.text[:80]!r}. Try --dtype float32 or "
             f"bfloat16, or --store-dtype float32 if vectors overflow {dtype}."
@@ -112,16 +112,14 @@ def extract(
     """Encode the inputs that ``store`` lacks and commit them chunk by chunk.
 
     Memory does not grow with the inputs, but for about 50 bytes each that are kept of their keys.
-    An extraction that is resumed computes the same batches as before, so the same bits. (Of a chunk
-    that an extraction of other inputs stored in part, the rest is encoded in batches of its own,
-    equal up to rounding.) Several processes may work on one store: each takes chunks that no other
-    one is at.
+    Of a chunk that an extraction of other inputs stored in part, the rest is encoded in batches of
+    its own, equal up to rounding.
 
     Args:
         inputs: the inputs wanted, such as a generator; repeats are encoded once.
         store: where vectors go.
         load: gives the encoder; called only if something is missing.
-        progress: told of every part that is stored; None: nobody is.
+        progress: told of every part that is stored.
         chunk: inputs that are computed before they are committed.
         by_prefix: whether the encoder computes once what several inputs begin with.
         window: inputs that are ordered together.
@@ -142,12 +140,11 @@ def extract(
             progress.start(None, None)
         return load()
 
-    work = Plan(inputs, store, chunk=chunk, window=window, by_prefix=by_prefix)
-    with closing(ThreadExecutor(load_shown)) as executor:
-        done = execute(work, executor, store, progress)
+    work = Plan(inputs, store, chunk, window, by_prefix)
+    with closing(_Threads(load_shown, store)) as threads:
+        n_computed, n_tokens = _execute(work, threads, progress)
     n_inputs, n_truncated = work.counts()
-    seconds = time.monotonic() - began
-    return Extraction(n_inputs, done.n_added, n_truncated, done.n_tokens, seconds)
+    return Extraction(n_inputs, n_computed, n_truncated, n_tokens, time.monotonic() - began)
 
 
 def plan(inputs: Iterable[EncoderInput], *, by_prefix: bool = False) -> list[EncoderInput]:
@@ -156,21 +153,20 @@ def plan(inputs: Iterable[EncoderInput], *, by_prefix: bool = False) -> list[Enc
     return [distinct[place] for place in plan_inputs(distinct, by_prefix=by_prefix)]
 
 
+@dataclass(eq=False)
 class Plan:
-    """The distinct inputs that a store lacks, in the order and the parts they are encoded in."""
+    """The distinct inputs that a store lacks, in the order and the parts they are encoded in.
 
-    def __init__(
-        self,
-        inputs: Iterable[EncoderInput],
-        store: FeatureStore,
-        *,
-        chunk: int = CHUNK,
-        window: int = WINDOW,
-        by_prefix: bool = False,
-    ) -> None:
-        """Plan an extraction; see :func:`extract`. Nothing is read yet."""
-        self._inputs, self._store = inputs, store
-        self._chunk, self._window, self._by_prefix = chunk, window, by_prefix
+    Made of the arguments of :func:`extract`; nothing is read yet.
+    """
+
+    inputs: Iterable[EncoderInput]
+    store: FeatureStore
+    chunk: int
+    window: int
+    by_prefix: bool
+
+    def __post_init__(self) -> None:
         self._seen = KeyIndex()
         #: Which of the store's vectors were asked for, and inputs that it did not have yet.
         self._asked = np.zeros(0, dtype=np.bool_)
@@ -181,14 +177,14 @@ class Plan:
 
         A chunk has ``concurrency()`` parts, which is asked once there is something to encode.
         """
-        for window in windows(self._inputs, self._window):
-            ordered = plan(fresh(window, self._seen), by_prefix=self._by_prefix)
+        for window in windows(self.inputs, self.window):
+            ordered = plan(fresh(window, self._seen), by_prefix=self.by_prefix)
             self._note_asked(ordered)
             absent = np.zeros(len(ordered), dtype=np.bool_)
-            absent[self._store.missing(ordered)] = True
+            absent[self.store.missing(ordered)] = True
             if not absent.any():
                 continue
-            size = max(1, self._chunk // concurrency())
+            size = max(1, self.chunk // concurrency())
             for start in range(0, len(ordered), size):
                 if absent[start : start + size].any():
                     yield ordered[start : start + size]
@@ -196,12 +192,12 @@ class Plan:
     def counts(self) -> tuple[int, int]:
         """Return how many distinct inputs were asked for, and how many of them were truncated."""
         self._note_asked([])
-        return len(self._seen), self._store.count_truncated_at(np.flatnonzero(self._asked))
+        return len(self._seen), self.store.count_truncated_at(np.flatnonzero(self._asked))
 
     def _note_asked(self, inputs: Sequence[EncoderInput]) -> None:
         asked = [*self._awaited, *inputs]
-        places = self._store.places(asked)
-        self._asked.resize(len(self._store), refcheck=False)
+        places = self.store.places(asked)
+        self._asked.resize(len(self.store), refcheck=False)
         self._asked[places[places >= 0]] = True
         self._awaited = [asked[i] for i in np.flatnonzero(places < 0)]
 
@@ -235,85 +231,59 @@ def commit(
             return None
         store.refresh()
         todo = [part[i] for i in store.missing(part)]
-        return append(store, todo, encode(todo)) if todo else Committed()
+        if not todo:
+            return Committed()
+        encoded = encode(todo)
+        finite = np.isfinite(store.cast(encoded.vectors)).all(axis=1)
+        good = np.flatnonzero(finite)
+        added = store.append(
+            [todo[i] for i in good],
+            encoded.vectors[good],
+            encoded.n_tokens[good],
+            encoded.truncated[good],
+        )
+        if not finite.all():
+            raise NonFiniteError(todo[int(np.argmin(finite))], store.dtype)
+        characters = sum(item.size for item in todo)
+        return Committed(len(todo), added, characters, int(encoded.n_tokens.sum()))
 
 
-def append(store: FeatureStore, inputs: Sequence[EncoderInput], encoded: Encoded) -> Committed:
-    """Store the vectors of inputs in one commit.
+class _Threads:
+    """Worker threads that commit parts; encoder and threads start when there is one to encode."""
 
-    Raises:
-        NonFiniteError: there is NaN or infinity among them; the good ones are stored.
-        DiskFullError: no room.
-    """
-    finite = np.isfinite(store.cast(encoded.vectors)).all(axis=1)
-    good = np.flatnonzero(finite)
-    added = store.append(
-        [inputs[i] for i in good.tolist()],
-        encoded.vectors[good],
-        encoded.n_tokens[good],
-        encoded.truncated[good],
-    )
-    if not finite.all():
-        raise NonFiniteError(inputs[int(np.flatnonzero(~finite)[0])], store.dtype)
-    characters = sum(item.size for item in inputs)
-    return Committed(len(inputs), added, characters, int(encoded.n_tokens.sum()))
+    def __init__(self, load: Callable[[], InputEncoder], store: FeatureStore) -> None:
+        self._load, self._store = load, store
 
+    @cached_property
+    def encoder(self) -> InputEncoder:
+        return self._load()
 
-class Executor(Protocol):
-    """Encodes and commits the parts of a plan, several at a time."""
+    @cached_property
+    def threads(self) -> WorkerThreads:
+        from llmcond.encoders.threads import WorkerThreads
 
-    def concurrency(self) -> int:
-        """Return how many parts it is at, at a time; asked once there is something to encode."""
+        return WorkerThreads(self.encoder.concurrency)
 
-    def run(
-        self, parts: Iterable[list[EncoderInput]], store: FeatureStore
+    def commit(
+        self, parts: Iterable[list[EncoderInput]]
     ) -> Generator[tuple[list[EncoderInput], Committed | None]]:
         """Yield each part with what became of it, in their order; see :func:`commit`."""
 
-
-class ThreadExecutor:
-    """Encodes on worker threads of this process."""
-
-    def __init__(self, load: Callable[[], InputEncoder]) -> None:
-        """Take what gives the encoder; called when there is something to encode."""
-        self._load = load
-        self._started: tuple[InputEncoder, WorkerThreads] | None = None
-
-    def concurrency(self) -> int:
-        """See :class:`Executor`."""
-        return self._start()[1].concurrency.threads
-
-    def run(
-        self, parts: Iterable[list[EncoderInput]], store: FeatureStore
-    ) -> Generator[tuple[list[EncoderInput], Committed | None]]:
-        """See :class:`Executor`."""
-
         def work(part: list[EncoderInput]) -> tuple[list[EncoderInput], Committed | None]:
-            return part, commit(store, part, self._start()[0].encode_counted)
+            return part, commit(self._store, part, self.encoder.encode_counted)
 
         waiting = iter(parts)
         first = next(waiting, None)
         if first is not None:
-            yield from self._start()[1].map(work, chain([first], waiting))
+            yield from self.threads.map(work, chain([first], waiting))
 
     def close(self) -> None:
-        """End its threads."""
-        if self._started is not None:
-            self._started[1].close()
-
-    def _start(self) -> tuple[InputEncoder, WorkerThreads]:
-        if self._started is None:
-            from llmcond.encoders.threads import WorkerThreads
-
-            encoder = self._load()
-            self._started = encoder, WorkerThreads(encoder.concurrency)
-        return self._started
+        if "threads" in vars(self):
+            self.threads.close()
 
 
-def execute(
-    plan: Plan, executor: Executor, store: FeatureStore, progress: Progress | None = None
-) -> Committed:
-    """Encode and store everything that a plan lacks, and return the sums.
+def _execute(plan: Plan, threads: _Threads, progress: Progress | None) -> tuple[int, int]:
+    """Encode and store everything that a plan lacks; return how many inputs, and their tokens.
 
     Parts that other processes have claimed come last: they are waited for, or taken over if the
     process dies.
@@ -322,7 +292,7 @@ def execute(
     n_added = n_tokens = 0
 
     def parts() -> Iterator[list[EncoderInput]]:
-        for part in plan.parts(executor.concurrency):
+        for part in plan.parts(lambda: threads.threads.concurrency.threads):
             yield part
             while len(claimed) > _MAX_CLAIMED:
                 time.sleep(_WAIT_SECONDS / 10)
@@ -330,7 +300,7 @@ def execute(
 
     remaining: Iterable[list[EncoderInput]] = parts()
     while True:
-        with closing(executor.run(remaining, store)) as results:
+        with closing(threads.commit(remaining)) as results:
             for part, done in results:
                 if done is None:
                     claimed.append(part)
@@ -341,8 +311,8 @@ def execute(
                     progress.advance(done.n_inputs, done.n_characters, done.n_tokens)
         if isinstance(remaining, list) and len(claimed) == len(remaining):
             time.sleep(_WAIT_SECONDS)
-            store.refresh()
+            plan.store.refresh()
         if not claimed:
-            return Committed(n_added=n_added, n_tokens=n_tokens)
+            return n_added, n_tokens
         remaining = list(claimed)
         claimed.clear()

@@ -19,13 +19,9 @@ _SAMPLE = 2_048
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What is to be encoded.
+    """How many distinct inputs are wanted, and how many, of so many characters, are missing.
 
-    Attributes:
-        n_inputs: distinct inputs that are wanted.
-        n_missing: those of them that the store lacks.
-        n_characters: of the latter.
-        sample: some of them, from all over.
+    ``sample`` are some of the missing ones, from all over.
     """
 
     n_inputs: int

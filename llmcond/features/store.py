@@ -68,11 +68,6 @@ class FeatureStore:
     """The vectors of one encoder identity, in a folder.
 
     Several threads may use one object, several objects and processes one folder.
-
-    Attributes:
-        folder: where it lies.
-        identity: the encoder whose vectors it holds.
-        dtype: the type vectors are stored in.
     """
 
     def __init__(self, root: Path, identity: EncoderIdentity, dtype: StoreDtype) -> None:
@@ -181,11 +176,15 @@ class FeatureStore:
                 self._catch_up()
                 fresh = self.missing(inputs)
                 if fresh:
-                    keys = [inputs[i].key for i in fresh]
-                    table = _table(
-                        keys, self.cast(vectors[fresh]), n_tokens[fresh], truncated[fresh]
-                    )
-                    self._commit(table)
+                    stored = self.cast(vectors[fresh])
+                    flat = pa.array(stored.reshape(-1), _ARROW[self.dtype])
+                    columns = {
+                        "key": pa.array([inputs[i].key for i in fresh], _KEY),
+                        "vector": pa.FixedSizeListArray.from_arrays(flat, stored.shape[1]),
+                        "n_tokens": pa.array(n_tokens[fresh], pa.int32()),
+                        "truncated": pa.array(truncated[fresh], pa.bool_()),
+                    }
+                    self._commit(pa.table(columns))
                     self._tidy()
         except Exception as error:
             if is_disk_full(error):
@@ -242,7 +241,14 @@ class FeatureStore:
             UserError: some are not there.
             DiskFullError: no room for a memory map.
         """
-        places, index = np.unique(self._found(inputs), return_inverse=True)
+        found = self.places(inputs)
+        absent = int((found < 0).sum())
+        if absent:
+            raise UserError(
+                f"{absent:,} of {len(found):,} features are not there: the extraction did not "
+                "finish. Run the same `llmcond extract` again; it resumes where it stopped."
+            )
+        places, index = np.unique(found, return_inverse=True)
         table: NDArray[Any] | None = None
         for start in range(0, len(places), _READ_ROWS):
             part = places[start : start + _READ_ROWS]
@@ -280,16 +286,6 @@ class FeatureStore:
             return 0
         table = self._reading(lambda: self._dataset.to_table(columns=["truncated"]))
         return int(table["truncated"].to_numpy()[places].sum())
-
-    def _found(self, inputs: Sequence[EncoderInput]) -> NDArray[np.int64]:
-        places = self.places(inputs)
-        absent = int((places < 0).sum())
-        if absent:
-            raise UserError(
-                f"{absent:,} of {len(places):,} features are not there: the extraction did not "
-                "finish. Run the same `llmcond extract` again; it resumes where it stopped."
-            )
-        return places
 
     @contextmanager
     def claim(self, name: str) -> Iterator[bool]:
@@ -362,19 +358,3 @@ def _merge_last(dataset: Any, count: int) -> None:
     planned = [[fragment.id for fragment in task.fragments] for task in tasks]
     if planned == [[fragment.fragment_id for fragment in last]]:
         Compaction.commit(dataset, [tasks[0].execute(dataset)])
-
-
-def _table(
-    keys: list[bytes],
-    vectors: NDArray[Any],
-    n_tokens: NDArray[np.int32],
-    truncated: NDArray[np.bool_],
-) -> pa.Table:
-    flat = pa.array(vectors.reshape(-1), _ARROW[str(vectors.dtype)])
-    columns = {
-        "key": pa.array(keys, _KEY),
-        "vector": pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1]),
-        "n_tokens": pa.array(n_tokens, pa.int32()),
-        "truncated": pa.array(truncated, pa.bool_()),
-    }
-    return pa.table(columns)

@@ -26,7 +26,6 @@ class View:
     """Which features of which prompts are taken.
 
     Attributes:
-        prompts: at least one.
         subtract: whether joint features have the unconditional ones subtracted.
         features: of a sentence: ``joint``, ``separate`` or ``both``, side by side.
         conditioned: whether the condition's own features e(c) are taken as well.
@@ -38,11 +37,7 @@ class View:
     conditioned: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what would leave the condition out, or cannot be had.
-
-        Raises:
-            UserError: naming the prompts, and what to do.
-        """
+        """Raise a UserError for what would leave the condition out, or cannot be had."""
         apart = [prompt for prompt in self.prompts if prompt.separate]
         if self.features in ("separate", "both") and len(apart) != 1:
             got = f"{len(apart)} such" if apart else "joint features only"
@@ -162,11 +157,7 @@ class View:
         return found
 
     def check_sides(self, conditioned: Sequence[bool]) -> None:
-        """Check that both texts have a condition, for heads that take its features e(c).
-
-        Raises:
-            UserError: one of them has none.
-        """
+        """Raise a UserError unless both texts have a condition, for heads that take e(c)."""
         if self.conditioned and not all(conditioned):
             raise UserError(
                 "the head takes the condition's own features for both texts, and in this task only "
@@ -174,11 +165,7 @@ class View:
             )
 
     def check_texts(self) -> None:
-        """Refuse controls, which have nothing to tell of a text under a condition of one's own.
-
-        Raises:
-            UserError: naming the prompt, and what to do.
-        """
+        """Raise a UserError for controls, which tell nothing of a condition of one's own."""
         does = {
             "left-out": "it leaves the condition out",
             "shuffled": "it puts another row's condition in the place of a row's own",
@@ -203,9 +190,5 @@ class View:
 
 
 def view_of(recipe: Recipe, prompts: Sequence[Prompt], subtract: bool) -> View:
-    """Return what a recipe's head sees.
-
-    Raises:
-        UserError: the prompts do not give the features that it takes.
-    """
+    """Return what a recipe's head sees; a UserError if the prompts do not give it."""
     return View(tuple(prompts), subtract, recipe.features, recipe.family.conditioned)

@@ -118,19 +118,10 @@ def given_conditions(rows: Rows, prompt: Prompt) -> Sequence[str]:
 
 
 def row_inputs(rows: Rows, prompt: Prompt) -> RowInputs:
-    """Render every row's texts by a prompt.
-
-    Raises:
-        UserError: as :func:`given_conditions`.
-    """
-    (first, first_unconditional), (second, second_unconditional) = _renderers(rows, prompt)
-    places = range(len(rows))
-    return RowInputs(
-        first=[first(i) for i in places],
-        second=[second(i) for i in places],
-        first_unconditional=[first_unconditional(i) for i in places],
-        second_unconditional=[second_unconditional(i) for i in places],
-    )
+    """Render every row's texts by a prompt; errors as of :class:`SplitInputs`."""
+    first, second = _renderers(rows, prompt)
+    renderers = (first[0], second[0], first[1], second[1])
+    return RowInputs(*([render(i) for i in range(len(rows))] for render in renderers))
 
 
 def same_inputs(rows: Rows, prompt: Prompt) -> tuple[int, int] | None:
@@ -157,11 +148,7 @@ def same_inputs(rows: Rows, prompt: Prompt) -> tuple[int, int] | None:
 
 
 def check_inputs_differ(rows: Rows, prompt: Prompt) -> None:
-    """Check that no two rows with different conditions get the same inputs.
-
-    Raises:
-        UserError: naming the prompt and both rows.
-    """
+    """Raise a UserError if two rows with different conditions get the same inputs."""
     found = same_inputs(rows, prompt)
     if found is None:
         return

@@ -27,14 +27,11 @@ def prompt_on_row(
     number: int | None = None,
     resolved: ResolvedEncoder | None = None,
 ) -> dict[str, Any]:
-    """Return the inputs that a prompt gives for a row: texts, and the tokens an encoder reads.
+    """Return a row, and under ``inputs`` each conditional input, then what is subtracted.
 
     Of ``split``, the row with this ``number`` in its file, by default the first. Without a split
     it is train, or another split of the same file if that has the row. Without an encoder, of which
     the tokenizer is loaded, there are no tokens.
-
-    Returns:
-        The row, and under ``inputs`` each conditional input, then what is subtracted.
 
     Raises:
         UserError: no such split or row, or an encoder that cannot take the template or the texts.

@@ -66,8 +66,6 @@ class Prompt:
     """A template file, checked.
 
     Attributes:
-        name: the file's name without ``.toml``.
-        description: one line for listings.
         source: where the wording comes from.
         conditional: the input for e(s|c); names both ``{sentence}`` and ``{condition}``, or the
             sentence only: then features are separate, e(s) here and e(c) in the other.
@@ -140,12 +138,8 @@ class Prompt:
     def to_json(self) -> dict[str, Any]:
         """Return the template with its digest, as manifests record it."""
         values = {**asdict(self), "digest": self.digest}
-        # As records had it before there were these keys.
-        return {
-            key: value
-            for key, value in values.items()
-            if key not in ("control", "fields", "plain") or value
-        }
+        later = ("control", "fields", "plain")  # records have had these keys not from the start
+        return {key: value for key, value in values.items() if value or key not in later}
 
 
 def fields_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:

@@ -30,8 +30,7 @@ class Embedder:
     Attributes:
         encoder: f.
         view: I, for both cases, and whether the second term is subtracted.
-        head: g; None: zero-shot, the features as they are.
-        name: of the head in its run.
+        head: g, with its name in the run; None: zero-shot, the features as they are.
         cache: keeps what a hypernetwork makes of conditions, from one call to the next.
     """
 
@@ -84,24 +83,28 @@ class Embedder:
         """Return the cosine of both sentences' embeddings under each row's condition, (n,) float32.
 
         Raises:
-            UserError: lengths that differ, or an empty sentence or condition.
+            UserError: as :meth:`encode`.
         """
         if len(sentences1) != len(sentences2):
             raise UserError(
                 f"sentences1 has {len(sentences1)} texts and sentences2 {len(sentences2)}; they "
                 "must be as many."
             )
-        given = [conditions] * len(sentences1) if isinstance(conditions, str) else list(conditions)
+        given = _broadcast(conditions, len(sentences1))
         # One call encodes both sides, so that inputs in common are encoded once.
         embedded = self.encode([*sentences1, *sentences2], [*given, *given])
         compare = cosine if self.head is None else self.head.compare
         return compare(embedded[: len(sentences1)], embedded[len(sentences1) :])
 
 
+def _broadcast(conditions: str | Sequence[str], n: int) -> list[str]:
+    return [conditions] * n if isinstance(conditions, str) else list(conditions)
+
+
 def _rows(sentences: Sequence[str], conditions: str | Sequence[str]) -> list[tuple[str, str]]:
     if isinstance(sentences, str):
         raise UserError("sentences is one text; give a list of texts.")
-    given = [conditions] * len(sentences) if isinstance(conditions, str) else list(conditions)
+    given = _broadcast(conditions, len(sentences))
     if len(given) != len(sentences):
         raise UserError(
             f"there are {len(sentences)} sentences and {len(given)} conditions; they must be as "

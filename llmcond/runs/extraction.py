@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from llmcond.data.rows import Rows
-from llmcond.encoders import ResolvedEncoder
+from llmcond.encoders import EncoderInput, ResolvedEncoder
 from llmcond.errors import UserError
 from llmcond.features.extract import Extraction, NonFiniteError, extract
 from llmcond.features.missing import Missing
@@ -21,22 +22,22 @@ if TYPE_CHECKING:
 
 
 class LazyEncoder:
-    """Loads an encoder when it is first needed, and keeps it."""
+    """Loads an encoder when it is first called, and keeps it; ``before`` is done just before."""
 
     def __init__(
         self, resolved: ResolvedEncoder, before: Callable[[], None] = lambda: None
     ) -> None:
-        """Take what is loaded, and what is done just before."""
         self.resolved, self._before = resolved, before
-        self._encoder: Encoder | None = None
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        from llmcond.encoders.encoder import Encoder
+
+        self._before()
+        return Encoder(self.resolved)
 
     def __call__(self) -> Encoder:
-        """Return the encoder, loading it the first time."""
-        if self._encoder is None:
-            from llmcond.encoders.encoder import Encoder
-
-            self._before()
-            self._encoder = Encoder(self.resolved)
+        """Return the encoder."""
         return self._encoder
 
 
@@ -47,32 +48,38 @@ def extract_rows(
     splits: Sequence[Rows],
     missing: Missing | None = None,
 ) -> Extraction:
-    """Extract all inputs of rows, with a progress bar and a message of what was done.
+    """Extract all inputs of rows; see :func:`extract_inputs`.
 
     Raises:
         UserError: the encoder gave NaN or infinity, with the row that made it.
         LlmcondError: the encoder fails, or the disk is full.
     """
-    inputs, resolved = SplitInputs(splits, prompt), encoder.resolved
+    inputs = SplitInputs(splits, prompt)
+    try:
+        return extract_inputs(store, encoder, prompt.name, inputs, missing)
+    except NonFiniteError as error:
+        for rows in splits:
+            position = find_row(rows, prompt, error.item)
+            if position is not None:
+                raise UserError(
+                    f"{rows.describe(position)}, prompt {prompt.name}: {error}"
+                ) from error
+        raise
+
+
+def extract_inputs(
+    store: FeatureStore,
+    encoder: LazyEncoder,
+    name: str,
+    inputs: Iterable[EncoderInput],
+    missing: Missing | None = None,
+) -> Extraction:
+    """Extract inputs, with a progress bar and a message that says ``name`` and what was done."""
+    resolved = encoder.resolved
     with ExtractionBar() as bar:
-        try:
-            done = extract(
-                inputs, store, encoder, bar, by_prefix=resolved.shares_prefixes, missing=missing
-            )
-        except NonFiniteError as error:
-            for rows in splits:
-                position = find_row(rows, prompt, error.item)
-                if position is not None:
-                    raise UserError(
-                        f"{rows.describe(position)}, prompt {prompt.name}: {error}"
-                    ) from error
-            raise
-    log_extraction(prompt.name, done, resolved)
-    return done
-
-
-def log_extraction(name: str, done: Extraction, resolved: ResolvedEncoder) -> None:
-    """Log what an extraction did, truncation included."""
+        done = extract(
+            inputs, store, encoder, bar, by_prefix=resolved.shares_prefixes, missing=missing
+        )
     rate = f", {done.n_tokens / done.seconds:,.0f} tokens/s" if done.n_computed else ""
     cut = (
         f"; {done.n_truncated:,} inputs are longer than {resolved.identity.max_length} tokens and "
@@ -84,6 +91,7 @@ def log_extraction(name: str, done: Extraction, resolved: ResolvedEncoder) -> No
         f"{name}: {done.n_computed:,} of {done.n_inputs:,} inputs encoded in {done.seconds:.1f} s"
         f"{rate}{cut}"
     )
+    return done
 
 
 def extraction_record(done: Extraction, resolved: ResolvedEncoder) -> dict[str, Any]:

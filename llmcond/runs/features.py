@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal
 
 from llmcond.data.rows import Rows
@@ -63,24 +64,18 @@ class Features:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._store: FeatureStore | None = None
         self._splits: dict[str, RowFeatures] = {}
 
-    def pairs(self, view: View, split: str) -> PairArrays:
-        """Return all rows of a split as a head sees them, unrated ones (NaN) included.
+    @cached_property
+    def _store(self) -> FeatureStore:
+        return self.run.store()
 
-        Raises:
-            UserError: no such split, or features that were not extracted yet.
-        """
+    def pairs(self, view: View, split: str) -> PairArrays:
+        """Return all rows of a split as a head sees them, unrated ones (NaN) included."""
         if split not in self._splits:
-            self._store = self._store or self.run.store()
             self._splits[split] = RowFeatures(self.run.rows(split), self._store)
         return self._splits[split].pairs(view)
 
     def rated(self, view: View, split: str) -> PairArrays:
-        """Return the rated rows of a split as heads take them.
-
-        Raises:
-            UserError: no such split, or features that were not extracted yet.
-        """
+        """Return the rated rows of a split as heads take them."""
         return self.pairs(view, split).take(self.run.rows(split).rated)

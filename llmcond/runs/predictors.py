@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,14 +28,17 @@ _BLOCK = 8_192
 
 @dataclass(frozen=True, slots=True)
 class Zeroshot:
-    """Features compared as they are."""
+    """Features compared as they are: by no head."""
+
+    head: ClassVar[None] = None
+    recipe: ClassVar[str] = "none"
 
     view: View
 
     @property
     def name(self) -> str:
         """Return its label in results: ``none@PROMPT``."""
-        return head_name("none", self.view)
+        return head_name(self.recipe, self.view)
 
 
 Predictor = SavedHead | Zeroshot
@@ -49,11 +53,7 @@ def zeroshots(prompt: Prompt) -> list[Zeroshot]:
 
 
 def fitted_heads(run: Run, names: Sequence[str]) -> list[SavedHead]:
-    """Return the heads named, or all that fit the run's features; zero-shot comes anyway.
-
-    Raises:
-        UserError: a name that nothing was fitted under.
-    """
+    """Return the heads named, or all that fit the run's features; zero-shot comes anyway."""
     if names:
         wanted = [name for name in names if name != "none"]
         found = run.find_heads(wanted) if wanted else []
@@ -84,22 +84,6 @@ def check_scorable(rows: Rows, run: Run, other: bool, predictions: bool = False)
         log.warning(f"{leaked:,} sentence pairs of {rows.file} are in the run's train split")
 
 
-def unscored(predictor: Predictor, split: str, task: str = DEFAULT_TASK) -> Result:
-    """Return the result of a predictor on a split, without figures."""
-    view, head = predictor.view, None if isinstance(predictor, Zeroshot) else predictor.head
-    return Result(
-        name=predictor.name,
-        head="none" if isinstance(predictor, Zeroshot) else predictor.recipe,
-        prompts=tuple(prompt.name for prompt in view.prompts),
-        subtract=view.subtracts,
-        split=split,
-        task=task,
-        dim=head.dim_out if head else None,
-        seeds=(head.seed,) if head else (),
-        fits=(head.fit.record,) if head else (),
-    )
-
-
 def results_of(
     predictors: Sequence[Predictor],
     similarity: Sequence[NDArray[np.float32]],
@@ -117,7 +101,22 @@ def results_of(
     Raises:
         UserError: predictions that are not finite.
     """
-    described = [unscored(predictor, split, task) for predictor in predictors]
+    described = []
+    for predictor in predictors:
+        head = predictor.head
+        described.append(
+            Result(
+                name=predictor.name,
+                head=predictor.recipe,
+                prompts=tuple(prompt.name for prompt in predictor.view.prompts),
+                subtract=predictor.view.subtracts,
+                split=split,
+                task=task,
+                dim=head.dim_out if head else None,
+                seeds=(head.seed,) if head else (),
+                fits=(head.fit.record,) if head else (),
+            )
+        )
     seeded = [own[None] for own in similarity]
     return Results(tuple(score(described, seeded, rows, metrics, resamples)))
 
@@ -127,7 +126,7 @@ def predict(predictor: Predictor, pairs: PairArrays) -> NDArray[np.float32]:
     blocks = []
     for start in range(0, len(pairs), _BLOCK):
         block = pairs.take(np.arange(len(pairs))[start : start + _BLOCK])
-        if isinstance(predictor, Zeroshot):
+        if predictor.head is None:
             first, second = as_matrix(block.first), as_matrix(block.second)
             blocks.append(cosine(first[:], second[:]))
         else:

@@ -28,11 +28,7 @@ _JOIN_SECONDS = 60
 
 
 def check_workers(workers: int, resolved: ResolvedEncoder) -> None:
-    """Refuse a number of processes that this machine has no devices for.
-
-    Raises:
-        UserError: too few or too many.
-    """
+    """Raise a UserError for a number of processes that this machine has no devices for."""
     import torch
 
     if workers < 1:
@@ -124,13 +120,11 @@ def _work(
     try:
         for name in plugins:
             load(name)
-        run = open_run(run_folder)
-        resolved = resolve(model, options)
+        run, resolved = open_run(run_folder), resolve(model, options)
         run.check_encoder(resolved)
-        encoder = LazyEncoder(resolved)
+        encoder, by_prefix = LazyEncoder(resolved), resolved.shares_prefixes
         for prompt in prompts:
             inputs = SplitInputs([run.rows(name) for name in run.splits], prompt)
-            by_prefix = resolved.shares_prefixes
             extract(inputs, run.store(), encoder, ParentWatch(), by_prefix=by_prefix)
     except KeyboardInterrupt:
         raise SystemExit(1) from None

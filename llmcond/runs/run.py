@@ -39,11 +39,7 @@ HERE = "."
 class SavedHead:
     """A fitted head of a run, with what it was fitted on.
 
-    Attributes:
-        name: its folder's name, unique in the run.
-        head: the head itself.
-        view: which features of which prompts it takes.
-        record: everything that head.json holds.
+    ``name`` is its folder's, unique in the run, and ``record`` everything that head.json holds.
     """
 
     name: str
@@ -66,11 +62,9 @@ class RunExistsError(UserError):
 
 
 class Run:
-    """An existing run folder. Make one with :func:`open_run` or :func:`create_run`.
+    """An existing run folder; ``manifest`` is what run.json holds.
 
-    Attributes:
-        folder: where it lies.
-        manifest: what run.json holds.
+    Make one with :func:`open_run` or :func:`create_run`.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
@@ -92,13 +86,8 @@ class Run:
         return str(self.manifest["encoder"]["name"])
 
     def store(self) -> FeatureStore:
-        """Open the run's feature store.
-
-        Raises:
-            UserError: it was written by a newer version.
-        """
-        dtype: StoreDtype = self.manifest["store_dtype"]
-        return FeatureStore(self.folder / "features", self.identity, dtype)
+        """Open the run's feature store."""
+        return FeatureStore(self.folder / "features", self.identity, self.manifest["store_dtype"])
 
     def resolve_encoder(self, device: str = "auto") -> ResolvedEncoder:
         """Find the run's encoder again, on any device.
@@ -124,11 +113,7 @@ class Run:
             write_json(self.folder / "run.json", self.manifest)
 
     def check_encoder(self, resolved: ResolvedEncoder) -> None:
-        """Check that an encoder is the one the run's features were made with.
-
-        Raises:
-            UserError: naming both, and what differs.
-        """
+        """Raise a UserError unless an encoder is the one the run's features were made with."""
         differences = resolved.identity.differences(self.identity)
         if differences:
             raise UserError(
@@ -166,11 +151,7 @@ class Run:
         return DataOptions(None, data["columns"], data["scale"], data["split_seed"], extra)
 
     def rows(self, split: str) -> Rows:
-        """Return the rows of a split.
-
-        Raises:
-            UserError: the run has no such split.
-        """
+        """Return the rows of a split; a UserError if the run has none of that name."""
         if self._rows is None:
             self._rows = load_rows(self.folder / "rows.parquet", self.task.conditioned)
         if split not in self._rows:
@@ -179,11 +160,8 @@ class Run:
 
     def default_split(self) -> str:
         """Return ``test`` if it has rated rows, else ``dev``: figures on dev chose the epoch."""
-        rated = {
-            name: self.manifest["data"]["rows"][name] - self.manifest["data"]["unrated"][name]
-            for name in self.splits
-        }
-        return "test" if rated.get("test", 0) else "dev"
+        data = self.manifest["data"]
+        return "test" if data["rows"].get("test", 0) > data["unrated"].get("test", 0) else "dev"
 
     # -- prompts -------------------------------------------------------------------------------
 
@@ -269,11 +247,7 @@ class Run:
     # -- heads ---------------------------------------------------------------------------------
 
     def head_folder(self, name: str) -> Path:
-        """Return the folder that a head of this name has.
-
-        Raises:
-            UserError: the name cannot be a folder's.
-        """
+        """Return the folder that a head of this name has; a UserError if it cannot be a name."""
         return self.folder / "heads" / check_name(name, "a head", "@+")
 
     def head_names(self) -> list[str]:
@@ -319,9 +293,8 @@ class Run:
                     f"which in the run {now}. Extract that prompt and fit the head again."
                 )
 
-    def _recipe_of(self, name: str) -> str:
-        recipe = read_json(self.head_folder(name) / "head.json").get("recipe", {})
-        return str(recipe.get("name"))
+    def _recipe_of(self, name: str) -> Any:
+        return read_json(self.head_folder(name) / "head.json").get("recipe", {}).get("name")
 
     def find_heads(self, names: Sequence[str]) -> list[SavedHead]:
         """Load heads by full name, or else all heads of a recipe.
@@ -351,7 +324,7 @@ def open_run(folder: Path) -> Run:
     Raises:
         UserError: nothing there, a folder that is no run, or one written by a newer version.
     """
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    if _is_vacant(folder):
         raise UserError(
             f"there is no run at {folder}. Extract features first: llmcond extract --model MODEL "
             f"--run {folder}"
@@ -374,15 +347,15 @@ def _require(record: Mapping[str, Any], keys: Sequence[str], what: str) -> None:
 
 
 def run_exists(folder: Path) -> bool:
-    """Return whether a run is at ``folder``.
-
-    Raises:
-        UserError: something else is there, or a run that a newer version wrote.
-    """
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    """Return whether a run is at ``folder``; a UserError as :func:`open_run` if anything else."""
+    if _is_vacant(folder):
         return False
     open_run(folder)
     return True
+
+
+def _is_vacant(folder: Path) -> bool:
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 
 def create_run(
@@ -397,8 +370,7 @@ def create_run(
 
     Raises:
         RunExistsError: another process was first.
-        UserError: the folder cannot be written.
-        DiskFullError: no room.
+        UserError: the folder cannot be written, or the disk is full.
     """
     manifest = _manifest(where_model(model, resolved), resolved, dataset, store_dtype, task)
     temporary: Path | None = None
@@ -422,20 +394,13 @@ def create_run(
     return Run(folder, manifest)
 
 
-def complete_run(
-    folder: Path,
-    resolved: ResolvedEncoder,
-    dataset: Dataset,
-    store_dtype: StoreDtype,
-    task: str = DEFAULT_TASK,
-) -> Run:
+def complete_run(folder: Path, resolved: ResolvedEncoder, dataset: Dataset, task: str) -> Run:
     """Make a run of the folder that holds its encoder; ``run.json`` comes last.
 
     Raises:
-        UserError: the folder cannot be written.
-        DiskFullError: no room.
+        UserError: the folder cannot be written, or the disk is full.
     """
-    manifest = _manifest(HERE, resolved, dataset, store_dtype, task)
+    manifest = _manifest(HERE, resolved, dataset, "float16", task)
     with replacing(folder / "rows.parquet") as path:
         save_rows(path, dataset.splits)
     write_json(folder / "run.json", manifest)

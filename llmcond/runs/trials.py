@@ -47,8 +47,6 @@ class Trial:
     Attributes:
         recipe: with its settings changed, not yet sized to the features.
         dim: size of the embeddings, if it is varied.
-        view: which features it takes.
-        seed: of everything random.
         varied: the settings that the grid varies, and their values here.
     """
 
@@ -92,7 +90,6 @@ class Outcome:
 
     Attributes:
         metrics: name -> figure on the split that is scored; NaN where undefined.
-        dim: size of the embeddings.
         fit: what is recorded of the fit.
         similarity: (n,) predictions of all rows, if they were asked for.
     """
@@ -118,21 +115,13 @@ class Outcome:
 
 
 def check_seed(seed: int) -> None:
-    """Check that every library which draws random numbers takes a seed.
-
-    Raises:
-        UserError: it is negative or too large.
-    """
+    """Raise a UserError unless every library which draws random numbers takes a seed."""
     if not 0 <= seed < 2**32:
         raise UserError(f"the seed is {seed}; it must be at least 0 and below 2^32.")
 
 
 def check_seeds(seeds: int) -> None:
-    """Check a number of seeds.
-
-    Raises:
-        UserError: there is none, or there are too many.
-    """
+    """Raise a UserError unless a number of seeds is positive, and all of them can be taken."""
     if seeds < 1:
         raise UserError(f"the number of seeds is {seeds}; it must be at least 1.")
     check_seed(seeds - 1)
@@ -244,34 +233,26 @@ class _Worker:
         self._metrics = choose_metrics(run.task.metrics, job.metrics)
         self._features = Features(run)
 
-    def fit(self, trial: Trial) -> _Record:
+    def fit(self, digest: str, trial: Trial) -> tuple[str, _Record]:
         try:
-            return self._fitted(trial)
+            return digest, self._fitted(trial)
         except UserError as error:
-            return str(error)
+            return digest, str(error)
         except (RuntimeError, MemoryError) as error:  # as where memory runs out
-            return f"{type(error).__name__}: {error}"
+            return digest, f"{type(error).__name__}: {error}"
 
     def _fitted(self, trial: Trial) -> dict[str, Any]:
-        split = self._job.split
+        split, device = self._job.split, self._job.device
         train = self._features.rated(trial.view, "train")
         dev = self._features.rated(trial.view, "dev")
         recipe = sized(trial.recipe, trial.dim, train.dim, quiet=True)
         rated_dev = dev if len(dev) else None
-        device = self._job.device
         head = fit_recipe(recipe, train, rated_dev, trial.seed, lambda *_: None, device)
         saved = SavedHead(trial.name, head, trial.view, {"recipe": recipe.to_json()})
         similarity = predict(saved, self._features.pairs(trial.view, split))
         run = self._features.run
-        (result,) = results_of(
-            [saved],
-            [similarity],
-            run.rows(split),
-            split,
-            self._metrics,
-            resamples=0,
-            task=run.task.name,
-        )
+        rows, task = run.rows(split), run.task.name
+        (result,) = results_of([saved], [similarity], rows, split, self._metrics, 0, task)
         return {
             **result.to_json(),
             **({"similarity": similarity.tolist()} if self._job.predictions else {}),
@@ -294,8 +275,7 @@ def _records(
         count = 1  # other processes cannot import what a session defined
     if count == 1:
         worker = _Worker(job)
-        for digest, trial in trials.items():
-            yield digest, worker.fit(trial)
+        yield from (worker.fit(digest, trial) for digest, trial in trials.items())
         return
     threads = max(1, (cores or 1) // count)
     with _processes(job, count, threads) as executor:
@@ -358,4 +338,4 @@ def _end_with(held: Connection) -> None:
 
 def _fit_one(digest: str, trial: Trial) -> tuple[str, _Record]:
     assert _worker is not None  # noqa: S101 - the pool's initializer made it
-    return digest, _worker.fit(trial)
+    return _worker.fit(digest, trial)

@@ -45,21 +45,13 @@ class Task:
         return data.like(DataOptions(None, asdict(self.columns), asdict(self.scale)))
 
     def read(self, data: DataOptions) -> Dataset:
-        """Return all splits of a data set.
-
-        Raises:
-            UserError: as :func:`llmcond.data.datasets.read_dataset`.
-        """
+        """Return all splits of a data set; see :func:`llmcond.data.datasets.read_dataset`."""
         dataset = self.options(data).read()
         splits = {name: self._sided(rows) for name, rows in dataset.splits.items()}
         return replace(dataset, splits=splits)
 
     def read_split(self, data: DataOptions, split: str | None) -> tuple[Rows, str]:
-        """Return the rows of a single file, or of one split, and the name of that split.
-
-        Raises:
-            UserError: as :func:`llmcond.data.datasets.read_rows`.
-        """
+        """Return the rows and the split that :func:`llmcond.data.datasets.read_rows` gives."""
         asked = self.options(data)
         columns, scale = Columns(**asked.columns), RatingScale(**asked.scale)
         rows, split = read_rows(asked.source, split, columns, scale, asked.extra)

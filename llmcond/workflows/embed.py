@@ -15,16 +15,15 @@ from numpy.typing import NDArray
 
 from llmcond.data.datasets import Texts, read_texts
 from llmcond.errors import UserError
-from llmcond.features.extract import NonFiniteError, extract
+from llmcond.features.extract import NonFiniteError
 from llmcond.features.view import Part, View
 from llmcond.files import check_writable, replacing
 from llmcond.heads import Matrix
 from llmcond.log import log
-from llmcond.progress import ExtractionBar
 from llmcond.prompts import Prompt
 from llmcond.runs import open_run
 from llmcond.runs.embedder import choose_head
-from llmcond.runs.extraction import LazyEncoder, log_extraction
+from llmcond.runs.extraction import LazyEncoder, extract_inputs
 
 #: Rows whose vectors are in memory at a time.
 _BLOCK = 8_192
@@ -34,15 +33,7 @@ Vectors = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Embedded:
-    """What was written.
-
-    Attributes:
-        out: the file.
-        rows: how many embeddings.
-        dim: their size.
-        head: that made them; ``none``: features as they are.
-        prompt: whose features.
-    """
+    """What was written: ``rows`` embeddings of size ``dim``; head ``none`` is zero-shot."""
 
     out: Path
     rows: int
@@ -71,10 +62,6 @@ def embed_file(
     second head on the same file encodes nothing.
 
     Arguments as in :class:`llmcond.commands.embed.Embed`.
-
-    Raises:
-        UserError: wrong input, or an output that cannot be written.
-        LlmcondError: the encoder fails.
     """
     if out.suffix not in (".parquet", ".npy"):
         raise UserError(f"{out} ends in {out.suffix or 'nothing'}; name a .parquet or .npy file.")
@@ -88,22 +75,13 @@ def embed_file(
         raise UserError(f"{out} is the file that is read; name another --out.")
     check_writable(out)
     rows = list(zip(texts.sentences, texts.conditions, strict=True))
-    columns = view.inputs(rows)
-    store = run.store()
-    resolved = run.resolve_encoder(device)
+    columns, store = view.inputs(rows), run.store()
+    encoder = LazyEncoder(run.resolve_encoder(device))
     try:
-        with ExtractionBar() as bar:
-            done = extract(
-                [item for column in columns for item in column],
-                store,
-                LazyEncoder(resolved),
-                bar,
-                by_prefix=resolved.shares_prefixes,
-            )
+        extract_inputs(store, encoder, view.name, [item for column in columns for item in column])
     except NonFiniteError as error:
         number = 1 + min(column.index(error.item) for column in columns if error.item in column)
         raise UserError(f"row {number} of {texts.file}: {error}") from error
-    log_extraction(view.name, done, resolved)
 
     def blocks() -> Iterator[Vectors]:
         for start in range(0, len(rows), _BLOCK):

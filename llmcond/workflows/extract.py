@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -33,11 +34,9 @@ class Extracted:
     """What :func:`extract` did.
 
     Attributes:
-        run: the run's folder.
-        encoder: its name.
         fingerprint: identifies everything of the encoder that decides vectors.
         dtype: that it computed in.
-        prompts: what was done for each prompt.
+        prompts: what was done for each prompt, and ``record`` what the manifest keeps of that.
     """
 
     run: Path
@@ -75,10 +74,6 @@ def extract(
 
     Arguments as in :class:`llmcond.commands.extract.Extract`; ``data`` must be the run's own if it
     exists.
-
-    Raises:
-        UserError: wrong input, or a run of another encoder or other data.
-        LlmcondError: the hub cannot be reached, or the encoder fails.
     """
     existing = open_run(run_folder) if run_exists(run_folder) else None
     # All that can be wrong in files is found before a model is looked for, or downloaded.
@@ -120,11 +115,7 @@ def extract(
 
 
 def task_of(run: Run | None, name: str | None) -> Task:
-    """Return the task of an existing run, or the one that was named.
-
-    Raises:
-        UserError: the run has another task than the one that was named.
-    """
+    """Return the task of an existing run, or the one that was named; a UserError if they differ."""
     asked = None if name is None else find_task(name)
     if run is None:
         return asked or find_task()
@@ -152,17 +143,12 @@ def read_dataset(task: Task, data: DataOptions) -> Dataset:
 
 
 def check_named_once(prompts: Sequence[Prompt]) -> None:
-    """Check that no two prompts have one name.
-
-    Raises:
-        UserError: naming the prompt.
-    """
-    names = [prompt.name for prompt in prompts]
-    for name in names:
-        if names.count(name) > 1:
+    """Raise a UserError if two prompts have one name."""
+    for name, count in Counter(prompt.name for prompt in prompts).items():
+        if count > 1:
             raise UserError(
-                f"the prompt {name} was given {names.count(name)} times. Give it once; files of "
-                "the same name in different folders must be renamed."
+                f"the prompt {name} was given {count} times. Give it once; files of the same name "
+                "in different folders must be renamed."
             )
 
 
@@ -208,11 +194,10 @@ def _check_run(
             )
         return
     given = run.task.read(asked)
-    digest = given.digest
-    if digest != recorded["digest"]:
+    if given.digest != recorded["digest"]:
         raise UserError(
             f"{run.folder} holds the data {recorded['source']} (digest {recorded['digest']}), and "
-            f"{given.source} has other rows or ratings (digest {digest}). Use another --run."
+            f"{given.source} has other rows or ratings (digest {given.digest}). Use another --run."
         )
 
 
@@ -221,9 +206,8 @@ def _log_plan(
 ) -> list[Missing]:
     """Log how much is to be encoded; return what each prompt lacks after those before it."""
     splits, store, seen = [run.rows(name) for name in run.splits], run.store(), KeyIndex()
-    by_prompt = [
-        count_missing(store, SplitInputs(splits, prompt), WINDOW, seen) for prompt in prompts
-    ]
+    inputs = [SplitInputs(splits, prompt) for prompt in prompts]
+    by_prompt = [count_missing(store, own, WINDOW, seen) for own in inputs]
     missing = together(by_prompt)
     if not missing.n_missing:
         log.info(f"all {missing.n_inputs:,} inputs are there; nothing is encoded")

@@ -452,7 +452,7 @@ def _run_of(job: _Job) -> Run:
         dtype=identity.dtype, quantize=identity.quantize, device=job.resolved.device
     )
     resolved = resolve(str(job.folder), options)
-    run = complete_run(job.folder, resolved, job.dataset, "float16", job.task)
+    run = complete_run(job.folder, resolved, job.dataset, job.task)
     log.info(f"encoder -> {job.folder}; its features:")
     encoder = LazyEncoder(resolved)
     for prompt in job.view.prompts:

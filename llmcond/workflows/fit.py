@@ -27,18 +27,12 @@ class FittedResult:
     """A head that was fitted, and kept in the run.
 
     Attributes:
-        name: its name in the run.
-        folder: where it is.
-        head: the recipe.
+        head: the recipe's name; ``name`` is the head's own.
         prompt: names of the prompts whose features it takes, joined by +.
-        subtract: whether unconditional features are subtracted.
-        seed: of everything random.
-        dim_in: size of the features.
-        dim: size of the embeddings.
+        dim_in: size of the features; ``dim`` that of the embeddings.
         counts: rows that were used, and left out, by split.
         record: how fitting went: the epoch kept, what chose it, the learning curve.
         metrics: its score on dev, which is optimistic where dev chose the epoch.
-        seconds: that fitting took.
     """
 
     name: str
@@ -81,15 +75,11 @@ def fit_head(
     """Fit a head on a run's training features and save it in the run.
 
     Arguments as in :class:`llmcond.commands.fit_head.FitHead`; ``changes`` are settings as text.
-
-    Raises:
-        UserError: no run, no features, or settings that cannot be.
     """
     run = open_run(run_folder)
     check_seed(seed)
     recipe = load_recipe(head)
-    if changes:
-        recipe = recipe.with_settings(recipe.parse_changes(dict(changes), "--set"), "--set")
+    recipe = recipe.with_settings(recipe.parse_changes(dict(changes or {}), "--set"), "--set")
     view = view_of(recipe, prompts_for(run, recipe, prompt), subtract)
     reserved = name is not None and (name == "none" or name.startswith("none@"))
     if reserved and not recipe.is_identity:
@@ -103,7 +93,7 @@ def fit_head(
     began = time.monotonic()
     with FitBar() as bar:
         fitted = fit_recipe(recipe, train, dev if len(dev) else None, seed, bar.on_epoch, device)
-    seconds = time.monotonic() - began
+    seconds, record = time.monotonic() - began, fitted.fit.record
     for text in fitted.fit.notes:
         log.info(text)
     n_dropped = int((~run.rows("train").rated).sum())
@@ -114,26 +104,24 @@ def fit_head(
     if len(dev):
         similarity = fitted.similarity(dev.first, dev.second, dev.condition)
         on_dev = spearman(similarity.astype(np.float64), dev.rating)
-    result = FittedResult(
-        name,
-        folder,
-        recipe.name,
-        view.name,
-        view.subtracts,
-        seed,
-        fitted.dim_in,
-        fitted.dim_out,
-        counts,
-        fitted.fit.record,
-        {"spearman": Estimate(on_dev)},
-        seconds,
-    )
-    record = fitted.fit.record
     epoch = f", epoch {record['best_epoch']}" if "best_epoch" in record else ""
     chosen = " chosen on dev" if record["selected_on"] == "dev" else ""
     log.info(
-        f"{name}{' (replaced)' if replaced else ''}: {result.dim_in} -> {result.dim} dimensions on "
-        f"{len(train):,} rows in {seconds:.1f} s{epoch}{chosen}"
+        f"{name}{' (replaced)' if replaced else ''}: {fitted.dim_in} -> {fitted.dim_out} "
+        f"dimensions on {len(train):,} rows in {seconds:.1f} s{epoch}{chosen}"
         f"; dev Spearman {METRICS['spearman'].show(on_dev)}"
     )
-    return result
+    return FittedResult(
+        name=name,
+        folder=folder,
+        head=recipe.name,
+        prompt=view.name,
+        subtract=view.subtracts,
+        seed=seed,
+        dim_in=fitted.dim_in,
+        dim=fitted.dim_out,
+        counts=counts,
+        record=record,
+        metrics={"spearman": Estimate(on_dev)},
+        seconds=seconds,
+    )
