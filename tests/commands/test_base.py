@@ -1,6 +1,7 @@
 """A command's dataclass is its flags, its checks and its Python function."""
 
 import inspect
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,14 +117,30 @@ def test_settings_that_were_not_given_are_none():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_an_example_that_parses(name):
-    import shlex
-
     cls = _command(name)
     arguments = shlex.split(cls.example)[1 + len(name.split()) :]
     parser = Parser(prog=name, allow_abbrev=False)
     add_arguments(parser, cls)
     if name != "prompts":  # its example is that of `prompts show`
         assert isinstance(command_of(cls, vars(parser.parse_args(arguments))), cls)
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if " " not in name])
+def test_every_parameter_of_a_workflow_is_an_option_or_given(name, monkeypatch):
+    called = []
+    monkeypatch.setattr(Command, "call", lambda self, work, **own: called.append((work, own)))
+    cls = _command(name)
+    if "self.call(" not in inspect.getsource(cls.execute):
+        return
+    parser = Parser(prog=name, allow_abbrev=False)
+    add_arguments(parser, cls)
+    given = vars(parser.parse_args(shlex.split(cls.example)[2:]))
+    command = command_of(cls, {**given, "plot": None})
+    command.execute()
+    ((work, own),) = called
+    parameters = inspect.signature(work).parameters
+    assert set(own) <= set(parameters)
+    assert all(name in own or hasattr(command, name) for name in parameters)
 
 
 def test_every_verb_is_a_function_with_the_commands_options():
