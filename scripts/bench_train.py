@@ -46,7 +46,7 @@ from llmcond.finetune.inputs import RatedInputs
 from llmcond.finetune.model import HeadPlan, TunedModel
 from llmcond.finetune.settings import TuneSettings
 from llmcond.heads import load_recipe
-from llmcond.heads.objectives import ObjectiveSettings, cosine_mse
+from llmcond.heads.objectives import Objective, ObjectiveSettings
 from llmcond.prompts import load_prompt
 from llmcond.system import choose_device
 
@@ -135,7 +135,7 @@ class Training:
             pooled = (hidden.float() * weights).sum(1) / weights.sum(1)
         half = len(texts) // 2
         rating = torch.from_numpy(self.inputs.rating[rows]).float().to(self.device)
-        return cosine_mse(pooled[:half], pooled[half:], rating)
+        return Objective(ObjectiveSettings())(pooled[:half], pooled[half:], rating)
 
 
 def work(connection: Connection, task: dict[str, Any]) -> None:

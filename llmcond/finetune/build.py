@@ -23,14 +23,7 @@ from llmcond.finetune.targets import add_adapters
 
 @dataclass(frozen=True)
 class Trainable:
-    """An encoder that can be trained.
-
-    Attributes:
-        resolved: what it was loaded for.
-        tokenizer: from inputs to tokens.
-        engine: around its network.
-        adapted: peft's model around the network; None where all of it is trained.
-    """
+    """An encoder that can be trained; ``adapted`` is peft's model around it, if it has adapters."""
 
     resolved: ResolvedEncoder
     tokenizer: InputTokenizer
@@ -66,11 +59,7 @@ def prepare_accelerator(resolved: ResolvedEncoder) -> Accelerator:
 
 
 def check_trainable(resolved: ResolvedEncoder, settings: TuneSettings) -> None:
-    """Refuse what cannot be trained, before anything is loaded.
-
-    Raises:
-        UserError: an adapter, or quantised weights that are all to be trained.
-    """
+    """Refuse an adapter, and quantised weights that are all to be trained."""
     identity, name = resolved.identity, resolved.checkpoint.name
     if resolved.checkpoint.adapter is not None:
         raise UserError(
@@ -88,18 +77,13 @@ def load_trainable(resolved: ResolvedEncoder, settings: TuneSettings, seed: int)
     """Load an encoder, frozen but for its adapters, or whole.
 
     On a CPU, or where all of it is trained, weights are in float32 and products in the resolved
-    type; else frozen weights are in the resolved type, and adapters in float32.
-
-    Args:
-        resolved: the encoder.
-        settings: what is trained of it.
-        seed: of the adapters' first weights.
+    type; else frozen weights are in the resolved type, and adapters in float32. The first weights
+    of adapters are drawn by ``seed``.
 
     Raises:
-        UserError: as :func:`check_trainable`, or a target that it lacks.
+        UserError: a target that it lacks.
         LlmcondError: it cannot be loaded, or the device cannot compute gradients through it.
     """
-    check_trainable(resolved, settings)
     identity, name = resolved.identity, resolved.checkpoint.name
     if settings.full or (resolved.device == "cpu" and identity.quantize == "none"):
         # What is folded has no gradient of its own weights.

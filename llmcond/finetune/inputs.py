@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from llmcond.arrays import Positions
 from llmcond.data.rows import Rows
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.spec import EncoderInput
-from llmcond.features.view import Part, Read, View
-from llmcond.heads import Gathered, Matrix, PairArrays
+from llmcond.features.view import Part, View
+from llmcond.heads import Gathered, PairArrays
 from llmcond.heads.module import Batch
-from llmcond.heads.sampler import Positions
 from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import row_inputs
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,12 +31,9 @@ class RatedInputs:
 
     Attributes:
         view: what a head sees of the rows.
-        items: the distinct inputs.
-        tokens: of each.
+        items, tokens: the distinct inputs.
         columns: (n,) position of a row's input, by prompt, part and sentence (0 or 1).
-        rating: (n,) on 0 to 1.
-        pair: (n,) the sentence pair of each row.
-        number: (n,) what messages call a row.
+        rating, pair, number: as heads have them.
         conditioned: whether the first and the second sentence have a condition.
     """
 
@@ -47,11 +48,7 @@ class RatedInputs:
 
     @classmethod
     def of(cls, rows: Rows, view: View, tokenizer: InputTokenizer) -> RatedInputs:
-        """Take the rated rows of a whole split.
-
-        Raises:
-            UserError: an instruction or a context that the encoder cannot take.
-        """
+        """Take the rated rows of a whole split."""
         view.check_sides(rows.conditioned)
         rated = rows.rated
         place: dict[EncoderInput, int] = {}
@@ -82,15 +79,12 @@ class RatedInputs:
     def __len__(self) -> int:
         return len(self.rating)
 
+    def _reader(self, side: int, take: Callable[[Positions], T]) -> Callable[[Prompt, Part], T]:
+        return lambda prompt, part: take(self.columns[prompt.name, part, side])
+
     def arrays(self, vectors: NDArray[np.float32]) -> PairArrays:
         """Return all rows as a head takes them, given the vector of each distinct input."""
-
-        def reader(side: int) -> Read:
-            def read(prompt: Prompt, part: Part) -> Matrix:
-                return Gathered(vectors, self.columns[prompt.name, part, side])
-
-            return read
-
+        reader = partial(self._reader, take=partial(Gathered, vectors))
         first, second = self.conditioned
         return PairArrays(
             first=self.view.sentence(reader(0), conditioned=first),
@@ -108,31 +102,29 @@ class RatedInputs:
     def batch(self, rows: Positions, used: Positions, vectors: Tensor) -> Batch:
         """Return rows as heads are trained on them: first sentences, then second ones.
 
-        Args:
-            rows: (m,) which.
-            used: (u,) what :meth:`used` gives for them.
-            vectors: (u, dim) of those inputs.
+        ``used``, (u,), is what :meth:`used` gives for them; vectors, (u, dim), are of those inputs.
         """
 
-        def reader(side: int) -> Callable[[Prompt, Part], Tensor]:
-            def read(prompt: Prompt, part: Part) -> Tensor:
-                positions = np.searchsorted(used, self.columns[prompt.name, part, side][rows])
-                # Not vectors[positions]: gradients of an index are added in any order.
-                return vectors.index_select(0, torch.from_numpy(positions).to(vectors.device))
-
-            return read
+        def vectors_of(column: Positions) -> Tensor:
+            positions = np.searchsorted(used, column)
+            # Not vectors[positions]: gradients of an index are added in any order.
+            return vectors.index_select(0, torch.from_numpy(positions).to(vectors.device))
 
         x = torch.cat(
             [
-                self.view.sentence(reader(side), torch.sub, torch.hstack, conditioned)
+                self.view.sentence(
+                    self._reader(side, lambda column: vectors_of(column[rows])),
+                    torch.sub,
+                    torch.hstack,
+                    conditioned,
+                )
                 for side, conditioned in enumerate(self.conditioned)
             ]
         )
-        of = self.view.of_condition()
-        if of is None:
+        prompt = self.view.of_condition()
+        if prompt is None:
             return Batch(x)
-        column = self.columns[of.name, "unconditional", 0][rows]
+        column = self.columns[prompt.name, "unconditional", 0][rows]
         distinct, which = np.unique(column, return_inverse=True)
-        positions = torch.from_numpy(np.searchsorted(used, distinct)).to(vectors.device)
         number = torch.from_numpy(which.reshape(-1)).to(vectors.device)
-        return Batch(x, vectors.index_select(0, positions), number.repeat(2))
+        return Batch(x, vectors_of(distinct), number.repeat(2))

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from llmcond.finetune.model import TunedModel
 from llmcond.finetune.order import Order
 from llmcond.finetune.settings import TuneSettings, usual_rate
 from llmcond.finetune.state import STATE, Progress, StateFolder
-from llmcond.heads.fit import best_of
+from llmcond.heads.fit import since_best
 from llmcond.heads.objectives import runs
 from llmcond.metrics import spearman
 
@@ -30,56 +30,36 @@ from llmcond.metrics import spearman
 OnStep = Callable[[Progress, int, float], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What is trained on what.
-
-    Attributes:
-        train, dev: rated rows; dev chooses the weights, if there is one.
-        settings: of training.
-        head_rate: learning rate of the head.
-        head_decay: weight decay of the head's matrices.
-        contrasts: whether the two rows of a sentence pair stay together.
-        seed: of order and dropout.
-    """
-
-    train: RatedInputs
-    dev: RatedInputs | None
-    settings: TuneSettings
-    head_rate: float
-    head_decay: float
-    contrasts: bool
-    seed: int
-
-
 class Trainer:
-    """Trains a model, step by step.
-
-    Attributes:
-        model: what is trained.
-        progress: how far it is.
-        steps: of all epochs.
-    """
+    """Trains a model, step by step; ``steps`` are those of all epochs."""
 
     def __init__(
-        self, model: TunedModel, job: Job, accelerator: Accelerator, state: StateFolder
+        self,
+        model: TunedModel,
+        train: RatedInputs,
+        dev: RatedInputs | None,
+        settings: TuneSettings,
+        accelerator: Accelerator,
+        state: StateFolder,
     ) -> None:
         """Prepare a training, and go on where an earlier one was stopped.
+
+        Rows of ``dev`` choose the weights; without them the last ones are kept.
 
         Raises:
             UserError: it was begun with other settings, or has too few rows.
             LlmcondError: its checkpoint was damaged.
         """
-        self.model, self._job, self._accelerator, self._state = model, job, accelerator, state
-        group = runs(job.train.pair) if job.contrasts else None
-        self._order = Order.of(
-            group, len(job.train), job.settings, job.seed, accelerator.num_processes
-        )
-        self.steps = self._order.steps * job.settings.epochs
+        self.model, self._train, self._dev, self._settings = model, train, dev, settings
+        self._accelerator, self._state, self._seed = accelerator, state, model.plan.seed
+        # The two rows of a contrastive pair stay together.
+        group = runs(train.pair) if model.plan.objective.contrasts else np.arange(len(train))
+        self._order = Order(group, settings, self._seed, accelerator.num_processes)
+        self.steps = self._order.steps * settings.epochs
         self._weights = model.trained()
         self._average = (
             {name: value.detach().clone() for name, value in self._weights.items()}
-            if job.settings.ema_decay
+            if settings.ema_decay
             else {}
         )
         self.progress = Progress()
@@ -90,14 +70,15 @@ class Trainer:
         self._wrapped = accelerator.prepare_model(model, device_placement=False)
 
     def _groups(self) -> list[dict[str, Any]]:
-        settings = self._job.settings
+        settings, head = self._settings, self.model.plan.recipe.settings
+        rates = settings.learning_rate, settings.weight_decay
+        # No head at all has neither.
+        of_head = getattr(head, "learning_rate", rates[0]), getattr(head, "weight_decay", 0.0)
         groups: dict[tuple[float, float], list[Tensor]] = {}
         for name, value in self._weights.items():
-            head = not name.startswith("encoder.")
-            own = self._job.head_decay if head else settings.weight_decay
-            decay = own if value.ndim > 1 else 0.0  # not of biases and gains
-            rate = self._job.head_rate if head else settings.learning_rate
-            groups.setdefault((rate, decay), []).append(value)
+            rate, decay = rates if name.startswith("encoder.") else of_head
+            # Biases and gains do not decay.
+            groups.setdefault((rate, decay if value.ndim > 1 else 0.0), []).append(value)
         return [
             {"params": values, "lr": rate, "weight_decay": decay, "base": rate}
             for (rate, decay), values in groups.items()
@@ -144,7 +125,7 @@ class Trainer:
             DiskFullError: no room for a checkpoint; the one before is kept.
             OutOfMemoryError: a step does not fit.
         """
-        settings = self._job.settings
+        settings = self._settings
         began = time.monotonic() - self.progress.seconds
         self.model.train()
         epoch, parts = -1, list[list[NDArray[np.int64]]]()
@@ -176,7 +157,7 @@ class Trainer:
         except (OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not (isinstance(error, OutOfMemoryError) or is_out_of_memory(error)):
                 raise
-            settings = self._job.settings
+            settings = self._settings
             advice = [] if settings.gradient_checkpointing else ["--gradient-checkpointing"]
             split = settings.gradient_accumulation_steps
             advice.append(f"--gradient-accumulation-steps {2 * split}")
@@ -187,7 +168,7 @@ class Trainer:
             ) from error
 
     def _step(self, parts: list[NDArray[np.int64]], step: int) -> float:
-        accelerator, settings = self._accelerator, self._job.settings
+        accelerator, settings = self._accelerator, self._settings
         share, count = accelerator.process_index, accelerator.num_processes
         split = settings.gradient_accumulation_steps
         mine = parts[share * split : (share + 1) * split]
@@ -199,9 +180,8 @@ class Trainer:
             # Gradients of several processes are added up once, with the last part.
             with nullcontext() if last else accelerator.no_sync(self._wrapped):
                 # Gradients are averaged over processes, so that each row of the step weighs alike.
-                part = self._wrapped(
-                    self._job.train, rows, [self._job.seed, step, share, number]
-                ) * (len(rows) * count / total)
+                seed = [self._seed, step, share, number]
+                part = self._wrapped(self._train, rows, seed) * (len(rows) * count / total)
                 accelerator.backward(part)
             loss += part.detach() / count
         value = float(accelerator.reduce(loss, "sum"))
@@ -225,7 +205,7 @@ class Trainer:
     def _check(self, value: float, step: int, what: str) -> None:
         if math.isfinite(value):
             return
-        settings = self._job.settings
+        settings = self._settings
         kept = "nothing was kept yet"
         if (self._state.folder / STATE).is_file():
             kept = f"the last checkpoint is kept in {self._state.folder}"
@@ -239,23 +219,23 @@ class Trainer:
         )
 
     def _evaluate(self, epoch: int) -> None:
-        progress, settings = self.progress, self._job.settings
+        progress = self.progress
         weights = self._average or self._weights
         with _borrowed(self._weights, self._average):
             found = self._dev_spearman()
         loss = progress.loss / max(1, progress.losses)
         entry = {"step": progress.step, "epoch": epoch, "loss": loss, "dev_spearman": found}
         curve = (*progress.curve, entry)
-        since = len(curve) - 1 - best_of([entry["dev_spearman"] for entry in curve])
+        since = since_best(curve)
         if not since:
             progress = replace(progress, best_step=progress.step, best_score=found)
             if self._accelerator.is_main_process:
                 self._state.save_best(progress.step, weights)
-        done = progress.step >= self.steps or since >= settings.early_stopping_patience
+        done = progress.step >= self.steps or since >= self._settings.early_stopping_patience
         self.progress = replace(progress, curve=curve, loss=0.0, losses=0, done=done)
 
     def _dev_spearman(self) -> float | None:
-        dev = self._job.dev
+        dev = self._dev
         if dev is None:
             return None
         pairs = dev.arrays(self._encode(dev))
@@ -271,7 +251,8 @@ class Trainer:
         count, n = accelerator.num_processes, len(inputs.items)
         # As many for each process: the last ones are encoded twice.
         mine = np.arange(accelerator.process_index, -(-n // count) * count, count) % n
-        own = self.model.encode(inputs, mine, accelerator.autocast())
+        with accelerator.autocast():
+            own = self.model.encode(inputs, mine)
         if count == 1:
             return own
         gathered = accelerator.gather(torch.from_numpy(own).to(accelerator.device))

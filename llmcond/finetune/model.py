@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from llmcond.arrays import Positions
 from llmcond.encoders.engine.engine import Engine
 from llmcond.errors import UserError
 from llmcond.finetune.inputs import RatedInputs
@@ -26,45 +26,39 @@ from llmcond.heads.objectives import (
     runs,
 )
 from llmcond.heads.pairs import Fit
-from llmcond.heads.sampler import Positions
+from llmcond.prompts import Prompt
 
 
 @dataclass(frozen=True, slots=True)
 class HeadPlan:
-    """The head that is trained.
+    """The head that is trained, and on which features.
 
     Attributes:
         recipe: its kind and settings; of kind ``none`` nothing stands behind the encoder.
         objective: what is minimised.
-        seed: of its first weights.
-        start: of a head fitted before, its weights; None: they are drawn.
+        seed: of its first weights, of order and of dropout.
+        prompts: of the features; none yet where those are taken that suit encoder and head.
+        subtract: whether unconditional features are subtracted.
+        start: a head fitted before, whose weights are the first ones; None: they are drawn.
     """
 
     recipe: Recipe
     objective: ObjectiveSettings
     seed: int
-    start: Mapping[str, NDArray[np.float32]] | None = None
+    prompts: tuple[Prompt, ...] = ()
+    subtract: bool = False
+    start: FittedHead | None = None
 
 
 class TunedModel(nn.Module):
-    """From rows to the loss: the encoder's network, the head and the objective.
-
-    Attributes:
-        encoder: the network, with adapters or without.
-        head: behind it.
-        objective: what is minimised.
-    """
+    """From rows to the loss: the encoder's network, with its adapters, the head, the objective."""
 
     def __init__(self, engine: Engine, plan: HeadPlan, dims: tuple[int, int]) -> None:
         """Put a head behind an engine.
 
-        Args:
-            engine: around the network.
-            plan: the head.
-            dims: sizes of the features of sentences and of conditions.
-
         Raises:
-            UserError: the head goes with no features of these sizes.
+            UserError: the head goes with no features of these ``dims``, those of sentences and of
+                conditions.
         """
         super().__init__()
         self.encoder: nn.Module = engine.model.network
@@ -73,7 +67,7 @@ class TunedModel(nn.Module):
             lambda: (recipe.family(recipe.settings, *dims), Objective(plan.objective)), plan.seed
         )
         if plan.start is not None:
-            start = {name: torch.tensor(value) for name, value in plan.start.items()}
+            start = plan.start.module.state_dict()
             drawn = {name: value.shape for name, value in head.state_dict().items()}
             if drawn != {name: value.shape for name, value in start.items()}:
                 raise UserError(
@@ -84,16 +78,10 @@ class TunedModel(nn.Module):
             head.load_state_dict(start)
         self.head: HeadModule = head.to(engine.out)
         self.objective = objective.to(engine.out)
-        self.engine, self._plan = engine, plan
+        self.engine, self.plan = engine, plan
 
     def forward(self, inputs: RatedInputs, rows: Positions, seed: list[int]) -> Tensor:
-        """Return the mean loss of some rows, a scalar.
-
-        Args:
-            inputs: of the training split.
-            rows: which of them.
-            seed: of everything random in this call, dropout that is.
-        """
+        """Return the mean loss of some rows, a scalar; ``seed`` is that of dropout."""
         drawn = np.random.SeedSequence(seed).generate_state(2, np.uint64)
         torch.manual_seed(int(drawn[0] >> 1))
         used = inputs.used(rows)
@@ -103,7 +91,7 @@ class TunedModel(nn.Module):
             self.head.seed_dropout(int(drawn[1]))
             first, second = self.head(*batch).chunk(2)
             pair, contrastive = torch.from_numpy(inputs.pair[rows]).to(first.device), None
-            if self._plan.objective.contrasts:
+            if self.plan.objective.contrasts:
                 found = adjacent_pairs(runs(inputs.pair)[rows])
                 contrastive = torch.from_numpy(found).to(first.device)
             info = RatedBatch(self.head.similarity, pair, contrastive)
@@ -115,35 +103,19 @@ class TunedModel(nn.Module):
         """Return what is trained, by name: parameters of the encoder and of the head."""
         return {name: value for name, value in self.named_parameters() if value.requires_grad}
 
-    @property
-    def n_head(self) -> int:
-        """Return the number of the head's weights."""
-        return sum(value.numel() for value in self.head.parameters())
-
-    @property
-    def recipe(self) -> Recipe:
-        """Return the head's recipe."""
-        return self._plan.recipe
-
     def fitted(self, record: Mapping[str, Any] | None = None) -> FittedHead:
         """Return the head as it is now, as one that was fitted."""
         # It is seeded again before each use, and not all generators can be copied.
         self.head.seed_dropout(None)
-        recipe, module = self._plan.recipe, copy.deepcopy(self.head).finished()
-        return FittedHead(recipe.kind, recipe.family, module, self._plan.seed, Fit(record or {}))
+        recipe, module = self.plan.recipe, copy.deepcopy(self.head).finished()
+        return FittedHead(recipe.kind, recipe.family, module, self.plan.seed, Fit(record or {}))
 
-    def encode(
-        self,
-        inputs: RatedInputs,
-        which: Positions,
-        context: AbstractContextManager[Any] | None = None,
-    ) -> NDArray[np.float32]:
+    def encode(self, inputs: RatedInputs, which: Positions) -> NDArray[np.float32]:
         """Return the vectors of some distinct inputs, without dropout and gradients."""
         was = self.training
         self.eval()
         vectors = np.empty((len(which), self.engine.dim), dtype=np.float32)
-        with context or nullcontext():
-            for done in self.engine.run([inputs.tokens[i] for i in which]):
-                vectors[done.inputs] = done.vectors
+        for done in self.engine.run([inputs.tokens[i] for i in which]):
+            vectors[done.inputs] = done.vectors
         self.train(was)
         return vectors

@@ -2,71 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcond.arrays import Positions
 from llmcond.errors import UserError
 from llmcond.finetune.settings import TuneSettings
-from llmcond.heads.sampler import GroupSampler, Positions
+from llmcond.heads.sampler import GroupSampler
 
 
-@dataclass(frozen=True, slots=True)
 class Order:
     """The steps of every epoch, each cut into parts for processes and accumulation.
 
     Attributes:
-        sampler: keeps rows of a group in one part: a row by itself, or the two of a contrastive
-            pair.
         steps: of an epoch.
-        parts: of a step.
-        seed: of the order.
     """
 
-    sampler: GroupSampler
-    steps: int
-    parts: int
-    seed: int
+    def __init__(
+        self, group: NDArray[np.int64], settings: TuneSettings, seed: int, processes: int
+    ) -> None:
+        """Plan steps of about ``settings.batch_size`` rows, shared by so many processes.
 
-    @classmethod
-    def of(
-        cls,
-        group: NDArray[np.int64] | None,
-        n: int,
-        settings: TuneSettings,
-        seed: int,
-        processes: int,
-    ) -> Order:
-        """Plan steps of about ``settings.batch_size`` of ``n`` rows.
-
-        Args:
-            group: (n,) what keeps rows together; None where nothing does.
-            n: rows.
-            settings: ``batch_size`` and ``gradient_accumulation_steps``.
-            seed: of the order.
-            processes: that share each step.
+        Rows of a ``group``, (n,), stay together in one part: a row by itself, or the two of a
+        contrastive pair.
 
         Raises:
             UserError: a step has fewer groups than parts.
         """
-        sampler = GroupSampler(np.arange(n) if group is None else group)
-        steps = -(-n // settings.batch_size)
-        parts = settings.gradient_accumulation_steps * processes
-        least = len(sampler) // steps
-        if least < parts:
-            kind = "rows" if group is None else "sentence pairs"
+        self._sampler, self._seed = GroupSampler(group), seed
+        self.steps = -(-len(group) // settings.batch_size)
+        self._parts = settings.gradient_accumulation_steps * processes
+        least = len(self._sampler) // self.steps
+        if least < self._parts:
+            kind = "rows" if len(self._sampler) == len(group) else "sentence pairs"
             raise UserError(
                 f"a step of batch_size {settings.batch_size} has {least} {kind}, too few for "
                 f"{processes} processes with gradient_accumulation_steps "
                 f"{settings.gradient_accumulation_steps}. Raise --batch-size or lower "
                 "--gradient-accumulation-steps."
             )
-        return cls(sampler, steps, parts, seed)
 
     def epoch(self, number: int) -> list[list[Positions]]:
         """Return the rows of an epoch's steps, part by part; steps are of like size."""
-        drawn = np.random.Generator(np.random.SFC64([self.seed, number]))
-        return self.sampler.even_batches(
-            drawn.permutation(len(self.sampler)), self.steps, self.parts
-        )
+        drawn = np.random.Generator(np.random.SFC64([self._seed, number]))
+        order = drawn.permutation(len(self._sampler))
+        return self._sampler.even_batches(order, self.steps, self._parts)

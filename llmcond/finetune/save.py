@@ -26,11 +26,7 @@ _OURS = {"format": "pt"}
 
 
 def check_merge(resolved: ResolvedEncoder) -> None:
-    """Refuse to merge adapters into quantised weights: what was trained would be rounded away.
-
-    Raises:
-        UserError: saying so.
-    """
+    """Refuse to merge adapters into quantised weights: what was trained would be rounded away."""
     quantize = resolved.identity.quantize
     if quantize != "none":
         raise UserError(
@@ -42,14 +38,8 @@ def check_merge(resolved: ResolvedEncoder) -> None:
 def save_encoder(trainable: Trainable, model: str, folder: Path, *, merge: bool) -> None:
     """Write what was trained of an encoder, so that the folder can be named as a model.
 
-    Args:
-        trainable: the encoder.
-        model: what its base is found by: an alias, a hub name, or an absolute path.
-        folder: where; files of an earlier try are replaced.
-        merge: whether adapters are added to the weights, and all of those are written.
-
-    Raises:
-        DiskFullError: no room.
+    Its base is found by ``model``: an alias, a hub name, or an absolute path. With ``merge``
+    adapters are added to the weights, and all of those are written.
     """
     resolved = trainable.resolved
     whole = trainable.adapted is None or merge

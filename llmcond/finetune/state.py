@@ -56,15 +56,14 @@ class Progress:
 
 
 class StateFolder:
-    """The folder ``training`` of a run that is being trained."""
+    """The folder ``training`` of a run that is being trained, made when it is written to.
+
+    What is read raises a LlmcondError where it is missing or damaged; what is written a
+    DiskFullError where there is no room.
+    """
 
     def __init__(self, folder: Path, made_of: Mapping[str, Any]) -> None:
-        """Take the folder, and all that decides what training gives.
-
-        Args:
-            folder: made when there is something to put into it.
-            made_of: by name, as JSON; another value of any of them would give other weights.
-        """
+        """Take the folder, and by name, as JSON, all that decides what training gives."""
         self.folder, self._made_of = folder, json.loads(json.dumps(made_of))
 
     def load(self) -> tuple[Progress, dict[str, Tensor]] | None:
@@ -72,7 +71,6 @@ class StateFolder:
 
         Raises:
             UserError: it was begun with other settings; each is named.
-            LlmcondError: the file was damaged.
         """
         path = self.folder / STATE
         if not path.is_file():
@@ -89,27 +87,15 @@ class StateFolder:
         return Progress(**{**values, "curve": tuple(values["curve"])}), tensors
 
     def save(self, progress: Progress, tensors: Mapping[str, Tensor]) -> None:
-        """Write where training stands; after a failure the file is as it was.
-
-        Raises:
-            DiskFullError: no room.
-        """
+        """Write where training stands; after a failure the file is as it was."""
         self._write(STATE, {"progress": asdict(progress)}, tensors)
 
     def save_best(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write the weights of the best evaluation.
-
-        Raises:
-            DiskFullError: no room.
-        """
+        """Write the weights of the best evaluation."""
         self._write(BEST, {"step": step}, tensors)
 
     def best(self) -> dict[str, Tensor]:
-        """Return the weights of the best evaluation.
-
-        Raises:
-            LlmcondError: the file is missing or damaged.
-        """
+        """Return the weights of the best evaluation."""
         return _read(self.folder / BEST)[1]
 
     def _write(self, name: str, record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -118,12 +104,7 @@ class StateFolder:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write tensors as safetensors; after a failure the file is as it was.
-
-    Raises:
-        DiskFullError: no room.
-        UserError: the folder cannot be written.
-    """
+    """Write tensors as safetensors; after a failure the file is as it was."""
     plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
     with replacing(path) as temporary:
         mode = temporary.stat().st_mode

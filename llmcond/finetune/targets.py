@@ -36,12 +36,7 @@ def projections(network: nn.Module) -> list[str]:
 
 
 def choose(network: nn.Module, target: Sequence[str], encoder: str) -> list[str]:
-    """Return the projections that a target names.
-
-    Args:
-        network: the encoder's.
-        target: groups of :data:`GROUPS`, or names, or their ends.
-        encoder: its name, for messages.
+    """Return the projections that a target names: groups of :data:`GROUPS`, names, or their ends.
 
     Raises:
         UserError: a name that no projection has; the legal ones are listed.
@@ -77,13 +72,8 @@ def _is(own: str, name: str) -> bool:
 def add_adapters(network: nn.Module, settings: TuneSettings, encoder: str) -> Any:
     """Put an adapter on each of the chosen projections, in place, and freeze all else.
 
-    Each begins as the zero map; its first matrix is drawn from PyTorch's own generator.
-
-    Returns:
-        peft's model around the network.
-
-    Raises:
-        UserError: as :func:`choose`.
+    Each begins as the zero map; its first matrix is drawn from PyTorch's own generator. What is
+    returned is peft's model around the network.
     """
     # bitsandbytes, which peft imports, warns of faster kernels that it would download.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

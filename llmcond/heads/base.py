@@ -66,7 +66,7 @@ class FittedHead:
 
     @property
     def generates_matrices(self) -> bool:
-        """Return whether it makes a matrix of each condition, which can be had and kept."""
+        """Return whether it makes a matrix of each condition."""
         return self.module.generates_matrices
 
     @property
@@ -82,20 +82,13 @@ class FittedHead:
         return int(self.transform(one, condition if self.dim_condition else None).shape[1])
 
     def to(self, device: str) -> FittedHead:
-        """Return the head on a device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-
-        Raises:
-            UserError: a device that this machine lacks.
-        """
+        """Return the head on a device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
         return replace(self, module=copy.deepcopy(self.module).to(choose_device(device)))
 
     def transform(self, features: MatrixLike, condition: MatrixLike | None = None) -> Array:
-        """Return embeddings, (n, k) float32.
+        """Return embeddings, (n, k) float32, of features, (n, dim).
 
-        Args:
-            features: (n, dim) of sentences.
-            condition: (n, dim_c) of the conditions, or (1, dim_c) of one for all, for heads that
-                take them.
+        Heads that take conditions take (n, dim_c) of them, or (1, dim_c) of one for all.
 
         Raises:
             UserError: features of another size, or conditions that are missing or not wanted.
@@ -103,12 +96,10 @@ class FittedHead:
         self.check(features, condition)
         n, features = len(features), as_matrix(features)
         given: Matrix | None = None
-        if condition is not None and len(condition) == 1 != n:
-            given = Gathered(condition, np.zeros(n, dtype=np.int64))
-        elif condition is not None:
+        if condition is not None:
             # What is made of a condition is made once, also where its rows stand in several blocks.
             first, which = as_matrix(condition).unique()
-            given = Gathered(as_matrix(condition).take(first), which)
+            given = Gathered(as_matrix(condition).take(first), np.broadcast_to(which, n))
         device = next(iter(self.module.state_dict().values()), torch.empty(0)).device
         blocks = []
         for start in range(0, max(n, 1), _BLOCK):
@@ -123,11 +114,7 @@ class FittedHead:
     def similarity(
         self, first: MatrixLike, second: MatrixLike, condition: MatrixLike | None = None
     ) -> Array:
-        """Return how similar two sets of features are, (n,) float32; see :meth:`compare`.
-
-        Raises:
-            UserError: as :meth:`transform`.
-        """
+        """Return how similar two sets of features are, (n,) float32; see :meth:`compare`."""
         return self.compare(self.transform(first, condition), self.transform(second, condition))
 
     def compare(self, first: Array, second: Array) -> Array:
@@ -164,11 +151,7 @@ class FittedHead:
         return np.concatenate(norms)
 
     def check(self, features: MatrixLike, condition: MatrixLike | None) -> None:
-        """Check what the head is to be applied to.
-
-        Raises:
-            UserError: features of another size, or conditions that are missing or not wanted.
-        """
+        """Check what the head is to be applied to; errors are those of :meth:`transform`."""
         kind = self.kind
         if features.shape[1] != self.dim_in:
             raise UserError(

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from llmcond.arrays import Dense, Gathered, Matrix, as_matrix
+from llmcond.arrays import Dense, Gathered, Matrix, Positions, as_matrix
 from llmcond.heads.module import Batch
 from llmcond.heads.objectives import adjacent_pairs, runs
 from llmcond.heads.pairs import PairArrays
-from llmcond.heads.sampler import GroupSampler, Positions
+from llmcond.heads.sampler import GroupSampler
 from llmcond.heads.settings import TrainingSettings
 
 #: Features that are computed or gathered are made plain arrays if these take no more bytes.
@@ -87,7 +87,6 @@ class Loader:
         condition = pairs.condition
         self._conditions = SharedConditions(None if condition is None else as_matrix(condition))
         self.rating = pairs.rating
-        self._targets = pairs.rating.astype(np.float32)
         self._pair = pairs.pair
         # A sentence pair that occurs again elsewhere is another contrastive pair.
         self._run = runs(pairs.pair) if settings.contrasts and pairs.pair is not None else None
@@ -102,7 +101,7 @@ class Loader:
                 chosen = rows[positions]
                 self.steps += 1
                 batch = self._conditions.batch(sides, chosen, self._dtype).to(device)
-                rating = torch.from_numpy(self._targets[chosen]).to(device)
+                rating = torch.from_numpy(self.rating[chosen].astype(np.float32)).to(device)
                 pair = contrastive = None
                 if self._pair is not None:
                     pair = torch.from_numpy(self._pair[chosen]).to(device)
@@ -150,16 +149,15 @@ class Loader:
         drawn: Positions = torch.randperm(n, generator=self._generator).numpy()
         return drawn
 
-    def _cut(self, rows: Positions) -> Iterator[Positions]:
-        """Yield positions in ``rows``, batch by batch, in a new order."""
+    def _cut(self, rows: Positions) -> Iterable[Positions]:
+        """Return positions in ``rows``, batch by batch, in a new order."""
         size = self._settings.batch_size
         if self._run is not None:
             sampler = GroupSampler(self._run[rows])
-            yield from sampler.batches(self._permutation(len(sampler)), size)
-            return
+            return sampler.batches(self._permutation(len(sampler)), size)
         if self._settings.batches == "conditions" and self._conditions.which is not None:
             sampler = GroupSampler(self._conditions.which[rows])
             order, _ = sampler.order(self._permutation(len(sampler)))
         else:
             order = self._permutation(len(rows))
-        yield from np.split(order, range(size, len(order), size))
+        return np.split(order, range(size, len(order), size))

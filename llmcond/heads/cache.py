@@ -8,7 +8,7 @@ from collections import OrderedDict
 import numpy as np
 import torch
 
-from llmcond.arrays import Array, Gathered, MatrixLike, as_matrix
+from llmcond.arrays import Array, MatrixLike, as_matrix
 from llmcond.errors import UserError
 from llmcond.heads.base import FittedHead
 from llmcond.heads.module import ACTIVATIONS, AT_ONCE
@@ -18,20 +18,14 @@ class ConditionCache:
     """A fitted hypernetwork that keeps the matrices of conditions (Hyper-CL, section 3.5).
 
     A condition that comes again, in any later call, costs two small products and no generated
-    matrix. The least recently used ones are dropped above a budget. Calls from several threads are
-    safe.
+    matrix. The least recently used ones are dropped above a budget in bytes. Calls from several
+    threads are safe.
 
     Attributes:
-        head: of kind ``hypernet``.
         hits, misses: distinct conditions of all calls that were there, and that were not.
     """
 
     def __init__(self, head: FittedHead, budget: int = 2**28) -> None:
-        """Keep up to ``budget`` bytes.
-
-        Raises:
-            UserError: the head is no hypernetwork, so there is nothing to keep.
-        """
         if not head.generates_matrices:
             raise UserError(f"a {head.kind} head makes no matrices that could be kept.")
         self.head, self.hits, self.misses = head, 0, 0
@@ -40,21 +34,12 @@ class ConditionCache:
         self._lock = threading.Lock()
 
     def transform(self, features: MatrixLike, condition: MatrixLike | None) -> Array:
-        """Return embeddings, (n, k) float32; as :meth:`FittedHead.transform`.
-
-        Args:
-            features: (n, dim) of sentences.
-            condition: (n, dim_c) of the conditions, or (1, dim_c) of one for all.
-
-        Raises:
-            UserError: as :meth:`FittedHead.transform`.
-        """
+        """Return embeddings, (n, k) float32; as :meth:`FittedHead.transform`."""
         self.head.check(features, condition)
         n, features = len(features), as_matrix(features)
         shared = as_matrix(np.empty((0, 0)) if condition is None else condition)
-        if len(shared) == 1 != n:
-            shared = Gathered(shared, np.zeros(n, dtype=np.int64))
         first, which = shared.unique()
+        which = np.broadcast_to(which, n)
         order = np.argsort(which, kind="stable")
         ends = np.cumsum(np.bincount(which, minlength=len(first)))
         output = np.empty((n, self.head.settings.dim), dtype=np.float32)
@@ -84,15 +69,11 @@ class ConditionCache:
                     # Copies: a view would keep what was made of all of them.
                     found[keys[i]] = [factor[position].copy() for factor in made]
             for key in keys:
-                self._keep(key, found[key])
+                if key not in self._kept:
+                    self._size += len(key) + sum(factor.nbytes for factor in found[key])
+                self._kept[key] = found[key]
+                self._kept.move_to_end(key)
+            while self._size > self._budget:
+                old, gone = self._kept.popitem(last=False)
+                self._size -= len(old) + sum(factor.nbytes for factor in gone)
         return [found[key] for key in keys]
-
-    def _keep(self, key: bytes, factors: list[Array]) -> None:
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return
-        self._kept[key] = factors
-        self._size += len(key) + sum(factor.nbytes for factor in factors)
-        while self._size > self._budget:
-            old, gone = self._kept.popitem(last=False)
-            self._size -= len(old) + sum(factor.nbytes for factor in gone)

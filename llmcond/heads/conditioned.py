@@ -46,9 +46,7 @@ class ConditionedHead(HeadModule):
     def add_transform(self, dim: int, bias: bool = True) -> None:
         """Register the layer before all that is made of the condition, if the settings ask for it.
 
-        Args:
-            dim: what it maps conditions to.
-            bias: whether it has one.
+        It maps conditions to ``dim``.
         """
         if self.settings.transform:
             self.add_layer("transform", dim, self.dim_condition, bias)

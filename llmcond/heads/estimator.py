@@ -1,8 +1,4 @@
-"""Any head as a scikit-learn estimator: for pipelines, cross-validation and grid search.
-
-Rows are cut there by matrices and nothing else, so both sentences' features and the condition's
-stand side by side in one.
-"""
+"""Any head as a scikit-learn estimator: for pipelines, cross-validation and grid search."""
 
 # scikit-learn calls the features X, also by keyword.
 # ruff: noqa: N803, N806
@@ -28,7 +24,7 @@ from sklearn.utils.validation import (
     validate_data,
 )
 
-from llmcond.arrays import Array, Dense, Gathered, Matrix
+from llmcond.arrays import Array
 from llmcond.errors import UserError
 from llmcond.heads.pairs import PairArrays
 from llmcond.heads.recipes import Recipe, fit_recipe, load_recipe
@@ -60,6 +56,9 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
 
     To keep a fitted head in files, give ``head_`` to :func:`llmcond.heads.save_head`; pickles are
     for scikit-learn's own processes.
+
+    All methods raise a ValueError where an array has another shape or is not finite, and all but
+    :meth:`fit` a NotFittedError before it was called.
 
     Args:
         recipe: a bundled recipe's name, or the path of a ``.toml`` file.
@@ -112,12 +111,8 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
                 the two conditions of a pair need it, and ``validation_fraction`` then parts no
                 pair. The rows of a pair need not stand next to each other.
 
-        Returns:
-            The estimator itself.
-
         Raises:
             HeadError: parameters, columns or ratings that cannot be fitted on.
-            ValueError: X, y or pair that is no such array, or not finite.
         """
         with _as_value_errors():
             recipe = self._recipe()
@@ -127,20 +122,12 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
                 raise HeadError(
                     f"validation_fraction is {fraction!r}; it must be at least 0 and below 1."
                 )
-            X, rating, rating_range = self._validated(X, y, recipe)
-            dim = self._sentence_dim(X.shape[1], recipe)
-            pairs = PairArrays(
-                first=X[:, :dim],
-                second=X[:, dim : 2 * dim],
-                rating=rating,
-                condition=_shared(X[:, 2 * dim :]) if recipe.family.conditioned else None,
-                pair=_numbered(pair, len(X)),
-                number=np.arange(1, len(X) + 1),
-            )
+            pairs, rating_range = self._pairs(X, y, pair, recipe)
             pairs, dev = _split(pairs, float(fraction) if recipe.family.supervised else 0.0, seed)
             if getattr(recipe.settings, "contrasts", False):
                 pairs = _with_pairs_adjacent(pairs)
-            recipe = self._sized(recipe, dim)
+            if self.dim is None and recipe.dim is not None and recipe.dim > pairs.dim:
+                recipe = recipe.with_settings({"dim": pairs.dim}, recipe.name)
             head = fit_recipe(recipe, pairs, dev, seed, lambda *_: None, self.device)
         for note in head.fit.notes:
             warnings.warn(note, UserWarning, stacklevel=2)
@@ -150,23 +137,13 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
         return self
 
     def transform(self, X: Any) -> Any:
-        """Return the embeddings of both sentences of X side by side, (n, 2 k) float32.
-
-        Raises:
-            NotFittedError: the head is not fitted.
-            ValueError: X is no such array, or not finite.
-        """
+        """Return the embeddings of both sentences of X side by side, (n, 2 k) float32."""
         first, second, condition = self._sides(X)
         sides = [self.head_.transform(side, condition) for side in (first, second)]
         return np.concatenate(sides, axis=1)
 
     def predict(self, X: Any) -> Array:
-        """Return the cosine of the embeddings of both sentences of X, (n,) float32, on -1 to 1.
-
-        Raises:
-            NotFittedError: the head is not fitted.
-            ValueError: X is no such array, or not finite.
-        """
+        """Return the cosine of the embeddings of both sentences of X, (n,) float32, on -1 to 1."""
         first, second, condition = self._sides(X)
         return self.head_.similarity(first, second, condition)
 
@@ -175,10 +152,6 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
 
         It is NaN where it is undefined: all ratings or all cosines are equal, or there is one row.
         A grid search ranks such settings last.
-
-        Raises:
-            NotFittedError: the head is not fitted.
-            ValueError: X or y is no such array, or not finite.
         """
         check_is_fitted(self, "head_")
         if y is None:
@@ -188,39 +161,27 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
         return spearman(cosine.astype(np.float64), rating)
 
     def embed(self, features: Any, condition: Any = None) -> Array:
-        """Return the embeddings of sentences, not pairs, (n, k) float32.
+        """Return the embeddings of sentences, not pairs, (n, k) float32, from features, (n, d).
 
-        Args:
-            features: (n, d) of sentences.
-            condition: (n, n_condition) of their conditions, or (1, n_condition) of one for all; not
-                looked at where X had such columns and the recipe takes none.
+        Conditions are (n, n_condition), or (1, n_condition) of one for all; they are not looked at
+        where X had such columns and the recipe takes none.
 
         Raises:
-            NotFittedError: the head is not fitted.
             HeadError: another size, or conditions that are missing or not wanted.
-            ValueError: they are no such arrays, or not finite.
         """
         check_is_fitted(self, "head_")
         features = check_array(features, estimator=self, input_name="features", **_CHECKED)
         if self.n_features_in_ > 2 * self.head_.dim_in and not self.head_.dim_condition:
             condition = None
-        shared: Matrix | None = None
         if condition is not None:
             condition = check_array(condition, estimator=self, input_name="condition", **_CHECKED)
-            if len(condition) != 1:
-                check_consistent_length(features, condition)
-            shared = _shared(condition)
         with _as_value_errors():
-            return self.head_.transform(features, shared)
+            return self.head_.transform(features, condition)
 
     def get_feature_names_out(self, input_features: Any = None) -> NDArray[Any]:
         """Return the names of what :meth:`transform` gives, (2 k,): ``head_first0`` and so on.
 
         ``input_features`` changes nothing: the names of the columns of X are only checked.
-
-        Raises:
-            NotFittedError: the head is not fitted.
-            ValueError: names of other columns than were fitted on.
         """
         check_is_fitted(self, "head_")
         _check_feature_names_in(self, input_features)
@@ -263,17 +224,6 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
             changes["dim"] = _plain_number(self.dim)
         return recipe.with_settings(changes, f"Head({recipe.name!r})")
 
-    def _sized(self, recipe: Recipe, dim: int) -> Recipe:
-        """Return the recipe with its own dimension at most that of the features."""
-        if recipe.dim is None or recipe.dim <= dim:
-            return recipe
-        if self.dim is not None:
-            raise HeadError(
-                f"dim is {recipe.dim}, but each sentence has {dim} features: a head never enlarges "
-                f"them. Give dim={dim} or less."
-            )
-        return recipe.with_settings({"dim": dim}, recipe.name)
-
     def _seed(self) -> int:
         """Return the seed; a generator's is drawn, so that two fits with it differ."""
         if not isinstance(self.random_state, Integral):
@@ -283,32 +233,39 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
             raise HeadError(f"random_state is {seed}; it must be at least 0 and below 2^32.")
         return seed
 
-    def _validated(
-        self, X: Any, y: Any, recipe: Recipe
-    ) -> tuple[Array, NDArray[np.float64], tuple[float, float] | None]:
-        """Return X, the ratings on 0 to 1, and which became 0 and 1; None if nothing reads them."""
+    def _pairs(
+        self, X: Any, y: Any, pair: Any, recipe: Recipe
+    ) -> tuple[PairArrays, tuple[float, float] | None]:
+        """Return what to fit on, and which ratings became 0 and 1; None if nothing reads them."""
         if not isinstance(self.n_condition, Integral) or self.n_condition < 0:
             raise HeadError(
                 f"n_condition is {self.n_condition!r}; it must be a number of columns, 0 or more."
             )
         least = {"ensure_min_samples": 2, "ensure_min_features": 2 + int(self.n_condition)}
+        rating_range = None
         if not recipe.family.supervised:
             X = validate_data(self, X, **least, **_CHECKED)
-            return X, np.zeros(len(X)), None
-        if y is None:
+            rating = np.zeros(len(X))
+        elif y is None:
             raise HeadError(
                 "This Head estimator requires y to be passed, but the target y is None: the head "
                 f"{recipe.name} learns from ratings."
             )
-        X, y = validate_data(self, X, y, y_numeric=True, **least, **_CHECKED)
-        rating = _numbers(y)
-        low, high = float(rating.min()), float(rating.max())
-        if low == high:
-            raise HeadError(
-                f"all {len(y):,} ratings y are {low:g}, so there is nothing to learn from them; at "
-                "least 2 distinct ones are needed."
-            )
-        return X, (rating - low) / (high - low), (low, high)
+        else:
+            X, y = validate_data(self, X, y, y_numeric=True, **least, **_CHECKED)
+            rating = _numbers(y)
+            low, high = rating_range = float(rating.min()), float(rating.max())
+            if low == high:
+                raise HeadError(
+                    f"all {len(y):,} ratings y are {low:g}, so there is nothing to learn from "
+                    "them; at least 2 distinct ones are needed."
+                )
+            rating = (rating - low) / (high - low)
+        dim = self._sentence_dim(X.shape[1], recipe)
+        first, second, condition = _columns(X, dim, recipe.family.conditioned)
+        number = np.arange(1, len(X) + 1)
+        pairs = PairArrays(first, second, rating, condition, _numbered(pair, len(X)), number)
+        return pairs, rating_range
 
     def _sentence_dim(self, n_columns: int, recipe: Recipe) -> int:
         """Return d, the number of features of a sentence."""
@@ -328,13 +285,15 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
             )
         return dim
 
-    def _sides(self, X: Any) -> tuple[Array, Array, Matrix | None]:
-        """Return the features of both sentences, (n, d), and of the conditions if taken."""
+    def _sides(self, X: Any) -> tuple[Array, Array, Array | None]:
         check_is_fitted(self, "head_")
         X = validate_data(self, X, reset=False, **_CHECKED)
-        dim = self.head_.dim_in
-        condition = _shared(X[:, 2 * dim :]) if self.head_.dim_condition else None
-        return X[:, :dim], X[:, dim : 2 * dim], condition
+        return _columns(X, self.head_.dim_in, bool(self.head_.dim_condition))
+
+
+def _columns(X: Array, dim: int, conditioned: bool) -> tuple[Array, Array, Array | None]:
+    """Return the features of both sentences, (n, d), and of the conditions if taken."""
+    return X[:, :dim], X[:, dim : 2 * dim], X[:, 2 * dim :] if conditioned else None
 
 
 @contextmanager
@@ -371,12 +330,6 @@ def _numbered(pair: Any, n: int) -> NDArray[np.int64] | None:
         raise HeadError(f"pair names the sentence pair of {len(names):,} rows, but X has {n:,}.")
     found: NDArray[np.int64] = np.unique(names, return_inverse=True)[1].astype(np.int64)
     return found
-
-
-def _shared(condition: Array) -> Gathered:
-    """Return conditions such that equal ones are computed once, also when transforming."""
-    first, which = Dense(condition).unique()
-    return Gathered(condition[first], which)
 
 
 def _split(pairs: PairArrays, fraction: float, seed: int) -> tuple[PairArrays, PairArrays | None]:

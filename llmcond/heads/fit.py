@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,11 +26,6 @@ _COPIES = 5
 #: Between the seeds of an ensemble's heads: so far that seeds 0, 1, 2 ... share none.
 _SEED_STEP = 2**20
 
-_UNDEFINED = (
-    "the dev score is undefined (all ratings or all predictions there are equal), so it chose no "
-    "epoch: the last one is kept"
-)
-
 
 def fit_by_gradient(
     family: type[HeadModule],
@@ -40,22 +36,11 @@ def fit_by_gradient(
     on_epoch: OnEpoch,
     device: str = "cpu",
 ) -> tuple[HeadModule, Fit]:
-    """Fit a head, or each head of an ensemble; keep the weights of the best epoch on dev.
+    """Fit a head, or each head of an ensemble; return it on the CPU, and how it went.
 
-    Every random number comes from generators of their own, so the same seed gives the same head on
-    the same machine. Features stay as they are given; float32 copies are made of a batch only.
-
-    Args:
-        family: what to fit.
-        settings: learning rate, epochs and so on.
-        pairs: what to fit on.
-        dev: what chooses the epoch; without it the last one is kept.
-        seed: of initialisation, dropout and order.
-        on_epoch: called after each epoch.
-        device: as PyTorch names it.
-
-    Returns:
-        The head, on the CPU, and how it went.
+    The weights of the best epoch on dev are kept, without dev those of the last one. Every random
+    number comes from generators of their own, so the same seed gives the same head on the same
+    machine. Features stay as they are given; float32 copies are made of a batch only.
 
     Raises:
         UserError: parameters that do not fit into memory, rows that do not stand in contrastive
@@ -73,18 +58,18 @@ def fit_by_gradient(
     return module, Fit({**first.record, "members": curves}, first.notes)
 
 
-def best_of(scores: Sequence[float | None]) -> int:
-    """Return the position of the best score on dev, the first of equal ones.
+def since_best(curve: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many entries of a learning curve come after the one with the best score on dev.
 
-    None is undefined, as where all similarities are equal, and never better than a score that is
-    defined; while none is, the last counts.
+    That is the first of equal ones. A score of None is undefined, as where all similarities are
+    equal, and never better than one that is defined; while none is, the last entry counts.
     """
     best = 0
+    scores = [entry["dev_spearman"] for entry in curve]
     for position, score in enumerate(scores):
-        known = scores[best]
-        if known is None or (score is not None and score > known):
+        if scores[best] is None or (score is not None and score > scores[best]):
             best = position
-    return best
+    return len(scores) - 1 - best
 
 
 def _fit_one(
@@ -118,7 +103,11 @@ def _fit_one(
     counts = check_contrasts(pairs.pair, pairs.number, pairs.rating, settings)
     half = torch.bfloat16 if module.in_bfloat16 else torch.float32
     loader = Loader(pairs, settings, generator, half, device)
-    scorer = None if dev is None else Loader(dev, settings, generator, torch.float32, device)
+    scorer = (
+        None
+        if dev is None or not len(dev)
+        else Loader(dev, settings, generator, torch.float32, device)
+    )
 
     best = {}
     curve: list[dict[str, float | None]] = []
@@ -133,13 +122,13 @@ def _fit_one(
         defined = None if math.isnan(score) else score
         curve.append({"epoch": epoch, "loss": loss, "dev_spearman": defined})
         on_epoch(epoch, settings.epochs, score)
-        since = epoch - 1 - best_of([entry["dev_spearman"] for entry in curve])
+        since = since_best(curve)
         if not since:
             best = {name: value.clone() for name, value in module.state_dict().items()}
         elif since >= settings.patience:
             break
     module.load_state_dict(best)
-    best_epoch = 1 + best_of([entry["dev_spearman"] for entry in curve])
+    best_epoch = len(curve) - since_best(curve)
     selected = curve[best_epoch - 1]["dev_spearman"] is not None
     record = {
         "best_epoch": best_epoch,
@@ -150,14 +139,18 @@ def _fit_one(
         **counts,
         "curve": curve,
     }
-    notes = () if selected or dev is None else (_UNDEFINED,)
-    if len(pairs) < settings.batch_size:
-        notes = (
-            *notes,
-            f"the {len(pairs):,} training rows fill no batch of {settings.batch_size:,}, so every "
-            "epoch is one step; lower batch_size for more",
+    notes = []
+    if not selected and dev is not None:
+        notes.append(
+            "the dev score is undefined (all ratings or all predictions there are equal), so it "
+            "chose no epoch: the last one is kept"
         )
-    return module.finished(), Fit(record, notes)
+    if len(pairs) < settings.batch_size:
+        notes.append(
+            f"the {len(pairs):,} training rows fill no batch of {settings.batch_size:,}, so every "
+            "epoch is one step; lower batch_size for more"
+        )
+    return module.finished(), Fit(record, tuple(notes))
 
 
 def _count_parameters(
@@ -197,7 +190,7 @@ def _run_epoch(
     module: HeadModule, objective: Objective, loader: Loader, optimiser: torch.optim.Optimizer
 ) -> float:
     """Train on all rows; return the mean loss of a row."""
-    total, rows = None, 0
+    total: torch.Tensor | float = 0.0
     module.train()
     for batch, rating, pair, contrastive in loader.shuffled():
         first, second = module(*batch).chunk(2)
@@ -205,10 +198,8 @@ def _run_epoch(
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-        share = loss.detach() * len(rating)
-        total = share if total is None else total + share
-        rows += len(rating)
-    return float("nan" if total is None else total) / max(rows, 1)
+        total = total + loss.detach() * len(rating)
+    return float(total) / len(loader.rating)
 
 
 @torch.no_grad()
@@ -218,6 +209,4 @@ def _dev_spearman(module: HeadModule, dev: Loader) -> float:
     in_bfloat16, module.in_bfloat16 = module.in_bfloat16, False
     found = [module.similarity(*module(*batch).chunk(2)).cpu().numpy() for batch in dev.in_order()]
     module.in_bfloat16 = in_bfloat16
-    if not found:
-        return math.nan
     return spearman(np.concatenate(found).astype(np.float64), dev.rating)

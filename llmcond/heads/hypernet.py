@@ -88,8 +88,7 @@ class Hypernet(ConditionedHead):
     def factors(self, transformed: Tensor) -> list[Tensor]:
         """Return W_c, or the factors whose product it is, (u, a, b) each; one dropout mask each.
 
-        Args:
-            transformed: (u, dim_c), as :meth:`transformed` gives them.
+        Conditions are (u, dim_c), as :meth:`transformed` gives them.
         """
         names = ("factor1", "factor2") if self.settings.rank else ("matrix",)
         made = [self.affine(name, self.dropout(transformed)) for name in names]
@@ -118,14 +117,8 @@ def by_condition(
     are multiplied at once, padded to a common number; where a condition has far more rows than
     others, it is cut into several.
 
-    Args:
-        x: (m, dim).
-        which: (m,) the condition of each row, below u.
-        factors: each (u, a, b), the first with a = dim.
-        batched_product: (n, m, a) and (n, a, b) -> (n, m, b).
-
-    Returns:
-        (m, b) of the last factor.
+    ``x`` is (m, dim), ``which`` (m,) the condition of each row, below u; factors are (u, a, b), the
+    first with a = dim, and the result (m, b) of the last.
     """
     count = len(factors[0])
     if not len(x):

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from llmcond.arrays import Array, MatrixLike
-from llmcond.errors import UserError
 from llmcond.heads.pairs import Fit, PairArrays
 
 T = TypeVar("T")
@@ -65,8 +64,8 @@ class HeadModule(nn.Module):
     Attributes:
         Settings: a frozen dataclass; its fields are the recipe's keys. Of supervised heads a
             subclass of :class:`~llmcond.heads.settings.TrainingSettings`.
-        features: which features of a sentence it takes: ``joint`` e(s|c), ``separate`` e(s), or
-            ``both``. A setting of that name goes before.
+        features: of a sentence, that it takes: ``joint`` e(s|c), ``separate`` e(s), or ``both``.
+            A setting of that name goes before.
         conditioned: whether it takes the condition's own features e(c).
         supervised: whether it learns from ratings, by gradient; else :meth:`solve` fits it.
         is_identity: whether embeddings are the features as they are.
@@ -74,9 +73,7 @@ class HeadModule(nn.Module):
             :class:`~llmcond.heads.hypernet.Hypernet`.
         multiplies_in_bfloat16: whether all products of sentences' features are made by
             :meth:`product` or :meth:`batched_product`, so that they can be made in bfloat16.
-        settings: as the recipe has them.
-        dim_in: size of sentences' features.
-        dim_condition: size of conditions' features; 0 where there are none.
+        dim_in, dim_condition: sizes of the features of sentences, and of conditions; 0: none.
     """
 
     Settings: ClassVar[type[Any]]
@@ -95,12 +92,7 @@ class HeadModule(nn.Module):
         self._device_masks: torch.Generator | None = None
 
     def solve(self, pairs: PairArrays, seed: int) -> Fit:
-        """Fit an unsupervised head in closed form.
-
-        Args:
-            pairs: training pairs; their ratings are not looked at.
-            seed: of everything random.
-        """
+        """Fit an unsupervised head in closed form; ratings are not looked at."""
         raise NotImplementedError
 
     def similarity(self, first: Tensor, second: Tensor) -> Tensor:
@@ -113,13 +105,9 @@ class HeadModule(nn.Module):
     def generated_matrices(self, condition: MatrixLike) -> list[Array]:
         """Return what a fitted head that generates matrices makes of conditions, (u, dim_c).
 
-        Returns:
-            W_c, (u, dim, k), or the factors whose product it is, (u, a, b) each, in float32.
-
-        Raises:
-            UserError: the head makes no matrices.
+        That is W_c, (u, dim, k), or the factors whose product it is, (u, a, b) each, in float32.
         """
-        raise UserError(f"the head {type(self).__name__} makes no matrices.")
+        raise NotImplementedError
 
     def add_weight(self, name: str, shape: tuple[int, ...], fan_in: int) -> None:
         """Register a parameter, drawn from U(-1/sqrt(fan_in), 1/sqrt(fan_in)), biases alike."""
@@ -182,10 +170,9 @@ class HeadModule(nn.Module):
 
 
 def seeded(make: Callable[[], T], seed: int) -> tuple[T, torch.Generator]:
-    """Make something with random values, drawn by a seed; the global generator stays as it is.
+    """Make something with random values by a seed, and return a generator that goes on there.
 
-    Returns:
-        What was made, and a generator that goes on where it ended.
+    The global generator stays as it is.
     """
     generator = torch.Generator()
     with torch.random.fork_rng(devices=[]):

@@ -46,7 +46,7 @@ class ObjectiveSettings:
     """What is minimised: a weighted sum of objectives.
 
     Attributes:
-        mse: weight of :func:`cosine_mse`.
+        mse: weight of the mean of (cos(z1, z2) - r)^2 (CASE, equation 2, as a mean over the batch).
         info_nce: weight of the contrastive objective of Hyper-CL (section 3.3), with the cosines
             p of the positive and n of the negative, and the temperature t.
         info_nce_form: ``acl``: -log(e^(p/t) / (e^(p/t) + e^(n/t))), as in ACL 2024 and the
@@ -100,10 +100,11 @@ class ObjectiveSettings:
         """Return whether contrastive pairs are needed."""
         if self.info_nce > 0 or self.quadruplet > 0:
             return True
-        return bool(self.objective) and bool(getattr(self._custom(), "contrasts", False))
+        return bool(self.objective) and bool(getattr(_custom(self), "contrasts", False))
 
-    def _custom(self) -> Any:
-        return plugins.recorded(self.objective, "the setting objective")
+
+def _custom(settings: ObjectiveSettings) -> Any:
+    return plugins.recorded(settings.objective, "the setting objective")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,19 +125,18 @@ class RatedBatch:
 
 
 class Objective(nn.Module):
-    """The weighted sum of the objectives that have a weight."""
+    """The weighted sum of the objectives that have a weight.
+
+    Raises:
+        UserError: the settings name an objective that the user has not loaded or registered.
+    """
 
     def __init__(self, settings: ObjectiveSettings) -> None:
-        """Take the settings.
-
-        Raises:
-            UserError: they name an objective that the user has not loaded or registered.
-        """
         super().__init__()
         self.settings = settings
         self.custom: Any = None
         if settings.objective and settings.objective_weight:
-            found = settings._custom()
+            found = _custom(settings)
             self.custom = found() if isinstance(found, type) else found
 
     def forward(
@@ -147,36 +147,23 @@ class Objective(nn.Module):
         An objective that finds nothing to compare in the batch, such as equal ratings only, is 0
         and has gradients of 0.
 
-        Args:
-            first: (n, k) embeddings of the first sentences.
-            second: (n, k) embeddings of the second ones.
-            rating: (n,) on 0 to 1, no NaN.
-            batch: needed where ``settings.contrasts``.
+        Embeddings are (n, k), ratings (n,) on 0 to 1; ``batch`` is needed where the settings ask
+        for contrastive pairs.
 
         Raises:
             ValueError: contrastive pairs are needed and there are none.
         """
         settings, batch = self.settings, batch or RatedBatch()
         own = _Compared(first, second, batch.similarity(first, second), rating, batch)
-        weights = {name: getattr(settings, name) for name in OBJECTIVES}
         terms: list[Tensor] = [
-            weight * OBJECTIVES[name](own, settings) for name, weight in weights.items() if weight
+            weight * objective(own, settings)
+            for name, objective in OBJECTIVES.items()
+            if (weight := getattr(settings, name))
         ]
         if self.custom is not None:
             custom = self.custom(first, second, rating, batch, settings)
             terms.append(settings.objective_weight * custom)
         return sum(terms[1:], terms[0])
-
-
-def cosine_mse(first: Tensor, second: Tensor, rating: Tensor) -> Tensor:
-    """Return the mean of (cos(z1, z2) - r)^2 (CASE, equation 2, as a mean over the batch).
-
-    Args:
-        first: (n, k) embeddings of the first sentences.
-        second: (n, k) embeddings of the second ones.
-        rating: (n,) on 0 to 1.
-    """
-    return (torch.cosine_similarity(first, second) - rating).square().mean()
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +273,8 @@ def contrastive_pairs(
     Raises:
         UserError: a sentence pair has several rows that do not all stand two by two.
     """
-    _, start, count = np.unique(runs(pair), return_index=True, return_counts=True)
+    run = runs(pair)
+    _, start, count = np.unique(run, return_index=True, return_counts=True)
     pairs, rows = np.unique(pair, return_counts=True)
     several = np.isin(pair[start], pairs[rows > 1])
     wrong = np.unique(pair[start[several & (count != 2)]])
@@ -302,8 +290,7 @@ def contrastive_pairs(
             "Contrastive objectives take the two rows of a sentence pair, one right after the "
             f"other, under two conditions. {remedy}, or fit without info_nce and quadruplet."
         )
-    start = start[count == 2]
-    return np.stack([start, start + 1], axis=1).astype(np.int64)
+    return adjacent_pairs(run)
 
 
 def check_contrasts(
@@ -312,30 +299,20 @@ def check_contrasts(
     rating: NDArray[np.float64],
     settings: ObjectiveSettings,
 ) -> dict[str, int]:
-    """Check that rows stand in contrastive pairs where an objective needs them; count those.
+    """Check that rows stand in contrastive pairs where an objective needs them.
 
-    Args:
-        pair: (n,) the sentence pair of each row.
-        row_id: (n,) what messages call a row; its position from 1 where it is None.
-        rating: (n,).
-        settings: what is minimised.
-
-    Returns:
-        How many contrastive pairs there are, and how many of them have equal ratings, which
-        ``settings.ties`` is about; nothing where none are needed.
-
-    Raises:
-        UserError: rows that do not, or no pairs.
+    What is returned counts those, and how many of them have equal ratings, which ``settings.ties``
+    is about. Other arguments and errors are those of :func:`contrastive_pairs`.
     """
     if not settings.contrasts:
         return {}
     needed = "info_nce and quadruplet contrast the two conditions of a sentence pair, and no"
     if pair is None:
         raise UserError(f"{needed} pairs were given: PairArrays(..., pair=...).")
-    found = contrastive_pairs(pair, row_id)
-    if not len(found):
+    first, second = contrastive_pairs(pair, row_id).T
+    if not len(first):
         raise UserError(
             f"{needed} sentence pair has two rated rows. Use mse, cosent or ranking instead."
         )
-    tied = rating[found[:, 0]] == rating[found[:, 1]]
-    return {"n_contrastive_pairs": len(found), "n_tied_pairs": int(tied.sum())}
+    n_tied = int((rating[first] == rating[second]).sum())
+    return {"n_contrastive_pairs": len(first), "n_tied_pairs": n_tied}

@@ -61,12 +61,7 @@ class PairArrays:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How fitting went.
-
-    Attributes:
-        record: the epoch kept, what chose it, the learning curve.
-        notes: what the user should know, in sentences.
-    """
+    """How fitting went: what head.json records, and what the user should know, in sentences."""
 
     record: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

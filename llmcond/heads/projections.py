@@ -24,11 +24,7 @@ _RANK_TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectionSettings:
-    """The settings of PCA, whitening and random projection.
-
-    Attributes:
-        dim: number of components.
-    """
+    """The settings of PCA, whitening and random projection: the number of components."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
@@ -37,12 +33,7 @@ class ProjectionSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IcaSettings(ProjectionSettings):
-    """The settings of FastICA.
-
-    Attributes:
-        max_iterations: at most.
-        tolerance: change of the unmixing matrix at which it has converged.
-    """
+    """The settings of FastICA, which has converged once the unmixing matrix changes by less."""
 
     max_iterations: Annotated[int, Ge(1)]
     tolerance: Annotated[float, Gt(0)]

@@ -51,9 +51,6 @@ class _About:
     finetune: dict[str, Any] = field(default_factory=dict)
 
 
-_ABOUT = tuple(item.name for item in fields(_About))
-
-
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """A head's recipe, checked.
@@ -99,17 +96,13 @@ class Recipe:
         """Return the recipe with some settings changed.
 
         Raises:
-            UserError: an unknown setting, or a value of the wrong type or range.
+            UserError: naming ``source``; an unknown setting, or a wrong type or range.
         """
         settings = build(self.family.Settings, {**asdict(self.settings), **changes}, source)
         return replace(self, settings=settings)
 
     def parse_changes(self, changes: dict[str, str], source: str) -> dict[str, Any]:
-        """Return ``--set`` values, given as text, in the types of the settings.
-
-        Raises:
-            UserError: an unknown setting, or text that is no such number.
-        """
+        """Return ``--set`` values, given as text, in the types of the settings."""
         return parse_settings(self.family.Settings, changes, source, f"the head {self.name}")
 
     def to_json(self) -> dict[str, Any]:
@@ -133,11 +126,13 @@ def parse_settings(
     """Return values that were given as text in the types of a dataclass's fields.
 
     Raises:
-        UserError: a setting that ``what`` does not have, or text that is no such number.
+        UserError: a setting that ``what`` lacks, or text that is no such number.
     """
     hints = get_type_hints(settings)  # int of Annotated[int, ...]
-    own = {item.name: hints[item.name] for item in fields(settings)}
-    kinds = {name: str if get_origin(hint) is Literal else hint for name, hint in own.items()}
+    kinds: dict[str, type] = {
+        item.name: str if get_origin(hints[item.name]) is Literal else hints[item.name]
+        for item in fields(settings)
+    }
     parsed: dict[str, Any] = {}
     for key, text in changes.items():
         if key not in kinds:
@@ -159,11 +154,10 @@ def load_recipe(name_or_file: str) -> Recipe:
         UserError: no such recipe, an unknown kind or key, or a bad value.
     """
     path = find_toml(name_or_file, "heads")
-    values = read_toml(path)
-    about = {key: value for key, value in values.items() if key in _ABOUT}
+    settings = read_toml(path)
+    about = {item.name: settings.pop(item.name) for item in fields(_About) if item.name in settings}
     described = build(_About, about, str(path))
     kind, family = find_family(described.kind, str(path), path.parent)
-    settings = {key: value for key, value in values.items() if key not in _ABOUT}
     return Recipe(
         name=path.stem,
         description=described.description,
@@ -179,11 +173,9 @@ def load_recipe(name_or_file: str) -> Recipe:
 def find_family(kind: str, source: str, folder: Path | None = None) -> tuple[str, type[HeadModule]]:
     """Return a kind of head as records name it, and its class; its module is imported only now.
 
-    Args:
-        kind: a built-in one, or code of the user's own, ``FILE.py:NAME`` or ``MODULE:NAME``.
-        source: what names it, for messages.
-        folder: what a file's path is relative to; None: ``source`` is a record, for which no code
-            is imported that the user has not named elsewhere.
+    Code of the user's own, ``FILE.py:NAME`` or ``MODULE:NAME``, is relative to ``folder``; where
+    that is None, ``source`` is a record, for which no code is imported that the user has not named
+    elsewhere.
 
     Raises:
         UserError: no such kind, or code that is no head.
@@ -239,15 +231,9 @@ def fit_recipe(
     on_epoch: OnEpoch,
     device: str = "auto",
 ) -> FittedHead:
-    """Fit a head.
+    """Fit a head on rated pairs; those of ``dev`` choose the epoch, where the head has epochs.
 
-    Args:
-        recipe: what to fit.
-        pairs: rated training pairs.
-        dev: rated pairs that choose the epoch, where the head has epochs.
-        seed: of everything random.
-        on_epoch: called after each epoch.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; the fitted head is on the CPU.
+    ``device`` is ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; the fitted head is on the CPU.
 
     Raises:
         UserError: a dimension above that of the features, too few ratings, a loss that diverges,

@@ -5,58 +5,48 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
-Positions = NDArray[np.int64]
+from llmcond.arrays import Positions
 
 
 class GroupSampler:
-    """Orders rows by a permutation of their groups, and cuts batches between groups.
+    """Orders rows by a permutation of their groups, (n,), and cuts batches between groups."""
 
-    Attributes:
-        group: (n,) group of each row, numbered from 0; rows of a group stay next to each other.
-    """
-
-    def __init__(self, group: NDArray[np.int64]) -> None:
+    def __init__(self, group: Positions) -> None:
         self.group: Positions = np.unique(group, return_inverse=True)[1].reshape(-1)
 
     def __len__(self) -> int:
         """Return the number of groups."""
         return int(self.group.max()) + 1
 
-    def order(self, permutation: NDArray[np.int64]) -> tuple[Positions, Positions]:
-        """Return all rows, (n,), group by group, and where each group begins, (g,).
+    def order(self, permutation: Positions) -> tuple[Positions, Positions]:
+        """Return all rows, (n,), group by group, and the bounds of groups, (g + 1,).
 
-        Args:
-            permutation: (g,) the new position of each group.
+        ``permutation``, (g,), is the new position of each group.
         """
         rank = permutation[self.group]
         rows = np.argsort(rank, kind="stable")
-        return rows, np.flatnonzero(np.diff(rank[rows], prepend=-1))
+        return rows, np.flatnonzero(np.diff(rank[rows], prepend=-1, append=len(rank)))
 
-    def batches(self, permutation: NDArray[np.int64], size: int) -> Iterator[Positions]:
+    def batches(self, permutation: Positions, size: int) -> Iterator[Positions]:
         """Yield batches of at most ``size`` rows, cut where the next group would not fit.
 
         A group larger than ``size`` is a batch of its own.
         """
-        rows, starts = self.order(permutation)
-        ends = np.append(starts[1:], len(rows))
-        begin = 0
-        while begin < len(rows):
-            last = int(np.searchsorted(ends, begin + size, side="right")) - 1
-            if last < 0 or ends[last] <= begin:
-                last += 1
-            stop = int(ends[last])
-            yield rows[begin:stop]
-            begin = stop
+        rows, bounds = self.order(permutation)
+        group = 0
+        while group < len(self):
+            last = int(np.searchsorted(bounds, bounds[group] + size, side="right")) - 1
+            last = max(last, group + 1)
+            yield rows[bounds[group] : bounds[last]]
+            group = last
 
     def even_batches(
-        self, permutation: NDArray[np.int64], count: int, shares: int
+        self, permutation: Positions, count: int, shares: int
     ) -> list[list[Positions]]:
         """Return ``count`` batches with like many groups each, every one cut into ``shares``."""
-        rows, starts = self.order(permutation)
-        bounds = np.append(starts, len(rows))
+        rows, bounds = self.order(permutation)
         return [
             [rows[bounds[part[0]] : bounds[part[-1] + 1]] for part in np.array_split(step, shares)]
-            for step in np.array_split(np.arange(len(starts)), count)
+            for step in np.array_split(np.arange(len(self)), count)
         ]

@@ -29,10 +29,7 @@ _REQUIRED = ("kind", "settings", "seed", "dim_in", "fit")
 def save_head(head: FittedHead, folder: Path, record: dict[str, Any]) -> None:
     """Write a head's folder; it is complete or, after a failure, as it was before.
 
-    Args:
-        head: what to write.
-        folder: where; an older head of that name is replaced.
-        record: what made it: recipe, encoder, prompt, data, versions.
+    ``record`` says what made it: recipe, encoder, prompt, data, versions.
 
     Raises:
         DiskFullError: no room.
@@ -79,10 +76,7 @@ def _swap(new: Path, folder: Path) -> None:
 
 
 def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
-    """Read a head's folder.
-
-    Returns:
-        The head, and everything that head.json records.
+    """Return the head of a folder, and everything that its head.json records.
 
     Raises:
         UserError: no head there, one written by a newer version, or one of the user's own code that

@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING, Any
 from llmcond.config import build, bundled_names
 from llmcond.data.datasets import DataOptions, Dataset
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
+from llmcond.encoders.loading.quantization import require
 from llmcond.errors import UserError
 from llmcond.evaluation.results import Result
 from llmcond.features.view import View, view_of
 from llmcond.files import digest_file, read_json, write_json, write_text
+from llmcond.finetune.inputs import RatedInputs
+from llmcond.finetune.model import HeadPlan, TunedModel
 from llmcond.finetune.settings import TuneSettings, renamed, usual_rate
+from llmcond.finetune.state import Progress, StateFolder, differences
 from llmcond.heads import FittedHead, Recipe, load_head, load_recipe, save_head
-from llmcond.heads.objectives import ObjectiveSettings
+from llmcond.heads.objectives import ObjectiveSettings, check_contrasts
 from llmcond.heads.recipes import parse_settings
 from llmcond.log import log
 from llmcond.metrics import Estimate
 from llmcond.progress import TrainBar, duration
-from llmcond.prompts import Prompt, fields_of, load_prompt, prompt_from_json
+from llmcond.prompts import fields_of, load_prompt, prompt_from_json
 from llmcond.report.card import model_card
 from llmcond.report.format import estimate_text
 from llmcond.runs import Run, complete_run, head_name, head_record, open_run, where_model
@@ -39,7 +43,6 @@ if TYPE_CHECKING:
 
     from llmcond.finetune.build import Trainable
     from llmcond.finetune.loop import Trainer
-    from llmcond.finetune.state import Progress
 
 #: Of the folder's own account of the training.
 FORMAT = 1
@@ -48,11 +51,7 @@ RECORD, STATE = "training.json", "training"
 
 @dataclass(frozen=True)
 class Trained:
-    """An encoder that was trained, with its head.
-
-    Attributes:
-        record: what ``--json`` prints: the run, the head's name, weights, steps and scores.
-    """
+    """An encoder that was trained, with its head: the run, the head's name, steps and scores."""
 
     record: Mapping[str, Any]
 
@@ -78,19 +77,6 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """All that decides what training gives, before a model is looked for."""
-
-    recipe: Recipe
-    objective: ObjectiveSettings
-    prompts: tuple[Prompt, ...]
-    subtract: bool
-    seed: int
-    start: FittedHead | None
-    start_digest: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Job:
     """What is trained on what, into which folder; ``made_of`` decides the weights that come out."""
 
@@ -99,7 +85,7 @@ class _Job:
     folder: Path
     task: str
     dataset: Dataset
-    plan: _Plan
+    plan: HeadPlan
     settings: TuneSettings
     merge: bool
     view: View
@@ -138,7 +124,13 @@ def train_lora(
     for assumption in resolved.assumed:
         log.info(f"assumed: {assumption}")
     plan, view = _with_prompts(plan, resolved)
-    _check_encoder(resolved, tuning, merge)
+    require("training an encoder", "accelerate", "peft", extra="lora")
+    from llmcond.finetune.build import check_trainable
+    from llmcond.finetune.save import check_merge
+
+    check_trainable(resolved, tuning)
+    if merge:
+        check_merge(resolved)
     made_of = {
         "encoder": resolved.identity.to_json(),
         "data": dataset.digest,
@@ -146,7 +138,7 @@ def train_lora(
         "subtract": plan.subtract,
         "head": {"kind": plan.recipe.kind, **asdict(plan.recipe.settings)},
         "objective": asdict(plan.objective),
-        "start": plan.start_digest,
+        "start": choice.start and digest_file(choice.start / "head.safetensors"),
         "seed": plan.seed,
         "settings": tuning.to_json(),
         "merge": merge,
@@ -156,9 +148,8 @@ def train_lora(
         log.info(f"{run_folder} is trained already, with the same settings; nothing is done")
         return Trained(done)
     name = chosen_task.name
-    return Trained(
-        _train(_Job(model, resolved, run_folder, name, dataset, plan, tuning, merge, view, made_of))
-    )
+    job = _Job(model, resolved, run_folder, name, dataset, plan, tuning, merge, view, made_of)
+    return Trained(_train(job))
 
 
 def _settings(given: Mapping[str, Any], recipe: Recipe) -> TuneSettings:
@@ -171,8 +162,8 @@ def _settings(given: Mapping[str, Any], recipe: Recipe) -> TuneSettings:
     return build(TuneSettings, values, "train-lora")
 
 
-def _plan(choice: HeadChoice) -> _Plan:
-    start = digest = None
+def _plan(choice: HeadChoice) -> HeadPlan:
+    start = None
     subtract, prompts = bool(choice.subtract), [load_prompt(name) for name in choice.prompt]
     if choice.start is not None:
         if choice.head is not None or choice.dim is not None:
@@ -181,7 +172,6 @@ def _plan(choice: HeadChoice) -> _Plan:
                 "--head and --dim."
             )
         start, record = load_head(choice.start)
-        digest = digest_file(choice.start / "head.safetensors")
         where = str(choice.start / "head.json")
         prompts = prompts or [prompt_from_json(dict(own), where) for own in record["prompts"]]
         subtract = bool(record["subtract"]) if choice.subtract is None else choice.subtract
@@ -193,26 +183,14 @@ def _plan(choice: HeadChoice) -> _Plan:
         recipe = load_recipe(choice.head)
     else:
         raise UserError("no head was named. Give --head (none: nothing behind the encoder).")
-    recipe, objective = _changed(recipe, dict(choice.set or {}))
-    if choice.dim is not None:
-        recipe = sized(recipe, choice.dim, choice.dim)
-    _check_trains(recipe)
-    return _Plan(recipe, objective, tuple(prompts), subtract, choice.seed, start, digest)
+    recipe, objective = _changed(recipe, dict(choice.set or {}), choice.dim)
+    return HeadPlan(recipe, objective, choice.seed, tuple(prompts), subtract, start)
 
 
-def _changed(recipe: Recipe, changes: dict[str, str]) -> tuple[Recipe, ObjectiveSettings]:
-    """Return a recipe with ``--set``, and what is minimised; for no head that has settings too."""
-    if recipe.is_identity:
-        parsed = parse_settings(ObjectiveSettings, changes, "--set", "no head")
-        return recipe, build(ObjectiveSettings, parsed, "--set")
-    if changes:
-        recipe = recipe.with_settings(recipe.parse_changes(changes, "--set"), "--set")
-    settings = recipe.settings  # of a head that is not trained, it lacks them
-    names = [item.name for item in fields(ObjectiveSettings) if hasattr(settings, item.name)]
-    return recipe, ObjectiveSettings(**{name: getattr(settings, name) for name in names})
-
-
-def _check_trains(recipe: Recipe) -> None:
+def _changed(
+    recipe: Recipe, changes: dict[str, str], dim: int | None
+) -> tuple[Recipe, ObjectiveSettings]:
+    """Return a recipe with ``--set`` and ``--dim``, and what is minimised."""
     if not _trains(recipe):
         can = [name for name in bundled_names("heads") if _trains(load_recipe(name))]
         raise UserError(
@@ -220,11 +198,23 @@ def _check_trains(recipe: Recipe) -> None:
             f"encoder. Heads that can: {', '.join(can)}; or fit it afterwards on the trained "
             "encoder: llmcond fit-head."
         )
+    if recipe.is_identity:
+        # There is no head to set anything of, but what is minimised has settings too.
+        given = parse_settings(ObjectiveSettings, changes, "--set", "no head")
+    else:
+        if changes:
+            recipe = recipe.with_settings(recipe.parse_changes(changes, "--set"), "--set")
+        given = {
+            item.name: getattr(recipe.settings, item.name) for item in fields(ObjectiveSettings)
+        }
+    if dim is not None:
+        recipe = sized(recipe, dim, dim)
     if getattr(recipe.settings, "members", 1) > 1:
         raise UserError(
             f"the head {recipe.name} has {recipe.settings.members} members, each fitted by itself; "
             "with an encoder one is trained. Give --set members=1."
         )
+    return recipe, build(ObjectiveSettings, given, "--set")
 
 
 def _trains(recipe: Recipe) -> bool:
@@ -245,19 +235,7 @@ def _check_rated(dataset: Dataset) -> None:
         )
 
 
-def _check_encoder(resolved: ResolvedEncoder, settings: TuneSettings, merge: bool) -> None:
-    from llmcond.encoders.loading.quantization import require
-
-    require("training an encoder", "accelerate", "peft", extra="lora")
-    from llmcond.finetune.build import check_trainable
-    from llmcond.finetune.save import check_merge
-
-    check_trainable(resolved, settings)
-    if merge:
-        check_merge(resolved)
-
-
-def _with_prompts(plan: _Plan, resolved: ResolvedEncoder) -> tuple[_Plan, View]:
+def _with_prompts(plan: HeadPlan, resolved: ResolvedEncoder) -> tuple[HeadPlan, View]:
     """Return the plan with prompts, those named or what suits encoder and head, and its view."""
     apart, joint = [load_prompt("separate")], [load_prompt(resolved.default_prompt)]
     suits = {"separate": apart, "joint": joint, "both": [*joint, *apart]}
@@ -272,8 +250,6 @@ def _with_prompts(plan: _Plan, resolved: ResolvedEncoder) -> tuple[_Plan, View]:
 
 def _finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the summary of a training that has ended in a folder; None where there is none."""
-    from llmcond.finetune.state import differences
-
     if not folder.exists():
         return None
     if not folder.is_dir():
@@ -294,8 +270,7 @@ def _finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | None
             f"{folder} holds features of {name}, frozen. A trained encoder is another one: name "
             "another --run."
         )
-    known = {STATE, ".lock"}
-    other = [path.name for path in folder.iterdir() if path.name not in known]
+    other = [path.name for path in folder.iterdir() if path.name not in {STATE, ".lock"}]
     if other and not (folder / STATE).is_dir():
         raise UserError(f"{folder} holds other files ({other[0]}). Name another --run.")
     return None
@@ -313,16 +288,18 @@ def _upgraded(made_of: Mapping[str, Any]) -> dict[str, Any]:
 
 def _train(job: _Job) -> dict[str, Any]:
     from llmcond.finetune.build import load_trainable, prepare_accelerator
+    from llmcond.finetune.save import save_encoder
 
     accelerator = prepare_accelerator(job.resolved)
     trainable = load_trainable(job.resolved, job.settings, job.plan.seed)
     trainer = _trainer(job, trainable, accelerator)
     n_trained, n_all = trainable.counts()
-    weights = {"trained": n_trained, "of": n_all, "head": trainer.model.n_head}
+    n_head = sum(value.numel() for value in trainer.model.head.parameters())
+    weights = {"trained": n_trained, "of": n_all, "head": n_head}
     quantize = job.resolved.identity.quantize
     log.info(
         f"training {n_trained:,} weights of {job.resolved.checkpoint.name} "
-        f"({100 * n_trained / n_all:.1f} % of {n_all:,}) and {weights['head']:,} of the head "
+        f"({100 * n_trained / n_all:.1f} % of {n_all:,}) and {n_head:,} of the head "
         f"{job.plan.recipe.name} in {job.resolved.identity.dtype}"
         + ("" if quantize == "none" else f" ({quantize})")
         + f" on {job.resolved.device}: {trainer.steps:,} steps"
@@ -331,66 +308,44 @@ def _train(job: _Job) -> dict[str, Any]:
     with TrainBar() as bar:
         trainer.run(bar.on_step)
     accelerator.wait_for_everyone()
-    main, summary = accelerator.is_main_process, {}
-    progress, recipe = trainer.progress, trainer.model.recipe
-    head = _save_trained(job, trainable, trainer) if main else None
+    progress, recipe, head = trainer.progress, trainer.model.plan.recipe, None
+    if accelerator.is_main_process:
+        trainer.keep_best()
+        save_encoder(trainable, where_model(job.model, job.resolved), job.folder, merge=job.merge)
+        head = trainer.model.fitted(
+            {
+                "best_step": progress.best_step,
+                "selected_on": None if progress.best_score is None else "dev",
+                "n_parameters": n_head,
+                "curve": [dict(entry) for entry in progress.curve],
+            }
+        )
     # What is written is loaded again, and both may be too much for a GPU.
     del trainable, trainer
     accelerator.free_memory()
-    if head is not None:
-        summary = _finish(job, head, recipe, progress, weights)
+    summary = {} if head is None else _finish(job, head, recipe, progress, weights)
     accelerator.wait_for_everyone()
     return summary
 
 
 def _trainer(job: _Job, trainable: Trainable, accelerator: Accelerator) -> Trainer:
-    from llmcond.finetune.inputs import RatedInputs
-    from llmcond.finetune.loop import Job, Trainer
-    from llmcond.finetune.model import HeadPlan, TunedModel
-    from llmcond.finetune.state import StateFolder
-    from llmcond.heads.objectives import check_contrasts
+    from llmcond.finetune.loop import Trainer
 
     plan, splits, view = job.plan, job.dataset.splits, job.view
     dim = trainable.engine.dim
     dims = dim * len(view.prompts), dim if view.conditioned else 0
-    recipe = plan.recipe if plan.start else sized(plan.recipe, None, dims[0])
+    if plan.start is None:
+        plan = replace(plan, recipe=sized(plan.recipe, None, dims[0]))
     train = RatedInputs.of(splits["train"], view, trainable.tokenizer)
     has_dev = "dev" in splits and bool(splits["dev"].rated.any())
     dev = RatedInputs.of(splits["dev"], view, trainable.tokenizer) if has_dev else None
     if dev is None:
         log.info("no rated dev rows: the last weights are kept")
     check_contrasts(train.pair, train.number, train.rating, plan.objective)
-    start = None if plan.start is None else plan.start.tensors
-    head = HeadPlan(recipe, plan.objective, plan.seed, start)
-    training = Job(
-        train=train,
-        dev=dev,
-        settings=job.settings,
-        head_rate=getattr(recipe.settings, "learning_rate", job.settings.learning_rate),
-        head_decay=getattr(recipe.settings, "weight_decay", 0.0),
-        contrasts=plan.objective.contrasts,
-        seed=plan.seed,
-    )
     made_of = {**job.made_of, "processes": accelerator.num_processes}
-    model = TunedModel(trainable.engine, head, dims)
-    return Trainer(model, training, accelerator, StateFolder(job.folder / STATE, made_of))
-
-
-def _save_trained(job: _Job, trainable: Trainable, trainer: Trainer) -> FittedHead:
-    """Write the best encoder, and return its head."""
-    from llmcond.finetune.save import save_encoder
-
-    trainer.keep_best()
-    progress = trainer.progress
-    save_encoder(trainable, where_model(job.model, job.resolved), job.folder, merge=job.merge)
-    return trainer.model.fitted(
-        {
-            "best_step": progress.best_step,
-            "selected_on": None if progress.best_score is None else "dev",
-            "n_parameters": trainer.model.n_head,
-            "curve": [dict(entry) for entry in progress.curve],
-        }
-    )
+    state = StateFolder(job.folder / STATE, made_of)
+    model = TunedModel(trainable.engine, plan, dims)
+    return Trainer(model, train, dev, job.settings, accelerator, state)
 
 
 def _finish(

@@ -29,7 +29,7 @@ from llmcond.features.view import view_of
 from llmcond.files import digest_file
 from llmcond.finetune.build import load_trainable
 from llmcond.finetune.inputs import RatedInputs
-from llmcond.finetune.loop import Job, Trainer
+from llmcond.finetune.loop import Trainer
 from llmcond.finetune.model import HeadPlan, TunedModel
 from llmcond.finetune.order import Order
 from llmcond.finetune.settings import TuneSettings
@@ -75,7 +75,7 @@ def train(tiny, data, tmp_path, monkeypatch, capsys):
 def test_an_epoch_has_every_row_once_and_keeps_contrastive_pairs_together():
     group = runs(np.array([0, 0, 1, 2, 2, 3, 3, 0, 0, 4]))
     settings = TuneSettings(batch_size=4, gradient_accumulation_steps=2)
-    order = Order.of(group, 10, settings, seed=3, processes=1)
+    order = Order(group, settings, seed=3, processes=1)
     assert order.steps == 3
     epochs = [order.epoch(number) for number in (0, 1)]
     for epoch in epochs:
@@ -90,19 +90,19 @@ def test_an_epoch_has_every_row_once_and_keeps_contrastive_pairs_together():
             assert all(np.diff(part)[np.diff(group[part]) == 0] == 1)
     first, second = ([row for step in epoch for part in step for row in part] for epoch in epochs)
     assert first != second
-    again = Order.of(group, 10, settings, seed=3, processes=1)
+    again = Order(group, settings, seed=3, processes=1)
     assert str(again.epoch(1)) == str(epochs[1])
 
 
 def test_steps_are_of_like_size_whatever_is_left():
-    order = Order.of(None, 101, TuneSettings(batch_size=25), seed=0, processes=1)
+    order = Order(np.arange(101), TuneSettings(batch_size=25), seed=0, processes=1)
     assert {len(part) for step in order.epoch(0) for part in step} <= {20, 21}
     assert order.steps == 5
 
 
 def test_a_step_with_fewer_rows_than_parts_is_refused():
     with pytest.raises(UserError, match="has 2 rows, too few for 3 processes"):
-        Order.of(None, 10, TuneSettings(batch_size=2), seed=0, processes=3)
+        Order(np.arange(10), TuneSettings(batch_size=2), seed=0, processes=3)
 
 
 def test_learning_rates_rise_and_fall():
@@ -135,7 +135,7 @@ def trainer_of(tiny, data, folder, dropout=0.1, **settings):
     resolved = resolve(str(tiny), EncoderOptions(dtype="float32", device="cpu", pooling="mean"))
     trainable = load_trainable(resolved, tuning, seed=5)
     recipe = load_recipe("hypernet").with_settings(
-        {"dim": 8, "rank": 2, "info_nce": 1.0, "dropout": dropout}, "test"
+        {"dim": 8, "rank": 2, "info_nce": 1.0, "dropout": dropout, "learning_rate": 1e-2}, "test"
     )
     view = view_of(recipe, [load_prompt("separate")], False)
     splits = read_dataset(str(data)).splits
@@ -143,8 +143,7 @@ def trainer_of(tiny, data, folder, dropout=0.1, **settings):
     objective = ObjectiveSettings(info_nce=1.0)
     model = TunedModel(trainable.engine, HeadPlan(recipe, objective, 5), (32, 32))
     state = StateFolder(folder, {"settings": tuning.to_json()})
-    job = Job(train, dev, tuning, 1e-2, 0.0, contrasts=True, seed=5)
-    return Trainer(model, job, Accelerator(cpu=True), state)
+    return Trainer(model, train, dev, tuning, Accelerator(cpu=True), state)
 
 
 class Stopped(Exception):  # noqa: N818 - it stands for a kill
@@ -211,7 +210,7 @@ def test_accumulated_parts_give_the_gradients_of_the_whole(tiny, data, tmp_path)
             dropout=0.0,
         )
         # The objective's contrast is a mean over contrastive pairs: as many in each part here.
-        trainer._job.train.rating[:] = np.tile([0.25, 0.75], len(trainer._job.train) // 2)
+        trainer._train.rating[:] = np.tile([0.25, 0.75], len(trainer._train) // 2)
         trainer.run(lambda *_: None)
         ends.append(trainer.model.trained())
     for name, value in ends[0].items():
@@ -322,37 +321,17 @@ def test_its_scores_are_those_of_evaluate(tuned, capsys):
 
 
 def test_it_is_an_encoder_for_another_run(tuned, data, tmp_path, capsys):
-    done = ok(
-        capsys,
-        "extract",
-        "--model",
-        tuned,
-        "--data",
-        data,
-        "--run",
-        tmp_path / "other",
-        "--dtype",
-        "float32",
-    )
+    other = tmp_path / "other"
+    given = ["--model", tuned, "--data", data, "--run", other, "--dtype", "float32"]
+    done = ok(capsys, "extract", *given)
     mine = json.loads((tuned / "run.json").read_text())["encoder"]
     assert done["fingerprint"] == mine["fingerprint"]
     base = llmcond.load_encoder(
         json.loads((tuned / "encoder.json").read_text())["base"], dtype="float32", pooling="cls"
     )
     assert base.identity.fingerprint != mine["fingerprint"]
-    fitted = ok(
-        capsys,
-        "fit-head",
-        "--head",
-        "linear",
-        "--dim",
-        "8",
-        "--run",
-        tmp_path / "other",
-        "--set",
-        "epochs=2",
-    )
-    assert fitted["dim_in"] == 32
+    given = ["--head", "linear", "--dim", "8", "--run", other, "--set", "epochs=2"]
+    assert ok(capsys, "fit-head", *given)["dim_in"] == 32
 
 
 def test_the_adapter_is_in_peft_s_own_format(tuned, tiny):
@@ -404,19 +383,8 @@ def test_full_fine_tuning_changes_every_weight(train, tiny, tmp_path):
 def test_a_head_fitted_on_frozen_features_is_where_it_starts(train, tiny, data, capsys, tmp_path):
     settings = ["--pooling", "mean", "--normalize", "--dtype", "float32"]
     ok(capsys, "extract", "--model", tiny, "--data", data, "--run", "frozen", *settings)
-    fitted = ok(
-        capsys,
-        "fit-head",
-        "--head",
-        "mlp",
-        "--dim",
-        "8",
-        "--run",
-        "frozen",
-        "--set",
-        "dropout=0",
-        "epochs=60",
-    )
+    given = "--head mlp --dim 8 --run frozen --set dropout=0 epochs=60"
+    fitted = ok(capsys, "fit-head", *given.split())
     arguments = ("--start", fitted["folder"], "--learning-rate", "1e-9")
     arguments += ("--set", "learning_rate=1e-9")
     started = train("tuned", *arguments)
@@ -483,18 +451,8 @@ def test_bad_input_is_refused_in_one_line(train, tmp_path, arguments, said):
 
 def test_rows_without_ratings_are_refused(tiny, write_rows, small_rows, capsys, tmp_path):
     data = write_rows([(*row[:3], -1) for row in small_rows])
-    said = refused(
-        capsys,
-        "train-lora",
-        "--model",
-        tiny,
-        "--data",
-        data,
-        "--run",
-        tmp_path / "r",
-        "--head",
-        "none",
-    )
+    given = ["--model", tiny, "--data", data, "--run", tmp_path / "r", "--head", "none"]
+    said = refused(capsys, "train-lora", *given)
     assert "0 rated rows" in said
     assert "rows.csv" in said
 
@@ -505,18 +463,8 @@ def test_a_frozen_run_is_not_trained_over(train, tiny_run, tmp_path):
 
 
 def test_an_adapter_is_not_put_on_an_adapter(tuned, data, capsys, tmp_path):
-    said = refused(
-        capsys,
-        "train-lora",
-        "--model",
-        tuned,
-        "--data",
-        data,
-        "--run",
-        tmp_path / "r",
-        "--head",
-        "none",
-    )
+    given = ["--model", tuned, "--data", data, "--run", tmp_path / "r", "--head", "none"]
+    said = refused(capsys, "train-lora", *given)
     assert "--merge" in said
 
 

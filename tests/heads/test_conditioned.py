@@ -2,13 +2,14 @@
 
 import copy
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise, product
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from helpers.heads import fit, recipe
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
@@ -19,10 +20,8 @@ from llmcond.heads import (
     Difference,
     Gathered,
     PairArrays,
-    fit_recipe,
     hypernet,
     load_head,
-    load_recipe,
     save_head,
 )
 from llmcond.heads.hypernet import Hypernet, by_condition
@@ -43,21 +42,6 @@ SIZES = {
     "hypernet-ablation": {"rank": 2},
     "towers": {"dim": 4, "hidden": 5, "rank": 2},
 }
-
-
-bundled = cache(load_recipe)
-
-
-def quiet(epoch, epochs, score):
-    pass
-
-
-def recipe(kind, **changes):
-    return bundled(kind).with_settings(changes, "test")
-
-
-def fit(kind, pairs, dev=None, seed=0, **changes):
-    return fit_recipe(recipe(kind, **changes), pairs, dev, seed, quiet)
 
 
 # -- the equations, row by row -----------------------------------------------------------------

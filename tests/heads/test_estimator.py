@@ -368,7 +368,7 @@ def test_embed_gives_either_side(conditioned, name):
         ("linear", np.full((2, DIM), np.nan), None, "features contains NaN"),
         ("hadamard", np.zeros((2, DIM)), None, "takes the features of each condition as well"),
         ("hadamard", np.zeros((2, DIM)), np.zeros((2, DIM_C + 1)), "conditions have 4 dimensions"),
-        ("hadamard", np.zeros((3, DIM)), np.zeros((2, DIM_C)), "inconsistent numbers of samples"),
+        ("hadamard", np.zeros((3, DIM)), np.zeros((2, DIM_C)), "3 sentences and 2 conditions"),
     ],
 )
 def test_embed_refuses_what_does_not_fit(conditioned, name, features, condition, message):

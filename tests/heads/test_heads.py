@@ -6,24 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers.heads import fit, recipe
 from scipy.stats import spearmanr
 
 from llmcond.errors import LlmcondError, UserError
 from llmcond.heads import PairArrays, cosine, fit_recipe, load_head, load_recipe, save_head
 
 DIM = 24
-
-
-def quiet(epoch, epochs, score):
-    pass
-
-
-def recipe(kind, **changes):
-    return load_recipe(kind).with_settings(changes, "test")
-
-
-def fit(kind, pairs, dev=None, seed=0, **changes):
-    return fit_recipe(recipe(kind, **changes), pairs, dev, seed, quiet)
 
 
 @pytest.fixture(autouse=True, scope="module")

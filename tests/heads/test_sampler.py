@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcond.heads.fit import best_of
+from llmcond.heads.fit import since_best
 from llmcond.heads.sampler import GroupSampler
 
 GROUPS = st.lists(st.integers(0, 6), min_size=1, max_size=30).map(np.array)
@@ -53,4 +53,5 @@ def test_even_batches_have_like_many_groups_in_each_share(group, count, shares, 
 def test_the_best_score_is_the_first_of_equal_ones_and_undefined_ones_are_never_better(
     scores, best
 ):
-    assert best_of(scores) == best
+    curve = [{"dev_spearman": score} for score in scores]
+    assert since_best(curve) == len(scores) - 1 - best

@@ -1,19 +1,19 @@
 """Fitting by gradient: batches, dropout, repeatability, and what is learned."""
 
 from dataclasses import replace
-from functools import cache
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from helpers.heads import fit, quiet, recipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from llmcond.arrays import as_matrix
 from llmcond.errors import UserError
-from llmcond.heads import Concatenated, Difference, Gathered, PairArrays, fit_recipe, load_recipe
+from llmcond.heads import Concatenated, Difference, Gathered, PairArrays
 from llmcond.heads.fit import fit_by_gradient
 from llmcond.heads.hypernet import by_condition
 from llmcond.heads.linear import Linear
@@ -23,21 +23,6 @@ from llmcond.heads.recipes import find_family
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DIM, DIM_C = 8, 6
-
-
-bundled = cache(load_recipe)
-
-
-def quiet(epoch, epochs, score):
-    pass
-
-
-def recipe(kind, **changes):
-    return bundled(kind).with_settings(changes, "test")
-
-
-def fit(kind, pairs, dev=None, seed=0, **changes):
-    return fit_recipe(recipe(kind, **changes), pairs, dev, seed, quiet)
 
 
 def tensors(head):
