@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModel
 
 import llmcond
+from llmcond import plugins
 from llmcond.cli import run
 from llmcond.config import bundled_names
 from llmcond.data.datasets import read_dataset
@@ -396,6 +397,67 @@ def test_a_head_fitted_on_frozen_features_is_where_it_starts(train, tiny, data, 
     assert "--start" in said
     (tmp_path / "frozen" / "heads").rename(tmp_path / "gone")
     assert "does not exist" in train("third", *arguments, command=refused)
+
+
+OWN_HEAD = """
+import torch
+
+from llmcond.heads import HeadModule, SizedSettings
+
+
+class Gated(HeadModule):
+    Settings = SizedSettings
+
+    def __init__(self, settings, dim_in, dim_condition=0):
+        super().__init__(settings, dim_in, dim_condition)
+        self.value = torch.nn.Linear(dim_in, settings.dim)
+        self.gate = torch.nn.Linear(dim_in, settings.dim)
+
+    def forward(self, x, condition=None, which=None):
+        return self.dropout(self.value(x) * torch.sigmoid(self.gate(x)))
+"""
+
+
+def test_a_head_of_the_user_s_own_is_trained_from_its_file(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(plugins, "_REGISTERED", {})
+    monkeypatch.setattr(plugins, "_LOADED", [])
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "my_heads.py").write_text(OWN_HEAD)
+    (tmp_path / "own" / "gated.toml").write_text(
+        'kind = "my_heads.py:Gated"\ndescription = "d"\nsource = "s"\ndim = 8\ndropout = 0.1\n'
+        "learning_rate = 1e-2\nbatch_size = 8\nepochs = 1\npatience = 1\n"
+    )
+    arguments = ("--head", tmp_path / "own" / "gated.toml", "--set", "cosent=0.1")
+    summary = train("tuned", *arguments)
+    assert summary["head"] == "gated@concat-sent-cond+c"
+    assert summary["weights"]["head"] == 2 * (32 * 8 + 8)
+    assert train("tuned", *arguments) == summary
+    embedder = llmcond.load_embedder(tmp_path / "tuned")
+    assert embedder.encode(["two men play in the park"], "the place").shape == (1, 8)
+    record = json.loads((tmp_path / "tuned/heads/gated@concat-sent-cond+c/head.json").read_text())
+    assert record["kind"] == "my_heads.py:Gated"
+    # Where it was fitted says what is trained further.
+    again = train("again", "--start", tmp_path / "tuned/heads/gated@concat-sent-cond+c")
+    assert again["head"] == summary["head"]
+
+
+def test_a_template_that_names_a_further_column_is_trained_on(
+    train, write_rows, small_rows, data, tmp_path
+):
+    (tmp_path / "noted.toml").write_text(
+        'description = "d"\nsource = "s"\nfields = ["note"]\n'
+        '[conditional]\ntext = "{note} {sentence} {condition}"\n'
+        '[unconditional]\ntext = "{condition}"\n'
+    )
+    arguments = ("--head", "none", "--prompt", tmp_path / "noted.toml")
+    assert "note" in train("without", *arguments, command=refused)
+    header = "sentence1,sentence2,condition,label,note"
+    write_rows([(*row, "children") for row in small_rows], data.name, header)
+    summary = train("noted", *arguments)
+    assert summary["prompt"] == "noted"
+    assert [scores["n"] for scores in summary["scores"]] == [12, 12]
+    write_rows([(*row, f"number {row[3]}") for row in small_rows], data.name, header)
+    assert train("other", *arguments)["dev_spearman"] != summary["dev_spearman"]
 
 
 def test_a_finished_training_is_not_done_again(train, tmp_path):
