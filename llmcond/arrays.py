@@ -18,12 +18,7 @@ Positions = NDArray[np.int64]
 
 
 class Matrix(ABC):
-    """Vectors, (n, dim), whose rows are read when they are needed.
-
-    Attributes:
-        shape: (n, dim).
-        parts: the matrices that this one is computed from.
-    """
+    """Vectors, (n, dim), whose rows are read when they are needed, computed from its ``parts``."""
 
     shape: tuple[int, ...]
     parts: Sequence[Matrix] = ()

@@ -58,8 +58,8 @@ def prepare_accelerator(resolved: ResolvedEncoder) -> Accelerator:
     return Accelerator(mixed_precision=precision, cpu=resolved.device == "cpu")
 
 
-def check_trainable(resolved: ResolvedEncoder, settings: TuneSettings) -> None:
-    """Refuse an adapter, and quantised weights that are all to be trained."""
+def check_trainable(resolved: ResolvedEncoder, settings: TuneSettings, merge: bool) -> None:
+    """Refuse an adapter, and quantised weights that are all to be trained or merged into."""
     identity, name = resolved.identity, resolved.checkpoint.name
     if resolved.checkpoint.adapter is not None:
         raise UserError(
@@ -70,6 +70,12 @@ def check_trainable(resolved: ResolvedEncoder, settings: TuneSettings) -> None:
         raise UserError(
             f"--rank full trains every weight, and {identity.quantize} weights cannot be trained. "
             "Give a --rank such as 16, or leave out --quantize."
+        )
+    if merge and identity.quantize != "none":
+        # What was trained would be rounded away.
+        raise UserError(
+            f"--merge adds the adapters to the encoder's weights, and those are in "
+            f"{identity.quantize}. Leave out --merge, or --quantize."
         )
 
 

@@ -27,13 +27,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RatedInputs:
-    """Rated rows, as positions among distinct inputs.
+    """Rated rows, (n,), as positions among distinct inputs.
 
     Attributes:
-        view: what a head sees of the rows.
-        items, tokens: the distinct inputs.
         columns: (n,) position of a row's input, by prompt, part and sentence (0 or 1).
-        rating, pair, number: as heads have them.
         conditioned: whether the first and the second sentence have a condition.
     """
 

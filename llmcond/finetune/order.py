@@ -12,11 +12,7 @@ from llmcond.heads.sampler import GroupSampler
 
 
 class Order:
-    """The steps of every epoch, each cut into parts for processes and accumulation.
-
-    Attributes:
-        steps: of an epoch.
-    """
+    """The ``steps`` of every epoch, each cut into parts for processes and accumulation."""
 
     def __init__(
         self, group: NDArray[np.int64], settings: TuneSettings, seed: int, processes: int

@@ -16,23 +16,12 @@ from llmcond.encoders.known import find_model
 from llmcond.encoders.loading.architecture import build_on_meta, load_config
 from llmcond.encoders.options import MODEL_SETTINGS
 from llmcond.encoders.resolve import ResolvedEncoder
-from llmcond.errors import UserError
 from llmcond.files import read_json, replacing, write_json
 from llmcond.finetune.build import Trainable
 from llmcond.finetune.state import write_tensors
 
 #: What transformers and peft look for in the header.
 _OURS = {"format": "pt"}
-
-
-def check_merge(resolved: ResolvedEncoder) -> None:
-    """Refuse to merge adapters into quantised weights: what was trained would be rounded away."""
-    quantize = resolved.identity.quantize
-    if quantize != "none":
-        raise UserError(
-            f"--merge adds the adapters to the encoder's weights, and those are in {quantize}. "
-            "Leave out --merge, or --quantize."
-        )
 
 
 def save_encoder(trainable: Trainable, model: str, folder: Path, *, merge: bool) -> None:

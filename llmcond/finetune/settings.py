@@ -52,13 +52,11 @@ class TuneSettings:
 
     Attributes:
         rank: r of LoRA (arXiv 2106.09685, section 4.1); 0: every weight of the encoder is trained.
-        target: which projections get an adapter: ``auto`` (all of attention and MLP),
-            ``attention``, ``mlp``, or names such as ``q_proj``.
+        target: ``auto`` is all projections of attention and MLP.
         encoder_dropout: whether the encoder's own dropout is on, where its config has one. Packed
             rows have none on attention weights.
         weight_decay: of the encoder's matrices, decoupled, as AdamW has it.
         batch_size: rated rows a step, over all processes and accumulated parts.
-        schedule: how learning rates fall: ``linear`` or ``cosine`` to 0, or ``constant``.
         max_grad_norm: of all gradients together; 0: they are not clipped, as in the released
             code of C-STS and Hyper-CL.
         gradient_accumulation_steps: parts that a step's rows are computed in, one after the other.

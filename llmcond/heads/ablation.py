@@ -12,11 +12,7 @@ from llmcond.heads.settings import Size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AblationSettings(ConditionedSettings):
-    """The settings of the ablation.
-
-    Attributes:
-        rank: K of the low-rank hypernetwork whose parameters it matches.
-    """
+    """The settings of the ablation: ``rank``, K of the hypernetwork whose parameters it matches."""
 
     rank: Size
 

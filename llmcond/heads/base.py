@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmcond.arrays import Array, Gathered, Matrix, MatrixLike, as_matrix
+from llmcond.arrays import Array, Gathered, MatrixLike, as_matrix
 from llmcond.errors import UserError
 from llmcond.heads.batches import SharedConditions
 from llmcond.heads.module import AT_ONCE, HeadModule
@@ -94,20 +94,17 @@ class FittedHead:
             UserError: features of another size, or conditions that are missing or not wanted.
         """
         self.check(features, condition)
-        n, features = len(features), as_matrix(features)
-        given: Matrix | None = None
+        n, given = len(features), None
         if condition is not None:
-            # What is made of a condition is made once, also where its rows stand in several blocks.
-            first, which = as_matrix(condition).unique()
-            given = Gathered(as_matrix(condition).take(first), np.broadcast_to(which, n))
+            given = as_matrix(condition)
+            if len(given) == 1:
+                given = Gathered(given, np.zeros(n, dtype=np.int64))
+        shared, sides = SharedConditions(given), [as_matrix(features)]
         device = next(iter(self.module.state_dict().values()), torch.empty(0)).device
         blocks = []
         for start in range(0, max(n, 1), _BLOCK):
-            part = slice(start, start + _BLOCK)
-            own = None if given is None else given.take(np.arange(n)[part])
-            block = as_matrix(features.read(part))
+            batch = shared.batch(sides, slice(start, start + _BLOCK), torch.float32)
             with torch.inference_mode():
-                batch = SharedConditions(own).batch([block], slice(None), torch.float32)
                 blocks.append(self.module(*batch.to(device)).cpu().numpy())
         return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 

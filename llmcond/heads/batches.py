@@ -60,12 +60,7 @@ RatedRows = tuple[Batch, Tensor, Tensor | None, Tensor | None]
 
 
 class Loader:
-    """Rows in batches; what lies on disk is read as it is needed.
-
-    Attributes:
-        steps: batches of the last epoch.
-        rating: (n,) of all rows.
-    """
+    """Rows in batches, ``steps`` in the last epoch; what lies on disk is read as it is needed."""
 
     def __init__(
         self,

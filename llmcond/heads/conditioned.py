@@ -44,10 +44,7 @@ class ConditionedHead(HeadModule):
     multiplies_in_bfloat16 = True
 
     def add_transform(self, dim: int, bias: bool = True) -> None:
-        """Register the layer before all that is made of the condition, if the settings ask for it.
-
-        It maps conditions to ``dim``.
-        """
+        """Register the layer to ``dim`` before all that is made of the condition, if it is set."""
         if self.settings.transform:
             self.add_layer("transform", dim, self.dim_condition, bias)
 

@@ -261,29 +261,24 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
                     "them; at least 2 distinct ones are needed."
                 )
             rating = (rating - low) / (high - low)
-        dim = self._sentence_dim(X.shape[1], recipe)
-        first, second, condition = _columns(X, dim, recipe.family.conditioned)
-        number = np.arange(1, len(X) + 1)
-        pairs = PairArrays(first, second, rating, condition, _numbered(pair, len(X)), number)
-        return pairs, rating_range
-
-    def _sentence_dim(self, n_columns: int, recipe: Recipe) -> int:
-        """Return d, the number of features of a sentence."""
         if recipe.family.conditioned and not self.n_condition:
             raise HeadError(
                 f"the head {recipe.name} takes the features of each condition as well: put them "
                 "behind those of both sentences in X, and say how many columns they are with "
                 "n_condition."
             )
-        dim, odd = divmod(n_columns - int(self.n_condition), 2)
+        dim, odd = divmod(X.shape[1] - int(self.n_condition), 2)
         if odd:
             rest = f" less the {self.n_condition} of the condition" if self.n_condition else ""
             raise HeadError(
-                f"X has {n_columns} columns{rest}, an odd number, which two sentences cannot share "
-                "evenly. X is their features side by side, with those of the condition behind, "
-                "which n_condition counts."
+                f"X has {X.shape[1]} columns{rest}, an odd number, which two sentences cannot "
+                "share evenly. X is their features side by side, with those of the condition "
+                "behind, which n_condition counts."
             )
-        return dim
+        first, second, condition = _columns(X, dim, recipe.family.conditioned)
+        number = np.arange(1, len(X) + 1)
+        pairs = PairArrays(first, second, rating, condition, _numbered(pair, len(X)), number)
+        return pairs, rating_range
 
     def _sides(self, X: Any) -> tuple[Array, Array, Array | None]:
         check_is_fitted(self, "head_")

@@ -93,11 +93,7 @@ class Recipe:
         return self.family.is_identity
 
     def with_settings(self, changes: dict[str, Any], source: str) -> Recipe:
-        """Return the recipe with some settings changed.
-
-        Raises:
-            UserError: naming ``source``; an unknown setting, or a wrong type or range.
-        """
+        """Return the recipe with some settings changed, checked as :func:`load_recipe` does."""
         settings = build(self.family.Settings, {**asdict(self.settings), **changes}, source)
         return replace(self, settings=settings)
 

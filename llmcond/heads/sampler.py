@@ -20,10 +20,7 @@ class GroupSampler:
         return int(self.group.max()) + 1
 
     def order(self, permutation: Positions) -> tuple[Positions, Positions]:
-        """Return all rows, (n,), group by group, and the bounds of groups, (g + 1,).
-
-        ``permutation``, (g,), is the new position of each group.
-        """
+        """Return all rows, (n,), by new positions of groups, (g,), and their bounds, (g + 1,)."""
         rank = permutation[self.group]
         rows = np.argsort(rank, kind="stable")
         return rows, np.flatnonzero(np.diff(rank[rows], prepend=-1, append=len(rank)))

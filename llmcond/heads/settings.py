@@ -51,10 +51,6 @@ class TrainingSettings(ObjectiveSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedSettings(TrainingSettings):
-    """The settings of a head whose embeddings have a size of their own.
-
-    Attributes:
-        dim: size k of the embeddings; at most that of the features.
-    """
+    """The settings of a head whose embeddings have a size k, ``dim``: at most the features'."""
 
     dim: Size

@@ -126,11 +126,8 @@ def train_lora(
     plan, view = _with_prompts(plan, resolved)
     require("training an encoder", "accelerate", "peft", extra="lora")
     from llmcond.finetune.build import check_trainable
-    from llmcond.finetune.save import check_merge
 
-    check_trainable(resolved, tuning)
-    if merge:
-        check_merge(resolved)
+    check_trainable(resolved, tuning, merge)
     made_of = {
         "encoder": resolved.identity.to_json(),
         "data": dataset.digest,

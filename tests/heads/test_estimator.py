@@ -540,7 +540,7 @@ def test_shuffled_splits_keep_contrasts(data):
         ({"settings": {"epoch": 5}}, r"Head\('mlp'\): unknown key 'epoch'. Did you mean 'epochs'"),
         ({"settings": {"epochs": 0}}, ".epochs. is 0: .*at least 1"),
         ({"settings": {"dim": 4}}, r"a parameter by itself: Head\(dim="),
-        ({"dim": DIM + 1}, f"each sentence has {DIM} features.*Give dim={DIM} or less"),
+        ({"dim": DIM + 1}, f"features have {DIM}: .*Set dim to {DIM} or less"),
         ({"dim": 2.5}, "'dim' is 2.5"),
         ({"recipe": "none", "dim": 2}, "the head none has no dim to choose"),
         ({"recipe": "hadamard"}, "how many columns they are with n_condition"),
