@@ -246,11 +246,7 @@ def command_of(cls: type[Command], given: Mapping[str, Any]) -> Command:
 
 
 def key_values(texts: Sequence[str], flag: str) -> dict[str, str]:
-    """Return NAME=VALUE texts as a dictionary.
-
-    Raises:
-        UserError: a text of another form, or a name that is given twice.
-    """
+    """Return NAME=VALUE texts as a dictionary; a UserError for a text of another form."""
     pairs: dict[str, str] = {}
     for text in texts:
         key, equals, value = text.partition("=")

@@ -142,11 +142,7 @@ _COLUMNS = ("split", "file", "number", "sentence1", "sentence2", "condition", "r
 
 
 def load_rows(path: Path, conditioned: tuple[bool, bool] = (True, True)) -> dict[str, Rows]:
-    """Return the rows that :func:`save_rows` wrote, by split (see :class:`Rows`).
-
-    Raises:
-        UserError: the file is gone or damaged.
-    """
+    """Return the rows that :func:`save_rows` wrote, by split; a UserError if it is damaged."""
     try:
         # Absolute: in a relative one with a colon Arrow sees the name of a file system.
         table = pq.read_table(path.absolute())

@@ -71,11 +71,7 @@ class FeatureStore:
     """
 
     def __init__(self, root: Path, identity: EncoderIdentity, dtype: StoreDtype) -> None:
-        """Open the store below ``root``, or start an empty one; nothing is written yet.
-
-        Raises:
-            UserError: it was written by a newer version.
-        """
+        """Open the store below ``root``, or start an empty one; nothing is written yet."""
         self.folder = root / f"{identity.fingerprint}-{dtype}"
         self.identity = identity
         self.dtype = dtype

@@ -148,11 +148,7 @@ def fields_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
 
 
 def prompt_from_json(values: dict[str, Any], source: str) -> Prompt:
-    """Return the template that :meth:`Prompt.to_json` recorded.
-
-    Raises:
-        UserError: the record was changed by hand.
-    """
+    """Return the template that :meth:`Prompt.to_json` recorded; a UserError if it was changed."""
     recorded = {key: value for key, value in values.items() if key != "digest"}
     prompt = build(Prompt, recorded, source)
     _check(prompt, source)

@@ -26,11 +26,7 @@ class RowFeatures:
         self._read: dict[tuple[str, str], Matrix] = {}
 
     def pairs(self, view: View) -> PairArrays:
-        """Return all rows as a head sees them, unrated ones (NaN) included.
-
-        Raises:
-            UserError: features that were not extracted yet.
-        """
+        """Return all rows as a head sees them, unrated ones (NaN) included."""
         view.check_sides(self.rows.conditioned)
         first, second = self.rows.conditioned
         return PairArrays(

@@ -95,11 +95,8 @@ def results_of(
 ) -> Results[Result]:
     """Return what predictors score, with intervals from the same draws.
 
-    ``similarity`` are (n,) predictions of each, of rows that are called ``split``. With 0
+    ``similarity`` are (n,) finite predictions of each, of rows that are called ``split``. With 0
     ``resamples`` of the bootstrap there are no intervals.
-
-    Raises:
-        UserError: predictions that are not finite.
     """
     described = []
     for predictor in predictors:

@@ -90,11 +90,7 @@ class Run:
         return FeatureStore(self.folder / "features", self.identity, self.manifest["store_dtype"])
 
     def resolve_encoder(self, device: str = "auto") -> ResolvedEncoder:
-        """Find the run's encoder again, on any device.
-
-        Raises:
-            UserError: the checkpoint is gone, or is not what the features were made with.
-        """
+        """Find the run's encoder again, on any device; a UserError if it is gone or has changed."""
         encoder = self.manifest["encoder"]
         where = {"device": device, "revision": encoder["revision"], "like": encoder.get("like")}
         options = EncoderOptions.of({**self.identity.to_json(), **where})
@@ -127,11 +123,7 @@ class Run:
 
     @property
     def task(self) -> Task:
-        """Return the run's task.
-
-        Raises:
-            UserError: it is code of a user's own, which was not named.
-        """
+        """Return the run's task; a UserError if it is code of a user's own that was not named."""
         return find_task(self.manifest.get("task"), f"the run {self.folder}")
 
     @property
@@ -297,11 +289,7 @@ class Run:
         return read_json(self.head_folder(name) / "head.json").get("recipe", {}).get("name")
 
     def find_heads(self, names: Sequence[str]) -> list[SavedHead]:
-        """Load heads by full name, or else all heads of a recipe.
-
-        Raises:
-            UserError: a name that nothing was fitted under.
-        """
+        """Load heads by full name, or else all of a recipe; a UserError where none is fitted."""
         known = self.head_names()
         chosen: list[str] = []
         for name in names:
@@ -395,11 +383,7 @@ def create_run(
 
 
 def complete_run(folder: Path, resolved: ResolvedEncoder, dataset: Dataset, task: str) -> Run:
-    """Make a run of the folder that holds its encoder; ``run.json`` comes last.
-
-    Raises:
-        UserError: the folder cannot be written, or the disk is full.
-    """
+    """Make a run of the folder that holds its encoder; ``run.json`` comes last."""
     manifest = _manifest(HERE, resolved, dataset, "float16", task)
     with replacing(folder / "rows.parquet") as path:
         save_rows(path, dataset.splits)

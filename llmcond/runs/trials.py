@@ -137,11 +137,7 @@ def prompts_for(run: Run, recipe: Recipe, names: str | None) -> tuple[Prompt, ..
 
 
 def sized(recipe: Recipe, dim: int | None, dim_in: int, quiet: bool = False) -> Recipe:
-    """Return a recipe with the dimension asked for, or its own, at most that of the features.
-
-    Raises:
-        UserError: a dimension for a head that has none.
-    """
+    """Return a recipe with the dimension asked for, or its own, at most that of the features."""
     if dim is not None:
         if recipe.dim is None:
             raise UserError(f"the head {recipe.name} keeps the features' size; leave out --dim.")

@@ -153,11 +153,7 @@ def check_named_once(prompts: Sequence[Prompt]) -> None:
 
 
 def check_prompts(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None:
-    """Check that prompts have different names, and that an encoder takes their inputs.
-
-    Raises:
-        UserError: naming the prompt, and those that go with the encoder.
-    """
+    """Raise a UserError unless prompts have different names, and an encoder takes their inputs."""
     check_named_once(prompts)
     for prompt in prompts:
         obstacle = prompt.obstacle(resolved.identity)
