@@ -61,11 +61,11 @@ _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "exp
 def _explain(cls: type[Any], problem: dict[str, Any]) -> str:
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
-    limits = problem.get("ctx", {})
-    words = [
-        f"must be {words} {_number(limits[own])}" for own, words in _LIMITS.items() if own in limits
-    ]
-    message = words[0] if words else str(problem["msg"]).removeprefix("Value error, ")
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    for own, limit in problem.get("ctx", {}).items():
+        if own in _LIMITS:
+            told = limit if isinstance(limit, str) else f"{limit:,}"
+            message = f"must be {_LIMITS[own]} {told}"
     message = message[:1].lower() + message[1:]
     if not location:  # a check of several settings together; it names them itself
         return f"{message}."
@@ -79,25 +79,16 @@ def _explain(cls: type[Any], problem: dict[str, Any]) -> str:
     return f"{key!r} is {problem['input']!r}: {message}."
 
 
-def _number(limit: Any) -> str:
-    return limit if isinstance(limit, str) else f"{limit:,}"
-
-
-def _legal_keys(cls: type[Any], location: list[str]) -> list[str]:
+def _legal_keys(cls: Any, location: list[str]) -> list[str]:
     for part in location:
-        if not dataclasses.is_dataclass(cls):
-            return []
-        cls = get_type_hints(cls).get(part, object)
-    return (
-        [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
-    )
+        cls = get_type_hints(cls).get(part) if dataclasses.is_dataclass(cls) else None
+    return [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
 
 
 def bundled(kind: str) -> Path:
     """Return the folder of bundled ``prompts`` or ``heads``.
 
-    They stand at the repository's top level and are copied into the package when a wheel is
-    built, so a development checkout and an installed package look in different places.
+    They stand at the repository's top level, and are copied into the package when a wheel is built.
     """
     package = Path(__file__).resolve().parent
     installed = package / "_bundled" / kind

@@ -122,10 +122,7 @@ def digest_bytes(data: bytes, *, size: int) -> bytes:
 
 
 def digest_file(path: Path) -> str:
-    """Return the hexadecimal SHA-256 of a file's content.
-
-    A file that has not changed is read once in a process: weights of a 7B encoder take seconds.
-    """
+    """Return the hexadecimal SHA-256 of a file, which is read once as long as it stays as it is."""
     stat = path.stat()
     return _digest_state(path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 

@@ -36,7 +36,7 @@ class Encoded:
     """Vectors and what it took to make them, in the order of the inputs.
 
     Attributes:
-        vectors: (n, dim) float32.
+        vectors: (n, dim).
         n_tokens: (n,) tokens each input has, special tokens included, before truncation.
         truncated: (n,) whether an input was longer than the encoder takes.
         n_computed: tokens that went through the network, padding included; fewer than there are

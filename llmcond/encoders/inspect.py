@@ -30,13 +30,7 @@ _PRECISIONS: tuple[tuple[Dtype, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """An input as the encoder reads it.
-
-    Attributes:
-        label: what the input is.
-        tokens: as the tokenizer writes them.
-        pooled: of each, whether the vector is made of it.
-    """
+    """An input as the encoder reads it: its tokens, and of which of them its vector is made."""
 
     label: str
     tokens: list[str]
@@ -71,16 +65,16 @@ def describe(resolved: ResolvedEncoder) -> dict[str, Any]:
     identity, checkpoint = resolved.identity, resolved.checkpoint
     config = load_config(checkpoint, identity.attention)
     check_parts(resolved, build_on_meta(config))
+    budget = resolved.options.max_tokens_per_batch or default_token_budget(resolved.device)
     return {
-        **_known_facts(checkpoint.known),
+        **_facts(checkpoint.known, identity),
         "name": checkpoint.name,
         "source": checkpoint.source,
         "pooling": identity.pooling,
-        **_shared(identity),
         "dtype": identity.dtype,
         "quantize": identity.quantize,
         "assumed": list(resolved.assumed),
-        **_size(config, resolved.device, resolved.max_tokens_per_batch),
+        **_size(config, resolved.device, budget),
     }
 
 
@@ -90,11 +84,10 @@ def describe_known(known: KnownModel, device: str) -> dict[str, Any]:
     nv_embed = architecture["model_type"] == "nvembed"
     config = read_config(architecture) if nv_embed else AutoConfig.for_model(**architecture)
     return {
-        **_known_facts(known),
+        **_facts(known, known),
         "name": known.name,
         "source": known.repo,
         "pooling": known.poolings[0],
-        **_shared(known),
         "dtype": None,
         "quantize": "none",
         "assumed": [],
@@ -102,37 +95,29 @@ def describe_known(known: KnownModel, device: str) -> dict[str, Any]:
     }
 
 
-def _shared(settings: EncoderIdentity | KnownModel) -> dict[str, Any]:
-    """Return what an encoder's identity and the file of a known model both say."""
-    names = [name for name in MODEL_SETTINGS if name != "pooling"]
-    return {name: getattr(settings, name) for name in names} | {"padding_side": PADDING_SIDE}
-
-
-def _known_facts(known: KnownModel | None) -> dict[str, Any]:
+def _facts(known: KnownModel | None, settings: EncoderIdentity | KnownModel) -> dict[str, Any]:
+    """Return what is known of a model, and what its file and an encoder's identity both say."""
     facts = {name: getattr(known, name, None) for name in ("repo", "licence", "gated")}
+    facts |= {name: getattr(settings, name) for name in MODEL_SETTINGS if name != "pooling"}
     return facts | {
         "other_poolings": list(known.poolings[1:]) if known else None,
         "no_float16": known.no_float16 if known else "",
+        "padding_side": PADDING_SIDE,
     }
 
 
 def _size(config: Any, device: str, tokens: int) -> dict[str, Any]:
     size, free = footprint(build_on_meta(config)), available(device)
-    memory = []
+    memory: list[dict[str, Any]] = []
     for dtype, quantize in _PRECISIONS:
-        loading, batch = size.loading(dtype, quantize), size.batch(dtype, tokens)
-        weights = size.weights(dtype, quantize)
-        memory.append(
-            {
-                "dtype": dtype,
-                "quantize": quantize,
-                "loading": loading,
-                "weights": weights,
-                "batch": batch,
-                "batch_tokens": tokens,
-                "fits": max(loading, weights + batch) <= free,
-            }
-        )
+        row = {
+            "loading": size.loading(dtype, quantize),
+            "weights": size.weights(dtype, quantize),
+            "batch": size.batch(dtype, tokens),
+        }
+        fits = max(row["loading"], row["weights"] + row["batch"]) <= free
+        kind = {"dtype": dtype, "quantize": quantize, "batch_tokens": tokens}
+        memory.append({**kind, **row, "fits": fits})
     return {
         "architecture": str(config.model_type),
         "layers": int(config.num_hidden_layers),

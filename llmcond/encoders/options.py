@@ -10,16 +10,22 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from llmcond import plugins
-from llmcond.encoders.spec import Attention, Dtype, EncoderIdentity, Pooling, PoolOver, Quantize
+from llmcond.encoders.spec import (
+    Attention,
+    Dtype,
+    EncoderIdentity,
+    Pooling,
+    PoolOver,
+    Quantize,
+    check_instruction_format,
+    check_special_tokens,
+)
 from llmcond.errors import UserError, nearest
 from llmcond.options import option
 
-GROUP = "encoder"
 
-
-def _line_breaks(text: str) -> str:
-    # A shell has no easy way to write a line break.
-    return text.replace("\\n", "\n")
+def _option(default: Any = None, **told: Any) -> Any:
+    return option(default, group="encoder", **told)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,78 +36,57 @@ class EncoderOptions:
         UserError: a value that no model can have.
     """
 
-    revision: str | None = option(
-        None, metavar="REV", help="branch, tag or commit on the hub", group=GROUP
-    )
-    like: str | None = option(
-        None,
+    revision: str | None = _option(metavar="REV", help="branch, tag or commit on the hub")
+    like: str | None = _option(
         metavar="NAME",
         help="a known model whose settings this one has: for copies and fine-tuned ones",
-        group=GROUP,
     )
-    dtype: Literal["auto"] | Dtype = option(
-        "auto", help="auto: the fastest that the device computes natively", group=GROUP
+    dtype: Literal["auto"] | Dtype = _option(
+        "auto", help="auto: the fastest that the device computes natively"
     )
-    quantize: Quantize | None = option(
-        "none", help="weights in 8 or 4 bit (needs llmcond[quantize])", group=GROUP
+    quantize: Quantize | None = _option(
+        "none", help="weights in 8 or 4 bit (needs llmcond[quantize])"
     )
-    device: str = option("auto", metavar="D", help="auto, cpu, cuda or cuda:N", group=GROUP)
-    attention: Attention | None = option(
-        None, help="its direction (default: the model's own)", group=GROUP
+    device: str = _option("auto", metavar="D", help="auto, cpu, cuda or cuda:N")
+    attention: Attention | None = _option(help="its direction (default: the model's own)")
+    max_tokens_per_batch: int | None = _option(
+        metavar="N", help="token budget of one forward pass (default: by the device and its memory)"
     )
-    max_tokens_per_batch: int | None = option(
-        None,
-        metavar="N",
-        help="token budget of one forward pass (default: by the device and its memory)",
-        group=GROUP,
-    )
-    share_prefixes: bool = option(
+    share_prefixes: bool = _option(
         True,
         help="compute what several inputs begin with once, where that is exact: for causal "
         "encoders that pool the last token",
-        group=GROUP,
     )
-    pooling: str | None = option(
-        None,
+    pooling: str | None = _option(
         metavar="POOLING",
         help=f"{', '.join(get_args(Pooling))}, or a function of your own, FILE.py:NAME or "
         "MODULE:NAME (default: the model's own)",
-        group=GROUP,
     )
-    pool_over: PoolOver | None = option(
-        None,
+    pool_over: PoolOver | None = _option(
         help="pool all tokens, or the text's without its instruction; after-instruction is "
-        "NV-Embed-v2's own count (default: the model's own)",
-        group=GROUP,
+        "NV-Embed-v2's own count (default: the model's own)"
     )
-    normalize: bool | None = option(
-        None, help="scale vectors to unit L2 norm (default: the model's own)", group=GROUP
+    normalize: bool | None = _option(
+        help="scale vectors to unit L2 norm (default: the model's own)"
     )
-    max_length: int | None = option(
-        None,
-        metavar="N",
-        help="tokens of an input, special tokens included (default: the model's own)",
-        group=GROUP,
+    max_length: int | None = _option(
+        metavar="N", help="tokens of an input, special tokens included (default: the model's own)"
     )
-    instruction_format: str | None = option(
-        None,
+    instruction_format: str | None = _option(
         metavar="TEXT",
         help=r"how an instruction is put before a text, e.g. "
         r"'Instruct: {instruction}\nQuery: {text}'",
-        parse=_line_breaks,
-        group=GROUP,
+        # A shell has no easy way to write a line break.
+        parse=lambda text: text.replace("\\n", "\n"),
     )
-    special_tokens: str | None = option(
-        None,
+    special_tokens: str | None = _option(
         metavar="TEXT",
         help="tokens around every input, e.g. '<s> {text} </s>', or: tokenizer (as it adds them)",
-        group=GROUP,
     )
-    fold_latents: bool = option(
+    fold_latents: bool = _option(
         True,
         help="multiply NV-Embed-v2's latent block out at load: the same vectors up to rounding, in "
         "a fraction of the time and memory",
-        group=GROUP,
     )
 
     def __post_init__(self) -> None:
@@ -112,6 +97,10 @@ class EncoderOptions:
             value = getattr(self, name)
             if value is not None and not (name == "pooling" and plugins.is_plugin(value)):
                 check_choice(name, value, legal)
+        if self.instruction_format is not None:
+            check_instruction_format(self.instruction_format)
+        if self.special_tokens is not None:
+            check_special_tokens(self.special_tokens)
         budget = self.max_tokens_per_batch
         if budget is not None and budget < 1:
             raise UserError(f"max_tokens_per_batch is {budget}; it must be at least 1.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from llmcond.encoders.checkpoints.checkpoint import Checkpoint, dense_folders, find_checkpoint
+from llmcond.encoders.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from llmcond.encoders.checkpoints.settings import (
     Settings,
     check_code,
@@ -25,11 +25,10 @@ from llmcond.encoders.spec import (
     Dtype,
     EncoderIdentity,
     PoolOver,
-    check_instruction_format,
-    check_special_tokens,
     pools_chosen_tokens,
 )
 from llmcond.errors import UserError
+from llmcond.system import choose_device
 
 _FALLBACK_LENGTH = 512
 
@@ -42,25 +41,15 @@ class ResolvedEncoder:
         checkpoint: its files.
         identity: everything that decides its vectors.
         device: where it will run: ``cpu`` or ``cuda:N``.
-        max_tokens_per_batch: token budget of one forward pass.
-        budget_given: whether the user chose it; otherwise it is less where memory is short.
+        options: what the user chose; what was left open is as training recorded it, if it did.
         assumed: what no file and no option said, in sentences for the user.
-        dense: folders of the dense layers behind its pooling.
-        may_spread: whether it may be placed over several devices if it does not fit ``device``.
-        fold_latents: see ``EncoderOptions``.
-        share_prefixes: see ``EncoderOptions``.
     """
 
     checkpoint: Checkpoint
     identity: EncoderIdentity
     device: str
-    max_tokens_per_batch: int
+    options: EncoderOptions
     assumed: tuple[str, ...]
-    dense: tuple[str, ...] = ()
-    may_spread: bool = False
-    fold_latents: bool = True
-    share_prefixes: bool = True
-    budget_given: bool = False
 
     @property
     def shares_prefixes(self) -> bool:
@@ -70,7 +59,7 @@ class ResolvedEncoder:
         pooled must be computed for each input by itself, as the last token is.
         """
         exact = self.identity.attention == "causal" and self.identity.pooling == "last"
-        return self.share_prefixes and exact
+        return self.options.share_prefixes and exact
 
     @property
     def default_prompt(self) -> str:
@@ -81,19 +70,14 @@ class ResolvedEncoder:
 def resolve(
     name_or_path: str, options: EncoderOptions, *, identify: bool = True
 ) -> ResolvedEncoder:
-    """Find a model and settle every setting that decides its vectors.
+    """Find a model by alias, hub name or folder, and settle every setting that decides its vectors.
 
-    Args:
-        name_or_path: alias, hub name or folder.
-        options: what the user chose.
-        identify: whether to find out which weights they are; a local checkpoint is read whole.
+    To identify which weights they are, a local checkpoint is read whole.
 
     Raises:
         UserError: an unknown model, or an option that the model or machine cannot have.
         LlmcondError: the hub cannot be reached.
     """
-    from llmcond.system import choose_device
-
     device = choose_device(options.device)
     checkpoint = find_checkpoint(name_or_path, options.revision, options.like)
     return settle(checkpoint, options, device, identify=identify)
@@ -109,15 +93,12 @@ def settle(
     Raises:
         UserError: an option that the model cannot have.
     """
-    from llmcond.encoders.loading.device import default_token_budget
-
     stated = {**stated_beside(checkpoint), **checkpoint.stated}
     if options.pooling in ("cls", "pooler", "latent"):
         stated.pop("pool_over", None)  # it went with another pooling
     options = replace(
         options, **{key: value for key, value in stated.items() if getattr(options, key) is None}
     )
-    quantize = options.quantize or "none"
     settings = Settings.read(checkpoint.folder)
     check_kind(checkpoint, settings)
     check_code(checkpoint, settings)
@@ -133,22 +114,20 @@ def settle(
     template = options.instruction_format
     if template is None:
         template = known.instruction_format if known else ""
-    if options.special_tokens is not None:
-        special_tokens = check_special_tokens(options.special_tokens)
-    elif known and known.special_tokens != TOKENIZER_DECIDES:
-        special_tokens = known.special_tokens
-    else:
-        special_tokens = settings.special_tokens
+    special_tokens = options.special_tokens
+    if special_tokens is None:
+        own = known.special_tokens if known else TOKENIZER_DECIDES
+        special_tokens = settings.special_tokens if own == TOKENIZER_DECIDES else own
     identity = EncoderIdentity(
         weights=checkpoint.weights if identify else "",
         dtype=_dtype(checkpoint, options, device),
-        quantize=quantize,
+        quantize=options.quantize or "none",
         attention=_attention(checkpoint, settings, options, assumed),
         pooling=pooling,
         pool_over=_pool_over(checkpoint, options, pooling),
         normalize=_normalize(checkpoint, settings, options, assumed),
         max_length=_max_length(checkpoint, settings, options, assumed),
-        instruction_format=check_instruction_format(template),
+        instruction_format=template,
         special_tokens=special_tokens,
     )
     if settings.pooling_config.get("include_prompt") is False and identity.pool_over == "all":
@@ -156,29 +135,18 @@ def settle(
             "an instruction is pooled along, though the checkpoint's files leave prompts out "
             "(--pool-over text)"
         )
-    if quantize == "8bit" and known and known.no_float16:
+    if identity.quantize == "8bit" and known and known.no_float16:
         assumed.append(
             f"8 bit multiplies in float16, which {checkpoint.name} does not stand: "
             f"{known.no_float16}; prefer --quantize 4bit"
         )
     trained = checkpoint.stated.get("quantize")
-    if trained is not None and quantize == "none":
+    if trained is not None and identity.quantize == "none":
         assumed.append(
             f"whole weights of the base, though its adapter was trained on {trained} ones "
             f"(--quantize {trained})"
         )
-    return ResolvedEncoder(
-        checkpoint=checkpoint,
-        identity=identity,
-        device=device,
-        max_tokens_per_batch=options.max_tokens_per_batch or default_token_budget(device),
-        assumed=tuple(assumed),
-        dense=tuple(dense_folders(checkpoint.folder)),
-        may_spread=options.device == "auto",
-        fold_latents=options.fold_latents,
-        share_prefixes=options.share_prefixes,
-        budget_given=options.max_tokens_per_batch is not None,
-    )
+    return ResolvedEncoder(checkpoint, identity, device, options, tuple(assumed))
 
 
 def _dtype(checkpoint: Checkpoint, options: EncoderOptions, device: str) -> Dtype:
@@ -258,8 +226,7 @@ def _max_length(
             least = f"it must be at least 8{most if limit else ''}"
             raise UserError(f"max_length is {given}; {least}.")
         return given
-    known = checkpoint.known.max_length if checkpoint.known else None
-    named = known or settings.max_length
+    named = (checkpoint.known and checkpoint.known.max_length) or settings.max_length
     if named is None:
         named = min(limit or _FALLBACK_LENGTH, _FALLBACK_LENGTH)
         assumed.append(

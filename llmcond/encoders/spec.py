@@ -49,7 +49,7 @@ class EncoderInput:
 
     @property
     def size(self) -> int:
-        """Return its characters."""
+        """Return its number of characters."""
         return len(self.instruction) + len(self.text) + len(self.context or "")
 
     @property
@@ -61,8 +61,8 @@ class EncoderInput:
     def key(self) -> bytes:
         """Identify the input: 16 bytes over its texts, their boundaries included."""
         if self._key is None:
-            texts = [self.instruction, self.text]
-            texts += [] if self.context is None else [self.context]
+            context = () if self.context is None else (self.context,)
+            texts = (self.instruction, self.text, *context)
             # Kept: an extraction looks at it several times, and making it takes longer than that.
             object.__setattr__(self, "_key", digest_bytes(json.dumps(texts).encode(), size=16))
         key: Any = self._key
@@ -77,11 +77,8 @@ def pools_chosen_tokens(pooling: str) -> bool:
 def plan_inputs(inputs: Sequence[EncoderInput], *, by_prefix: bool) -> list[int]:
     """Return the order in which inputs are best encoded, as positions.
 
-    Args:
-        inputs: in any order.
-        by_prefix: side by side what begins alike, for encoders that compute a prefix once;
-            otherwise longest first, so that inputs of like length go together and memory runs out
-            early if it does.
+    By prefix, what begins alike is side by side, for encoders that compute a prefix once. Otherwise
+    longest first, so that inputs of like length go together and memory runs out early if it does.
     """
     if by_prefix:
         return sorted(range(len(inputs)), key=lambda i: inputs[i].texts)
@@ -98,9 +95,7 @@ class EncoderIdentity:
         weights: ``hub:NAME@COMMIT``, or ``sha256:DIGEST`` of a local checkpoint's files; of an
             adapter ``sha256:DIGEST on`` those of its base.
         dtype: the type the weights and activations are computed in.
-        quantize: ``none``, ``8bit`` or ``4bit``.
-        attention: ``bidirectional`` or ``causal``.
-        pooling: how token vectors become one vector.
+        pooling: how token vectors become one vector; also a function of the user's own.
         pool_over: which tokens of an input are pooled. ``all``; ``text``: the text's own, neither
             the instruction's nor special ones; ``after-instruction``: all but as many of the
             first tokens as the instruction has by itself, which is what NV-Embed-v2 counts.
@@ -162,40 +157,35 @@ def fill(template: str, values: Mapping[str, str]) -> str:
     )
 
 
-def check_instruction_format(template: str) -> str:
-    """Return ``template`` if it names ``{instruction}`` and ``{text}``, each once and no other.
+def check_instruction_format(template: str) -> None:
+    """Refuse a template that does not name ``{instruction}`` and ``{text}``, each once, alone.
 
     Raises:
-        UserError: it does not.
+        UserError: saying so.
     """
     try:
-        # A format or conversion belongs to the name here: {text!r} is no legal placeholder.
-        names = [
-            name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
-            for _, name, form, conversion in Formatter().parse(template)
-            if name is not None
-        ]
+        fields = [field for _, *field in Formatter().parse(template) if field[0] is not None]
     except ValueError as error:
         raise UserError(f"the instruction format {template!r} cannot be read: {error}.") from error
-    if template and sorted(names) != ["instruction", "text"]:
+    # Neither has a format or a conversion, as in {text!r}.
+    plain = [["instruction", "", None], ["text", "", None]]
+    if template and fields not in (plain, plain[::-1]):
         raise UserError(
             f"the instruction format {template!r} must name {{instruction}} and {{text}}, each "
             "once, and nothing else in braces."
         )
-    return template
 
 
-def check_special_tokens(template: str) -> str:
-    """Return ``template`` if it is ``tokenizer``, or has one token at most on each side of a text.
+def check_special_tokens(template: str) -> None:
+    """Refuse what is neither ``tokenizer`` nor one token at most on each side of a text.
 
     Raises:
-        UserError: it is something else.
+        UserError: saying so.
     """
-    if template != TOKENIZER_DECIDES:
-        first, text, last = template.partition("{text}")
-        if not text or len(first.split()) > 1 or len(last.split()) > 1 or "{text}" in last:
-            raise UserError(
-                f"special_tokens is {template!r}; expected {TOKENIZER_DECIDES!r}, or {{text}} with "
-                "a token before it, after it or both, such as '<s> {text} </s>'."
-            )
-    return template
+    first, text, last = template.partition("{text}")
+    wrong = not text or len(first.split()) > 1 or len(last.split()) > 1 or "{text}" in last
+    if wrong and template != TOKENIZER_DECIDES:
+        raise UserError(
+            f"special_tokens is {template!r}; expected {TOKENIZER_DECIDES!r}, or {{text}} with "
+            "a token before it, after it or both, such as '<s> {text} </s>'."
+        )

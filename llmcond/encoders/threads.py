@@ -40,24 +40,14 @@ def check_cancelled() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Concurrency:
-    """How many threads run an encoder at a time, and with how many cores each.
-
-    Attributes:
-        threads: worker threads.
-        cores: intra-op threads of PyTorch in each of them.
-    """
+    """How many threads run an encoder, and how many of PyTorch's own each of them has (cores)."""
 
     threads: int
     cores: int
 
     @classmethod
     def of(cls, device: str, *, exclusive: bool = False) -> Concurrency:
-        """Return what suits a device.
-
-        Args:
-            device: ``cpu`` or ``cuda:N``.
-            exclusive: whether the network allows one forward pass at a time only.
-        """
+        """Return what suits a device; exclusive networks allow one forward pass at a time only."""
         cores = torch.get_num_threads()
         if device != "cpu":
             # One prepares and stores what the other computes; the device does one thing at a time.
@@ -97,11 +87,9 @@ class WorkerThreads:
                     yield _first(pending)
             while pending:
                 yield _first(pending)
-        except Exception:
-            _finish(pending)
-            raise
-        except BaseException:
-            cancelled.set()
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                cancelled.set()
             _finish(pending)
             raise
 

@@ -93,10 +93,11 @@ def load_trainable(resolved: ResolvedEncoder, settings: TuneSettings, seed: int)
     identity, name = resolved.identity, resolved.checkpoint.name
     if settings.full or (resolved.device == "cpu" and identity.quantize == "none"):
         # What is folded has no gradient of its own weights.
+        folds = resolved.options.fold_latents and not settings.full
         resolved = replace(
             resolved,
             identity=replace(identity, dtype="float32"),
-            fold_latents=resolved.fold_latents and not settings.full,
+            options=replace(resolved.options, fold_latents=folds),
         )
     config = load_config(resolved.checkpoint, identity.attention)
     tokenizer = InputTokenizer(load_tokenizer(resolved.checkpoint, config), identity, name)

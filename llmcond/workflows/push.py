@@ -130,18 +130,17 @@ def _trained(folder: Path) -> tuple[Run, Tuned]:
     run, tuned = open_run(folder), read_tuned(folder)
     if tuned is None:
         raise UserError(f"{folder / TUNED} is missing, so others could not use it. Train it anew.")
-    if tuned.base is not None and _is_local(tuned.base, folder):
+    base = tuned.base
+    if (
+        base is not None
+        and find_model(base) is None
+        and (_is_absolute(base) or base.count("/") != 1 or (folder / base).is_dir())
+    ):
         raise UserError(
-            f"{folder} is an adapter of {tuned.base}, a folder that nobody else has. Train it with "
+            f"{folder} is an adapter of {base}, a folder that nobody else has. Train it with "
             "--merge into another --run, and push that: then the whole encoder is in it."
         )
     return run, tuned
-
-
-def _is_local(base: str, folder: Path) -> bool:
-    if find_model(base) is not None:
-        return False
-    return _is_absolute(base) or base.count("/") != 1 or (folder / base).is_dir()
 
 
 def _token(repo: str, revision: str | None) -> str:
@@ -160,11 +159,7 @@ def _token(repo: str, revision: str | None) -> str:
 
 
 def _stage(run: Run, tuned: Tuned, staged: Path) -> None:
-    """Lay out what is pushed in a folder; files with paths in them are written anew.
-
-    Raises:
-        UserError: a file is missing or damaged, or the encoder is not the one that was trained.
-    """
+    """Lay out what is pushed in a folder; files with paths in them are written anew."""
     folder, own, merged = run.folder, run.identity, tuned.base is None
     encoder = [CONFIG, WEIGHTS]
     if merged:
@@ -173,12 +168,12 @@ def _stage(run: Run, tuned: Tuned, staged: Path) -> None:
         encoder = sorted(path.relative_to(folder).as_posix() for path in paths)
     for name in [*encoder, TUNED]:
         _place(folder / name, staged / name)
-    found: str | None = None
+    found = own.weights
     if merged:
         found = find_checkpoint(str(staged), None).weights
     elif tuned.base_weights:  # which old records lack
         found = identify(staged, "the encoder", tuned.base_weights)
-    if found not in (None, own.weights):
+    if found != own.weights:
         raise UserError(
             f"the encoder in {folder} has changed since it was trained: it is {found}, not "
             f"{own.weights}. Its heads would not fit it; train it anew."

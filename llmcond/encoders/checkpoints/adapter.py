@@ -11,7 +11,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +75,7 @@ class Tuned:
 
 
 def write_tuned(folder: Path, tuned: Tuned) -> None:
-    """Write what training records of an encoder into its folder.
-
-    Raises:
-        DiskFullError: no room.
-        UserError: the folder cannot be written.
-    """
+    """Write what training records of an encoder into its folder; raises as ``write_json``."""
     write_json(folder / TUNED, {"format": FORMAT, **asdict(tuned)})
 
 
@@ -98,12 +93,12 @@ def read_tuned(folder: Path) -> Tuned | None:
     if record.get("format") != FORMAT and all(type(value) is int for value in record.values()):
         return None  # a vocabulary, which GPT-2's authors gave this name
     check_format(record, FORMAT, str(path))
-    named = {name: record.get(name) for name in ("base", "revision", "like", "base_weights")}
-    settings: Any = record.get("settings")
-    quantize: Any = record.get("quantize")
-    wrong = {name: value for name, value in named.items() if not isinstance(value, str | None)}
+    found: dict[str, Any] = {field.name: record.get(field.name) for field in fields(Tuned)}
+    settings, quantize = found["settings"], found["quantize"]
+    texts = {name: found[name] for name in ("base", "revision", "like", "base_weights")}
+    wrong = {name: value for name, value in texts.items() if not isinstance(value, str | None)}
     if isinstance(settings, dict):
-        wrong |= {k: value for k, value in settings.items() if not _is_setting(k, value)}
+        wrong |= {key: value for key, value in settings.items() if not _is_setting(key, value)}
     else:
         wrong["settings"] = settings
     if quantize not in CHOICES["quantize"]:
@@ -113,7 +108,7 @@ def read_tuned(folder: Path) -> Tuned | None:
             f"{path} has {name} = {value!r}, which training never writes: it was damaged. Copy it "
             "anew."
         )
-    return Tuned(**named, settings=settings, quantize=quantize)
+    return Tuned(**found)
 
 
 def _is_setting(name: str, value: Any) -> bool:
@@ -128,10 +123,6 @@ def _is_setting(name: str, value: Any) -> bool:
 
 def read_lora(folder: Path, name: str) -> dict[str, Any]:
     """Read an adapter's config, and see that its weights are there.
-
-    Args:
-        folder: of the adapter.
-        name: what messages call it.
 
     Raises:
         UserError: it is no LoRA adapter, or one that is not in safetensors.
@@ -154,12 +145,7 @@ def read_lora(folder: Path, name: str) -> dict[str, Any]:
 
 
 def identify(folder: Path, name: str, base_weights: str) -> str:
-    """Identify an adapter on its base, as ``EncoderIdentity.weights`` does.
-
-    Args:
-        folder: of the adapter, which is read whole.
-        name: what messages call it.
-        base_weights: which the base has.
+    """Identify an adapter on its base, as ``EncoderIdentity.weights`` does; it is read whole.
 
     Raises:
         UserError: it was trained on another base.
@@ -186,46 +172,20 @@ def identify(folder: Path, name: str, base_weights: str) -> str:
 # -- putting an adapter onto its base ----------------------------------------------------------
 
 
-def check_adapter(network: Any, folder: Path, name: str) -> None:
-    """Refuse an adapter that does not belong to an architecture, before weights are downloaded.
-
-    Args:
-        network: of the base, without memory for its weights; peft's layers are left in it.
-        folder: of the adapter.
-        name: what messages call it.
-
-    Raises:
-        UserError: peft is not installed, or the adapter is another architecture's or is not
-            supported.
-        LlmcondError: its file is broken.
-    """
-    _inject(network, folder, name)
-
-
 def attach(network: Any, folder: Path, name: str, *, merge: bool) -> Any:
-    """Put an adapter onto its base, in place.
+    """Put an adapter onto its base, which has its weights, in place; return the same network.
 
-    Args:
-        network: of the base, with its weights.
-        folder: of the adapter.
-        name: what messages call it.
-        merge: whether all of it is added to the base's weights; otherwise layers beside those
-            that are quantised stay, and are computed in the type of the others.
-
-    Returns:
-        The same network.
+    Where it is merged, all of it is added to the base's weights; otherwise layers beside those that
+    are quantised stay, and are computed in the type of the others.
 
     Raises:
-        UserError: peft is not installed, or the adapter is another architecture's or is not
-            supported.
+        UserError: as :func:`inject`.
         LlmcondError: its file is broken, or what comes of it is not finite.
     """
-    root, values = _inject(network, folder, name)
+    root, values = inject(network, folder, name)
     state = root.state_dict()
-    values = {
-        place: value if state[place].is_meta else value.to(state[place])
-        for place, value in values.items()
-    }
+    for place, value in values.items():
+        values[place] = value if state[place].is_meta else value.to(state[place])
     # Not by peft's own loading: it rounds the adapter to the base's type before it is added, moves
     # the whole model to other devices, reads pickles, and only warns of what is missing.
     root.load_state_dict(values, strict=False, assign=True)
@@ -240,14 +200,15 @@ def attach(network: Any, folder: Path, name: str, *, merge: bool) -> Any:
     return network
 
 
-def _inject(network: Any, folder: Path, name: str) -> tuple[Any, dict[str, Any]]:
+def inject(network: Any, folder: Path, name: str) -> tuple[Any, dict[str, Any]]:
     """Put an adapter's layers into a network, still without their weights.
 
     Returns:
         What the adapter's names begin at, and the tensors of its file by their places in there.
 
     Raises:
-        UserError: it is another network's, or is not supported, or peft is not installed.
+        UserError: peft is not installed, or the adapter is another architecture's or is not
+            supported.
         LlmcondError: its file is broken.
     """
     from llmcond.encoders.loading.quantization import require
@@ -288,7 +249,7 @@ def _inject(network: Any, folder: Path, name: str) -> tuple[Any, dict[str, Any]]
     places = {place: place for place in state} | {key: place_of[id(own[key])] for key in own}
     left_out = _HEADS_AND_POOLER if getattr(network, "pooler", None) is None else _HEADS
     tensors = {k: v for k, v in tensors.items() if k in places or not left_out.match(k)}
-    expected = {key: tuple(state[place].shape) for key, place in places.items()}
+    expected = {key: state[place] for key, place in places.items()}
     _compare(tensors, expected, own, f"{name} on its base ({kind})")
     return root, {places[key]: value for key, value in tensors.items()}
 
@@ -309,8 +270,8 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
     broken = [key for key, value in tensors.items() if not value.isfinite().all()]
     if broken:
         raise LlmcondError(
-            f"{name} has NaN or infinity in {_named(broken)}, so its vectors would be none. Train "
-            "it anew, with a lower learning rate."
+            f"{name} has NaN or infinity in {counted(broken, 'tensors')}, so its vectors would be "
+            "none. Train it anew, with a lower learning rate."
         )
     return tensors
 
@@ -353,12 +314,11 @@ def _lora_config(record: Mapping[str, Any], name: str, root: Any) -> Any:
             f"{name} was saved by another version of peft, and {', '.join(later)} of its {CONFIG} "
             "is ignored. Update peft to heed it."
         )
-    for key in changed:
-        if key in usual:
-            raise UserError(
-                f"{name} is an adapter with {key} = {record[key]!r}, which is not supported. Merge "
-                "it into its base with peft (merge_and_unload), save that, and name its folder."
-            )
+    for key in (key for key in changed if key in usual):
+        raise UserError(
+            f"{name} is an adapter with {key} = {record[key]!r}, which is not supported. Merge it "
+            "into its base with peft (merge_and_unload), save that, and name its folder."
+        )
     fields = {key: record[key] for key in _DECIDING if record.get(key) is not None}
     layers = [own for own, _ in root.named_modules()]
     saved = [
@@ -371,32 +331,32 @@ def _lora_config(record: Mapping[str, Any], name: str, root: Any) -> Any:
 
 
 def _compare(
-    tensors: Mapping[str, Any],
-    expected: Mapping[str, tuple[int, ...]],
-    own: Iterable[str],
-    what: str,
+    tensors: Mapping[str, Any], expected: Mapping[str, Any], own: Iterable[str], what: str
 ) -> None:
     """Refuse an adapter that lacks tensors of its ``own``, or has some that fit nowhere."""
     missing = [name for name in own if name not in tensors]
     unexpected = [name for name in tensors if name not in expected]
-    wrong = [f"lacks {_named(missing)}"] if missing else []
-    wrong += [f"has {_named(unexpected)} that do not belong there"] if unexpected else []
+    wrong = [f"lacks {counted(missing, 'tensors')}"] if missing else []
+    if unexpected:
+        wrong.append(f"has {counted(unexpected, 'tensors')} that do not belong there")
     if wrong:
         raise UserError(
             f"{what} {' and '.join(wrong)}: it was trained on another base, or its file is not "
             "whole."
         )
     for name, value in tensors.items():
-        if tuple(value.shape) != expected[name]:
+        shape, fits = tuple(value.shape), tuple(expected[name].shape)
+        if shape != fits:
             raise UserError(
-                f"{what} has {name} of the shape {tuple(value.shape)}, and {expected[name]} fits "
+                f"{what} has {name} of the shape {shape}, and {fits} fits "
                 "there: it was trained on another base, or with another rank than its config says."
             )
 
 
-def _named(names: Iterable[str]) -> str:
+def counted(names: Iterable[str], what: str) -> str:
+    """Return how many names there are, and the first three."""
     names = sorted(names)
-    return f"{len(names)} tensors ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+    return f"{len(names)} {what} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
 
 
 def _take_out(root: Any, merge: bool) -> None:
@@ -417,7 +377,6 @@ def _take_out(root: Any, merge: bool) -> None:
         if value.is_floating_point() and not re.search(r"(^|\.)(lora_|modules_to_save\.)", name)
     )
     for name, module in list(root.named_modules()):
-        left: Any = None
         if isinstance(module, ModulesToSaveWrapper):
             left = module.modules_to_save[_NAME]
         elif isinstance(module, LoraLayer):
@@ -432,6 +391,6 @@ def _take_out(root: Any, merge: bool) -> None:
                 if not base.weight.isfinite().all():
                     raise ValueError(f"they overflow in {base.weight.dtype}. Try another --dtype.")
             left = base
-        if left is not None:
-            parent, _, own = name.rpartition(".")
-            setattr(root.get_submodule(parent), own, left)
+        else:
+            continue
+        root.set_submodule(name, left)

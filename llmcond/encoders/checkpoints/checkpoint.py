@@ -49,7 +49,6 @@ class Checkpoint:
     Attributes:
         name: how messages and manifests call it.
         folder: where its files lie; of an adapter, those of its base.
-        known: its entry among the known models, if it has one.
         repo: its name on the hub, if that is where it comes from; of an adapter, its base's.
         adapter: the folder of the adapter that is put onto it, if it has one.
         stated: what training recorded: settings by their names in ``EncoderOptions``, and
@@ -94,13 +93,9 @@ def find_checkpoint(
 ) -> Checkpoint:
     """Return the checkpoint for an alias, a hub name or a folder; of the hub, all but weights.
 
-    An adapter's is that of its base, which is found by what the adapter says.
-
-    Args:
-        name_or_path: alias, hub name or folder.
-        revision: on the hub.
-        like: a known model whose settings it has, for copies and fine-tuned ones.
-        adapter: name of an adapter that this is the base of.
+    An adapter's is that of its base, which is found by what the adapter says; ``adapter`` is the
+    name of the one that this is the base of. ``like`` names a known model whose settings it has,
+    for copies and fine-tuned ones.
 
     Raises:
         UserError: an unknown model or revision, a folder that holds no checkpoint, or an adapter
@@ -223,9 +218,8 @@ def _listed(folder: Path) -> list[str]:
 
 def settings_files(folder: Path) -> list[Path]:
     """Return what belongs to a checkpoint beside its weights, dense layers included; no others."""
-    patterns = [*SETTINGS]
     modules = read_settings(folder / "modules.json", [])
-    patterns += [f"{module['path']}/config.json" for module in modules if module.get("path")]
+    patterns = [*SETTINGS, *(f"{m['path']}/config.json" for m in modules if m.get("path"))]
     patterns += [f"{name}/model.safetensors" for name in dense_folders(folder)]
     found = {path for pattern in patterns for path in folder.glob(pattern)}
     # A module's path is what another person's file says: it leads nowhere else.
@@ -235,8 +229,13 @@ def settings_files(folder: Path) -> list[Path]:
 def dense_folders(folder: Path) -> list[str]:
     """Return the folders of sentence-transformers' layers behind the pooling, in their order."""
     modules = read_settings(folder / "modules.json", [])
-    dense = (m for m in modules if str(m.get("type", "")).rpartition(".")[2] == "Dense")
+    dense = (module for module in modules if kind_of(module) == "Dense")
     return [str(module["path"]) for module in dense if module.get("path")]
+
+
+def kind_of(module: Mapping[str, Any]) -> str:
+    """Return the class of a module that modules.json names."""
+    return str(module.get("type", "")).rpartition(".")[2]
 
 
 def _looks_like_hub_name(name: str) -> bool:
@@ -308,9 +307,8 @@ def _on_base(name: str, folder: Path, entry: KnownModel | None) -> Checkpoint:
 
 def _recorded(tuned: Tuned | None, folder: Path) -> KnownModel | None:
     """Return the known model whose settings a checkpoint was trained with, if it has one's."""
-    if tuned is None or tuned.like is None:
-        return None
-    return _find_like(tuned.like, f"{folder / TUNED} says like {tuned.like!r}")
+    like = tuned.like if tuned else None
+    return None if like is None else _find_like(like, f"{folder / TUNED} says like {like!r}")
 
 
 def _find_like(like: str, what: str) -> KnownModel:

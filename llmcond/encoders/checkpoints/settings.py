@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from llmcond.encoders.checkpoints.checkpoint import Checkpoint, read_settings
+from llmcond.encoders.checkpoints.checkpoint import Checkpoint, kind_of, read_settings
 from llmcond.encoders.known import known_names
 from llmcond.encoders.spec import TOKENIZER_DECIDES, Attention, Pooling
 from llmcond.errors import UserError, did_you_mean
@@ -25,9 +25,8 @@ class Settings:
     Attributes:
         config: config.json.
         tokenizer: tokenizer_config.json.
-        modules: modules.json of sentence-transformers.
-        pooling_config: the config of its pooling.
-        transformer: sentence_bert_config.json.
+        modules, transformer: modules.json and sentence_bert_config.json of sentence-transformers.
+        pooling_config: the config of its pooling module.
     """
 
     config: dict[str, Any]
@@ -51,7 +50,7 @@ class Settings:
                 raise UserError(
                     f"modules.json of the checkpoint leads outside of it: {str(path)!r}."
                 )
-            if _kind(module) == "Pooling":
+            if kind_of(module) == "Pooling":
                 pooling_config = read_settings(folder / path / "config.json", {})
         return cls(
             config=read_settings(folder / "config.json", {}),
@@ -74,7 +73,7 @@ class Settings:
     @property
     def normalize(self) -> bool | None:
         """Return whether vectors have unit norm; None where the files do not say."""
-        return any(_kind(m) == "Normalize" for m in self.modules) if self.modules else None
+        return any(kind_of(m) == "Normalize" for m in self.modules) if self.modules else None
 
     @property
     def positions(self) -> int | None:
@@ -127,10 +126,6 @@ _OLD_POOLING_NAMES: dict[str, Pooling] = {
 }
 
 
-def _kind(module: dict[str, Any]) -> str:
-    return str(module.get("type", "")).rpartition(".")[2]
-
-
 def _content(token: Any) -> str | None:
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
@@ -144,10 +139,10 @@ def check_modules(checkpoint: Checkpoint, settings: Settings) -> None:
     """
     legal = ("Transformer", "Pooling", "Dense", "Normalize")
     for module in settings.modules:
-        if _kind(module) not in legal:
+        if kind_of(module) not in legal:
             raise UserError(
-                f"{checkpoint.name} has a sentence-transformers module {_kind(module)!r}, which is "
-                "not supported; without it its vectors would be others. Supported: "
+                f"{checkpoint.name} has a sentence-transformers module {kind_of(module)!r}, which "
+                "is not supported; without it its vectors would be others. Supported: "
                 f"{', '.join(legal)}."
             )
 
@@ -162,7 +157,7 @@ def stated_beside(checkpoint: Checkpoint) -> dict[str, Any]:
         return {}
     settings = Settings.read(checkpoint.adapter)
     check_modules(checkpoint, settings)
-    if "Dense" in map(_kind, settings.modules):
+    if "Dense" in map(kind_of, settings.modules):
         raise UserError(
             f"{checkpoint.name} is an adapter with a dense layer behind its pooling, which is not "
             "supported; without it its vectors would be others. Merge the adapter into its base, "
@@ -207,10 +202,8 @@ def check_code(checkpoint: Checkpoint, settings: Settings) -> None:
         tokenizer = tokenizer.get("AutoTokenizer")
     if tokenizer:  # old tokenizers wrote a list without the key
         wanted["AutoTokenizer"] = tokenizer
-    for key in ("AutoModel", "AutoConfig", "AutoTokenizer"):
-        code = wanted.get(key)
-        if not code:
-            continue
+    for key in filter(wanted.get, ("AutoModel", "AutoConfig", "AutoTokenizer")):
+        code = wanted[key]
         name = checkpoint.name.rstrip("/").rpartition("/")[2]
         bare = [known.rpartition("/")[2] for known in known_names()]
         if isinstance(code, list):

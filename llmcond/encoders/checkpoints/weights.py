@@ -9,55 +9,51 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from llmcond.encoders.checkpoints.checkpoint import read_settings, weight_files
+from llmcond.encoders.checkpoints.adapter import counted
+from llmcond.encoders.checkpoints.checkpoint import dense_folders, read_settings, weight_files
 from llmcond.encoders.loading.architecture import network_class
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.errors import LlmcondError, UserError, first_line
 
 
 def read_network(resolved: ResolvedEncoder, config: Any, arguments: dict[str, Any]) -> Any:
-    """Read an encoder's network.
-
-    Args:
-        resolved: the encoder.
-        config: of its architecture.
-        arguments: of ``from_pretrained``: type, quantisation and placement.
+    """Read an encoder's network; ``arguments`` are those of ``from_pretrained``.
 
     Raises:
         LlmcondError: weights that are missing, or that belong to another architecture.
     """
-    folder, network = resolved.checkpoint.folder, network_class(config)
-    files = weight_files(folder)
-    if "quantization_config" in arguments and files:
+    folder, name = resolved.checkpoint.folder, resolved.checkpoint.name
+    slices: dict[str, Any] = {}
+    if "quantization_config" in arguments:
         # Read tensor by tensor: mapped into memory, as transformers does by itself, the whole
         # checkpoint would count as used until the last weight is quantised.
-        slices: dict[str, Any] = {}
-        for file in files:
+        for file in weight_files(folder):
             opened: Any = safe_open(file, framework="pt", device="cpu", backend="pread")
             slices |= {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
-        network, report = network.from_pretrained(
-            None, config=config, state_dict=slices, output_loading_info=True, **arguments
-        )
-    else:
-        network, report = network.from_pretrained(
-            str(folder), config=config, output_loading_info=True, weights_only=True, **arguments
-        )
-    needs_pooler = resolved.identity.pooling == "pooler"
-    missing = sorted(
-        key for key in report["missing_keys"] if needs_pooler or not key.startswith("pooler.")
+    network, report = network_class(config).from_pretrained(
+        None if slices else str(folder),
+        config=config,
+        state_dict=slices or None,
+        output_loading_info=True,
+        weights_only=True,
+        **arguments,
     )
-    unexpected = sorted(key for key in report["unexpected_keys"] if not _NOT_OURS.search(key))
-    name = resolved.checkpoint.name
+    needs_pooler = resolved.identity.pooling == "pooler"
+    missing = [
+        key for key in report["missing_keys"] if needs_pooler or not key.startswith("pooler.")
+    ]
+    unexpected = [key for key in report["unexpected_keys"] if not _NOT_OURS.search(key)]
     if missing:
-        also = f" It has {_named(unexpected)} that belong to another one." if unexpected else ""
+        also = f" It has {counted(unexpected, 'weights')} that belong to another one."
         raise LlmcondError(
-            f"{name} lacks {_named(missing)} of its architecture; vectors from random weights "
-            f"would be noise.{also}"
+            f"{name} lacks {counted(missing, 'weights')} of its architecture; vectors from random "
+            f"weights would be noise.{also if unexpected else ''}"
         )
     if unexpected:
         raise LlmcondError(
-            f"{name} has {_named(unexpected)} that its architecture ({config.model_type}) does not "
-            "have, so it is another one, and its vectors would be wrong."
+            f"{name} has {counted(unexpected, 'weights')} that its architecture "
+            f"({config.model_type}) does not have, so it is another one, and its vectors would be "
+            "wrong."
         )
     return network
 
@@ -70,30 +66,21 @@ _NOT_OURS = re.compile(
 )
 
 
-def _named(keys: list[str]) -> str:
-    shown = ", ".join(keys[:3]) + (", …" if len(keys) > 3 else "")
-    return f"{len(keys)} weights ({shown})"
-
-
 _ACTIVATIONS = {kind.__name__: kind for kind in (nn.Identity, nn.Tanh, nn.ReLU, nn.GELU)}
 
 
 def load_dense(resolved: ResolvedEncoder, width: int) -> tuple[nn.Sequential, int]:
     """Load the layers of sentence-transformers that follow the pooling, in float32.
 
-    Args:
-        resolved: the encoder.
-        width: of the pooled vectors.
-
     Returns:
-        The layers, often none, and the size of what comes out.
+        The layers, often none, and the size of what comes out; pooled vectors have ``width``.
 
     Raises:
         UserError: an activation that is not supported.
         LlmcondError: weights that cannot be read.
     """
     layers: list[nn.Module] = []
-    for name in resolved.dense:
+    for name in dense_folders(resolved.checkpoint.folder):
         folder = resolved.checkpoint.folder / name
         config = read_settings(folder / "config.json", {})
         activation = str(config.get("activation_function"))

@@ -24,16 +24,10 @@ class AttentionPlan(Protocol):
     """Which tokens of a packed row attend to which."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Attend.
-
-        Args:
-            query: (heads, tokens, head_dim).
-            key: (heads or fewer, tokens, head_dim).
-            value: the same.
-            scale: of the scores; None: head_dim ** -0.5.
+        """Attend in (heads, tokens, head_dim), keys and values in as many heads or fewer.
 
         Returns:
-            (tokens, heads, head_dim).
+            (tokens, heads, head_dim). A scale of None is head_dim ** -0.5.
         """
         ...
 
@@ -59,30 +53,16 @@ def _attention(
     A router, given with the forward pass, changes what a layer attended to before the layer's
     output projection W_O.
     """
-    output = _attend(module, query, key, value, attention_mask, scaling, packed, kwargs)
-    return (output if router is None else router(module, query, key, output)), None
-
-
-def _attend(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None,
-    packed: AttentionPlan | None,
-    kwargs: dict[str, Any],
-) -> Tensor:
     if packed is None:
         output: Tensor = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )[0]
-        return output
-    options = ("softcap", "position_bias", "s_aux")
-    unknown = [name for name in options if kwargs.get(name) is not None]
-    if unknown:
-        raise NotImplementedError(f"packed attention has no {unknown[0]}")
-    return packed.attend(query[0], key[0], value[0], scaling)[None]
+    else:
+        for option in ("softcap", "position_bias", "s_aux"):
+            if kwargs.get(option) is not None:
+                raise NotImplementedError(f"packed attention has no {option}")
+        output = packed.attend(query[0], key[0], value[0], scaling)[None]
+    return (output if router is None else router(module, query, key, output)), None
 
 
 AttentionInterface.register(NAME, _attention)

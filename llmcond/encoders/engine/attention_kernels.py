@@ -15,9 +15,15 @@ _ROWS = 8
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    mask: Tensor | None,
+    causal: bool,
 ) -> Tensor:
     """Attend in (rows, heads, tokens, head_dim)."""
+    scale = query.shape[3] ** -0.5 if scale is None else scale
     grouped = query.shape[1] != key.shape[1]
     if query.is_cpu and not grouped and max(key.shape[2], query.shape[3]) <= SHORT:
         return _few_shapes(query, key, value, scale, mask)

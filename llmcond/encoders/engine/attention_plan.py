@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,28 +19,19 @@ BRANCH_TOKENS = 192
 _CALL = 64
 
 
-class _Block(Protocol):
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """A row as blocks of queries, one behind the other, each with keys of its own.
 
-    What stands in the row behind its texts attends to nothing.
-
-    Attributes:
-        blocks: all that attend.
-        n_tokens: tokens of the texts.
+    What stands in the row behind the ``n_tokens`` of its texts attends to nothing.
     """
 
-    blocks: Sequence[_Block]
+    blocks: Sequence[AttentionPlan]
     n_tokens: int
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """See :class:`AttentionPlan`."""
         heads, length, width = query.shape
-        scale = width**-0.5 if scale is None else scale
         parts = [block.attend(query, key, value, scale) for block in self.blocks]
         if length > self.n_tokens:
             parts.append(query.new_zeros(length - self.n_tokens, heads, width))
@@ -58,11 +48,10 @@ class _Even:
     causal: bool
     mask: Tensor | None
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         stop = self.start + self.rows * self.length
-        shape = (self.rows, self.length)
         query, key, value = (
-            x[:, self.start : stop].view(len(x), *shape, -1).transpose(0, 1)
+            x[:, self.start : stop].view(len(x), self.rows, self.length, -1).transpose(0, 1)
             for x in (query, key, value)
         )
         output = attention_kernels.attend(query, key, value, scale, self.mask, self.causal)
@@ -74,7 +63,6 @@ class _Uneven:
     """Texts of about one length, filled up to the longest.
 
     Attributes:
-        rows: how many.
         positions: (rows * longest,); where a text is shorter, any position.
         real: of them, those that are tokens.
         causal: then no token sees what its row is filled up with, and keys need no mask.
@@ -87,15 +75,15 @@ class _Uneven:
     causal: bool
     mask: Tensor | None
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         # Tokens first, as they lie in memory: whole tokens are copied then.
         query, key, value = (
             x.transpose(0, 1)
             .index_select(0, self.positions)
             .view(self.rows, -1, len(x), x.shape[2])
+            .transpose(1, 2)
             for x in (query, key, value)
         )
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         output = attention_kernels.attend(query, key, value, scale, self.mask, self.causal)
         return output.transpose(1, 2).flatten(0, 1).index_select(0, self.real)
 
@@ -115,28 +103,17 @@ class _Branches:
     keys: Tensor
     mask: Tensor
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        query, key, value = (
-            query[None, :, self.start : self.stop],
-            key[None].index_select(2, self.keys),
-            value[None].index_select(2, self.keys),
-        )
-        return attention_kernels.attend(query, key, value, scale, self.mask, False)[0].transpose(
-            0, 1
-        )
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        query = query[None, :, self.start : self.stop]
+        key, value = (x[None].index_select(2, self.keys) for x in (key, value))
+        output = attention_kernels.attend(query, key, value, scale, self.mask, False)
+        return output[0].transpose(0, 1)
 
 
 def plan_attention(
     batch: Batch, causal: bool, device: torch.device, dtype: torch.dtype
 ) -> AttentionPlan:
-    """Return the layout of a packed row for products of PyTorch.
-
-    Args:
-        batch: the row.
-        causal: whether a token sees what stands before it only.
-        device: where it is computed.
-        dtype: what it is computed in.
-    """
+    """Return the layout of a packed row for products of PyTorch."""
     if batch.shared:
         return Blocks(_branches(batch, device, dtype), batch.n_tokens)
     blocks = [_group(runs, causal, device, dtype) for runs in _groups(batch.segments)]
@@ -158,7 +135,7 @@ def _groups(segments: Sequence[Segment]) -> list[list[tuple[int, int, int]]]:
 
 def _group(
     runs: list[tuple[int, int, int]], causal: bool, device: torch.device, dtype: torch.dtype
-) -> _Block:
+) -> AttentionPlan:
     longest = max(length for _, _, length in runs)
     mask = None
     if causal and longest <= attention_kernels.SHORT:
@@ -186,7 +163,7 @@ def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
 # -- prefix trees ------------------------------------------------------------------------------
 
 
-def _branches(batch: Batch, device: torch.device, dtype: torch.dtype) -> list[_Block]:
+def _branches(batch: Batch, device: torch.device, dtype: torch.dtype) -> list[AttentionPlan]:
     """Cut a tree into pieces, each of which attends in one call, in the order of the row.
 
     Adjacent branches go together up to ``BRANCH_TOKENS``. What is longer is taken apart: its
@@ -202,7 +179,7 @@ def _branches(batch: Batch, device: torch.device, dtype: torch.dtype) -> list[_B
         torch.tensor([segment.length for segment in segments]),
     )
 
-    def piece(path: Tensor, begin: int, start: int, stop: int) -> _Block:
+    def piece(path: Tensor, begin: int, start: int, stop: int) -> AttentionPlan:
         """Return queries ``start`` to ``stop``, which see the path and what is from ``begin``."""
         keys = torch.cat([path, torch.arange(begin, stop)])
         queries = torch.arange(start, stop)[:, None]
@@ -210,7 +187,7 @@ def _branches(batch: Batch, device: torch.device, dtype: torch.dtype) -> list[_B
         mask = _added((keys <= queries) & (queries < until[keys]), dtype)[None, None]
         return _Branches(start, stop, keys.to(device), mask.to(device))
 
-    pieces: list[_Block] = []
+    pieces: list[AttentionPlan] = []
     # Families that are still to be cut, the next one last.
     waiting = [children[-1]]
     while waiting:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise, takewhile
 
 #: Rows are about a multiple of this long: see ``Runtime.step``.
 STEP = 64
@@ -91,10 +92,8 @@ class Batch:
 def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Group inputs of like length into batches of at most ``max_tokens`` tokens with padding.
 
-    Args:
-        lengths: tokens of each input.
-        max_tokens: budget of one batch: its rows times its longest row. An input that is longer
-            by itself gets a batch of its own.
+    A batch takes its rows times its longest row. An input that is longer by itself gets a batch of
+    its own.
 
     Returns:
         Positions in ``lengths``, longest first; every position once. The plan is a function of
@@ -113,12 +112,8 @@ def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def pack(lengths: Sequence[int], max_tokens: int) -> list[Batch]:
     """Pack inputs of like length into rows of at most ``max_tokens`` tokens, without padding.
 
-    Args:
-        lengths: tokens of each input, at least one.
-        max_tokens: budget of one row. An input that is longer by itself gets a row of its own.
-
-    Returns:
-        Rows of about the same number of tokens; every input once, longest first.
+    Rows have about the same number of tokens; every input is in one of them, longest first. An
+    input that is longer by itself gets a row of its own.
     """
     total = sum(lengths)
     # Equal rows rather than full ones and a rest: a short row leaves the machine half idle.
@@ -155,13 +150,8 @@ def pack_shared(ids: Sequence[Sequence[int]], max_tokens: int) -> list[Batch]:
     Exact for a causal encoder that pools its last token: what stands before a token decides its
     vector, and nothing behind it. Where little is shared, the plan is that of :func:`pack`.
 
-    Args:
-        ids: token ids of each input, at least one.
-        max_tokens: budget of one row, shared tokens counted once. An input that is longer by
-            itself gets a row of its own.
-
-    Returns:
-        Rows, every input once. A prefix whose inputs do not fit into one row is computed in each.
+    In ``max_tokens`` of a row shared tokens count once. Every input is in one row; a prefix whose
+    inputs do not fit into one is computed in each.
     """
     batches = list(_grow(ids, max_tokens))
     lengths = [len(row) for row in ids]
@@ -172,9 +162,7 @@ def pack_shared(ids: Sequence[Sequence[int]], max_tokens: int) -> list[Batch]:
 
 def _grow(ids: Sequence[Sequence[int]], max_tokens: int) -> Iterator[Batch]:
     order = sorted(range(len(ids)), key=lambda i: (list(ids[i]), i))
-    common = [0] * len(order)
-    for at in range(1, len(order)):
-        common[at] = _common(ids[order[at - 1]], ids[order[at]])
+    common = [0, *(_common(ids[before], ids[index]) for before, index in pairwise(order))]
     tree = _Tree()
     for at, index in enumerate(order):
         length = len(ids[index])
@@ -198,45 +186,36 @@ def _grow(ids: Sequence[Sequence[int]], max_tokens: int) -> Iterator[Batch]:
 def _family(ids: Sequence[Sequence[int]], order: list[int], common: list[int], at: int) -> int:
     """Return about how many tokens an input and those that share most of it take together."""
     first = len(ids[order[at]])
-    total = first
-    for next_ in range(at + 1, len(order)):
-        if 2 * common[next_] < first:
-            break
-        total += len(ids[order[next_]]) - common[next_]
-    return total
+    alike = takewhile(lambda place: 2 * common[place] >= first, range(at + 1, len(order)))
+    return first + sum(len(ids[order[place]]) - common[place] for place in alike)
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    for at, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
-            return at
-    return min(len(first), len(second))
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Node:
     source: int
     begin: int
     end: int
+    parent: _Node | None
     inputs: list[int] = field(default_factory=list)
-    children: list[_Node] = field(default_factory=list)
 
 
 class _Tree:
     """A prefix tree that grows by inputs in the order of their tokens."""
 
     def __init__(self) -> None:
-        self._root = _Node(-1, 0, 0)
+        #: Depth first, without the root.
+        self._nodes: list[_Node] = []
         #: From the root to where the last input ends.
-        self._path = [self._root]
+        self._path = [_Node(-1, 0, 0, None)]
         self.n_tokens = 0
 
     def attach(self, common: int) -> int:
-        """Return the depth from which an input needs tokens of its own.
-
-        Args:
-            common: tokens that it has in common with the one before it.
-        """
+        """Return the depth from which an input needs its own, by what is common with the last."""
         if not self.n_tokens:
             return 0
         node = next(node for node in reversed(self._path) if node.begin < common or not node.end)
@@ -252,39 +231,38 @@ class _Tree:
         if depth < self._path[-1].end:
             self._split(depth)
         if length > depth:
-            node = _Node(index, depth, length)
-            self._path[-1].children.append(node)
-            self._path.append(node)
+            self._nodes.append(_Node(index, depth, length, self._path[-1]))
+            self._path.append(self._nodes[-1])
             self.n_tokens += length - depth
         self._path[-1].inputs.append(index)
 
     def _split(self, depth: int) -> None:
         lower = self._path.pop()
-        upper = _Node(lower.source, lower.begin, depth, children=[lower])
-        lower.begin = depth
-        self._path[-1].children[-1] = upper
+        upper = _Node(lower.source, lower.begin, depth, lower.parent)
+        lower.begin, lower.parent = depth, upper
+        self._nodes.insert(self._nodes.index(lower), upper)
         self._path.append(upper)
 
     def batch(self) -> Batch:
-        """Return the tree as a packed row, depth first."""
-        open_: list[tuple[_Node, int]] = [(node, -1) for node in reversed(self._root.children)]
-        nodes: list[tuple[_Node, int, int]] = []
-        position = 0
-        while open_:
-            node, parent = open_.pop()
-            nodes.append((node, parent, position))
-            position += node.end - node.begin
-            open_.extend((child, len(nodes) - 1) for child in reversed(node.children))
-        until = [start + node.end - node.begin for node, _, start in nodes]
-        for at in range(len(nodes) - 1, -1, -1):
-            parent = nodes[at][1]
-            if parent >= 0:
-                until[parent] = max(until[parent], until[at])
+        """Return the tree as a packed row."""
+        nodes = self._nodes
+        place: dict[_Node | None, int] = {node: at for at, node in enumerate(nodes)}
+        ends = list(accumulate(node.end - node.begin for node in nodes))
+        until = [*ends]
+        for node in reversed(nodes):
+            if node.parent in place:
+                parent = place[node.parent]
+                until[parent] = max(until[parent], until[place[node]])
         segments = tuple(
-            Segment(node.source, node.begin, node.end, start, until[at], parent)
-            for at, (node, parent, start) in enumerate(nodes)
+            Segment(
+                source=node.source,
+                begin=node.begin,
+                end=node.end,
+                start=ends[at] - (node.end - node.begin),
+                until=until[at],
+                parent=place.get(node.parent, -1),
+            )
+            for at, node in enumerate(nodes)
         )
-        leaves = [(index, at) for at, (node, _, _) in enumerate(nodes) for index in node.inputs]
-        return Batch(
-            segments, tuple(index for index, _ in leaves), tuple(leaf for _, leaf in leaves)
-        )
+        leaves = [(index, at) for at, node in enumerate(nodes) for index in node.inputs]
+        return Batch(segments, *zip(*leaves, strict=True))

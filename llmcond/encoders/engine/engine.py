@@ -30,7 +30,7 @@ from llmcond.encoders.engine.forward import (
 from llmcond.encoders.engine.pooling import find_pooling
 from llmcond.encoders.engine.prepacked import can_prepack, prepack
 from llmcond.encoders.engine.tokenizing import Tokens
-from llmcond.encoders.loading.device import TORCH_DTYPES
+from llmcond.encoders.loading.device import TORCH_DTYPES, default_token_budget
 from llmcond.encoders.loading.loading import LoadedModel
 from llmcond.encoders.loading.memory import tokens_that_fit
 from llmcond.encoders.resolve import ResolvedEncoder
@@ -51,7 +51,7 @@ class Pooled:
 
     Attributes:
         inputs: positions of its inputs.
-        vectors: one for each, (inputs, dim) in float32.
+        vectors: one for each, (inputs, dim).
         n_computed: tokens that went through the network, padding included.
     """
 
@@ -66,9 +66,7 @@ class Engine:
     Attributes:
         budget: tokens of a batch at most. Halved where memory runs out, and never raised again.
         packs: whether inputs are packed; False where the architecture does not stand it.
-        device: where token ids are put.
-        out: where vectors are given.
-        dim: size of its vectors.
+        device, out: where token ids are put, and where vectors are given.
     """
 
     def __init__(
@@ -82,32 +80,28 @@ class Engine:
     ) -> None:
         """Find the fastest way that gives the right vectors.
 
-        Args:
-            model: on its device.
-            resolved: what it was loaded for.
-            pad_id: fills rows up.
-            concurrency: threads that run it at a time.
-            frozen: whether its weights stay as they are, and may be laid out for products.
+        So many threads as ``concurrency`` run it at a time. The weights of a ``frozen`` one stay as
+        they are, and may be laid out for products.
         """
         self.model, self.identity, self.dim = model, resolved.identity, model.dim
         self.shares = resolved.shares_prefixes
         config = model.network.config
-        self.budget = resolved.max_tokens_per_batch
-        if not resolved.budget_given:  # what the device is best at, if it fits
-            # A GPU is given one batch at a time, however many threads there are.
-            count = concurrency if resolved.device == "cpu" else 1
-            fitting = tokens_that_fit(config, resolved.identity.dtype, resolved.device, count)
-            self.budget = min(self.budget, fitting)
+        # A GPU is given one batch at a time, however many threads there are.
+        count = concurrency if resolved.device == "cpu" else 1
+        self.budget = resolved.options.max_tokens_per_batch or min(
+            default_token_budget(resolved.device),
+            tokens_that_fit(config, self.identity.dtype, resolved.device, count),
+        )
         self.device = model.network.get_input_embeddings().weight.device
         self.out = torch.device(resolved.device)
         self._runtime = Runtime(
             network=model.network,
-            pooling=resolved.identity.pooling,
-            pool=find_pooling(resolved.identity.pooling),
-            attention=resolved.identity.attention,
+            pooling=self.identity.pooling,
+            pool=find_pooling(self.identity.pooling),
+            attention=self.identity.attention,
             pad_id=pad_id,
             device=self.device,
-            dtype=TORCH_DTYPES[resolved.identity.dtype],
+            dtype=TORCH_DTYPES[self.identity.dtype],
             skipped_id=skipped_id(model.network),
         )
         self._longest = _longest_packed(config)
@@ -132,14 +126,10 @@ class Engine:
         """Yield the vectors of inputs, batch by batch; each input once.
 
         A batch that memory is too short for is computed again in halves, and all that come after
-        it are as small.
-
-        Args:
-            rows: the inputs.
-            before_batch: called before each batch; what it raises ends the work.
+        it are as small. What ``before_batch`` raises ends the work.
 
         Raises:
-            LlmcondError: one input alone does not fit.
+            OutOfMemoryError: one input alone does not fit.
         """
         waiting = list(range(len(rows)))
         while waiting:
@@ -157,21 +147,16 @@ class Engine:
     def embed(self, rows: Sequence[Tokens], *, padded: bool = False) -> Tensor:
         """Return the vectors of inputs, (n, dim) in float32, with their gradients.
 
-        In the batches that :meth:`run` computes, but all of them are kept until gradients are
-        taken, so that memory grows with the number of inputs.
-
-        Args:
-            rows: the inputs.
-            padded: whether none is packed, to compare with.
+        In the batches that :meth:`run` computes, or ``padded`` to compare with; but all of them are
+        kept until gradients are taken, so that memory grows with the number of inputs.
 
         Raises:
             OutOfMemoryError: they do not fit.
         """
         order: list[int] = []
         parts: list[Tensor] = []
-        everything = list(range(len(rows)))
         try:
-            for inputs, forward in self._plan(rows, everything, self.budget, padded=padded):
+            for inputs, forward in self._plan(rows, range(len(rows)), self.budget, padded=padded):
                 forward.prepare()
                 parts.append(self._embedded(forward))
                 order += inputs
@@ -182,13 +167,11 @@ class Engine:
                 f"ran out of memory on {self.out} with {sum(len(row.ids) for row in rows):,} "
                 "tokens in one step."
             ) from error
-        back = torch.empty(len(order), dtype=torch.long)
-        back[torch.tensor(order)] = torch.arange(len(order))
         # Not parts[back]: gradients of an index are added in any order on several threads.
-        return torch.cat(parts).index_select(0, back.to(self.out))
+        return torch.cat(parts).index_select(0, torch.tensor(order).argsort().to(self.out))
 
     def _plan(
-        self, rows: Sequence[Tokens], waiting: list[int], budget: int, padded: bool = False
+        self, rows: Sequence[Tokens], waiting: Sequence[int], budget: int, padded: bool = False
     ) -> Iterator[tuple[list[int], Forward]]:
         """Yield batches, those that are padded first."""
         packs = self.packs and not padded
@@ -209,7 +192,13 @@ class Engine:
     def _try(self, forward: Forward) -> NDArray[np.float32] | None:
         """Return the vectors of a batch, None if there is not enough memory for it."""
         try:
-            return self._compute(forward)
+            with torch.inference_mode():
+                forward.prepare()
+                with self._device_lock:
+                    pooled = self._embedded(forward)
+                # Without the lock: the next thread queues its work while this one waits.
+                array: NDArray[np.float32] = pooled.cpu().numpy()
+                return array
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -217,15 +206,6 @@ class Engine:
         if self.out.type == "cuda":
             torch.cuda.empty_cache()
         return None
-
-    @torch.inference_mode()
-    def _compute(self, forward: Forward) -> NDArray[np.float32]:
-        forward.prepare()
-        with self._device_lock:
-            pooled = self._embedded(forward)
-        # Without the lock: the next thread queues its work while this one waits for the device.
-        array: NDArray[np.float32] = pooled.cpu().numpy()
-        return array
 
     def _embedded(self, forward: Forward) -> Tensor:
         pooled: Tensor = self.model.dense(forward.pooled().to(self.out))
@@ -246,9 +226,8 @@ class Engine:
     def _choose_packing(self) -> bool:
         """Choose the attention of packed rows by trying it; return whether inputs are packed."""
         network = self._runtime.network
-        if getattr(network.config, "_attn_implementation", None) != "sdpa":
-            return False
-        if not getattr(network, "_supports_attention_backend", False):
+        stock = getattr(network.config, "_attn_implementation", None) == "sdpa"
+        if not (stock and getattr(network, "_supports_attention_backend", False)):
             return False
         # Five short texts, of which three begin alike.
         size = int(network.get_input_embeddings().weight.shape[0])

@@ -26,14 +26,10 @@ class Runtime:
 
     Attributes:
         network: from token ids to token vectors.
-        pooling: the name of how token vectors become one vector.
-        pool: the function of that name.
-        attention: its direction.
+        pooling, pool: how token vectors become one vector: the name and its function.
         pad_id: fills rows up; masked, so its value never matters.
-        device: where ids are put.
-        dtype: what is computed in.
         kernel: attention for uneven lengths; None: PyTorch's own for even ones.
-        skipped_id: the token that positions leave out and begin behind; see :func:`skipped_id`.
+        skipped_id: see :func:`skipped_id`.
         step: packed rows are filled up to a multiple of so many tokens. oneDNN prepares a product
             for each number of rows that it meets, in milliseconds, and keeps it, in megabytes.
     """
@@ -56,11 +52,9 @@ def skipped_id(network: Any) -> int | None:
     RoBERTa and its kind count positions from ``padding_idx + 1``, and give that token none of its
     own.
     """
-    for name, module in network.named_modules():
-        if name.endswith("position_embeddings"):
-            index: int | None = getattr(module, "padding_idx", None)
-            return index
-    return None
+    tables = (m for name, m in network.named_modules() if name.endswith("position_embeddings"))
+    index: int | None = getattr(next(tables, None), "padding_idx", None)
+    return index
 
 
 class PaddedForward:

@@ -64,16 +64,6 @@ class _Norm(nn.Module):
         self.fn = function
 
 
-class _CrossAttention(nn.Module):
-    """Projections of the cross attention: queries from tokens, keys and values from latents."""
-
-    def __init__(self, width: int, heads: int, head_dim: int) -> None:
-        super().__init__()
-        self.to_q = nn.Linear(width, heads * head_dim, bias=False)
-        self.to_kv = nn.Linear(width, 2 * heads * head_dim, bias=False)
-        self.to_out = nn.Linear(heads * head_dim, width, bias=False)
-
-
 class _GEGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         value, gate = x.chunk(2, dim=-1)
@@ -92,11 +82,16 @@ class LatentAttention(nn.Module):
         width = config.hidden_size
         self.heads, self.head_dim = config.num_cross_heads, config.cross_head_dim
         self.latents = nn.Parameter(torch.empty(config.num_latents, width))
-        attention = _CrossAttention(width, self.heads, self.head_dim)
+        inner = self.heads * self.head_dim
+        projections = {
+            "to_q": nn.Linear(width, inner, bias=False),
+            "to_kv": nn.Linear(width, 2 * inner, bias=False),
+            "to_out": nn.Linear(inner, width, bias=False),
+        }
         feed = nn.Sequential(nn.Linear(width, 8 * width), _GEGLU(), nn.Linear(4 * width, width))
         self.cross_attend_blocks = nn.ModuleList(
             [
-                _Norm(width, attention, context=True),
+                _Norm(width, nn.ModuleDict(projections), context=True),
                 _Norm(width, nn.ModuleDict({"net": feed}), context=False),
             ]
         )
@@ -107,8 +102,7 @@ class LatentAttention(nn.Module):
         """Return token vectors of the same shape, (rows, tokens, width)."""
         blocks: Any = self.cross_attend_blocks
         hidden = self._attend(blocks[0], blocks[0].norm(hidden)) + hidden
-        block = blocks[1]
-        transformed: Tensor = block.fn["net"](block.norm(hidden)) + hidden
+        transformed: Tensor = blocks[1].fn["net"](blocks[1].norm(hidden)) + hidden
         return transformed
 
     def _attend(self, block: Any, queries: Tensor) -> Tensor:
@@ -117,14 +111,14 @@ class LatentAttention(nn.Module):
             folded: Tensor = self.values(weights.flatten(-2))
             return folded
         rows = queries.shape[0]
-        keys, values = block.fn.to_kv(block.norm_context(self.latents)).chunk(2, dim=-1)
+        keys, values = block.fn["to_kv"](block.norm_context(self.latents)).chunk(2, dim=-1)
         heads = (-1, self.heads, self.head_dim)
         attended = nn.functional.scaled_dot_product_attention(
-            block.fn.to_q(queries).unflatten(-1, heads[1:]).transpose(1, 2),
+            block.fn["to_q"](queries).unflatten(-1, heads[1:]).transpose(1, 2),
             keys.view(heads).transpose(0, 1).expand(rows, -1, -1, -1),
             values.view(heads).transpose(0, 1).expand(rows, -1, -1, -1),
         )
-        projected: Tensor = block.fn.to_out(attended.transpose(1, 2).flatten(-2))
+        projected: Tensor = block.fn["to_out"](attended.transpose(1, 2).flatten(-2))
         return projected
 
     @torch.no_grad()
@@ -136,18 +130,18 @@ class LatentAttention(nn.Module):
         products are taken in float32, a head at a time.
         """
         block: Any = self.cross_attend_blocks[0]
-        like, norm = block.fn.to_q.weight, block.norm_context
+        like, norm = block.fn["to_q"].weight, block.norm_context
         context = nn.functional.layer_norm(
             self.latents.float(), norm.normalized_shape, norm.weight.float(), norm.bias.float()
         )
         # Half at a time: at full size to_kv alone is 1 GiB in float32.
-        keys, values = (context @ half.float().T for half in block.fn.to_kv.weight.chunk(2))
+        keys, values = (context @ half.float().T for half in block.fn["to_kv"].weight.chunk(2))
         scale = self.head_dim**-0.5
         scores, outputs = [], []
         for head in range(self.heads):
             part = slice(head * self.head_dim, (head + 1) * self.head_dim)
-            scores.append(scale * keys[:, part] @ block.fn.to_q.weight[part].float())
-            outputs.append(values[:, part] @ block.fn.to_out.weight[:, part].float().T)
+            scores.append(scale * keys[:, part] @ block.fn["to_q"].weight[part].float())
+            outputs.append(values[:, part] @ block.fn["to_out"].weight[:, part].float().T)
         self.scores = _linear(torch.cat(scores), like)
         self.values = _linear(torch.cat(outputs).T, like)
         del block.fn, block.norm_context, self.latents
@@ -189,12 +183,8 @@ class NVEmbedModel(PreTrainedModel):  # type: ignore[misc]
     ) -> BaseModelOutput:
         """Return token vectors, (rows, tokens, width) as ``last_hidden_state``.
 
-        Args:
-            input_ids: (rows, tokens).
-            attention_mask: (rows, tokens), 1 at tokens and 0 at padding.
-            pool_mask: (rows, tokens), True where a vector is wanted; elsewhere it is zero. The
-                latent block treats each token by itself, so the others need not pass it.
-            kwargs: of the backbone, such as position ids.
+        All that goes in is (rows, tokens). ``pool_mask`` is True where a vector is wanted;
+        elsewhere it is zero: the latent block treats each token by itself.
         """
         backbone = self.embedding_model(
             input_ids=input_ids, attention_mask=attention_mask, **kwargs

@@ -78,9 +78,7 @@ def find_pooling(name: str) -> PoolBatch:
 def identify_pooling(name: str, source: str) -> str:
     """Return what an identity records of a user's own pooling: its name and its file's digest.
 
-    Args:
-        name: as the user named it, which loads it; or as an identity recorded it (``NAME@DIGEST``).
-        source: what names it, for messages.
+    A name as the user gave it loads its file; one of an identity (``NAME@DIGEST``) does not.
 
     Raises:
         UserError: it cannot be loaded, is no function, or has changed since it was recorded.

@@ -78,11 +78,8 @@ class PrepackedOutput(nn.Module):
 def can_prepack(dtype: torch.dtype) -> bool:
     """Return whether this machine's PyTorch multiplies prepacked weights of a type."""
     present: Any = torch.backends.mkldnn.is_available
-    return (
-        dtype == torch.bfloat16
-        and bool(present())
-        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+    here = present() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.bfloat16 and bool(here)
 
 
 def prepack(network: nn.Module) -> None:

@@ -17,7 +17,7 @@ from llmcond.encoders.spec import (
     EncoderInput,
     pools_chosen_tokens,
 )
-from llmcond.errors import LlmcondError, UserError
+from llmcond.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Tokens:
     """One input as the encoder is given it.
 
     Attributes:
-        ids: token ids, special ones included, at most as many as the encoder takes.
+        ids: special ones included, at most as many as the encoder takes.
         first, last: the pooled tokens are ``ids[first:last]``.
         n_tokens: how many there were before truncation.
         second: where the second half of a tokenizer pair begins, for models that tell the halves
@@ -53,6 +53,11 @@ class Frame:
     after: list[int]
     typed: bool = False
 
+    @property
+    def size(self) -> int:
+        """Return its number of tokens."""
+        return len(self.before) + len(self.between) + len(self.after)
+
 
 class InputTokenizer:
     """Tokenises inputs for one encoder.
@@ -78,10 +83,7 @@ class InputTokenizer:
         self._pair: Frame | None = None
 
     def __call__(self, inputs: Sequence[EncoderInput]) -> list[Tokens]:
-        """Return each input's tokens.
-
-        Args:
-            inputs: as :func:`check_inputs` has found them right.
+        """Return each input's tokens; :func:`check_inputs` has found the inputs right.
 
         Raises:
             UserError: an instruction or a context that the encoder cannot take, or one that leaves
@@ -89,21 +91,14 @@ class InputTokenizer:
         """
         pairs = self._pairs([item for item in inputs if item.context is not None])
         plain = self._plain([item for item in inputs if item.context is None])
-        rows = [next(plain if item.context is None else pairs) for item in inputs]
-        if not self._decides:
-            self._check_ends(rows)
-        return rows
+        return [next(plain if item.context is None else pairs) for item in inputs]
 
     def strings(self, tokens: Tokens) -> list[str]:
         """Return the tokens as the tokenizer writes them."""
         return [str(text) for text in self._tokenizer.convert_ids_to_tokens(tokens.ids)]
 
     def format(self, item: EncoderInput) -> str:
-        """Return the string of a plain input, with the model's own format around it.
-
-        Raises:
-            UserError: the input has an instruction, and the encoder takes none.
-        """
+        """Return the string of a plain input; see ``Encoder.format``."""
         return "".join(self._around(item))
 
     # -- plain inputs --------------------------------------------------------------------------
@@ -138,8 +133,7 @@ class InputTokenizer:
             # Each by itself, without special tokens.
             distinct = sorted({part[0] for part in parts} - {""})
             counts |= zip(distinct, map(len, self._ids(distinct)), strict=True)
-        special = len(frame.before) + len(frame.after)
-        room = self._identity.max_length - special
+        room = self._identity.max_length - frame.size
         for index, (item, part) in enumerate(zip(inputs, parts, strict=True)):
             content = encoded["input_ids"][index]
             kept = self._cut(content, room)
@@ -155,13 +149,10 @@ class InputTokenizer:
                 offsets = self._cut(encoded["offset_mapping"][index], room)
                 # Those that hold a character of the text.
                 begin, end = len(part[0]), len(part[0]) + len(part[1])
-                inside = [
-                    at
-                    for at, (start, stop) in enumerate(offsets, len(frame.before))
-                    if stop > begin and start < end
-                ]
+                places = enumerate(offsets, len(frame.before))
+                inside = [at for at, (start, stop) in places if stop > begin and start < end]
                 first, last = (inside[0], inside[-1] + 1) if inside else (0, 0)
-            yield self._checked(Tokens(ids, first, last, special + len(content), len(ids)), item)
+            yield self._checked(Tokens(ids, first, last, frame.size + len(content), len(ids)), item)
 
     # -- pairs ---------------------------------------------------------------------------------
 
@@ -176,21 +167,15 @@ class InputTokenizer:
         texts = self._ids([item.text for item in inputs])
         for item, context, text in zip(inputs, contexts, texts, strict=True):
             around = frame if item.context else self._single
-            special = len(around.before) + len(around.between) + len(around.after)
-            room = self._identity.max_length - special
+            room = self._identity.max_length - around.size
             text_ids = self._cut(text, room)
             # The text is what the vector is of, so it is the context that is cut first.
             context_ids = self._cut(context, room - len(text_ids))
-            head = [*around.before, *context_ids]
-            first = len(head) + len(around.between)
-            tokens = Tokens(
-                [*head, *around.between, *text_ids, *around.after],
-                first,
-                first + len(text_ids),
-                special + len(context) + len(text),
-                first if around.typed else special + len(context_ids) + len(text_ids),
-            )
-            yield self._checked(tokens, item)
+            head = [*around.before, *context_ids, *around.between]
+            ids, first = [*head, *text_ids, *around.after], len(head)
+            n_tokens = around.size + len(context) + len(text)
+            second = first if around.typed else len(ids)
+            yield self._checked(Tokens(ids, first, first + len(text_ids), n_tokens, second), item)
 
     def _check_pairs(self, inputs: Sequence[EncoderInput]) -> None:
         pooling = self._identity.pooling
@@ -242,16 +227,6 @@ class InputTokenizer:
                 else f"the text {item.text[:80]!r} has no tokens, so there is nothing to pool."
             )
         return tokens
-
-    def _check_ends(self, rows: Sequence[Tokens]) -> None:
-        """Stop rather than make vectors from ids without their ends, which look as good as any."""
-        before, after = self._single.before, self._single.after
-        for row in rows:
-            if row.ids[: len(before)] != before or row.ids[len(row.ids) - len(after) :] != after:
-                raise LlmcondError(
-                    f"an input of {self._name} lost its special tokens: expected "
-                    f"{self._identity.special_tokens!r}, got {self.strings(row)}."
-                )
 
     # -- special tokens ------------------------------------------------------------------------
 

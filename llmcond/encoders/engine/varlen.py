@@ -22,8 +22,7 @@ class _Run:
     """Some segments, in one call of a kernel.
 
     Attributes:
-        queries: their tokens.
-        keys: positions of their keys, often the same tokens.
+        keys: their positions, often those of the queries.
         lengths: what a kernel is told of them: where the queries and the keys of each begin and
             end, both (segments + 1,), and the most queries and the most keys of a segment.
     """
@@ -38,7 +37,6 @@ class Varlen:
     """A row for a kernel that takes segments of any length, such as FlashAttention's.
 
     Attributes:
-        runs: one behind the other.
         causal: whether a token sees what stands before it only. With more keys than queries the
             last query is aligned with the last key.
         kernel: with the signature of ``torch.nn.attention.varlen.varlen_attn``.
@@ -112,5 +110,5 @@ def varlen_kernel(device: torch.device, dtype: torch.dtype) -> Callable[..., Any
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # before PyTorch 2.10
         return None
-    kernel: Callable[..., Any] = varlen_attn
-    return kernel
+    found: Callable[..., Any] = varlen_attn
+    return found

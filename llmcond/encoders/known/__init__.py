@@ -25,7 +25,6 @@ class Package:
     """An installed Python package that carries a model's weights.
 
     Attributes:
-        name: the distribution's name.
         folder: where the checkpoint lies, relative to the place packages are installed in.
         weights_sha256: the SHA-256 that ``model.safetensors`` must have.
     """
@@ -41,20 +40,14 @@ class KnownModel:
 
     Attributes:
         repo: official name on the Hugging Face hub.
-        dim: size of its vectors.
         n_parameters: of the encoder, heads for other tasks left out.
-        licence: of the weights.
-        attention: the direction it was trained with.
         poolings: those that it may be pooled by; the first is its authors' own.
         architecture: its config.json, as far as that decides what it computes and how large it is:
             ``model_type`` and sizes. What a checkpoint of this name says itself goes before.
-        alias: a short name for the command line.
         package: an installed package to take the weights from, before the hub.
-        pool_over: which tokens are pooled; see ``EncoderIdentity``.
-        max_length: in tokens; None: as the checkpoint's files say.
-        normalize: None: as the checkpoint's files say.
+        pool_over, special_tokens: see ``EncoderIdentity``.
+        max_length, normalize: None: as the checkpoint's files say.
         instruction_format: empty where the model was not trained with instructions.
-        special_tokens: put around every input, also a truncated one; see ``EncoderIdentity``.
         no_float16: why it may not be computed in float16; empty where it may.
         gated: whether the hub asks for its terms to be accepted.
     """

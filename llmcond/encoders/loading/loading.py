@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from llmcond.encoders.checkpoints.adapter import attach, check_adapter
+from llmcond.encoders.checkpoints.adapter import attach, inject
 from llmcond.encoders.checkpoints.checkpoint import fetch_weights
 from llmcond.encoders.checkpoints.weights import load_dense, read_network
 from llmcond.encoders.loading.architecture import build_on_meta, quiet
@@ -29,8 +29,7 @@ class LoadedModel:
 
     Attributes:
         network: from token ids to token vectors.
-        dense: from pooled vectors to embeddings, in float32; often empty.
-        dim: size of the embeddings.
+        dense: from pooled vectors to embeddings of size ``dim``, in float32; often empty.
     """
 
     network: Any
@@ -71,7 +70,7 @@ def load_model(resolved: ResolvedEncoder, config: Any) -> LoadedModel:
     block: Any = getattr(network, "latent_attention_model", None)
     # What accelerate has put off to another place has no values to multiply out.
     here = block is not None and not any(value.is_meta for value in block.parameters())
-    if resolved.fold_latents and here:
+    if resolved.options.fold_latents and here:
         block.fold()
     if "device_map" not in arguments:
         network = network.to(resolved.device)
@@ -83,18 +82,12 @@ def load_model(resolved: ResolvedEncoder, config: Any) -> LoadedModel:
 def check_parts(resolved: ResolvedEncoder, network: Any) -> None:
     """Refuse an adapter that does not belong to its base, before weights are downloaded.
 
-    Args:
-        resolved: the encoder.
-        network: its architecture without memory for weights, which is used up.
-
-    Raises:
-        UserError: it is another architecture's, or peft is not installed.
-        LlmcondError: its file is broken.
+    The network has no memory for weights, and is used up. Raises as :func:`inject`.
     """
     checkpoint = resolved.checkpoint
     if checkpoint.adapter is not None:
         _drop_pooler(network, resolved)
-        check_adapter(network, checkpoint.adapter, checkpoint.name)
+        inject(network, checkpoint.adapter, checkpoint.name)
 
 
 def _read(
@@ -137,7 +130,8 @@ def _placement(resolved: ResolvedEncoder, size: Footprint) -> str:
     others = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     others += ["cpu"] if identity.quantize == "none" else []
     together = sum(available(device) for device in others)
-    if resolved.may_spread and resolved.device != "cpu" and needed <= together:
+    spreads = resolved.options.device == "auto" and resolved.device != "cpu"
+    if spreads and needed <= together:
         return "auto"
     raise _no_memory(resolved, size)
 

@@ -21,19 +21,17 @@ class Footprint:
     """The size of an encoder's weights, and of the work on a batch.
 
     Attributes:
-        n_parameters: of the checkpoint.
         n_quantized: of them, those that 8 and 4 bit make small.
         n_quantized_rows: rows of their matrices; 8 bit keeps a scale for each.
         n_folded: those that NV-Embed-v2's folding takes away after loading.
-        width, inner: sizes of a token's vector and of the feed-forward layer between.
+        per_token: numbers that a forward pass keeps for a token, about.
     """
 
     n_parameters: int
     n_quantized: int
     n_quantized_rows: int
     n_folded: int
-    width: int
-    inner: int
+    per_token: int
 
     def weights(self, dtype: Dtype, quantize: str) -> int:
         """Return the bytes that the weights take once they are loaded."""
@@ -52,7 +50,7 @@ class Footprint:
 
     def batch(self, dtype: Dtype, tokens: int) -> int:
         """Return about how many bytes a forward pass over so many tokens adds."""
-        return tokens * _token_bytes(self.width, self.inner, dtype)
+        return tokens * self.per_token * _BYTES[dtype]
 
 
 def footprint(model: nn.Module) -> Footprint:
@@ -62,8 +60,6 @@ def footprint(model: nn.Module) -> Footprint:
         for name, module in model.named_modules()
         if type(module) is nn.Linear and not any(part in name for part in POOLS)
     ]
-    config: Any = model.config
-    width, inner = _widths(config)
     n_folded = 0  # what folding saves on balance
     block: Any = getattr(model, "latent_attention_model", None)
     if block is not None:
@@ -76,31 +72,22 @@ def footprint(model: nn.Module) -> Footprint:
         n_quantized=sum(module.weight.numel() for module in linear),
         n_quantized_rows=sum(module.out_features for module in linear),
         n_folded=n_folded,
-        width=width,
-        inner=inner,
+        per_token=_per_token(model.config),
     )
 
 
 def tokens_that_fit(config: Any, dtype: Dtype, device: str, concurrency: int) -> int:
     """Return about how many tokens a batch may have, so that half of the free memory is left.
 
-    Args:
-        config: of the architecture; its weights are loaded already.
-        dtype: computed in.
-        device: ``cpu`` or ``cuda:N``.
-        concurrency: batches that are computed at the same time.
+    Its weights are loaded already, and ``concurrency`` batches are computed at the same time.
     """
-    size = _token_bytes(*_widths(config), dtype)
-    return max(1, available(device) // 2 // (size * concurrency))
+    size = _per_token(config) * _BYTES[dtype] * concurrency
+    return max(1, available(device) // 2 // size)
 
 
-def _widths(config: Any) -> tuple[int, int]:
+def _per_token(config: Any) -> int:
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return int(config.hidden_size), int(inner)
-
-
-def _token_bytes(width: int, inner: int, dtype: Dtype) -> int:
-    return (8 * width + 3 * inner) * _BYTES[dtype]
+    return 8 * int(config.hidden_size) + 3 * int(inner)
 
 
 def available(device: str) -> int:

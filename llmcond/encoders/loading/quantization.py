@@ -26,25 +26,18 @@ def quantization(quantize: str, dtype: Dtype) -> BitsAndBytesConfig:
     require(f"quantize is {quantize!r}", "bitsandbytes", "accelerate")
     # It warns of every product that it casts, and of faster kernels that it would download.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    skip = list(POOLS)
-    if quantize == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip)
     return BitsAndBytesConfig(
-        load_in_4bit=True,
+        load_in_8bit=quantize == "8bit",
+        load_in_4bit=quantize == "4bit",
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=TORCH_DTYPES[dtype],
-        llm_int8_skip_modules=skip,
+        llm_int8_skip_modules=list(POOLS),
     )
 
 
 def require(what: str, *names: str, extra: str = "quantize") -> None:
-    """Refuse what needs libraries that are not installed.
-
-    Args:
-        what: that needs them.
-        names: of the libraries.
-        extra: of ours that installs them.
+    """Refuse what needs libraries that are not installed, which an ``extra`` of ours brings.
 
     Raises:
         UserError: naming them, and what installs them.

@@ -27,6 +27,7 @@ from llmcond.encoders.checkpoints.adapter import (
     WEIGHTS,
     Tuned,
     attach,
+    inject,
     read_tuned,
     write_tuned,
 )
@@ -1064,10 +1065,8 @@ def test_run_of_an_adapter_finds_it_again(tuned, tmp_path, capsys, monkeypatch, 
 
 
 def test_whether_an_adapter_fits_is_seen_without_weights(bert):
-    from llmcond.encoders.checkpoints.adapter import check_adapter
-
     base, folder = bert
     network = build_on_meta(load_config(resolve(str(base), CPU).checkpoint))
     network.pooler = None
-    check_adapter(network, folder, "x")
+    inject(network, folder, "x")
     assert all(weight.is_meta for weight in network.parameters())

@@ -21,7 +21,7 @@ from helpers.identities import IDENTITY
 from safetensors.torch import load_file, save_file
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
-from llmcond.encoders.checkpoints.checkpoint import fetch_weights, has_weights
+from llmcond.encoders.checkpoints.checkpoint import dense_folders, fetch_weights, has_weights
 from llmcond.encoders.checkpoints.settings import Settings
 from llmcond.encoders.encoder import load_encoder
 from llmcond.errors import LlmcondError, UserError
@@ -145,7 +145,7 @@ def test_modules_outside_of_the_checkpoint_are_refused(folder):
 
 def test_dense_layers_are_found_in_their_order(folder):
     add_modules(folder, {"pooling_mode": "mean"}, "Dense", "Dense", "Normalize")
-    assert settle(folder).dense == ("2_Dense", "3_Dense")
+    assert dense_folders(folder) == ["2_Dense", "3_Dense"]
     assert settle(folder).identity.normalize is True
 
 

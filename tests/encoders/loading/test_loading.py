@@ -498,7 +498,8 @@ def test_several_devices_are_used_where_one_is_too_small(
     if quantize != "none":
         pytest.importorskip("bitsandbytes")
     resolved = resolve(str(bert), replace(CPU, quantize=quantize))
-    resolved = replace(resolved, device="cuda:0", may_spread=spread)
+    chosen = replace(resolved.options, device="auto" if spread else "cuda:0")
+    resolved = replace(resolved, device="cuda:0", options=chosen)
     free(**devices)
     config = load_config(resolved.checkpoint)
     expected = FetchedError if fits else LlmcondError
