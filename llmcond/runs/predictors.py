@@ -84,6 +84,22 @@ def check_scorable(rows: Rows, run: Run, other: bool, predictions: bool = False)
         log.warning(f"{leaked:,} sentence pairs of {rows.file} are in the run's train split")
 
 
+def unscored(predictor: Predictor, split: str, task: str = DEFAULT_TASK) -> Result:
+    """Return the result of a predictor on a split, without figures."""
+    head = predictor.head
+    return Result(
+        name=predictor.name,
+        head=predictor.recipe,
+        prompts=tuple(prompt.name for prompt in predictor.view.prompts),
+        subtract=predictor.view.subtracts,
+        split=split,
+        task=task,
+        dim=head.dim_out if head else None,
+        seeds=(head.seed,) if head else (),
+        fits=(head.fit.record,) if head else (),
+    )
+
+
 def results_of(
     predictors: Sequence[Predictor],
     similarity: Sequence[NDArray[np.float32]],
@@ -98,22 +114,7 @@ def results_of(
     ``similarity`` are (n,) finite predictions of each, of rows that are called ``split``. With 0
     ``resamples`` of the bootstrap there are no intervals.
     """
-    described = []
-    for predictor in predictors:
-        head = predictor.head
-        described.append(
-            Result(
-                name=predictor.name,
-                head=predictor.recipe,
-                prompts=tuple(prompt.name for prompt in predictor.view.prompts),
-                subtract=predictor.view.subtracts,
-                split=split,
-                task=task,
-                dim=head.dim_out if head else None,
-                seeds=(head.seed,) if head else (),
-                fits=(head.fit.record,) if head else (),
-            )
-        )
+    described = [unscored(predictor, split, task) for predictor in predictors]
     seeded = [own[None] for own in similarity]
     return Results(tuple(score(described, seeded, rows, metrics, resamples)))
 
