@@ -1,7 +1,6 @@
 """Extraction: nothing twice, nothing lost, and the same bits however often it is interrupted."""
 
 import json
-import multiprocessing
 import random
 import resource
 import shutil
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import checkpoints
+from helpers.processes import FORKING
 from safetensors.torch import load_file, save_file
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
@@ -26,10 +26,6 @@ from llmcond.features.store import FeatureStore
 OPTIONS = EncoderOptions(dtype="float32", device="cpu", max_tokens_per_batch=128)
 CHUNK = 16
 WINDOW = 64
-
-# A server that has imported everything forks each worker: a fresh process in milliseconds.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["test_extract", "transformers.models.bert.modeling_bert"])
 
 
 def make_inputs(n, seed=0):
@@ -170,8 +166,8 @@ def work_on_stream(checkpoint, root, inputs, connection, log):
 
 def start(*arguments, target=work):
     """Start a worker; it stands where its encoder is loaded."""
-    ours, theirs = PROCESSES.Pipe()
-    process = PROCESSES.Process(target=target, args=(*arguments[:3], theirs, *arguments[3:]))
+    ours, theirs = FORKING.Pipe()
+    process = FORKING.Process(target=target, args=(*arguments[:3], theirs, *arguments[3:]))
     process.start()
     theirs.close()
     assert ours.recv() == "ready"
@@ -308,11 +304,16 @@ def test_killed_extractions_resume_to_the_same_bits(tmp_path, checkpoint, undist
     store = open_store(tmp_path, checkpoint)
     sizes = []
     partial = set()
-    # How far an extraction gets before it is killed depends on how busy the machine is.
+    versions = store.folder / "vectors.lance" / "_versions"
+    # How far an extraction gets before it is killed depends on how busy the machine is: it is given
+    # until it has stored something, and a little more.
     while len(partial) < 4 and len(sizes) < 60:
         process, connection = start(checkpoint, tmp_path, INPUTS)
+        before = len(list(versions.glob("*")))
         connection.send("go")
-        time.sleep(draw.uniform(0, 0.08))
+        while process.is_alive() and len(list(versions.glob("*"))) == before:
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.01))
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL

@@ -1,12 +1,10 @@
 """Training an encoder and a head together: order, exact resumption, what comes out, bad input."""
 
 import json
-import os
+import resource
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers.commands import ok, refused
+from helpers.processes import Command
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModel
@@ -220,31 +219,25 @@ def test_accumulated_parts_give_the_gradients_of_the_whole(tiny, data, tmp_path)
 
 
 def test_a_killed_process_goes_on_and_ends_bit_equal(tiny, data, tmp_path):
-    command = [sys.executable, "-m", "llmcond", "train-lora", "--model", str(tiny)]
-    command += ["--data", str(data), "--head", "mlp", "--dim", "8", "--epochs", "20"]
-    command += "--pooling mean --batch-size 8 --checkpoint-steps 7 --rank 4".split()
+    command = ["train-lora", "--model", tiny, "--data", data, "--head", "mlp", "--dim", "8"]
+    command += "--epochs 8 --pooling mean --batch-size 8 --checkpoint-steps 7 --rank 4".split()
     command += ["--early-stopping-patience", "99"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def start(folder):
-        return subprocess.Popen(
-            [*command, "--run", str(folder)], env=environment, stderr=subprocess.PIPE, text=True
-        )
+        return Command(tmp_path / f"{folder.name}-printed", [*command, "--run", folder])
 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    process = start(killed)
-    deadline = time.monotonic() + 120
-    while not (killed / "training" / STATE).is_file() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    process = start(killed).process
+    while not (killed / "training" / STATE).is_file() and process.is_alive():
+        time.sleep(0.002)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert not (killed / "training.json").exists()
 
     for folder in (killed, whole):
-        process = start(folder)
-        said = process.communicate(timeout=120)[1]
-        assert process.returncode == 0, said
+        status, _, said = start(folder).finish()
+        assert status == 0, said
         assert ("from step" in said) == (folder is killed)
     for name in ("adapter_model.safetensors", "heads/mlp@concat-sent-cond+c/head.safetensors"):
         assert digest_file(killed / name) == digest_file(whole / name)
@@ -554,36 +547,32 @@ def test_a_loss_that_is_no_number_stops_and_keeps_what_was_good(train, tmp_path)
     assert (state.folder / STATE).is_file()
 
 
+def limit_files_from_step_4():
+    """Let files grow no further from the second checkpoint on, as on a full disk."""
+    save = StateFolder.save
+
+    def limited(self, progress, tensors):
+        if progress.step == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        save(self, progress, tensors)
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    StateFolder.save = limited
+
+
 def test_a_full_disk_keeps_the_checkpoint_before(tiny, data, tmp_path):
     """A limit on file size stands in for a full disk: the write fails in the same place."""
     arguments = f"train-lora --model {tiny} --data {data} --run {tmp_path / 'r'} --head none"
     arguments += " --pooling mean --batch-size 8 --checkpoint-steps 2 --epochs 2 --rank 8"
-    script = (
-        "import resource, sys; import llmcond.finetune.state as state; from llmcond.cli import run;"
-        "save = state.StateFolder.save\n"
-        "def limited(self, progress, tensors):\n"
-        "    if progress.step == 4:\n"
-        "        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))\n"
-        "    save(self, progress, tensors)\n"
-        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "state.StateFolder.save = limited\n"
-        f"sys.exit(run({arguments.split()!r}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2, done.stderr
-    assert "the disk is full" in done.stderr
-    assert "Traceback" not in done.stderr
+    limited = Command(tmp_path / "printed", arguments.split(), first=limit_files_from_step_4)
+    status, _, said = limited.finish()
+    assert status == 2, said
+    assert "the disk is full" in said
+    assert "Traceback" not in said
     assert sorted(path.name for path in (tmp_path / "r" / "training").iterdir()) == [STATE]
-    again = subprocess.run(
-        [sys.executable, "-m", "llmcond", *arguments.split()],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert again.returncode == 0, again.stderr
-    assert "from step 2" in again.stderr
+    status, _, said = Command(tmp_path / "printed", arguments.split()).finish()
+    assert status == 0, said
+    assert "from step 2" in said
 
 
 def test_a_damaged_checkpoint_is_told(tiny, data, tmp_path):
@@ -607,19 +596,17 @@ def test_two_processes_train_as_one_with_two_parts(tiny, data, tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # As torchrun and accelerate launch start them.
-    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "llmcond", *arguments.split(), "--run", str(tmp_path / "two")],
-            env={**os.environ, **told, "OMP_NUM_THREADS": "1", "RANK": rank, "LOCAL_RANK": rank},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        Command(
+            tmp_path / rank,
+            [*arguments.split(), "--run", tmp_path / "two"],
+            {**launched, "RANK": rank, "LOCAL_RANK": rank},
         )
         for rank in "01"
     ]
-    (out, err), (other, other_err) = (process.communicate(timeout=180) for process in processes)
-    assert [process.returncode for process in processes] == [0, 0], err + other_err
+    (status, out, err), (other_status, other, other_err) = (one.finish() for one in processes)
+    assert (status, other_status) == (0, 0), err + other_err
     assert other == ""
     together = json.loads(out)
     assert (

@@ -1,5 +1,6 @@
 """Finding a checkpoint, settling its settings, and telling it from every other one."""
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -9,21 +10,24 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 import torch
 from helpers.identities import IDENTITY
+from helpers.processes import FORKING
 from safetensors.torch import load_file, save_file
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.checkpoints.checkpoint import dense_folders, fetch_weights, has_weights
 from llmcond.encoders.checkpoints.settings import Settings
-from llmcond.encoders.encoder import load_encoder
+from llmcond.encoders.encoder import Encoder, load_encoder
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_file
 
@@ -943,39 +947,41 @@ def hub(tiny_checkpoint, tmp_path_factory):
         yield url
 
 
-FIND = textwrap.dedent("""
-    import json, sys, time
-    from llmcond.encoders import EncoderOptions, resolve
-    from llmcond.errors import LlmcondError
+def find(environment, name, revision, action, connection):
+    """Resolve or load a model in a process of its own, which reads the hub's settings anew."""
+    os.environ.update(environment)
+    importlib.reload(huggingface_hub.constants)
     time.sleep = lambda seconds: None  # between one try to download and the next
-    name, revision, action = sys.argv[1:]
     try:
         resolved = resolve(name, EncoderOptions(device="cpu", revision=revision or None))
         folder = resolved.checkpoint.folder
         before = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*"))
         if action == "load":
-            from llmcond.encoders.encoder import Encoder
             Encoder(resolved)
     except LlmcondError as error:
-        print(json.dumps({"code": error.exit_code, "error": str(error)}))
+        connection.send({"code": error.exit_code, "error": str(error)})
     else:
         files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*"))
         about = {"folder": str(folder), "pooling": resolved.identity.pooling}
         about |= {"weights": resolved.identity.weights, "before": before, "files": files}
-        print(json.dumps(about))
-""")
+        connection.send(about)
+
+
 #: Nothing listens there.
 NOWHERE = "http://127.0.0.1:9"
 
 
 def ask(endpoint, home, name, revision="", action="resolve"):
-    proxies = {"http_proxy", "https_proxy", "all_proxy", "hf_hub_offline"}
-    environment = {key: value for key, value in os.environ.items() if key.lower() not in proxies}
-    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
-    command = [sys.executable, "-c", FIND, name, revision, action]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    environment = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "")
+    environment |= {key.upper(): value for key, value in environment.items()}
+    environment |= {"HF_HUB_OFFLINE": "", "HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
+    ours, theirs = FORKING.Pipe()
+    process = FORKING.Process(target=find, args=(environment, name, revision, action, theirs))
+    process.start()
+    theirs.close()
+    found = ours.recv()
+    process.join()
+    return found
 
 
 @pytest.fixture(scope="module")
