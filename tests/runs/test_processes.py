@@ -2,10 +2,7 @@
 
 import json
 import multiprocessing
-import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -16,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from helpers.processes import Command
 
 from llmcond.cli import run
 from llmcond.data.datasets import DataOptions
@@ -129,22 +127,15 @@ def nobody_commits_until(folder, ready):
 
 def command(model, folder, *more):
     return [
-        *(sys.executable, "-m", "llmcond", "extract", "--model", model, "--run", str(folder)),
-        *("--device", "cpu", "--dtype", "float32", "--pooling", "mean", "--normalize", "--json"),
-        *more,
+        *("extract", "--model", model, "--run", folder, "--device", "cpu", "--dtype", "float32"),
+        *("--pooling", "mean", "--normalize", "--json", *more),
     ]
 
 
-def launch(rank, arguments):
+def launch(rank, folder, arguments):
     """Start a command as torchrun starts each of two processes."""
     environment = {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": "2"}
-    return subprocess.Popen(
-        arguments,
-        env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return Command(folder / f"printed-{rank}", arguments, environment)
 
 
 # -- inputs ----------------------------------------------------------------------------------------
@@ -206,8 +197,8 @@ def test_a_worker_that_is_killed_leaves_its_part_to_the_other(caplog, two_cores,
 def test_wrong_numbers_of_workers_are_one_clear_line(
     capsys, two_cores, model, data, tmp_path, workers, expected
 ):
-    arguments = command(model, tmp_path / "run", "--data", str(data), "--workers", workers)
-    assert run(arguments[3:]) == 2
+    arguments = command(model, tmp_path / "run", "--data", data, "--workers", workers)
+    assert run([str(argument) for argument in arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     (line,) = [line for line in captured.err.splitlines() if "error" in line]
@@ -219,24 +210,20 @@ def test_wrong_numbers_of_workers_are_one_clear_line(
 # -- launched processes ----------------------------------------------------------------------------
 
 
-def test_a_launched_process_of_another_rank_joins_and_says_nothing(model, own, alone):
-    process = launch(1, command(model, own, "--prompt", PROMPT))
-    assert process.communicate(timeout=120) == ("", "")
-    assert process.returncode == 0
+def test_a_launched_process_of_another_rank_joins_and_says_nothing(model, own, alone, tmp_path):
+    process = launch(1, tmp_path, command(model, own, "--prompt", PROMPT))
+    assert process.finish() == (0, "", "")
     assert PROMPT in open_run(own).prompts()
     np.testing.assert_allclose(vectors_of(own), vectors_of(alone), rtol=0, atol=1e-6)
 
 
 def test_processes_that_are_launched_together_make_one_whole_run(model, data, tmp_path, alone):
-    arguments = (str(data), "--prompt", PROMPT, "--store-dtype", "float32")
-    started = [
-        launch(rank, command(model, tmp_path / "run", "--data", *arguments)) for rank in (0, 1)
-    ]
-    (first, first_notes), (second, second_notes) = (
-        process.communicate(timeout=120) for process in started
-    )
-    assert [process.returncode for process in started] == [0, 0], first_notes + second_notes
+    folder, options = tmp_path / "run", ("--prompt", PROMPT, "--store-dtype", "float32")
+    arguments = command(model, folder, "--data", data, *options)
+    started = [launch(rank, tmp_path, arguments) for rank in (0, 1)]
+    (status, first, notes), (other, second, other_notes) = (one.finish() for one in started)
+    assert (status, other) == (0, 0), notes + other_notes
     assert json.loads(first)["prompts"][PROMPT]["n_inputs"] == 4_002
     assert second == ""
-    np.testing.assert_allclose(vectors_of(tmp_path / "run"), vectors_of(alone), rtol=0, atol=1e-6)
-    assert run(["fit-head", "--head", "pca", "--dim", "4", "--run", str(tmp_path / "run")]) == 0
+    np.testing.assert_allclose(vectors_of(folder), vectors_of(alone), rtol=0, atol=1e-6)
+    assert run(["fit-head", "--head", "pca", "--dim", "4", "--run", str(folder)]) == 0
