@@ -2,6 +2,7 @@
 
 import csv
 import json
+import resource
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import checkpoints
 from helpers.commands import ok, refused
+from helpers.processes import Command
 
 import llmcond
 import llmcond.config
@@ -606,35 +608,24 @@ def test_several_heads_of_a_name(capsys, own_run):
     )["subtract"]
 
 
-def test_a_full_disk_loses_nothing(own_run, tiny, write_rows, small_rows):
+def let_no_file_grow():
+    """Let no file have more than a page, as on a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+
+def test_a_full_disk_loses_nothing(own_run, tiny, tmp_path):
     """A limit on file size stands in for a full disk: the write fails in the same place."""
-    code = (
-        "import resource, signal, sys; from llmcond.cli import run\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-        "sys.exit(run(sys.argv[1:]))"
-    )
     before = sorted(path for path in own_run.rglob("*") if "claims" not in path.parts)
-    arguments = [
-        "extract",
-        "--model",
-        tiny,
-        "--run",
-        str(own_run),
-        "--dtype",
-        "float32",
-        "--prompt",
-        "concat-cond-sent",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "the disk is full" in done.stderr
-    assert "Traceback" not in done.stderr
+    arguments = f"extract --model {tiny} --run {own_run} --dtype float32 --prompt concat-cond-sent"
+    limited = Command(tmp_path / "printed", arguments.split(), first=let_no_file_grow)
+    status, _, said = limited.finish()
+    assert status == 2
+    assert "the disk is full" in said
+    assert "Traceback" not in said
     assert set(before) <= set(own_run.rglob("*"))
     assert run(["fit-head", "--head", "pca", "--dim", "4", "--run", str(own_run)]) == 0
-    assert run(arguments) == 0
+    assert run(arguments.split()) == 0
 
 
 def test_nan_names_the_row(capsys, tiny_checkpoint, write_rows, small_rows):
