@@ -106,6 +106,8 @@ def test_a_single_file_is_split_by_pair_and_compared(capsys, tiny, write_rows, s
         "--seeds",
         "1",
         "--plain",
+        "--workers",
+        "1",
         "--device",
         "cpu",
         "--run",

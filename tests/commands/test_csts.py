@@ -24,7 +24,7 @@ def results(csts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[
     pd.read_csv(csts / "train.csv").head(3_000).to_csv(data / "train.csv", index=False)
     shutil.copy(csts / "dev.csv", data)
     extract("minilm", EncoderOptions(device="cpu"), run, DataOptions(str(data)))
-    fit_head(run, "mlp", changes={"epochs": "45"})
+    fit_head(run, "mlp", changes={"epochs": "30"})
     return {(row.head, row.subtract): row.to_json() for row in evaluate(run)}
 
 

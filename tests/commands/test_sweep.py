@@ -249,19 +249,11 @@ def test_results_are_those_of_single_fits(capsys, own, head, prompt, settings, v
             assert row[score] == mean
 
 
-def test_metrics_of_ones_own_are_computed_in_every_process(capsys, own):
-    Path("mine.py").write_text("def size(prediction, rating, group):\n    return len(prediction)\n")
-    rows, _ = swept(capsys, own, *DIMS, "--metric", "mine.py:size", workers=2)
-    for row in rows:
-        assert (row["size"], row["size_sd"], row["size_ci"]) == (12, 0, [12, 12])
-    _, told = swept(capsys, own, *DIMS)
-    assert "4 fits, 4 of them done before" in told
-
-
 def test_several_processes_give_the_same(capsys, two_prompts, own, tmp_path):
-    """Also of a recipe in a file, by a relative path."""
+    """Also of a recipe and of a metric in files, by relative paths."""
+    Path("mine.py").write_text("def size(prediction, rating, group):\n    return len(prediction)\n")
     arguments = ("--head", "small.toml", "linear", "--vary", "dim=2,4", "--seeds", 2)
-    arguments = (*arguments, "--set", "epochs=2")
+    arguments = (*arguments, "--set", "epochs=2", "--metric", "mine.py:size")
     alone, _ = swept(capsys, own, *arguments, prompt=BOTH)
     other = shutil.copytree(two_prompts, tmp_path / "other")
     threads = os.environ.get("OMP_NUM_THREADS")
@@ -278,6 +270,10 @@ def test_several_processes_give_the_same(capsys, two_prompts, own, tmp_path):
     key = ("name", "settings", "seeds", "best_epochs", "dim")
     by_name = sorted(str([row[k] for k in key]) for row in alone)
     assert sorted(str([row[k] for k in key]) for row in together) == by_name
+    for row in together:
+        assert (row["size"], row["size_sd"], row["size_ci"]) == (12, 0, [12, 12])
+    _, told = swept(capsys, other, *arguments[:-2], prompt=BOTH)
+    assert "8 fits, 8 of them done before" in told
 
 
 def scored(monkeypatch, scores):

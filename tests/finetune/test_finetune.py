@@ -220,7 +220,7 @@ def test_accumulated_parts_give_the_gradients_of_the_whole(tiny, data, tmp_path)
 
 def test_a_killed_process_goes_on_and_ends_bit_equal(tiny, data, tmp_path):
     command = ["train-lora", "--model", tiny, "--data", data, "--head", "mlp", "--dim", "8"]
-    command += "--epochs 8 --pooling mean --batch-size 8 --checkpoint-steps 7 --rank 4".split()
+    command += "--epochs 5 --pooling mean --batch-size 8 --checkpoint-steps 7 --rank 4".split()
     command += ["--early-stopping-patience", "99"]
 
     def start(folder):

@@ -557,8 +557,7 @@ def faults(tab):
     return [fault for fault in found if fault["impact"] in ("serious", "critical")]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1_280])
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1_280, "light")])
 def test_a_browser_shows_it_without_complaint(browser, files, width, scheme):
     with opened(browser, files / "full.html", width, scheme) as tab:
         assert sideways(tab) == [0, []]
