@@ -1,6 +1,6 @@
 """The method on real data: re-annotated C-STS with the real small encoder.
 
-No figure here comes from data that the project made itself. Heads are fitted on a quarter of the
+No figure here comes from data that the project made itself. Heads are fitted on a part of the
 training rows; docs/results.md has what all of them give.
 """
 
@@ -21,7 +21,7 @@ from llmcond.workflows.fit import fit_head
 def results(csts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], dict]:
     data, run = (tmp_path_factory.mktemp("csts") / name for name in ("data", "run"))
     data.mkdir()
-    pd.read_csv(csts / "train.csv").head(3_000).to_csv(data / "train.csv", index=False)
+    pd.read_csv(csts / "train.csv").head(2_000).to_csv(data / "train.csv", index=False)
     shutil.copy(csts / "dev.csv", data)
     extract("minilm", EncoderOptions(device="cpu"), run, DataOptions(str(data)))
     fit_head(run, "mlp", changes={"epochs": "30"})
@@ -36,10 +36,10 @@ def test_subtraction_helps_zero_shot(results):
 
 
 def test_an_mlp_learns_what_zero_shot_lacks(results):
-    """It gave 0.413 and 0.724, where zero-shot has 0.095 and 0.539."""
+    """It gave a Spearman of 0.40, where zero-shot has 0.09."""
     mlp = results["mlp", True]
-    assert mlp["spearman"] > 0.37
-    assert mlp["accuracy"] > 0.69
+    assert mlp["spearman"] > 0.35
+    assert mlp["accuracy"] > 0.68
 
 
 def test_unrated_rows_are_dropped_and_counted(results):

@@ -49,6 +49,9 @@ QUANTISED = {
 #: A BERT that reads pairs, which SimCSE's own pooling does not take.
 PAIRS = Case("simcse-bert", options={"pooling": "mean"})
 SHARING = [name for name, case in CASES.items() if case.shares]
+#: A case of each architecture, for what pooling and settings make no difference to.
+ARCHITECTURES = ["sfr", "gte-qwen2", "qwen3", "gemma-wider", "e5-xlm-r", "simcse-roberta"]
+ARCHITECTURES += ["simcse-bert", "nv-embed", "nv-embed-unfolded"]
 
 DECODER = [
     *(f"self_attn.{name}_proj" for name in "qkvo"),
@@ -451,6 +454,7 @@ def test_texts_encoded_once_have_the_gradients_of_each_by_itself(prepare, name, 
     once_is_each(TASKS_OF_HEADS[task], prepare(name))
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_has_the_gradients_of_each_text_by_itself(prepare, name):
     once_is_each(TASKS_OF_HEADS["hypernet-joint"], prepare(name))
 
@@ -581,6 +585,7 @@ def adapters_alone_learn(trainable, case, task):
     return base
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_adapters_alone_learn_on_every_architecture(name, prepare):
     case, trainable = CASES[name], prepare(name)
     base = adapters_alone_learn(trainable, case, Task())
@@ -724,6 +729,7 @@ def moved(trainable, items, expected):
     return differ(before, expected)
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_saved_adapter_gives_the_vectors_of_the_trained_network(name, prepare, tmp_path):
     trainable = prepare(name)
     learnt(trainable)
@@ -741,6 +747,7 @@ def test_saved_adapter_gives_the_vectors_of_the_trained_network(name, prepare, t
     assert moved(trainable, items, expected)
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_merged_adapter_gives_the_vectors_of_the_trained_network(name, prepare, tmp_path):
     trainable = prepare(name)
     learnt(trainable)
@@ -768,6 +775,7 @@ def plain(trainable, folder):
         assert torch.equal(value, theirs[key]), key
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_fully_trained_encoder_is_saved_whole(name, prepare, tmp_path):
     trainable = prepare(name, **FULL)
     learnt(trainable)
