@@ -152,11 +152,11 @@ def _coerced(value: Any, hint: Any, flag: str) -> Any:
         raise UserError(
             f"{flag} is {value!r}. {nearest(str(value), legal)} Legal: {', '.join(legal)}."
         )
+    if origin in (Sequence, tuple, Mapping) and isinstance(value, (str, Path)):
+        value = (value,)
     if origin is Mapping:
         pairs = value if isinstance(value, Mapping) else key_values(value, flag)
         return {str(key): _text(one) for key, one in pairs.items()}
-    if origin in (Sequence, tuple) and isinstance(value, (str, Path)):
-        value = (value,)
     if origin is Sequence and isinstance(value, Iterable):
         return tuple(_coerced(one, get_args(kind)[0], flag) for one in value)
     return value

@@ -24,8 +24,8 @@ from llmcond.errors import UserError, nearest
 from llmcond.options import option
 
 
-def _option(default: Any = None, **told: Any) -> Any:
-    return option(default, group="encoder", **told)
+def _option(default: Any = None, **spec: Any) -> Any:
+    return option(default, group="encoder", **spec)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,6 +66,7 @@ def test_flags_are_read_by_the_types_of_the_fields():
     )
     assert given.into == Path("here")
     assert given.rank == 0
+    assert _Paint(wall="w", set="b=c=d").set == {"b": "c=d"}
     assert parsed("w") == _Paint(wall="w")
     assert parsed("w", "--no-gloss") == _Paint(wall="w")
 
