@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 from llmcond.errors import UserError
@@ -39,6 +41,19 @@ def choose_device(device: str) -> str:
             "or install a CUDA build of PyTorch."
         )
     return f"cuda:{index}"
+
+
+def processes(*modules: str) -> BaseContext:
+    """Return a context whose processes are forked by a server that has imported modules.
+
+    So they are imported once, however many processes there are. They may not start threads, as
+    Lance does. Where there is no such server, as on Windows, each process starts on its own.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*modules])
+    return context
 
 
 def native_bfloat16() -> bool:

@@ -3,7 +3,9 @@
 import csv
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,12 @@ def pytest_configure() -> None:
 
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+
+
+def pytest_collection_finish() -> None:
+    """Start the server that forks all processes of tests: the product would have it import less."""
+    if "helpers.processes" in sys.modules:
+        forkserver.ensure_running()
 
 
 @pytest.fixture(scope="module")

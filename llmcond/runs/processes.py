@@ -23,6 +23,7 @@ from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import SplitInputs
 from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.run import open_run
+from llmcond.system import processes
 
 _JOIN_SECONDS = 60
 
@@ -59,7 +60,7 @@ def worker_processes(
 
     threads, device = torch.get_num_threads(), resolved.device
     share = max(1, threads // workers)
-    context = multiprocessing.get_context("spawn")
+    context = processes("llmcond.encoders.encoder")
     started: list[Any] = []
 
     def start() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import os
 import signal
 import threading
@@ -32,7 +31,7 @@ from llmcond.runs import Run, SavedHead, head_name, open_run
 from llmcond.runs.features import Features
 from llmcond.runs.predictors import predict, results_of
 from llmcond.runs.provenance import provenance
-from llmcond.system import choose_device
+from llmcond.system import choose_device, processes
 
 #: Of the files that trials are kept in; another one is fitted again.
 _FORMAT = 2
@@ -289,7 +288,7 @@ def _records(
 @contextmanager
 def _processes(job: _Job, count: int, threads: int) -> Iterator[ProcessPoolExecutor]:
     """Start processes that fit; they end with the block, whatever they are at then."""
-    context = multiprocessing.get_context("spawn")
+    context = processes("llmcond.heads")
     held, end = context.Pipe(duplex=False)
     # Cores that two processes share make both several times slower; numbers of threads are read
     # when libraries are loaded.

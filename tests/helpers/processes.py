@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-FORKING = multiprocessing.get_context("forkserver")
-FORKING.set_forkserver_preload(
-    [
-        "helpers.processes",
-        "lance",
-        "llmcond.encoders.encoder",
-        "transformers.models.bert.modeling_bert",
-    ]
+from llmcond.system import processes
+
+FORKING = processes(
+    "lance",
+    "llmcond.encoders.encoder",
+    "llmcond.runs.trials",
+    "transformers.models.bert.modeling_bert",
 )
 
 
