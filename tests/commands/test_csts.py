@@ -1,10 +1,9 @@
 """The method on real data: re-annotated C-STS with the real small encoder.
 
-No figure here comes from data that the project made itself. Heads are fitted on a part of the
-training rows; docs/results.md has what all of them give.
+No figure here comes from data that the project made itself. These are a part of its rows;
+docs/results.md has what all of them give.
 """
 
-import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -21,8 +20,8 @@ from llmcond.workflows.fit import fit_head
 def results(csts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], dict]:
     data, run = (tmp_path_factory.mktemp("csts") / name for name in ("data", "run"))
     data.mkdir()
-    pd.read_csv(csts / "train.csv").head(2_000).to_csv(data / "train.csv", index=False)
-    shutil.copy(csts / "dev.csv", data)
+    for name, n in (("train", 1_200), ("dev", 800)):
+        pd.read_csv(csts / f"{name}.csv").head(n).to_csv(data / f"{name}.csv", index=False)
     extract("minilm", EncoderOptions(device="cpu"), run, DataOptions(str(data)))
     fit_head(run, "mlp", changes={"epochs": "30"})
     return {(row.head, row.subtract): row.to_json() for row in evaluate(run)}
@@ -36,7 +35,7 @@ def test_subtraction_helps_zero_shot(results):
 
 
 def test_an_mlp_learns_what_zero_shot_lacks(results):
-    """It gave a Spearman of 0.40, where zero-shot has 0.09."""
+    """It gave a Spearman of 0.48, where zero-shot has 0.12."""
     mlp = results["mlp", True]
     assert mlp["spearman"] > 0.35
     assert mlp["accuracy"] > 0.68
@@ -44,4 +43,4 @@ def test_an_mlp_learns_what_zero_shot_lacks(results):
 
 def test_unrated_rows_are_dropped_and_counted(results):
     for row in results.values():
-        assert (row["split"], row["n"], row["n_dropped"]) == ("dev", 1_830, 154)
+        assert (row["split"], row["n"], row["n_dropped"]) == ("dev", 706, 94)

@@ -21,7 +21,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from helpers.identities import IDENTITY
-from helpers.processes import FORKING
+from helpers.processes import FORKING, Command
 from safetensors.torch import load_file, save_file
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
@@ -602,25 +602,25 @@ def test_code_for_other_tasks_is_not_asked_for(qwen):
 
 
 def test_code_of_a_checkpoint_is_never_run(folder, tmp_path):
-    marker = tmp_path / "ran"
+    marker, answers = tmp_path / "ran", tmp_path / "answers"
     source = f"from pathlib import Path\nPath({str(marker)!r}).touch()\n"
     (folder / "modeling_nvembed.py").write_text(source)
     classes = {"AutoConfig": "modeling_nvembed.C", "AutoModel": "modeling_nvembed.M"}
     change_json(folder / "config.json", model_type="nvembed", auto_map=classes)
-    script = textwrap.dedent("""
-        import sys
-        from llmcond.encoders.encoder import load_encoder
-        from llmcond.errors import UserError
-        try:
-            load_encoder(sys.argv[1], device="cpu")
-        except UserError as error:
-            print("refused:", error)
-    """)
-    command = [sys.executable, "-c", script, str(folder)]
-    run = subprocess.run(command, input=9 * "y\n", capture_output=True, text=True, check=False)
+    answers.write_text(9 * "y\n")
+    check = Command(
+        tmp_path / "printed", ["models", "--check", folder], first=partial(read, answers)
+    )
+    status, out, err = check.finish()
     assert not marker.exists()
-    assert run.stdout.startswith("refused:")  # and no question is asked before it
-    assert "llmcond never runs" in run.stdout
+    assert (status, out) == (2, "")  # and no question is asked before it
+    assert "llmcond never runs" in err
+
+
+def read(file):
+    """Have standard input come from a file."""
+    os.dup2(os.open(file, os.O_RDONLY), 0)
+    sys.stdin = os.fdopen(0)
 
 
 # -- identity ----------------------------------------------------------------------------------
