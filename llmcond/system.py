@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
 from llmcond.errors import UserError
@@ -43,7 +43,7 @@ def choose_device(device: str) -> str:
     return f"cuda:{index}"
 
 
-def processes(*modules: str) -> BaseContext:
+def processes(*modules: str) -> ForkServerContext | SpawnContext:
     """Return a context whose processes are forked by a server that has imported modules.
 
     So they are imported once, however many processes there are. They may not start threads, as
