@@ -20,9 +20,9 @@ from llmcond.encoders.loading.direction import check_direction
 from llmcond.encoders.loading.loading import load_model
 from llmcond.encoders.options import EncoderOptions
 from llmcond.encoders.resolve import ResolvedEncoder, resolve
-from llmcond.encoders.spec import EncoderIdentity, EncoderInput, plan_inputs
+from llmcond.encoders.spec import CUT, EncoderIdentity, EncoderInput, plan_inputs
 from llmcond.encoders.threads import Concurrency, WorkerThreads, check_cancelled
-from llmcond.errors import LlmcondError, first_line
+from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.options import option_of
 
 _P = ParamSpec("_P")
@@ -38,7 +38,7 @@ class Encoded:
     Attributes:
         vectors: (n, dim).
         n_tokens: (n,) tokens each input has, special tokens included, before truncation.
-        truncated: (n,) whether an input was longer than the encoder takes.
+        truncated: (n,) whether an input was longer than the encoder takes, and its sentence cut.
         n_computed: tokens that went through the network, padding included; fewer than there are
             where prefixes are shared.
     """
@@ -102,20 +102,29 @@ class Encoder:
         """Return everything that decides its vectors."""
         return self.resolved.identity
 
-    def encode(self, inputs: Sequence[EncoderInput]) -> NDArray[np.float32]:
+    def __reduce__(self) -> tuple[type[Encoder], tuple[ResolvedEncoder]]:
+        """Pickle what it was loaded from: another process loads it anew."""
+        return type(self), (self.resolved,)
+
+    def encode(self, inputs: Sequence[EncoderInput | str]) -> NDArray[np.float32]:
         """Return one vector an input, (n, dim) in float32, in the order of ``inputs``.
 
-        Texts longer than the encoder takes are truncated, with a warning that counts them.
+        A plain string is a text without instruction.
+        In inputs longer than the encoder takes the sentence is cut, with a warning that counts
+        them; or it is read in windows, whose vectors are averaged (``long_texts``).
 
         Raises:
             UserError: an instruction or a context that the encoder cannot take.
             LlmcondError: out of memory.
         """
-        encoded = self._encode(inputs, self._threads.map if self.concurrency.threads > 1 else map)
+        if isinstance(inputs, str | EncoderInput):
+            raise UserError(f"one {type(inputs).__name__} was given; give a list of inputs.")
+        items = [EncoderInput("", item) if isinstance(item, str) else item for item in inputs]
+        encoded = self._encode(items, self._threads.map if self.concurrency.threads > 1 else map)
         if encoded.truncated.any():
             warnings.warn(
-                f"{int(encoded.truncated.sum())} of {len(inputs)} inputs were cut to "
-                f"{self.identity.max_length} tokens, the most that {self.name} takes.",
+                f"{int(encoded.truncated.sum())} of {len(inputs)} inputs are longer than the "
+                f"{self.identity.max_length} tokens that {self.name} takes; {CUT}.",
                 stacklevel=2,
             )
         return encoded.vectors
@@ -144,12 +153,17 @@ class Encoder:
         for unit, encoded in zip(units, encode(self._encode_unit, parts), strict=True):
             vectors[unit], n_tokens[unit] = encoded.vectors, encoded.n_tokens
             computed += encoded.n_computed
-        return Encoded(vectors, n_tokens, n_tokens > self.identity.max_length, computed)
+        return Encoded(vectors, n_tokens, self._cut(n_tokens), computed)
+
+    def _cut(self, n_tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
+        cuts = self.identity.long_texts == "cut"
+        return (n_tokens > self.identity.max_length) & cuts
 
     def _encode_unit(self, inputs: Sequence[EncoderInput]) -> Encoded:
         with self._tokenizing:
-            rows = self._tokenizer(inputs)
-        vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
+            windows = self._tokenizer.windows(inputs)
+        rows = [row for own in windows for row in own]
+        vectors = np.empty((len(rows), self.dim), dtype=np.float32)
         computed = 0
         try:
             for done in self.engine.run(rows, before_batch=check_cancelled):
@@ -160,8 +174,18 @@ class Encoder:
                 f"{self.name} {error} Lower --max-length, or see what fits: llmcond models --check "
                 f"{self.name}"
             ) from error
-        n_tokens = np.array([row.n_tokens for row in rows], dtype=np.int32)
-        return Encoded(vectors, n_tokens, n_tokens > self.identity.max_length, computed)
+        if len(rows) > len(inputs):
+            vectors = self._averaged(vectors, [len(own) for own in windows])
+        n_tokens = np.array([own[0].n_tokens for own in windows], dtype=np.int32)
+        return Encoded(vectors, n_tokens, self._cut(n_tokens), computed)
+
+    def _averaged(self, vectors: NDArray[np.float32], counts: Sequence[int]) -> NDArray[np.float32]:
+        """Return the mean of each input's windows, which are equally long; unit norm if asked."""
+        starts = np.cumsum([0, *counts[:-1]])
+        means = np.add.reduceat(vectors, starts) / np.array(counts, np.float32)[:, None]
+        if self.identity.normalize:
+            means /= np.linalg.norm(means, axis=1, keepdims=True)
+        return means.astype(np.float32)
 
     def format(self, item: EncoderInput) -> str:
         """Return the string that the tokenizer is given, with the model's own format around it.

@@ -14,6 +14,7 @@ from llmcond.encoders.spec import (
     Attention,
     Dtype,
     EncoderIdentity,
+    LongTexts,
     Pooling,
     PoolOver,
     Quantize,
@@ -71,6 +72,11 @@ class EncoderOptions:
     )
     max_length: int | None = _option(
         metavar="N", help="tokens of an input, special tokens included (default: the model's own)"
+    )
+    long_texts: LongTexts = _option(
+        "cut",
+        help="cut the sentence of longer inputs, or read it in windows, each with the whole "
+        "condition, whose vectors are averaged",
     )
     instruction_format: str | None = _option(
         metavar="TEXT",

@@ -129,6 +129,7 @@ def settle(
         max_length=_max_length(checkpoint, settings, options, assumed),
         instruction_format=template,
         special_tokens=special_tokens,
+        long_texts=options.long_texts,
     )
     if settings.pooling_config.get("include_prompt") is False and identity.pool_over == "all":
         assumed.append(

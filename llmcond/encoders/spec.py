@@ -20,6 +20,16 @@ PoolOver = Literal["all", "text", "after-instruction"]
 Attention = Literal["bidirectional", "causal"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Quantize = Literal["none", "8bit", "4bit"]
+#: What becomes of an input that is longer than the encoder takes: its sentence is cut, or read in
+#: windows, each with the condition and instruction in full, whose vectors are averaged.
+LongTexts = Literal["cut", "windows"]
+#: The first of these, told to the user.
+CUT = (
+    "their sentences were cut, conditions and instructions are whole (--long-texts windows reads "
+    "all of them)"
+)
+#: A part of an input's texts: the field, its first character, and the one behind its last.
+Span = tuple[Literal["instruction", "text", "context"], int, int]
 
 #: What ``EncoderIdentity.special_tokens`` says where the tokenizer decides.
 TOKENIZER_DECIDES = "tokenizer"
@@ -40,11 +50,15 @@ class EncoderInput:
             pooled: the vector is made of the text's own tokens only, no special ones. Empty: no
             first half, but pooled alike, so that f(c; ∅) is made as f(c; s) is. None: a plain
             input, pooled as the model pools.
+        sentence: where the sentence stands in these texts: what is cut, or read in windows, where
+            an input is longer than the encoder takes. Empty: nothing may be cut. None: all of the
+            context, and then of the text.
     """
 
     instruction: str
     text: str
     context: str | None = None
+    sentence: tuple[Span, ...] | None = field(default=None, repr=False, compare=False)
     _key: bytes | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -61,12 +75,38 @@ class EncoderInput:
     def key(self) -> bytes:
         """Identify the input: 16 bytes over its texts, their boundaries included."""
         if self._key is None:
-            context = () if self.context is None else (self.context,)
-            texts = (self.instruction, self.text, *context)
             # Kept: an extraction looks at it several times, and making it takes longer than that.
-            object.__setattr__(self, "_key", digest_bytes(json.dumps(texts).encode(), size=16))
+            object.__setattr__(self, "_key", self._digest(self._listed))
         key: Any = self._key
         return bytes(key)
+
+    @property
+    def key_when_cut(self) -> bytes:
+        """Identify what is left of the input where its sentence was cut.
+
+        Another key, as earlier versions cut whatever came last.
+        """
+        return self._digest({"cut": self._listed})
+
+    @property
+    def _listed(self) -> tuple[str, ...]:
+        return self.instruction, self.text, *(() if self.context is None else (self.context,))
+
+    @staticmethod
+    def _digest(texts: Any) -> bytes:
+        return digest_bytes(json.dumps(texts).encode(), size=16)
+
+
+class InputError(UserError):
+    """An input that an encoder cannot take, or gives no vector for.
+
+    Attributes:
+        item: the input.
+    """
+
+    def __init__(self, item: EncoderInput, message: str) -> None:
+        super().__init__(message)
+        self.item = item
 
 
 def pools_chosen_tokens(pooling: str) -> bool:
@@ -99,12 +139,13 @@ class EncoderIdentity:
         pool_over: which tokens of an input are pooled. ``all``; ``text``: the text's own, neither
             the instruction's nor special ones; ``after-instruction``: all but as many of the
             first tokens as the instruction has by itself, which is what NV-Embed-v2 counts.
-        max_length: tokens an input may have, special tokens included; longer ones are truncated.
+        max_length: tokens an input may have, special tokens included.
         special_tokens: ``tokenizer``: those that the checkpoint's tokenizer adds; otherwise the
             tokens that are put around every input, such as ``<s> {text} </s>``.
         normalize: whether vectors are scaled to unit L2 norm.
         instruction_format: the model's own format around ``{instruction}`` and ``{text}``, used
             for inputs that have an instruction; empty where the model takes none.
+        long_texts: what becomes of inputs with more tokens than ``max_length``.
         engine: version of the code that computes vectors.
     """
 
@@ -119,6 +160,7 @@ class EncoderIdentity:
     pool_over: PoolOver = "all"
     special_tokens: str = TOKENIZER_DECIDES
     engine: int = ENGINE_VERSION
+    long_texts: LongTexts = "cut"
 
     @property
     def fingerprint(self) -> str:
@@ -127,7 +169,10 @@ class EncoderIdentity:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
-        return asdict(self)
+        values = asdict(self)
+        if self.long_texts == "cut":  # records have had this key not from the start
+            del values["long_texts"]
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], source: str) -> EncoderIdentity:
@@ -143,18 +188,10 @@ class EncoderIdentity:
 
     def differences(self, other: EncoderIdentity) -> list[str]:
         """Return ``field: mine, not theirs`` for each field that differs."""
-        mine, theirs = self.to_json(), other.to_json()
+        mine, theirs = asdict(self), asdict(other)
         return [
             f"{key}: {mine[key]!r}, not {theirs[key]!r}" for key in mine if mine[key] != theirs[key]
         ]
-
-
-def fill(template: str, values: Mapping[str, str]) -> str:
-    """Put ``values`` into a checked template, as text: braces in a value mean nothing."""
-    return "".join(
-        literal + (values[name] if name is not None else "")
-        for literal, name, _, _ in Formatter().parse(template)
-    )
 
 
 def check_instruction_format(template: str) -> None:

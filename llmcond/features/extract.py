@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from llmcond.encoders.spec import EncoderInput, plan_inputs
-from llmcond.errors import UserError
+from llmcond.encoders.spec import EncoderInput, InputError, plan_inputs
 from llmcond.features.keys import KeyIndex
 from llmcond.features.missing import Missing, count_missing, fresh, windows
 from llmcond.features.store import FeatureStore
@@ -83,19 +82,8 @@ class Extraction:
     seconds: float
 
 
-class NonFiniteError(UserError):
-    """An encoder gave NaN or infinity.
-
-    Attributes:
-        item: the input that it gave it for.
-    """
-
-    def __init__(self, item: EncoderInput, dtype: str) -> None:
-        super().__init__(
-            f"the encoder gave NaN or infinity for {item.text[:80]!r}. Try --dtype float32 or "
-            f"bfloat16, or --store-dtype float32 if vectors overflow {dtype}."
-        )
-        self.item = item
+class NonFiniteError(InputError):
+    """An encoder gave NaN or infinity."""
 
 
 def extract(
@@ -243,7 +231,12 @@ def commit(
             encoded.truncated[good],
         )
         if not finite.all():
-            raise NonFiniteError(todo[int(np.argmin(finite))], store.dtype)
+            item = todo[int(np.argmin(finite))]
+            raise NonFiniteError(
+                item,
+                f"the encoder gave NaN or infinity for {item.text[:80]!r}. Try --dtype float32 or "
+                f"bfloat16, or --store-dtype float32 if vectors overflow {store.dtype}.",
+            )
         characters = sum(item.size for item in todo)
         return Committed(len(todo), added, characters, int(encoded.n_tokens.sum()))
 

@@ -83,6 +83,7 @@ class FeatureStore:
         # Replaced as a whole, never changed: other threads may be reading from it.
         self._dataset: Any = None
         self._index = KeyIndex()
+        self._truncated = np.zeros(0, dtype=np.bool_)
         description = self.folder / "store.json"
         if description.exists():
             check_format(read_json(description), FORMAT, str(self.folder))
@@ -111,8 +112,10 @@ class FeatureStore:
         with self._known:
             known = len(self._index)
             if dataset.count_rows() > known:
-                fresh = dataset.to_table(columns=["key"], offset=known)["key"]
-                self._index.add(b"".join(_key_bytes(chunk) for chunk in fresh.chunks))
+                fresh = dataset.to_table(columns=["key", "truncated"], offset=known)
+                truncated = fresh["truncated"].to_numpy()
+                self._truncated = np.concatenate([self._truncated, truncated])
+                self._index.add(b"".join(_key_bytes(chunk) for chunk in fresh["key"].chunks))
             self._dataset = dataset
 
     def _reading(self, attempt: Callable[[], _Read]) -> _Read:
@@ -147,9 +150,16 @@ class FeatureStore:
         """
         places = np.empty(len(inputs), dtype=np.int64)
         for start in range(0, len(inputs), _READ_ROWS):
-            keys = b"".join(item.key for item in inputs[start : start + _READ_ROWS])
+            part = inputs[start : start + _READ_ROWS]
             with self._known:
-                places[start : start + _READ_ROWS] = self._index.find(keys)
+                found = self._index.find(b"".join(item.key for item in part))
+                if self._truncated.any():
+                    # Under their plain keys are those that earlier versions cut.
+                    found[self._truncated[found] & (found >= 0)] = -1
+                    absent = np.flatnonzero(found < 0)
+                    keys = b"".join(part[i].key_when_cut for i in absent.tolist())
+                    found[absent] = self._index.find(keys)
+            places[start : start + _READ_ROWS] = found
         return places
 
     def append(
@@ -175,7 +185,13 @@ class FeatureStore:
                     stored = self.cast(vectors[fresh])
                     flat = pa.array(stored.reshape(-1), _ARROW[self.dtype])
                     columns = {
-                        "key": pa.array([inputs[i].key for i in fresh], _KEY),
+                        "key": pa.array(
+                            [
+                                inputs[i].key_when_cut if truncated[i] else inputs[i].key
+                                for i in fresh
+                            ],
+                            _KEY,
+                        ),
                         "vector": pa.FixedSizeListArray.from_arrays(flat, stored.shape[1]),
                         "n_tokens": pa.array(n_tokens[fresh], pa.int32()),
                         "truncated": pa.array(truncated[fresh], pa.bool_()),
@@ -278,10 +294,7 @@ class FeatureStore:
 
     def count_truncated_at(self, places: NDArray[np.int64]) -> int:
         """Count the inputs at ``places`` that were longer than the encoder takes."""
-        if not len(places):
-            return 0
-        table = self._reading(lambda: self._dataset.to_table(columns=["truncated"]))
-        return int(table["truncated"].to_numpy()[places].sum())
+        return int(self._truncated[places].sum())
 
     @contextmanager
     def claim(self, name: str) -> Iterator[bool]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from string import Formatter
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
@@ -19,7 +20,7 @@ from llmcond.encoders.spec import (
     TOKENIZER_DECIDES,
     EncoderIdentity,
     EncoderInput,
-    fill,
+    Span,
     pools_chosen_tokens,
 )
 from llmcond.errors import UserError, nearest
@@ -48,7 +49,7 @@ class Part:
     context: str | None = None
 
     @property
-    def templates(self) -> dict[str, str]:
+    def templates(self) -> dict[Any, str]:
         """Return its templates by their keys, without a context that is not there."""
         found = {"instruction": self.instruction, "text": self.text}
         return found if self.context is None else {**found, "context": self.context}
@@ -58,7 +59,23 @@ class Part:
     ) -> EncoderInput:
         """Return the encoder input with the texts put in; ``extra`` is for further placeholders."""
         values = {"sentence": sentence, "condition": condition, **extra}
-        return EncoderInput(**{key: fill(text, values) for key, text in self.templates.items()})
+        texts: dict[Any, str] = {}
+        spans: list[Span] = []
+        for key, template in self.templates.items():
+            text = ""
+            for literal, name in _pieces(template):
+                text += literal
+                if name == "sentence":
+                    spans.append((key, len(text), len(text) + len(sentence)))
+                text += values[name] if name is not None else ""
+            texts[key] = text
+        return EncoderInput(**texts, sentence=tuple(spans))
+
+
+@cache
+def _pieces(template: str) -> list[tuple[str, str | None]]:
+    """Return the texts of a checked template, each with the placeholder behind it."""
+    return [(literal, name) for literal, name, _, _ in Formatter().parse(template)]
 
 
 @dataclass(frozen=True, slots=True)

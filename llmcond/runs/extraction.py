@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderInput, ResolvedEncoder
+from llmcond.encoders.spec import CUT, InputError
 from llmcond.errors import UserError
-from llmcond.features.extract import Extraction, NonFiniteError, extract
+from llmcond.features.extract import Extraction, extract
 from llmcond.features.missing import Missing
 from llmcond.features.store import FeatureStore
 from llmcond.log import log
@@ -57,7 +58,7 @@ def extract_rows(
     inputs = SplitInputs(splits, prompt)
     try:
         return extract_inputs(store, encoder, prompt.name, inputs, missing)
-    except NonFiniteError as error:
+    except InputError as error:
         for rows in splits:
             position = find_row(rows, prompt, error.item)
             if position is not None:
@@ -82,8 +83,8 @@ def extract_inputs(
         )
     rate = f", {done.n_tokens / done.seconds:,.0f} tokens/s" if done.n_computed else ""
     cut = (
-        f"; {done.n_truncated:,} inputs are longer than {resolved.identity.max_length} tokens and "
-        "were cut"
+        f"; {done.n_truncated:,} inputs are longer than {resolved.identity.max_length} tokens: "
+        f"{CUT}"
         if done.n_truncated
         else ""
     )

@@ -120,6 +120,11 @@ def train_lora(
     chosen_task = task_of(None, task)
     dataset = read_dataset(chosen_task, replace(data, extra=fields_of(plan.prompts)))
     _check_rated(dataset)
+    if options.long_texts == "windows":
+        raise UserError(
+            "windows are for frozen encoders: training reads each text once. Leave out "
+            "--long-texts windows, or shorten the texts."
+        )
     resolved = resolve(model, options)
     for assumption in resolved.assumed:
         log.info(f"assumed: {assumption}")

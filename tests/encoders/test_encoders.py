@@ -51,7 +51,7 @@ def tiny_mistral(tiny_checkpoint):
 
 @pytest.fixture(scope="module")
 def minilm_vectors(minilm):
-    with pytest.warns(UserWarning, match="1 of 9 inputs were cut to 256 tokens"):
+    with pytest.warns(UserWarning, match="1 of 9 inputs are longer than the 256 tokens"):
         return minilm.encode(plain(TEXTS))
 
 
@@ -70,7 +70,7 @@ def test_vectors_are_float32_and_of_unit_norm(minilm, minilm_vectors):
     np.testing.assert_allclose(np.linalg.norm(minilm_vectors, axis=1), 1, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:.*inputs were cut")
+@pytest.mark.filterwarnings("ignore:.*inputs are longer")
 def test_minilm_vector_does_not_depend_on_its_batch_mates(minilm, minilm_vectors):
     alone = np.concatenate([minilm.encode(plain([text])) for text in TEXTS])
     np.testing.assert_allclose(alone, minilm_vectors, atol=1e-5)
@@ -84,7 +84,7 @@ def test_last_token_vector_does_not_depend_on_its_batch_mates(tiny_mistral):
     assert np.abs(together[0] - together[1]).max() > 0.01
 
 
-@pytest.mark.filterwarnings("ignore:.*inputs were cut")
+@pytest.mark.filterwarnings("ignore:.*inputs are longer")
 def test_order_of_the_inputs_is_restored(minilm, minilm_vectors):
     np.testing.assert_allclose(minilm.encode(plain(TEXTS[::-1])), minilm_vectors[::-1], atol=1e-5)
 
@@ -109,7 +109,7 @@ def test_no_inputs_give_an_empty_array(tiny):
     assert vectors.dtype == np.float32
 
 
-@pytest.mark.filterwarnings("ignore:.*inputs were cut")
+@pytest.mark.filterwarnings("ignore:.*inputs are longer")
 def test_bfloat16_is_close_to_float32(minilm_vectors):
     encoder = load_encoder("minilm", dtype="bfloat16", device="cpu")
     vectors = encoder.encode(plain(TEXTS))
@@ -170,8 +170,24 @@ def test_truncated_text_keeps_its_special_tokens(short):
 
 
 def test_encode_warns_about_truncation_and_counts_it(short):
-    with pytest.warns(UserWarning, match="2 of 3 inputs were cut to 8 tokens"):
+    with pytest.warns(UserWarning, match="2 of 3 inputs are longer than the 8 tokens"):
         short.encode(plain(["red", "red " * 20, "red " * 9]))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("normalize", [False, True])
+def test_windows_of_a_long_text_are_averaged(short, normalize):
+    folder = str(short.resolved.checkpoint.folder)
+    options = {"dtype": "float32", "device": "cpu", "max_length": 8, "normalize": normalize}
+    encoder = load_encoder(folder, **options, long_texts="windows")
+    windows = ["red green blue hat", "coat rain sun dogs people", "two three men women children"]
+    found = encoder.encode_counted(plain(["red hat", " ".join(windows)]))
+    assert (found.n_tokens.tolist(), found.truncated.any()) == ([4, 16], False)
+    expected = encoder.encode(plain(windows)).mean(axis=0)
+    if normalize:
+        expected /= np.linalg.norm(expected)
+    np.testing.assert_allclose(found.vectors[1], expected, atol=1e-6)
+    assert encoder.identity.fingerprint != short.identity.fingerprint
 
 
 @pytest.mark.filterwarnings("error")

@@ -62,7 +62,8 @@ def test_an_input_appended_twice_is_stored_once(store):
     assert append(store, range(8, 20)) == 8
     assert len(store) == 20
     keys = lance.dataset(str(store.folder / "vectors.lance")).to_table()["key"].to_pylist()
-    assert sorted(keys) == sorted(item.key for item in INPUTS)
+    own = (INPUTS[i].key if i % 3 else INPUTS[i].key_when_cut for i in range(20))
+    assert sorted(keys) == sorted(own)
 
 
 def test_the_first_vector_of_an_input_stays(store):
@@ -92,6 +93,20 @@ def test_reading_an_empty_store_says_to_extract_again(store):
 def test_instruction_is_part_of_what_a_vector_is_stored_under(store):
     append(store)
     assert store.missing([EncoderInput("text", " 0"), EncoderInput("text 0", "")]) == [0, 1]
+
+
+def test_what_earlier_versions_cut_is_not_found(store, monkeypatch):
+    """They cut whatever came last, such as the condition, and stored it as any other input."""
+    with monkeypatch.context() as patch:
+        patch.setattr(EncoderInput, "key_when_cut", EncoderInput.key)
+        append(store)
+    again = FeatureStore(store.folder.parent, IDENTITY, "float32")
+    cut = [i for i in range(20) if i % 3 == 0]
+    assert again.missing(INPUTS) == cut
+    assert append(again, vectors=VECTORS + 1) == len(cut)
+    assert again.missing(INPUTS) == []
+    expected = VECTORS + (np.arange(20) % 3 == 0)[:, None]
+    np.testing.assert_array_equal(again.lookup(INPUTS).read(), expected)
 
 
 def test_truncated_inputs_are_counted(store):
@@ -225,9 +240,10 @@ def check(store, chosen):
     np.testing.assert_array_equal(store.lookup(inputs).read(), MANY_VECTORS[chosen])
     assert store.count_truncated_at(store.places(inputs)) == sum(i % 3 == 0 for i in chosen)
     table = lance.dataset(str(store.folder / "vectors.lance")).to_table()
-    assert store.places(inputs).tolist() == [
-        table["key"].to_pylist().index(item.key) for item in inputs
+    keys = [
+        item.key if i % 3 else item.key_when_cut for i, item in zip(chosen, inputs, strict=True)
     ]
+    assert store.places(inputs).tolist() == [table["key"].to_pylist().index(key) for key in keys]
     assert sorted(table["n_tokens"].to_pylist()) == chosen
 
 

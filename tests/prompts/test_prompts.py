@@ -612,7 +612,16 @@ def test_controls_are_refused_for_texts_before_the_encoder_is_looked_for(
     command = ["similarity", "a", "b", "--condition", "c", "--run", controls_run, *given_]
     assert run(command) == 2
     Path("texts.csv").write_text("sentence\ntwo men\n")
-    command = ["embed", "texts.csv", "--out", "v.npy", "--condition", "c", "--run", controls_run]
+    command = [
+        "embed",
+        "texts.csv",
+        "--out",
+        "v.npy",
+        "--condition-text",
+        "c",
+        "--run",
+        controls_run,
+    ]
     assert run([*command, *given_]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
     assert len(errors) == 2

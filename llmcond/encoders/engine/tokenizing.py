@@ -1,11 +1,13 @@
 """From inputs to token ids, with the special tokens a model was trained with and what it pools.
 
 Special tokens are put around an input here, not by the tokenizer: it is then the same for every
-version of transformers, and truncation never cuts them off.
+version of transformers, and truncation never cuts them off. Neither does it cut a condition or an
+instruction: tokens are taken out of the sentence, wherever that stands.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from string import Formatter
@@ -15,6 +17,8 @@ from llmcond.encoders.spec import (
     TOKENIZER_DECIDES,
     EncoderIdentity,
     EncoderInput,
+    InputError,
+    Span,
     pools_chosen_tokens,
 )
 from llmcond.errors import UserError
@@ -22,7 +26,7 @@ from llmcond.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One input as the encoder is given it.
+    """One input as the encoder is given it, or a window of it.
 
     Attributes:
         ids: special ones included, at most as many as the encoder takes.
@@ -59,6 +63,19 @@ class Frame:
         return len(self.before) + len(self.between) + len(self.after)
 
 
+@dataclass(frozen=True, slots=True)
+class _Around:
+    """A text in its model's format: what stands before and behind it, and where the instruction."""
+
+    before: str
+    text: str
+    after: str
+    instruction: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.before}{self.text}{self.after}"
+
+
 class InputTokenizer:
     """Tokenises inputs for one encoder.
 
@@ -77,17 +94,25 @@ class InputTokenizer:
         self.pad_id = int(pad if pad is not None else tokenizer.eos_token_id or 0)
         self._decides = identity.special_tokens == TOKENIZER_DECIDES
         self._single = self._own_frame(1) if self._decides else self._stated_frame()
-        # Where the first tokens are counted, they must not be those that are cut.
-        counted = identity.pool_over == "after-instruction"
-        self._left = tokenizer.truncation_side == "left" and not counted
+        self._left = tokenizer.truncation_side == "left"
         self._pair: Frame | None = None
 
     def __call__(self, inputs: Sequence[EncoderInput]) -> list[Tokens]:
-        """Return each input's tokens; :func:`check_inputs` has found the inputs right.
+        """Return each input's tokens, of the first window only where there are several.
 
         Raises:
-            UserError: an instruction or a context that the encoder cannot take, or one that leaves
-                no token to pool.
+            UserError: as :meth:`windows`.
+        """
+        return [found[0] for found in self.windows(inputs)]
+
+    def windows(self, inputs: Sequence[EncoderInput]) -> list[list[Tokens]]:
+        """Return the tokens of each input, or of its windows if it is too long for one.
+
+        :func:`check_inputs` has found the inputs right.
+
+        Raises:
+            UserError: an instruction or a context that the encoder cannot take, one that leaves no
+                token to pool, or an input that is too long even without its sentence.
         """
         pairs = self._pairs([item for item in inputs if item.context is not None])
         plain = self._plain([item for item in inputs if item.context is None])
@@ -99,27 +124,29 @@ class InputTokenizer:
 
     def format(self, item: EncoderInput) -> str:
         """Return the string of a plain input; see ``Encoder.format``."""
-        return "".join(self._around(item))
+        return str(self._around(item))
 
     # -- plain inputs --------------------------------------------------------------------------
 
-    def _around(self, item: EncoderInput) -> tuple[str, str, str]:
-        """Return what stands before the text, the text, and what stands behind it."""
+    def _around(self, item: EncoderInput) -> _Around:
         if not item.instruction:
-            return "", item.text, ""
+            return _Around("", item.text, "")
         template = self._identity.instruction_format
         if not template:
             raise UserError(
                 f"{self._name} takes no instruction, and got {item.instruction!r}. Use a prompt "
                 "without one (concat-sent-cond), or give --instruction-format."
             )
-        sides, side = ["", ""], 0
+        sides, text, at = ["", ""], "", 0
         for literal, name, _, _ in Formatter().parse(template):
-            sides[side] += literal + (item.instruction if name == "instruction" else "")
-            side += name == "text"
-        return sides[0], item.text, sides[1]
+            sides[bool(text)] += literal
+            if name == "instruction":
+                at = sum(map(len, (*sides, text)))
+                sides[bool(text)] += item.instruction
+            text = item.text if name == "text" else text
+        return _Around(sides[0], item.text, sides[1], at)
 
-    def _plain(self, inputs: Sequence[EncoderInput]) -> Iterator[Tokens]:
+    def _plain(self, inputs: Sequence[EncoderInput]) -> Iterator[list[Tokens]]:
         parts = [self._around(item) for item in inputs]
         over, frame = self._identity.pool_over, self._single
         if over == "text" and not self._tokenizer.is_fast:
@@ -127,36 +154,50 @@ class InputTokenizer:
                 f"pool_over is 'text', which needs a fast tokenizer, and that of {self._name} "
                 "is not."
             )
-        encoded = self._raw(["".join(part) for part in parts], offsets=over == "text")
+        encoded = self._raw([str(part) for part in parts], offsets=over == "text")
         counts = {"": 0}
         if over == "after-instruction":
             # Each by itself, without special tokens.
-            distinct = sorted({part[0] for part in parts} - {""})
+            distinct = sorted({part.before for part in parts} - {""})
             counts |= zip(distinct, map(len, self._ids(distinct)), strict=True)
         room = self._identity.max_length - frame.size
         for index, (item, part) in enumerate(zip(inputs, parts, strict=True)):
             content = encoded["input_ids"][index]
-            kept = self._cut(content, room)
-            # A tokenizer that adds no special tokens gives nothing for an empty text.
-            ids = [*frame.before, *kept, *frame.after] or [self.pad_id]
-            first, last = 0, len(ids)
-            if over == "after-instruction":
-                first = counts[part[0]]
-                if len(kept) < len(content) and first >= len(ids) - len(frame.after):
-                    # Nothing of the text is left; what stands behind it must not be taken for it.
-                    last = first
-            elif over == "text":
-                offsets = self._cut(encoded["offset_mapping"][index], room)
-                # Those that hold a character of the text.
-                begin, end = len(part[0]), len(part[0]) + len(part[1])
-                places = enumerate(offsets, len(frame.before))
-                inside = [at for at, (start, stop) in places if stop > begin and start < end]
-                first, last = (inside[0], inside[-1] + 1) if inside else (0, 0)
-            yield self._checked(Tokens(ids, first, last, frame.size + len(content), len(ids)), item)
+            n_tokens = frame.size + len(content)
+            found = []
+            places: Sequence[Sequence[int]] = [range(len(content))]
+            if len(content) > room:
+                places = self._kept(self._sentence(item, part), len(content), room, item)
+            for kept in places:
+                # A tokenizer that adds no special tokens gives nothing for an empty text.
+                own = [content[at] for at in kept]
+                ids = [*frame.before, *own, *frame.after] or [self.pad_id]
+                first, last = 0, len(ids)
+                if over == "after-instruction":
+                    gone = set(range(counts[part.before])).difference(kept)
+                    first = counts[part.before] - len(gone)
+                elif over == "text":
+                    offsets = encoded["offset_mapping"][index]
+                    # Those that hold a character of the text.
+                    begin, end = len(part.before), len(part.before) + len(part.text)
+                    held = enumerate((offsets[at] for at in kept), len(frame.before))
+                    inside = [at for at, (start, stop) in held if stop > begin and start < end]
+                    first, last = (inside[0], inside[-1] + 1) if inside else (0, 0)
+                found.append(self._checked(Tokens(ids, first, last, n_tokens, len(ids)), item))
+            yield found
+
+    def _sentence(self, item: EncoderInput, part: _Around) -> list[list[int]]:
+        text, starts = len(part.before), {"instruction": part.instruction}
+        spans: Sequence[Span] = item.sentence or ()
+        if item.sentence is None:
+            spans = [("text", 0, len(item.text))]
+        firsts = [starts.get(name, text) for name, _, _ in spans]
+        within = [(at + span[1], at + span[2]) for at, span in zip(firsts, spans, strict=True)]
+        return self._inside(str(part), within)
 
     # -- pairs ---------------------------------------------------------------------------------
 
-    def _pairs(self, inputs: Sequence[EncoderInput]) -> Iterator[Tokens]:
+    def _pairs(self, inputs: Sequence[EncoderInput]) -> Iterator[list[Tokens]]:
         if not inputs:
             return
         self._check_pairs(inputs)
@@ -168,14 +209,32 @@ class InputTokenizer:
         for item, context, text in zip(inputs, contexts, texts, strict=True):
             around = frame if item.context else self._single
             room = self._identity.max_length - around.size
-            text_ids = self._cut(text, room)
-            # The text is what the vector is of, so it is the context that is cut first.
-            context_ids = self._cut(context, room - len(text_ids))
-            head = [*around.before, *context_ids, *around.between]
-            ids, first = [*head, *text_ids, *around.after], len(head)
-            n_tokens = around.size + len(context) + len(text)
-            second = first if around.typed else len(ids)
-            yield self._checked(Tokens(ids, first, first + len(text_ids), n_tokens, second), item)
+            size, n_tokens = len(context), len(context) + len(text)
+            places: Sequence[Sequence[int]] = [range(n_tokens)]
+            if n_tokens > room:
+                places = self._kept(
+                    self._pair_sentence(item, size, len(text)), n_tokens, room, item
+                )
+            found = []
+            for kept in places:
+                head = [*around.before, *(context[at] for at in kept if at < size), *around.between]
+                own = [text[at - size] for at in kept if at >= size]
+                ids, first = [*head, *own, *around.after], len(head)
+                second = first if around.typed else len(ids)
+                tokens = Tokens(ids, first, first + len(own), around.size + n_tokens, second)
+                found.append(self._checked(tokens, item))
+            yield found
+
+    def _pair_sentence(self, item: EncoderInput, n_context: int, n_text: int) -> list[list[int]]:
+        context, text = range(n_context), range(n_context, n_context + n_text)
+        if item.sentence is None:
+            # What the vector is of goes last.
+            return [[*context, *text] if self._left else [*text, *context]]
+        texts, found = {"context": (item.context or "", 0), "text": (item.text, n_context)}, []
+        for name, start, stop in item.sentence:
+            own, first = texts[name]
+            found += [[first + at for at in part] for part in self._inside(own, [(start, stop)])]
+        return found
 
     def _check_pairs(self, inputs: Sequence[EncoderInput]) -> None:
         pooling = self._identity.pooling
@@ -211,20 +270,55 @@ class InputTokenizer:
             list(texts), add_special_tokens=False, truncation=False, verbose=False, **options
         )
 
-    def _cut(self, ids: list[Any], room: int) -> list[Any]:
-        room = max(room, 0)
-        if len(ids) <= room:
-            return ids
-        return ids[len(ids) - room :] if self._left else ids[:room]
+    def _inside(self, text: str, spans: Sequence[tuple[int, int]]) -> list[list[int]]:
+        """Return, for each part of a text, the places of the tokens that are of that part only."""
+        if self._tokenizer.is_fast:
+            offsets = self._raw([text], offsets=True)["offset_mapping"][0]
+            return [
+                [at for at, (begin, end) in enumerate(offsets) if start <= begin and end <= stop]
+                for start, stop in spans
+            ]
+        size = len(self._ids([text])[0])
+        counts = [list(map(len, self._ids([text[:start], text[stop:]]))) for start, stop in spans]
+        return [list(range(before, size - behind)) for before, behind in counts]
+
+    def _kept(
+        self, sentence: Sequence[list[int]], n: int, room: int, item: EncoderInput
+    ) -> list[list[int]]:
+        """Return which of n tokens are kept, for each window: those around the sentence in all.
+
+        ``sentence`` has the places of the sentence's tokens, for each time that it is there.
+        """
+        sentence = [places for places in sentence if places]
+        fixed = set(range(n)).difference(*sentence)
+        each = (room - len(fixed)) // max(1, len(sentence))
+        if not sentence or each < 1:
+            raise InputError(
+                item,
+                f"an input is too long without its sentence: {item.text[:80]!r} with its "
+                f"instruction or context has {n - room + self._identity.max_length:,} tokens, of "
+                f"which {sum(map(len, sentence)):,} may be cut, and {self._name} takes "
+                f"{self._identity.max_length}. Shorten the rest of it, or raise --max-length.",
+            )
+        windows = 1
+        if self._identity.long_texts == "windows":
+            windows = max(math.ceil(len(places) / each) for places in sentence)
+
+        def part(places: list[int], window: int) -> list[int]:
+            if windows > 1:  # of equal size
+                size = len(places)
+                return places[size * window // windows : size * (window + 1) // windows]
+            return places[-each:] if self._left else places[:each]
+
+        return [
+            sorted(fixed.union(*(part(places, window) for places in sentence)))
+            for window in range(windows)
+        ]
 
     def _checked(self, tokens: Tokens, item: EncoderInput) -> Tokens:
         if tokens.first >= tokens.last:
             raise UserError(
-                f"no token of the text {item.text[:80]!r} is left to pool: with its instruction or "
-                f"context it has {tokens.n_tokens} tokens, and {self._name} takes "
-                f"{self._identity.max_length}. Shorten those, or raise --max-length."
-                if tokens.n_tokens > self._identity.max_length
-                else f"the text {item.text[:80]!r} has no tokens, so there is nothing to pool."
+                f"the text {item.text[:80]!r} has no tokens, so there is nothing to pool."
             )
         return tokens
 

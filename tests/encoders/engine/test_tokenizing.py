@@ -15,11 +15,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, processors
 from transformers import PreTrainedTokenizerFast
 
+from llmcond.config import bundled_names
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import load_encoder
 from llmcond.encoders.engine.tokenizing import InputTokenizer
+from llmcond.encoders.spec import InputError
 from llmcond.errors import UserError
 from llmcond.files import digest_bytes
+from llmcond.prompts import load_prompt
+from llmcond.prompts.template import Part
 
 FORMAT = "Instruct: {instruction}\nQuery: {text}"
 SHORT = replace(IDENTITY, max_length=62)
@@ -245,6 +249,93 @@ def test_text_is_cut_when_no_context_is_left(tokenizer):
     assert row.first == special - 1  # nothing of the context stands before it
 
 
+# -- longer than the encoder takes -------------------------------------------------------------
+
+CONDITION = "the number of people"
+
+
+@pytest.mark.parametrize("name", bundled_names("prompts"))
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_only_the_sentence_of_a_template_is_cut(tokenizers, name, side):
+    tokenizer = copy.deepcopy(tokenizers["minilm"])
+    tokenizer.truncation_side = side
+    prompt, sentence = load_prompt(name), f"{LONG} {LONG}"
+    for part in (prompt.conditional, prompt.unconditional):
+        item = part.render(sentence, CONDITION)
+        settings = {"instruction_format": FORMAT, "max_length": 100}
+        (cut,) = tokenise(tokenizer, [item], **settings)
+        (whole,) = tokenise(tokenizer, [item], **{**settings, "max_length": 9_999})
+        assert len(cut.ids) == min(100, len(whole.ids))
+        assert cut.n_tokens == whole.n_tokens == len(whole.ids)
+        gone = len(whole.ids) - len(cut.ids)
+        places = range(len(cut.ids) + 1)
+        at = next(i for i in places if whole.ids[:i] + whole.ids[i + gone :] == cut.ids)
+        held = " ".join(map(str, whole.ids[at : at + gone]))
+        assert held in " ".join(map(str, tokenizer(sentence)["input_ids"]))
+
+
+def test_a_long_sentence_does_not_hide_the_condition(minilm):
+    sentence = " ".join(["Two dogs run across a wide field in the morning sun."] * 60)
+    part = load_prompt("concat-sent-cond").conditional
+    with pytest.warns(UserWarning, match="2 of 2 inputs are longer .* sentences were cut"):
+        place, activity = minilm.encode(
+            [part.render(sentence, condition) for condition in ("the place", "the activity")]
+        )
+    assert np.abs(place - activity).max() > 0.01
+
+
+def test_a_sentence_that_stands_twice_is_cut_twice(tokenizers):
+    part = Part("{sentence} red , {condition} : {sentence} blue")
+    item = part.render("dogs play in the park at night", "rain")
+    (row,) = tokenise(tokenizers["bert"], [item], max_length=12)
+    words = tokenizers["bert"].convert_ids_to_tokens(row.ids)
+    assert words == "[CLS] dogs play red , rain : dogs play blue [SEP]".split()
+
+
+def test_braces_and_other_placeholders_are_not_the_sentence():
+    item = Part("{condition}: {sentence}", instruction="about {sentence}").render("a {b}", "c")
+    assert item.sentence == (("instruction", 6, 11), ("text", 3, 8))
+    assert item == EncoderInput("about a {b}", "c: a {b}")
+    assert item.key == EncoderInput("about a {b}", "c: a {b}").key != item.key_when_cut
+
+
+@pytest.mark.parametrize("part", [Part("{condition}"), Part("{sentence} {condition}")])
+def test_a_condition_is_never_cut(tokenizers, part):
+    item = part.render("dogs", LONG)
+    with pytest.raises(InputError, match=r"too long without its sentence.*--max-length") as error:
+        tokenise(tokenizers["bert"], [item], max_length=20)
+    assert error.value.item == item
+
+
+def test_slow_tokenizers_keep_the_condition_as_well(tokenizers, monkeypatch):
+    item = Part("{sentence} : {condition}").render(LONG, "rain")
+    (fast,) = tokenise(tokenizers["bert"], [item], max_length=20)
+    monkeypatch.setattr(type(tokenizers["bert"]), "is_fast", False)
+    assert tokenise(tokenizers["bert"], [item], max_length=20) == [fast]
+
+
+@pytest.mark.parametrize(("over", "first"), [("text", 6), ("after-instruction", 5)])
+def test_a_cut_instruction_is_still_left_out_of_what_is_pooled(tokenizers, over, first):
+    item = Part("{condition}", instruction="retrieve : {sentence}").render(LONG, "red hat")
+    settings = {"instruction_format": "{instruction} {text}", "pool_over": over}
+    (row,) = tokenise(tokenizers["bert"], [item], **settings, max_length=9)
+    words = tokenizers["bert"].convert_ids_to_tokens(row.ids)
+    assert words == "[CLS] retrieve : red green blue red hat [SEP]".split()
+    assert row.first == first
+
+
+def test_windows_hold_the_whole_sentence_and_each_the_condition(tokenizers):
+    tokenizer = tokenizers["minilm"]
+    item = Part("{sentence} : {condition}").render(LONG, "rain")
+    identity = replace(SHORT, max_length=20, long_texts="windows")
+    (rows,) = InputTokenizer(tokenizer, identity, "tiny").windows([item])
+    behind = tokenizer(": rain")["input_ids"][1:]
+    assert all(len(row.ids) <= 20 and row.ids[-len(behind) :] == behind for row in rows)
+    sentence = [token for row in rows for token in row.ids[1 : -len(behind)]]
+    assert sentence == tokenizer(LONG, add_special_tokens=False)["input_ids"]
+    assert len({len(row.ids) for row in rows}) <= 2  # equally long
+
+
 @contextmanager
 def calls(encoder):
     """Yield the list of what the encoder gives its network from now on, without packing."""
@@ -381,7 +472,7 @@ def test_any_input_keeps_its_ends_and_fits(tokenizers, kind, text, context, most
     item = EncoderInput("", text, context=context)
     own = tokenizer.tokenize(text)
     if context is not None and not own:
-        with pytest.raises(UserError, match=r"is left to pool|has no tokens"):
+        with pytest.raises(UserError, match=r"too long without|has no tokens"):
             tokenise(tokenizer, [item], max_length=most)
         return
     (row,) = tokenise(tokenizer, [item], max_length=most)
@@ -530,7 +621,7 @@ def test_each_row_of_pairs_is_pooled_over_its_own_text(encoders):
 @pytest.mark.parametrize("over", ["text", "after-instruction"])
 def test_instruction_that_leaves_no_text_is_refused_with_numbers(tokenizers, over):
     item = EncoderInput("the number of people at the beach in the morning", "red hat")
-    expected = r"'red hat' is left to pool.* 15 tokens, and tiny takes 8\..*--max-length"
+    expected = r"too long without its sentence: 'red hat'.* 15 tokens, .* 8\..*--max-length"
     with pytest.raises(UserError, match=expected):
         tokenise(
             tokenizers["bert"],
@@ -694,7 +785,7 @@ def test_tokenizer_that_knows_no_plain_text_is_refused():
     [
         ("abc", "one str was given; give a list"),
         (EncoderInput("", "a"), "one EncoderInput was given; give a list"),
-        (["a"], "position 0 holds 'a', not an EncoderInput"),
+        ([5], "position 0 holds 5, not an EncoderInput"),
         ([EncoderInput("", "a"), EncoderInput("", 5)], "the text at position 1 is 5"),
         ([EncoderInput(None, "a")], "the instruction at position 0 is None"),
         ([EncoderInput("", "\ud800")], "the text at position 0 is no Unicode text"),
