@@ -19,16 +19,20 @@ class Embed(WithHead):
     """Write an embedding for each row of a file."""
 
     example: ClassVar[str] = (
-        "llmcond embed texts.csv --out vectors.parquet --condition 'the activity'"
+        "llmcond embed texts.csv --out vectors.parquet --condition-text 'the activity'"
     )
 
     source: str = option(flag="", metavar="SRC", help="a .csv, .tsv, .jsonl or .parquet file")
     out: Path = option(metavar="FILE", help=".parquet or .npy")
     sentence: str = option("sentence", metavar="COL", help="column of the sentences")
     condition: str | None = option(
-        None,
-        metavar="COL_OR_TEXT",
-        help="a column, or one condition for every row (default: the column called condition)",
+        None, metavar="COL", help="column of the conditions (default: condition)"
+    )
+    condition_text: str | None = option(
+        None, metavar="TEXT", help="one condition for every row, instead of a column"
+    )
+    normalize: bool = option(
+        True, help="unit L2 norm, so that inner products are cosines; --no-normalize keeps norms"
     )
 
     def execute(self) -> Embedded:

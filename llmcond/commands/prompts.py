@@ -36,10 +36,11 @@ class Prompts(Command):
         return {"prompts": rows}
 
     def show(self, result: dict[str, Any], form: str) -> None:
-        """Print a table."""
+        """Print a table; in a terminal without the texts, which ``prompts show`` has."""
         from llmcond.report.terminal import listing, show
 
-        show(listing(result["prompts"]), form)
+        brief = ("name", "description") if form == "table" else ()
+        show(listing(result["prompts"], brief), form)
 
 
 @dataclass(frozen=True, kw_only=True)

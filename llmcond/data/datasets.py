@@ -310,40 +310,46 @@ class Problems:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Sentences with their conditions, for embedding, from a file of that name.
-
-    ``from_column``: whether conditions were a column of it, not one text for every row.
-    """
+    """Sentences with their conditions, for embedding, from a file of that name."""
 
     sentences: list[str]
     conditions: list[str]
     file: str
-    from_column: bool
 
 
-def read_texts(source: str, sentence: str, condition: str | None) -> Texts:
+def read_texts(
+    source: str, sentence: str, condition: str | None = None, condition_text: str | None = None
+) -> Texts:
     """Read a column of sentences with their conditions from one file.
 
-    ``condition`` is the name of a column, or, where the file has no such column, the one condition
-    that every sentence gets. None: the column called condition, which must be there.
+    The conditions are in a column, by default the one called condition, or ``condition_text`` is
+    that of every sentence.
 
     Raises:
         UserError: a folder, a missing column, an empty file or an empty text.
     """
-    if condition is not None and not condition.strip():
-        raise UserError("the condition is empty; name a column or give a text.")
+    if condition is not None and condition_text is not None:
+        raise UserError("both --condition and --condition-text are given; give one of them.")
+    if condition_text is not None and not condition_text.strip():
+        raise UserError("--condition-text is empty; give a text.")
     opened = open_source(source)
     if opened.splits is not None:
         raise UserError(f"{source} is a folder; name one file.")
     file = opened.files[0]
-    is_column = condition is None or has_column(opened, file, condition)
-    condition = condition or "condition"
-    texts = Texts([], [], Path(file).name, is_column)
+    column = condition or "condition"
+    lacks = not has_column(opened, file, column) and has_column(opened, file, sentence)
+    if condition_text is None and lacks:
+        raise UserError(
+            f"{Path(file).name} has no column {column!r} for the conditions. Name one with "
+            "--condition COLUMN, or give one condition for every row: --condition-text "
+            f"{column!r}"
+        )
+    texts = Texts([], [], Path(file).name)
     problems = Problems(texts.file)
-    wanted = [sentence, condition] if texts.from_column else [sentence]
+    wanted = [sentence, column] if condition_text is None else [sentence]
     for number, record in enumerate(read_records(opened, file, wanted), 1):
         texts.sentences.append(problems.text(number, sentence, record[sentence]))
-        given = record[condition] if texts.from_column else condition
-        texts.conditions.append(problems.text(number, condition, given))
+        given = record[column] if condition_text is None else condition_text
+        texts.conditions.append(problems.text(number, column, given))
     problems.raise_if_any()
     return texts

@@ -70,6 +70,11 @@ class FittedHead:
         return self.module.generates_matrices
 
     @property
+    def compares_by_cosine(self) -> bool:
+        """Return whether the similarity of embeddings is their cosine."""
+        return self.family.similarity is HeadModule.similarity
+
+    @property
     def tensors(self) -> dict[str, NDArray[Any]]:
         """Return its parameters, by the names that head.safetensors has."""
         return {name: value.cpu().numpy() for name, value in self.module.state_dict().items()}
@@ -116,7 +121,7 @@ class FittedHead:
 
     def compare(self, first: Array, second: Array) -> Array:
         """Return how similar embeddings are, (n, k) twice -> (n,): as a rule their cosine."""
-        if self.family.similarity is HeadModule.similarity:
+        if self.compares_by_cosine:
             return cosine(first, second)
         with torch.inference_mode():
             sides = [torch.from_numpy(np.ascontiguousarray(side)) for side in (first, second)]

@@ -33,6 +33,10 @@ class ConditionCache:
         self._kept: OrderedDict[bytes, list[Array]] = OrderedDict()
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[type[ConditionCache], tuple[FittedHead, int]]:
+        """Pickle it empty."""
+        return type(self), (self.head, self._budget)
+
     def transform(self, features: MatrixLike, condition: MatrixLike | None) -> Array:
         """Return embeddings, (n, k) float32; as :meth:`FittedHead.transform`."""
         self.head.check(features, condition)

@@ -63,13 +63,15 @@ def identity_cells(result: Result, head: str, remark: str = "") -> tuple[Text, T
     return Text(head), Text(result.prompt + remark), "yes" if result.subtract else "no"
 
 
-def listing(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return rows of like keys as a table; texts are shown as they are."""
+def listing(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> Table:
+    """Return rows of like keys as a table, of some columns or all; texts are shown as they are."""
+    columns = columns or list(rows[0] if rows else ())
     table = Table(box=box.SIMPLE_HEAD)
-    for key in rows[0] if rows else ():
+    for key in columns:
         table.add_column(key.replace("_", " "), overflow="fold", no_wrap=key == "name")
     for row in rows:
-        texts = ("" if value is None else printable(str(value)) for value in row.values())
+        values = (row[key] for key in columns)
+        texts = ("" if value is None else printable(str(value)) for value in values)
         table.add_row(*(Text(text) for text in texts))
     return table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +15,14 @@ from llmcond.errors import UserError
 from llmcond.features.view import Part, View
 from llmcond.heads import FittedHead, Gathered, Matrix, cosine
 from llmcond.heads.cache import ConditionCache
+from llmcond.log import log
 from llmcond.prompts import Prompt
 from llmcond.runs import Run, SavedHead, open_run
 
 Vectors = NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Embedder:
     """Condition-aware embeddings: CASE(s, c) = g(f(c; I(s)) - f(c; I(∅))) (CASE, equation 1).
 
@@ -40,19 +41,41 @@ class Embedder:
     name: str = "none"
     cache: ConditionCache | None = None
 
+    def __repr__(self) -> str:
+        """Return what it is made of, in a line."""
+        return (
+            f"Embedder({self.encoder.name}, prompt {self.view.name}, head {self.name}, "
+            f"{self.dim} dimensions)"
+        )
+
     @property
     def dim(self) -> int:
         """Return the size of the embeddings."""
         return self.encoder.dim if self.head is None else self.head.dim_out
 
-    def encode(self, sentences: Sequence[str], conditions: str | Sequence[str]) -> Vectors:
+    def encode(
+        self,
+        sentences: str | Sequence[str],
+        conditions: str | Sequence[str],
+        *,
+        normalize: bool = True,
+    ) -> Vectors:
         """Return embeddings of n sentences under n conditions, or one for all, (n, k) float32.
+
+        They have unit L2 norm, so that inner products are cosines, unless ``normalize`` is False or
+        the head compares embeddings in another way. Of a single text, not in a list: (k,).
 
         Raises:
             UserError: lengths that differ, or an empty sentence or condition.
             LlmcondError: the encoder gave NaN, or ran out of memory.
         """
-        texts = _rows(sentences, conditions)
+        if isinstance(sentences, str):
+            one: Vectors = self.encode([sentences], _one(conditions), normalize=normalize)[0]
+            return one
+        vectors = self._encode(_rows(sentences, conditions))
+        return unit_length(vectors, self.head) if normalize else vectors
+
+    def _encode(self, texts: Sequence[tuple[str, str]]) -> Vectors:
         columns = self.view.inputs(texts)
         # One call encodes them all, so that inputs in common are encoded once.
         distinct = list(dict.fromkeys(item for column in columns for item in column))
@@ -77,14 +100,33 @@ class Embedder:
             return self.cache.transform(features, condition)
         return self.head.transform(features, condition)
 
+    @overload
+    def similarity(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
+        self, sentences1: str, sentences2: str, conditions: str
+    ) -> float: ...
+
+    @overload
     def similarity(
         self, sentences1: Sequence[str], sentences2: Sequence[str], conditions: str | Sequence[str]
-    ) -> Vectors:
+    ) -> Vectors: ...
+
+    def similarity(
+        self,
+        sentences1: str | Sequence[str],
+        sentences2: str | Sequence[str],
+        conditions: str | Sequence[str],
+    ) -> Vectors | float:
         """Return the cosine of both sentences' embeddings under each row's condition, (n,) float32.
 
+        Of two texts, not in lists: a float.
+
         Raises:
-            UserError: as :meth:`encode`.
+            UserError: as :meth:`encode`, or a text beside a list of texts.
         """
+        if isinstance(sentences1, str) != isinstance(sentences2, str):
+            raise UserError("one of both sides is a text, the other a list; give two of a kind.")
+        if isinstance(sentences1, str) and isinstance(sentences2, str):
+            return float(self.similarity([sentences1], [sentences2], _one(conditions))[0])
         if len(sentences1) != len(sentences2):
             raise UserError(
                 f"sentences1 has {len(sentences1)} texts and sentences2 {len(sentences2)}; they "
@@ -92,7 +134,7 @@ class Embedder:
             )
         given = _broadcast(conditions, len(sentences1))
         # One call encodes both sides, so that inputs in common are encoded once.
-        embedded = self.encode([*sentences1, *sentences2], [*given, *given])
+        embedded = self._encode(_rows([*sentences1, *sentences2], [*given, *given]))
         compare = cosine if self.head is None else self.head.compare
         return compare(embedded[: len(sentences1)], embedded[len(sentences1) :])
 
@@ -101,9 +143,25 @@ def _broadcast(conditions: str | Sequence[str], n: int) -> list[str]:
     return [conditions] * n if isinstance(conditions, str) else list(conditions)
 
 
+def _one(conditions: str | Sequence[str]) -> Sequence[str]:
+    if not isinstance(conditions, str):
+        raise UserError("the sentence is one text, the condition a list; give two of a kind.")
+    return [conditions]
+
+
+def unit_length(vectors: Vectors, head: FittedHead | None) -> Vectors:
+    """Return embeddings, (n, k), with unit L2 norm; as they are where their cosine is not taken.
+
+    Those of norm 0, which say nothing, stay so.
+    """
+    if head is not None and not head.compares_by_cosine:
+        return vectors
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit: Vectors = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
+    return unit
+
+
 def _rows(sentences: Sequence[str], conditions: str | Sequence[str]) -> list[tuple[str, str]]:
-    if isinstance(sentences, str):
-        raise UserError("sentences is one text; give a list of texts.")
     given = _broadcast(conditions, len(sentences))
     if len(given) != len(sentences):
         raise UserError(
@@ -132,7 +190,8 @@ def load_embedder(
     Args:
         run: the run's folder.
         head: a fitted head's name, or its recipe's if that is fitted once. ``none``: zero-shot.
-            None: the head fitted last, or zero-shot if there is none.
+            None: the run's default (``llmcond heads --run RUN --default NAME``), else the head with
+            the best score on dev, or zero-shot if there is none.
         prompt: for zero-shot, the prompt; a head has its own.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
 
@@ -158,10 +217,12 @@ def choose_head(run: Run, name: str | None, prompt: str | None = None) -> SavedH
     Raises:
         UserError: no such head, several, or one that was fitted on another prompt than asked for.
     """
-    fitted = run.head_names()
-    if name == "none" or (name is None and not fitted):
+    wanted = name
+    if wanted is None and (usual := run.default_head()) is not None:
+        wanted, why = usual
+        log.info(f"head {wanted}: {why} (--head to take another)")
+    if wanted in (None, "none"):
         return None
-    wanted = name or fitted[-1]
     found = run.find_heads([wanted])
     found = [head for head in found if head.name == wanted] or found
     if len(found) > 1:

@@ -248,6 +248,39 @@ class Run:
         oldest_first = sorted(found, key=lambda path: path.stat().st_mtime_ns)
         return [path.parent.name for path in oldest_first]
 
+    def default_head(self) -> tuple[str, str] | None:
+        """Return the head that is taken where none is named, and why; None where none is fitted.
+
+        It is the one that the user chose, else the one with the best score on dev, else the one
+        that was fitted last.
+        """
+        names = self.head_names()
+        if not names:
+            return None
+        if self.manifest.get("default_head") in names:
+            return self.manifest["default_head"], "the run's default"
+        scores = {name: dev_spearman(self.head_record(name)) for name in names}
+        scored = {name: score for name, score in scores.items() if score is not None}
+        if not scored:
+            return names[-1], "fitted last"
+        best = max(scored, key=scored.__getitem__)
+        others = f" of {len(names)} heads" if len(names) > 1 else ""
+        return best, f"best{others} on dev, Spearman {100 * scored[best]:.1f}"
+
+    def set_default_head(self, name: str) -> None:
+        """Record which head is taken where none is named; a UserError if there is no such one."""
+        if name not in self.head_names():
+            raise UserError(
+                f"{self.folder} has no head {name!r}. {nearest(name, self.head_names())}"
+            )
+        with FileLock(self.folder / ".lock"):
+            self.manifest = {**read_json(self.folder / "run.json"), "default_head": name}
+            write_json(self.folder / "run.json", self.manifest)
+
+    def head_record(self, name: str) -> dict[str, Any]:
+        """Return what ``head.json`` holds of a head."""
+        return read_json(self.head_folder(name) / "head.json")
+
     def load_head(self, name: str) -> SavedHead:
         """Load a head by its full name, and check that its features are this run's.
 
@@ -286,7 +319,7 @@ class Run:
                 )
 
     def _recipe_of(self, name: str) -> Any:
-        return read_json(self.head_folder(name) / "head.json").get("recipe", {}).get("name")
+        return self.head_record(name).get("recipe", {}).get("name")
 
     def find_heads(self, names: Sequence[str]) -> list[SavedHead]:
         """Load heads by full name, or else all of a recipe; a UserError where none is fitted."""
@@ -420,6 +453,17 @@ def where_model(model: str, resolved: ResolvedEncoder) -> str:
     """Return what finds a model again from any working folder: its name, or an absolute path."""
     local = Path(model).expanduser()
     return str(local.resolve()) if find_model(model) is None and local.is_dir() else model
+
+
+def dev_spearman(record: Mapping[str, Any]) -> float | None:
+    """Return the Spearman on dev that a head's or a fit's record holds; None where it has none."""
+    if "dev_spearman" in record:
+        score: float | None = record["dev_spearman"]
+        return score
+    # As written before it had one of its own: the best epoch's.
+    curve = record["fit"].get("curve") or ()
+    found = [entry.get("dev_spearman") for entry in curve]
+    return max((score for score in found if score is not None), default=None)
 
 
 def head_name(recipe: str, view: View) -> str:

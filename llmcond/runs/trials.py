@@ -23,11 +23,11 @@ from llmcond import plugins
 from llmcond.errors import LlmcondError, UserError
 from llmcond.features.view import View
 from llmcond.files import digest_text, read_json, write_json
-from llmcond.heads import Recipe, fit_recipe
+from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe
 from llmcond.log import log
-from llmcond.metrics import Metric, choose_metrics
+from llmcond.metrics import Metric, choose_metrics, finite, spearman
 from llmcond.prompts import Prompt
-from llmcond.runs import Run, SavedHead, head_name, open_run
+from llmcond.runs import Run, SavedHead, dev_spearman, head_name, open_run
 from llmcond.runs.features import Features
 from llmcond.runs.predictors import predict, results_of
 from llmcond.runs.provenance import provenance
@@ -90,12 +90,14 @@ class Outcome:
     Attributes:
         metrics: name -> figure on the split that is scored; NaN where undefined.
         fit: what is recorded of the fit.
+        dev: Spearman on dev; None where it is undefined.
         similarity: (n,) predictions of all rows, if they were asked for.
     """
 
     metrics: Mapping[str, float]
     dim: int
     fit: Mapping[str, Any]
+    dev: float | None
     similarity: NDArray[np.float32] | None = None
 
     @classmethod
@@ -110,7 +112,15 @@ class Outcome:
             return None
         figures = {name: math.nan if record[name] is None else record[name] for name in names}
         similarity = np.array(record["similarity"], dtype=np.float32) if predictions else None
-        return cls(figures, record["dim"], record["fit"], similarity)
+        return cls(figures, record["dim"], record["fit"], dev_spearman(record), similarity)
+
+
+def score_on_dev(head: FittedHead, dev: PairArrays) -> float:
+    """Return the Spearman of a head on dev; NaN where it is undefined, as without rows."""
+    if not len(dev):
+        return math.nan
+    similarity = head.similarity(dev.first, dev.second, dev.condition)
+    return spearman(similarity.astype(np.float64), dev.rating)
 
 
 def check_seed(seed: int) -> None:
@@ -253,6 +263,7 @@ class _Worker:
             **({"similarity": similarity.tolist()} if self._job.predictions else {}),
             "recipe": recipe.to_json(),
             "fit": dict(head.fit.record),
+            "dev_spearman": finite(score_on_dev(head, dev)),
             **provenance(),
         }
 

@@ -32,8 +32,9 @@ from llmcond.runs import Run, open_run, run_exists
 from llmcond.runs.features import Features
 from llmcond.runs.predictors import check_scorable, predict, unscored, zeroshots
 from llmcond.runs.provenance import provenance
-from llmcond.runs.trials import Trial, check_seeds, run_trials
+from llmcond.runs.trials import Outcome, Trial, check_seeds, run_trials
 from llmcond.workflows.extract import check_named_once, extract, task_of, usable_prompts
+from llmcond.workflows.fit import keep_best
 from llmcond.workflows.options import CompareOptions
 
 
@@ -70,8 +71,8 @@ def compare_prompts(
     Every prompt is compared with the baseline under the same head: the difference of each metric
     that is not secondary, with an interval from a bootstrap over sentence pairs that draws the same
     pairs for both, and Holm's correction over all comparisons (:mod:`llmcond.evaluation.paired`).
-    What was extracted or fitted before is not done again; heads of the run are not touched. The
-    results are kept in the run as ``compare-prompts.json``.
+    What was extracted or fitted before is not done again; heads of the run are not touched, but
+    for the one that ``keep`` asks for. The results are kept in the run as ``compare-prompts.json``.
 
     Arguments as in :class:`llmcond.commands.compare_prompts.ComparePrompts`.
 
@@ -111,7 +112,7 @@ def compare_prompts(
     # From the run: a file that was changed meanwhile is not what was extracted.
     stored = [run.prompt(prompt.name) for prompt in usable]
     systems = _zeroshot_systems(run, stored, split)
-    fitted, failures = _fitted_systems(run, stored, recipes, split, asked)
+    fitted, failures, done = _fitted_systems(run, stored, recipes, split, asked)
     systems += fitted
     comparison = Comparison(
         results=with_evidence(systems, baseline, rows, metrics),
@@ -126,6 +127,8 @@ def compare_prompts(
         log.info(f"report -> {report}")
     record = {**comparison.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "compare-prompts.json", record)
+    if asked.keep:
+        keep_best(run, done)
     return comparison
 
 
@@ -224,8 +227,8 @@ def _fitted_systems(
     recipes: Sequence[Recipe],
     split: str,
     asked: CompareOptions,
-) -> tuple[list[System], list[str]]:
-    """Return the predictions of every head over seeds, and what failed."""
+) -> tuple[list[System], list[str], list[tuple[Trial, Outcome]]]:
+    """Return the predictions of every head over seeds, what failed, and all that did not."""
     trials = [
         [
             Trial(recipe, None, view_of(recipe, (prompt,), zeroshot.view.subtract), seed, {})
@@ -258,7 +261,7 @@ def _fitted_systems(
         )
         similarity = np.stack([one.similarity for one in outcomes if one.similarity is not None])
         systems.append(System((trial.recipe.name, trial.view.subtract), result, similarity))
-    return systems, failures
+    return systems, failures, list(done.values())
 
 
 def _page(

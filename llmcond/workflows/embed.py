@@ -14,15 +14,15 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from llmcond.data.datasets import Texts, read_texts
+from llmcond.encoders.spec import InputError
 from llmcond.errors import UserError
-from llmcond.features.extract import NonFiniteError
 from llmcond.features.view import Part, View
 from llmcond.files import check_writable, replacing
 from llmcond.heads import Matrix
 from llmcond.log import log
 from llmcond.prompts import Prompt
 from llmcond.runs import open_run
-from llmcond.runs.embedder import choose_head
+from llmcond.runs.embedder import choose_head, unit_length
 from llmcond.runs.extraction import LazyEncoder, extract_inputs
 
 #: Rows whose vectors are in memory at a time.
@@ -52,6 +52,8 @@ def embed_file(
     out: Path,
     sentence: str = "sentence",
     condition: str | None = None,
+    condition_text: str | None = None,
+    normalize: bool = True,
     head: str | None = None,
     prompt: str | None = None,
     device: str = "auto",
@@ -68,9 +70,7 @@ def embed_file(
     run = open_run(run_folder)
     chosen = choose_head(run, head, prompt)
     view = chosen.view if chosen else View((run.prompt(prompt),))
-    texts = read_texts(source, sentence, condition)
-    if not texts.from_column:
-        log.info(f"{texts.file} has no column {condition!r}: that is every row's condition")
+    texts = read_texts(source, sentence, condition, condition_text)
     if out.absolute() == Path(source).absolute():
         raise UserError(f"{out} is the file that is read; name another --out.")
     check_writable(out)
@@ -79,7 +79,7 @@ def embed_file(
     encoder = LazyEncoder(run.resolve_encoder(device))
     try:
         extract_inputs(store, encoder, view.name, [item for column in columns for item in column])
-    except NonFiniteError as error:
+    except InputError as error:
         number = 1 + min(column.index(error.item) for column in columns if error.item in column)
         raise UserError(f"row {number} of {texts.file}: {error}") from error
 
@@ -91,8 +91,11 @@ def embed_file(
                 return store.lookup([getattr(prompt, side).render(*row) for row in part])
 
             features = view.sentence(read)
-            condition = view.condition(read)
-            yield chosen.head.transform(features, condition) if chosen else features.read()
+            if chosen is None:
+                found = features.read()
+            else:
+                found = chosen.head.transform(features, view.condition(read))
+            yield unit_length(found, chosen.head if chosen else None) if normalize else found
 
     vectors = blocks()
     first = next(vectors)

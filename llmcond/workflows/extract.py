@@ -130,6 +130,9 @@ def task_of(run: Run | None, name: str | None) -> Task:
 def read_dataset(task: Task, data: DataOptions) -> Dataset:
     """Read a data set, and log what was decided and what is odd about it."""
     dataset = task.read(data)
+    counts = ", ".join(f"{len(rows):,} {name}" for name, rows in dataset.splits.items())
+    sample = "the bundled sample, as no --data is given"
+    log.info(f"data: {sample if data.source is None else dataset.source} ({counts} rows)")
     for text in dataset.notes:
         log.info(text)
     for name, rows in dataset.splits.items():

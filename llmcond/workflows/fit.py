@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llmcond.errors import UserError
-from llmcond.features.view import view_of
-from llmcond.heads import fit_recipe, load_recipe, save_head
+from llmcond.features.view import View, view_of
+from llmcond.heads import Recipe, fit_recipe, load_recipe, save_head
 from llmcond.log import log
-from llmcond.metrics import METRICS, Estimate, finite, spearman
+from llmcond.metrics import METRICS, Estimate, finite
 from llmcond.progress import FitBar
-from llmcond.runs import head_name, head_record, open_run
+from llmcond.runs import Run, head_name, head_record, open_run
 from llmcond.runs.features import Features
-from llmcond.runs.trials import check_seed, prompts_for, sized
+from llmcond.runs.trials import (
+    Outcome,
+    Trial,
+    check_seed,
+    prompts_for,
+    score_on_dev,
+    sized,
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,13 @@ def fit_head(
     if reserved and not recipe.is_identity:
         raise UserError(f"{name!r} would be taken for zero-shot. Give the head another --name.")
     name = name or head_name(recipe.name, view)
+    return fit_and_save(run, recipe, view, name, dim, seed, device)
+
+
+def fit_and_save(
+    run: Run, recipe: Recipe, view: View, name: str, dim: int | None, seed: int, device: str
+) -> FittedResult:
+    """Fit a recipe on a view of a run's training features, and save it in the run."""
     folder = run.head_folder(name)
     features = Features(run)
     train = features.rated(view, "train")
@@ -99,11 +110,9 @@ def fit_head(
     n_dropped = int((~run.rows("train").rated).sum())
     counts = {"n_train": len(train), "n_dev": len(dev), "n_dropped": n_dropped}
     replaced = folder.exists()
-    save_head(fitted, folder, {**head_record(run, view, recipe.to_json()), "counts": counts})
-    on_dev = math.nan
-    if len(dev):
-        similarity = fitted.similarity(dev.first, dev.second, dev.condition)
-        on_dev = spearman(similarity.astype(np.float64), dev.rating)
+    on_dev = score_on_dev(fitted, dev)
+    made = {**head_record(run, view, recipe.to_json()), "counts": counts}
+    save_head(fitted, folder, {**made, "dev_spearman": finite(on_dev)})
     epoch = f", epoch {record['best_epoch']}" if "best_epoch" in record else ""
     chosen = " chosen on dev" if record["selected_on"] == "dev" else ""
     log.info(
@@ -125,3 +134,19 @@ def fit_head(
         metrics={"spearman": Estimate(on_dev)},
         seconds=seconds,
     )
+
+
+def keep_best(run: Run, done: Iterable[tuple[Trial, Outcome]], device: str = "auto") -> None:
+    """Keep the trial with the best score on dev as a head of the run; controls do not count."""
+    scored = [
+        (outcome.dev, trial)
+        for trial, outcome in done
+        if outcome.dev is not None and not any(prompt.control for prompt in trial.view.prompts)
+    ]
+    if not scored:
+        log.warning("no fit has a score on dev, so none is kept")
+        return
+    best = max(scored, key=lambda one: one[0])[1]
+    log.info(f"kept, as the best on dev: {best.label}")
+    # A seed gives the same head again.
+    fit_and_save(run, best.recipe, best.view, best.name, best.dim, best.seed, device)

@@ -41,6 +41,7 @@ class WithTrials:
     set: Mapping[str, str] | None = option(
         None, metavar="KEY=VALUE", help="settings of the recipes, for all heads that have them"
     )
+    keep: bool = option(False, help="keep the fit with the best score on dev as a head of the run")
     workers: int | None = option(
         None, metavar="N", help="fits at a time (default: one a core, at most 8)"
     )

@@ -89,7 +89,8 @@ def push_to_hub(
         url, commit = _upload(staged, files, repo, token, private, revision)
     heads = run.head_names()
     # Which of several was fitted last is not known any more where they are downloaded.
-    head = f', "{heads[-1]}"' if len(heads) > 1 else ""
+    usual = run.default_head()
+    head = f', "{usual[0]}"' if usual and len(heads) > 1 else ""
     branch = f" --revision {revision}" if revision else ""
     log.info(f"{run.folder} -> {url}")
     log.info(

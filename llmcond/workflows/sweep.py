@@ -20,6 +20,7 @@ from llmcond.runs import Run, open_run
 from llmcond.runs.predictors import check_scorable
 from llmcond.runs.provenance import provenance
 from llmcond.runs.trials import Outcome, Trial, check_seeds, prompts_for, run_trials
+from llmcond.workflows.fit import keep_best
 
 #: Of the interval around a mean over seeds.
 _CONFIDENCE = 0.95
@@ -43,6 +44,7 @@ def sweep(  # noqa: PLR0913 - each is a choice of the user, by keyword
     workers: int | None = None,
     metrics: Sequence[str] = (),
     device: str = "auto",
+    keep: bool = False,
 ) -> SweepResult:
     """Fit and score heads for every combination of settings, each with several seeds.
 
@@ -65,6 +67,8 @@ def sweep(  # noqa: PLR0913 - each is a choice of the user, by keyword
     swept = SweepResult(_summarise(done.values(), run, split), failures)
     report = {**swept.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "sweep.json", report)
+    if keep:
+        keep_best(run, done.values(), device)
     return swept
 
 

@@ -132,7 +132,7 @@ def test_embed_writes_rows_in_order_and_the_same_as_python(capsys, own_run, writ
     texts = [(f"two men play in the park {i}", "the place") for i in range(30)]
     data = write_rows(texts, header="sentence,condition")
     ok(capsys, "embed", data, "--out", "v.parquet", "--run", own_run)
-    ok(capsys, "embed", data, "--out", "v.npy", "--run", own_run, "--condition", "the mood")
+    ok(capsys, "embed", data, "--out", "v.npy", "--run", own_run, "--condition-text", "the mood")
     table = pq.read_table("v.parquet")
     assert table["sentence"].to_pylist() == [sentence for sentence, _ in texts]
 
@@ -501,7 +501,10 @@ def test_fits_that_cannot_be(capsys, own_run, arguments, expected):
         (["similarity", "a", "b", "--condition", "c", "--head", "p", "--prompt", "q"], "not q"),
         (["embed", "texts.csv", "--out", "v.npy"], "no column 'condition'"),
         (["embed", "texts.csv", "--out", "no/v.npy", "--sentence", "x"], "no column 'x'"),
-        (["embed", "t.parquet", "--out", "t.parquet", "--condition", "c"], "the file that is read"),
+        (
+            ["embed", "t.parquet", "--out", "t.parquet", "--condition-text", "c"],
+            "the file that is read",
+        ),
         (["fit-head", "--head", "ica", "--seed", "-1"], "the seed is -1"),
         (["fit-head", "--head", "mlp", "--set", "hidden=10000000000"], "at most 65,536"),
     ],
@@ -646,6 +649,15 @@ def test_nan_names_the_row(capsys, tiny_checkpoint, write_rows, small_rows):
     line = refused(capsys, "extract", "--model", checkpoint, "--data", "d", "--dtype", "float32")
     assert line.startswith("row 4 of train.csv")
     assert "NaN or infinity" in line
+
+
+def test_a_condition_that_is_too_long_names_the_row(capsys, tiny, write_rows, small_rows):
+    rows = [*small_rows[:4], (*small_rows[4][:2], "the place " * 50, 3)]
+    for split in ("train", "dev"):
+        write_rows(rows, f"d/{split}.csv")
+    line = refused(capsys, "extract", "--model", tiny, "--data", "d", "--device", "cpu")
+    assert line.startswith("row 5 of train.csv")
+    assert "too long without its sentence" in line
 
 
 def test_an_interrupt_is_one_line():

@@ -296,18 +296,20 @@ def test_leaked_pairs_are_counted_once_and_in_either_order():
 
 def test_the_condition_is_a_column_where_the_file_has_it(write_rows: Write):
     path = write_rows([("a", "x"), ("b", "y")], header="sentence,condition")
-    assert read_texts(str(path), "sentence", "condition") == Texts(
-        ["a", "b"], ["x", "y"], "rows.csv", from_column=True
-    )
+    assert read_texts(str(path), "sentence") == Texts(["a", "b"], ["x", "y"], "rows.csv")
+    assert read_texts(str(path), "sentence", "sentence").conditions == ["a", "b"]
 
 
-def test_the_condition_is_one_text_for_all_rows_where_the_file_has_no_such_column(
-    write_rows: Write,
-):
-    path = write_rows([("a", "x"), ("b", "y")], header="sentence,condition")
-    texts = read_texts(str(path), "sentence", "the place")
+def test_one_condition_for_all_rows_is_asked_for(write_rows: Write):
+    path = str(write_rows([("a", "x"), ("b", "y")], header="sentence,condition"))
+    texts = read_texts(path, "sentence", condition_text="the place")
     assert texts.conditions == ["the place", "the place"]
-    assert not texts.from_column
+    with pytest.raises(UserError, match=r"no column 'conditoin'.*--condition-text 'conditoin'"):
+        read_texts(path, "sentence", "conditoin")
+    with pytest.raises(UserError, match="both --condition and --condition-text"):
+        read_texts(path, "sentence", "condition", "the place")
+    with pytest.raises(UserError, match="--condition-text is empty"):
+        read_texts(path, "sentence", condition_text=" ")
 
 
 def test_a_row_without_the_condition_of_the_others_does_not_get_the_columns_name(tmp_path: Path):
@@ -320,11 +322,10 @@ def test_a_row_without_the_condition_of_the_others_does_not_get_the_columns_name
 @pytest.mark.parametrize(
     ("rows", "sentence", "condition", "words"),
     [
-        ([("a", "x")], "sentense", "place", "no column 'sentense'.*Did you mean 'sentence'"),
-        ([("a", "x"), ("", "y")], "sentence", "place", "row 2 of rows.csv: sentence is empty"),
+        ([("a", "x")], "sentense", "condition", "no column 'sentense'.*Did you mean 'sentence'"),
+        ([("a", "x"), ("", "y")], "sentence", "condition", "row 2 of .*: sentence is empty"),
         ([("a", ""), ("b", "")], "sentence", "condition", "row 1 .*condition is empty .1 more row"),
-        ([("a", "x")], "sentence", " ", "the condition is empty"),
-        ([], "sentence", "place", "rows.csv is empty"),
+        ([], "sentence", "condition", "rows.csv is empty"),
     ],
 )
 def test_texts_that_cannot_be_embedded_are_refused(

@@ -445,7 +445,7 @@ def test_an_embedding_is_the_head_applied_to_features(
     capsys, monkeypatch, sampled, own, by_hand, write_rows, name
 ):
     data = write_rows(TEXTS, header="sentence,condition")
-    embed = ("embed", data, "--run", own, "--head", name)
+    embed = ("embed", data, "--run", own, "--head", name, "--no-normalize")
     summary = ok(capsys, *embed, "--out", "v.npy")
     dim = sampled.fitted[name]["dim"]
     assert (summary["rows"], summary["dim"], summary["head"]) == (len(TEXTS), dim, name)
@@ -456,12 +456,12 @@ def test_an_embedding_is_the_head_applied_to_features(
 
     embedder = llmcond.load_embedder(own, head=name)
     assert embedder.dim == dim
-    encoded = embedder.encode(SENTENCES, CONDITIONS)
+    encoded = embedder.encode(SENTENCES, CONDITIONS, normalize=False)
     np.testing.assert_allclose(encoded, np.load("v.npy"), rtol=0, atol=1e-5)
     # One condition for all; the second time what was made of it may have been kept.
     places = [i for i, condition in enumerate(CONDITIONS) if condition == "the place"]
     for _ in range(2):
-        one = embedder.encode(SENTENCES, "the place")
+        one = embedder.encode(SENTENCES, "the place", normalize=False)
         np.testing.assert_allclose(one[places], expected[places], rtol=0, atol=1e-5)
     assert embedder.encode(SENTENCES[:1], CONDITIONS[:1]).shape == (1, dim)
 
@@ -496,7 +496,7 @@ def test_separate_features_without_a_head_are_embedded_as_their_difference(
     capsys, own, by_hand, write_rows
 ):
     data = write_rows(TEXTS, header="sentence,condition")
-    options = ("--run", own, "--head", "none", "--prompt", S)
+    options = ("--run", own, "--head", "none", "--prompt", S, "--no-normalize")
     assert ok(capsys, "embed", data, "--out", "v.npy", *options)["dim"] == 32
     np.testing.assert_allclose(np.load("v.npy"), by_hand.features("S-s", TEXTS), rtol=0, atol=1e-5)
 
@@ -618,7 +618,8 @@ def test_towers_see_separate_features_wherever_their_prompt_is_named(capsys, own
     # The first half of an embedding is of joint features alone.
     first = by_hand.features("J-j", TEXTS) @ weights["weight1"].T @ weights["weight2"].T
     expected = first / np.linalg.norm(first, axis=1, keepdims=True)
-    found = llmcond.load_embedder(own, head="turned").encode(SENTENCES, CONDITIONS)
+    embedder = llmcond.load_embedder(own, head="turned")
+    found = embedder.encode(SENTENCES, CONDITIONS, normalize=False)
     np.testing.assert_allclose(found[:, :2], expected, rtol=0, atol=1e-5)
 
 

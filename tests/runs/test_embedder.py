@@ -1,0 +1,162 @@
+"""Which head is taken, and what embedders give: unit length, single texts, in other processes."""
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import llmcond
+from llmcond.cli import run
+from llmcond.errors import UserError
+from llmcond.runs import open_run
+from llmcond.workflows.fit import fit_head
+
+SENTENCES = ["two men play in the park", "three women sit at the beach", "children in the rain"]
+
+
+@pytest.fixture
+def own(tmp_path: Path, tiny_run: Path) -> Path:
+    return Path(shutil.copytree(tiny_run, tmp_path / "own"))
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory: pytest.TempPathFactory, tiny_run: Path) -> Path:
+    """A run with a head that dev prefers, and a worse one that was fitted last."""
+    folder = Path(shutil.copytree(tiny_run, tmp_path_factory.mktemp("fitted") / "run"))
+    few = {"epochs": "3", "patience": "3"}
+    found = {}
+    for name, seed in (("a", 0), ("b", 1), ("c", 2)):
+        result = fit_head(folder, "linear", 4, seed=seed, changes=few, name=name)
+        found[name] = result.metrics["spearman"].value
+    best = max(found, key=found.__getitem__)
+    shutil.copytree(folder / "heads" / best, folder / "heads" / "best")
+    shutil.rmtree(folder / "heads" / best)
+    worst = min((name for name in found if name != best), key=found.__getitem__)
+    fit_head(folder, "linear", 4, seed=ord(worst) - ord("a"), changes=few, name=worst)
+    return folder
+
+
+# -- the head that is taken --------------------------------------------------------------------
+
+
+def test_the_head_that_is_best_on_dev_is_taken(fitted: Path, capsys: pytest.CaptureFixture[str]):
+    assert open_run(fitted).head_names()[-1] != "best"
+    assert llmcond.load_embedder(fitted).name == "best"
+    assert run(["similarity", "a", "b", "--condition", "c", "--run", str(fitted)]) == 0
+    assert "head best: best of 3 heads on dev, Spearman" in capsys.readouterr().err
+
+
+def test_fitting_another_head_does_not_change_it(fitted: Path, tmp_path: Path):
+    own = Path(shutil.copytree(fitted, tmp_path / "own"))
+    fit_head(own, "linear", 2, changes={"epochs": "1", "learning_rate": "1e-9"}, name="later")
+    assert llmcond.load_embedder(own).name == "best"
+
+
+def test_the_user_sets_it(fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    own = Path(shutil.copytree(fitted, tmp_path / "own"))
+    other = next(name for name in open_run(own).head_names() if name != "best")
+    assert run(["heads", "--run", str(own), "--default", other, "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["heads"]}
+    assert rows[other]["taken"] == "the run's default"
+    assert rows["best"]["taken"] == ""
+    assert rows["best"]["dev_spearman"] > rows[other]["dev_spearman"]
+    assert llmcond.load_embedder(own).name == other
+    assert run(["heads", "--run", str(own), "--default", "bst"]) == 2
+    assert "no head 'bst'. Did you mean 'best'" in capsys.readouterr().err
+    assert run(["heads", "--default", "best"]) == 2
+
+
+def test_heads_without_a_score_come_behind_those_that_have_one(own: Path):
+    fit_head(own, "pca", 4)
+    record = own / "heads" / "pca@concat-sent-cond" / "head.json"
+    values = json.loads(record.read_text())
+    assert values.pop("dev_spearman") is not None
+    record.write_text(json.dumps(values))  # as earlier versions wrote it
+    assert open_run(own).default_head() == ("pca@concat-sent-cond", "fitted last")
+    fit_head(own, "linear", 4, changes={"epochs": "1"}, name="scored")
+    name, why = open_run(own).default_head() or ("", "")
+    assert name == "scored"
+    assert why.startswith("best of 2 heads on dev")
+
+
+@pytest.mark.parametrize("command", ["sweep", "compare-prompts"])
+def test_the_winner_is_kept(own: Path, command: str, capsys: pytest.CaptureFixture[str]):
+    few = ["--set", "epochs=2", "--seeds", "2", "--workers", "1", "--keep", "--run", str(own)]
+    if command == "sweep":
+        arguments = ["sweep", "--head", "linear", "--vary", "dim=2,4"]
+    else:
+        model = json.loads((own / "run.json").read_text())["encoder"]["model"]
+        prompts = ["concat-sent-cond", "control-no-condition", "control-shuffled"]
+        arguments = ["compare-prompts", "--model", model, "--heads", "linear"]
+        arguments += ["--pooling", "mean", "--dtype", "float32", "--prompts", *prompts]
+    assert run([*arguments, *few]) == 0
+    told = capsys.readouterr().err
+    assert "kept, as the best on dev: linear@concat-sent-cond" in told
+    embedder = llmcond.load_embedder(own)
+    assert embedder.name == "linear@concat-sent-cond"
+    folder = own / ("sweep" if command == "sweep" else "comparisons")
+    fits = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    best = max(fit["dev_spearman"] for fit in fits if fit["prompt"] == "concat-sent-cond")
+    assert open_run(own).head_record(embedder.name)["dev_spearman"] == pytest.approx(best)
+
+
+# -- what an embedder gives --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", ["best", "none"])
+def test_embeddings_have_unit_length(fitted: Path, head: str, tmp_path: Path, write_rows: Callable):
+    embedder = llmcond.load_embedder(fitted, head)
+    raw = embedder.encode(SENTENCES, "the place", normalize=False)
+    unit = embedder.encode(SENTENCES, "the place")
+    norms = np.linalg.norm(raw, axis=1)
+    assert np.abs(norms - 1).min() > 0.01
+    np.testing.assert_allclose(unit, raw / norms[:, None], atol=1e-6)
+    data = write_rows([(s, "the place") for s in SENTENCES], header="sentence,condition")
+    for flag, expected in (("--normalize", unit), ("--no-normalize", raw)):
+        out = tmp_path / "v.npy"
+        command = ["embed", data, "--out", out, "--run", fitted, "--head", head, flag]
+        assert run([str(part) for part in command]) == 0
+        np.testing.assert_allclose(np.load(out), expected, atol=2e-3)
+
+
+def test_a_text_is_one_text(fitted: Path):
+    embedder = llmcond.load_embedder(fitted)
+    several = embedder.similarity(SENTENCES[:1], SENTENCES[1:2], ["the place"])
+    one = embedder.similarity(*SENTENCES[:2], "the place")
+    assert isinstance(one, float)
+    assert one == pytest.approx(float(several[0]), abs=1e-6)
+    vector = embedder.encode(SENTENCES[0], "the place")
+    assert vector.shape == (embedder.dim,)
+    np.testing.assert_allclose(vector, embedder.encode(SENTENCES[:1], "the place")[0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("a", ["b"], "c"),
+        (["a"], "b", "c"),
+        ("a", "b", ["c"]),
+    ],
+)
+def test_texts_and_lists_are_not_mixed(fitted: Path, arguments: tuple[object, ...]):
+    with pytest.raises(UserError, match="two of a kind"):
+        llmcond.load_embedder(fitted).similarity(*arguments)  # type: ignore[call-overload]
+
+
+def test_an_embedder_can_be_given_to_another_process(fitted: Path):
+    embedder = llmcond.load_embedder(fitted)
+    again = pickle.loads(pickle.dumps(embedder))
+    before, after = (one.encode(SENTENCES, "the place") for one in (embedder, again))
+    np.testing.assert_array_equal(after, before)
+    assert repr(embedder).startswith("Embedder(")
+    assert repr(embedder).endswith("prompt concat-sent-cond, head best, 4 dimensions)")
+
+
+def test_plain_strings_are_encoded(fitted: Path):
+    encoder = llmcond.load_embedder(fitted).encoder
+    inputs = [llmcond.EncoderInput("", text) for text in SENTENCES]
+    np.testing.assert_array_equal(encoder.encode(SENTENCES), encoder.encode(inputs))
