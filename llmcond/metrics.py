@@ -66,6 +66,7 @@ class Metric:
         factor: what shown figures are multiplied by.
         decimals: of shown figures.
         secondary: whether tables with little room leave it out.
+        least, most: what it can be.
     """
 
     name: str
@@ -76,6 +77,8 @@ class Metric:
     factor: float = 100.0
     decimals: int = 1
     secondary: bool = False
+    least: float = -math.inf
+    most: float = math.inf
 
     @property
     def heading(self) -> str:
@@ -147,19 +150,30 @@ def comparisons(rating: Floats, group: Indices) -> tuple[Indices, Indices]:
 METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
-        Metric("spearman", spearman, "Spearman", "rank correlation of predictions and ratings"),
+        Metric(
+            "spearman",
+            spearman,
+            "Spearman",
+            "rank correlation of predictions and ratings",
+            least=-1,
+            most=1,
+        ),
         Metric(
             "pearson",
             pearson,
             "Pearson",
             "linear correlation of predictions and ratings",
             secondary=True,
+            least=-1,
+            most=1,
         ),
         Metric(
             "accuracy",
             accuracy,
             description="how often the right one of a pair's two conditions is predicted more "
             "alike",
+            least=0,
+            most=1,
         ),
     )
 }

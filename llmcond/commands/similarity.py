@@ -43,9 +43,17 @@ class Similarity(WithHead):
 
     def execute(self) -> Similarities:
         """Encode both sentences under every condition."""
+        from llmcond.log import log
+        from llmcond.runs import open_run
         from llmcond.runs.embedder import describe, load_embedder
+        from llmcond.runs.familiarity import unfamiliar
 
         embedder = load_embedder(self.run, self.head, prompt=self.prompt, device=self.device)
+        for text, nearest in unfamiliar(open_run(self.run), embedder, self.condition).items():
+            log.warning(
+                f"the condition {text!r} is unlike those that {embedder.name} was fitted on (the "
+                f"nearest is {nearest!r}); what it gives may mean little (--head none: zero-shot)"
+            )
         n = len(self.condition)
         values = embedder.similarity([self.sentence1] * n, [self.sentence2] * n, self.condition)
         return Similarities(self.condition, values.tolist(), describe(embedder))
@@ -56,5 +64,6 @@ class Similarity(WithHead):
         from llmcond.report.terminal import listing, show
 
         about = result.about
-        log.info(f"{about['encoder']}, prompt {about['prompt']}, head {about['head']}")
+        fitted = f", fitted on {about['fitted_on']}" if about["fitted_on"] else ""
+        log.info(f"{about['encoder']}, prompt {about['prompt']}, head {about['head']}{fitted}")
         show(listing(result.rows()), form)

@@ -29,6 +29,8 @@ from llmcond.metrics import (
 )
 
 RESAMPLES = 2_000
+#: Fewer sentence pairs have no interval: a deviation of so few says too little.
+LEAST_PAIRS = 5
 LEVEL = 0.05
 POWER = 0.8
 
@@ -85,13 +87,23 @@ class Resampled:
     by_seed: Sequence[Sequence[Floats]]
 
     def estimates(self, i: int) -> dict[str, Estimate]:
-        """Return a system's means over seeds; their 95 % intervals do not hold the seeds' error."""
+        """Return a system's means over seeds with 95 % intervals, cut to the metric's range.
+
+        They hold the error of the rows sampled and, of several seeds, that of the seeds, as those
+        of :func:`differences` do. There is none for fewer than ``LEAST_PAIRS`` sentence pairs, nor
+        for two seeds, whose deviation says next to nothing.
+        """
         found = {}
         for m, metric in enumerate(self.metrics):
-            value, n_pairs = float(self.values[m, i]), self.n_pairs[m]
-            half = student.ppf(1 - LEVEL / 2, max(n_pairs - 1, 1))
-            half = float(half * _standard_error(self.sampled[m, i], n_pairs))
-            found[metric.name] = Estimate(value, value - half, value + half)
+            value, own, n_pairs = float(self.values[m, i]), self.by_seed[m][i], self.n_pairs[m]
+            low = high = math.nan
+            if n_pairs >= LEAST_PAIRS and len(own) != 2:
+                of_rows = np.array(_standard_error(self.sampled[m, i], n_pairs) ** 2)
+                of_seeds = np.array(own.var(ddof=1) / len(own) if len(own) > 1 else 0.0)
+                error, freedom = _combined(of_rows, n_pairs, of_seeds, len(own) - 1)
+                half = float(student.ppf(1 - LEVEL / 2, freedom) * error)
+                low, high = max(value - half, metric.least), min(value + half, metric.most)
+            found[metric.name] = Estimate(value, low, high)
         return found
 
     def deviations(self, i: int) -> dict[str, float | None]:
@@ -211,15 +223,24 @@ def _differences(found: Resampled, m: int, baseline: int, others: list[int]) -> 
     of_seeds = of_seeds[1:] + of_seeds[0]
     of_rows = np.array([_standard_error(one, found.n_pairs[m]) for one in sampled]) ** 2
     of_rows[np.isnan(values)] = np.nan
-    errors = np.sqrt(of_rows + of_seeds)
-    # Welch and Satterthwaite; without seeds it is the pairs' own.
-    own = of_rows**2 / max(found.n_pairs[m] - 1, 1) + of_seeds**2 / max(seed_freedom, 1)
-    freedom = errors**4 / own
+    errors, freedom = _combined(of_rows, found.n_pairs[m], of_seeds, seed_freedom)
     critical, powerful = (student.ppf(share, freedom) for share in (1 - LEVEL / 2, POWER))
     with np.errstate(invalid="ignore"):
         p = 2 * student.sf(np.abs(values) / errors, freedom)
     low, high = values - critical * errors, values + critical * errors
     return np.stack([values, low, high, np.sqrt(of_seeds), p, (critical + powerful) * errors])
+
+
+def _combined(
+    of_rows: Floats, n_pairs: int, of_seeds: Floats, seed_freedom: int
+) -> tuple[Floats, Floats]:
+    """Return standard errors from variances of rows and seeds, and Welch's degrees of freedom.
+
+    Without seeds these are the pairs' own.
+    """
+    errors = np.sqrt(of_rows + of_seeds)
+    own = of_rows**2 / max(n_pairs - 1, 1) + of_seeds**2 / max(seed_freedom, 1)
+    return errors, errors**4 / own
 
 
 def _standard_error(sampled: Floats, n_pairs: int) -> float:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from llmcond.data.rows import Rows
 from llmcond.errors import LlmcondError, UserError
+from llmcond.evaluation.conditions import Subset
 from llmcond.evaluation.paired import RESAMPLES, Difference, Resampled, resample
 from llmcond.metrics import DEFAULT, Estimate, Metric, comparisons, finite, metric_of
 from llmcond.tasks import DEFAULT_TASK
@@ -63,6 +64,8 @@ class Result:
         split: what was scored.
         counts: its rows.
         metrics: name -> figure with its 95 % interval, the most important first.
+        by_condition: rows whose condition training had (``seen``) and had not (``unseen``); of
+            fitted heads, where both occur.
         seed_sd: metric -> standard deviation over seeds; None for a single seed.
         dim: size of the embeddings; None: that of the features.
         seeds: of the fits that figures are means of; none for zero-shot.
@@ -77,6 +80,7 @@ class Result:
     split: str
     counts: Counts = Counts()
     metrics: Mapping[str, Estimate] = field(default_factory=dict)
+    by_condition: Mapping[str, Subset] = field(default_factory=dict)
     seed_sd: Mapping[str, float | None] = field(default_factory=dict)
     dim: int | None = None
     seeds: tuple[int, ...] = ()
@@ -125,6 +129,10 @@ class Result:
             **self.metrics_json(deviations=False),
             "seed": self.seeds[0] if self.seeds else None,
             "selected_on": self.fits[0].get("selected_on") if self.fits else None,
+            **{
+                name: {"n": part.n, "spearman": finite(part.spearman.value)}
+                for name, part in self.by_condition.items()
+            },
         }
 
 
@@ -170,7 +178,7 @@ class ComparedResult(Result):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweptResult(Result):
-    """A result of one point of a grid; its intervals are Student's, of the mean over seeds.
+    """A result of one point of a grid: means over seeds.
 
     Attributes:
         settings: what the grid varies, and its values here.

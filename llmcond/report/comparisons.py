@@ -9,7 +9,7 @@ from rich.table import Table
 from llmcond.evaluation.paired import Difference
 from llmcond.evaluation.results import ComparedResult
 from llmcond.metrics import METRICS, Metric, finite, metric_of
-from llmcond.report.format import estimate_text, factors_text, interval_text, probability
+from llmcond.report.format import caveats, estimate_text, factors_text, interval_text, probability
 from llmcond.report.terminal import add_figures, identity_cells, identity_table
 
 Compared = Sequence[ComparedResult]
@@ -139,8 +139,8 @@ def comparison_table(results: Compared, baseline: str, run: object, *, bars: boo
     metrics = [metric for name in first.metrics if not (metric := metric_of(name)).secondary]
     title = (
         f"{run}, {first.split}: {first.counts.n:,} rows of {first.counts.n_pairs:,} sentence "
-        f"pairs. {factors_text(metrics)}95 % intervals over pairs. Differences are to {baseline} "
-        "with the same head; p after Holm's correction."
+        f"pairs. {factors_text(metrics)}{caveats(results)} Differences are to {baseline} with the "
+        "same head; p after Holm's correction."
     )
     table = identity_table(title)
     add_figures(table, primary.heading, "seeds ±")

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from llmcond.evaluation.paired import LEAST_PAIRS
+from llmcond.evaluation.results import Result
 from llmcond.metrics import Estimate, Metric, finite, number
 
 MINUS = "\N{MINUS SIGN}"
+#: What intervals are, in every title.
+INTERVALS = "95 % intervals over sentence pairs and, of several fits, seeds."
 
 
 def estimate_text(metric: Metric, estimate: Estimate) -> str:
-    """Return a figure with its interval: ``58.7 [55.5, 61.9]``."""
+    """Return a figure with its interval, if it has one: ``58.7 [55.5, 61.9]``."""
     if finite(estimate.value) is None:
         return "undefined"
+    if finite(estimate.low) is None:
+        return metric.show(estimate.value)
     return f"{metric.show(estimate.value)} {interval_text(metric, estimate.low, estimate.high)}"
 
 
@@ -31,6 +37,22 @@ def range_text(metric: Metric, low: float, high: float, signed: bool = False) ->
 def probability(p: float) -> str:
     """Return a p-value with three decimals, a very small one as what it is below."""
     return "< 0.001" if p < 0.001 else number(p, 3)
+
+
+def caveats(results: Sequence[Result]) -> str:
+    """Return what titles say beside figures: what intervals are, or why there are none."""
+    first = results[0]
+    n_pairs, chosen = first.counts.n_pairs, [r for r in results if _chosen_on_dev(r)]
+    text = INTERVALS
+    if n_pairs < LEAST_PAIRS:
+        text = f"No intervals: {n_pairs:,} sentence pairs are too few, {LEAST_PAIRS} at least."
+    if chosen and first.split == "dev":
+        return f"{text} Dev chose the epochs of fitted heads: their figures are optimistic."
+    return f"{text} Epochs were chosen on dev." if chosen else text
+
+
+def _chosen_on_dev(result: Result) -> bool:
+    return any(fit.get("selected_on") == "dev" for fit in result.fits)
 
 
 def factors_text(metrics: Sequence[Metric]) -> str:

@@ -19,7 +19,7 @@ from llmcond.files import check_writable
 from llmcond.log import log
 from llmcond.metrics import metric_of
 from llmcond.report.figures import plot_curve
-from llmcond.report.format import factors_text, range_text
+from llmcond.report.format import caveats, factors_text, range_text
 from llmcond.report.terminal import add_figures, identity_cells, identity_table
 
 Swept = Sequence[SweptResult]
@@ -33,12 +33,12 @@ def sweep_table(results: Swept, run: object) -> Table:
     metrics = [metric for name in first.metrics if not (metric := metric_of(name)).secondary]
     title = (
         f"{run}, {first.split}: {first.counts.n:,} rows. {factors_text(metrics)}Mean over seeds; "
-        "deviation, and 95 % interval of the mean."
+        f"standard deviation over seeds (sd). {caveats(results)}"
     )
     table = identity_table(title)
     table.add_column("settings", overflow="fold")
     others = [metric for metric in metrics if metric.name != primary.name]
-    headings = ("dim", "seeds", primary.heading, "deviation", "interval")
+    headings = ("dim", "seeds", primary.heading, "sd", "interval")
     add_figures(table, *headings, *(metric.heading for metric in others))
     for result in results:
         table.add_row(

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from llmcond.errors import printable
 from llmcond.evaluation.results import Result
-from llmcond.metrics import metric_of
-from llmcond.report.format import estimate_text, factors_text
+from llmcond.metrics import METRICS, metric_of
+from llmcond.report.format import caveats, estimate_text, factors_text
 
 #: How tables are printed -> what tabulate calls it.
 _FORMS = {"markdown": "github", "latex": "latex_booktabs"}
@@ -33,12 +33,20 @@ def results_table(results: Sequence[Result], run: object) -> Table:
     title = (
         f"{run}, {first.split}: {counts.n:,} rows of {counts.n_pairs:,} sentence pairs, "
         f"{counts.n_dropped:,} unrated dropped; accuracy over {counts.n_compared:,} comparisons, "
-        f"{counts.n_tied:,} tied left out. {factors_text(metrics)}95 % intervals over pairs."
+        f"{counts.n_tied:,} tied left out. {factors_text(metrics)}{caveats(results)}"
     )
     table = identity_table(title)
     add_figures(table, *(metric.heading for metric in metrics))
+    apart = any(result.by_condition for result in results)
+    if apart:
+        add_figures(table, "Spearman by condition: seen / unseen")
     for result in results:
-        cells = (estimate_text(metric, result.metrics[metric.name]) for metric in metrics)
+        cells = [estimate_text(metric, result.metrics[metric.name]) for metric in metrics]
+        if apart:
+            parts = [
+                METRICS["spearman"].show(p.spearman.value) for p in result.by_condition.values()
+            ]
+            cells.append(" / ".join(parts))
         table.add_row(*identity_cells(result, result.title), *cells)
     return table
 

@@ -33,6 +33,7 @@ class Embedder:
         view: I, for both cases, and whether the second term is subtracted.
         head: g, with its name in the run; None: zero-shot, the features as they are.
         cache: keeps what a hypernetwork makes of conditions, from one call to the next.
+        fitted_on: the data that the head was fitted on.
     """
 
     encoder: Encoder
@@ -40,6 +41,7 @@ class Embedder:
     head: FittedHead | None = None
     name: str = "none"
     cache: ConditionCache | None = None
+    fitted_on: str = ""
 
     def __repr__(self) -> str:
         """Return what it is made of, in a line."""
@@ -208,7 +210,9 @@ def load_embedder(
     if chosen is None:
         return Embedder(Encoder(resolved), view)
     cache = ConditionCache(chosen.head) if chosen.head.generates_matrices else None
-    return Embedder(Encoder(resolved), view, chosen.head, chosen.name, cache)
+    data = chosen.record["data"]["source"]
+    fitted_on = "the bundled sample" if data == "sample" else str(data)
+    return Embedder(Encoder(resolved), view, chosen.head, chosen.name, cache, fitted_on)
 
 
 def choose_head(run: Run, name: str | None, prompt: str | None = None) -> SavedHead | None:
@@ -247,5 +251,6 @@ def describe(embedder: Embedder) -> dict[str, Any]:
         "prompt": embedder.view.name,
         "subtract": embedder.view.subtracts,
         "head": embedder.name,
+        "fitted_on": embedder.fitted_on,
         "dim": embedder.dim,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,14 @@ from numpy.typing import NDArray
 from llmcond.data.datasets import DataOptions
 from llmcond.data.rows import Rows
 from llmcond.errors import UserError
+from llmcond.evaluation.conditions import seen_unseen
 from llmcond.evaluation.results import Result, Results, best_first
 from llmcond.files import check_writable, replacing
 from llmcond.log import log
 from llmcond.metrics import choose_metrics, metric_of
 from llmcond.report.format import estimate_text
 from llmcond.report.page import check_page, page_of, write_page
-from llmcond.runs import open_run
+from llmcond.runs import Run, open_run
 from llmcond.runs.extraction import LazyEncoder, extract_rows
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import (
@@ -83,6 +85,7 @@ def evaluate(
         _write_predictions(predictions, rows, similarity)
         log.info(f"predictions for {len(rows):,} rows -> {predictions}")
     results = results_of(predictors, predicted, rows, split, computed, task=run.task.name)
+    results = _by_condition(results, predictors, predicted, rows, run)
     if report is not None:
         best = best_first(results)
         page = page_of(
@@ -97,6 +100,30 @@ def evaluate(
         write_page(page, report)
         log.info(f"report -> {report}")
     return results
+
+
+def _by_condition(
+    results: Results[Result],
+    predictors: Sequence[Predictor],
+    predicted: Sequence[NDArray[np.float32]],
+    rows: Rows,
+    run: Run,
+) -> Results[Result]:
+    """Return results that tell rows apart whose condition training had, and had not."""
+    train, rated = run.rows("train"), rows.rated
+    known = {train.condition[i] for i in np.flatnonzero(train.rated).tolist()}
+    condition = [rows.condition[i] for i in np.flatnonzero(rated).tolist()]
+    if not 0 < sum(text in known for text in condition) < len(condition):
+        return results
+    found = []
+    for result, one, similarity in zip(results, predictors, predicted, strict=True):
+        parts = {}
+        if one.head is not None:
+            scored = similarity[rated]
+            parts = seen_unseen(known, condition, rows.rating[rated], scored, rows.pair[rated], 0)
+            del parts["overall"]
+        found.append(replace(result, by_condition=parts))
+    return Results(tuple(found))
 
 
 def _summary(best: Results[Result], rows: Rows) -> list[str]:

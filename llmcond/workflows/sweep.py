@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llmcond.errors import UserError
-from llmcond.evaluation.results import Counts, FittedResults, Results, SweptResult, best_first
+from llmcond.evaluation.results import FittedResults, SweptResult, best_first, score
 from llmcond.features.view import view_of
 from llmcond.files import write_json
 from llmcond.heads import load_recipe
-from llmcond.metrics import Estimate
+from llmcond.metrics import choose_metrics
 from llmcond.runs import Run, open_run
 from llmcond.runs.predictors import check_scorable
 from llmcond.runs.provenance import provenance
 from llmcond.runs.trials import Outcome, Trial, check_seeds, prompts_for, run_trials
 from llmcond.workflows.fit import keep_best
 
-#: Of the interval around a mean over seeds.
-_CONFIDENCE = 0.95
-
 
 @dataclass(frozen=True)
 class SweepResult(FittedResults[SweptResult]):
-    """What a sweep gave, a result for each combination: mean and interval over seeds."""
+    """What a sweep gave, a result for each combination: means over seeds, with intervals."""
+
+
+#: A result without figures, and the (seeds, n) predictions that they are computed from.
+_Point = tuple[SweptResult, NDArray[np.float32]]
 
 
 def sweep(  # noqa: PLR0913 - each is a choice of the user, by keyword
@@ -63,8 +65,13 @@ def sweep(  # noqa: PLR0913 - each is a choice of the user, by keyword
     split = split or run.default_split()
     check_scorable(run.rows(split), run, other=False)
     trials = list(_grid(run, heads, vary, prompts, subtract, changes or {}, seeds))
-    done, failures = run_trials(run, split, trials, "sweep", workers, metrics, device=device)
-    swept = SweepResult(_summarise(done.values(), run, split), failures)
+    done, failures = run_trials(
+        run, split, trials, "sweep", workers, metrics, predictions=True, device=device
+    )
+    points = _summarise(done.values(), run, split)
+    computed = choose_metrics(run.task.metrics, metrics)
+    results, predicted = zip(*points, strict=True)
+    swept = SweepResult(best_first(score(results, predicted, run.rows(split), computed)), failures)
     report = {**swept.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "sweep.json", report)
     if keep:
@@ -102,50 +109,29 @@ def _grid(
                 yield Trial(changed, varied.get("dim"), view, seed, varied)
 
 
-def _summarise(done: Iterable[tuple[Trial, Outcome]], run: Run, split: str) -> Results[SweptResult]:
-    """Return a result for each combination of head, prompt and settings, best mean first."""
+def _summarise(done: Iterable[tuple[Trial, Outcome]], run: Run, split: str) -> list[_Point]:
+    """Return a result, without figures, and predictions for each combination of settings."""
     groups: dict[str, list[tuple[Trial, Outcome]]] = {}
     for trial, outcome in done:
         # Recipes of one name, from different folders, are told apart by all that they set.
         recipe = [trial.recipe.path, asdict(trial.recipe.settings), trial.dim]
         key = json.dumps([trial.name, recipe])
         groups.setdefault(key, []).append((trial, outcome))
-    counts, results = Counts.of(run.rows(split)), []
+    points = []
     for group in groups.values():
         (trial, first), outcomes = group[0], [outcome for _, outcome in group]
-        figures = {
-            name: _over_seeds([one.metrics[name] for one in outcomes]) for name in first.metrics
-        }
-        results.append(
-            SweptResult(
-                name=trial.name,
-                head=trial.recipe.name,
-                prompts=tuple(prompt.name for prompt in trial.view.prompts),
-                subtract=trial.view.subtracts,
-                split=split,
-                task=run.task.name,
-                counts=counts,
-                metrics={name: mean for name, (mean, _) in figures.items()},
-                seed_sd={name: deviation for name, (_, deviation) in figures.items()},
-                dim=first.dim,
-                seeds=tuple(one.seed for one, _ in group),
-                fits=tuple(one.fit for one in outcomes),
-                settings=dict(trial.varied),
-            )
+        result = SweptResult(
+            name=trial.name,
+            head=trial.recipe.name,
+            prompts=tuple(prompt.name for prompt in trial.view.prompts),
+            subtract=trial.view.subtracts,
+            split=split,
+            task=run.task.name,
+            dim=first.dim,
+            seeds=tuple(one.seed for one, _ in group),
+            fits=tuple(one.fit for one in outcomes),
+            settings=dict(trial.varied),
         )
-    return best_first(results)
-
-
-def _over_seeds(values: Sequence[float]) -> tuple[Estimate, float | None]:
-    """Return the mean over seeds with Student's interval, and the standard deviation.
-
-    The mean is undefined where any value is; the others are for a single seed too.
-    """
-    mean, n = statistics.fmean(values), len(values)
-    if n == 1 or math.isnan(mean):
-        return Estimate(mean), None
-    from scipy.stats import t
-
-    deviation = statistics.stdev(values)
-    half = float(t.ppf((1 + _CONFIDENCE) / 2, n - 1)) * deviation / n**0.5
-    return Estimate(mean, mean - half, mean + half), deviation
+        predicted = [one.similarity for one in outcomes if one.similarity is not None]
+        points.append((result, np.stack(predicted)))
+    return points

@@ -107,7 +107,10 @@ def test_every_prompt_is_compared_with_the_baseline_of_its_head(call, own):
     spearman = [row["spearman"] for row in results]
     assert spearman == sorted(spearman, reverse=True)
     for row in results:
-        assert row["spearman_ci"][0] < row["spearman"] < row["spearman_ci"][1]
+        if len(row["seeds"]) == 2:  # whose deviation says next to nothing
+            assert row["spearman_ci"] == [None, None]
+        else:
+            assert row["spearman_ci"][0] < row["spearman"] < row["spearman_ci"][1]
         assert (row["spearman_sd"] is None) == (row["head"] == "none")
     kept = json.loads((own / "compare-prompts.json").read_text())
     assert kept["results"] == results

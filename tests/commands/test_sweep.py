@@ -29,7 +29,9 @@ from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.results import Counts, SweptResult
 from llmcond.metrics import Estimate
 from llmcond.report import sweeps
+from llmcond.workflows.compare import compare_prompts
 from llmcond.workflows.extract import extract
+from llmcond.workflows.options import CompareOptions
 from llmcond.workflows.sweep import sweep
 
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")
@@ -40,7 +42,6 @@ MODULE = import_module("llmcond.runs.trials")
 J, S = "concat-sent-cond", "separate"
 BOTH = f"{J}+{S}"
 #: Of Student's distribution, the 97.5 % quantile for 2 and 3 values.
-T2, T3 = 12.706204736432095, 4.302652729911275
 
 
 @pytest.fixture
@@ -234,7 +235,7 @@ def test_results_are_those_of_single_fits(capsys, own, head, prompt, settings, v
                 for result in found
                 if result["seed"] == seed and str(result["recipe"]["settings"][key]) == text
             )
-            # A sweep's intervals are over seeds.
+            # Those of a sweep are computed of all seeds.
             single |= {"name": same["name"], **{key: same[key] for key in single if "_ci" in key}}
             assert {key: same[key] for key in single} == single
             assert same["spearman_ci"] == [None, None]
@@ -271,69 +272,38 @@ def test_several_processes_give_the_same(capsys, two_prompts, own, tmp_path):
     by_name = sorted(str([row[k] for k in key]) for row in alone)
     assert sorted(str([row[k] for k in key]) for row in together) == by_name
     for row in together:
-        assert (row["size"], row["size_sd"], row["size_ci"]) == (12, 0, [12, 12])
+        assert (row["size"], row["size_sd"], row["size_ci"]) == (12, 0, [None, None])
     _, told = swept(capsys, other, *arguments[:-2], prompt=BOTH)
     assert "8 fits, 8 of them done before" in told
 
 
-def scored(monkeypatch, scores):
-    """Let fits be scored as told: by (size, seed), Spearman and accuracy."""
-    results_of = MODULE.results_of
-
-    def told(saved, *arguments, **options):
-        (found,) = results_of(saved, *arguments, **options)
-        figures = zip(("spearman", "accuracy"), scores[found.dim, found.seeds[0]], strict=True)
-        given = {name: Estimate(nan if value is None else value) for name, value in figures}
-        return [replace(found, metrics={**found.metrics, **given})]
-
-    monkeypatch.setattr(MODULE, "results_of", told)
-
-
-def test_means_have_students_intervals(capsys, monkeypatch, own):
-    scores = {(2, 0): (0.5, 0.7), (2, 1): (0.6, 0.8), (2, 2): (0.9, 0.6)}
-    scores |= {(4, seed): (0.7, None if seed == 1 else 0.5) for seed in range(3)}
-    scores |= {(6, seed): (None if seed == 2 else 0.9, 0.4) for seed in range(3)}
-    scored(monkeypatch, scores)
-    vary = ("--head", "small.toml", "--vary", "dim=6,2,4", "--seeds")
-    rows, _ = swept(capsys, own, *vary, 3)
-    # Best first, and what is undefined last.
-    assert [row["dim"] for row in rows] == [4, 2, 6]
-    even, spread, undefined = rows
-    # 0.5, 0.6 and 0.9: mean 2/3, squared deviations 1/36, 1/225 and 49/900, in all 0.26/3.
-    deviation = (0.26 / 3 / 2) ** 0.5
-    half = T3 * deviation / 3**0.5
-    assert spread["spearman"] == pytest.approx(2 / 3)
-    assert spread["spearman_sd"] == pytest.approx(deviation)
-    assert spread["spearman_ci"] == pytest.approx([2 / 3 - half, 2 / 3 + half])
-    assert spread["accuracy"] == pytest.approx(0.7)
-    assert spread["accuracy_sd"] == pytest.approx(0.1)
-    assert spread["accuracy_ci"] == pytest.approx(
-        [0.7 - T3 * 0.1 / 3**0.5, 0.7 + T3 * 0.1 / 3**0.5]
-    )
-    assert (even["spearman"], even["spearman_sd"]) == (pytest.approx(0.7), pytest.approx(0))
-    assert even["spearman_ci"] == pytest.approx([0.7, 0.7])
-    for row, score in ((even, "accuracy"), (undefined, "spearman")):
-        assert (row[score], row[f"{score}_sd"], row[f"{score}_ci"]) == (None, None, [None, None])
-    assert undefined["accuracy"] == pytest.approx(0.4)
-
-    rows, _ = swept(capsys, own, *vary, 2)
-    (two,) = (row for row in rows if row["dim"] == 2)
-    half = T2 * 0.05 * 2**0.5 / 2**0.5
-    assert two["spearman_ci"] == pytest.approx([0.55 - half, 0.55 + half])
-    rows, _ = swept(capsys, own, *vary, 1)
-    (one,) = (row for row in rows if row["dim"] == 2)
-    assert (one["spearman"], one["spearman_sd"], one["spearman_ci"]) == (0.5, None, [None, None])
+def test_figures_are_those_of_a_comparison(capsys, own):
+    """Means over seeds, with intervals over sentence pairs and seeds."""
+    few = ("--seeds", "3", "--workers", "1", "--json")
+    assert run(["sweep", "--run", str(own), "--head", "small.toml", "--prompt", J, *few]) == 0
+    (alone,) = json.loads(capsys.readouterr().out)["results"]
+    manifest = json.loads((own / "run.json").read_text())["encoder"]
+    options = replace(EncoderOptions.of(manifest["identity"]), device="cpu")
+    asked = CompareOptions(prompts=(J,), heads=("small.toml",), seeds=3, workers=1)
+    compared = compare_prompts(manifest["model"], options, own, DataOptions(), asked).to_json()
+    (same,) = (row for row in compared["results"] if row["head"] == "small")
+    for metric in ("spearman", "pearson", "accuracy"):
+        for key in (metric, f"{metric}_ci", f"{metric}_sd"):
+            assert alone[key] == same[key]
+    low, high = alone["spearman_ci"]
+    assert low < alone["spearman"] < high
 
 
-def test_without_json_a_table_is_printed(capsys, monkeypatch, own):
-    scores = {(2, 0): (0.5, 0.7), (2, 1): (0.6, 0.8), (4, 0): (None, None), (4, 1): (0.7, 0.5)}
-    scored(monkeypatch, scores)
+def test_a_table_says_what_its_intervals_are(capsys, own):
     arguments = ["sweep", "--run", str(own), "--workers", "1", "--prompt", J, "--no-subtract"]
     assert run([*arguments, *DIMS_TEXT]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "own, test: 12 rows." in text
-    assert f"small {J} no dim=2 2 2 55.0 7.1 -8.5 to 118.5 75.0" in text
-    assert f"small {J} no dim=4 4 2 – – – –" in text
+    assert "95 % intervals over sentence pairs and, of several fits, seeds." in text
+    assert "Epochs were chosen on dev." in text
+    # Two seeds have a deviation, and no interval.
+    (line,) = (part for part in text.split("small ")[1:] if part.startswith(f"{J} no dim=2 2 2 "))
+    assert line.split()[7] == "–"
 
 
 # -- what cannot be ----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from scipy.stats import pearsonr, spearmanr
 from scipy.stats import t as student
 
 from llmcond.evaluation import paired
-from llmcond.evaluation.paired import differences, holm, resample
+from llmcond.evaluation.paired import LEAST_PAIRS, differences, holm, resample
 from llmcond.metrics import DEFAULT, METRICS, Metric
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -501,7 +501,7 @@ def test_fits_that_are_all_alike_add_nothing():
         assert other["spearman"].low == pytest.approx(one["spearman"].low)
 
 
-def test_ways_are_measured_by_themselves_with_intervals_over_rows():
+def test_ways_are_measured_by_themselves_with_intervals_over_rows_and_seeds():
     ways, rating, pair = seeded(0.1)
     drawn = resample(ways, rating, pair)
     for i, way in enumerate(ways):
@@ -509,13 +509,30 @@ def test_ways_are_measured_by_themselves_with_intervals_over_rows():
         spearman, accuracy = one["spearman"], one["accuracy"]
         own = [spearmanr(fit, rating).statistic for fit in way]
         assert spearman.value == pytest.approx(np.mean(own))
-        half = student.ppf(0.975, 199) * drawn.sampled[0, i].std(ddof=1) * np.sqrt(200 / 199)
+        rows = drawn.sampled[0, i].var(ddof=1) * 200 / 199
+        seeds = np.var(own, ddof=1) / len(own)
+        freedom = (rows + seeds) ** 2 / (rows**2 / 199 + seeds**2 / (len(own) - 1))
+        half = student.ppf(0.975, freedom) * np.sqrt(rows + seeds)
         assert spearman.high - spearman.value == pytest.approx(half)
         assert accuracy.low < accuracy.value < accuracy.high
+    two = resample([way[:2] for way in ways], rating, pair)
+    assert np.isnan([two.estimates(0)["spearman"].low, two.estimates(0)["spearman"].high]).all()
     one = resample([np.ones((2, len(rating)))], rating, pair).estimates(0)
     spearman = one["spearman"]
     assert np.isnan([spearman.value, spearman.low, spearman.high]).all()
     assert one["accuracy"].value == 0.5
+
+
+@pytest.mark.parametrize("n_pairs", [3, 4, 5, 20])
+def test_few_sentence_pairs_have_no_interval_and_none_leaves_the_range(n_pairs):
+    pair = np.repeat(np.arange(n_pairs), 2)
+    rating = np.tile([0.0, 1.0], n_pairs)
+    for one in resample([rating[None]], rating, pair).estimates(0).values():
+        assert one.value == pytest.approx(1)
+        if n_pairs < LEAST_PAIRS:
+            assert np.isnan([one.low, one.high]).all()
+        else:
+            assert one.low < one.high == 1
 
 
 def test_comparisons_with_several_baselines_are_one_family():

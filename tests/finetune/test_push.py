@@ -436,10 +436,11 @@ def test_the_command_tells_where_it_is_and_how_to_use_it(server, adapter, tmp_pa
     assert set(server.files()) - {".gitattributes"} == EXPECTED["adapter"]
 
 
-def test_of_several_heads_the_last_is_named(hub, adapter, capfd, tmp_path):
+def test_of_several_heads_the_one_that_is_taken_is_named(hub, adapter, capfd, tmp_path):
     copy = Path(shutil.copytree(adapter, tmp_path / "copy"))
     command = ["fit-head", "--head", "linear", "--dim", "8", "--set", "epochs=2", "--run", copy]
     assert run([str(part) for part in command]) == 0
+    assert run(["heads", "--run", str(copy), "--default", "linear@concat-sent-cond"]) == 0
     push_to_hub(copy, REPO)
     added = heads_of("linear@concat-sent-cond")
     assert set(hub.files()) == EXPECTED["adapter"] | added | {".gitattributes"}

@@ -13,6 +13,7 @@ import llmcond
 from llmcond.cli import run
 from llmcond.errors import UserError
 from llmcond.runs import open_run
+from llmcond.runs.familiarity import unfamiliar
 from llmcond.workflows.fit import fit_head
 
 SENTENCES = ["two men play in the park", "three women sit at the beach", "children in the rain"]
@@ -160,3 +161,45 @@ def test_plain_strings_are_encoded(fitted: Path):
     encoder = llmcond.load_embedder(fitted).encoder
     inputs = [llmcond.EncoderInput("", text) for text in SENTENCES]
     np.testing.assert_array_equal(encoder.encode(SENTENCES), encoder.encode(inputs))
+
+
+# -- what a head was fitted on -----------------------------------------------------------------
+
+
+def test_conditions_unlike_those_of_training_are_told(
+    own: Path, capsys: pytest.CaptureFixture[str]
+):
+    fit_head(own, "pca", 4)
+    opened = open_run(own)
+    embedder = llmcond.load_embedder(own)
+    assert embedder.fitted_on == opened.manifest["data"]["source"]
+    seen = ["the place", "the number of people"]
+    assert unfamiliar(opened, embedder, seen) == {}
+    far = unfamiliar(opened, embedder, [*seen, "retrieve : . , kitchen"])
+    assert set(far) == {"retrieve : . , kitchen"}
+    assert set(far.values()) <= set(seen)
+    zero_shot = llmcond.load_embedder(own, "none")
+    assert unfamiliar(opened, zero_shot, ["retrieve : . , kitchen"]) == {}
+    asked = ["--condition", "the place", "--condition", "retrieve : . , kitchen"]
+    assert run(["similarity", "two men", "children", *asked, "--run", str(own)]) == 0
+    told = capsys.readouterr().err
+    assert "'retrieve : . , kitchen' is unlike those that pca@concat-sent-cond" in told
+    assert "'the place' is unlike" not in told
+    assert "fitted on" in told
+
+
+def test_figures_of_seen_and_unseen_conditions_stand_apart(
+    own: Path, write_rows: Callable, small_rows: list, capsys: pytest.CaptureFixture[str]
+):
+    fit_head(own, "pca", 4)
+    rows = [*small_rows[:20], *((a, b, "the mood", r) for a, b, _, r in small_rows[20:40])]
+    command = ["evaluate", "--run", str(own), "--data", str(write_rows(rows, "other.csv"))]
+    assert run([*command, "--json"]) == 0
+    results = {row["name"]: row for row in json.loads(capsys.readouterr().out)["results"]}
+    head = results["pca@concat-sent-cond"]
+    assert (head["seen"]["n"], head["unseen"]["n"]) == (20, 20)
+    assert all("seen" not in row for name, row in results.items() if name.startswith("none"))
+    assert run(command) == 0
+    assert "seen / unseen" in " ".join(capsys.readouterr().out.split())
+    assert run(["evaluate", "--run", str(own), "--json"]) == 0
+    assert "seen" not in json.loads(capsys.readouterr().out)["results"][0]
