@@ -246,7 +246,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", choices=tuple(PARTS), help="(default: all)")
+    known = ", ".join(PARTS)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {known} (default: all)")
     parser.add_argument("--epochs", type=int, default=40, help="of fit")
     parser.add_argument("--rounds", type=int, default=3, help="of hypernet")
     parser.add_argument("--pairs", type=int, default=1_000_000, help="of stream")
@@ -258,6 +259,9 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    for name in options.parts:  # choices of argparse would refuse that none is named
+        if name not in PARTS:
+            parser.error(f"there is no part {name!r}; there are {known}")
     context = multiprocessing.get_context("spawn")
     found = {}
     for name in options.parts or PARTS:

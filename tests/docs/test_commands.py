@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 
 import pytest
 from helpers.paths import ROOT
@@ -27,3 +28,14 @@ def test_commands_of_a_page_are_parsed(page):
 
 def test_there_are_commands():
     assert sum(len(list(commands(page.read_text(encoding="utf-8")))) for page in PAGES) > 40
+
+
+def test_extras_that_messages_name_are_told_in_the_readme():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    sources = " ".join(path.read_text() for path in (ROOT / "llmcond").rglob("*.py"))
+    named = set(re.findall(r"llmcond\[(\w+)\]", sources)) | set(extras) - {"dev"}
+    assert named <= set(extras)
+    told = (ROOT / "README.md").read_text()
+    assert all(f"`{name}`" in told or f"[{name}]" in told for name in named)
