@@ -8,10 +8,16 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from llmcond.encoders.engine.engine import check_ids
 from llmcond.encoders.engine.nv_embed import read_config
 from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.known import PADDING_SIDE, KnownModel
-from llmcond.encoders.loading.architecture import build_on_meta, load_config, load_tokenizer
+from llmcond.encoders.loading.architecture import (
+    build_on_meta,
+    load_config,
+    load_tokenizer,
+    token_embeddings,
+)
 from llmcond.encoders.loading.device import default_token_budget
 from llmcond.encoders.loading.loading import check_parts
 from llmcond.encoders.loading.memory import available, footprint
@@ -47,6 +53,7 @@ def samples(resolved: ResolvedEncoder, inputs: Sequence[tuple[str, EncoderInput]
     config = load_config(checkpoint, identity.attention)
     tokenizer = InputTokenizer(load_tokenizer(checkpoint, config), identity, checkpoint.name)
     rows = tokenizer([item for _, item in inputs])
+    check_ids(rows, len(token_embeddings(build_on_meta(config))), checkpoint.name)
     found = []
     for (label, _), row in zip(inputs, rows, strict=True):
         last = row.first + 1 if identity.pooling in ("cls", "pooler") else row.last

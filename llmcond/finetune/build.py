@@ -140,7 +140,7 @@ def _checkpoint_gradients(network: Any, name: str) -> None:
 def _try_out(trainable: Trainable) -> None:
     """Take gradients of one short text, where that fails at once if it fails at all."""
     identity, device = trainable.resolved.identity, trainable.resolved.device
-    text = Tokens([trainable.tokenizer.pad_id] * 4, 0, 4, 4, 4)
+    text = Tokens([0] * 4, 0, 4, 4, 4)
     try:
         trainable.engine.embed([text, text]).square().sum().backward()  # type: ignore[no-untyped-call]
         weights = [value for value in trainable.network.parameters() if value.requires_grad]

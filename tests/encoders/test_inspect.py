@@ -52,6 +52,14 @@ def test_samples_show_what_the_network_is_given_and_pools(minilm):
     assert minilm._tokenizer.strings(given) == unconditional["tokens"]
 
 
+def test_tokens_without_an_embedding_are_told(tiny_checkpoint, tmp_path):
+    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "vocab_size": 4}))
+    with pytest.raises(UserError, match=r"gives the token id \d+, .* for the ids 0 to 3 only"):
+        check_model(str(folder), CPU)
+
+
 def test_a_check_counts_the_parameters_and_the_bytes_that_are_loaded(minilm):
     report, _ = check_model("minilm", CPU)
     network = minilm._model.network

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from helpers import checkpoints
 from helpers.commands import ok, refused
 from helpers.processes import Command
 from peft import PeftModel
@@ -372,6 +373,20 @@ def test_full_fine_tuning_changes_every_weight(train, tiny, tmp_path):
     assert moved == set(before)
     assert summary["weights"]["trained"] == summary["weights"]["of"]
     assert summary["head"] == "none@concat-sent-cond+c"
+
+
+@pytest.mark.parametrize("rank", ["2", "full"])
+def test_an_encoder_with_dense_layers_is_trained_in_16_bit(data, tmp_path, capsys, rank):
+    made = checkpoints.make("gemma", tmp_path / "gemma").folder
+    checkpoints.change_json(made / "tokenizer_config.json", pad_token="[NEWPAD]")
+    plain = "--dtype bfloat16 --epochs 1 --head none --prompt concat-sent-cond"
+    result = ok(
+        capsys, "train-lora", "--model", made, "--data", data, "--run", tmp_path / "run",
+        "--rank", rank, *plain.split(),
+    )  # fmt: skip
+    # The score is that of the encoder as it is used, whose dense layers are in float32.
+    scored = result["scores"][0]["spearman"]
+    assert result["dev_spearman"] == pytest.approx(scored, abs=0.02)
 
 
 def test_a_head_fitted_on_frozen_features_is_where_it_starts(train, tiny, data, capsys, tmp_path):

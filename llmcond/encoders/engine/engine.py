@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -30,11 +31,12 @@ from llmcond.encoders.engine.forward import (
 from llmcond.encoders.engine.pooling import find_pooling
 from llmcond.encoders.engine.prepacked import can_prepack, prepack
 from llmcond.encoders.engine.tokenizing import Tokens
+from llmcond.encoders.loading.architecture import token_embeddings
 from llmcond.encoders.loading.device import TORCH_DTYPES, default_token_budget
 from llmcond.encoders.loading.loading import LoadedModel
 from llmcond.encoders.loading.memory import tokens_that_fit
 from llmcond.encoders.resolve import ResolvedEncoder
-from llmcond.errors import LlmcondError
+from llmcond.errors import LlmcondError, UserError
 
 #: How far the vectors of packed inputs may be from those in padded rows, as a share of their norm.
 #: Rounding stays well below; texts that see each other, or wrong positions, go well above.
@@ -92,14 +94,17 @@ class Engine:
             default_token_budget(resolved.device),
             tokens_that_fit(config, self.identity.dtype, resolved.device, count),
         )
-        self.device = model.network.get_input_embeddings().weight.device
+        table = token_embeddings(model.network)
+        self.device, self._n_ids, self._name = table.device, len(table), resolved.checkpoint.name
         self.out = torch.device(resolved.device)
         self._runtime = Runtime(
             network=model.network,
             pooling=self.identity.pooling,
             pool=find_pooling(self.identity.pooling),
             attention=self.identity.attention,
-            pad_id=pad_id,
+            # A token that was added for padding often has no embedding; padding is masked, so any
+            # other does.
+            pad_id=pad_id if pad_id < self._n_ids else 0,
             device=self.device,
             dtype=TORCH_DTYPES[self.identity.dtype],
             skipped_id=skipped_id(model.network),
@@ -129,8 +134,10 @@ class Engine:
         it are as small. What ``before_batch`` raises ends the work.
 
         Raises:
+            UserError: a token that the network has no embedding of.
             OutOfMemoryError: one input alone does not fit.
         """
+        check_ids(rows, self._n_ids, self._name)
         waiting = list(range(len(rows)))
         while waiting:
             budget, done = self.budget, set()
@@ -151,8 +158,10 @@ class Engine:
         kept until gradients are taken, so that memory grows with the number of inputs.
 
         Raises:
+            UserError: a token that the network has no embedding of.
             OutOfMemoryError: they do not fit.
         """
+        check_ids(rows, self._n_ids, self._name)
         order: list[int] = []
         parts: list[Tensor] = []
         try:
@@ -208,7 +217,10 @@ class Engine:
         return None
 
     def _embedded(self, forward: Forward) -> Tensor:
-        pooled: Tensor = self.model.dense(forward.pooled().to(self.out))
+        pooled = forward.pooled().to(self.out)
+        # In training, autocast would compute dense layers in 16 bit, which nothing else does.
+        with torch.autocast(self.out.type, enabled=False):
+            pooled = self.model.dense(pooled)
         return torch.nn.functional.normalize(pooled, dim=1) if self.identity.normalize else pooled
 
     def _shrink(self, budget: int, n_tokens: int, rows: Sequence[Tokens]) -> None:
@@ -230,7 +242,7 @@ class Engine:
         if not (stock and getattr(network, "_supports_attention_backend", False)):
             return False
         # Five short texts, of which three begin alike.
-        size = int(network.get_input_embeddings().weight.shape[0])
+        size = self._n_ids
         ids = [(size // 2 + at) % size for at in range(24)]
         texts = [ids[:9], ids[:6] + ids[9:12], ids[:6] + ids[12:14], ids[14:15], ids[15:24]]
         rows = [Tokens(text, 0, len(text), len(text), len(text)) for text in texts]
@@ -266,6 +278,21 @@ class Engine:
             # Whatever an architecture does not take: it is padded then, as it always was.
             return False
         return True
+
+
+def check_ids(rows: Sequence[Tokens], n_ids: int, name: str) -> None:
+    """Refuse tokens that the network of an encoder, of this name, has no embedding of.
+
+    Raises:
+        UserError: naming one.
+    """
+    ids: set[int | None] = set(chain.from_iterable(row.ids for row in rows))
+    for wrong in (one for one in ids if one is None or one >= n_ids):
+        raise UserError(
+            f"the tokenizer of {name} gives the token id {wrong}, and its network has embeddings "
+            f"for the ids 0 to {n_ids - 1:,} only. Put the tokenizer that it was trained with "
+            "beside its weights."
+        )
 
 
 def _longest_packed(config: Any) -> int:

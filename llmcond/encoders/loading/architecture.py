@@ -106,6 +106,22 @@ def network_class(config: Any) -> Any:
     return found[0] if isinstance(found, tuple) else found
 
 
+def token_embeddings(network: Any) -> torch.Tensor:
+    """Return the table of a network's token embeddings, (ids, width).
+
+    Raises:
+        UserError: it reads something else than tokens.
+    """
+    try:
+        table: torch.Tensor = network.get_input_embeddings().weight
+    except (AttributeError, NotImplementedError) as error:
+        raise UserError(
+            f"the architecture {network.config.model_type!r} has no table of token embeddings, so "
+            "it is no text encoder that is supported."
+        ) from error
+    return table
+
+
 @quiet()
 def load_tokenizer(checkpoint: Checkpoint, config: Any) -> Any:
     """Load the checkpoint's tokenizer.

@@ -1,6 +1,7 @@
 """Packed inputs get the vectors that padded ones and single ones get, and memory may run out."""
 
 import random
+import shutil
 import threading
 from itertools import pairwise
 
@@ -21,7 +22,7 @@ from llmcond.encoders import MODELS, EncoderInput
 from llmcond.encoders.encoder import load_encoder
 from llmcond.encoders.engine import attention, engine, varlen
 from llmcond.encoders.engine.prepacked import PrepackedLinear, PrepackedOutput, can_prepack, prepack
-from llmcond.errors import LlmcondError
+from llmcond.errors import LlmcondError, UserError
 
 # What is this small is done before a second thread has woken up.
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -343,6 +344,30 @@ def test_encoder_that_fails_on_a_packed_row_is_padded(make, monkeypatch, error):
 
     monkeypatch.setitem(AttentionInterface._global_mapping, attention.NAME, failing)
     unpacked(make, "e5-mistral", monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["sfr", "gte-qwen2", "gemma", "e5-xlm-r", "simcse-bert"])
+def test_padding_token_without_an_embedding_changes_nothing(tmp_path, make, loaded, name):
+    encoder = loaded(name)
+    folder = shutil.copytree(make(name), tmp_path / "model")
+    checkpoints.change_json(folder / "tokenizer_config.json", pad_token="[NEWPAD]")
+    other = load(folder, CASES[name])
+    rows = len(other._model.network.get_input_embeddings().weight)
+    assert other._tokenizer.pad_id == rows  # one behind the last
+    items = mix(encoder, seed=8, n_inputs=15)
+    near(padded(other, items).vectors, padded(encoder, items).vectors)
+    near(other.encode_counted(items).vectors, encoder.encode_counted(items).vectors)
+    with pytest.raises(UserError, match=f"token id {rows},.*embeddings for the ids 0 to"):
+        other.encode([EncoderInput("", "dogs [NEWPAD]")])
+
+
+def test_end_without_an_embedding_is_told(tmp_path, make):
+    case = CASES["nv-embed"]
+    folder = shutil.copytree(make("nv-embed"), tmp_path / "model")
+    checkpoints.change_json(folder / "tokenizer_config.json", additional_special_tokens=["[END]"])
+    encoder = load(folder, case, special_tokens="<s> {text} [END]")
+    with pytest.raises(UserError, match=r"gives the token id .*the tokenizer that it was trained"):
+        encoder.encode([EncoderInput("", "dogs")])
 
 
 def test_encoder_with_eager_attention_is_padded(tmp_path, make):
