@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -196,6 +197,11 @@ def check_code(checkpoint: Checkpoint, settings: Settings) -> None:
     """
     if checkpoint.known is not None:
         return
+    if _names_code_below(settings.config):
+        raise UserError(
+            f"{checkpoint.name} asks for code of its own for a part of it (auto_map within a part "
+            "of its config.json), which llmcond never runs."
+        )
     own, tokenizer = settings.config.get("auto_map"), settings.tokenizer.get("auto_map")
     wanted = dict(own) if isinstance(own, dict) else {}
     if isinstance(tokenizer, dict):
@@ -214,6 +220,19 @@ def check_code(checkpoint: Checkpoint, settings: Settings) -> None:
             f"{', '.join(known_names())}. {did_you_mean(name, bare)} If it is a copy of one, say "
             "so with --like NAME."
         )
+
+
+def _names_code_below(config: Mapping[str, Any]) -> bool:
+    """Return whether a nested config names code: transformers builds some parts by their own."""
+    waiting = [value for key, value in config.items() if key != "auto_map"]
+    for value in waiting:  # which grows
+        if isinstance(value, dict):
+            if value.get("auto_map"):
+                return True
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+    return False
 
 
 def pooling_of(checkpoint: Checkpoint, settings: Settings, given: str | None) -> str | None:

