@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
+from llmcond.encoders.checkpoints.checkpoint import settings_files
 from llmcond.encoders.engine.engine import Engine, OutOfMemoryError, is_out_of_memory
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
@@ -59,7 +60,11 @@ def prepare_accelerator(resolved: ResolvedEncoder) -> Accelerator:
 
 
 def check_trainable(resolved: ResolvedEncoder, settings: TuneSettings, merge: bool) -> None:
-    """Refuse an adapter, and quantised weights that are all to be trained or merged into."""
+    """Refuse an adapter, and quantised weights that are all to be trained or merged into.
+
+    Raises:
+        UserError: one of these, or files that may not be copied beside weights that are written.
+    """
     identity, name = resolved.identity, resolved.checkpoint.name
     if resolved.checkpoint.adapter is not None:
         raise UserError(
@@ -77,6 +82,8 @@ def check_trainable(resolved: ResolvedEncoder, settings: TuneSettings, merge: bo
             f"--merge adds the adapters to the encoder's weights, and those are in "
             f"{identity.quantize}. Leave out --merge, or --quantize."
         )
+    if merge or settings.full:
+        settings_files(resolved.checkpoint.folder)  # told before training rather than after it
 
 
 def load_trainable(resolved: ResolvedEncoder, settings: TuneSettings, seed: int) -> Trainable:

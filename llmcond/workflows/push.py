@@ -17,12 +17,13 @@ from llmcond.encoders import find_model
 from llmcond.encoders.checkpoints.adapter import CONFIG, TUNED, WEIGHTS, Tuned, identify, read_tuned
 from llmcond.encoders.checkpoints.checkpoint import (
     SETTINGS,
+    check_own,
     find_checkpoint,
     settings_files,
     weight_files,
 )
 from llmcond.errors import LlmcondError, UserError, first_line
-from llmcond.files import gib, read_json, write_json
+from llmcond.files import digest_file, gib, read_json, write_json
 from llmcond.log import log
 from llmcond.runs import Run, open_run
 from llmcond.version import __version__
@@ -78,7 +79,7 @@ def push_to_hub(
         _stage(run, tuned, staged)
         card = run.folder / CARD
         if card.is_file():
-            _place(card, staged / CARD)
+            _place(run.folder, CARD, staged)
             path = _PATH.search(card.read_text(encoding="utf-8"))
             if path is not None:
                 log.info(f"{card} is pushed as it is, and names {path[0]}")
@@ -168,7 +169,7 @@ def _stage(run: Run, tuned: Tuned, staged: Path) -> None:
         paths = {*settings_files(folder), folder / "config.json", *weights}
         encoder = sorted(path.relative_to(folder).as_posix() for path in paths)
     for name in [*encoder, TUNED]:
-        _place(folder / name, staged / name)
+        _place(folder, name, staged)
     found = own.weights
     if merged:
         found = find_checkpoint(str(staged), None).weights
@@ -186,13 +187,19 @@ def _stage(run: Run, tuned: Tuned, staged: Path) -> None:
         renamed = {own.weights: now.weights, own.fingerprint: now.fingerprint}
     heads = [f"heads/{head}" for head in run.head_names()]
     for name in [MANIFEST, RECORD, TUNED, *(f"{head}/head.json" for head in heads)]:
+        check_own(folder / name, folder)
         write_json(staged / name, _tidy_record(read_json(folder / name), renamed))
     for head in heads:
-        _place(folder / head / "head.safetensors", staged / head / "head.safetensors")
+        _place(folder, f"{head}/head.safetensors", staged)
+        digest = read_json(staged / head / "head.json").get("weights_sha256")
+        if digest != digest_file(staged / head / "head.safetensors"):
+            raise UserError(f"{folder / head} was damaged: its two files do not belong together.")
 
 
-def _place(source: Path, copy: Path) -> None:
-    """Link to a file, or copy it where the system allows no links."""
+def _place(folder: Path, name: str, staged: Path) -> None:
+    """Link to a file of a folder, or copy it where the system allows no links."""
+    source, copy = folder / name, staged / name
+    check_own(source, folder)
     if not source.is_file():
         raise UserError(f"{source} is missing, so others could not use what is pushed.")
     copy.parent.mkdir(parents=True, exist_ok=True)

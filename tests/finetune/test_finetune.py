@@ -363,6 +363,23 @@ def test_merged_and_adapter_give_the_same(train, tuned, data, tmp_path):
     assert AutoModel.from_pretrained(tmp_path / "merged").config.model_type == "bert"
 
 
+@pytest.mark.parametrize("whole", [["--merge"], ["--rank", "full"]])
+def test_files_that_a_checkpoint_only_leads_to_are_not_copied(
+    train, tiny, data, tmp_path, capsys, whole
+):
+    secret, model = tmp_path / "id_rsa", Path(shutil.copytree(tiny, tmp_path / "model"))
+    secret.write_text("a secret")
+    (model / "x.model").symlink_to(secret)
+    said = train("run", *whole, "--model", model, "--head", "linear", command=refused)
+    assert f"{model / 'x.model'} leads to {secret}" in said
+    assert not list((tmp_path / "run").rglob("*.model"))
+    (model / "x.model").unlink()
+    (model / "README").write_text("of this folder")
+    (model / "vocab.txt").symlink_to("README")
+    train("run", *whole, "--model", model, "--head", "linear")
+    assert (tmp_path / "run" / "vocab.txt").read_text() == "of this folder"
+
+
 def test_full_fine_tuning_changes_every_weight(train, tiny, tmp_path):
     summary = train("full", "--head", "none", "--rank", "full")
     before = load_file(tiny / "model.safetensors")

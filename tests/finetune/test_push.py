@@ -495,6 +495,30 @@ def test_files_that_are_missing_or_damaged(hub, adapter, whole, capsys, tmp_path
     assert hub.branches == {}
 
 
+HEAD = "heads/mlp@concat-sent-cond+c"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["vocab.txt", "x.model", "README.md", f"{HEAD}/head.json", f"{HEAD}/head.safetensors"],
+)
+def test_files_that_a_run_only_leads_to(hub, whole, capsys, tmp_path, name):
+    copy = Path(shutil.copytree(whole, tmp_path / "copy"))
+    secret = tmp_path / "secret"
+    (shutil.move(copy / name, secret) if (copy / name).exists() else secret.touch())
+    (copy / name).symlink_to(secret)
+    assert f"{copy / name} leads to {secret}" in refused(capsys, "push", REPO, "--run", copy)
+    assert hub.branches == {}
+
+
+def test_a_head_that_is_not_the_fitted_one(hub, whole, capsys, tmp_path):
+    copy = Path(shutil.copytree(whole, tmp_path / "copy"))
+    (copy / HEAD / "head.safetensors").write_text("something else")
+    said = refused(capsys, "push", REPO, "--run", copy)
+    assert f"{copy / HEAD} was damaged" in said
+    assert hub.branches == {}
+
+
 @pytest.mark.parametrize("named", ["/data/ada/gone", "my/base", "base"])
 def test_an_adapter_whose_base_nobody_else_has(hub, adapter, capsys, tmp_path, named):
     copy = Path(shutil.copytree(adapter, tmp_path / "copy"))

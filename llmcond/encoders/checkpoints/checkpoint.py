@@ -35,9 +35,10 @@ _SETTINGS = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.txt", "vocab.json", "merges.txt", "*.model",
 )  # fmt: skip
-_MODULES = ("modules.json", "sentence_bert_config.json", "*/config.json")
 #: What lies beside the weights in a checkpoint's own folder.
-SETTINGS = (*_SETTINGS, *_MODULES[:2], "config_sentence_transformers.json")
+SETTINGS = (
+    *_SETTINGS, "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json",
+)  # fmt: skip
 #: The same weights in other formats.
 _COPIES = ("onnx/*", "openvino/*", "original/*", "consolidated*")
 
@@ -73,12 +74,15 @@ class Checkpoint:
             # The cache names a snapshot's folder by its commit, whatever the revision was called.
             own = f"hub:{self.repo}@{self.folder.name}"
         else:
-            patterns = [*_WEIGHTS, *_OLD_WEIGHTS, *_SETTINGS, *_listed(self.folder)]
+            patterns = (*_WEIGHTS, *_OLD_WEIGHTS, *_SETTINGS)
+            deciding = {path for pattern in patterns for path in self.folder.glob(pattern)}
+            names = _listed(self.folder)
             for name in dense_folders(self.folder):
                 # Which of them are used, and in which order, is in modules.json.
-                patterns += ["modules.json", f"{name}/config.json", f"{name}/model.safetensors"]
-            deciding = {path for pattern in patterns for path in self.folder.glob(pattern)}
-            own = f"sha256:{digest_files(self.folder, deciding)}"
+                names += ["modules.json", f"{name}/config.json", f"{name}/model.safetensors"]
+            deciding |= {self.folder / name for name in names}
+            present = [path for path in deciding if path.is_file()]
+            own = f"sha256:{digest_files(self.folder, present)}"
         return own if self.adapter is None else identify(self.adapter, self.name, own)
 
     @property
@@ -127,7 +131,7 @@ def find_checkpoint(
         )
     repo = known.repo if known else name_or_path
     with _hub_errors(repo, revision, known):
-        found = _download(repo, revision, (*_SETTINGS, *_MODULES, TUNED))
+        found = _download(repo, revision, (*SETTINGS, "*/config.json", TUNED))
         if not (found / "config.json").is_file():
             found = _download(repo, found.name, (CONFIG, WEIGHTS, TUNED))
     return _read_folder(known.name if known else repo, found, entry, repo, adapter)
@@ -217,13 +221,37 @@ def _listed(folder: Path) -> list[str]:
 
 
 def settings_files(folder: Path) -> list[Path]:
-    """Return what belongs to a checkpoint beside its weights, dense layers included; no others."""
+    """Return what belongs to a checkpoint beside its weights, dense layers included; no others.
+
+    Raises:
+        UserError: one of them is a link out of the folder; see :func:`check_own`.
+    """
+    found = {path for pattern in SETTINGS for path in folder.glob(pattern)}
     modules = read_settings(folder / "modules.json", [])
-    patterns = [*SETTINGS, *(f"{m['path']}/config.json" for m in modules if m.get("path"))]
-    patterns += [f"{name}/model.safetensors" for name in dense_folders(folder)]
-    found = {path for pattern in patterns for path in folder.glob(pattern)}
-    # A module's path is what another person's file says: it leads nowhere else.
-    return sorted(path for path in found if ".." not in path.relative_to(folder).parts)
+    found |= {folder / str(m["path"]) / "config.json" for m in modules if m.get("path")}
+    found |= {folder / name / "model.safetensors" for name in dense_folders(folder)}
+    files = sorted(path for path in found if path.is_file())
+    for path in files:
+        check_own(path, folder)
+    return files
+
+
+def check_own(path: Path, folder: Path) -> None:
+    """Refuse to pass on a file that a folder of another person's only leads to.
+
+    What is copied into a run, or pushed, would publish it. Files of the hub's cache are links to
+    their content beside all snapshots.
+
+    Raises:
+        UserError: naming both.
+    """
+    place, own = path.resolve(), folder.resolve()
+    cached = own.parent.name == "snapshots" and place.parent == own.parents[1] / "blobs"
+    if not (cached or place.is_relative_to(own)):
+        raise UserError(
+            f"{path} leads to {place}, outside of {folder}, so it is neither copied nor pushed. "
+            "Put the file itself there, or take it away."
+        )
 
 
 def dense_folders(folder: Path) -> list[str]:
@@ -247,6 +275,10 @@ def _read_folder(
     name: str, folder: Path, entry: KnownModel | None, repo: str | None, adapter: str | None
 ) -> Checkpoint:
     """Return the checkpoint in a folder, with what training recorded of it."""
+    for path in (
+        path for name in (*SETTINGS, *_WEIGHTS, *_OLD_WEIGHTS) for path in folder.glob(name)
+    ):
+        _check_regular(path)
     if (folder / "config.json").is_file():
         tuned = read_tuned(folder)
         known = _recorded(tuned, folder) or entry
@@ -324,12 +356,19 @@ def _check_like(name: str, own: KnownModel | None, taken: KnownModel | None) -> 
         raise UserError(f"{name} was trained as {trained}; it cannot be taken as {taken.name}.")
 
 
+def _check_regular(path: Path) -> None:
+    """Refuse what is no file, or one without an end, such as a link to /dev/random."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} of the checkpoint is no regular file. Copy it anew.")
+
+
 def read_settings(path: Path, default: Any) -> Any:
     """Read one of a checkpoint's small JSON files, of the type of ``default``.
 
     Raises:
         UserError: it cannot be read, or holds something else than settings.
     """
+    _check_regular(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
