@@ -103,7 +103,7 @@ def settle(
     check_kind(checkpoint, settings)
     check_code(checkpoint, settings)
     check_modules(checkpoint, settings)
-    assumed: list[str] = []
+    assumed = settings.left_out
     pooling = pooling_of(checkpoint, settings, options.pooling)
     if pooling is None:
         pooling = "mean"

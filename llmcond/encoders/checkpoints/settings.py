@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,8 @@ class Settings:
     Attributes:
         config: config.json.
         tokenizer: tokenizer_config.json.
-        modules, transformer: modules.json and sentence_bert_config.json of sentence-transformers.
+        modules, transformer, sentence_transformers: modules.json, sentence_bert_config.json and
+            config_sentence_transformers.json of sentence-transformers.
         pooling_config: the config of its pooling module.
     """
 
@@ -35,6 +37,7 @@ class Settings:
     modules: list[dict[str, Any]]
     pooling_config: dict[str, Any]
     transformer: dict[str, Any]
+    sentence_transformers: dict[str, Any]
 
     @classmethod
     def read(cls, folder: Path) -> Settings:
@@ -45,7 +48,7 @@ class Settings:
         """
         modules = read_settings(folder / "modules.json", [])
         pooling_config = {}
-        for module in reversed(modules):  # of several poolings, the first is used
+        for module in modules:
             path = Path(str(module.get("path", "")))
             if path.is_absolute() or ".." in path.parts:
                 raise UserError(
@@ -59,6 +62,7 @@ class Settings:
             modules=modules,
             pooling_config=pooling_config,
             transformer=read_settings(folder / "sentence_bert_config.json", {}),
+            sentence_transformers=read_settings(folder / "config_sentence_transformers.json", {}),
         )
 
     @property
@@ -75,6 +79,24 @@ class Settings:
     def normalize(self) -> bool | None:
         """Return whether vectors have unit norm; None where the files do not say."""
         return any(kind_of(m) == "Normalize" for m in self.modules) if self.modules else None
+
+    @property
+    def left_out(self) -> list[str]:
+        """Return what sentence-transformers would do beside the network, in sentences."""
+        own, told = self.sentence_transformers, []
+        name, prompts = own.get("default_prompt_name"), own.get("prompts")
+        prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
+        if prompt:
+            told.append(
+                f"texts without {prompt!r} in front, which config_sentence_transformers.json puts "
+                "there by default (put it into a prompt file)"
+            )
+        if own.get("truncate_dim"):
+            told.append(
+                "vectors with all their dimensions, which config_sentence_transformers.json cuts "
+                f"to {own['truncate_dim']}"
+            )
+        return told
 
     @property
     def positions(self) -> int | None:
@@ -132,20 +154,60 @@ def _content(token: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
+#: What sentence-transformers gives to transformers, and what of it decides no vector here.
+_ARGUMENTS = (
+    "model_args", "model_kwargs", "tokenizer_args", "processor_kwargs", "config_args",
+    "config_kwargs", "processing_kwargs", "tokenizer_name_or_path",
+)  # fmt: skip
+_WITHOUT_EFFECT = {
+    "attn_implementation", "cache_dir", "device_map", "dtype", "local_files_only",
+    "low_cpu_mem_usage", "padding_side", "token", "torch_dtype", "trust_remote_code",
+    "use_safetensors",
+}  # fmt: skip
+_LEGAL_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+
+
 def check_modules(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Refuse what sentence-transformers would do behind the pooling and we would leave out.
+    """Refuse what sentence-transformers would do and we would leave out.
 
     Raises:
-        UserError: it has a module of another kind.
+        UserError: it has a module of another kind, or in another order; or settings that change
+            its vectors.
     """
-    legal = ("Transformer", "Pooling", "Dense", "Normalize")
-    for module in settings.modules:
-        if kind_of(module) not in legal:
+    name, kinds = checkpoint.name, [kind_of(module) for module in settings.modules]
+    others = "without it its vectors would be others."
+    for kind in kinds:
+        if kind not in _LEGAL_MODULES:
             raise UserError(
-                f"{checkpoint.name} has a sentence-transformers module {kind_of(module)!r}, which "
-                "is not supported; without it its vectors would be others. Supported: "
-                f"{', '.join(legal)}."
+                f"{name} has a sentence-transformers module {kind!r}, which is not supported; "
+                f"{others} Supported: {', '.join(_LEGAL_MODULES)}."
             )
+    if kinds and not re.fullmatch("Transformer Pooling( Dense)*( Normalize)?", " ".join(kinds)):
+        raise UserError(
+            f"{name} has the sentence-transformers modules {', '.join(kinds)} in modules.json. "
+            "Supported are Transformer, Pooling, as many Dense as there are, and Normalize or not, "
+            "in this order; in another one its vectors would be others."
+        )
+    if settings.modules and settings.modules[0].get("path") not in (None, "", "."):
+        raise UserError(
+            f"modules.json of {name} has its Transformer in {settings.modules[0]['path']!r}, and "
+            "only one that lies beside modules.json is read. Name that folder itself, with "
+            "--pooling and --normalize as the modules say."
+        )
+    for key in _ARGUMENTS:
+        given = settings.transformer.get(key)
+        if given and (not isinstance(given, dict) or given.keys() - _WITHOUT_EFFECT):
+            raise UserError(
+                f"sentence_bert_config.json of {name} has {key} = {given!r}, which is not "
+                f"supported; {others}"
+            )
+    lowers = settings.tokenizer.get("do_lower_case") is True
+    if settings.transformer.get("do_lower_case") and not lowers:
+        raise UserError(
+            f"sentence_bert_config.json of {name} has do_lower_case, which is not supported; "
+            f"{others} Save a tokenizer that makes letters small itself, and set do_lower_case "
+            "to false."
+        )
 
 
 def stated_beside(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -175,6 +237,17 @@ def check_kind(checkpoint: Checkpoint, settings: Settings) -> None:
     Raises:
         UserError: saying what it is.
     """
+    for key, values, file in (
+        ("transformers_weights", settings.config, "config.json"),
+        ("fast_tokenizer_files", settings.tokenizer, "tokenizer_config.json"),
+    ):
+        if values.get(key):
+            # Which file is read would be another one than the one that is known by its name.
+            raise UserError(
+                f"{file} of {checkpoint.name} chooses a file by {key} ({values[key]!r}), which is "
+                "not supported. Give that file its usual name, model.safetensors or "
+                f"tokenizer.json, and take {key} away."
+            )
     known, kind = checkpoint.known, settings.config.get("model_type")
     if known is not None and kind != known.architecture["model_type"]:
         raise UserError(

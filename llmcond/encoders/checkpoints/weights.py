@@ -10,7 +10,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from llmcond.encoders.checkpoints.adapter import counted
-from llmcond.encoders.checkpoints.checkpoint import dense_folders, read_settings, weight_files
+from llmcond.encoders.checkpoints.checkpoint import (
+    Checkpoint,
+    dense_folders,
+    read_settings,
+    weight_files,
+)
 from llmcond.encoders.loading.architecture import network_class
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.errors import LlmcondError, UserError, first_line
@@ -68,6 +73,40 @@ _NOT_OURS = re.compile(
 
 _ACTIVATIONS = {kind.__name__: kind for kind in (nn.Identity, nn.Tanh, nn.ReLU, nn.GELU)}
 
+#: What decides what else a dense layer does, and the one value that is supported.
+_DENSE = {
+    "use_residual": False,
+    "module_input_name": "sentence_embedding",
+    "module_output_name": "sentence_embedding",
+}
+
+
+def check_dense(checkpoint: Checkpoint) -> dict[str, type[nn.Module]]:
+    """Return the activation of each dense layer behind the pooling, by its folder, in order.
+
+    Raises:
+        UserError: a setting that is not supported.
+    """
+    activations: dict[str, type[nn.Module]] = {}
+    for name in dense_folders(checkpoint.folder):
+        folder = checkpoint.folder / name
+        config = read_settings(folder / "config.json", {})
+        activation = str(config.get("activation_function"))
+        kind = _ACTIVATIONS.get(activation.rpartition(".")[2])
+        if kind is None or not activation.startswith("torch.nn."):
+            raise UserError(
+                f"{checkpoint.name} has a dense layer with the activation {activation!r}. "
+                f"Supported: {', '.join(_ACTIVATIONS)} of torch.nn."
+            )
+        for key, usual in _DENSE.items():
+            if config.get(key) not in (None, usual):
+                raise UserError(
+                    f"{checkpoint.name} has a dense layer with {key} = {config[key]!r}, which is "
+                    f"not supported; expected {usual!r}."
+                )
+        activations[name] = kind
+    return activations
+
 
 def load_dense(resolved: ResolvedEncoder, width: int) -> tuple[nn.Sequential, int]:
     """Load the layers of sentence-transformers that follow the pooling, in float32.
@@ -76,20 +115,12 @@ def load_dense(resolved: ResolvedEncoder, width: int) -> tuple[nn.Sequential, in
         The layers, often none, and the size of what comes out; pooled vectors have ``width``.
 
     Raises:
-        UserError: an activation that is not supported.
+        UserError: as :func:`check_dense`.
         LlmcondError: weights that cannot be read.
     """
     layers: list[nn.Module] = []
-    for name in dense_folders(resolved.checkpoint.folder):
+    for name, kind in check_dense(resolved.checkpoint).items():
         folder = resolved.checkpoint.folder / name
-        config = read_settings(folder / "config.json", {})
-        activation = str(config.get("activation_function"))
-        kind = _ACTIVATIONS.get(activation.rpartition(".")[2])
-        if kind is None or not activation.startswith("torch.nn."):
-            raise UserError(
-                f"{resolved.checkpoint.name} has a dense layer with the activation {activation!r}. "
-                f"Supported: {', '.join(_ACTIVATIONS)} of torch.nn."
-            )
         try:
             weights = load_file(folder / "model.safetensors")
             linear = nn.Linear(width, len(weights["linear.weight"]), "linear.bias" in weights)

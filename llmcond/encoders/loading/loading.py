@@ -12,7 +12,7 @@ from torch import nn
 
 from llmcond.encoders.checkpoints.adapter import attach, inject
 from llmcond.encoders.checkpoints.checkpoint import fetch_weights
-from llmcond.encoders.checkpoints.weights import load_dense, read_network
+from llmcond.encoders.checkpoints.weights import check_dense, load_dense, read_network
 from llmcond.encoders.loading.architecture import build_on_meta, quiet
 from llmcond.encoders.loading.device import TORCH_DTYPES
 from llmcond.encoders.loading.memory import Footprint, available, footprint
@@ -80,11 +80,13 @@ def load_model(resolved: ResolvedEncoder, config: Any) -> LoadedModel:
 
 
 def check_parts(resolved: ResolvedEncoder, network: Any) -> None:
-    """Refuse an adapter that does not belong to its base, before weights are downloaded.
+    """Refuse dense layers, and an adapter that is another base's, before weights are downloaded.
 
-    The network has no memory for weights, and is used up. Raises as :func:`inject`.
+    The network has no memory for weights, and is used up. Raises as :func:`check_dense` and
+    :func:`inject`.
     """
     checkpoint = resolved.checkpoint
+    check_dense(checkpoint)
     if checkpoint.adapter is not None:
         _drop_pooler(network, resolved)
         inject(network, checkpoint.adapter, checkpoint.name)

@@ -22,13 +22,19 @@ import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
+from helpers.checkpoints import put_into_hub_cache
 from helpers.identities import IDENTITY
 from helpers.processes import FORKING, Command
 from safetensors.torch import load_file, save_file
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.checkpoints import settings
-from llmcond.encoders.checkpoints.checkpoint import dense_folders, fetch_weights, has_weights
+from llmcond.encoders.checkpoints.checkpoint import (
+    dense_folders,
+    fetch_weights,
+    has_weights,
+    settings_files,
+)
 from llmcond.encoders.checkpoints.settings import Settings
 from llmcond.encoders.encoder import Encoder, load_encoder
 from llmcond.errors import LlmcondError, UserError
@@ -143,6 +149,79 @@ def test_modules_that_change_vectors_otherwise_are_refused(folder, kind):
         settle(folder)
 
 
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ["Transformer", "Pooling", "Normalize", "Dense"],
+        ["Transformer", "Pooling", "Normalize", "Dense", "Normalize"],
+        ["Transformer", "Dense", "Pooling"],
+        ["Transformer", "Pooling", "Pooling"],
+        ["Transformer", "Normalize"],
+        ["Pooling", "Transformer"],
+    ],
+)
+def test_modules_in_another_order_are_refused(folder, kinds):
+    add_modules(folder, {"pooling_mode": "cls"})
+    modules = [{"path": "", "type": f"sentence_transformers.models.{kind}"} for kind in kinds]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(UserError, match=f"modules {', '.join(kinds)} in .*in this order"):
+        settle(folder)
+
+
+def test_transformer_in_a_folder_of_its_own_is_refused(folder):
+    add_modules(folder, {"pooling_mode": "cls"})
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[0]["path"] = "0_Transformer"
+    (folder / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(UserError, match=r"has its Transformer in '0_Transformer'"):
+        settle(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"do_lower_case": True}, "do_lower_case"),
+        ({"tokenizer_args": {"padding_side": "left", "add_prefix_space": True}}, "tokenizer_args"),
+        ({"config_args": {"hidden_act": "relu"}}, "config_args"),
+        ({"model_kwargs": {"attention_bias": True}}, "model_kwargs"),
+        ({"tokenizer_name_or_path": "other"}, "tokenizer_name_or_path"),
+    ],
+)
+def test_settings_of_sentence_transformers_that_change_vectors_are_refused(folder, settings, named):
+    change_json(folder / "sentence_bert_config.json", **settings)
+    with pytest.raises(UserError, match=rf"sentence_bert_config\.json of .* has {named}.*others"):
+        settle(folder)
+
+
+def test_settings_of_sentence_transformers_that_change_nothing_are_taken(folder):
+    change_json(folder / "tokenizer_config.json", do_lower_case=True)
+    change_json(
+        folder / "sentence_bert_config.json",
+        do_lower_case=True,
+        model_args={"trust_remote_code": True, "torch_dtype": "float16"},
+        tokenizer_args={},
+        transformer_task="feature-extraction",
+    )
+    change_json(
+        folder / "config_sentence_transformers.json",
+        prompts={"query": "query: ", "document": ""},
+        default_prompt_name=None,
+        truncate_dim=None,
+    )
+    add_modules(folder, {"pooling_mode": "cls"})
+    assert settle(folder).assumed == ()
+
+
+def test_what_sentence_transformers_would_do_with_texts_and_vectors_is_told(folder):
+    add_modules(folder, {"pooling_mode": "cls"})
+    file = folder / "config_sentence_transformers.json"
+    change_json(file, prompts={"q": "query: "}, default_prompt_name="q", truncate_dim=8)
+    prompt, size = settle(folder).assumed
+    assert "texts without 'query: ' in front" in prompt
+    assert "all their dimensions" in size
+    assert size.endswith("cuts to 8")
+
+
 def test_modules_outside_of_the_checkpoint_are_refused(folder):
     for path in ("../2_Dense", "/2_Dense", "2_Dense/../../x"):
         modules = [{"path": path, "type": "sentence_transformers.models.Dense"}]
@@ -187,6 +266,18 @@ def test_activation_of_a_dense_layer_is_one_of_torch(folder):
     add_dense(folder)
     change_json(folder / "2_Dense" / "config.json", activation_function="os.system")
     with pytest.raises(UserError, match=r"activation 'os\.system'.*Supported: Identity, Tanh"):
+        load_encoder(str(folder), dtype="float32", device="cpu")
+    with pytest.raises(UserError, match=r"activation 'os\.system'"):
+        check_model(str(folder), CPU)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"use_residual": True}, {"module_input_name": "token_embeddings"}]
+)
+def test_settings_of_a_dense_layer_that_change_vectors_are_refused(folder, setting):
+    add_dense(folder)
+    change_json(folder / "2_Dense" / "config.json", **setting)
+    with pytest.raises(UserError, match=rf"dense layer with {next(iter(setting))} = "):
         load_encoder(str(folder), dtype="float32", device="cpu")
 
 
@@ -651,7 +742,7 @@ def test_code_of_a_part_from_elsewhere_is_not_asked_for(folder, monkeypatch):
     monkeypatch.setattr(builtins, "input", lambda *_: pytest.fail("a question is asked"))
     parts = {"vision_config": NESTED_CODE, "text_config": {"model_type": "llama"}}
     change_json(folder / "config.json", model_type="llava", **parts)
-    with pytest.raises(UserError, match="no llava that can be built.*execute custom code"):
+    with pytest.raises(UserError, match=r"no llava that can be built.*execute custom code"):
         check_model(str(folder), CPU)
 
 
@@ -743,7 +834,7 @@ def test_one_changed_weight_changes_the_fingerprint(folder):
     assert settle(folder).identity.fingerprint != original
 
 
-@pytest.mark.parametrize("path", ["2_Dense", "projection"])
+@pytest.mark.parametrize("path", ["2_Dense", "projection", "[2]_Dense"])
 def test_one_changed_weight_of_a_dense_layer_changes_the_fingerprint(folder, path):
     add_dense(folder, path)
     original = settle(folder).identity.fingerprint
@@ -753,7 +844,7 @@ def test_one_changed_weight_of_a_dense_layer_changes_the_fingerprint(folder, pat
     assert settle(folder).identity.fingerprint != original
 
 
-@pytest.mark.parametrize("path", ["2_Dense", "projection"])
+@pytest.mark.parametrize("path", ["2_Dense", "projection", "[2]_Dense"])
 def test_a_changed_activation_of_a_dense_layer_changes_the_fingerprint(folder, path):
     add_dense(folder, path)
     original = settle(folder).identity.fingerprint
@@ -779,6 +870,45 @@ def test_a_changed_setting_changes_the_fingerprint(folder, name):
     original = settle(folder).identity.fingerprint
     change_json(folder / name, layer_norm_eps=1e-3)
     assert settle(folder).identity.fingerprint != original
+
+
+@pytest.mark.parametrize(
+    ("file", "setting"),
+    [
+        ("config.json", {"transformers_weights": "sub/other.safetensors"}),
+        ("tokenizer_config.json", {"fast_tokenizer_files": ["tokenizer.4.0.0.json"]}),
+    ],
+)
+def test_files_that_are_chosen_by_a_setting_are_refused(folder, file, setting):
+    change_json(folder / file, **setting)
+    (key,) = setting
+    with pytest.raises(UserError, match=rf"{file} of .* chooses a file by {key}.*usual name"):
+        settle(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "1_Pooling/config.json"])
+def test_what_is_no_regular_file_is_not_read(folder, name):
+    add_modules(folder, {"pooling_mode": "cls"})
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("/dev/null")  # /dev/random has no end
+    with pytest.raises(UserError, match=rf"{name} of the checkpoint is no regular file"):
+        settle(folder)
+
+
+def test_files_of_a_checkpoint_are_those_within_it(folder, tmp_path):
+    add_dense(folder)
+    own = {path.relative_to(folder) for path in settings_files(folder)}
+    assert Path("2_Dense/model.safetensors") in own
+    # Of the hub's cache, all are links out of the snapshot.
+    commit = put_into_hub_cache(folder, tmp_path, "me/model")
+    snapshot = tmp_path / "models--me--model" / "snapshots" / commit
+    assert {path.relative_to(snapshot) for path in settings_files(snapshot)} == own
+    for target in ("../../refs/main", "../../../secret", "/etc/hostname"):
+        (snapshot / "x.model").symlink_to(target)
+        (tmp_path / "secret").touch()
+        with pytest.raises(UserError, match=r"x\.model leads to .*, outside of"):
+            settings_files(snapshot)
+        (snapshot / "x.model").unlink()
 
 
 def test_input_key_holds_the_boundary_of_instruction_and_text():
