@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from llmcond.errors import UserError, did_you_mean, nearest
+from llmcond.errors import UserError, brief, did_you_mean, nearest
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} does not exist.") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error.reason}.") from error
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, RecursionError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} cannot be read as TOML: {error}.") from error
 
 
@@ -45,7 +45,7 @@ def build(cls: type[T], values: dict[str, Any], source: str) -> T:
 
     try:
         text = json.dumps(values)
-    except TypeError as error:  # TOML has dates and times, which no setting of ours uses
+    except (TypeError, RecursionError) as error:  # TOML has dates, which no setting of ours uses
         raise UserError(f"{source}: {error}.") from error
     try:
         return TypeAdapter(cls).validate_json(text)
@@ -76,7 +76,7 @@ def _explain(cls: type[Any], problem: dict[str, Any]) -> str:
         return " ".join(filter(None, (f"unknown key {key!r}.", hint, known)))
     if problem["type"] in {"missing", "missing_argument"}:
         return f"missing key {key!r}. Legal keys: {', '.join(legal)}."
-    return f"{key!r} is {problem['input']!r}: {message}."
+    return f"{key!r} is {brief(problem['input'])}: {message}."
 
 
 def _legal_keys(cls: Any, location: list[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -52,6 +52,19 @@ def is_disk_full(error: BaseException) -> bool:
 def printable(text: str) -> str:
     """Return ``text`` with control characters written out, so that it steers no terminal."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def brief(value: object, most: int = 80) -> str:
+    """Return how a value is written in Python, cut to so many characters."""
+    # What is cut off need not be written first.
+    text = repr(value[: most + 1] if isinstance(value, str) else value)
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def listed(values: Sequence[object], most: int = 20) -> str:
+    """Return values for a message, so many of them at most, each one cut."""
+    told = ", ".join(map(brief, values[:most])) or "none"
+    return told if len(values) <= most else f"{told} and {len(values) - most:,} more"
 
 
 def first_line(error: BaseException) -> str:

@@ -91,6 +91,7 @@ def test_a_value_the_dataclass_refuses_is_explained_in_its_own_words():
         (b"dim = ", "cannot be read as TOML"),
         (b"a = 1\na = 2\n", "cannot be read as TOML"),
         (b'text = "caf\xe9"\n', "not UTF-8"),
+        (b"a = " + 5_000 * b"[", "cannot be read as TOML: maximum recursion"),
     ],
 )
 def test_a_file_that_is_no_toml_is_a_user_error(tmp_path: Path, content: bytes, words: str):
@@ -99,6 +100,16 @@ def test_a_file_that_is_no_toml_is_a_user_error(tmp_path: Path, content: bytes, 
     with pytest.raises(UserError, match=words) as caught:
         read_toml(path)
     assert str(path) in str(caught.value)
+
+
+def test_values_nested_too_deep_and_long_ones_are_told_in_short(tmp_path: Path):
+    path = tmp_path / "x.toml"
+    path.write_text(f"dim{5_000 * '.a'} = 1\n")
+    with pytest.raises(UserError, match="recursion"):
+        build(Outer, read_toml(path), "x.toml")
+    with pytest.raises(UserError, match="'epochs' is 'aaa") as caught:
+        build(Outer, {**LEGAL, "epochs": "a" * 1_000_000}, "x.toml")
+    assert len(str(caught.value)) < 200
 
 
 def test_a_missing_file_and_a_folder_are_user_errors(tmp_path: Path):

@@ -13,7 +13,7 @@ import numpy as np
 
 from llmcond.data.readers import Source, has_column, open_source, read_records, without_shard
 from llmcond.data.rows import Rows, rows_digest, split_by_pair
-from llmcond.errors import UserError
+from llmcond.errors import UserError, brief
 from llmcond.files import digest_text
 
 SPLITS = ("train", "dev", "test")
@@ -71,7 +71,7 @@ class RatingScale:
         if value == self.unrated:
             return float("nan")
         if not np.isfinite(value):
-            raise ValueError(f"is {text!r}, not a number")
+            raise ValueError(f"is {brief(text)}, not a number")
         if not self.low <= value <= self.high:
             raise ValueError(
                 f"is {value:g}, outside the rating range {self.low:g} to {self.high:g} (and not "
@@ -291,7 +291,7 @@ class Problems:
             self.add(number, f"{column} is empty")
             return ""
         if not isinstance(value, str):
-            self.add(number, f"{column} is {value!r}, not a text")
+            self.add(number, f"{column} is {brief(value)}, not a text")
             return ""
         if _LONE_SURROGATE.search(value):
             self.add(number, f"{column} holds half of a surrogate pair, which is no character")

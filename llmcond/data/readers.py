@@ -8,13 +8,12 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import PurePosixPath
 from typing import IO, Any
 
-from llmcond.errors import LlmcondError, UserError, nearest
+from llmcond.errors import LlmcondError, UserError, brief, did_you_mean, first_line, listed
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 _SPLIT_NAMES = {
@@ -37,14 +36,15 @@ class Source:
         name: as the user gave it.
         filesystem: of fsspec, which opens the files.
         splits: files by split for a folder; None for a single file.
-        tables: rows in memory, by what takes the place of a file's name.
+        tables: rows in memory, as mappings or as an Arrow table, by what takes the place of a
+            file's name.
     """
 
     name: str
     filesystem: Any
     files: Sequence[str]
     splits: Mapping[str, Sequence[str]] | None
-    tables: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    tables: Mapping[str, Any] = field(default_factory=dict)
 
 
 #: What messages call rows that came from no file.
@@ -60,12 +60,12 @@ def _open_tables(given: Any) -> Source:
     return Source(IN_MEMORY, None, list(tables), splits, tables)
 
 
-def _records(table: Any) -> Sequence[Mapping[str, Any]]:
-    """Return the rows of a pandas or Arrow table, of columns by name, or of a sequence."""
-    if hasattr(table, "to_pylist"):  # Arrow
-        rows: Any = table.to_pylist()
-    elif hasattr(table, "to_dict"):  # pandas
-        rows = table.to_dict("records")
+def _records(table: Any) -> Any:
+    """Return the rows of a pandas table, of columns by name, or of a sequence; an Arrow table."""
+    if hasattr(table, "to_pylist"):  # Arrow, of which only columns that are needed are converted
+        return table
+    if hasattr(table, "to_dict"):  # pandas
+        rows: Any = table.to_dict("records")
     elif isinstance(table, Mapping):
         lengths = {len(column) for column in table.values()}
         if len(lengths) > 1:
@@ -130,9 +130,17 @@ def without_shard(name: str) -> str:
     return _SHARD.sub("", name)
 
 
+class MissingColumnError(UserError):
+    """A file has no column of that name."""
+
+
 def has_column(source: Source, file: str, column: str) -> bool:
     """Return whether the first row of a file has a column."""
-    return any(column in record for record in islice(read_records(source, file, []), 1))
+    try:
+        next(read_records(source, file, [column]))
+    except MissingColumnError:
+        return False
+    return True
 
 
 def _suffix(path: str) -> str:
@@ -171,11 +179,7 @@ def read_records(source: Source, file: str, columns: Sequence[str]) -> Iterator[
         UserError: an empty file, a missing column, text that is not UTF-8, a malformed row.
     """
     if file in source.tables:
-        if not source.tables[file]:
-            raise UserError(f"{IN_MEMORY}: there are no rows.")
-        for row in source.tables[file]:
-            _check_columns(IN_MEMORY, list(row), columns)
-            yield dict(row)
+        yield from _read_memory(source.tables[file], columns)
         return
     name, empty = PurePosixPath(file).name, True
     reader = {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(_suffix(file), _read_csv)
@@ -199,15 +203,31 @@ def read_records(source: Source, file: str, columns: Sequence[str]) -> Iterator[
         raise UserError(f"{name} is empty: it has no rows.")
 
 
+def _read_memory(table: Any, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    if not len(table):
+        raise UserError(f"{IN_MEMORY}: there are no rows.")
+    if hasattr(table, "to_batches"):
+        yield from _converted(
+            table.schema, lambda needed: table.select(needed).to_batches(), IN_MEMORY, columns
+        )
+        return
+    for row in table:
+        _check_columns(IN_MEMORY, list(row), columns)
+        yield dict(row)
+
+
 def _check_columns(name: str, got: Sequence[str], columns: Sequence[str]) -> None:
     double = [column for column in columns if list(got).count(column) > 1]
     if double:
-        raise UserError(f"{name} has the column {double[0]!r} twice; keep one.")
+        raise UserError(f"{name} has the column {brief(double[0])} twice; keep one.")
     missing = [column for column in columns if column not in got]
     if missing:
-        raise UserError(
-            f"{name} has no column {missing[0]!r}; it has {', '.join(map(repr, got)) or 'none'}. "
-            f"{nearest(missing[0], got)} Say which columns to read: "
+        # A row of long texts may have been taken for the header.
+        names = [column for column in got if column is not None and len(column) < 100]
+        near = did_you_mean(missing[0], names)
+        raise MissingColumnError(
+            f"{name} has no column {brief(missing[0])}; it has {listed(got)}. "
+            f"{near + ' ' if near else ''}Say which columns to read: "
             "--columns sentence1=YOURS (also sentence2=, condition=, label=), or for embed "
             "--sentence and --condition."
         )
@@ -259,11 +279,30 @@ def _read_parquet(stream: IO[bytes], name: str, columns: Sequence[str]) -> Itera
 
     try:
         file = pq.ParquetFile(stream)
-    except pa.ArrowInvalid as error:
-        raise UserError(f"{name} is not a Parquet file: {error}") from error
-    _check_columns(name, file.schema_arrow.names, columns)
-    try:
-        for batch in file.iter_batches():
-            yield from batch.to_pylist()
+        schema = file.schema_arrow
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{name} is a damaged Parquet file: {error}") from error
+        raise UserError(f"{name} is not a Parquet file: {first_line(error)}") from error
+    yield from _converted(schema, lambda needed: file.iter_batches(columns=needed), name, columns)
+
+
+def _converted(
+    schema: Any, batches: Callable[[list[str]], Iterable[Any]], name: str, columns: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of Arrow's batches, of the columns that are needed: others may be large."""
+    import pyarrow as pa
+
+    _check_columns(name, schema.names, columns)
+    for column in columns:
+        kind = schema.field(column).type
+        if pa.types.is_temporal(kind):
+            raise UserError(
+                f"{name} has the column {brief(column)} of the type {kind}; expected texts, or "
+                "numbers for ratings. Name another column, or write it as text."
+            )
+    try:
+        for batch in batches(list(dict.fromkeys(columns))):
+            yield from batch.to_pylist()
+    except (pa.ArrowException, OSError, OverflowError, ValueError) as error:
+        raise UserError(
+            f"{name} is damaged, or holds what cannot be read: {first_line(error)}"
+        ) from error

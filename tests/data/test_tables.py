@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmcond.data.datasets import read_dataset, read_rows
+from llmcond.data.datasets import Columns, read_dataset, read_rows, read_texts
 from llmcond.data.rows import Rows
 from llmcond.errors import LlmcondError, UserError
 
@@ -266,6 +266,63 @@ def test_a_parquet_file_damaged_anywhere_is_never_a_crash(tmp_path: Path):
             refused.append(str(error))
     assert len(refused) > 100
     assert all("rows.parquet" in message for message in refused)
+
+
+UNRELATED = {
+    "took": pa.array([1_500_000_001], pa.duration("ns")),
+    "long ago": pa.array([-(2**62)], pa.timestamp("us")),
+    "elsewhere": pa.array([0], pa.timestamp("s", tz="Nowhere/Town")),
+    "no text": pa.array([b"\xff"]).view(pa.string()),
+}
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_columns_that_are_not_needed_are_not_converted(tmp_path: Path, in_memory: bool):
+    table = pa.Table.from_pylist([dict(zip(NAMES, ("a", "b", "c", 1.0), strict=True))])
+    for name, column in UNRELATED.items():
+        table = table.append_column(name, column)
+    path = tmp_path / "rows.parquet"
+    pq.write_table(table, path)
+    given = table if in_memory else str(path)
+    assert columns(rows_of(given)) == [("a", "b", "c", 1)]
+    for name in UNRELATED:
+        what = "holds what cannot be read" if name == "no text" else "of the type"
+        with pytest.raises(UserError, match=what):
+            rows_of(given, columns=Columns(condition=name))
+
+
+def test_a_condition_is_a_column_of_a_parquet_file_or_a_text(tmp_path: Path):
+    path = Path(write_table(tmp_path / "rows.parquet", [("a", "b", "c", 1)]))
+    assert read_texts(str(path), "sentence1", "sentence2").conditions == ["b"]
+    assert read_texts(str(path), "sentence1", "the place").conditions == ["the place"]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
+@pytest.mark.parametrize(
+    "names",
+    [[f"column {i}" for i in range(3_000)], ["a long text " * 20_000, "sentence11"]],
+    ids=["many columns", "a row for the header"],
+)
+def test_messages_stay_short_whatever_the_columns(tmp_path: Path, suffix: str, names: list[str]):
+    path = tmp_path / f"rows{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.table({name: ["a"] for name in names}), path)
+    elif suffix == ".jsonl":
+        path.write_text(json.dumps(dict.fromkeys(names, "a")) + "\n")
+    else:
+        separator = "\t" if suffix == ".tsv" else ","
+        path.write_text("\n".join([separator.join(names), separator.join("a" for _ in names)]))
+    with pytest.raises(UserError, match=r"has no column 'sentence1'; it has '") as caught:
+        rows_of(str(path))
+    assert len(str(caught.value)) < 1_000
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_messages_stay_short_whatever_a_label_is(tmp_path: Path, suffix: str):
+    path = write_table(tmp_path / f"rows{suffix}", [("a", "b", "c", "a long text " * 20_000)])
+    with pytest.raises(UserError, match=r"label is 'a long text .*…, not a number") as caught:
+        rows_of(path)
+    assert len(str(caught.value)) < 1_000
 
 
 # --- The hub ----------------------------------------------------------------------------------
