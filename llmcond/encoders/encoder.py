@@ -13,16 +13,15 @@ from typing import Concatenate, ParamSpec
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.encoders.engine.engine import Engine, OutOfMemoryError
+from llmcond.encoders.engine.engine import OutOfMemoryError, try_engine
 from llmcond.encoders.engine.tokenizing import InputTokenizer, check_inputs
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
-from llmcond.encoders.loading.direction import check_direction
 from llmcond.encoders.loading.loading import load_model
 from llmcond.encoders.options import EncoderOptions
 from llmcond.encoders.resolve import ResolvedEncoder, resolve
 from llmcond.encoders.spec import CUT, EncoderIdentity, EncoderInput, plan_inputs
 from llmcond.encoders.threads import Concurrency, WorkerThreads, check_cancelled
-from llmcond.errors import LlmcondError, UserError, first_line
+from llmcond.errors import LlmcondError, UserError
 from llmcond.options import option_of
 
 _P = ParamSpec("_P")
@@ -81,16 +80,8 @@ class Encoder:
         self._threads = WorkerThreads(self.concurrency)
         # A fast tokenizer is one object in Rust, which refuses a second borrower.
         self._tokenizing = threading.Lock()
-        identity, threads = resolved.identity, self.concurrency.threads
-        # Both run the network, which fails at once if it fails at all.
-        try:
-            self.engine = Engine(self._model, resolved, self._tokenizer.pad_id, threads)
-            check_direction(self._model.network, identity.attention, self.name, self.engine.device)
-        except (AssertionError, NotImplementedError, RuntimeError) as error:
-            raise LlmcondError(
-                f"{self.name} cannot be run as {identity.dtype}, quantize {identity.quantize}, on "
-                f"{resolved.device}: {first_line(error)}. Try another --dtype or --quantize."
-            ) from error
+        threads, pad_id = self.concurrency.threads, self._tokenizer.pad_id
+        self.engine = try_engine(self._model, resolved, pad_id, threads)
 
     @property
     def name(self) -> str:

@@ -11,10 +11,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from llmcond.encoders.checkpoints.checkpoint import settings_files
-from llmcond.encoders.engine.engine import Engine, OutOfMemoryError, is_out_of_memory
+from llmcond.encoders.engine.engine import Engine, OutOfMemoryError, is_out_of_memory, try_engine
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
-from llmcond.encoders.loading.direction import check_direction
 from llmcond.encoders.loading.loading import load_model
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.errors import LlmcondError, UserError, first_line
@@ -123,8 +122,7 @@ def load_trainable(resolved: ResolvedEncoder, settings: TuneSettings, seed: int)
         loaded.network.requires_grad_(True)
     else:
         adapted = add_adapters(loaded.network, settings, name)
-    engine = Engine(loaded, resolved, tokenizer.pad_id, frozen=False)
-    check_direction(loaded.network, identity.attention, name, engine.device)
+    engine = try_engine(loaded, resolved, tokenizer.pad_id, frozen=False)
     if settings.gradient_checkpointing:
         _checkpoint_gradients(loaded.network, name)
     trainable = Trainable(resolved, tokenizer, engine, adapted)

@@ -266,7 +266,11 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
             f"{WEIGHTS} of {name} cannot be read: {first_line(error)}. Copy it anew from where "
             f"{folder} comes from."
         ) from error
-    tensors = {key.removeprefix(_PREFIX): value for key, value in loaded.items()}
+    # Types of 8 bit can be neither checked nor added to anything.
+    tensors = {
+        key.removeprefix(_PREFIX): value.float() if value.element_size() == 1 else value
+        for key, value in loaded.items()
+    }
     broken = [key for key, value in tensors.items() if not value.isfinite().all()]
     if broken:
         raise LlmcondError(

@@ -30,7 +30,8 @@ from llmcond.files import digest_file, digest_files
 #: Files that decide the numbers; a README or a change of picture does not.
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _OLD_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
-_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+WEIGHT_FILES = (*_WEIGHTS, *_OLD_WEIGHTS)
+_WEIGHT_NAMES = ("model.safetensors", "pytorch_model.bin")
 _SETTINGS = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.txt", "vocab.json", "merges.txt", "*.model",
@@ -74,7 +75,7 @@ class Checkpoint:
             # The cache names a snapshot's folder by its commit, whatever the revision was called.
             own = f"hub:{self.repo}@{self.folder.name}"
         else:
-            patterns = (*_WEIGHTS, *_OLD_WEIGHTS, *_SETTINGS)
+            patterns = (*WEIGHT_FILES, *_SETTINGS)
             deciding = {path for pattern in patterns for path in self.folder.glob(pattern)}
             names = _listed(self.folder)
             for name in dense_folders(self.folder):
@@ -181,7 +182,7 @@ def _download_weights(checkpoint: Checkpoint, repo: str, commit: str) -> None:
 
 def has_weights(folder: Path) -> bool:
     """Return whether a folder holds weights under a name that can be loaded, or a list of them."""
-    names = (f"{name}{end}" for name in _WEIGHT_FILES for end in ("", ".index.json"))
+    names = (f"{name}{end}" for name in _WEIGHT_NAMES for end in ("", ".index.json"))
     return any((folder / name).is_file() for name in names)
 
 
@@ -217,7 +218,7 @@ def _listed(folder: Path) -> list[str]:
     """Return the shards that are loaded: none where all weights are in one file."""
     if (folder / "model.safetensors").is_file():
         return []
-    return [shard for name in _WEIGHT_FILES for shard in _shards(folder / f"{name}.index.json")]
+    return [shard for name in _WEIGHT_NAMES for shard in _shards(folder / f"{name}.index.json")]
 
 
 def settings_files(folder: Path) -> list[Path]:
@@ -275,9 +276,7 @@ def _read_folder(
     name: str, folder: Path, entry: KnownModel | None, repo: str | None, adapter: str | None
 ) -> Checkpoint:
     """Return the checkpoint in a folder, with what training recorded of it."""
-    for path in (
-        path for name in (*SETTINGS, *_WEIGHTS, *_OLD_WEIGHTS) for path in folder.glob(name)
-    ):
+    for path in (path for name in (*SETTINGS, *WEIGHT_FILES) for path in folder.glob(name)):
         _check_regular(path)
     if (folder / "config.json").is_file():
         tuned = read_tuned(folder)

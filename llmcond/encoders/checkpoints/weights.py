@@ -11,6 +11,7 @@ from torch import nn
 
 from llmcond.encoders.checkpoints.adapter import counted
 from llmcond.encoders.checkpoints.checkpoint import (
+    WEIGHT_FILES,
     Checkpoint,
     dense_folders,
     read_settings,
@@ -19,6 +20,22 @@ from llmcond.encoders.checkpoints.checkpoint import (
 from llmcond.encoders.loading.architecture import network_class
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.errors import LlmcondError, UserError, first_line
+
+
+def check_size(checkpoint: Checkpoint, n_parameters: int) -> None:
+    """Refuse a config of another size than the weights, before there is memory for all it asks for.
+
+    Raises:
+        LlmcondError: saying how large both are.
+    """
+    files = (path for name in WEIGHT_FILES for path in checkpoint.folder.glob(name))
+    size = sum(path.stat().st_size for path in files)
+    # Weights in 2 bit have four in a byte; what is small is told apart by its tensors.
+    if n_parameters > 4 * size + 10_000_000:
+        raise LlmcondError(
+            f"config.json of {checkpoint.name} describes {n_parameters:,} parameters, and the "
+            f"weights beside it have {size:,} bytes: they do not belong together. Copy both anew."
+        )
 
 
 def read_network(resolved: ResolvedEncoder, config: Any, arguments: dict[str, Any]) -> Any:

@@ -33,10 +33,11 @@ from llmcond.encoders.engine.prepacked import can_prepack, prepack
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.encoders.loading.architecture import token_embeddings
 from llmcond.encoders.loading.device import TORCH_DTYPES, default_token_budget
+from llmcond.encoders.loading.direction import check_direction
 from llmcond.encoders.loading.loading import LoadedModel
 from llmcond.encoders.loading.memory import tokens_that_fit
 from llmcond.encoders.resolve import ResolvedEncoder
-from llmcond.errors import LlmcondError, UserError
+from llmcond.errors import LlmcondError, UserError, first_line
 
 #: How far the vectors of packed inputs may be from those in padded rows, as a share of their norm.
 #: Rounding stays well below; texts that see each other, or wrong positions, go well above.
@@ -278,6 +279,35 @@ class Engine:
             # Whatever an architecture does not take: it is padded then, as it always was.
             return False
         return True
+
+
+def try_engine(
+    model: LoadedModel,
+    resolved: ResolvedEncoder,
+    pad_id: int,
+    concurrency: int = 1,
+    *,
+    frozen: bool = True,
+) -> Engine:
+    """Make an engine, and see that its network runs, and attends the way it was trained to.
+
+    Raises:
+        LlmcondError: it does not.
+    """
+    identity, name = resolved.identity, resolved.checkpoint.name
+    try:
+        # Both run the network, which fails at once if it fails at all.
+        engine = Engine(model, resolved, pad_id, concurrency, frozen=frozen)
+        check_direction(model.network, identity.attention, name, engine.device)
+    except LlmcondError:
+        raise
+    except Exception as error:  # whatever settings and devices can make a network raise
+        raise LlmcondError(
+            f"{name} cannot be run as {identity.dtype}, quantize {identity.quantize}, on "
+            f"{resolved.device}: {first_line(error)}. Try another --dtype or --quantize, and see "
+            "that its config.json is as it was published."
+        ) from error
+    return engine
 
 
 def check_ids(rows: Sequence[Tokens], n_ids: int, name: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +21,7 @@ from llmcond.encoders.checkpoints.checkpoint import Checkpoint, read_settings
 from llmcond.encoders.engine.nv_embed import LatentConfig, NVEmbedModel, read_config
 from llmcond.encoders.resolve import encoder_types
 from llmcond.encoders.spec import Attention
-from llmcond.errors import UserError, first_line
+from llmcond.errors import UserError, brief, first_line
 
 _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 #: Said each time: left out, transformers asks on the terminal, and a "y" runs a checkpoint's code.
@@ -52,9 +53,10 @@ def load_config(checkpoint: Checkpoint, attention: Attention | None = None) -> A
     """Load a checkpoint's config, with the direction of its attention set.
 
     Raises:
-        UserError: an architecture that transformers does not have itself.
+        UserError: an architecture that transformers does not have itself, or of an absurd size.
     """
     values = read_settings(checkpoint.folder / "config.json", {})
+    _check_counts(values, checkpoint.name)
     if values.get("model_type") == "nvembed":
         try:
             return _with_own_attention(read_config(values))
@@ -83,6 +85,24 @@ def load_config(checkpoint: Checkpoint, attention: Attention | None = None) -> A
             # On the config: set on the layers, it would hold for unpadded batches only.
             config.is_causal = attention == "causal"
     return _with_own_attention(config)
+
+
+#: What is made one by one, by the end of its name in a config, and how many there are at most.
+_COUNTED = {"layer": 1_000, "layers": 1_000, "experts": 10_000, "labels": 100_000}
+
+
+def _check_counts(config: Mapping[str, Any], name: str) -> None:
+    """Refuse numbers of parts that would take hours, or all memory, to make."""
+    waiting = [config]
+    for values in waiting:  # which grows
+        waiting += [value for value in values.values() if isinstance(value, dict)]
+        for key, value in values.items():
+            most = _COUNTED.get(key.rpartition("_")[2])
+            if most is not None and isinstance(value, int | float) and value > most:
+                raise UserError(
+                    f"config.json of {name} has {key} = {brief(value)}; no encoder has more than "
+                    f"{most:,}. Copy it anew."
+                )
 
 
 def _with_own_attention(config: Any) -> Any:
@@ -166,9 +186,12 @@ def load_tokenizer(checkpoint: Checkpoint, config: Any) -> Any:
         config = MistralConfig()
     try:
         # With the config at hand, it does not look for one that needs code.
-        return AutoTokenizer.from_pretrained(str(folder), config=config, **_NO_REMOTE_CODE)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), config=config, **_NO_REMOTE_CODE)
     except Exception as error:
         raise UserError(
             f"the tokenizer of {checkpoint.name} cannot be loaded: "
             f"{type(error).__name__}: {first_line(error)}"
         ) from error
+    # Texts are cut here, not by it; and a file may state anything.
+    tokenizer.model_max_length = sys.maxsize
+    return tokenizer

@@ -12,7 +12,7 @@ from torch import nn
 
 from llmcond.encoders.checkpoints.adapter import attach, inject
 from llmcond.encoders.checkpoints.checkpoint import fetch_weights
-from llmcond.encoders.checkpoints.weights import check_dense, load_dense, read_network
+from llmcond.encoders.checkpoints.weights import check_dense, check_size, load_dense, read_network
 from llmcond.encoders.loading.architecture import build_on_meta, quiet
 from llmcond.encoders.loading.device import TORCH_DTYPES
 from llmcond.encoders.loading.memory import Footprint, available, footprint
@@ -59,6 +59,7 @@ def load_model(resolved: ResolvedEncoder, config: Any) -> LoadedModel:
         require(f"{checkpoint.name} must be spread over several devices", "accelerate")
     check_parts(resolved, empty)
     fetch_weights(checkpoint)
+    check_size(checkpoint, size.n_parameters)
     # With accelerate, weights go to a GPU one by one instead of all through the host's memory.
     if (placement != "cpu" and installed("accelerate")) or identity.quantize != "none":
         arguments["device_map"] = placement

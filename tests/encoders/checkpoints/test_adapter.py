@@ -648,6 +648,17 @@ def test_adapter_of_another_architecture_names_the_layers_there_are(bert, tiny_c
     assert "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj" in message
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_weights_in_8_bit_are_added_as_they_are(bert, dtype):
+    _, folder = bert
+    rounded = {key: value.to(dtype) for key, value in load_file(folder / WEIGHTS).items()}
+    save_file(rounded, folder / WEIGHTS, {"format": "pt"})
+    found = vectors(folder)
+    wide = {key: value.float() for key, value in rounded.items()}
+    save_file(wide, folder / WEIGHTS, {"format": "pt"})
+    np.testing.assert_array_equal(found, vectors(folder))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_refused(bert, value):
     _, folder = bert

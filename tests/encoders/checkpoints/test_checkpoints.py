@@ -26,6 +26,7 @@ from helpers.checkpoints import put_into_hub_cache
 from helpers.identities import IDENTITY
 from helpers.processes import FORKING, Command
 from safetensors.torch import load_file, save_file
+from transformers import BertModel
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.checkpoints import settings
@@ -594,6 +595,43 @@ def test_settings_that_describe_no_encoder_are_told_in_one_line(folder, change):
     with pytest.raises(LlmcondError) as raised:
         load_encoder(str(folder), device="cpu")
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 200_000},
+        {"num_labels": 10**9},
+        {"model_type": "mixtral", "num_local_experts": 10**7},
+        {"model_type": "llava", "text_config": {"num_hidden_layers": 10**15}},
+    ],
+)
+def test_parts_without_number_are_not_made(folder, change):
+    change_json(folder / "config.json", **change)
+    with pytest.raises(UserError, match=r"config\.json of .* has num_\w+ = 1?\d+; no encoder has"):
+        check_model(str(folder), CPU)
+
+
+def test_a_network_much_larger_than_its_weights_is_not_made(folder):
+    change_json(folder / "config.json", intermediate_size=1_000_000)
+    with pytest.raises(
+        LlmcondError, match=r"describes 13\d,.* parameters, and the weights .* bytes"
+    ):
+        load_encoder(str(folder), dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("length", ["64", [64], None, -5, 1.5])
+def test_length_that_is_no_number_does_no_harm(folder, length):
+    change_json(folder / "tokenizer_config.json", model_max_length=length)
+    encoder = load_encoder(str(folder), dtype="float32", device="cpu", max_length=8)
+    with pytest.warns(UserWarning, match="1 of 1 inputs were cut to 8 tokens"):
+        assert encoder.encode([EncoderInput("", "a red hat " * 50)]).shape == (1, 32)
+
+
+def test_network_that_cannot_be_run_is_told(folder, monkeypatch):
+    monkeypatch.setattr(BertModel, "forward", lambda *_, **__: {}["a setting"])
+    with pytest.raises(LlmcondError, match=r"cannot be run as float32.*'a setting'"):
+        load_encoder(str(folder), dtype="float32", device="cpu")
 
 
 def test_settings_that_are_not_read_do_no_harm(folder):

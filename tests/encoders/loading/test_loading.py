@@ -600,7 +600,8 @@ def test_old_weights_without_code_are_loaded(bert, old_weights, make):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "2_Dense/model.safetensors"])
 def test_pickle_under_the_name_of_safetensors_is_refused_and_not_run(bert, marker, name):
-    modules = [{"path": "", "type": "Transformer"}, {"path": "2_Dense", "type": "x.Dense"}]
+    paths = {"Transformer": "", "Pooling": "1_Pooling", "Dense": "2_Dense"}
+    modules = [{"path": path, "type": f"x.{kind}"} for kind, path in paths.items()]
     (bert / "modules.json").write_text(json.dumps(modules))
     (bert / "2_Dense").mkdir()
     (bert / "2_Dense" / "config.json").write_text(
