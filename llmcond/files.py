@@ -99,10 +99,10 @@ def check_format(record: dict[str, Any], supported: int, what: str) -> None:
 
     Raises:
         UserError: its format is newer than ``supported``.
-        LlmcondError: it states no format.
+        LlmcondError: it states no format; they count from 1.
     """
     found = record.get("format")
-    if not isinstance(found, int):
+    if type(found) is not int or found < 1:  # not isinstance: true is an int as well
         raise LlmcondError(f"{what} states no format version; it was damaged or is not ours.")
     if found > supported:
         raise UserError(

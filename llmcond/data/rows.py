@@ -135,20 +135,27 @@ def save_rows(path: Path, splits: Mapping[str, Rows]) -> None:
         )
         for name, rows in splits.items()
     ]
-    pq.write_table(pa.concat_tables(tables), path)
+    # Absolute: in a relative one with a colon Arrow sees the name of a file system.
+    pq.write_table(pa.concat_tables(tables), path.absolute())
 
 
-_COLUMNS = ("split", "file", "number", "sentence1", "sentence2", "condition", "rating")
+_COLUMNS = {
+    **dict.fromkeys(("split", "file", "sentence1", "sentence2", "condition"), pa.string()),
+    "number": pa.int64(),
+    "rating": pa.float64(),
+}
 
 
 def load_rows(path: Path, conditioned: tuple[bool, bool] = (True, True)) -> dict[str, Rows]:
     """Return the rows that :func:`save_rows` wrote, by split; a UserError if it is damaged."""
     try:
-        # Absolute: in a relative one with a colon Arrow sees the name of a file system.
         table = pq.read_table(path.absolute())
-    except (OSError, pa.ArrowInvalid) as error:
+        table.select([*_COLUMNS])
+        kinds = ((name, _COLUMNS.get(name, pa.string())) for name in table.column_names)
+        table = table.cast(pa.schema([pa.field(*kind, nullable=False) for kind in kinds]))
+        columns = table.to_pydict()
+    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
         raise UserError(f"{path} cannot be read: {error}. Extract into a new --run.") from error
-    columns = table.to_pydict()
     split = np.array(columns["split"])
     everything = Rows(
         sentence1=columns["sentence1"],

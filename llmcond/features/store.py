@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from llmcond.arrays import Gathered
 from llmcond.encoders.spec import EncoderIdentity, EncoderInput
-from llmcond.errors import DiskFullError, UserError, is_disk_full
+from llmcond.errors import DiskFullError, LlmcondError, UserError, first_line, is_disk_full
 from llmcond.features.keys import KEY_BYTES, KeyIndex
 from llmcond.files import check_format, read_json, write_json
 
@@ -60,6 +60,8 @@ _MERGE_BATCH = 1_024
 _KEPT_VERSIONS = 16
 #: Left free beside what is written.
 _SPARE_BYTES = 2**18
+#: What Lance and Arrow raise for files that are gone, or damaged.
+_UNREADABLE = (OSError, ValueError, KeyError)
 #: Others hold a lock for milliseconds.
 _POLL_SECONDS = 0.005
 
@@ -122,14 +124,22 @@ class FeatureStore:
         """Return what ``attempt`` reads, also where the files it reads from are being merged."""
         # Merging removes old files, perhaps those of the version that is read. The newest version
         # has the same rows in the same places; under the commit lock no files are removed.
-        with suppress(OSError, ValueError):
+        with suppress(*_UNREADABLE):
             return attempt()
-        with suppress(OSError, ValueError):
+        with suppress(*_UNREADABLE):
             self._catch_up()
             return attempt()
-        with self._committing():
-            self._catch_up()
-            return attempt()
+        try:
+            with self._committing():
+                self._catch_up()
+                return attempt()
+        except _UNREADABLE as error:
+            if is_disk_full(error) or isinstance(error, PermissionError):
+                raise
+            raise LlmcondError(
+                f"{self._uri} is damaged: {first_line(error)}. Delete {self.folder}, and run the "
+                "same `llmcond extract` again."
+            ) from error
 
     @contextmanager
     def _committing(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import replacing
+from llmcond.records import RECORD, check_record
 
 FORMAT = 1
 STATE, BEST = "state.safetensors", "best.safetensors"
@@ -53,6 +54,16 @@ class Progress:
     seconds: float = 0.0
     scaler: Mapping[str, Any] = field(default_factory=dict)
     done: bool = False
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What the header of such a file holds; of the best weights no progress."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    made_of: Mapping[str, Any]
+    progress: Progress | None = None
 
 
 class StateFolder:
@@ -121,7 +132,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         with safe_open(path, framework="pt", device="cpu", backend="pread") as opened:
-            record = json.loads(opened.metadata()["llmcond"])
+            record = dict(json.loads(opened.metadata()["llmcond"]))
             # Copies: the file is replaced while what was read from it is in use.
             tensors = {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -130,6 +141,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ) from error
     if record.get("format") != FORMAT:
         raise UserError(f"{path} was written by another version of llmcond. Use that one.")
+    check_record(record, _Header, str(path), f"Delete {path.parent} to begin anew.")
     return record, tensors
 
 

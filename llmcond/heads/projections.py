@@ -58,7 +58,7 @@ class Projection(HeadModule):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load tensors of a fitted projection, of as many components as it has."""
-        self.components = torch.empty_like(state_dict["components"])
+        self.components = torch.empty(len(state_dict["components"]), self.dim_in)
         return super().load_state_dict(state_dict, strict, assign)
 
     def _set(self, mean: Any, components: Any) -> None:

@@ -1,77 +1,124 @@
-"""A fitted head on disk: a folder with head.json and head.safetensors, never a pickle."""
+"""A fitted head on disk: a folder with head.json and its weights in safetensors, never a pickle."""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from dataclasses import asdict
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
-from safetensors.numpy import load as load_tensors
+from annotated_types import Ge, Le, Lt
+from filelock import FileLock
+from safetensors import SafetensorError
 from safetensors.numpy import save as save_tensors
+from safetensors.torch import load as load_tensors
 
 from llmcond.config import build
-from llmcond.errors import LlmcondError, first_line
-from llmcond.files import check_format, digest_file, read_json, replacing, write_json
+from llmcond.errors import LlmcondError, UserError, first_line
+from llmcond.files import check_format, read_json, replacing, write_json
 from llmcond.heads.base import FittedHead
 from llmcond.heads.ensemble import Ensemble
+from llmcond.heads.module import HeadModule
 from llmcond.heads.pairs import Fit
 from llmcond.heads.recipes import find_family
+from llmcond.records import RECORD, check_record
 
-FORMAT = 1
-_REQUIRED = ("kind", "settings", "seed", "dim_in", "fit")
+#: In format 1 the weights had one name, so that a head could not be replaced at once.
+FORMAT = 2
+_AGAIN = "Fit the head again."
+#: Beyond any features, and below what overflows.
+_Size = Annotated[int, Ge(0), Le(2**24)]
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    epoch: int
+    loss: float
+    dev_spearman: float | None
+
+
+@dataclass(frozen=True)
+class FitRecord:
+    """What is recorded of a fit, as far as it is read."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    selected_on: str | None = None
+    best_epoch: int | None = None
+    steps_per_epoch: int | None = None
+    curve: Sequence[_Epoch] = ()
+
+
+@dataclass(frozen=True)
+class _Description:
+    """What head.json holds of a head by itself."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    kind: str
+    settings: Mapping[str, Any]
+    seed: Annotated[int, Ge(0), Lt(2**32)]
+    dim_in: _Size
+    weights_sha256: str
+    fit: FitRecord
+    dim_condition: _Size = 0
 
 
 def save_head(head: FittedHead, folder: Path, record: dict[str, Any]) -> None:
-    """Write a head's folder; it is complete or, after a failure, as it was before.
+    """Write a head's folder; a reader finds the head that was there, or the new one.
 
     ``record`` says what made it: recipe, encoder, prompt, data, versions.
 
     Raises:
+        UserError, OSError: the folder cannot be written.
         DiskFullError: no room.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        tensors = {name: np.ascontiguousarray(value) for name, value in head.tensors.items()}
-        with replacing(temporary / "head.safetensors") as path:
-            path.write_bytes(save_tensors(tensors))
-        description = {
-            "format": FORMAT,
-            "kind": head.kind,
-            "settings": asdict(head.settings),
-            "seed": head.seed,
-            "dim_in": head.dim_in,
-            "dim_condition": head.dim_condition,
-            "dim_out": head.dim_out,
-            "weights_sha256": digest_file(temporary / "head.safetensors"),
-            "fit": dict(head.fit.record),
-            **record,
-        }
-        write_json(temporary / "head.json", description)
-        _swap(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    tensors = {name: np.ascontiguousarray(value) for name, value in head.tensors.items()}
+    weights = save_tensors(tensors)
+    description = {
+        "format": FORMAT,
+        "kind": head.kind,
+        "settings": asdict(head.settings),
+        "seed": head.seed,
+        "dim_in": head.dim_in,
+        "dim_condition": head.dim_condition,
+        "dim_out": head.dim_out,
+        "weights_sha256": hashlib.sha256(weights).hexdigest(),
+        "fit": dict(head.fit.record),
+        **record,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
+        try:
+            with replacing(folder / _weights_name(description)) as path:
+                path.write_bytes(weights)
+            # From here on it is the head: weights have the name that this file gives them.
+            write_json(folder / "head.json", description)
+        finally:
+            _sweep(folder)
 
 
-def _swap(new: Path, folder: Path) -> None:
-    """Put ``new`` in the place of ``folder``; a head that was there goes last."""
-    new.chmod(0o755)
-    if not folder.exists():
-        new.rename(folder)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-    folder.rename(old / "head")
-    try:
-        new.rename(folder)
-    except OSError:
-        (old / "head").rename(folder)
-        old.rmdir()
-        raise
-    shutil.rmtree(old)
+def _weights_name(description: Mapping[str, Any]) -> str:
+    return f"head-{str(description.get('weights_sha256'))[:16]}.safetensors"
+
+
+def weights_of(folder: Path, description: Mapping[str, Any]) -> Path:
+    """Return where the weights lie that head.json describes."""
+    named = folder / _weights_name(description)
+    return named if named.is_file() else folder / "head.safetensors"  # as format 1 and push have it
+
+
+def _sweep(folder: Path) -> None:
+    """Remove weights that are not the head's, and what killed processes left; it is locked."""
+    with suppress(UserError, OSError):
+        kept = weights_of(folder, read_json(folder / "head.json"))
+        for path in (*folder.glob("head*.safetensors"), *folder.glob(".head*")):
+            if path != kept:
+                path.unlink()
 
 
 def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
@@ -82,26 +129,37 @@ def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
             was neither named nor registered.
         LlmcondError: its files were damaged.
     """
-    description = read_json(folder / "head.json")
+    source = folder / "head.json"
+    description = read_json(source)
     check_format(description, FORMAT, str(folder))
-    weights = folder / "head.safetensors"
-    if not weights.is_file() or digest_file(weights) != description.get("weights_sha256"):
-        raise LlmcondError(f"{weights} is missing or damaged; fit the head again.")
-    tensors = load_tensors(weights.read_bytes())
-    missing = [key for key in _REQUIRED if key not in description]
-    if missing:
-        raise LlmcondError(f"{folder}/head.json lacks {missing[0]!r}; fit the head again.")
-    kind, family = find_family(description["kind"], str(folder / "head.json"))
-    settings = build(family.Settings, description["settings"], str(folder / "head.json"))
-    dims = description["dim_in"], int(description.get("dim_condition", 0))
-    heads = [family(settings, *dims) for _ in range(getattr(settings, "members", 1))]
-    module = heads[0] if len(heads) == 1 else Ensemble(heads)
+    check_record(description, _Description, str(source), _AGAIN)
+    path = weights_of(folder, description)
     try:
-        module.load_state_dict({name: torch.from_numpy(value) for name, value in tensors.items()})
-    except (KeyError, RuntimeError) as error:
+        weights = path.read_bytes()
+    except OSError as error:
+        if read_json(source) != description:  # it was replaced just now
+            return load_head(folder)
+        raise LlmcondError(f"{path} cannot be read: {error.strerror}. {_AGAIN}") from error
+    if hashlib.sha256(weights).hexdigest() != description["weights_sha256"]:
+        raise LlmcondError(f"{path} is damaged: it is not what head.json describes. {_AGAIN}")
+    kind, family = find_family(description["kind"], str(source))
+    settings = build(family.Settings, description["settings"], str(source))
+    dims = description["dim_in"], description.get("dim_condition", 0)
+    try:
+        tensors = load_tensors(weights)
+        with torch.device("meta"):  # takes no memory, whatever sizes a damaged file names
+            _made(family, settings, dims).load_state_dict(tensors, assign=True)
+        module = _made(family, settings, dims)
+        module.load_state_dict(tensors)
+    except (ArithmeticError, KeyError, RuntimeError, SafetensorError, ValueError) as error:
         raise LlmcondError(
-            f"{weights} does not hold the parameters of a {kind} head of these settings "
-            f"({first_line(error)}); fit the head again."
+            f"{path} does not hold the parameters of a {kind} head of these settings "
+            f"({first_line(error)}). {_AGAIN}"
         ) from error
     fit = Fit(description["fit"])
     return FittedHead(kind, family, module.finished(), description["seed"], fit), description
+
+
+def _made(family: type[HeadModule], settings: Any, dims: tuple[int, int]) -> HeadModule:
+    heads = [family(settings, *dims) for _ in range(getattr(settings, "members", 1))]
+    return heads[0] if len(heads) == 1 else Ensemble(heads)

@@ -15,7 +15,7 @@ from string import Formatter
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from llmcond.config import STRICT, build, find_toml, read_toml
+from llmcond.config import STRICT, build, check_name, find_toml, read_toml
 from llmcond.encoders.spec import (
     TOKENIZER_DECIDES,
     EncoderIdentity,
@@ -168,6 +168,8 @@ def prompt_from_json(values: dict[str, Any], source: str) -> Prompt:
     """Return the template that :meth:`Prompt.to_json` recorded; a UserError if it was changed."""
     recorded = {key: value for key, value in values.items() if key != "digest"}
     prompt = build(Prompt, recorded, source)
+    if prompt.name:
+        check_name(prompt.name, f"{source}: a prompt")
     _check(prompt, source)
     if prompt.digest != values.get("digest"):
         raise UserError(f"{source}: the prompt's text does not match its recorded digest.")

@@ -27,7 +27,9 @@ from llmcond.features.view import View
 from llmcond.files import check_format, read_json, replacing, write_json
 from llmcond.heads import FittedHead, load_head
 from llmcond.prompts import Prompt, prompt_from_json
+from llmcond.records import check_record
 from llmcond.runs.provenance import provenance
+from llmcond.runs.records import FittedOn, Manifest
 from llmcond.tasks import DEFAULT_TASK, Task, find_task
 
 FORMAT = 1
@@ -104,7 +106,7 @@ class Run:
         if self.manifest["encoder"]["model"] in (model, HERE):
             return
         with FileLock(self.folder / ".lock"):
-            self.manifest = read_json(self.folder / "run.json")
+            self.manifest = _read_manifest(self.folder)
             self.manifest["encoder"]["model"] = model
             write_json(self.folder / "run.json", self.manifest)
 
@@ -143,9 +145,22 @@ class Run:
         return DataOptions(None, data["columns"], data["scale"], data["split_seed"], extra)
 
     def rows(self, split: str) -> Rows:
-        """Return the rows of a split; a UserError if the run has none of that name."""
+        """Return the rows of a split.
+
+        Raises:
+            UserError: the run has none of that name, or its rows cannot be read.
+            LlmcondError: its rows are not those that run.json counts.
+        """
         if self._rows is None:
-            self._rows = load_rows(self.folder / "rows.parquet", self.task.conditioned)
+            found = load_rows(self.folder / "rows.parquet", self.task.conditioned)
+            counts = {name: len(rows) for name, rows in found.items()}
+            if counts != self.manifest["data"]["rows"]:
+                raise LlmcondError(
+                    f"{self.folder / 'rows.parquet'} holds {counts} rows, and run.json counts "
+                    f"{self.manifest['data']['rows']}; one of them was damaged. Extract into a "
+                    "new --run."
+                )
+            self._rows = found
         if split not in self._rows:
             raise UserError(f"{self.folder} has no {split} split; it has {', '.join(self.splits)}.")
         return self._rows[split]
@@ -226,7 +241,7 @@ class Run:
     def record_prompt(self, prompt: Prompt, extraction: Mapping[str, Any]) -> None:
         """Record in the manifest that a prompt's features were extracted."""
         with FileLock(self.folder / ".lock"):
-            self.manifest = read_json(self.folder / "run.json")
+            self.manifest = _read_manifest(self.folder)
             known = self.manifest["prompts"].get(prompt.name)
             if known and known["prompt"] == prompt.to_json() and not extraction["n_computed"]:
                 return  # nothing is new, so what made it has not changed either
@@ -289,12 +304,10 @@ class Run:
         """
         head, record = load_head(self.head_folder(name))
         where = f"the head {name} of {self.folder}"
-        if "prompt" in record:  # as written before heads could have several
-            record = {**record, "prompts": [record["prompt"]]}
-        _require(record, ("prompts", "subtract", "recipe", "encoder", "store_dtype"), where)
+        record = fitted_on(record, where)
         prompts = tuple(prompt_from_json(prompt, where) for prompt in record["prompts"])
         self._check_head(where, record, prompts)
-        view = View(prompts, bool(record["subtract"]), head.features, head.family.conditioned)
+        view = View(prompts, record["subtract"], head.features, head.family.conditioned)
         return SavedHead(name, head, view, record)
 
     def _check_head(self, where: str, record: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
@@ -319,7 +332,8 @@ class Run:
                 )
 
     def _recipe_of(self, name: str) -> Any:
-        return self.head_record(name).get("recipe", {}).get("name")
+        recipe = self.head_record(name).get("recipe")
+        return recipe.get("name") if isinstance(recipe, dict) else None
 
     def find_heads(self, names: Sequence[str]) -> list[SavedHead]:
         """Load heads by full name, or else all of a recipe; a UserError where none is fitted."""
@@ -355,16 +369,26 @@ def open_run(folder: Path) -> Run:
             f"{folder} is not a run of llmcond (it has no run.json). Name another --run; nothing "
             "in it was touched."
         )
+    return Run(folder, _read_manifest(folder))
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
     manifest = read_json(folder / "run.json")
     check_format(manifest, FORMAT, str(folder))
-    _require(manifest, ("encoder", "store_dtype", "data", "prompts"), str(folder / "run.json"))
-    return Run(folder, manifest)
+    check_record(manifest, Manifest, str(folder / "run.json"), "Extract into a new --run.")
+    return manifest
 
 
-def _require(record: Mapping[str, Any], keys: Sequence[str], what: str) -> None:
-    missing = [key for key in keys if key not in record]
-    if missing:
-        raise LlmcondError(f"{what} lacks {missing[0]!r}; it was damaged.")
+def fitted_on(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return what head.json records, once what its features were is seen to be there.
+
+    Raises:
+        LlmcondError: it was damaged.
+    """
+    if "prompt" in record:  # as written before heads could have several
+        record = {**record, "prompts": [record["prompt"]]}
+    check_record(record, FittedOn, where, "Fit it again.")
+    return dict(record)
 
 
 def run_exists(folder: Path) -> bool:
@@ -458,12 +482,10 @@ def where_model(model: str, resolved: ResolvedEncoder) -> str:
 def dev_spearman(record: Mapping[str, Any]) -> float | None:
     """Return the Spearman on dev that a head's or a fit's record holds; None where it has none."""
     if "dev_spearman" in record:
-        score: float | None = record["dev_spearman"]
-        return score
-    # As written before it had one of its own: the best epoch's.
-    curve = record["fit"].get("curve") or ()
-    found = [entry.get("dev_spearman") for entry in curve]
-    return max((score for score in found if score is not None), default=None)
+        found = [record["dev_spearman"]]
+    else:  # as written before it had one of its own: the best epoch's
+        found = [entry.get("dev_spearman") for entry in record["fit"].get("curve") or ()]
+    return max((score for score in found if isinstance(score, float)), default=None)
 
 
 def head_name(recipe: str, view: View) -> str:

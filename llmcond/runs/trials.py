@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,11 @@ from llmcond.errors import LlmcondError, UserError
 from llmcond.features.view import View
 from llmcond.files import digest_text, read_json, write_json
 from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe
+from llmcond.heads.storage import FitRecord
 from llmcond.log import log
 from llmcond.metrics import Metric, choose_metrics, finite, spearman
 from llmcond.prompts import Prompt
+from llmcond.records import RECORD, check_record
 from llmcond.runs import Run, SavedHead, dev_spearman, head_name, open_run
 from llmcond.runs.features import Features
 from llmcond.runs.predictors import predict, results_of
@@ -83,6 +85,18 @@ class Trial:
         return digest_text(json.dumps(parts, sort_keys=True))
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """What a trial's file holds, and its metrics together."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    dim: int
+    fit: FitRecord
+    metrics: Mapping[str, float | None]
+    similarity: Sequence[float] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a trial gave.
@@ -101,17 +115,28 @@ class Outcome:
     similarity: NDArray[np.float32] | None = None
 
     @classmethod
-    def read(cls, path: Path, metrics: Sequence[Metric], predictions: bool) -> Outcome | None:
-        """Return what a file holds; None where it is not there, or lacks something asked for."""
+    def read(cls, path: Path, metrics: Sequence[Metric], n: int | None) -> Outcome | None:
+        """Return what a file holds; None where it is not there, or lacks something asked for.
+
+        ``n`` predictions are asked for; None: none. A damaged file is as good as none, with a
+        warning: it is made again.
+        """
         if not path.is_file():
             return None
-        record = read_json(path)
-        names = [metric.name for metric in metrics]
-        needed = {*names, "dim", "fit", *(["similarity"] if predictions else [])}
-        if not needed <= set(record):
+        try:
+            record = read_json(path)
+            names = [metric.name for metric in metrics]
+            if not {*names, *(["similarity"] if n is not None else [])} <= set(record):
+                return None
+            figures = {name: record[name] for name in names}
+            check_record({**record, "metrics": figures}, _Kept, str(path))
+        except LlmcondError as error:
+            log.warning(f"{error} The fit is made again.")
             return None
-        figures = {name: math.nan if record[name] is None else record[name] for name in names}
-        similarity = np.array(record["similarity"], dtype=np.float32) if predictions else None
+        figures = {name: math.nan if one is None else one for name, one in figures.items()}
+        similarity = None if n is None else np.array(record["similarity"], dtype=np.float32)
+        if similarity is not None and len(similarity) != n:
+            return None
         return cls(figures, record["dim"], record["fit"], dev_spearman(record), similarity)
 
 
@@ -196,10 +221,11 @@ def run_trials(
     wanted = {trial.digest(run, split): trial for trial in trials}
     computed = choose_metrics(run.task.metrics, metrics)
     paths = {digest: run.folder / folder / f"{digest}.json" for digest in wanted}
+    n = len(run.rows(split)) if predictions else None
     outcomes = {
         digest: found
         for digest, path in paths.items()
-        if (found := Outcome.read(path, computed, predictions)) is not None
+        if (found := Outcome.read(path, computed, n)) is not None
     }
     missing = {digest: trial for digest, trial in wanted.items() if digest not in outcomes}
     if wanted:
@@ -214,7 +240,7 @@ def run_trials(
                 log.info(f"failed: {failures[-1]}")
                 continue
             write_json(paths[digest], record)
-            outcome = Outcome.read(paths[digest], computed, predictions)
+            outcome = Outcome.read(paths[digest], computed, n)
             assert outcome is not None  # noqa: S101 - it was written just now
             outcomes[digest] = outcome
             first, name = computed[0], f"{done:,}/{len(missing):,} {wanted[digest].label}"

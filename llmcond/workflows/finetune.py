@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmcond.config import build, bundled_names
 from llmcond.data.datasets import DataOptions, Dataset
@@ -15,7 +15,7 @@ from llmcond.encoders.loading.quantization import require
 from llmcond.errors import UserError
 from llmcond.evaluation.results import Result
 from llmcond.features.view import View, view_of
-from llmcond.files import digest_file, read_json, write_json, write_text
+from llmcond.files import read_json, write_json, write_text
 from llmcond.finetune.inputs import RatedInputs
 from llmcond.finetune.model import HeadPlan, TunedModel
 from llmcond.finetune.settings import TuneSettings, renamed, usual_rate
@@ -27,6 +27,8 @@ from llmcond.log import log
 from llmcond.metrics import Estimate
 from llmcond.progress import TrainBar, duration
 from llmcond.prompts import fields_of, load_prompt, prompt_from_json
+from llmcond.records import RECORD as RECORDED
+from llmcond.records import read_record
 from llmcond.report.card import model_card
 from llmcond.report.format import estimate_text
 from llmcond.runs import Run, complete_run, head_name, head_record, open_run, where_model
@@ -34,6 +36,7 @@ from llmcond.runs.extraction import LazyEncoder, extract_rows, extraction_record
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import predict, results_of
 from llmcond.runs.provenance import provenance
+from llmcond.runs.run import fitted_on
 from llmcond.runs.trials import check_seed, sized
 from llmcond.workflows.extract import check_prompts, read_dataset, task_of
 from llmcond.workflows.options import HeadChoice
@@ -47,6 +50,28 @@ if TYPE_CHECKING:
 #: Of the folder's own account of the training.
 FORMAT = 1
 RECORD, STATE = "training.json", "training"
+
+
+@dataclass(frozen=True)
+class _MadeOf:
+    settings: Mapping[str, Any]
+    head: Mapping[str, Any]
+    objective: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Summary:
+    scores: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True)
+class _Account:
+    """What the account of a training holds, as far as it is read."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORDED
+
+    made_of: _MadeOf
+    summary: _Summary
 
 
 @dataclass(frozen=True)
@@ -140,7 +165,7 @@ def train_lora(
         "subtract": plan.subtract,
         "head": {"kind": plan.recipe.kind, **asdict(plan.recipe.settings)},
         "objective": asdict(plan.objective),
-        "start": choice.start and digest_file(choice.start / "head.safetensors"),
+        "start": choice.start and read_json(choice.start / "head.json")["weights_sha256"],
         "seed": plan.seed,
         "settings": tuning.to_json(),
         "merge": merge,
@@ -175,10 +200,11 @@ def _plan(choice: HeadChoice) -> HeadPlan:
             )
         start, record = load_head(choice.start)
         where = str(choice.start / "head.json")
-        prompts = prompts or [prompt_from_json(dict(own), where) for own in record["prompts"]]
-        subtract = bool(record["subtract"]) if choice.subtract is None else choice.subtract
+        record = fitted_on(record, where)
+        prompts = prompts or [prompt_from_json(own, where) for own in record["prompts"]]
+        subtract = record["subtract"] if choice.subtract is None else choice.subtract
         about: dict[str, Any] = {
-            key: str(record["recipe"][key]) for key in ("name", "description", "source")
+            key: record["recipe"][key] for key in ("name", "description", "source")
         }
         recipe = Recipe(**about, kind=start.kind, family=start.family, settings=start.settings)
     elif choice.head is not None:
@@ -257,8 +283,9 @@ def _finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | None
     if not folder.is_dir():
         raise UserError(f"{folder} is a file; name a folder with --run.")
     if (folder / RECORD).is_file():
-        record = read_json(folder / RECORD)
-        found = differences(_upgraded(record.get("made_of", {})), made_of)
+        record = read_record(folder / RECORD, _Account, "Train into a new --run.")
+        shutil.rmtree(folder / STATE, ignore_errors=True)  # left by a kill at the very end
+        found = differences(_upgraded(record["made_of"]), made_of)
         if found:
             raise UserError(
                 f"{folder} holds an encoder that was trained with other settings: "

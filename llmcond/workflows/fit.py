@@ -109,7 +109,7 @@ def fit_and_save(
         log.info(text)
     n_dropped = int((~run.rows("train").rated).sum())
     counts = {"n_train": len(train), "n_dev": len(dev), "n_dropped": n_dropped}
-    replaced = folder.exists()
+    replaced = (folder / "head.json").is_file()
     on_dev = score_on_dev(fitted, dev)
     made = {**head_record(run, view, recipe.to_json()), "counts": counts}
     save_head(fitted, folder, {**made, "dev_spearman": finite(on_dev)})

@@ -24,6 +24,7 @@ from llmcond.encoders.checkpoints.checkpoint import (
 )
 from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.files import digest_file, gib, read_json, write_json
+from llmcond.heads.storage import weights_of
 from llmcond.log import log
 from llmcond.runs import Run, open_run
 from llmcond.version import __version__
@@ -190,15 +191,19 @@ def _stage(run: Run, tuned: Tuned, staged: Path) -> None:
         check_own(folder / name, folder)
         write_json(staged / name, _tidy_record(read_json(folder / name), renamed))
     for head in heads:
-        _place(folder, f"{head}/head.safetensors", staged)
-        digest = read_json(staged / head / "head.json").get("weights_sha256")
-        if digest != digest_file(staged / head / "head.safetensors"):
+        record = read_json(folder / head / "head.json")
+        weights = weights_of(folder / head, record)
+        _place(folder, str(weights.relative_to(folder)), staged, f"{head}/head.safetensors")
+        if record.get("weights_sha256") != digest_file(weights):
             raise UserError(f"{folder / head} was damaged: its two files do not belong together.")
 
 
-def _place(folder: Path, name: str, staged: Path) -> None:
-    """Link to a file of a folder, or copy it where the system allows no links."""
-    source, copy = folder / name, staged / name
+def _place(folder: Path, name: str, staged: Path, there: str | None = None) -> None:
+    """Link to a file of a folder, or copy it where the system allows no links.
+
+    It has the same name there unless another is given.
+    """
+    source, copy = folder / name, staged / (there or name)
     check_own(source, folder)
     if not source.is_file():
         raise UserError(f"{source} is missing, so others could not use what is pushed.")

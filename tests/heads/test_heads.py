@@ -1,14 +1,18 @@
 """Heads: the paper's equations, fits that can be repeated, and files that can be trusted."""
 
+import hashlib
 import json
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from helpers.heads import fit, recipe
+from safetensors.numpy import load_file, save
 from scipy.stats import spearmanr
 
+import llmcond.heads.storage
 from llmcond.errors import LlmcondError, UserError
 from llmcond.heads import PairArrays, cosine, fit_recipe, load_head, load_recipe, save_head
 
@@ -383,6 +387,11 @@ def test_saved_head_is_loaded_with_the_same_transform(tmp_path, train, dev, kind
     assert description["prompt"] == "cond"
 
 
+def weights(folder):
+    (path,) = folder.glob("head-*.safetensors")
+    return path
+
+
 @pytest.fixture
 def saved(tmp_path, train):
     save_head(fit("linear", train, **SHORT), tmp_path / "head", {})
@@ -390,33 +399,42 @@ def saved(tmp_path, train):
 
 
 def test_head_folder_holds_no_pickle(saved):
-    assert {path.name for path in saved.iterdir()} == {"head.json", "head.safetensors"}
+    files = {path.name for path in saved.iterdir()} - {".lock"}
+    assert files == {"head.json", weights(saved).name}
     json.loads((saved / "head.json").read_text())
-    header = (saved / "head.safetensors").read_bytes()
+    header = weights(saved).read_bytes()
     length = int.from_bytes(header[:8], "little")
     assert set(json.loads(header[8 : 8 + length])) == {"weight"}
 
 
 def test_changed_weights_are_refused(saved):
-    path = saved / "head.safetensors"
+    path = weights(saved)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(LlmcondError, match="missing or damaged; fit the head again"):
+    with pytest.raises(LlmcondError, match=r"is damaged: .*Fit the head again"):
         load_head(saved)
 
 
 def test_missing_weights_are_refused(saved):
-    (saved / "head.safetensors").unlink()
-    with pytest.raises(LlmcondError, match="missing or damaged"):
+    weights(saved).unlink()
+    with pytest.raises(LlmcondError, match="cannot be read: No such file"):
         load_head(saved)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 2}, r"newer version of llmcond \(format 2.*pip install --upgrade"),
+        ({"format": 3}, r"newer version of llmcond \(format 3.*pip install --upgrade"),
         ({"format": None}, "states no format version"),
+        ({"format": True}, "states no format version"),
+        ({"format": 0}, "states no format version"),
+        ({"seed": "0"}, r"has seed = '0': input should be a valid integer; it was damaged\. Fit"),
+        ({"dim_in": 2**40}, "has dim_in = "),
+        ({"dim_in": 2**24}, "does not hold the parameters"),
+        ({"fit": []}, r"has fit = \[\]"),
+        ({"fit": {"curve": [{"epoch": 1}]}}, r"lacks 'fit\.curve\.0\.loss'"),
+        ({"settings": {}, "kind": 3}, "has kind = 3"),
         ({"kind": "hypernat"}, "unknown kind of head 'hypernat'.*Did you mean 'hypernet'"),
         ({"settings": {"dim": 4}}, "missing key 'dropout'"),
     ],
@@ -434,7 +452,7 @@ def test_description_that_lacks_a_key_is_refused(saved, key):
     description = json.loads(path.read_text())
     del description[key]
     path.write_text(json.dumps(description))
-    with pytest.raises(LlmcondError, match=f"lacks '{key}'; fit the head again"):
+    with pytest.raises(LlmcondError, match=f"lacks '{key}'; it was damaged. Fit the head again"):
         load_head(saved)
 
 
@@ -448,6 +466,69 @@ def test_saving_over_a_head_replaces_it(saved, train):
     head, _ = load_head(saved)
     assert (head.kind, head.dim_out) == ("pca", 2)
     assert list(saved.parent.iterdir()) == [saved]
+    assert len(list(saved.iterdir())) == 3  # the old weights are gone
+
+
+def test_a_head_of_format_1_is_loaded_and_replaced(saved, train, dev):
+    before, description = load_head(saved)
+    weights(saved).rename(saved / "head.safetensors")
+    (saved / "head.json").write_text(json.dumps({**description, "format": 1}))
+    head, _ = load_head(saved)
+    np.testing.assert_array_equal(head.transform(dev.first), before.transform(dev.first))
+    save_head(fit("pca", train, dim=2), saved, {})
+    assert load_head(saved)[0].kind == "pca"
+    assert not (saved / "head.safetensors").exists()
+
+
+@pytest.mark.parametrize("stop", range(4))
+def test_a_head_that_is_replaced_is_there_at_every_moment(saved, train, monkeypatch, stop):
+    """Killed before any change of the folder, the old head or the new one is left, and swept."""
+    changes, kept = [], []
+
+    def change(original):
+        def first_look(path, *arguments, **options):
+            kept.append(load_head(saved)[0].kind)
+            changes.append(path)
+            if len(changes) == stop:
+                raise SystemExit
+            return original(path, *arguments, **options)
+
+        return first_look
+
+    for name in ("replace", "unlink"):
+        monkeypatch.setattr(type(saved), name, change(getattr(type(saved), name)))
+    with suppress(SystemExit):
+        save_head(fit("pca", train, dim=2), saved, {})
+    monkeypatch.undo()
+    assert kept[0] == "linear"
+    assert set(kept) <= {"linear", "pca"}
+    save_head(fit("pca", train, dim=2), saved, {})
+    assert len(list(saved.iterdir())) == 3
+
+
+def test_a_reader_that_is_overtaken_by_a_writer_takes_the_new_head(saved, train, monkeypatch):
+    newer = fit("pca", train, dim=2)
+    checked = llmcond.heads.storage.check_record
+
+    def overtaken(*arguments):
+        monkeypatch.setattr(llmcond.heads.storage, "check_record", checked)
+        save_head(newer, saved, {})
+
+    monkeypatch.setattr(llmcond.heads.storage, "check_record", overtaken)
+    assert load_head(saved)[0].kind == "pca"
+
+
+@pytest.mark.parametrize("name", ["components", "mean"])
+def test_parameters_of_another_shape_are_refused_though_their_digest_fits(saved, train, name):
+    save_head(fit("pca", train, dim=2), saved, {})
+    tensors = load_file(weights(saved))
+    cut = save({**tensors, name: np.ascontiguousarray(tensors[name][..., :-1])})
+    digest = hashlib.sha256(cut).hexdigest()
+    (saved / f"head-{digest[:16]}.safetensors").write_bytes(cut)
+    record = json.loads((saved / "head.json").read_text())
+    (saved / "head.json").write_text(json.dumps({**record, "weights_sha256": digest}))
+    with pytest.raises(LlmcondError, match="does not hold the parameters of a pca head"):
+        load_head(saved)
 
 
 def test_a_failed_save_leaves_the_old_head(saved, train):

@@ -1,0 +1,78 @@
+"""What a run's records must hold: run.json, and of head.json what its features were."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Ge
+
+from llmcond.data.datasets import Columns, RatingScale
+from llmcond.encoders import EncoderIdentity
+from llmcond.features.store import StoreDtype
+from llmcond.records import RECORD
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    name: str
+    model: str
+    revision: str | None
+    fingerprint: str
+    identity: EncoderIdentity
+
+
+@dataclass(frozen=True)
+class _RunEncoder(_Encoder):
+    default_prompt: str
+    like: str | None = None
+
+
+@dataclass(frozen=True)
+class _Data:
+    source: str
+    digest: str
+    columns: Columns
+    scale: RatingScale
+    split_seed: int
+    rows: Mapping[str, Annotated[int, Ge(0)]]
+    unrated: Mapping[str, Annotated[int, Ge(0)]]
+
+
+@dataclass(frozen=True)
+class _Extracted:
+    prompt: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``run.json`` holds."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    encoder: _RunEncoder
+    store_dtype: StoreDtype
+    data: _Data
+    prompts: Mapping[str, _Extracted]
+    task: str | None = None
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    name: str
+    description: str
+    source: str
+
+
+@dataclass(frozen=True)
+class FittedOn:
+    """What ``head.json`` holds of the features that a head was fitted on, and of its recipe."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    recipe: _Recipe
+    encoder: _Encoder
+    store_dtype: StoreDtype
+    prompts: Sequence[Mapping[str, Any]]
+    subtract: bool

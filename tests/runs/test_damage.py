@@ -1,0 +1,137 @@
+"""A run with damaged records: one line that says which file, never a traceback."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers.commands import ok
+
+from llmcond.cli import run
+from llmcond.errors import LlmcondError
+from llmcond.runs import open_run
+
+
+@pytest.fixture
+def own(tiny_run, tmp_path):
+    """A copy of the tiny run that a test may change."""
+    return Path(shutil.copytree(tiny_run, tmp_path / "own"))
+
+
+def change(path, keys, value):
+    record = json.loads(path.read_text())
+    place = record
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    path.write_text(json.dumps(record))
+
+
+def told(capsys, *arguments):
+    """Return the one line of a command that fails."""
+    assert run([str(argument) for argument in arguments]) in (1, 2)
+    captured = capsys.readouterr()
+    assert captured.err.startswith("llmcond: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("format",), 0),
+        (("format",), -1),
+        (("format",), True),
+        (("task",), 3),
+        (("encoder",), []),
+        (("encoder", "name"), None),
+        (("encoder", "model"), 3),
+        (("encoder", "revision"), {}),
+        (("encoder", "default_prompt"), None),
+        (("encoder", "identity"), "x"),
+        (("encoder", "identity", "max_length"), "64"),
+        (("encoder", "identity", "dtype"), "float99"),
+        (("encoder", "identity", "more"), 1),
+        (("store_dtype",), "int8"),
+        (("data",), {}),
+        (("data", "rows"), ["train"]),
+        (("data", "rows"), {"train": 3}),
+        (("data", "columns"), {"label": 1}),
+        (("data", "scale", "low"), "1"),
+        (("data", "split_seed"), None),
+        (("data", "unrated"), None),
+        (("prompts",), []),
+        (("prompts", "concat-sent-cond"), None),
+        (("prompts", "concat-sent-cond", "prompt"), []),
+        (("prompts", "concat-sent-cond", "prompt", "conditional"), 3),
+        (("prompts", "concat-sent-cond", "prompt", "name"), "\x1b[31mx"),
+    ],
+)
+def test_a_damaged_manifest(capsys, own, keys, value):
+    change(own / "run.json", keys, value)
+    line = told(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", own)
+    assert str(own) in line
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("recipe",), None),
+        (("recipe", "name"), 3),
+        (("encoder",), []),
+        (("encoder", "identity"), {}),
+        (("prompts",), {}),
+        (("prompts",), [3]),
+        (("subtract",), "yes"),
+        (("store_dtype",), None),
+    ],
+)
+@pytest.mark.parametrize("named", [(), ("--head", "pca")])
+def test_a_damaged_head(capsys, own, keys, value, named):
+    ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", own)
+    change(own / "heads/p/head.json", keys, value)
+    assert str(own) in told(capsys, "evaluate", "--run", own, *named)
+
+
+@pytest.mark.parametrize("table", [{"a": [1]}, {"split": [None]}, None])
+def test_damaged_rows(capsys, own, table):
+    path = own / "rows.parquet"
+    if table is None:
+        pq.write_table(pq.read_table(path).slice(3), path)
+    else:
+        pq.write_table(pa.table(table), path)
+    assert str(path) in told(capsys, "evaluate", "--run", own)
+
+
+def test_a_damaged_store_says_what_to_delete(capsys, own):
+    (store,) = own.glob("features/*")
+    for file in store.glob("vectors.lance/data/*"):
+        content = bytearray(file.read_bytes())
+        content[-200:] = bytes(200)
+        file.write_bytes(content)
+    line = told(capsys, "evaluate", "--run", own)
+    assert f"{store / 'vectors.lance'} is damaged" in line
+    assert "Delete" in line
+    (store / "store.json").write_text('{"format": true}')
+    with pytest.raises(LlmcondError, match="states no format"):
+        open_run(own).store()
+
+
+def test_a_damaged_fit_of_a_sweep_is_made_again(capsys, own):
+    arguments = ("sweep", "--run", own, "--head", "linear", "--set", "epochs=1", "--seeds", "2")
+    arguments = (*arguments, "--workers", "1")
+    results = ok(capsys, *arguments)["results"]
+    first, second = sorted((own / "sweep").iterdir())
+    for content in ("{", "[]", None):
+        if content is None:
+            change(first, ("fit",), {"curve": 3})
+            change(second, ("spearman",), "0.5")
+        else:
+            first.write_text(content)
+            second.write_text(json.dumps({**json.loads(second.read_text()), "dim": None}))
+        assert run([str(argument) for argument in (*arguments, "--json")]) == 0
+        captured = capsys.readouterr()
+        assert captured.err.count(" The fit is made again.") == 2
+        assert json.loads(captured.out)["results"] == results
