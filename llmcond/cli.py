@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 
 from llmcond.commands.base import Command, Parser, add_arguments, run_command
@@ -33,8 +36,46 @@ COMMANDS = {
 }
 
 
+class _Interrupted(KeyboardInterrupt):
+    """Raised by Ctrl-C. Python ends by the signal where its own exception passed through exec."""
+
+
+class _Terminated(KeyboardInterrupt):
+    """Raised by SIGTERM, as schedulers and containers send it."""
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Let signals that end the process raise; those that somebody else handles stay as they are."""
+    raised = {signal.SIGINT: _Interrupted, signal.SIGTERM: _Terminated}
+    usual = (signal.default_int_handler, signal.SIG_DFL)
+    before = {one: signal.getsignal(one) for one in raised}
+    mine = [one for one, handler in before.items() if handler in usual]
+    if threading.current_thread() is not threading.main_thread():
+        mine = []
+
+    def end(number: int, _: object) -> None:
+        raise raised[signal.Signals(number)]
+
+    for one in mine:
+        signal.signal(one, end)
+    try:
+        yield
+    finally:
+        for one in mine:
+            signal.signal(one, before[one])
+
+
 def run(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code: 0 done, 2 wrong input, 1 anything else."""
+    """Run one command and return its exit code.
+
+    0: done, 2: wrong input, 143: ended by SIGTERM, 1: anything else.
+    """
+    with _signals():
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str]) -> int:
     log_to_terminal()
     try:
         given = vars(_parser().parse_args(arguments))
@@ -42,8 +83,9 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
     except LlmcondError as error:
         return _complain(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        return _complain("interrupted; what was stored is kept, and the same command resumes.", 1)
+    except KeyboardInterrupt as error:
+        said, code = ("terminated", 143) if isinstance(error, _Terminated) else ("interrupted", 1)
+        return _complain(f"{said}; what was stored is kept, and the same command resumes.", code)
     except BrokenPipeError:
         # The reader of a pipe left (`| head`); nothing more can be said on standard output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -75,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Condition-aware text embeddings: small heads on frozen LLM encoders.",
         epilog="First steps: `llmcond extract --model minilm`, `llmcond fit-head --head mlp`, "
-        "`llmcond evaluate`. Exit codes: 0 done, 2 wrong input, 1 anything else.",
+        "`llmcond evaluate`. Exit codes: 0 done, 2 wrong input, 143 terminated, 1 anything else.",
     )
     parser.add_argument("--version", action="version", version=f"llmcond {__version__}")
     places = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
@@ -65,6 +66,12 @@ def listed(values: Sequence[object], most: int = 20) -> str:
     """Return values for a message, so many of them at most, each one cut."""
     told = ", ".join(map(brief, values[:most])) or "none"
     return told if len(values) <= most else f"{told} and {len(values) - most:,} more"
+
+
+def escaped_json(value: object) -> str:
+    """Return JSON on one line, in which what could steer a terminal is escaped."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
 def first_line(error: BaseException) -> str:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full
+
+#: Temporary files that are in use are written to more often.
+_STALE_SECONDS = 3_600
 
 
 @contextmanager
@@ -27,10 +32,11 @@ def replacing(path: Path) -> Iterator[Path]:
         UserError: the folder cannot be written.
     """
     # Not tempfile: its files can be read by their owner alone, and would stay so.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary = temporary_sibling(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.touch(exist_ok=False)
+        remove_stale(temporary, path)
         yield temporary
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
@@ -49,27 +55,83 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+def temporary_sibling(path: Path) -> Path:
+    """Return a new name beside ``path`` for what is to take its place."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+
+
+def remove_stale(temporary: Path, path: Path) -> None:
+    """Remove temporary siblings of ``path`` that killed processes left.
+
+    They are those that nothing was written to for an hour before ``temporary`` was.
+    """
+    now = temporary.stat().st_mtime
+    with suppress(OSError), os.scandir(path.parent) as entries:
+        for entry in entries:
+            if (
+                entry.name.startswith(f".{path.name}.")
+                and re.fullmatch("[0-9a-f]{8}", entry.name[len(path.name) + 2 :])
+                and now - entry.stat(follow_symlinks=False).st_mtime > _STALE_SECONDS
+            ):
+                left = Path(entry)
+                shutil.rmtree(left) if entry.is_dir() else left.unlink()
+
+
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` as UTF-8, atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="\n")
 
 
+def check_output(path: Path, suffixes: Sequence[str], inputs: Iterable[Any] = ()) -> None:
+    """Check before long work that a file of results can be written, and takes no input's place.
+
+    ``inputs`` are files, or folders of data by split; what is no path is not looked at.
+
+    Raises:
+        UserError: another suffix, a file that is read, or as :func:`check_writable`.
+    """
+    if path.suffix.lower() not in suffixes:
+        article = "an" if suffixes[0] == ".html" else "a"
+        raise UserError(
+            f"{path} ends in {path.suffix or 'nothing'}; name {article} {' or '.join(suffixes)} "
+            "file."
+        )
+    for given in inputs:
+        if isinstance(given, str | Path) and _is_read(
+            path, Path(str(given).removeprefix("file://"))
+        ):
+            raise UserError(f"{path} is the file that is read, or one of them; name another file.")
+    check_writable(path)
+
+
+def _is_read(path: Path, source: Path) -> bool:
+    if not (path.exists() and source.exists()):
+        return False
+    if source.is_dir():
+        within = source.resolve() in path.resolve().parents
+        return within and re.search("train|dev|val|test", path.name, re.IGNORECASE) is not None
+    return path.samefile(source)
+
+
 def check_writable(path: Path) -> None:
-    """Check before long work that its result can be written.
+    """Check before long work that its result can be written; nothing is left behind.
 
     Raises:
         UserError: ``path`` is a folder, or its folder cannot be written.
     """
     if path.is_dir():
         raise UserError(f"{path} is a folder; name a file.")
-    if not path.exists():
-        # Folders are made when there is something to put into them: tried out where one is now.
-        folder = next(parent for parent in path.absolute().parents if parent.exists())
-        tried = path if folder == path.absolute().parent else folder / path.name
-        if not tried.exists():
-            write_text(tried, "")
-            tried.unlink()
+    # Folders are made when there is something to put into them: tried out where one is now.
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    tried = temporary_sibling(folder / path.name)
+    try:
+        tried.touch(exist_ok=False)
+        tried.unlink()
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path}: {error.strerror or error}. Name a place that can be written."
+        ) from error
 
 
 def write_json(path: Path, value: object) -> None:

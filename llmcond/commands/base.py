@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
-import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing import (
 )
 
 from llmcond import plugins
-from llmcond.errors import LlmcondError, UserError, nearest
+from llmcond.errors import LlmcondError, UserError, escaped_json, nearest
 from llmcond.options import Option, option, option_of
 from llmcond.system import local_rank
 
@@ -302,7 +301,7 @@ def run_command(cls: type[Command], given: Mapping[str, Any]) -> None:
     if given.get("json"):
         value = result if isinstance(result, Mapping) else result.to_json()
         if not local_rank():  # once, of processes that were launched together
-            sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+            sys.stdout.write(f"{escaped_json(value)}\n")
     else:
         command.show(result, given.get("format", "table"))
     problem = command.failed(result)

@@ -137,8 +137,8 @@ class FeatureStore:
             if is_disk_full(error) or isinstance(error, PermissionError):
                 raise
             raise LlmcondError(
-                f"{self._uri} is damaged: {first_line(error)}. Delete {self.folder}, and run the "
-                "same `llmcond extract` again."
+                f"{self._uri} cannot be read: {first_line(error)}. If it is damaged, delete "
+                f"{self.folder} and run the same `llmcond extract` again."
             ) from error
 
     @contextmanager

@@ -7,12 +7,11 @@ from typing import Any
 
 from rich import box
 from rich.table import Table
-from rich.text import Text
 
 from llmcond.errors import printable
 from llmcond.metrics import METRICS, Estimate
 from llmcond.report.format import estimate_text
-from llmcond.report.terminal import show
+from llmcond.report.terminal import plain, show
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -41,7 +40,7 @@ def show_analyses(result: Mapping[str, Any], run: object, form: str = "table") -
 def _figures(title: str, rows: Rows, columns: Sequence[str]) -> Table:
     table = _table(title, ("name",), columns)
     for row in rows:
-        table.add_row(Text(row["name"]), *(_figure(row[column]) for column in columns))
+        table.add_row(plain(row["name"]), *(_figure(row[column]) for column in columns))
     return table
 
 
@@ -60,7 +59,7 @@ def _clusters(rows: Rows, where: str) -> Table:
     table = _table(title, ("name",), ("impurity", *(printable(text) for text in conditions)))
     for row in rows:
         counts = ("/".join(str(count) for count in counts) for counts in row["counts"])
-        table.add_row(Text(row["name"]), f"{row['impurity']:.3f}", *counts)
+        table.add_row(plain(row["name"]), f"{row['impurity']:.3f}", *counts)
     return table
 
 
@@ -75,7 +74,7 @@ def _conditions(rows: Rows, where: str) -> Table:
     kinds = ("overall", "seen", "unseen")
     table = _table(title, ("name",), kinds)
     for row in rows:
-        table.add_row(Text(row["name"]), *(_spearman(row, key) for key in kinds))
+        table.add_row(plain(row["name"]), *(_spearman(row, key) for key in kinds))
     return table
 
 
@@ -93,16 +92,16 @@ def _examples(head: Mapping[str, Any], side: str) -> Table:
     )
     table = _table(title, ("sentence 1", "sentence 2", "condition"), ("rating", "before", "after"))
     for row in head[side]:
-        texts = (Text(printable(row[key])) for key in ("sentence1", "sentence2", "condition"))
+        texts = (plain(row[key]) for key in ("sentence1", "sentence2", "condition"))
         figures = (f"{row[key]:.2f}" for key in ("rating", "before", "after"))
         table.add_row(*texts, *figures)
     return table
 
 
 def _table(title: str, texts: Sequence[str], figures: Sequence[str]) -> Table:
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=plain(title), title_justify="left", box=box.SIMPLE_HEAD)
     for heading in texts:
-        table.add_column(Text(heading), overflow="fold")
+        table.add_column(plain(heading), overflow="fold")
     for heading in figures:
-        table.add_column(Text(heading.replace("_", " ")), justify="right")
+        table.add_column(plain(heading.replace("_", " ")), justify="right")
     return table

@@ -11,16 +11,15 @@ from typing import Any
 
 import numpy as np
 from rich.table import Table
-from rich.text import Text
 
 from llmcond.errors import UserError
 from llmcond.evaluation.results import SweptResult
-from llmcond.files import check_writable
+from llmcond.files import check_output
 from llmcond.log import log
 from llmcond.metrics import metric_of
 from llmcond.report.figures import plot_curve
 from llmcond.report.format import caveats, factors_text, range_text
-from llmcond.report.terminal import add_figures, identity_cells, identity_table
+from llmcond.report.terminal import add_figures, identity_cells, identity_table, plain
 
 Swept = Sequence[SweptResult]
 #: x, a score, and both ends of its interval.
@@ -43,7 +42,7 @@ def sweep_table(results: Swept, run: object) -> Table:
     for result in results:
         table.add_row(
             *identity_cells(result, result.head),
-            Text(_settings(result.settings)),
+            plain(_settings(result.settings)),
             str(result.dim),
             str(len(result.seeds)),
             primary.show(result.main.value),
@@ -64,11 +63,9 @@ def check_plot(path: Path) -> None:
     Raises:
         UserError: no place, another type of file, or nothing to draw with.
     """
-    if path.suffix.lower() not in (".png", ".svg"):
-        raise UserError(f"{path} ends in {path.suffix or 'nothing'}; name a .png or .svg file.")
+    check_output(path, (".png", ".svg"))
     if find_spec("matplotlib") is None:
         raise UserError("pictures need matplotlib: pip install 'llmcond[plots]'.")
-    check_writable(path)
 
 
 def plot_settings(results: Swept, path: Path) -> None:

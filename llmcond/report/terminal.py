@@ -51,9 +51,14 @@ def results_table(results: Sequence[Result], run: object) -> Table:
     return table
 
 
+def plain(text: object) -> Text:
+    """Return a text for a cell or title: no markup, and nothing that steers a terminal."""
+    return Text(printable(str(text)))
+
+
 def identity_table(title: str) -> Table:
     """Return a table with the columns that say what a result is of."""
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=plain(title), title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("head", "prompt"):
         table.add_column(heading, overflow="fold")
     table.add_column("minus c", no_wrap=True)
@@ -68,7 +73,7 @@ def add_figures(table: Table, *headings: str) -> None:
 
 def identity_cells(result: Result, head: str, remark: str = "") -> tuple[Text, Text, str]:
     """Return the cells of those columns."""
-    return Text(head), Text(result.prompt + remark), "yes" if result.subtract else "no"
+    return plain(head), plain(result.prompt + remark), "yes" if result.subtract else "no"
 
 
 def listing(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> Table:
@@ -79,8 +84,7 @@ def listing(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> T
         table.add_column(key.replace("_", " "), overflow="fold", no_wrap=key == "name")
     for row in rows:
         values = (row[key] for key in columns)
-        texts = ("" if value is None else printable(str(value)) for value in values)
-        table.add_row(*(Text(text) for text in texts))
+        table.add_row(*(plain("" if value is None else value) for value in values))
     return table
 
 
@@ -114,7 +118,7 @@ def say(sentences: Sequence[str], form: str = "table") -> None:
     if form == "table":
         console = Console(highlight=False, width=min(width(), _READABLE))
         for sentence in sentences:
-            console.print(Text(sentence))
+            console.print(plain(sentence))
 
 
 def width() -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +25,17 @@ from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full,
 from llmcond.evaluation.results import default_name
 from llmcond.features.store import FeatureStore, StoreDtype
 from llmcond.features.view import View
-from llmcond.files import check_format, read_json, replacing, write_json
+from llmcond.files import (
+    check_format,
+    check_writable,
+    read_json,
+    remove_stale,
+    replacing,
+    temporary_sibling,
+    write_json,
+)
 from llmcond.heads import FittedHead, load_head
+from llmcond.log import log
 from llmcond.prompts import Prompt, prompt_from_json
 from llmcond.records import check_record
 from llmcond.runs.provenance import provenance
@@ -90,6 +100,21 @@ class Run:
     def store(self) -> FeatureStore:
         """Open the run's feature store."""
         return FeatureStore(self.folder / "features", self.identity, self.manifest["store_dtype"])
+
+    def store_for_others(self) -> FeatureStore:
+        """Open the run's feature store to add the features of other texts.
+
+        Where the run cannot be written, they go into an empty store that does not last.
+        """
+        store = self.store()
+        try:
+            check_writable(store.folder / "store.json")
+        except UserError as error:
+            log.info(f"the features of these texts are not kept: {error}")
+            folder = Path(tempfile.mkdtemp(prefix="llmcond-"))
+            store = FeatureStore(folder, self.identity, store.dtype)
+            weakref.finalize(store, shutil.rmtree, folder, ignore_errors=True)
+        return store
 
     def resolve_encoder(self, device: str = "auto") -> ResolvedEncoder:
         """Find the run's encoder again, on any device; a UserError if it is gone or has changed."""
@@ -421,10 +446,13 @@ def create_run(
     temporary: Path | None = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        # Not tempfile, whose folders are their owner's alone, whatever the umask.
+        made = temporary_sibling(folder)
+        made.mkdir()
+        temporary = made
+        remove_stale(temporary, folder)
         save_rows(temporary / "rows.parquet", dataset.splits)
         write_json(temporary / "run.json", manifest)
-        temporary.chmod(0o755)
         # Atomic, also over an empty folder that the user made beforehand.
         temporary.rename(folder)
     except OSError as error:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from llmcond import plugins
 from llmcond.errors import LlmcondError, UserError
 from llmcond.features.view import View
-from llmcond.files import digest_text, read_json, write_json
+from llmcond.files import check_writable, digest_text, read_json, write_json
 from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe
 from llmcond.heads.storage import FitRecord
 from llmcond.log import log
@@ -230,6 +230,8 @@ def run_trials(
     missing = {digest: trial for digest, trial in wanted.items() if digest not in outcomes}
     if wanted:
         log.info(f"{len(wanted):,} fits, {len(outcomes):,} of them done before")
+    if missing:
+        check_writable(next(iter(paths.values())))
     failures = []
     job = _Job(run.folder, split, metrics, predictions, choose_device(device))
     # Closed here and now: an interrupt would leave it, and its processes, to the traceback.

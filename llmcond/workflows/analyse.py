@@ -23,7 +23,7 @@ from llmcond.evaluation.conditions import (
     seen_unseen,
 )
 from llmcond.evaluation.isotropy import MOST_VECTORS, measure_isotropy
-from llmcond.files import write_json
+from llmcond.files import check_writable, write_json
 from llmcond.heads import PairArrays
 from llmcond.log import log
 from llmcond.metrics import finite
@@ -97,8 +97,11 @@ def analyse(
     prompts = {p.name: p for head in fitted for p in head.view.prompts} or run.prompts()
     plain = [zeroshot for prompt in prompts.values() for zeroshot in zeroshots(prompt)]
     predictors: list[Predictor] = [*plain, *fitted]
+    if not predictors:
+        raise UserError(f"{run_folder} has no extracted features yet. Run `llmcond extract` first.")
     data = _Split(rows, RowFeatures(rows, run.store()), rated)
-    out, sizes = out or run.folder / "analyses", (n_conditions, n_sentences)
+    kept, sizes = _writable(run.folder), (n_conditions, n_sentences)
+    out = out or (run.folder / "analyses" if kept else None)
     done: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "isotropy": lambda: [_isotropy(one, data, seed) for one in predictors],
         "clusters": lambda: _clusters(predictors, fitted, data, sizes, seed, out),
@@ -108,8 +111,18 @@ def analyse(
     }
     report = {name: done[name]() for name in ANALYSES if name in what}
     result = {"split": split, "n": len(rated), **report}
-    write_json(run.folder / "analyses.json", {**result, "seed": seed, **provenance()})
+    if kept:
+        write_json(run.folder / "analyses.json", {**result, "seed": seed, **provenance()})
     return result
+
+
+def _writable(folder: Path) -> bool:
+    try:
+        check_writable(folder / "analyses.json")
+    except UserError as error:
+        log.info(f"neither analyses.json nor pictures without --out are kept: {error}")
+        return False
+    return True
 
 
 def _isotropy(predictor: Predictor, data: _Split, seed: int) -> dict[str, Any]:
@@ -124,7 +137,7 @@ def _clusters(
     data: _Split,
     sizes: tuple[int, int],
     seed: int,
-    out: Path,
+    out: Path | None,
 ) -> list[dict[str, Any]]:
     """Cluster the embeddings of some sentences under the most frequent conditions."""
     n_conditions, n_sentences = sizes
@@ -142,6 +155,8 @@ def _clusters(
         found = impurity(points, labels, seed=seed)
         results.append({"name": name, "impurity": found.value, **asdict(found)})
     kinds = np.array([names.index(text) for text in labels])
+    if out is None:
+        return results
     for head in fitted:
         before = _before(head)
         path = out / f"clusters-{head.name}.png"

@@ -17,7 +17,7 @@ from llmcond.data.datasets import Texts, read_texts
 from llmcond.encoders.spec import InputError
 from llmcond.errors import UserError
 from llmcond.features.view import Part, View
-from llmcond.files import check_writable, replacing
+from llmcond.files import check_output, replacing
 from llmcond.heads import Matrix
 from llmcond.log import log
 from llmcond.prompts import Prompt
@@ -65,17 +65,13 @@ def embed_file(
 
     Arguments as in :class:`llmcond.commands.embed.Embed`.
     """
-    if out.suffix not in (".parquet", ".npy"):
-        raise UserError(f"{out} ends in {out.suffix or 'nothing'}; name a .parquet or .npy file.")
+    check_output(out, (".parquet", ".npy"), [source, run_folder / "rows.parquet"])
     run = open_run(run_folder)
     chosen = choose_head(run, head, prompt)
     view = chosen.view if chosen else View((run.prompt(prompt),))
     texts = read_texts(source, sentence, condition, condition_text)
-    if out.absolute() == Path(source).absolute():
-        raise UserError(f"{out} is the file that is read; name another --out.")
-    check_writable(out)
     rows = list(zip(texts.sentences, texts.conditions, strict=True))
-    columns, store = view.inputs(rows), run.store()
+    columns, store = view.inputs(rows), run.store_for_others()
     encoder = LazyEncoder(run.resolve_encoder(device))
     try:
         extract_inputs(store, encoder, view.name, [item for column in columns for item in column])
@@ -111,7 +107,7 @@ def embed_file(
 def _write_parquet(path: Path, texts: Texts, dim: int, blocks: Iterable[Vectors]) -> None:
     text, vector, start = pa.string(), pa.list_(pa.float32(), dim), 0
     schema = pa.schema({"sentence": text, "condition": text, "embedding": vector})
-    with pq.ParquetWriter(path, schema) as writer:
+    with pq.ParquetWriter(path.absolute(), schema) as writer:
         for vectors in blocks:
             stop = start + len(vectors)
             flat = pa.array(np.ascontiguousarray(vectors).reshape(-1), pa.float32())

@@ -6,6 +6,7 @@ import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from llmcond.data.rows import Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.conditions import seen_unseen
 from llmcond.evaluation.results import Result, Results, best_first
-from llmcond.files import check_writable, replacing
+from llmcond.files import check_output, replacing
 from llmcond.log import log
 from llmcond.metrics import choose_metrics, metric_of
 from llmcond.report.format import estimate_text
@@ -53,7 +54,7 @@ def evaluate(
     run = open_run(run_folder)
     computed = choose_metrics(run.task.metrics, metrics)
     if predictions is not None:
-        check_writable(predictions)
+        check_output(predictions, (".csv",), [data.source, run.manifest["data"]["source"]])
     if report is not None:
         check_page(report)
     fitted = fitted_heads(run, heads)
@@ -73,7 +74,7 @@ def evaluate(
         rows, split = run.task.read_split(data.like(run.read_by), split)
         check_scorable(rows, run, other=True, predictions=predictions is not None)
         log.info(f"scoring all {len(rows):,} rows of {rows.file}, as {split}")
-        store, encoder = run.store(), LazyEncoder(run.resolve_encoder(device))
+        store, encoder = run.store_for_others(), LazyEncoder(run.resolve_encoder(device))
         for prompt in prompts:
             extract_rows(store, encoder, prompt, [rows])
         features = RowFeatures(rows, store)
@@ -152,7 +153,8 @@ def _write_predictions(
     path: Path, rows: Rows, similarity: Mapping[str, NDArray[np.float32]]
 ) -> None:
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.writer(stream, lineterminator="\n")
+        # With its own line ends only it quotes carriage returns within texts.
+        writer = csv.writer(SimpleNamespace(write=lambda row: stream.write(f"{row[:-2]}\n")))
         writer.writerow(["row", *rows.texts, "rating", *similarity])
         for i in range(len(rows)):
             rating = "" if np.isnan(rows.rating[i]) else f"{rows.rating[i]:g}"

@@ -15,7 +15,7 @@ from llmcond.encoders.loading.quantization import require
 from llmcond.errors import UserError
 from llmcond.evaluation.results import Result
 from llmcond.features.view import View, view_of
-from llmcond.files import read_json, write_json, write_text
+from llmcond.files import check_writable, read_json, write_json, write_text
 from llmcond.finetune.inputs import RatedInputs
 from llmcond.finetune.model import HeadPlan, TunedModel
 from llmcond.finetune.settings import TuneSettings, renamed, usual_rate
@@ -174,6 +174,7 @@ def train_lora(
     if done is not None:
         log.info(f"{run_folder} is trained already, with the same settings; nothing is done")
         return Trained(done)
+    check_writable(run_folder / STATE / "state.safetensors")
     name = chosen_task.name
     job = _Job(model, resolved, run_folder, name, dataset, plan, tuning, merge, view, made_of)
     return Trained(_train(job))

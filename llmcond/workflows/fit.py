@@ -10,6 +10,7 @@ from typing import Any
 
 from llmcond.errors import UserError
 from llmcond.features.view import View, view_of
+from llmcond.files import check_writable
 from llmcond.heads import Recipe, fit_recipe, load_recipe, save_head
 from llmcond.log import log
 from llmcond.metrics import METRICS, Estimate, finite
@@ -97,6 +98,7 @@ def fit_and_save(
 ) -> FittedResult:
     """Fit a recipe on a view of a run's training features, and save it in the run."""
     folder = run.head_folder(name)
+    check_writable(folder / "head.json")
     features = Features(run)
     train = features.rated(view, "train")
     dev = features.rated(view, "dev")

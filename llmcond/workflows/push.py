@@ -192,9 +192,9 @@ def _stage(run: Run, tuned: Tuned, staged: Path) -> None:
         write_json(staged / name, _tidy_record(read_json(folder / name), renamed))
     for head in heads:
         record = read_json(folder / head / "head.json")
-        weights = weights_of(folder / head, record)
-        _place(folder, str(weights.relative_to(folder)), staged, f"{head}/head.safetensors")
-        if record.get("weights_sha256") != digest_file(weights):
+        own_weights = weights_of(folder / head, record)
+        _place(folder, str(own_weights.relative_to(folder)), staged, f"{head}/head.safetensors")
+        if record.get("weights_sha256") != digest_file(own_weights):
             raise UserError(f"{folder / head} was damaged: its two files do not belong together.")
 
 

@@ -662,7 +662,11 @@ def test_a_condition_that_is_too_long_names_the_row(capsys, tiny, write_rows, sm
     assert "too long without its sentence" in line
 
 
-def test_an_interrupt_is_one_line():
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGINT, 1, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
+def test_an_interrupt_is_one_line(number, code, said):
     process = subprocess.Popen(
         [sys.executable, "-m", "llmcond", "extract", "--model", "minilm"],
         stderr=subprocess.PIPE,
@@ -670,11 +674,27 @@ def test_an_interrupt_is_one_line():
     )
     assert process.stderr is not None
     assert process.stderr.readline().startswith("minilm in ")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert err.startswith("llmcond: error: interrupted")
-    assert err.count("\n") == 1
+    assert process.returncode == code
+    assert err == (
+        f"llmcond: error: {said}; what was stored is kept, and the same command resumes.\n"
+    )
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 1), ("SIGTERM", 143)])
+def test_a_signal_while_code_is_executed_is_an_exit_code(name, code):
+    """Python, started by -m, ends by SIGINT where its own exception has passed through exec."""
+    sent = f"import os, signal, time; os.kill(os.getpid(), signal.{name}); time.sleep(60)"
+    Path("ended.py").write_text(
+        "import sys, llmcond.cli as cli\n"
+        f"cli.run_command = lambda *_: exec({sent!r})\n"
+        "sys.exit(cli.run(['heads']))\n"
+    )
+    command = [sys.executable, "-m", "ended"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == code
+    assert done.stderr.count("\n") == 1
 
 
 def test_public_names():

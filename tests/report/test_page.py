@@ -465,7 +465,7 @@ def test_names_that_occur_twice_are_refused(page):
 
 
 def test_a_page_that_cannot_be_made_is_refused(page, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"ends in \.pdf; name an \.html file"):
+    with pytest.raises(UserError, match=r"ends in \.pdf; name an \.html or \.htm file"):
         check_page(tmp_path / "page.pdf")
     (tmp_path / "folder.html").mkdir()
     with pytest.raises(UserError, match="is a folder; name a file"):

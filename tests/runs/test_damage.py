@@ -112,8 +112,8 @@ def test_a_damaged_store_says_what_to_delete(capsys, own):
         content[-200:] = bytes(200)
         file.write_bytes(content)
     line = told(capsys, "evaluate", "--run", own)
-    assert f"{store / 'vectors.lance'} is damaged" in line
-    assert "Delete" in line
+    assert f"{store / 'vectors.lance'} cannot be read" in line
+    assert f"delete {store} and run" in line
     (store / "store.json").write_text('{"format": true}')
     with pytest.raises(LlmcondError, match="states no format"):
         open_run(own).store()

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from llmcond.errors import UserError
-from llmcond.files import check_writable, replacing
+from llmcond.files import check_output, replacing
 from llmcond.metrics import metric_of
 from llmcond.report.format import factors_text
 from llmcond.report.page.gather import Page
@@ -25,11 +25,9 @@ def check_page(path: Path) -> None:
     Raises:
         UserError: another kind of file, no place to write to, or a library is not installed.
     """
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"{path} ends in {path.suffix or 'nothing'}; name an .html file.")
+    check_output(path, (".html", ".htm"))
     if any(find_spec(name) is None for name in ("altair", "jinja2", "vl_convert")):
         raise UserError("pages need Altair, Jinja and vl-convert: pip install 'llmcond[report]'.")
-    check_writable(path)
 
 
 def write_page(page: Page, path: Path) -> None:

@@ -1,0 +1,218 @@
+"""What commands write and print: no input is overwritten, nothing steers a terminal."""
+
+import csv
+import ctypes
+import io
+import json
+import os
+import shutil
+import stat
+import struct
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers.commands import ok, refused
+from helpers.processes import Command
+
+from llmcond.cli import run
+
+CONDITION = ("--condition", "the place")
+
+
+@pytest.fixture(autouse=True)
+def in_tmp(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def own(tiny_run, tmp_path):
+    """A copy of the tiny run that a test may change."""
+    return Path(shutil.copytree(tiny_run, tmp_path / "own"))
+
+
+# -- what is written ---------------------------------------------------------------------------
+
+
+def test_predictions_take_the_place_of_no_input(capsys, own, write_rows, small_rows):
+    data = write_rows(small_rows, "my.csv")
+    write_rows(small_rows, "d/my-test.csv")
+    Path("link.csv").symlink_to(data)
+    evaluate = ("evaluate", "--run", own, "--data")
+    for given, out in (
+        (data, "my.csv"),
+        ("my.csv", "d/../my.csv"),
+        (data, "link.csv"),
+        (f"file://{data}", data),
+        ("d", "d/my-test.csv"),
+    ):
+        assert "the file that is read" in refused(capsys, *evaluate, given, "--predictions", out)
+    for out in ("own/run.json", "own/rows.parquet", "p.txt"):
+        assert "name a .csv file" in refused(capsys, "evaluate", "--run", own, "--predictions", out)
+    # The data that the run was made of.
+    recorded = Path(json.loads((own / "run.json").read_text())["data"]["source"])
+    before = recorded.read_bytes()
+    refused(capsys, "evaluate", "--run", own, "--predictions", recorded)
+    assert recorded.read_bytes() == before
+    ok(capsys, *evaluate, data, "--predictions", "own/p.csv")
+    ok(capsys, *evaluate, data, "--predictions", "own/p.csv")
+
+
+def test_embeddings_take_the_place_of_no_input(capsys, own):
+    pq.write_table(pa.table({"sentence": ["two men"]}), "t.parquet")
+    Path("d").mkdir()
+    for source, out in (("t.parquet", "d/../t.parquet"), (f"file://{Path.cwd()}/t.parquet",) * 2):
+        given = ("--out", out.removeprefix("file://"), "--run", own)
+        line = refused(capsys, "embed", source, *CONDITION, *given)
+        assert "the file that is read" in line
+    line = refused(
+        capsys, "embed", "t.parquet", *CONDITION, "--out", own / "rows.parquet", "--run", own
+    )
+    assert "the file that is read" in line
+
+
+def test_a_carriage_return_in_a_text_is_quoted(capsys, own, write_rows):
+    texts = ["two men\rplay", "a\r\nb", 'a "dog", "cat"', "\r", "plain"]
+    rows = [(f"{text} x", "a dog", "the place", 1 + i) for i, text in enumerate(texts)]
+    data = write_rows(rows)
+    ok(capsys, "evaluate", "--run", own, "--data", data, "--predictions", "p.csv")
+    content = Path("p.csv").read_bytes().decode()
+    found = list(csv.DictReader(io.StringIO(content, newline="")))
+    assert [row["sentence1"] for row in found] == [f"{text} x" for text in texts]
+    assert content.endswith("\n")
+    assert not content.endswith("\r\n")
+    assert "plain x,a dog" in content
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o002])
+def test_folders_keep_to_the_umask(capsys, tiny_run, write_rows, small_rows, umask):
+    model = json.loads((tiny_run / "run.json").read_text())["encoder"]["model"]
+    data = write_rows(small_rows)
+    before = os.umask(umask)
+    try:
+        # A relative name with a colon, which Arrow would take for a file system.
+        ok(capsys, "extract", "--model", model, "--data", data, "--run", "a:b/r")
+        ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", "a:b/r")
+        pq.write_table(pa.table({"sentence": ["two men"]}), "t.parquet")
+        out = ("--out", "a:b/v.parquet")
+        ok(capsys, "embed", "t.parquet", *CONDITION, *out, "--run", "a:b/r")
+    finally:
+        os.umask(before)
+    for name in ("a:b/r", "a:b/r/heads", "a:b/r/heads/p"):
+        assert stat.S_IMODE(Path(name).stat().st_mode) == 0o777 & ~umask
+
+
+# -- a run that cannot be written --------------------------------------------------------------
+
+
+@pytest.fixture
+def read_only(own):
+    """A run whose folders cannot be written."""
+    assert run(["fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", str(own)]) == 0
+    folders = [path for path in (own, *own.rglob("*")) if path.is_dir()]
+    for path in folders:
+        path.chmod(0o555)
+    yield own
+    for path in folders:
+        path.chmod(0o755)
+
+
+def powerless():
+    """Give up what lets root write everywhere."""
+    if os.geteuid() == 0:
+        header = struct.pack("Ii", 0x20080522, 0)
+        assert ctypes.CDLL(None).capset(header, bytes(24)) == 0
+
+
+def test_a_run_that_cannot_be_written_can_be_used(read_only, tmp_path, write_rows, small_rows):
+    data, before = write_rows(small_rows), sorted(read_only.rglob("*"))
+    for number, (arguments, said) in enumerate(
+        [
+            ("analyse --json", "neither analyses.json nor pictures"),
+            (f"evaluate --data {data} --json", "are not kept: cannot write"),
+            (
+                f"embed {data} --sentence sentence1 --out {tmp_path / 'v.npy'} --json",
+                "are not kept: cannot write",
+            ),
+        ]
+    ):
+        command = [*arguments.split(), "--run", read_only]
+        status, out, err = Command(tmp_path / str(number), command, first=powerless).finish()
+        assert status == 0, err
+        assert said in err
+        assert json.loads(out)
+    assert (tmp_path / "v.npy").is_file()
+    assert sorted(read_only.rglob("*")) == before
+
+
+def test_what_cannot_be_written_is_told_before_the_work(
+    read_only, tmp_path, write_rows, small_rows
+):
+    model = json.loads((read_only / "run.json").read_text())["encoder"]["model"]
+    data = write_rows(small_rows)
+    for number, (arguments, folder) in enumerate(
+        [
+            (f"train-lora --model {model} --data {data} --head none", read_only / "heads" / "new"),
+            ("fit-head --head mlp", read_only),
+            ("sweep --head mlp --workers 1", read_only),
+        ]
+    ):
+        command = [*arguments.split(), "--run", folder]
+        status, _, err = Command(tmp_path / str(number), command, first=powerless).finish()
+        assert status == 2, err
+        assert f"cannot write {folder}" in err
+        assert "steps" not in err
+
+
+# -- what is printed ---------------------------------------------------------------------------
+
+
+def test_nothing_that_steers_a_terminal_is_printed(capsys, tiny_run, tmp_path):
+    own = shutil.copytree(tiny_run, tmp_path / "a\u202eb[/x]")
+    assert run(["fit-head", "--head", "pca", "--dim", "4", "--run", str(own)]) == 0
+    for command in ("evaluate", "analyse", "sweep --head pca --set dim=4 --workers 1"):
+        for form in ([], ["--format", "markdown"], ["--format", "latex"], ["--json"]):
+            assert run([*command.split(), "--run", str(own), *form]) == 0
+            captured = capsys.readouterr()
+            for text in (captured.out, captured.err):
+                assert [c for c in text if not c.isprintable() and c != "\n"] == []
+
+
+def test_json_has_what_steers_a_terminal_escaped(capsys, own):
+    odd = "the\x9bplace\u202e\U000e0001\x1b"
+    arguments = ("similarity", "two men", "a dog", "--condition", odd, "--run", str(own), "--json")
+    assert run(arguments) == 0
+    out = capsys.readouterr().out
+    assert out.rstrip("\n").isprintable()
+    assert json.loads(out)["similarities"][0]["condition"] == odd
+
+
+# -- interrupted before ------------------------------------------------------------------------
+
+
+def test_a_run_without_features_is_told_to_be_one(capsys, own):
+    record = json.loads((own / "run.json").read_text())
+    (own / "run.json").write_text(json.dumps({**record, "prompts": {}}))
+    assert "has no extracted features yet" in refused(capsys, "analyse", "--run", own)
+
+
+def test_what_killed_processes_left_is_removed_after_an_hour(capsys, own):
+    recent, old = own / ".run.json.0123abcd", own / ".run.json.4567abcd"
+    mine = own / ".run.json.backups"
+    for path in (recent, old, mine):
+        path.touch()
+    for path in (old, mine):
+        os.utime(path, (0, 0))
+    folder = own.parent / ".new.89abcdef"
+    folder.mkdir()
+    (folder / "rows.parquet").touch()
+    os.utime(folder, (0, 0))
+    encoder = json.loads((own / "run.json").read_text())["encoder"]["model"]
+    extract = ("extract", "--model", encoder, "--prompt", "concat-cond-sent", "--dtype", "float32")
+    ok(capsys, *extract, "--run", own)
+    assert recent.exists()
+    assert mine.exists()
+    assert not old.exists()
+    ok(capsys, *extract, "--run", own.parent / "new")
+    assert not folder.exists()
