@@ -1,13 +1,17 @@
-"""Progress bars on standard error."""
+"""Progress on standard error: bars, or a line every half minute where it is no terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from llmcond.log import console, log
+
+#: Between two lines where there is no bar.
+EVERY_SECONDS = 30
 
 
 def duration(seconds: float) -> str:
@@ -21,9 +25,12 @@ def duration(seconds: float) -> str:
 
 
 class _Bar:
-    """A progress bar, as a context; quiet where standard error is not a terminal."""
+    """A progress bar, as a context; lines where standard error is no terminal."""
 
-    def __init__(self, name: str, visible: bool = True) -> None:
+    def __init__(
+        self, name: str, visible: bool = True, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._name, self._clock, self._told = name, clock, clock()
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -32,6 +39,7 @@ class _Bar:
             TimeRemainingColumn(),
             console=console(),
             transient=True,
+            get_time=clock,
             disable=not console().is_terminal,
         )
         self._task = self._progress.add_task(name, total=None, visible=visible, detail="")
@@ -43,6 +51,16 @@ class _Bar:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
+    def _show(self, detail: str, **changes: Any) -> None:
+        """Show how far it is, with what changes of the task."""
+        self._progress.update(self._task, detail=detail, **changes)
+        now = self._clock()
+        if self._progress.disable and now - self._told >= EVERY_SECONDS:
+            self._told = now
+            left = self._progress.tasks[self._task].time_remaining
+            about = f", about {duration(left)} left" if left else ""
+            log.info(f"{self._name}: {detail}{about}")
+
 
 class ExtractionBar(_Bar):
     """A progress bar for extraction: inputs, tokens a second, time left.
@@ -50,17 +68,15 @@ class ExtractionBar(_Bar):
     Time left is reckoned by characters, since inputs are not encoded in the order of their length.
     """
 
-    def __init__(self) -> None:
-        super().__init__("encoding", visible=False)
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__("encoding", visible=False, clock=clock)
         self._total = "?"
         self._done = self._tokens = 0
 
     def start(self, inputs: int | None, characters: int | None) -> None:
         """Show the bar for so many inputs still to encode; None where nobody knows how many."""
         self._total = "?" if inputs is None else f"{inputs:,}"
-        self._progress.update(
-            self._task, total=characters, visible=True, detail=f"{self._total} inputs, loading"
-        )
+        self._show(f"{self._total} inputs, loading", total=characters, visible=True)
 
     def advance(self, inputs: int, characters: int, tokens: int) -> None:
         """Show that so many more inputs are stored."""
@@ -68,19 +84,19 @@ class ExtractionBar(_Bar):
         self._tokens += tokens
         elapsed = self._progress.tasks[self._task].elapsed or 1e-9
         detail = f"{self._done:,}/{self._total} inputs, {self._tokens / elapsed:,.0f} tokens/s"
-        self._progress.update(self._task, advance=characters, detail=detail)
+        self._show(detail, advance=characters)
 
 
 class FitBar(_Bar):
     """A progress bar for fitting: epochs and the score on dev."""
 
-    def __init__(self) -> None:
-        super().__init__("fitting")
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__("fitting", clock=clock)
 
     def on_epoch(self, epoch: int, epochs: int, score: float) -> None:
         """Show the epoch that is done."""
-        detail = f"epoch {epoch}, dev Spearman {100 * score:.1f}"
-        self._progress.update(self._task, completed=epoch, total=epochs, detail=detail)
+        detail = f"epoch {epoch:,} of {epochs:,}, dev Spearman {100 * score:.1f}"
+        self._show(detail, completed=epoch, total=epochs)
 
 
 class _Training(Protocol):
@@ -99,15 +115,15 @@ class _Training(Protocol):
 class TrainBar(_Bar):
     """A progress bar for training: steps, the loss, and the best score on dev."""
 
-    def __init__(self) -> None:
-        super().__init__("training")
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__("training", clock=clock)
         self._shown = 0
 
     def on_step(self, done: _Training, steps: int, loss: float) -> None:
         """Show the step that is done; an evaluation in a line of its own, which stays."""
         best = "" if done.best_score is None else f", best dev {100 * done.best_score:.1f}"
         detail = f"step {done.step:,} of {steps:,}, loss {loss:.4f}{best}"
-        self._progress.update(self._task, completed=done.step, total=steps, detail=detail)
+        self._show(detail, completed=done.step, total=steps)
         for entry in done.curve[self._shown :]:
             if entry["step"] == done.step:
                 score = entry["dev_spearman"]

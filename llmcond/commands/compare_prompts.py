@@ -30,13 +30,14 @@ class ComparePrompts(CompareOptions, InRun, WithTask, WithEncoder):
 
     def execute(self) -> Comparison:
         """Compare."""
+        data = data_options(self)
         from llmcond.workflows.compare import compare_prompts
 
         return self.call(
             compare_prompts,
             options=self.encoder_options(),
             run_folder=self.run,
-            data=data_options(self),
+            data=data,
             asked=self.part(CompareOptions),
         )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from llmcond.commands.base import verb
-from llmcond.commands.shared import WithHead
+from llmcond.commands.shared import WithHead, check_source
 from llmcond.options import option
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class Embed(WithHead):
 
     def execute(self) -> Embedded:
         """Embed."""
+        check_source(self.source)
         from llmcond.workflows.embed import embed_file
 
         return self.call(embed_file, run_folder=self.run)

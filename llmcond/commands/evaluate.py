@@ -44,13 +44,14 @@ class Evaluate(InRun, WithColumns, WithSplit, WithMetrics, WithDevice):
 
     def execute(self) -> Results[Result]:
         """Score."""
+        data = data_options(self)
         from llmcond.workflows.evaluate import evaluate
 
         return self.call(
             evaluate,
             run_folder=self.run,
             heads=self.head,
-            data=data_options(self),
+            data=data,
             metrics=self.metric,
         )
 

@@ -39,13 +39,14 @@ class Extract(InRun, WithTask, WithEncoder):
 
     def execute(self) -> Extracted:
         """Extract."""
+        data = data_options(self)
         from llmcond.workflows.extract import extract
 
         return self.call(
             extract,
             options=self.encoder_options(),
             run_folder=self.run,
-            data=data_options(self),
+            data=data,
             prompts=self.prompt,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,8 +29,27 @@ class InRun(Command):
     run: Path = option(Path("runs/default"), metavar="DIR", help="folder of this piece of work")
 
 
+def check_source(source: Any) -> None:
+    """Raise a UserError for a file or folder that is not there, before anything heavy is imported.
+
+    What is no path, or an address, is left to what reads it.
+    """
+    if not isinstance(source, str | Path) or re.match(r"\w{2,}:", str(source)):
+        return
+    try:
+        found = Path(source).expanduser().exists()
+    except (OSError, RuntimeError):  # a name that is too long; ~ of nobody
+        found = False
+    if not found:
+        raise UserError(f"{source} does not exist. Expected {SOURCE}.")
+
+
 def data_options(command: Any) -> DataOptions:
-    """Return where a command's rows come from, and how they are read."""
+    """Return where a command's rows come from, and how they are read.
+
+    Called before anything heavy is imported.
+    """
+    check_source(command.data)
     from llmcond.data.datasets import Columns, DataOptions
 
     columns, legal = command.columns or {}, [field.name for field in fields(Columns)]

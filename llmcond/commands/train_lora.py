@@ -30,6 +30,7 @@ class TrainLora(HeadChoice, InRun, WithTask, WithEncoder, _TuneOptions):
 
     def execute(self) -> Trained:
         """Train."""
+        data = data_options(self)
         from llmcond.workflows.finetune import train_lora
 
         given = {item.name: getattr(self, item.name) for item in fields(_TuneOptions)}
@@ -37,7 +38,7 @@ class TrainLora(HeadChoice, InRun, WithTask, WithEncoder, _TuneOptions):
             train_lora,
             options=self.encoder_options(),
             run_folder=self.run,
-            data=data_options(self),
+            data=data,
             choice=self.part(HeadChoice),
             settings={name: value for name, value in given.items() if value is not None},
         )

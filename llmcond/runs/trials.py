@@ -8,13 +8,13 @@ import os
 import signal
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,11 @@ from llmcond.errors import LlmcondError, UserError
 from llmcond.features.view import View
 from llmcond.files import check_writable, digest_text, read_json, write_json
 from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe
+from llmcond.heads.pairs import OnEpoch
 from llmcond.heads.storage import FitRecord
 from llmcond.log import log
 from llmcond.metrics import Metric, choose_metrics, finite, spearman
+from llmcond.progress import EVERY_SECONDS, FitBar
 from llmcond.prompts import Prompt
 from llmcond.records import RECORD, check_record
 from llmcond.runs import Run, SavedHead, dev_spearman, head_name, open_run
@@ -34,6 +36,8 @@ from llmcond.runs.features import Features
 from llmcond.runs.predictors import predict, results_of
 from llmcond.runs.provenance import provenance
 from llmcond.system import choose_device, processes
+
+T = TypeVar("T")
 
 #: Of the files that trials are kept in; another one is fitted again.
 _FORMAT = 2
@@ -266,21 +270,23 @@ class _Worker:
         self._metrics = choose_metrics(run.task.metrics, job.metrics)
         self._features = Features(run)
 
-    def fit(self, digest: str, trial: Trial) -> tuple[str, _Record]:
+    def fit(
+        self, digest: str, trial: Trial, on_epoch: OnEpoch = lambda *_: None
+    ) -> tuple[str, _Record]:
         try:
-            return digest, self._fitted(trial)
+            return digest, self._fitted(trial, on_epoch)
         except UserError as error:
             return digest, str(error)
         except (RuntimeError, MemoryError) as error:  # as where memory runs out
             return digest, f"{type(error).__name__}: {error}"
 
-    def _fitted(self, trial: Trial) -> dict[str, Any]:
+    def _fitted(self, trial: Trial, on_epoch: OnEpoch) -> dict[str, Any]:
         split, device = self._job.split, self._job.device
         train = self._features.rated(trial.view, "train")
         dev = self._features.rated(trial.view, "dev")
         recipe = sized(trial.recipe, trial.dim, train.dim, quiet=True)
         rated_dev = dev if len(dev) else None
-        head = fit_recipe(recipe, train, rated_dev, trial.seed, lambda *_: None, device)
+        head = fit_recipe(recipe, train, rated_dev, trial.seed, on_epoch, device)
         saved = SavedHead(trial.name, head, trial.view, {"recipe": recipe.to_json()})
         similarity = predict(saved, self._features.pairs(trial.view, split))
         run = self._features.run
@@ -309,19 +315,37 @@ def _records(
         count = 1  # other processes cannot import what a session defined
     if count == 1:
         worker = _Worker(job)
-        yield from (worker.fit(digest, trial) for digest, trial in trials.items())
+        for digest, trial in trials.items():
+            with FitBar() as bar:
+                fitted = worker.fit(digest, trial, bar.on_epoch)
+            yield fitted
         return
     threads = max(1, (cores or 1) // count)
     with _processes(job, count, threads) as executor:
         futures = [executor.submit(_fit_one, digest, trial) for digest, trial in trials.items()]
         try:
-            for future in as_completed(futures):
+            for future in _completed(futures):
                 yield future.result()
         except BrokenProcessPool as error:
             raise LlmcondError(
                 "a process of the sweep was ended from outside, as where memory runs out. What "
                 "was fitted is kept; run the same command with fewer --workers."
             ) from error
+
+
+def _completed(futures: Sequence[Future[T]], seconds: float = EVERY_SECONDS) -> Iterator[Future[T]]:
+    """Yield futures as they are done; log how many are where none was for so many seconds."""
+    waiting = set(futures)
+    while waiting:
+        before = len(waiting)
+        try:
+            for future in as_completed(waiting, seconds):
+                waiting.discard(future)
+                yield future
+        except TimeoutError:
+            if len(waiting) == before:
+                done = len(futures) - before
+                log.info(f"fitting: {done:,} of {len(futures):,} fits are done")
 
 
 @contextmanager

@@ -348,6 +348,27 @@ def test_help_imports_nothing_heavy():
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        "extract --model minilm --data no.csv",
+        "train-lora --model minilm --head none --data no.csv",
+        "compare-prompts --model minilm --data no.csv",
+        "evaluate --data no.csv",
+        "embed no.csv --out v.npy",
+    ],
+)
+def test_a_missing_file_is_told_before_anything_heavy_is_imported(command):
+    code = (
+        "import sys; from llmcond.cli import run\n"
+        f"assert run({command.split()}) == 2\n"
+        "heavy = {'torch', 'transformers', 'pyarrow', 'lance', 'rich', 'sklearn', 'scipy'}\n"
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stderr.startswith("llmcond: error: no.csv does not exist. Expected a .csv")
+
+
+@pytest.mark.parametrize(
     "arguments", [["--help"], ["--version"], ["fit-head", "--help"], ["models", "--json"]]
 )
 def test_the_command_itself(arguments):
@@ -399,7 +420,8 @@ def test_a_reader_that_leaves_is_no_error():
         (["fit-head", "--head", "mlp"], "llmcond extract --model"),
         (["evaluate"], "llmcond extract --model"),
         (["similarity", "a", "b", "--condition", "c"], "llmcond extract --model"),
-        (["embed", "x.csv", "--out", "x.txt"], ".parquet or .npy"),
+        (["embed", "x.csv", "--out", "x.npy"], "x.csv does not exist"),
+        (["evaluate", "--data", "x.csv"], "x.csv does not exist"),
     ],
 )
 def test_wrong_arguments_are_one_clear_line(capsys, arguments, expected):
@@ -502,6 +524,7 @@ def test_fits_that_cannot_be(capsys, own_run, arguments, expected):
         (["similarity", "a", "b", "--condition", " "], "condition at position 0 is empty"),
         (["similarity", "a", "b", "--condition", "c", "--head", "p", "--prompt", "q"], "not q"),
         (["embed", "texts.csv", "--out", "v.npy"], "no column 'condition'"),
+        (["embed", "texts.csv", "--out", "x.txt"], ".parquet or .npy"),
         (["embed", "texts.csv", "--out", "no/v.npy", "--sentence", "x"], "no column 'x'"),
         (
             ["embed", "t.parquet", "--out", "t.parquet", "--condition-text", "c"],

@@ -1,0 +1,104 @@
+"""Off a terminal, long work says how far it is every half minute."""
+
+import logging
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from llmcond.progress import ExtractionBar, FitBar, TrainBar
+from llmcond.runs.trials import _completed
+
+
+class Clock:
+    """A clock that goes on as told."""
+
+    now = 1_000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+class Kept(logging.Handler):
+    """Keeps messages, and calls something at each."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines, self.then = [], lambda: None
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+        self.then()
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    handler, logger = Kept(), logging.getLogger("llmcond")
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    monkeypatch.setattr(logger, "handlers", [handler])
+    logger.manager._clear_cache()
+    return handler
+
+
+@pytest.fixture
+def lines(kept):
+    return kept.lines
+
+
+def test_an_extraction(clock, lines):
+    with ExtractionBar(clock) as bar:
+        bar.start(1_000, 50_000)
+        for _ in range(9):
+            clock.now += 10
+            bar.advance(100, 5_000, 1_200)
+    assert len(lines) == 3
+    assert lines[0] == "encoding: 300/1,000 inputs, 120 tokens/s, about 1 min left"
+    assert lines[2].startswith("encoding: 900/1,000 inputs, 120 tokens/s, about 10 s left")
+
+
+def test_an_extraction_of_nobody_knows_how_much(clock, lines):
+    with ExtractionBar(clock) as bar:
+        bar.start(None, None)
+        clock.now += 31
+        bar.advance(100, 5_000, 3_100)
+    assert lines == ["encoding: 100/? inputs, 100 tokens/s"]
+
+
+def test_a_fit_and_a_training(clock, lines):
+    with FitBar(clock) as bar:
+        for epoch in range(1, 5):
+            clock.now += 20
+            bar.on_epoch(epoch, 100, 0.5)
+    assert lines == [
+        "fitting: epoch 2 of 100, dev Spearman 50.0, about 33 min left",
+        "fitting: epoch 4 of 100, dev Spearman 50.0, about 32 min left",
+    ]
+    lines.clear()
+    with TrainBar(clock) as bar:
+        for step in range(1, 8):
+            clock.now += 7
+            bar.on_step(SimpleNamespace(step=step, curve=(), best_score=0.25), 9, 0.125)
+    assert lines == ["training: step 5 of 9, loss 0.1250, best dev 25.0, about 28 s left"]
+
+
+def test_what_is_quick_says_nothing(clock, lines):
+    with FitBar(clock) as bar:
+        for epoch in range(1, 29):
+            clock.now += 1
+            bar.on_epoch(epoch, 28, 0.5)
+    assert lines == []
+
+
+def test_fits_of_several_processes(kept):
+    futures = [Future() for _ in range(3)]
+    futures[1].set_result("b")
+    # The others are done once it was said that they are not.
+    kept.then = lambda: [future.set_result("a") for future in futures[::2]]
+    done = [future.result() for future in _completed(futures, seconds=0)]
+    assert sorted(done) == ["a", "a", "b"]
+    assert kept.lines == ["fitting: 1 of 3 fits are done"]
