@@ -124,6 +124,7 @@ class FeatureStore:
         """Return what ``attempt`` reads, also where the files it reads from are being merged."""
         # Merging removes old files, perhaps those of the version that is read. The newest version
         # has the same rows in the same places; under the commit lock no files are removed.
+        attempt = _without_panic(attempt)
         with suppress(*_UNREADABLE):
             return attempt()
         with suppress(*_UNREADABLE):
@@ -341,6 +342,20 @@ def _gate(claims: Path) -> Iterator[None]:
     """
     with FileLock(claims / ".gate").acquire(poll_interval=_POLL_SECONDS):
         yield
+
+
+def _without_panic(attempt: Callable[[], _Read]) -> Callable[[], _Read]:
+    """Return what raises a ValueError where Lance's Rust code panics over a damaged file."""
+
+    def guarded() -> _Read:
+        try:
+            return attempt()
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # which cannot be imported
+                raise
+            raise ValueError(str(error)) from error
+
+    return guarded
 
 
 def _key_bytes(keys: Any) -> Any:

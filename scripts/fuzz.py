@@ -1,0 +1,491 @@
+"""Feed commands with damaged files: no traceback, no hang, no exit code but 0, 1 and 2.
+
+    python scripts/fuzz.py                                   # 2,000 inputs, minutes on two cores
+    python scripts/fuzz.py --kind run --seed 137 --count 1   # one input again
+
+An input is a small run, checkpoint, store or file of which something was changed: a value, a line,
+some bytes, or a whole file. Its kind and its seed decide what, so that each can be had again.
+Commands run in processes that take one input after the other; one that hangs is ended. A table
+counts tries and failures, and every failure is printed with its seed. Exits 1 if there are any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+import psutil
+
+from llmcond.config import bundled
+from llmcond.system import processes
+
+#: An input takes a second at most, but on a busy machine.
+LIMIT_SECONDS: Final = 60
+#: A worker's memory may grow by so much from its 20th input on.
+GROWTH: Final = 400 * 2**20
+WORKERS: Final = 2
+
+VALUES: Final[Sequence[Any]] = (
+    None, True, False, 0, -1, 1, 3, 10**9, 10**30, -0.5, 1e308, float("nan"), "", "x", "3", ".",
+    "../..", "/", "\0", "\x1b[31m", "\u202e", "\ud800", "é" * 300, "{", "{sentence}", [], [[]],
+    [None], ["x"], [1, 2], {}, {"x": {}}, {"": None},
+)  # fmt: skip
+TEXTS: Final = (
+    "", " ", '"', "'", ",", "\t", "\r", "\n", "\r\n", "\0", "\x1b", "\ufeff", "\u202e", "{", "}",
+    "{x}", "[", "]", "=", "nan", "inf", "-1", "1e999", "0", "6", "é" * 2_000, '"""', "#", "\\",
+)  # fmt: skip
+
+
+# -- what is changed ---------------------------------------------------------------------------
+
+
+def change_bytes(chance: Random, content: bytes) -> bytes:
+    """Return bytes with some flipped, cut, doubled, put in, or all gone."""
+    at, more = chance.randrange(len(content) + 1), chance.randrange(1, 64)
+    changed = bytearray(content)
+    match chance.randrange(6):
+        case 0:
+            return b""
+        case 1:
+            return content[:at]
+        case 2:
+            del changed[at : at + more]
+        case 3:
+            changed[at:at] = content[at : at + more]
+        case 4:
+            changed[at:at] = chance.choice(TEXTS).encode()
+        case _:
+            for _ in range(chance.choice((1, 8))):
+                if changed:
+                    changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
+    return bytes(changed)
+
+
+def change_line(chance: Random, text: str) -> str:
+    """Return a text with a line gone, doubled, moved, or a value of it changed."""
+    lines = text.splitlines(keepends=True)
+    at = chance.randrange(len(lines))
+    key, equals, _ = lines[at].partition("=")
+    match chance.randrange(4):
+        case 0:
+            del lines[at]
+        case 1:
+            lines.insert(chance.randrange(len(lines)), lines[at])
+        case 2 if equals:
+            lines[at] = f"{key}= {json.dumps(chance.choice(VALUES))}\n"
+        case _:
+            place = chance.randrange(len(lines[at]) + 1)
+            lines[at] = lines[at][:place] + chance.choice(TEXTS) + lines[at][place:]
+    return "".join(lines)
+
+
+def change_json(chance: Random, text: str) -> str:
+    """Return JSON with a value at any depth changed or gone."""
+    try:
+        record = json.loads(text)
+    except ValueError:  # it was changed before
+        return text[: len(text) // 2]
+    places = list(_places(record))
+    if not places:
+        return json.dumps(chance.choice(VALUES))
+    # Not all of a vocabulary or a curve, which are most of what is there.
+    parent, key = chance.choice(places[:40] if chance.random() < 0.7 else places)
+    if chance.random() < 0.3:
+        del parent[key]
+    else:
+        parent[key] = chance.choice(VALUES)
+    return json.dumps(record)
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    level = [value]
+    while level:
+        own = [
+            (one, k) for one in level for k in (one if isinstance(one, dict) else range(len(one)))
+        ]
+        yield from own
+        level = [one[k] for one, k in own if isinstance(one[k], dict | list)]
+
+
+def change_file(chance: Random, path: Path) -> None:
+    """Change a file, or put something else in its place."""
+    drawn = chance.random()
+    if drawn < 0.08:
+        path.unlink()
+        other: Sequence[Callable[[], Any]] = (
+            lambda: None,
+            path.mkdir,
+            lambda: path.symlink_to(path.name),
+            lambda: path.symlink_to("nowhere"),
+        )
+        chance.choice(other)()
+    elif path.suffix == ".json" and drawn < 0.8:
+        path.write_text(change_json(chance, path.read_text("utf-8")), "utf-8")
+    elif path.suffix == ".toml" and drawn < 0.8:
+        text = change_line(chance, path.read_text("utf-8"))
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    else:
+        path.write_bytes(change_bytes(chance, path.read_bytes()))
+
+
+def change_below(chance: Random, folder: Path, pattern: str = "*") -> None:
+    """Change one or two files below a folder, each kind of file about as often."""
+    for _ in range(chance.choice((1, 1, 2))):
+        found = sorted(path for path in folder.rglob(pattern) if path.is_file())
+        kinds = sorted({path.suffix for path in found})
+        if kinds:
+            kind = chance.choice(kinds)
+            change_file(chance, chance.choice([path for path in found if path.suffix == kind]))
+
+
+# -- inputs, by kind ---------------------------------------------------------------------------
+
+HEADER: Final = ("sentence1", "sentence2", "condition", "label")
+ROWS: Final = [
+    (f"two men play {i}", f"children read {i}", ("the place", "the mood")[k], 1 + (i + 2 * k) % 5)
+    for i in range(12)
+    for k in range(2)
+]
+
+
+@dataclass(frozen=True)
+class Base:
+    """The folder of what inputs are made of: ``run``, ``model`` and ``rows.csv``."""
+
+    folder: Path
+
+    def copy(self, name: str, into: Path) -> Path:
+        """Return a copy of one of them."""
+        source, target = self.folder / name, into / name
+        shutil.copytree(source, target) if source.is_dir() else shutil.copyfile(source, target)
+        return target
+
+
+def make_base(folder: Path) -> None:
+    """Make a tiny checkpoint, and a run of it with heads, a sweep and a comparison."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    from llmcond.cli import run
+
+    torch.manual_seed(0)
+    words = ["[PAD]", "[UNK]", *"two men play children read the place mood".split()]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    size: Any = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    config = BertConfig(
+        vocab_size=len(words), num_hidden_layers=2, max_position_embeddings=64, **size
+    )
+    BertModel(config, add_pooling_layer=False).save_pretrained(folder / "model")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", model_max_length=32
+    )
+    fast.save_pretrained(folder / "model")
+    (folder / "model" / "1_Pooling").mkdir()
+    (folder / "model" / "1_Pooling" / "config.json").write_text(
+        '{"word_embedding_dimension": 32, "pooling_mode_mean_tokens": true}'
+    )
+    kinds = (("", "Transformer"), ("1_Pooling", "Pooling"))
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(kinds)
+    ]
+    (folder / "model" / "modules.json").write_text(json.dumps(modules))
+    write_csv(folder / "rows.csv", [HEADER, *ROWS])
+    for name in ("linear", "hypernet", "pca"):
+        text = (bundled("heads") / f"{name}.toml").read_text("utf-8")
+        lines = ("epochs = 2" if s.startswith("epochs") else s for s in text.splitlines())
+        (folder / f"{name}.toml").write_text("\n".join(lines) + "\n", "utf-8")
+    own = ["--run", str(folder / "run")]
+    model = ["--model", str(folder / "model")]
+    data = ["--data", str(folder / "rows.csv"), "--prompt", "concat-sent-cond", "separate"]
+    linear = ["--head", str(folder / "linear.toml")]
+    one = ["--prompt", "concat-sent-cond", *own]
+    for command in (
+        ["extract", *model, *data, *own],
+        ["fit-head", *linear, *one],
+        ["fit-head", "--head", "pca", "--dim", "2", *one],
+        ["sweep", *linear, "--seeds", "2", "--workers", "1", *one],
+    ):
+        said = io.StringIO()
+        with redirect_stdout(said), redirect_stderr(said):
+            code = run(command)
+        if code:
+            raise SystemExit(f"fuzz: nothing was tried: {said.getvalue()}")
+
+
+def write_csv(path: Path, rows: Sequence[Sequence[Any]]) -> None:
+    """Write rows as CSV."""
+    out = io.StringIO()
+    csv.writer(out).writerows(rows)
+    path.write_bytes(out.getvalue().encode("utf-8", "surrogatepass"))
+
+
+def data_input(chance: Random, base: Base, work: Path) -> list[str]:
+    """Return a command that reads a changed data file."""
+    rows: list[list[Any]] = [list(HEADER), *(list(row) for row in ROWS)]
+    for _ in range(chance.randrange(4)):
+        row = chance.choice((rows[0], chance.choice(rows)))
+        row[chance.randrange(4)] = chance.choice((*VALUES, *TEXTS))
+    path = work / f"rows{chance.choice(('.csv', '.tsv', '.jsonl', '.parquet'))}"
+    if path.suffix == ".jsonl":
+        names = [str(name) for name in rows[0]]
+        lines = (json.dumps(dict(zip(names, row, strict=True))) for row in rows[1:])
+        path.write_text("\n".join(lines))
+    elif path.suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        plain = [[str(value).encode("utf-8", "replace").decode() for value in row] for row in rows]
+        columns = [pa.array(column) for column in zip(*plain[1:], strict=True)]
+        if chance.random() < 0.5:
+            odd = (pa.int64(), pa.float32(), pa.duration("ns"), pa.date32(), pa.bool_())
+            at = chance.randrange(4)
+            columns[at] = pa.array([chance.choice((None, 1, 0)) for _ in ROWS]).cast(
+                chance.choice(odd[:2])
+            )
+            columns.append(pa.nulls(len(ROWS)))
+            plain[0].append("more")
+        pq.write_table(pa.table(columns, [str(name) for name in plain[0]]), path)
+    else:
+        write_csv(path, rows)
+    if chance.random() < 0.5:
+        path.write_bytes(change_bytes(chance, path.read_bytes()))
+    run, embedded = str(base.folder / "run"), str(work / "v.npy")
+    return chance.choice(
+        [
+            ["prompts", "show", "pair-cond", "--data", str(path)],
+            ["extract", "--model", str(base.folder / "model"), "--data", str(path)],
+            ["evaluate", "--data", str(path), "--run", str(base.copy("run", work))],
+            ["embed", str(path), "--sentence", "sentence1", "--out", embedded, "--run", run],
+        ]
+    )
+
+
+def template_input(chance: Random, base: Base, work: Path) -> list[str]:
+    """Return a command that reads a changed template."""
+    path = work / "mine.toml"
+    shutil.copyfile(chance.choice(sorted(bundled("prompts").glob("*.toml"))), path)
+    change_file(chance, path)
+    data = ["--data", str(base.folder / "rows.csv")]
+    if chance.random() < 0.7:
+        return ["prompts", "show", str(path), *data]
+    return ["extract", "--model", str(base.folder / "model"), "--prompt", str(path), *data]
+
+
+def recipe_input(chance: Random, base: Base, work: Path) -> list[str]:
+    """Return a command that fits a changed recipe."""
+    path = base.copy(chance.choice(("linear.toml", "hypernet.toml", "pca.toml")), work)
+    change_file(chance, path)
+    prompts = ["--prompt", chance.choice(("concat-sent-cond", "concat-sent-cond+separate"))]
+    return ["fit-head", "--head", str(path), *prompts, "--run", str(base.copy("run", work))]
+
+
+def run_commands(base: Base, run: Path) -> list[list[str]]:
+    """Return commands that use a run."""
+    linear = ["--head", str(base.folder / "linear.toml"), "--prompt", "concat-sent-cond"]
+    own = ["--run", str(run)]
+    return [
+        ["evaluate", *own],
+        ["evaluate", "--head", "linear", "--predictions", str(run / "p.csv"), *own],
+        ["fit-head", *linear, *own],
+        ["sweep", *linear, "--seeds", "2", "--workers", "1", *own],
+        ["analyse", "--what", "isotropy", "conditions", "examples", *own],
+        ["similarity", "two men", "children", "--condition", "the mood", *own],
+        ["extract", "--model", str(base.folder / "model"), *own],
+    ]
+
+
+def run_input(chance: Random, base: Base, work: Path) -> list[str]:
+    """Return a command on a run whose records were changed."""
+    run = base.copy("run", work)
+    part = chance.choice((run, run / "heads", run / "sweep"))
+    change_below(chance, part, chance.choice(("*.json", "*")))
+    return chance.choice(run_commands(base, run))
+
+
+def store_input(chance: Random, base: Base, work: Path) -> list[str]:
+    """Return a command on a run whose feature store was changed."""
+    run = base.copy("run", work)
+    change_below(chance, run / "features")
+    return chance.choice(run_commands(base, run))
+
+
+def checkpoint_input(chance: Random, base: Base, work: Path) -> list[str]:
+    """Return a command on a changed checkpoint."""
+    model = base.copy("model", work)
+    change_below(chance, model)
+    if chance.random() < 0.4:
+        return ["models", "--check", str(model)]
+    return ["extract", "--model", str(model), "--data", str(base.folder / "rows.csv")]
+
+
+KINDS: Final[dict[str, Callable[[Random, Base, Path], list[str]]]] = {
+    "data": data_input,
+    "template": template_input,
+    "recipe": recipe_input,
+    "run": run_input,
+    "checkpoint": checkpoint_input,
+    "store": store_input,
+}
+
+
+# -- running them ------------------------------------------------------------------------------
+
+
+def try_one(kind: str, seed: int, base: Base) -> str:
+    """Make an input and run its command; return what is wrong with how it ended, if anything."""
+    from llmcond.cli import run
+
+    err, before = io.StringIO(), Path.cwd()
+    with tempfile.TemporaryDirectory(dir=base.folder) as work:
+        command = KINDS[kind](Random(f"{kind} {seed}"), base, Path(work))
+        os.chdir(work)
+        try:
+            with redirect_stdout(io.StringIO()), redirect_stderr(err):
+                code = run(command)
+        except BaseException as error:
+            place = error.__traceback__
+            while place is not None and place.tb_next is not None:
+                place = place.tb_next
+            where = f"{place.tb_frame.f_code.co_filename}:{place.tb_lineno}" if place else ""
+            return f"{' '.join(command[:2])}: {type(error).__name__}: {error} ({where})"
+        finally:
+            os.chdir(before)
+    said = err.getvalue()
+    if code not in (0, 1, 2):
+        return f"{' '.join(command[:2])}: exit code {code}"
+    if "Traceback" in said or (code and said.count("llmcond: error: ") != 1):
+        return f"{' '.join(command[:2])}: {said[-300:]}"
+    return ""
+
+
+def work(pipe: Connection, folder: Path) -> None:
+    """Try inputs as they come, and answer with what is wrong and the memory in use."""
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    base, own = Base(folder), psutil.Process()
+    while True:
+        asked = pipe.recv()
+        if asked is None:
+            return
+        kind, seed = asked
+        pipe.send((try_one(kind, seed, base), own.memory_info().rss))
+
+
+class Worker:
+    """A process that tries inputs; a new one takes the place of one that hangs or dies."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._start()
+
+    def _start(self) -> None:
+        context = processes("llmcond.encoders.encoder", "llmcond.heads")
+        self.pipe, other = context.Pipe()
+        self._process = context.Process(target=work, args=(other, self._folder), daemon=True)
+        self._process.start()
+        other.close()
+        self._memory: list[int] = []
+
+    def give(self, kind: str, seed: int) -> None:
+        """Let it try an input."""
+        self.asked, self.until = (kind, seed), time.monotonic() + LIMIT_SECONDS
+        self.pipe.send(self.asked)
+
+    def answer(self) -> str | None:
+        """Return what is wrong with the input, or nothing; None while it is being tried."""
+        if self.pipe.poll():
+            try:
+                wrong, memory = self.pipe.recv()
+            except EOFError:
+                self._process.join()
+                code = self._process.exitcode
+                self._start()
+                return f"the process died ({code})"
+            self._memory.append(memory)
+            if len(self._memory) > 20 and memory - self._memory[19] > GROWTH:
+                self._memory = [memory] * 20
+                return str(wrong or f"memory has grown to {memory / 2**20:,.0f} MiB")
+            return str(wrong)
+        if time.monotonic() > self.until:
+            self._process.kill()
+            self._process.join()
+            self._start()
+            return f"no end after {LIMIT_SECONDS} s"
+        return None
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join()
+
+
+def fuzz(inputs: Sequence[tuple[str, int]], folder: Path) -> list[tuple[str, int, str]]:
+    """Try inputs, given by kind and seed; return those that failed, and how."""
+    make_base(folder)
+    failed: list[tuple[str, int, str]] = []
+    waiting, idle = list(reversed(inputs)), [Worker(folder) for _ in range(WORKERS)]
+    everyone, busy = list(idle), list[Worker]()
+    try:
+        while waiting or busy:
+            while waiting and idle:
+                busy.append(idle.pop())
+                busy[-1].give(*waiting.pop())
+            wait([worker.pipe for worker in busy], timeout=1)
+            for worker in list(busy):
+                wrong = worker.answer()
+                if wrong is None:
+                    continue
+                if wrong:
+                    failed.append((*worker.asked, wrong))
+                busy.remove(worker)
+                idle.append(worker)
+    finally:
+        for worker in everyone:
+            worker.end()
+    return sorted(failed)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--count", type=int, default=2_000, help="inputs, of all kinds together")
+    parser.add_argument("--seed", type=int, default=0, help="of the first input of each kind")
+    parser.add_argument("--kind", choices=KINDS, help="only this one")
+    given = parser.parse_args(arguments)
+    kinds = [given.kind] if given.kind else list(KINDS)
+    inputs = [(kinds[i % len(kinds)], given.seed + i // len(kinds)) for i in range(given.count)]
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="llmcond-fuzz-") as folder:
+        failed = fuzz(inputs, Path(folder))
+    tries, failures = Counter(k for k, _ in inputs), Counter(k for k, *_ in failed)
+    print("| kind | tries | failures |\n|---|---|---|")
+    for kind in kinds:
+        print(f"| {kind} | {tries[kind]:,} | {failures[kind]:,} |")
+    print(f"\n{len(inputs):,} inputs in {time.monotonic() - began:.0f} s")
+    for kind, seed, wrong in failed:
+        print(f"--kind {kind} --seed {seed} --count 1: {' '.join(wrong.split())}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
