@@ -96,7 +96,7 @@ def open_source(given: Any) -> Source:
     try:
         filesystem, path = fsspec.core.url_to_fs(name)
         info = filesystem.info(path)
-        if info["type"] == "file":
+        if info["type"] != "directory":
             if _suffix(path) not in SUFFIXES:
                 raise UserError(f"{name} is not one of {', '.join(SUFFIXES)}.")
             return Source(name, filesystem, [path], None)
@@ -184,7 +184,7 @@ def read_records(source: Source, file: str, columns: Sequence[str]) -> Iterator[
     name, empty = PurePosixPath(file).name, True
     reader = {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(_suffix(file), _read_csv)
     try:
-        with source.filesystem.open(file, "rb") as stream:
+        with _open(source, file) as stream:
             for record in reader(stream, name, columns):
                 empty = False
                 yield record
@@ -201,6 +201,13 @@ def read_records(source: Source, file: str, columns: Sequence[str]) -> Iterator[
         raise _unreachable(name, error) from error
     if empty:
         raise UserError(f"{name} is empty: it has no rows.")
+
+
+def _open(source: Source, file: str) -> Any:
+    if "file" in source.filesystem.protocol and not source.filesystem.isfile(file):
+        # /dev/random, to which a link may lead, has no end.
+        raise UserError(f"{file} is no regular file.")
+    return source.filesystem.open(file, "rb")
 
 
 def _read_memory(table: Any, columns: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -268,6 +268,15 @@ def test_a_parquet_file_damaged_anywhere_is_never_a_crash(tmp_path: Path):
     assert all("rows.parquet" in message for message in refused)
 
 
+@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl", "rows.parquet", "split/train.csv"])
+def test_what_is_no_regular_file_is_not_read(tmp_path: Path, name: str):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to("/dev/null")  # /dev/random has no end
+    with pytest.raises(UserError, match=f"{name} is no regular file"):
+        read_dataset(str(path if path.parent == tmp_path else path.parent))
+
+
 UNRELATED = {
     "took": pa.array([1_500_000_001], pa.duration("ns")),
     "long ago": pa.array([-(2**62)], pa.timestamp("us")),

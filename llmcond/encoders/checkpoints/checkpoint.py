@@ -34,7 +34,8 @@ WEIGHT_FILES = (*_WEIGHTS, *_OLD_WEIGHTS)
 _WEIGHT_NAMES = ("model.safetensors", "pytorch_model.bin")
 _SETTINGS = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.txt", "vocab.json", "merges.txt", "*.model",
+    "added_tokens.json", "vocab.txt", "vocab.json", "merges.txt", "*.model", "bpe.codes",
+    "dict.txt", "emoji.json", "word_shape.json", "word_pronunciation.json",
 )  # fmt: skip
 #: What lies beside the weights in a checkpoint's own folder.
 SETTINGS = (

@@ -903,6 +903,13 @@ def test_dense_layers_in_use_and_their_order_change_the_fingerprint(folder):
     assert len(fingerprints) == 4
 
 
+@pytest.mark.parametrize("name", ["bpe.codes", "dict.txt", "emoji.json", "word_shape.json"])
+def test_files_of_rarer_tokenizers_change_the_fingerprint(folder, name):
+    original = settle(folder).identity.fingerprint
+    (folder / name).write_text("{}")
+    assert settle(folder).identity.fingerprint != original
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
 def test_a_changed_setting_changes_the_fingerprint(folder, name):
     original = settle(folder).identity.fingerprint
