@@ -222,6 +222,7 @@ def inject(network: Any, folder: Path, name: str) -> tuple[Any, dict[str, Any]]:
     record, tensors = read_lora(folder, name), _read(folder, name)
     root, kind = _root(network, tensors), network.config.model_type
     try:
+        _check_ranks(record, tensors, name)
         config = _lora_config(record, name, root)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is wrong is told below
@@ -295,6 +296,17 @@ def _root(network: Any, names: Iterable[str]) -> Any:
     for bits in ("is_loaded_in_8bit", "is_loaded_in_4bit"):
         setattr(root, bits, getattr(network, bits, False))
     return root
+
+
+def _check_ranks(record: Mapping[str, Any], tensors: Mapping[str, Any], name: str) -> None:
+    """Refuse ranks that no tensor has, before there is memory for layers of them."""
+    largest = max((size for value in tensors.values() for size in value.shape), default=0)
+    ranks = [record.get("r"), *(record.get("rank_pattern") or {}).values()]
+    for rank in (rank for rank in ranks if isinstance(rank, int) and rank > largest):
+        raise UserError(
+            f"{CONFIG} of {name} has a rank of {rank:,}, and its tensors have at most {largest:,} "
+            "rows: they do not belong together. Copy both anew."
+        )
 
 
 def _lora_config(record: Mapping[str, Any], name: str, root: Any) -> Any:

@@ -648,6 +648,14 @@ def test_adapter_of_another_architecture_names_the_layers_there_are(bert, tiny_c
     assert "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj" in message
 
 
+@pytest.mark.parametrize("config", [{"r": 10**7}, {"rank_pattern": {"query": 10**12}}])
+def test_ranks_that_no_tensor_has_take_no_memory(bert, config):
+    _, folder = bert
+    checkpoints.change_json(folder / CONFIG, **config)
+    with pytest.raises(UserError, match=r"has a rank of 10?,000,.*tensors have at most 32"):
+        load(folder)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_weights_in_8_bit_are_added_as_they_are(bert, dtype):
     _, folder = bert
