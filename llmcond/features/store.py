@@ -109,6 +109,10 @@ class FeatureStore:
             if newer:
                 self._adopt(lance.dataset(self._uri))
 
+    def _anew(self, attempt: Callable[[], _Read]) -> _Read:
+        self._catch_up()
+        return attempt()
+
     def _adopt(self, dataset: Any) -> None:
         """Go on with a version that is not older than the one known."""
         with self._known:
@@ -124,16 +128,14 @@ class FeatureStore:
         """Return what ``attempt`` reads, also where the files it reads from are being merged."""
         # Merging removes old files, perhaps those of the version that is read. The newest version
         # has the same rows in the same places; under the commit lock no files are removed.
-        attempt = _without_panic(attempt)
+        first, again = _without_panic(attempt), _without_panic(lambda: self._anew(attempt))
         with suppress(*_UNREADABLE):
-            return attempt()
+            return first()
         with suppress(*_UNREADABLE):
-            self._catch_up()
-            return attempt()
+            return again()
         try:
             with self._committing():
-                self._catch_up()
-                return attempt()
+                return again()
         except _UNREADABLE as error:
             if is_disk_full(error) or isinstance(error, PermissionError):
                 raise

@@ -119,6 +119,14 @@ def test_a_damaged_store_says_what_to_delete(capsys, own):
         open_run(own).store()
 
 
+def test_a_damaged_manifest_of_the_store_over_which_lance_panics(capsys, own):
+    (store,) = own.glob("features/*")
+    for file in store.glob("vectors.lance/_versions/*.manifest"):
+        content = file.read_bytes()
+        file.write_bytes(content[:40] + content[80:])
+    assert "cannot be read" in told(capsys, "evaluate", "--run", own)
+
+
 def test_a_damaged_fit_of_a_sweep_is_made_again(capsys, own):
     arguments = ("sweep", "--run", own, "--head", "linear", "--set", "epochs=1", "--seeds", "2")
     arguments = (*arguments, "--workers", "1")
