@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from llmcond.commands.base import verb
-from llmcond.commands.shared import WithHead, check_source
+from llmcond.commands.shared import FILES, WithHead, check_source
 from llmcond.options import option
 
 if TYPE_CHECKING:
@@ -22,11 +23,14 @@ class Embed(WithHead):
         "llmcond embed texts.csv --out vectors.parquet --condition-text 'the activity'"
     )
 
-    source: str = option(flag="", metavar="SRC", help="a .csv, .tsv, .jsonl or .parquet file")
+    source: str = option(flag="", metavar="SRC", help=FILES)
     out: Path = option(metavar="FILE", help=".parquet or .npy")
     sentence: str = option("sentence", metavar="COL", help="column of the sentences")
     condition: str | None = option(
         None, metavar="COL", help="column of the conditions (default: condition)"
+    )
+    keep: Sequence[str] = option(
+        (), metavar="COL", help="further columns to write to a .parquet file, such as an id"
     )
     condition_text: str | None = option(
         None, metavar="TEXT", help="one condition for every row, instead of a column"

@@ -16,8 +16,9 @@ from llmcond.options import option
 if TYPE_CHECKING:
     from llmcond.data.datasets import DataOptions
 
+FILES = "a .csv, .tsv, .json, .jsonl or .parquet file, text also as .gz"
 SOURCE = (
-    "a .csv, .tsv, .jsonl or .parquet file, a folder with train, dev and test files, or "
+    f"{FILES}, a folder with train, dev and test files, or "
     "hf://datasets/OWNER/NAME (from Python also a pandas or Arrow table, or a list of dicts)"
 )
 

@@ -310,20 +310,25 @@ class Problems:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Sentences with their conditions, for embedding, from a file of that name."""
+    """Sentences with their conditions, for embedding, and further columns, from a file so named."""
 
     sentences: list[str]
     conditions: list[str]
     file: str
+    kept: Mapping[str, list[Any]] = field(default_factory=dict)
 
 
 def read_texts(
-    source: str, sentence: str, condition: str | None = None, condition_text: str | None = None
+    source: str,
+    sentence: str,
+    condition: str | None = None,
+    condition_text: str | None = None,
+    keep: Sequence[str] = (),
 ) -> Texts:
     """Read a column of sentences with their conditions from one file.
 
     The conditions are in a column, by default the one called condition, or ``condition_text`` is
-    that of every sentence.
+    that of every sentence. Columns to ``keep`` are read as they are.
 
     Raises:
         UserError: a folder, a missing column, an empty file or an empty text.
@@ -344,12 +349,14 @@ def read_texts(
             "--condition COLUMN, or give one condition for every row: --condition-text "
             f"{column!r}"
         )
-    texts = Texts([], [], Path(file).name)
+    texts = Texts([], [], Path(file).name, {name: [] for name in keep})
     problems = Problems(texts.file)
-    wanted = [sentence, column] if condition_text is None else [sentence]
+    wanted = [sentence, *([column] if condition_text is None else []), *keep]
     for number, record in enumerate(read_records(opened, file, wanted), 1):
         texts.sentences.append(problems.text(number, sentence, record[sentence]))
         given = record[column] if condition_text is None else condition_text
         texts.conditions.append(problems.text(number, column, given))
+        for name, values in texts.kept.items():
+            values.append(record[name])
     problems.raise_if_any()
     return texts

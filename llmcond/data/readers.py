@@ -1,13 +1,18 @@
-"""Tables on disk or on the hub, as records: CSV, TSV, JSONL and Parquet, all strictly UTF-8."""
+"""Tables on disk or on the hub, as records: CSV, TSV, JSON, JSONL and Parquet; text also gzipped.
+
+Text is UTF-8, or UTF-16 with a byte order mark.
+"""
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
 import os
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -15,7 +20,9 @@ from typing import IO, Any
 
 from llmcond.errors import LlmcondError, UserError, brief, did_you_mean, first_line, listed
 
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
+SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
+#: Of .csv files; the first that gives a header with the columns needed.
+_DELIMITERS = (",", ";", "\t", "|")
 _SPLIT_NAMES = {
     "train": "train",
     "dev": "dev",
@@ -98,13 +105,13 @@ def open_source(given: Any) -> Source:
         info = filesystem.info(path)
         if info["type"] != "directory":
             if _suffix(path) not in SUFFIXES:
-                raise UserError(f"{name} is not one of {', '.join(SUFFIXES)}.")
+                raise UserError(f"{name} is not one of {', '.join(SUFFIXES)}, or one of them .gz.")
             return Source(name, filesystem, [path], None)
         listed = sorted(str(found) for found in filesystem.find(path, maxdepth=2))
     except FileNotFoundError as error:
         raise UserError(
-            f"{name} does not exist. Expected a .csv, .tsv, .jsonl or .parquet file, a folder "
-            "with train, dev and test files, or hf://datasets/OWNER/NAME."
+            f"{name} does not exist. Expected a .csv, .tsv, .json, .jsonl or .parquet file, a "
+            "folder with train, dev and test files, or hf://datasets/OWNER/NAME."
         ) from error
     except (ValueError, ImportError) as error:
         raise UserError(f"{name} cannot be opened: {error}") from error
@@ -144,7 +151,7 @@ def has_column(source: Source, file: str, column: str) -> bool:
 
 
 def _suffix(path: str) -> str:
-    return PurePosixPath(path).suffix.lower()
+    return PurePosixPath(path.lower().removesuffix(".gz")).suffix
 
 
 def _splits(name: str, paths: Sequence[str]) -> dict[str, list[str]]:
@@ -182,7 +189,8 @@ def read_records(source: Source, file: str, columns: Sequence[str]) -> Iterator[
         yield from _read_memory(source.tables[file], columns)
         return
     name, empty = PurePosixPath(file).name, True
-    reader = {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(_suffix(file), _read_csv)
+    readers = {".json": _read_json, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    reader = readers.get(_suffix(file), _read_csv)
     try:
         with _open(source, file) as stream:
             for record in reader(stream, name, columns):
@@ -193,7 +201,7 @@ def read_records(source: Source, file: str, columns: Sequence[str]) -> Iterator[
             f"{name} is not UTF-8: byte 0x{error.object[error.start]:02x} cannot be read. Convert "
             f"it first, for example: iconv -f ISO-8859-1 -t UTF-8 {name}"
         ) from error
-    except OSError as error:
+    except (EOFError, OSError, zlib.error) as error:
         raise LlmcondError(f"{name} cannot be read: {error}") from error
     except Exception as error:
         if isinstance(error, LlmcondError) or not source.name.startswith("hf://"):
@@ -207,7 +215,15 @@ def _open(source: Source, file: str) -> Any:
     if "file" in source.filesystem.protocol and not source.filesystem.isfile(file):
         # /dev/random, to which a link may lead, has no end.
         raise UserError(f"{file} is no regular file.")
-    return source.filesystem.open(file, "rb")
+    compression = "gzip" if file.lower().endswith(".gz") else None
+    return source.filesystem.open(file, "rb", compression=compression)
+
+
+def _text(stream: IO[bytes], newline: str | None = None) -> IO[str]:
+    start = stream.read(2)
+    stream.seek(0)
+    utf_16 = start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return io.TextIOWrapper(stream, "utf-16" if utf_16 else "utf-8-sig", newline=newline)
 
 
 def _read_memory(table: Any, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -242,11 +258,10 @@ def _check_columns(name: str, got: Sequence[str], columns: Sequence[str]) -> Non
 
 def _read_csv(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-    reader = csv.DictReader(
-        text, delimiter="\t" if name.lower().endswith(".tsv") else ",", strict=True
-    )
+    text, reader = _text(stream, newline=""), None
     try:
+        delimiter = "\t" if _suffix(name) == ".tsv" else _delimiter(text, columns)
+        reader = csv.DictReader(text, delimiter=delimiter, strict=True)
         header = reader.fieldnames
         if not header:
             return
@@ -262,22 +277,49 @@ def _read_csv(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator[
             yield record
     except csv.Error as error:
         # The reader itself counts further than DictReader does when it fails.
-        line = reader.reader.line_num
+        line = reader.reader.line_num if reader else 1
         raise UserError(f"{name} line {line} is malformed: {error}.") from error
 
 
+def _delimiter(text: IO[str], columns: Sequence[str]) -> str:
+    """Return what stands between the fields of a header with the columns; a comma if nothing."""
+    header = text.readline()
+    text.seek(0)
+    for delimiter in _DELIMITERS:
+        if set(columns) <= set(next(csv.reader([header], delimiter=delimiter), ())):
+            return delimiter
+    return _DELIMITERS[0]
+
+
+def _read_json(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    try:
+        records = json.load(_text(stream))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise
+        raise UserError(f"{name} is not JSON: {error}.") from error
+    if not isinstance(records, list):
+        raise UserError(f"{name} holds a {type(records).__name__}, not a list of objects.")
+    for number, record in enumerate(records, 1):
+        yield _checked(record, f"{name} item {number}", columns)
+
+
+def _checked(record: Any, where: str, columns: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(record, dict):
+        raise UserError(f"{where} holds a {type(record).__name__}, not an object.")
+    _check_columns(where, list(record), columns)
+    return record
+
+
 def _read_jsonl(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(io.TextIOWrapper(stream, encoding="utf-8-sig"), 1):
+    for number, line in enumerate(_text(stream), 1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{name} line {number} is not JSON: {error}.") from error
-        if not isinstance(record, dict):
-            raise UserError(f"{name} line {number} holds a {type(record).__name__}, not an object.")
-        _check_columns(f"{name} line {number}", list(record), columns)
-        yield record
+        yield _checked(record, f"{name} line {number}", columns)
 
 
 def _read_parquet(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -18,14 +18,17 @@ _SHARE = 0.95
 def unfamiliar(run: Run, embedder: Embedder, conditions: Sequence[str]) -> dict[str, str]:
     """Return conditions unlike those of training, each with the nearest of these.
 
-    Near is the cosine of e(c), the encoder's own vectors, which the run must hold: where it does
-    not, or the head's prompts do not encode conditions alone, none is called unfamiliar.
+    Near is the cosine of e(c), the encoder's own vectors. The run must hold them and its rows, as
+    one that was pushed does not: without them, or where the head's prompts do not encode
+    conditions alone, none is called unfamiliar.
     """
     prompt = next((one for one in embedder.view.prompts if one.of_condition), None)
+    if embedder.head is None or prompt is None or not run.has_rows:
+        return {}
     rows = run.rows("train")
     own = {rows.condition[i]: None for i in np.flatnonzero(rows.rated).tolist()}
     known, asked = list(own), [text for text in dict.fromkeys(conditions) if text not in own]
-    if embedder.head is None or prompt is None or not asked or len(known) < 2:
+    if not asked or len(known) < 2:
         return {}
     inputs = [prompt.unconditional.render("", text) for text in known]
     store = run.store()

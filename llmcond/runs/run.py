@@ -190,6 +190,11 @@ class Run:
             raise UserError(f"{self.folder} has no {split} split; it has {', '.join(self.splits)}.")
         return self._rows[split]
 
+    @property
+    def has_rows(self) -> bool:
+        """Return whether its rows are there; what others were given of a run has none."""
+        return (self.folder / "rows.parquet").is_file()
+
     def default_split(self) -> str:
         """Return ``test`` if it has rated rows, else ``dev``: figures on dev chose the epoch."""
         data = self.manifest["data"]

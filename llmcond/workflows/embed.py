@@ -46,13 +46,15 @@ class Embedded:
         return {**asdict(self), "out": str(self.out)}
 
 
-def embed_file(
+def embed_file(  # noqa: PLR0913 - each is a choice of the user, by keyword
     run_folder: Path,
     source: str,
     out: Path,
+    *,
     sentence: str = "sentence",
     condition: str | None = None,
     condition_text: str | None = None,
+    keep: Sequence[str] = (),
     normalize: bool = True,
     head: str | None = None,
     prompt: str | None = None,
@@ -69,7 +71,11 @@ def embed_file(
     run = open_run(run_folder)
     chosen = choose_head(run, head, prompt)
     view = chosen.view if chosen else View((run.prompt(prompt),))
-    texts = read_texts(source, sentence, condition, condition_text)
+    taken = sorted({"sentence", "condition", "embedding"} & set(keep))
+    if keep and (taken or out.suffix != ".parquet"):
+        wrong = f"{taken[0]!r} is written anyway" if taken else f"{out} holds vectors only"
+        raise UserError(f"--keep: {wrong}. Name other columns, and a .parquet file.")
+    texts = read_texts(source, sentence, condition, condition_text, keep)
     rows = list(zip(texts.sentences, texts.conditions, strict=True))
     columns, store = view.inputs(rows), run.store_for_others()
     encoder = LazyEncoder(run.resolve_encoder(device))
@@ -106,15 +112,25 @@ def embed_file(
 
 def _write_parquet(path: Path, texts: Texts, dim: int, blocks: Iterable[Vectors]) -> None:
     text, vector, start = pa.string(), pa.list_(pa.float32(), dim), 0
-    schema = pa.schema({"sentence": text, "condition": text, "embedding": vector})
+    kept = {name: _column(values) for name, values in texts.kept.items()}
+    types = {name: column.type for name, column in kept.items()}
+    schema = pa.schema({**types, "sentence": text, "condition": text, "embedding": vector})
     with pq.ParquetWriter(path.absolute(), schema) as writer:
         for vectors in blocks:
             stop = start + len(vectors)
             flat = pa.array(np.ascontiguousarray(vectors).reshape(-1), pa.float32())
             embedding = pa.FixedSizeListArray.from_arrays(flat, dim)
-            columns = [texts.sentences[start:stop], texts.conditions[start:stop], embedding]
+            own = [column[start:stop] for column in kept.values()]
+            columns = [*own, texts.sentences[start:stop], texts.conditions[start:stop], embedding]
             writer.write_table(pa.table(columns, schema))
             start = stop
+
+
+def _column(values: Sequence[Any]) -> Any:
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, OverflowError):  # values of several types
+        return pa.array([None if value is None else str(value) for value in values])
 
 
 def _write_npy(path: Path, texts: Texts, dim: int, blocks: Iterable[Vectors]) -> None:

@@ -147,6 +147,25 @@ def test_embed_writes_rows_in_order_and_the_same_as_python(capsys, own_run, writ
     assert not np.allclose(under_mood, stored, atol=2e-3)
 
 
+def test_further_columns_are_kept_beside_embeddings(capsys, own_run, write_rows):
+    rows = [("two men", "the place", 7, "x"), ("children", "the place", 3, "")]
+    data = write_rows(rows, header="sentence,condition,id,note")
+    embed = ("embed", data, "--run", own_run, "--keep", "id", "note")
+    ok(capsys, *embed, "--out", "v.parquet")
+    table = pq.read_table("v.parquet")
+    assert table.column_names == ["id", "note", "sentence", "condition", "embedding"]
+    assert table["id"].to_pylist() == ["7", "3"]
+    assert "holds vectors only" in refused(capsys, *embed, "--out", "v.npy")
+    assert "no column 'ID'" in refused(capsys, *embed[:-2], "ID", "--out", "w.parquet")
+    assert "'sentence' is written anyway" in refused(
+        capsys, *embed[:-2], "sentence", "--out", "w.parquet"
+    )
+    odd = [{"sentence": "a", "condition": "b", "id": own} for own in (1, "z")]
+    Path("t.jsonl").write_text("\n".join(map(json.dumps, odd)))
+    ok(capsys, "embed", "t.jsonl", "--run", own_run, "--keep", "id", "--out", "u.parquet")
+    assert pq.read_table("u.parquet")["id"].to_pylist() == ["1", "z"]
+
+
 def test_embed_again_encodes_nothing(capsys, own_run, write_rows):
     data = write_rows([("two men", "the place")], header="sentence,condition")
     assert run(["embed", str(data), "--out", "a.npy", "--run", str(own_run)]) == 0
@@ -696,6 +715,7 @@ def test_an_interrupt_is_one_line(number, code, said):
         text=True,
     )
     assert process.stderr is not None
+    assert process.stderr.readline().startswith("data: the bundled sample")
     assert process.stderr.readline().startswith("minilm in ")
     process.send_signal(number)
     _, err = process.communicate(timeout=60)

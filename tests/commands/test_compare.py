@@ -228,7 +228,7 @@ def test_fits_that_fail_are_told_and_the_rest_is_compared(call, monkeypatch):
         (["--prompts", "conc"], "Did you mean"),
         (["--prompts", "glued.toml"], "the prompt glued makes the same input of"),
         (["--prompts", J, "--report", "folder.html"], "is a folder"),
-        (["--prompts", J, "--report", "page.pdf"], "name an .html file"),
+        (["--prompts", J, "--report", "page.pdf"], "name an .html or .htm file"),
     ],
 )
 def test_wrong_input_is_refused_before_anything_is_encoded(
@@ -410,4 +410,4 @@ def test_an_evaluation_is_written_as_a_page(capsys, own, write_rows):
     assert bad not in text
     capsys.readouterr()
     assert run([*evaluate, "page.txt"]) == 2
-    assert "name an .html file" in capsys.readouterr().err
+    assert "name an .html or .htm file" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from helpers.processes import Command
 
 from llmcond.cli import run
 
-CONDITION = ("--condition", "the place")
+CONDITION = ("--condition-text", "the place")
 
 
 @pytest.fixture(autouse=True)

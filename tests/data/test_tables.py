@@ -1,6 +1,7 @@
 """Tables: every format gives the same rows, every folder its splits, every fault its line."""
 
 import csv
+import gzip
 import json
 import os
 import subprocess
@@ -41,6 +42,8 @@ def write_table(path: Path, rows: list[tuple[Any, ...]]) -> str:
     if path.suffix == ".parquet":
         floats = [{**record, "label": float(record["label"])} for record in records]
         pq.write_table(pa.Table.from_pylist(floats), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(records))
     elif path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
     else:
@@ -60,7 +63,7 @@ def numbered(first: int, last: int) -> list[tuple[str, str, str, int]]:
     return [(f"a{i}", f"b{i}", "c", 1 + i % 5) for i in range(first, last)]
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet", ".CSV"])
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl", ".parquet", ".CSV"])
 def test_every_format_gives_the_same_rows(tmp_path: Path, suffix: str):
     rows = rows_of(write_table(tmp_path / f"rows{suffix}", TRICKY))
     assert columns(rows) == TRICKY
@@ -71,7 +74,32 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, suffix: str):
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, suffix: str):
     path = tmp_path / f"rows{suffix}"
     write_table(path, TRICKY)
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    content = path.read_bytes()
+    path.write_bytes(b"\xef\xbb\xbf" + content)
+    assert columns(rows_of(str(path))) == TRICKY
+    path.write_bytes(content.decode().encode("utf-16"))  # as Excel writes it
+    assert columns(rows_of(str(path))) == TRICKY
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl"])
+def test_text_may_be_compressed(tmp_path: Path, suffix: str):
+    path = tmp_path / f"rows{suffix}"
+    write_table(path, TRICKY)
+    packed = tmp_path / f"rows{suffix}.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert columns(rows_of(str(packed))) == TRICKY
+    for content in (packed.read_bytes()[:40], path.read_bytes()):
+        packed.write_bytes(content)
+        with pytest.raises(LlmcondError, match=rf"rows{suffix}.gz cannot be read"):
+            rows_of(str(packed))
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
+def test_a_csv_file_may_have_another_delimiter(tmp_path: Path, delimiter: str):
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as stream:
+        writer = csv.writer(stream, delimiter=delimiter)
+        writer.writerows([NAMES, *TRICKY])
     assert columns(rows_of(str(path))) == TRICKY
 
 
@@ -175,10 +203,10 @@ def test_one_split_of_a_folder_is_read_alone(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nowhere.csv", "does not exist. Expected a .csv, .tsv, .jsonl or .parquet file"),
-        ("rows.txt", "is not one of .csv, .tsv, .jsonl, .parquet"),
+        ("nowhere.csv", "does not exist. Expected a .csv, .tsv, .json, .jsonl or .parquet"),
+        ("rows.txt", "is not one of .csv, .tsv, .json, .jsonl, .parquet"),
         ("rows", "is not one of"),
-        ("rows.csv.gz", "is not one of"),
+        ("rows.zip", "is not one of"),
     ],
 )
 def test_a_source_that_cannot_be_read_is_a_user_error(tmp_path: Path, name: str, words: str):
@@ -224,7 +252,12 @@ def test_an_unknown_protocol_is_a_user_error():
         ("rows.csv", HEADER + b"caf\xe9,b,c,1\n", ["rows.csv is not UTF-8", "0xe9", "iconv"]),
         ("rows.tsv", b"caf\xe9\tb\n", ["rows.tsv is not UTF-8"]),
         ("rows.jsonl", LINE.replace(b"a", b"\xe9"), ["rows.jsonl is not UTF-8", "0xe9"]),
-        ("rows.csv", HEADER.decode().encode("utf-16"), ["rows.csv is not UTF-8", "0xff"]),
+        ("rows.csv", HEADER.decode().encode("utf-16-le"), ["no column 'sentence1'"]),
+        ("rows.csv", HEADER.decode().encode("utf-16")[:-1], ["rows.csv is not"]),
+        ("rows.json", b"{}", ["rows.json holds a dict, not a list"]),
+        ("rows.json", b"[1]", ["rows.json item 1 holds a int, not an object"]),
+        ("rows.json", b"[{", ["rows.json is not JSON"]),
+        ("rows.json", b"[]", ["rows.json is empty"]),
         ("rows.jsonl", LINE + b"\n{oops\n", ["line 3 is not JSON"]),
         ("rows.jsonl", LINE + b'["a", "b"]\n', ["line 2 holds a list, not an object"]),
         ("rows.jsonl", b'"a"\n', ["line 1 holds a str, not an object"]),
@@ -303,7 +336,8 @@ def test_columns_that_are_not_needed_are_not_converted(tmp_path: Path, in_memory
 def test_a_condition_is_a_column_of_a_parquet_file_or_a_text(tmp_path: Path):
     path = Path(write_table(tmp_path / "rows.parquet", [("a", "b", "c", 1)]))
     assert read_texts(str(path), "sentence1", "sentence2").conditions == ["b"]
-    assert read_texts(str(path), "sentence1", "the place").conditions == ["the place"]
+    texts = read_texts(str(path), "sentence1", condition_text="the place")
+    assert texts.conditions == ["the place"]
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])

@@ -107,7 +107,7 @@ def test_wrong_poolings_are_one_clear_line(tiny_checkpoint, source, name, expect
 def test_known_model_with_a_latent_block_takes_no_other_pooling(source):
     checkpoint = Checkpoint("NV", source.parent, find_model("nvidia/NV-Embed-v2"))
     with pytest.raises(UserError, match="may be pooled by latent only"):
-        pooling_of(checkpoint, Settings({}, {}, [], {}, {}), f"{source}:own_mean")
+        pooling_of(checkpoint, Settings({}, {}, [], {}, {}, {}), f"{source}:own_mean")
 
 
 def test_run_is_opened_for_encoding_only_where_its_pooling_was_named(
