@@ -14,7 +14,7 @@ def fuzz(monkeypatch):
 
 
 def test_some_inputs_of_each_kind(fuzz, capsys):
-    code = fuzz.main(["--count", "36"])
+    code = fuzz.main(["--count", "60"])
     out = capsys.readouterr().out
     assert code == 0, out
     assert "| store | 10 | 0 |" in out

@@ -137,13 +137,13 @@ class InputTokenizer:
                 f"{self._name} takes no instruction, and got {item.instruction!r}. Use a prompt "
                 "without one (concat-sent-cond), or give --instruction-format."
             )
-        sides, text, at = ["", ""], "", 0
+        sides, side, at = ["", ""], 0, 0
         for literal, name, _, _ in Formatter().parse(template):
-            sides[bool(text)] += literal
+            sides[side] += literal
             if name == "instruction":
-                at = sum(map(len, (*sides, text)))
-                sides[bool(text)] += item.instruction
-            text = item.text if name == "text" else text
+                at = len(sides[0]) + side * (len(item.text) + len(sides[1]))
+                sides[side] += item.instruction
+            side += name == "text"
         return _Around(sides[0], item.text, sides[1], at)
 
     def _plain(self, inputs: Sequence[EncoderInput]) -> Iterator[list[Tokens]]:
@@ -174,8 +174,9 @@ class InputTokenizer:
                 ids = [*frame.before, *own, *frame.after] or [self.pad_id]
                 first, last = 0, len(ids)
                 if over == "after-instruction":
-                    gone = set(range(counts[part.before])).difference(kept)
-                    first = counts[part.before] - len(gone)
+                    count = counts[part.before]
+                    gone = set(range(min(count, len(content)))).difference(kept)
+                    first = count - len(gone)
                 elif over == "text":
                     offsets = encoded["offset_mapping"][index]
                     # Those that hold a character of the text.
