@@ -11,7 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from llmcond.data.readers import Source, has_column, open_source, read_records, without_shard
+from llmcond.data.readers import (
+    MissingColumnError,
+    Source,
+    open_source,
+    read_records,
+    without_shard,
+)
 from llmcond.data.rows import Rows, rows_digest, split_by_pair
 from llmcond.errors import UserError, brief
 from llmcond.files import digest_text
@@ -342,21 +348,18 @@ def read_texts(
         raise UserError(f"{source} is a folder; name one file.")
     file = opened.files[0]
     column = condition or "condition"
-    lacks = not has_column(opened, file, column) and has_column(opened, file, sentence)
-    if condition_text is None and lacks:
-        raise UserError(
-            f"{Path(file).name} has no column {column!r} for the conditions. Name one with "
-            "--condition COLUMN, or give one condition for every row: --condition-text "
-            f"{column!r}"
-        )
     texts = Texts([], [], Path(file).name, {name: [] for name in keep})
     problems = Problems(texts.file)
     wanted = [sentence, *([column] if condition_text is None else []), *keep]
-    for number, record in enumerate(read_records(opened, file, wanted), 1):
-        texts.sentences.append(problems.text(number, sentence, record[sentence]))
-        given = record[column] if condition_text is None else condition_text
-        texts.conditions.append(problems.text(number, column, given))
-        for name, values in texts.kept.items():
-            values.append(record[name])
+    try:
+        for number, record in enumerate(read_records(opened, file, wanted), 1):
+            texts.sentences.append(problems.text(number, sentence, record[sentence]))
+            given = record[column] if condition_text is None else condition_text
+            texts.conditions.append(problems.text(number, column, given))
+            for name, values in texts.kept.items():
+                values.append(record[name])
+    except MissingColumnError as error:
+        other = "" if condition_text else " One condition for every row: --condition-text TEXT."
+        raise UserError(f"{error}{other}") from error
     problems.raise_if_any()
     return texts

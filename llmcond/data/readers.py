@@ -141,15 +141,6 @@ class MissingColumnError(UserError):
     """A file has no column of that name."""
 
 
-def has_column(source: Source, file: str, column: str) -> bool:
-    """Return whether the first row of a file has a column."""
-    try:
-        next(read_records(source, file, [column]))
-    except MissingColumnError:
-        return False
-    return True
-
-
 def _suffix(path: str) -> str:
     return PurePosixPath(path.lower().removesuffix(".gz")).suffix
 

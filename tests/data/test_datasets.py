@@ -304,7 +304,9 @@ def test_one_condition_for_all_rows_is_asked_for(write_rows: Write):
     path = str(write_rows([("a", "x"), ("b", "y")], header="sentence,condition"))
     texts = read_texts(path, "sentence", condition_text="the place")
     assert texts.conditions == ["the place", "the place"]
-    with pytest.raises(UserError, match=r"no column 'conditoin'.*--condition-text 'conditoin'"):
+    with pytest.raises(
+        UserError, match=r"no column 'conditoin'.*Did you mean 'condition'.*--condition-text TEXT"
+    ):
         read_texts(path, "sentence", "conditoin")
     with pytest.raises(UserError, match="both --condition and --condition-text"):
         read_texts(path, "sentence", "condition", "the place")
