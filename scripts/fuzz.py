@@ -135,9 +135,9 @@ def change_file(chance: Random, path: Path) -> None:
         )
         chance.choice(other)()
     elif path.suffix == ".json" and drawn < 0.8:
-        path.write_text(change_json(chance, path.read_text("utf-8")), "utf-8")
+        path.write_text(change_json(chance, path.read_text("utf-8", "replace")), "utf-8")
     elif path.suffix == ".toml" and drawn < 0.8:
-        text = change_line(chance, path.read_text("utf-8"))
+        text = change_line(chance, path.read_text("utf-8", "replace"))
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
     else:
         path.write_bytes(change_bytes(chance, path.read_bytes()))

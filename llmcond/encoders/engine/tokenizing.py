@@ -21,7 +21,7 @@ from llmcond.encoders.spec import (
     Span,
     pools_chosen_tokens,
 )
-from llmcond.errors import UserError
+from llmcond.errors import UserError, first_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,9 +267,17 @@ class InputTokenizer:
         if not texts:
             return {"input_ids": []}
         options = {"return_offsets_mapping": True} if offsets else {}
-        return self._tokenizer(
-            list(texts), add_special_tokens=False, truncation=False, verbose=False, **options
-        )
+        try:
+            return self._tokenizer(
+                list(texts), add_special_tokens=False, truncation=False, verbose=False, **options
+            )
+        except Exception as error:
+            if type(error) is not Exception:  # tokenizers raises no other of its own
+                raise
+            raise UserError(
+                f"the tokenizer of {self._name} cannot read a text: {first_line(error)}. Is it the "
+                "model's own?"
+            ) from error
 
     def _inside(self, text: str, spans: Sequence[tuple[int, int]]) -> list[list[int]]:
         """Return, for each part of a text, the places of the tokens that are of that part only."""

@@ -324,6 +324,13 @@ def test_a_cut_instruction_is_still_left_out_of_what_is_pooled(tokenizers, over,
     assert row.first == first
 
 
+def test_what_a_tokenizer_cannot_read_is_one_line():
+    words = Tokenizer(models.WordLevel({"a": 0, "1": 1}, unk_token="[UNK]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    with pytest.raises(UserError, match=r"tokenizer of tiny cannot read a text: .*UNK"):
+        tokenise(tokenizer, plain(["b"]))
+
+
 def test_windows_hold_the_whole_sentence_and_each_the_condition(tokenizers):
     tokenizer = tokenizers["minilm"]
     item = Part("{sentence} : {condition}").render(LONG, "rain")
