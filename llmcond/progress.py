@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, Self, TypeVar
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from llmcond.log import console, log
 
+T = TypeVar("T")
+
 #: Between two lines where there is no bar.
 EVERY_SECONDS = 30
+#: Rows that are read before it is shown how far it is.
+_SHOWN_ROWS = 20_000
 
 
 def duration(seconds: float) -> str:
@@ -40,6 +44,8 @@ class _Bar:
             console=console(),
             transient=True,
             get_time=clock,
+            # A chunk of a large model takes minutes; the default forgets what is older than 30 s.
+            speed_estimate_period=600,
             disable=not console().is_terminal,
         )
         self._task = self._progress.add_task(name, total=None, visible=visible, detail="")
@@ -74,17 +80,36 @@ class ExtractionBar(_Bar):
         self._done = self._tokens = 0
 
     def start(self, inputs: int | None, characters: int | None) -> None:
-        """Show the bar for so many inputs still to encode; None where nobody knows how many."""
-        self._total = "?" if inputs is None else f"{inputs:,}"
-        self._show(f"{self._total} inputs, loading", total=characters, visible=True)
+        """Show the bar for so many inputs; None where nobody knows how many, or not yet."""
+        if inputs is not None:
+            self._total = f"{inputs:,}"
+        self._show(self._detail(), total=characters, visible=True)
 
     def advance(self, inputs: int, characters: int, tokens: int) -> None:
         """Show that so many more inputs are stored."""
         self._done += inputs
         self._tokens += tokens
+        self._show(self._detail(), advance=characters)
+
+    def _detail(self) -> str:
+        if not self._done:
+            return f"{self._total} inputs, loading"
         elapsed = self._progress.tasks[self._task].elapsed or 1e-9
-        detail = f"{self._done:,}/{self._total} inputs, {self._tokens / elapsed:,.0f} tokens/s"
-        self._show(detail, advance=characters)
+        return f"{self._done:,}/{self._total} inputs, {self._tokens / elapsed:,.0f} tokens/s"
+
+
+class ReadBar(_Bar):
+    """A progress bar for reading a file, shown once it has many rows."""
+
+    def __init__(self, file: str, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(f"reading {file}", visible=False, clock=clock)
+
+    def count(self, rows: Iterable[T]) -> Iterator[T]:
+        """Yield rows as they are read, and show how many there were."""
+        for number, row in enumerate(rows, 1):
+            if number % _SHOWN_ROWS == 0:
+                self._show(f"{number:,} rows", visible=True)
+            yield row
 
 
 class FitBar(_Bar):

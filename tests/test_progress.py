@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmcond.progress import ExtractionBar, FitBar, TrainBar
+from llmcond.progress import ExtractionBar, FitBar, ReadBar, TrainBar
 from llmcond.runs.trials import _completed
 
 
@@ -102,3 +102,23 @@ def test_fits_of_several_processes(kept):
     done = [future.result() for future in _completed(futures, seconds=0)]
     assert sorted(done) == ["a", "a", "b"]
     assert kept.lines == ["fitting: 1 of 3 fits are done"]
+
+
+def test_reading_a_large_file(clock, lines):
+    with ReadBar("large.csv", clock) as bar:
+        for _ in bar.count(range(100_000)):
+            clock.now += 0.001
+    assert lines == ["reading large.csv: 40,000 rows", "reading large.csv: 80,000 rows"]
+
+
+def test_an_extraction_that_is_counted_while_it_runs(clock, lines):
+    with ExtractionBar(clock) as bar:
+        bar.start(None, None)
+        clock.now += 31
+        bar.advance(100, 5_000, 3_100)
+        bar.start(1_000, 50_000)
+        for _ in range(3):
+            clock.now += 31
+            bar.advance(100, 5_000, 3_100)
+    assert lines[0] == "encoding: 100/? inputs, 100 tokens/s"
+    assert lines[-1] == "encoding: 400/1,000 inputs, 100 tokens/s, about 3 min left"

@@ -21,6 +21,7 @@ from llmcond.data.readers import (
 from llmcond.data.rows import Rows, rows_digest, split_by_pair
 from llmcond.errors import UserError, brief
 from llmcond.files import digest_text
+from llmcond.progress import ReadBar
 
 SPLITS = ("train", "dev", "test")
 #: Share of sentence pairs that each split of a single file gets.
@@ -252,15 +253,20 @@ def _read_rows(
     wanted = {**asdict(columns), **{name: name for name in extra}}
     texts: dict[str, list[str]] = {key: [] for key in wanted if key != "label"}
     ratings: list[float] = []
+    # Texts that occur again, as sentences under several conditions do, are kept once.
+    same: dict[str, str] = {}
     for file in files:
         problems = Problems(Path(file).name)
-        for number, record in enumerate(read_records(source, file, list(wanted.values())), 1):
-            for key, column in texts.items():
-                column.append(problems.text(number, wanted[key], record[wanted[key]]))
-            try:
-                ratings.append(scale.to_unit(record[wanted["label"]]))
-            except ValueError as error:
-                problems.add(number, f"{wanted['label']} {error}")
+        records = read_records(source, file, list(wanted.values()))
+        with ReadBar(problems.file) as bar:
+            for number, record in enumerate(bar.count(records), 1):
+                for key, column in texts.items():
+                    text = problems.text(number, wanted[key], record[wanted[key]])
+                    column.append(same.setdefault(text, text))
+                try:
+                    ratings.append(scale.to_unit(record[wanted["label"]]))
+                except ValueError as error:
+                    problems.add(number, f"{wanted['label']} {error}")
         problems.raise_if_any()
     name = Path(files[0]).name
     return Rows(
@@ -282,13 +288,13 @@ class Problems:
     """What is wrong in a file's rows, gathered so that one error tells how many there are."""
 
     def __init__(self, file: str) -> None:
-        self._file = file
+        self.file = file
         self._first: str | None = None
         self._rows: set[int] = set()
 
     def add(self, number: int, what: str) -> None:
         """Record that the row with this number is wrong."""
-        self._first = self._first or f"row {number} of {self._file}: {what}"
+        self._first = self._first or f"row {number} of {self.file}: {what}"
         self._rows.add(number)
 
     def text(self, number: int, column: str, value: object) -> str:
@@ -351,13 +357,16 @@ def read_texts(
     texts = Texts([], [], Path(file).name, {name: [] for name in keep})
     problems = Problems(texts.file)
     wanted = [sentence, *([column] if condition_text is None else []), *keep]
+    same: dict[str, str] = {}
     try:
-        for number, record in enumerate(read_records(opened, file, wanted), 1):
-            texts.sentences.append(problems.text(number, sentence, record[sentence]))
-            given = record[column] if condition_text is None else condition_text
-            texts.conditions.append(problems.text(number, column, given))
-            for name, values in texts.kept.items():
-                values.append(record[name])
+        with ReadBar(texts.file) as bar:
+            for number, record in enumerate(bar.count(read_records(opened, file, wanted)), 1):
+                texts.sentences.append(problems.text(number, sentence, record[sentence]))
+                given = record[column] if condition_text is None else condition_text
+                text = problems.text(number, column, given)
+                texts.conditions.append(same.setdefault(text, text))
+                for name, values in texts.kept.items():
+                    values.append(record[name])
     except MissingColumnError as error:
         other = "" if condition_text else " One condition for every row: --condition-text TEXT."
         raise UserError(f"{error}{other}") from error

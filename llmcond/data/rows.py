@@ -146,6 +146,15 @@ _COLUMNS = {
 }
 
 
+def _shared(column: pa.ChunkedArray) -> list[Any]:
+    """Return the values of a column; texts that occur again are one object."""
+    if not pa.types.is_string(column.type):
+        return list(column.to_pylist())
+    encoded = column.combine_chunks().dictionary_encode()
+    texts = encoded.dictionary.to_pylist()
+    return [texts[i] for i in encoded.indices.to_numpy()]
+
+
 def load_rows(path: Path, conditioned: tuple[bool, bool] = (True, True)) -> dict[str, Rows]:
     """Return the rows that :func:`save_rows` wrote, by split; a UserError if it is damaged."""
     try:
@@ -153,7 +162,7 @@ def load_rows(path: Path, conditioned: tuple[bool, bool] = (True, True)) -> dict
         table.select([*_COLUMNS])
         kinds = ((name, _COLUMNS.get(name, pa.string())) for name in table.column_names)
         table = table.cast(pa.schema([pa.field(*kind, nullable=False) for kind in kinds]))
-        columns = table.to_pydict()
+        columns = {name: _shared(table[name]) for name in table.column_names}
     except (OSError, KeyError, ValueError, pa.ArrowException) as error:
         raise UserError(f"{path} cannot be read: {error}. Extract into a new --run.") from error
     split = np.array(columns["split"])

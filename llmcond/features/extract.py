@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -25,7 +25,7 @@ import numpy as np
 
 from llmcond.encoders.spec import EncoderInput, InputError, plan_inputs
 from llmcond.features.keys import KeyIndex
-from llmcond.features.missing import Missing, count_missing, fresh, windows
+from llmcond.features.missing import Missing, count_missing, counting, fresh, windows
 from llmcond.features.store import FeatureStore
 from llmcond.files import digest_bytes
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 CHUNK = 1_024
 #: Inputs that are read, and ordered, together.
 WINDOW = 16_384
+#: Inputs, repeats included, that are counted in a second or two, before the first is encoded.
+COUNTED_FIRST = 100_000
 _WAIT_SECONDS = 0.2
 #: Parts claimed by other processes that are kept until they are looked at again.
 _MAX_CLAIMED = 32
@@ -82,10 +84,6 @@ class Extraction:
     seconds: float
 
 
-class NonFiniteError(InputError):
-    """An encoder gave NaN or infinity."""
-
-
 def extract(
     inputs: Iterable[EncoderInput],
     store: FeatureStore,
@@ -111,17 +109,22 @@ def extract(
         chunk: inputs that are computed before they are committed.
         by_prefix: whether the encoder computes once what several inputs begin with.
         window: inputs that are ordered together.
-        missing: what of the inputs was counted as missing, for the progress; None: counted now.
+        missing: what of the inputs was counted as missing, for the progress; None: counted now, or
+            where there are very many beside the encoding.
 
     Raises:
-        NonFiniteError: the encoder gave NaN or infinity; the good ones of its chunk are stored.
+        InputError: the encoder gave NaN or infinity; the good ones of its chunk are stored.
         DiskFullError: no room; what was stored before is kept.
     """
     began = time.monotonic()
-    if missing is None and isinstance(inputs, Collection):
+    # Of a generator nothing can be counted before.
+    size = len(inputs) if isinstance(inputs, Sized) else 0
+    if missing is None and 0 < size <= COUNTED_FIRST:
         missing = count_missing(store, inputs, window)
-    if progress and missing is not None and missing.n_missing:
-        progress.start(missing.n_missing, missing.n_characters)
+
+    def show(missing: Missing) -> None:
+        if progress and missing.n_missing:
+            progress.start(missing.n_missing, missing.n_characters)
 
     def load_shown() -> InputEncoder:
         if progress and (missing is None or not missing.n_missing):
@@ -129,7 +132,12 @@ def extract(
         return load()
 
     work = Plan(inputs, store, chunk, window, by_prefix)
-    with closing(_Threads(load_shown, store)) as threads:
+    with ExitStack() as stack:
+        if missing is not None:
+            show(missing)
+        elif size and progress:
+            stack.enter_context(counting(store, inputs, window, show))
+        threads = stack.enter_context(closing(_Threads(load_shown, store)))
         n_computed, n_tokens = _execute(work, threads, progress)
     n_inputs, n_truncated = work.counts()
     return Extraction(n_inputs, n_computed, n_truncated, n_tokens, time.monotonic() - began)
@@ -208,7 +216,7 @@ def commit(
     """Encode and store what is missing of a part; None if another process has claimed it.
 
     Raises:
-        NonFiniteError: the encoder gave NaN or infinity; the good ones are stored.
+        InputError: the encoder gave NaN or infinity; the good ones are stored.
         DiskFullError: no room.
     """
     if not store.missing(part):
@@ -232,7 +240,7 @@ def commit(
         )
         if not finite.all():
             item = todo[int(np.argmin(finite))]
-            raise NonFiniteError(
+            raise InputError(
                 item,
                 f"the encoder gave NaN or infinity for {item.text[:80]!r}. Try --dtype float32 or "
                 f"bfloat16, or --store-dtype float32 if vectors overflow {store.dtype}.",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
+
+import numpy as np
 
 from llmcond.encoders.spec import EncoderInput
 from llmcond.features.keys import KeyIndex
@@ -61,25 +65,54 @@ def count_missing(
     window: int,
     seen: KeyIndex | None = None,
 ) -> Missing:
-    """Return what of some inputs a store lacks, in memory that hardly grows with them.
+    """Return what of some inputs a store lacks by now, in memory that hardly grows with them.
 
     Repeats are counted once, and inputs in ``seen`` not again; those counted join them. ``window``
     inputs are looked up together.
     """
-    seen = KeyIndex() if seen is None else seen
+    seen, stored = KeyIndex() if seen is None else seen, len(store)
     before = len(seen)
     n_missing = n_characters = 0
     sample: list[EncoderInput] = []
     every = 1
     for part in windows(inputs, window):
         distinct = fresh(part, seen)
-        absent = [distinct[place] for place in store.missing(distinct)]
+        places = store.places(distinct)
+        # What others add in the meantime was missing when counting began.
+        absent = [distinct[i] for i in np.flatnonzero((places < 0) | (places >= stored))]
         n_missing += len(absent)
         n_characters += sum(item.size for item in absent)
         sample += absent[::every]
         while len(sample) > _SAMPLE:
             sample, every = sample[::2], 2 * every
     return Missing(len(seen) - before, n_missing, n_characters, sample)
+
+
+@contextmanager
+def counting(
+    store: FeatureStore,
+    inputs: Iterable[EncoderInput],
+    window: int,
+    found: Callable[[Missing], None],
+) -> Iterator[None]:
+    """Count what a store lacks on a thread of its own, and pass it to ``found`` if it gets there.
+
+    Counting ends with the block at the latest.
+    """
+    ended = threading.Event()
+
+    def count() -> None:
+        missing = count_missing(store, takewhile(lambda _: not ended.is_set(), inputs), window)
+        if not ended.is_set():
+            found(missing)
+
+    thread = threading.Thread(target=count, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def windows(inputs: Iterable[EncoderInput], size: int) -> Iterator[list[EncoderInput]]:

@@ -6,7 +6,7 @@ subtracted or not (CASE, equation 1); separate ones are e(s) and e(c) (Hyper-CL,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
@@ -14,6 +14,7 @@ from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
 from llmcond.heads import Concatenated, Difference, Matrix, Recipe
 from llmcond.prompts import Prompt
+from llmcond.prompts import template as templates
 
 T = TypeVar("T")
 Part = Literal["conditional", "unconditional"]
@@ -178,15 +179,29 @@ class View:
                     "fitted on one."
                 )
 
-    def inputs(self, rows: Sequence[tuple[str, str]]) -> list[list[EncoderInput]]:
-        """Return every input that is needed for (sentence, condition) rows, as columns.
+    def inputs(self, rows: Sequence[tuple[str, str]]) -> ViewInputs:
+        """Return every input that is needed for (sentence, condition) rows, row by row.
 
         Raises:
             UserError: a prompt is a control, whose inputs are those of a whole split.
         """
         self.check_texts()
-        templates = [getattr(prompt, part) for prompt, part in self.needed()]
-        return [[template.render(*row) for row in rows] for template in templates]
+        return ViewInputs(rows, [getattr(prompt, part) for prompt, part in self.needed()])
+
+
+class ViewInputs:
+    """Every input of some rows under parts of templates, repeats included; made when asked for."""
+
+    def __init__(self, rows: Sequence[tuple[str, str]], parts: Sequence[templates.Part]) -> None:
+        self._rows, self._parts = rows, parts
+
+    def __iter__(self) -> Iterator[EncoderInput]:
+        for row in self._rows:
+            for part in self._parts:
+                yield part.render(*row)
+
+    def __len__(self) -> int:
+        return len(self._rows) * len(self._parts)
 
 
 def view_of(recipe: Recipe, prompts: Sequence[Prompt], subtract: bool) -> View:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from llmcond.data.rows import Rows
@@ -16,6 +17,8 @@ from llmcond.prompts.template import Part, Prompt
 #: Of the draw that gives each row another row's condition. Another seed would give other inputs
 #: under the same digest of the prompt.
 _SEED = "0"
+#: Whose inputs are kept, to be made once.
+_CONDITIONS = 4_096
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class RowInputs:
     second_unconditional: Sequence[EncoderInput]
 
 
-class SplitInputs(Collection[EncoderInput]):
+class SplitInputs:
     """Every input of some rows under a prompt, repeats included; made when it is asked for."""
 
     def __init__(self, splits: Iterable[Rows], prompt: Prompt) -> None:
@@ -50,9 +53,6 @@ class SplitInputs(Collection[EncoderInput]):
     def __len__(self) -> int:
         return 4 * sum(len(rows) for rows, _ in self._splits)
 
-    def __contains__(self, item: object) -> bool:
-        return any(item == own for own in self)
-
 
 _Render = Callable[[int], EncoderInput]
 
@@ -69,6 +69,10 @@ def _renderers(rows: Rows, prompt: Prompt) -> list[tuple[_Render, _Render]]:
     plain = prompt.plain or Part("{sentence}")
 
     def renderer(part: Part, texts: Sequence[str]) -> _Render:
+        if not prompt.fields and "sentence" not in part.placeholders:
+            # Conditions are few, and asked for by every row.
+            of_condition = lru_cache(_CONDITIONS)(lambda condition: part.render("", condition))
+            return lambda i: of_condition(conditions[i])
         if not prompt.fields:
             return lambda i: part.render(texts[i], conditions[i])
         columns = {name: rows.extra[name] for name in prompt.fields}

@@ -54,6 +54,12 @@ class Part:
         found = {"instruction": self.instruction, "text": self.text}
         return found if self.context is None else {**found, "context": self.context}
 
+    @property
+    def placeholders(self) -> set[str]:
+        """Return the names that its templates have in braces."""
+        pieces = (piece for template in self.templates.values() for piece in _pieces(template))
+        return {name for _, name in pieces if name is not None}
+
     def render(
         self, sentence: str, condition: str, extra: Mapping[str, str] = MappingProxyType({})
     ) -> EncoderInput:
@@ -111,8 +117,7 @@ class Prompt:
     @property
     def separate(self) -> bool:
         """Return whether sentence and condition are encoded separately, as e(s) and e(c)."""
-        joint = any("{condition}" in text for text in self.conditional.templates.values())
-        return not joint and self.subtractable
+        return "condition" not in self.conditional.placeholders and self.subtractable
 
     @property
     def subtractable(self) -> bool:
@@ -122,7 +127,7 @@ class Prompt:
     @property
     def of_condition(self) -> bool:
         """Return whether the unconditional input is the condition alone, e(c)."""
-        return any("{condition}" in text for text in self.unconditional.templates.values())
+        return "condition" in self.unconditional.placeholders
 
     @property
     def digest(self) -> str:

@@ -78,9 +78,8 @@ class Embedder:
         return unit_length(vectors, self.head) if normalize else vectors
 
     def _encode(self, texts: Sequence[tuple[str, str]]) -> Vectors:
-        columns = self.view.inputs(texts)
         # One call encodes them all, so that inputs in common are encoded once.
-        distinct = list(dict.fromkeys(item for column in columns for item in column))
+        distinct = list(dict.fromkeys(self.view.inputs(texts)))
         vectors = self.encoder.encode(distinct)
         bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
         if len(bad):

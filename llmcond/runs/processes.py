@@ -126,7 +126,7 @@ def _work(
         encoder, by_prefix = LazyEncoder(resolved), resolved.shares_prefixes
         for prompt in prompts:
             inputs = SplitInputs([run.rows(name) for name in run.splits], prompt)
-            extract(inputs, run.store(), encoder, ParentWatch(), by_prefix=by_prefix)
+            extract(iter(inputs), run.store(), encoder, ParentWatch(), by_prefix=by_prefix)
     except KeyboardInterrupt:
         raise SystemExit(1) from None
     except LlmcondError as error:

@@ -77,12 +77,12 @@ def embed_file(  # noqa: PLR0913 - each is a choice of the user, by keyword
         raise UserError(f"--keep: {wrong}. Name other columns, and a .parquet file.")
     texts = read_texts(source, sentence, condition, condition_text, keep)
     rows = list(zip(texts.sentences, texts.conditions, strict=True))
-    columns, store = view.inputs(rows), run.store_for_others()
+    inputs, store = view.inputs(rows), run.store_for_others()
     encoder = LazyEncoder(run.resolve_encoder(device))
     try:
-        extract_inputs(store, encoder, view.name, [item for column in columns for item in column])
+        extract_inputs(store, encoder, view.name, inputs)
     except InputError as error:
-        number = 1 + min(column.index(error.item) for column in columns if error.item in column)
+        number = 1 + list(inputs).index(error.item) // len(view.needed())
         raise UserError(f"row {number} of {texts.file}: {error}") from error
 
     def blocks() -> Iterator[Vectors]:

@@ -15,7 +15,7 @@ from llmcond.data.datasets import DataOptions, Dataset
 from llmcond.data.rows import leaked_pairs
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError
-from llmcond.features.extract import CHUNK, WINDOW, Extraction
+from llmcond.features.extract import CHUNK, COUNTED_FIRST, WINDOW, Extraction
 from llmcond.features.keys import KeyIndex
 from llmcond.features.missing import Missing, count_missing, together
 from llmcond.features.store import StoreDtype
@@ -92,6 +92,7 @@ def extract(
             created = create_run(
                 run_folder, model, resolved, dataset, store_dtype or "float16", chosen_task.name
             )
+        dataset = None  # the run reads its own
     run = created or existing or open_run(run_folder)
     if run is not created:
         _check_run(run, resolved, data, store_dtype)
@@ -202,10 +203,17 @@ def _check_run(
 
 def _log_plan(
     run: Run, encoder: LazyEncoder, prompts: Sequence[Prompt], workers: int
-) -> list[Missing]:
-    """Log how much is to be encoded; return what each prompt lacks after those before it."""
+) -> Sequence[Missing | None]:
+    """Log how much is to be encoded; return what each prompt lacks after those before it.
+
+    None where there are so many inputs that they are counted while they are encoded.
+    """
     splits, store, seen = [run.rows(name) for name in run.splits], run.store(), KeyIndex()
     inputs = [SplitInputs(splits, prompt) for prompt in prompts]
+    most = sum(map(len, inputs))
+    if most > COUNTED_FIRST:
+        log.info(f"up to {most:,} inputs; repeats are counted while they are encoded")
+        return [None] * len(prompts)
     by_prompt = [count_missing(store, own, WINDOW, seen) for own in inputs]
     missing = together(by_prompt)
     if not missing.n_missing:
@@ -220,7 +228,7 @@ def _log_plan(
 
 
 def _extract_prompts(
-    run: Run, encoder: LazyEncoder, prompts: Sequence[Prompt], missing: Sequence[Missing]
+    run: Run, encoder: LazyEncoder, prompts: Sequence[Prompt], missing: Sequence[Missing | None]
 ) -> Extracted:
     done, records = {}, {}
     resolved = encoder.resolved

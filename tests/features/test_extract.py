@@ -18,9 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
+from llmcond.encoders.spec import InputError
 from llmcond.encoders.threads import Concurrency
 from llmcond.errors import DiskFullError, LlmcondError
-from llmcond.features.extract import Extraction, NonFiniteError, extract, plan
+from llmcond.features.extract import Extraction, extract, plan
+from llmcond.features.missing import counting
 from llmcond.features.store import FeatureStore
 
 OPTIONS = EncoderOptions(dtype="float32", device="cpu", max_tokens_per_batch=128)
@@ -265,6 +267,36 @@ def test_progress_is_told_of_every_stored_part(tmp_path, checkpoint, encoder):
     assert [row[0] for row in told.advanced] == [8, 8, 8, 8, 8]
     assert sum(row[1] for row in told.advanced) == characters
     assert sum(row[2] for row in told.advanced) == done.n_tokens
+
+
+def test_very_many_inputs_are_counted_while_they_are_encoded(
+    tmp_path, checkpoint, encoder, monkeypatch
+):
+    told, inputs, counted = Told(), INPUTS[:40], threading.Event()
+    monkeypatch.setattr("llmcond.features.extract.COUNTED_FIRST", 39)
+    told.start = lambda *amount: (told.started.append(amount), amount[0] and counted.set())
+    told.advance = lambda *_: counted.wait(60)
+    store = open_store(tmp_path, checkpoint)
+    extract(inputs, store, lambda: encoder, told, CHUNK)
+    assert sorted(told.started, key=str) == [
+        (40, sum(len(item.text) for item in inputs)),
+        (None, None),
+    ]
+    told.started.clear()
+    extract(inputs, store, never, told, CHUNK)
+    assert told.started == []
+
+
+def test_counting_ends_with_the_extraction(tmp_path, checkpoint):
+    def endless():
+        yield from INPUTS
+        while True:
+            yield INPUTS[0]
+
+    found = []
+    with counting(open_store(tmp_path, checkpoint), endless(), 16, found.append):
+        assert threading.active_count() > 1
+    assert not found
 
 
 def test_plan_is_distinct_longest_first_and_blind_to_order():
@@ -605,7 +637,7 @@ def test_input_that_gives_nan_is_named(tmp_path, broken):
     store = open_store(tmp_path, broken)
     bad = EncoderInput("", "two dogs walk in the rain")
     inputs = [*INPUTS[:12], bad]
-    with pytest.raises(NonFiniteError, match="two dogs walk in the rain") as raised:
+    with pytest.raises(InputError, match="two dogs walk in the rain") as raised:
         extract(inputs, store, lambda: encoder, Silent(), CHUNK)
     assert raised.value.item == bad
     assert raised.value.exit_code == 2
@@ -628,7 +660,7 @@ def test_vectors_that_overflow_float16_are_refused(tmp_path, overflowing):
     options = EncoderOptions(dtype="float32", device="cpu", normalize=False)
     encoder = Encoder(resolve(str(overflowing), options))
     store = open_store(tmp_path, overflowing, "float16", options)
-    with pytest.raises(NonFiniteError, match="--store-dtype float32 if vectors overflow float16"):
+    with pytest.raises(InputError, match="--store-dtype float32 if vectors overflow float16"):
         extract(INPUTS[:5], store, lambda: encoder, Silent())
     assert store.missing(INPUTS[:5]) == [0, 1, 2, 3, 4]
     wide = open_store(tmp_path, overflowing, "float32", options)

@@ -39,6 +39,15 @@ def test_what_is_there_and_what_repeats_is_not_missing(store, window):
     assert list(found.sample) == inputs(range(10, 30))
 
 
+def test_what_is_stored_while_it_is_counted_was_missing(store):
+    def while_encoding():
+        yield from inputs(range(5))
+        add(store, inputs(range(8)))
+        yield from inputs(range(5, 10))
+
+    assert count_missing(store, while_encoding(), 2).n_missing == 10
+
+
 def test_counts_of_several_share_what_they_have_seen(store):
     """What two prompts have in common is encoded for the first, so the second does not lack it."""
     seen = KeyIndex()
