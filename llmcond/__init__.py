@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from llmcond.heads.estimator import Head
     from llmcond.plugins import register
     from llmcond.runs.embedder import Embedder, load_embedder
+    from llmcond.runs.features import load_features
     from llmcond.tasks import Task
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "fit_head",
     "load_embedder",
     "load_encoder",
+    "load_features",
     "push",
     "register",
     "sweep",
@@ -61,6 +63,7 @@ _HOMES = {
     "UserError": "llmcond.errors",
     "load_embedder": "llmcond.runs.embedder",
     "load_encoder": "llmcond.encoders.encoder",
+    "load_features": "llmcond.runs.features",
     "register": "llmcond.plugins",
 }
 

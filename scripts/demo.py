@@ -25,13 +25,20 @@ def main() -> None:
     run = parser.parse_args().run
     log_to_terminal()
     began = time.monotonic()
-    print("1. Encode every sentence under its condition, once: llmcond extract --model minilm")
+    own = f"--run {run}"
+    print(
+        f"1. Encode each sentence under its condition, once: llmcond extract --model minilm {own}"
+    )
     llmcond.extract(model="minilm", run=run)
-    print("2. Fit a small head on the frozen features: llmcond fit-head --head mlp")
+    print(f"2. Fit a small head on the frozen features: llmcond fit-head --head mlp {own}")
     llmcond.fit_head(head="mlp", run=run)
-    print("3. Score it on sentences it has never seen: llmcond evaluate")
+    print(f"3. Score it on sentences it has never seen: llmcond evaluate --split test {own}")
     results = llmcond.evaluate(head=["mlp"], split="test", run=run)
     show(results_table(results, run))
+    print(
+        f"Use it, naming the run: llmcond similarity 'A man rides a horse.' 'A girl cycles.' "
+        f"--condition 'the activity' {own}"
+    )
     zero_shot = next(one for one in results if one.head == "none" and one.subtract).metrics
     fitted = next(one for one in results if one.head == "mlp").metrics
     summary = {

@@ -7,6 +7,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Concatenate, ParamSpec
 
@@ -23,6 +24,7 @@ from llmcond.encoders.spec import CUT, EncoderIdentity, EncoderInput, plan_input
 from llmcond.encoders.threads import Concurrency, WorkerThreads, check_cancelled
 from llmcond.errors import LlmcondError, UserError
 from llmcond.options import option_of
+from llmcond.progress import ExtractionBar
 
 _P = ParamSpec("_P")
 
@@ -97,12 +99,14 @@ class Encoder:
         """Pickle what it was loaded from: another process loads it anew."""
         return type(self), (self.resolved,)
 
-    def encode(self, inputs: Sequence[EncoderInput | str]) -> NDArray[np.float32]:
+    def encode(
+        self, inputs: Sequence[EncoderInput | str], *, show_progress: bool = False
+    ) -> NDArray[np.float32]:
         """Return one vector an input, (n, dim) in float32, in the order of ``inputs``.
 
-        A plain string is a text without instruction.
-        In inputs longer than the encoder takes the sentence is cut, with a warning that counts
-        them; or it is read in windows, whose vectors are averaged (``long_texts``).
+        A plain string is a text without instruction. In inputs longer than the encoder takes the
+        sentence is cut, with a warning that counts them; or it is read in windows, whose vectors
+        are averaged (``long_texts``). ``show_progress`` shows a bar on standard error.
 
         Raises:
             UserError: an instruction or a context that the encoder cannot take.
@@ -111,7 +115,9 @@ class Encoder:
         if isinstance(inputs, str | EncoderInput):
             raise UserError(f"one {type(inputs).__name__} was given; give a list of inputs.")
         items = [EncoderInput("", item) if isinstance(item, str) else item for item in inputs]
-        encoded = self._encode(items, self._threads.map if self.concurrency.threads > 1 else map)
+        map_units = self._threads.map if self.concurrency.threads > 1 else map
+        with ExtractionBar() if show_progress else nullcontext() as bar:
+            encoded = self._encode(items, map_units, bar)
         if encoded.truncated.any():
             warnings.warn(
                 f"{int(encoded.truncated.sum())} of {len(inputs)} inputs are longer than the "
@@ -132,8 +138,12 @@ class Encoder:
         """
         return self._encode(inputs, map)
 
-    def _encode(self, inputs: Sequence[EncoderInput], map_units: _Map) -> Encoded:
+    def _encode(
+        self, inputs: Sequence[EncoderInput], map_units: _Map, bar: ExtractionBar | None = None
+    ) -> Encoded:
         check_inputs(inputs)
+        if bar is not None:
+            bar.start(len(inputs), sum(item.size for item in inputs))
         order = plan_inputs(inputs, by_prefix=self.resolved.shares_prefixes)
         vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
         n_tokens = np.empty(len(inputs), dtype=np.int32)
@@ -144,6 +154,9 @@ class Encoder:
         for unit, encoded in zip(units, encode(self._encode_unit, parts), strict=True):
             vectors[unit], n_tokens[unit] = encoded.vectors, encoded.n_tokens
             computed += encoded.n_computed
+            if bar is not None:
+                size = sum(inputs[index].size for index in unit)
+                bar.advance(len(unit), size, int(encoded.n_tokens.sum()))
         return Encoded(vectors, n_tokens, self._cut(n_tokens), computed)
 
     def _cut(self, n_tokens: NDArray[np.int32]) -> NDArray[np.bool_]:

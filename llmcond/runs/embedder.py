@@ -61,11 +61,13 @@ class Embedder:
         conditions: str | Sequence[str],
         *,
         normalize: bool = True,
+        show_progress: bool = False,
     ) -> Vectors:
         """Return embeddings of n sentences under n conditions, or one for all, (n, k) float32.
 
         They have unit L2 norm, so that inner products are cosines, unless ``normalize`` is False or
         the head compares embeddings in another way. Of a single text, not in a list: (k,).
+        ``show_progress`` shows a bar on standard error.
 
         Raises:
             UserError: lengths that differ, or an empty sentence or condition.
@@ -74,13 +76,13 @@ class Embedder:
         if isinstance(sentences, str):
             one: Vectors = self.encode([sentences], _one(conditions), normalize=normalize)[0]
             return one
-        vectors = self._encode(_rows(sentences, conditions))
+        vectors = self._encode(_rows(sentences, conditions), show_progress)
         return unit_length(vectors, self.head) if normalize else vectors
 
-    def _encode(self, texts: Sequence[tuple[str, str]]) -> Vectors:
+    def _encode(self, texts: Sequence[tuple[str, str]], show_progress: bool) -> Vectors:
         # One call encodes them all, so that inputs in common are encoded once.
         distinct = list(dict.fromkeys(self.view.inputs(texts)))
-        vectors = self.encoder.encode(distinct)
+        vectors = self.encoder.encode(distinct, show_progress=show_progress)
         bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
         if len(bad):
             raise UserError(
@@ -103,12 +105,17 @@ class Embedder:
 
     @overload
     def similarity(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
-        self, sentences1: str, sentences2: str, conditions: str
+        self, sentences1: str, sentences2: str, conditions: str, *, show_progress: bool = False
     ) -> float: ...
 
     @overload
     def similarity(
-        self, sentences1: Sequence[str], sentences2: Sequence[str], conditions: str | Sequence[str]
+        self,
+        sentences1: Sequence[str],
+        sentences2: Sequence[str],
+        conditions: str | Sequence[str],
+        *,
+        show_progress: bool = False,
     ) -> Vectors: ...
 
     def similarity(
@@ -116,6 +123,8 @@ class Embedder:
         sentences1: str | Sequence[str],
         sentences2: str | Sequence[str],
         conditions: str | Sequence[str],
+        *,
+        show_progress: bool = False,
     ) -> Vectors | float:
         """Return the cosine of both sentences' embeddings under each row's condition, (n,) float32.
 
@@ -135,7 +144,8 @@ class Embedder:
             )
         given = _broadcast(conditions, len(sentences1))
         # One call encodes both sides, so that inputs in common are encoded once.
-        embedded = self._encode(_rows([*sentences1, *sentences2], [*given, *given]))
+        rows = _rows([*sentences1, *sentences2], [*given, *given])
+        embedded = self._encode(rows, show_progress)
         compare = cosine if self.head is None else self.head.compare
         return compare(embedded[: len(sentences1)], embedded[len(sentences1) :])
 
@@ -185,6 +195,7 @@ def load_embedder(
     *,
     prompt: str | None = None,
     device: str = "auto",
+    max_tokens_per_batch: int | None = None,
 ) -> Embedder:
     """Load a run's encoder with one of its heads.
 
@@ -195,6 +206,8 @@ def load_embedder(
             the best score on dev, or zero-shot if there is none.
         prompt: for zero-shot, the prompt; a head has its own.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        max_tokens_per_batch: the token budget of one forward pass, which is what takes the place of
+            a batch size; None: by the device and its memory.
 
     Raises:
         UserError: no such run or head, several heads of that name, a prompt that is a control, or
@@ -205,7 +218,7 @@ def load_embedder(
     chosen = choose_head(opened, head, prompt)
     view = View((opened.prompt(prompt),)) if chosen is None else chosen.view
     view.check_texts()
-    resolved = opened.resolve_encoder(device)
+    resolved = opened.resolve_encoder(device, max_tokens_per_batch)
     if chosen is None:
         return Embedder(Encoder(resolved), view)
     cache = ConditionCache(chosen.head) if chosen.head.generates_matrices else None

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Literal
+from pathlib import Path
+from typing import Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcond.arrays import Array
 from llmcond.data.rows import Rows
 from llmcond.features.store import FeatureStore
-from llmcond.features.view import Part, Read, View
-from llmcond.heads import Matrix, PairArrays
+from llmcond.features.view import Part, Read, View, view_of
+from llmcond.heads import Concatenated, Matrix, PairArrays, Recipe, load_recipe
 from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import RowInputs, row_inputs
-from llmcond.runs import Run
+from llmcond.runs import Run, open_run
 
 Side = Literal["first", "second"]
 
@@ -75,3 +80,60 @@ class Features:
     def rated(self, view: View, split: str) -> PairArrays:
         """Return the rated rows of a split as heads take them."""
         return self.pairs(view, split).take(self.run.rows(split).rated)
+
+
+def prompts_for(run: Run, recipe: Recipe, names: str | None) -> tuple[Prompt, ...]:
+    """Return the prompts named, or for a head of separate features the one that gives them."""
+    if names is None and recipe.features == "separate":
+        apart = [prompt for prompt in run.prompts().values() if prompt.separate]
+        if len(apart) == 1:
+            return (apart[0],)
+    return run.find_prompts(names)
+
+
+class PairFeatures(NamedTuple):
+    """What :class:`llmcond.Head` takes: ``fit(X, y, pair=pair)``.
+
+    Attributes:
+        X: (n, 2 d + n_condition) float32, as ``Head`` has it.
+        y: (n,) ratings on 0 to 1.
+        pair: (n,) the number of each row's sentence pair, also for scikit-learn's ``groups``.
+        n_condition: how many of the last columns are the conditions' features; 0 for heads that
+            take none.
+    """
+
+    X: Array
+    y: NDArray[np.float64]
+    pair: NDArray[np.int64]
+    n_condition: int
+
+
+def load_features(
+    run: str | Path = "runs/default",
+    head: str = "linear",
+    *,
+    split: str = "train",
+    prompt: str | None = None,
+    subtract: bool = True,
+) -> PairFeatures:
+    """Load the features of a run's rated rows as a head of :class:`llmcond.Head` takes them.
+
+    They are what ``llmcond fit-head`` fits on; it lets dev choose the epoch as well.
+
+    Args:
+        run: the run's folder.
+        head: the recipe that they are for: it decides whether features are e(s|c) or e(s), and
+            whether those of conditions are added.
+        split: ``train``, ``dev`` or ``test``.
+        prompt: its name; several, joined by ``+``, are side by side. None: the run's only one.
+        subtract: whether the unconditional features are subtracted.
+
+    Raises:
+        UserError: no such run, recipe, split or prompt, or features that are not there.
+    """
+    opened, recipe = open_run(Path(run)), load_recipe(head)
+    view = view_of(recipe, prompts_for(opened, recipe, prompt), subtract)
+    pairs = Features(opened).rated(view, split)
+    parts = [pairs.first, pairs.second, *([] if pairs.condition is None else [pairs.condition])]
+    pair = np.arange(len(pairs)) if pairs.pair is None else pairs.pair
+    return PairFeatures(Concatenated(parts).read(), pairs.rating, pair, pairs.dim_condition)

@@ -21,7 +21,7 @@ from llmcond.config import bundled_names, check_name
 from llmcond.data.datasets import DataOptions, Dataset, RatingScale
 from llmcond.data.rows import Rows, load_rows, save_rows
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
-from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full, nearest
+from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full, listed, nearest
 from llmcond.evaluation.results import default_name
 from llmcond.features.store import FeatureStore, StoreDtype
 from llmcond.features.view import View
@@ -116,11 +116,14 @@ class Run:
             weakref.finalize(store, shutil.rmtree, folder, ignore_errors=True)
         return store
 
-    def resolve_encoder(self, device: str = "auto") -> ResolvedEncoder:
+    def resolve_encoder(
+        self, device: str = "auto", max_tokens_per_batch: int | None = None
+    ) -> ResolvedEncoder:
         """Find the run's encoder again, on any device; a UserError if it is gone or has changed."""
         encoder = self.manifest["encoder"]
-        where = {"device": device, "revision": encoder["revision"], "like": encoder.get("like")}
-        options = EncoderOptions.of({**self.identity.to_json(), **where})
+        own = {"revision": encoder["revision"], "like": encoder.get("like")}
+        here = {"device": device, "max_tokens_per_batch": max_tokens_per_batch}
+        options = EncoderOptions.of({**self.identity.to_json(), **own, **here})
         model = str(self.folder) if encoder["model"] == HERE else encoder["model"]
         resolved = resolve(model, options)
         self.check_encoder(resolved)
@@ -390,8 +393,12 @@ def open_run(folder: Path) -> Run:
         UserError: nothing there, a folder that is no run, or one written by a newer version.
     """
     if _is_vacant(folder):
+        others = sorted(str(path.parent) for path in folder.parent.glob("*/run.json"))
+        named = (
+            f"There are {listed(others)}: name one by --run; or extract" if others else "Extract"
+        )
         raise UserError(
-            f"there is no run at {folder}. Extract features first: llmcond extract --model MODEL "
+            f"there is no run at {folder}. {named} features first: llmcond extract --model MODEL "
             f"--run {folder}"
         )
     if not (folder / "run.json").is_file():

@@ -29,7 +29,6 @@ from llmcond.heads.storage import FitRecord
 from llmcond.log import log
 from llmcond.metrics import Metric, choose_metrics, finite, spearman
 from llmcond.progress import EVERY_SECONDS, FitBar
-from llmcond.prompts import Prompt
 from llmcond.records import RECORD, check_record
 from llmcond.runs import Run, SavedHead, dev_spearman, head_name, open_run
 from llmcond.runs.features import Features
@@ -163,15 +162,6 @@ def check_seeds(seeds: int) -> None:
     if seeds < 1:
         raise UserError(f"the number of seeds is {seeds}; it must be at least 1.")
     check_seed(seeds - 1)
-
-
-def prompts_for(run: Run, recipe: Recipe, names: str | None) -> tuple[Prompt, ...]:
-    """Return the prompts named, or for a head of separate features the one that gives them."""
-    if names is None and recipe.features == "separate":
-        apart = [prompt for prompt in run.prompts().values() if prompt.separate]
-        if len(apart) == 1:
-            return (apart[0],)
-    return run.find_prompts(names)
 
 
 def sized(recipe: Recipe, dim: int | None, dim_in: int, quiet: bool = False) -> Recipe:

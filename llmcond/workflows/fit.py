@@ -16,12 +16,11 @@ from llmcond.log import log
 from llmcond.metrics import METRICS, Estimate, finite
 from llmcond.progress import FitBar
 from llmcond.runs import Run, head_name, head_record, open_run
-from llmcond.runs.features import Features
+from llmcond.runs.features import Features, prompts_for
 from llmcond.runs.trials import (
     Outcome,
     Trial,
     check_seed,
-    prompts_for,
     score_on_dev,
     sized,
 )

@@ -18,9 +18,10 @@ from llmcond.files import write_json
 from llmcond.heads import load_recipe
 from llmcond.metrics import choose_metrics
 from llmcond.runs import Run, open_run
+from llmcond.runs.features import prompts_for
 from llmcond.runs.predictors import check_scorable
 from llmcond.runs.provenance import provenance
-from llmcond.runs.trials import Outcome, Trial, check_seeds, prompts_for, run_trials
+from llmcond.runs.trials import Outcome, Trial, check_seeds, run_trials
 from llmcond.workflows.fit import keep_best
 
 

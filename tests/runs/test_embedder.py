@@ -203,3 +203,25 @@ def test_figures_of_seen_and_unseen_conditions_stand_apart(
     assert "seen / unseen" in " ".join(capsys.readouterr().out.split())
     assert run(["evaluate", "--run", str(own), "--json"]) == 0
     assert "seen" not in json.loads(capsys.readouterr().out)["results"][0]
+
+
+def test_progress_is_shown_where_asked_for(
+    fitted: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("llmcond.progress.EVERY_SECONDS", 0)
+    caplog.set_level("INFO", "llmcond")
+    embedder = llmcond.load_embedder(fitted, max_tokens_per_batch=64)
+    quiet = embedder.encode(SENTENCES, "the place")
+    assert "inputs" not in caplog.text
+    shown = embedder.encode(SENTENCES, "the place", show_progress=True)
+    np.testing.assert_array_equal(shown, quiet)
+    # A condition of its own is the fourth.
+    assert "encoding: 4/4 inputs" in caplog.text
+
+
+def test_a_run_that_is_not_there_names_those_beside_it(fitted: Path):
+    with pytest.raises(UserError) as caught:
+        open_run(fitted.parent / "other")
+    assert str(fitted) in str(caught.value)
+    with pytest.raises(UserError, match=r"Extract features first: llmcond extract"):
+        open_run(fitted / "other")
