@@ -9,7 +9,14 @@ from rich.table import Table
 from llmcond.evaluation.paired import Difference
 from llmcond.evaluation.results import ComparedResult
 from llmcond.metrics import METRICS, Metric, finite, metric_of
-from llmcond.report.format import caveats, estimate_text, factors_text, interval_text, probability
+from llmcond.report.format import (
+    caveats,
+    estimate_text,
+    extreme,
+    factors_text,
+    interval_text,
+    probability,
+)
 from llmcond.report.terminal import add_figures, identity_cells, identity_table
 
 Compared = Sequence[ComparedResult]
@@ -23,28 +30,44 @@ FEW_PAIRS = 30
 
 
 def summary(results: Compared, baseline: str) -> list[str]:
-    """Return what a comparison shows, in sentences."""
-    first = results[0]
+    """Return what a comparison shows, in sentences, the verdict first."""
+    counts, split = results[0].counts, results[0].split
     prompts = {result.prompt for result in results}
     heads = sorted({result.head for result in results} - {"none"})
     with_heads = f" and with {_listed(heads)}" if heads else ""
-    sentences = []
-    if finite(first.main.value) is not None:
-        figure = estimate_text(first.primary, first.main)
-        sentences.append(f"Best: {_system(first)}, {first.primary.heading} {figure}.")
-    sentences.append(
-        f"{_count(len(prompts), 'prompt')}, zero-shot{with_heads}, on {first.counts.n:,} rated "
-        f"rows of {first.counts.n_pairs:,} sentence pairs of {first.split}."
-    )
-    if first.counts.n_pairs < FEW_PAIRS:
-        sentences.append(
-            f"{first.counts.n_pairs:,} sentence pairs are few: only large differences can be told "
-            "from chance."
-        )
+    sentences = _headline([result for result in results if not result.control], baseline)
     for head in ["none", *heads]:
         sentences += _verdicts([r for r in results if r.head == head], head, baseline)
+    if counts.n_pairs < FEW_PAIRS:
+        sentences.append(
+            f"{counts.n_pairs:,} sentence pairs are few: only large differences can be told from "
+            "chance."
+        )
     sentences += _controls(results)
+    sentences.append(
+        f"{_count(len(prompts), 'prompt')}, zero-shot{with_heads}, on {counts.n:,} rated rows of "
+        f"{counts.n_pairs:,} sentence pairs of {split}."
+    )
     return sentences
+
+
+def _headline(results: Compared, baseline: str) -> list[str]:
+    """Return what scores highest, never without whether a prompt is shown to be better."""
+    if not results or finite(results[0].main.value) is None:
+        return []
+    first = results[0]
+    figure = estimate_text(first.primary, first.main)
+    top = f"{extreme(first.primary)}: {_system(first)}, {first.primary.heading} {figure}"
+    found, own = [_main_difference(result) for result in results], _main_difference(first)
+    if not any(found):
+        return [f"{top}."]
+    if not any(one.verdict == "better" for one in found if one):
+        return [f"No prompt is shown to be better than {baseline}. {top}."]
+    if own is None:
+        return [f"{top}, the baseline." if first.prompt == baseline else f"{top}."]
+    if own.verdict == "better":
+        return [f"{top}, better than {baseline} by {_difference_text(first.primary, own)}."]
+    return [f"{top}, not shown to be better than {baseline}."]
 
 
 def _main_difference(result: ComparedResult) -> Difference | None:

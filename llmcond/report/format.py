@@ -22,6 +22,11 @@ def estimate_text(metric: Metric, estimate: Estimate) -> str:
     return f"{metric.show(estimate.value)} {interval_text(metric, estimate.low, estimate.high)}"
 
 
+def extreme(metric: Metric) -> str:
+    """Return what the first of some results is called where nothing shows that it is the best."""
+    return "Highest" if metric.higher_is_better else "Lowest"
+
+
 def interval_text(metric: Metric, low: float, high: float) -> str:
     """Return an interval in brackets."""
     return f"[{metric.show(low)}, {metric.show(high)}]"

@@ -19,7 +19,7 @@ from llmcond.evaluation.results import Result, Results, best_first
 from llmcond.files import check_output, replacing
 from llmcond.log import log
 from llmcond.metrics import choose_metrics, metric_of
-from llmcond.report.format import estimate_text
+from llmcond.report.format import estimate_text, extreme
 from llmcond.report.page import check_page, page_of, write_page
 from llmcond.runs import Run, open_run
 from llmcond.runs.extraction import LazyEncoder, extract_rows
@@ -132,10 +132,7 @@ def _summary(best: Results[Result], rows: Rows) -> list[str]:
     first = best[0]
     if not first.counts.n:
         raise UserError("there are no ratings to report on; leave out --report.")
-    summary = [
-        f"{len(best):,} systems, on {first.counts.n:,} rated rows of {first.counts.n_pairs:,} "
-        f"sentence pairs of {rows.file}."
-    ]
+    summary = []
     if not np.isnan(first.main.value):
         figures = ", ".join(
             f"{metric_of(name).heading} {estimate_text(metric_of(name), one)}"
@@ -143,9 +140,13 @@ def _summary(best: Results[Result], rows: Rows) -> list[str]:
             if not metric_of(name).secondary
         )
         summary.append(
-            f"Best: {first.name}, {figures}. Intervals are 95 %, over sentence pairs; to tell "
-            "whether two systems differ, use compare-prompts."
+            f"{extreme(first.primary)}: {first.name}, {figures}. Whether systems differ by more "
+            "than chance is not tested here; compare-prompts tests it for prompts."
         )
+    summary.append(
+        f"{len(best):,} systems, on {first.counts.n:,} rated rows of {first.counts.n_pairs:,} "
+        f"sentence pairs of {rows.file}. Intervals are 95 %, over sentence pairs."
+    )
     return summary
 
 

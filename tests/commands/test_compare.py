@@ -293,10 +293,9 @@ RESULTS = [
 
 def test_a_comparison_is_told_in_plain_words():
     text = summary(RESULTS, "base")
-    assert text[1] == (
+    assert text[-1] == (
         "6 prompts, zero-shot and with mlp, on 100 rated rows of 50 sentence pairs of dev."
     )
-    assert text[0] == "Best: mlp on good, Spearman 60.0 [50.0, 70.0]."
     mlp = next(sentence for sentence in text if sentence.startswith("With mlp"))
     assert "better than base: good by +20.0 [15.0, 25.0]; worse than base: bad" in mlp
     assert "no evidence of a difference to base for same (these rows would show 7.1 or more)" in mlp
@@ -311,6 +310,42 @@ def test_a_comparison_is_told_in_plain_words():
     )
     few = [replace(row, counts=Counts(n=100, n_pairs=12)) for row in RESULTS]
     assert "12 sentence pairs are few" in " ".join(summary(few, "base"))
+
+
+GOOD, BASE, SAME, BAD, _, CONTROL = RESULTS
+
+
+@pytest.mark.parametrize(
+    ("results", "said"),
+    [
+        (
+            [SAME, BASE, BAD],
+            "No prompt is shown to be better than base. Highest: mlp on same, Spearman 41.0 "
+            "[31.0, 51.0].",
+        ),
+        (
+            [replace(CONTROL, difference=GOOD.difference), BASE, BAD],
+            "No prompt is shown to be better than base. Highest: mlp on base, Spearman 40.0 "
+            "[30.0, 50.0].",
+        ),
+        (
+            RESULTS,
+            "Highest: mlp on good, Spearman 60.0 [50.0, 70.0], better than base by +20.0 "
+            "[15.0, 25.0].",
+        ),
+        (
+            [SAME, BASE, replace(GOOD, head="linear")],
+            "Highest: mlp on same, Spearman 41.0 [31.0, 51.0], not shown to be better than base.",
+        ),
+        (
+            [BASE, SAME, replace(GOOD, head="linear")],
+            "Highest: mlp on base, Spearman 40.0 [30.0, 50.0], the baseline.",
+        ),
+        ([BASE], "Highest: mlp on base, Spearman 40.0 [30.0, 50.0]."),
+    ],
+)
+def test_the_first_sentence_says_no_more_than_is_shown(results, said):
+    assert summary(results, "base")[0] == said
 
 
 def test_the_table_has_the_evidence_and_draws_intervals(capsys):

@@ -313,12 +313,28 @@ def parsed(page, tmp_path_factory):
 
 def test_every_section_is_there_and_can_be_gone_to(parsed):
     sections = [attributes["id"] for attributes in parsed.all("section")]
-    assert sections == ["summary", "results", "heads", "systems", "isotropy", "curves", "made"]
+    assert sections == ["summary", "results", "systems", "isotropy", "curves", "made"]
     assert [a["href"] for a in parsed.all("a")] == [f"#{section}" for section in sections]
     ids = [attributes["id"] for _, attributes in parsed.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
     assert {attributes["aria-labelledby"] for attributes in parsed.all("section")} <= set(ids)
     assert not parsed.open
+
+
+def test_the_verdict_and_the_chart_come_before_the_prose(page, parsed):
+    verdict, *prose = page.summary
+    chart = parsed.said.index("Spearman by template and head, with 95 % intervals")
+    assert parsed.said.index(verdict) < chart < parsed.said.index(prose[0])
+    assert parsed.said.index(prose[-1]) < parsed.said.index("head template minus c")
+
+
+def test_controls_and_baselines_look_as_their_head_and_are_called_so(parsed):
+    rows = next(rows for rows in parsed.data["charts"]["heads"]["datasets"].values() if rows[1:])
+    assert {row["series"] for row in rows} == {"none", "linear", "mlp"}
+    labels = {row["system"]: row["label"] for row in rows}
+    assert labels["mlp@control-shuffled"] == "control-shuffled\nminus c, control"
+    assert labels["none@concat-sent-cond+c"] == "concat-sent-cond\nc kept, baseline"
+    assert labels["mlp@pair-cond"] == "pair-cond\nminus c"
 
 
 def test_nothing_is_fetched_and_no_script_runs_but_the_pages_own(parsed):
@@ -594,6 +610,33 @@ def test_hostile_texts_stay_texts_in_a_browser(browser, files):
             "[data-chart=scatter-A] path[aria-roledescription], [data-chart=scatter-A] path"
         )
         assert faults(tab) == []
+
+
+@pytest.mark.parametrize("width", [375, 2_000])
+def test_only_a_table_that_is_too_wide_says_that_it_scrolls(browser, files, width):
+    with opened(browser, files / "full.html", width) as tab:
+        tab.locator("[data-numbers=scatter] summary").click()
+        tab.locator("[data-numbers=scatter] tbody tr").nth(4).wait_for()
+        boxes = tab.locator(".scroll").evaluate_all(
+            """(boxes) => boxes.filter((box) => box.checkVisibility()).map((box) => [
+                box.scrollWidth > box.clientWidth,
+                getComputedStyle(box, "::before").content.startsWith('"Scroll sideways'),
+            ])"""
+        )
+        assert len(boxes) == 3
+        assert [wide for wide, _ in boxes] == [said for _, said in boxes]
+        assert boxes[0] == [width < 1_000] * 2
+
+
+def test_what_made_the_page_is_folded_but_printed(browser, files):
+    with opened(browser, files / "full.html") as tab:
+        made = tab.get_by_text("Given the condition: {condition}").first
+        assert not made.is_visible()
+        tab.emulate_media(media="print")
+        assert made.is_visible()
+        tab.emulate_media(media="screen")
+        tab.locator("#made summary").click()
+        assert made.is_visible()
 
 
 def test_tables_are_sorted_by_keyboard(browser, files):

@@ -18,7 +18,6 @@ from llmcond.evaluation.breakdown import (
     rank_share,
     rating_span,
 )
-from llmcond.evaluation.results import ComparedResult
 from llmcond.metrics import Floats, finite, number
 from llmcond.report.format import range_text
 from llmcond.report.page import charts
@@ -160,12 +159,14 @@ def by_head(page: Page) -> tuple[dict[str, Any], Legend] | None:
     defined = [result for result in page.results if finite(result.main.value) is not None]
     if len(defined) < 2:
         return None
-    series = list(dict.fromkeys(_series(result) for result in defined))
     heads = list(dict.fromkeys(result.head for result in defined))
     rows = []
     used: Counter[tuple[str, str]] = Counter()
     for result in defined:
-        label = f"{result.prompt}\n{'minus c' if result.subtract else 'c kept'}"
+        about = "minus c" if result.subtract else "c kept"
+        about += ", control" if result.control else ""
+        about += ", baseline" if result.name in page.baselines else ""
+        label = f"{result.prompt}\n{about}"
         # Several fits of one head and template stand beside each other, too.
         slot = heads.index(result.head) + len(heads) * used[label, result.head]
         used[label, result.head] += 1
@@ -175,7 +176,7 @@ def by_head(page: Page) -> tuple[dict[str, Any], Legend] | None:
             {
                 "label": label,
                 "slot": slot,
-                "series": _series(result),
+                "series": result.head,
                 "value": metric.scaled(found.value),
                 "low": metric.scaled(low),
                 "high": metric.scaled(high),
@@ -188,11 +189,7 @@ def by_head(page: Page) -> tuple[dict[str, Any], Legend] | None:
     reference = metric.scaled(only[0].main.value) if only else None
     description = f"{metric.heading} of each system with its 95 % interval, by template and head."
     title = metric.heading + ("" if metric.factor == 1 else f" × {metric.factor:g}")
-    return charts.intervals(rows, series, title, description, reference), _legend(series)
-
-
-def _series(result: ComparedResult) -> str:
-    return f"{result.head}, control" if result.control else result.head
+    return charts.intervals(rows, heads, title, description, reference), _legend(heads)
 
 
 def isotropy_charts(page: Page) -> tuple[list[dict[str, Any]], Legend] | None:

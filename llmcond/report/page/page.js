@@ -65,6 +65,22 @@
   nameTheme();
   theme.hidden = false;
 
+  // -- tables that are wider than the screen -----------------------------------------------------
+
+  // Nothing else on a phone shows that there are further columns.
+  const sizes = new ResizeObserver((entries) => {
+    for (const { target } of entries) {
+      const box = target.closest(".scroll");
+      box.classList.toggle("wide", box.scrollWidth > box.clientWidth);
+    }
+  });
+  function watched(box) {
+    sizes.observe(box);
+    sizes.observe(box.firstElementChild);
+    return box;
+  }
+  document.querySelectorAll(".scroll").forEach(watched);
+
   // -- sorting ----------------------------------------------------------------------------------
 
   // What is unknown comes last in either direction.
@@ -134,7 +150,7 @@
     const table = make("table", {}, make("thead", {}, head), body);
     const box = make("div", { class: "scroll", role: "region", "aria-label": label, tabindex: "0" }, table);
     return {
-      element: make("div", {}, box, more),
+      element: make("div", {}, watched(box), more),
       head,
       sort,
       set(found) { rows = found; shown = size; fill(); },
