@@ -1,4 +1,4 @@
-"""``llmcond push``: upload a trained encoder and its heads."""
+"""``llmcond push``: upload a run's heads, and its encoder if that was trained."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from llmcond.options import option
 
 @dataclass(frozen=True, kw_only=True)
 class Push(InRun):
-    """Upload a trained encoder and its heads to the Hugging Face hub; data stays here."""
+    """Upload a run's heads to the Hugging Face hub, with a trained encoder; data stays here.
 
-    example: ClassVar[str] = "llmcond push ada/tuned-encoder --run runs/tuned --private"
+    Of a frozen encoder only its name on the hub and its revision go up.
+    """
+
+    example: ClassVar[str] = "llmcond push ada/my-heads --run runs/default --private"
 
     repo: str = option(flag="", metavar="OWNER/NAME", help="created if it does not exist")
     private: bool = option(False, help="make the repository private")

@@ -200,7 +200,7 @@ def load_embedder(
     """Load a run's encoder with one of its heads.
 
     Args:
-        run: the run's folder.
+        run: the run's folder, or what was downloaded of one that was pushed.
         head: a fitted head's name, or its recipe's if that is fitted once. ``none``: zero-shot.
             None: the run's default (``llmcond heads --run RUN --default NAME``), else the head with
             the best score on dev, or zero-shot if there is none.

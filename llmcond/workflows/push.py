@@ -1,4 +1,7 @@
-"""Put a trained encoder and its heads onto the Hugging Face hub: never the data, nor its paths."""
+"""Put a run's heads onto the Hugging Face hub: never the data, nor its paths.
+
+A trained encoder goes along; of a frozen one its name and revision, by which others find it.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,12 @@ from llmcond.encoders.checkpoints.checkpoint import (
     weight_files,
 )
 from llmcond.errors import LlmcondError, UserError, first_line
-from llmcond.files import digest_file, gib, read_json, write_json
+from llmcond.files import digest_file, gib, read_json, write_json, write_text
 from llmcond.heads.storage import weights_of
 from llmcond.log import log
+from llmcond.report.card import heads_card
 from llmcond.runs import Run, open_run
+from llmcond.runs.run import HERE
 from llmcond.version import __version__
 from llmcond.workflows.finetune import RECORD, STATE
 
@@ -35,7 +40,7 @@ MANIFEST, CARD = "run.json", "README.md"
 #: A checkpoint's files that hold tokens, which may look like paths.
 _VOCABULARIES = {"tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"}
 #: What an earlier push may have left in a repository, which would be taken for this one's.
-_PUSHED = (*SETTINGS, "heads/*", "*/config.json", "*.safetensors", CONFIG)
+_PUSHED = (*SETTINGS, "heads/*", "*/config.json", "*.safetensors", CONFIG, TUNED, RECORD)
 
 #: Texts and names of the user's that decide what is computed: templates, and columns.
 _VERBATIM = {
@@ -56,11 +61,11 @@ _PATH = re.compile(r"(?<![\w.:/~-])~?(?:/[^\s/'\"`,;()]+)+/([^\s/'\"`,;()]+)")
 def push_to_hub(
     run_folder: Path, repo: str, private: bool = False, revision: str | None = None
 ) -> dict[str, Any]:
-    """Upload what ``train-lora`` left in a folder, in one commit.
+    """Upload a run's heads, and its encoder if ``train-lora`` trained it, in one commit.
 
-    Pushed are the encoder's files, its heads, and the accounts of both, in which a path of this
-    machine becomes its last name. Rows and features stay here. What an earlier push put there and
-    this one does not have is deleted by the same commit.
+    Pushed are the heads, the files of a trained encoder, and the accounts of both, in which a path
+    of this machine becomes its last name. Rows and features stay here. What an earlier push put
+    there and this one does not have is deleted by the same commit.
 
     Arguments as in :class:`llmcond.commands.push.Push`.
 
@@ -68,36 +73,30 @@ def push_to_hub(
         The repository, its address, the commit, and the names of its files.
 
     Raises:
-        UserError: no trained encoder, one that others could not load, or a repository that
-            cannot be written.
+        UserError: neither a trained encoder nor a fitted head, an encoder that others could not
+            load, or a repository that cannot be written.
         LlmcondError: the hub cannot be reached, or has failed.
     """
     _check_name(repo)
-    run, tuned = _trained(run_folder)
+    run, tuned = _pushable(run_folder)
     token = _token(repo, revision)
     with tempfile.TemporaryDirectory(prefix="llmcond-push-") as temporary:
         staged = Path(temporary)
         _stage(run, tuned, staged)
         card = run.folder / CARD
-        if card.is_file():
-            _place(run.folder, CARD, staged)
-            path = _PATH.search(card.read_text(encoding="utf-8"))
-            if path is not None:
-                log.info(f"{card} is pushed as it is, and names {path[0]}")
+        path = _PATH.search(card.read_text(encoding="utf-8")) if card.is_file() else None
+        if path is not None:
+            log.info(f"{card} is pushed as it is, and names {path[0]}")
         _check_no_paths(staged, run.folder)
         files = sorted(path.relative_to(staged).as_posix() for path in _files(staged))
         size = sum((staged / name).stat().st_size for name in files)
         log.info(f"uploading {len(files)} files ({gib(size)}) to {repo}")
         url, commit = _upload(staged, files, repo, token, private, revision)
-    heads = run.head_names()
-    # Which of several was fitted last is not known any more where they are downloaded.
-    usual = run.default_head()
-    head = f', "{usual[0]}"' if usual and len(heads) > 1 else ""
-    branch = f" --revision {revision}" if revision else ""
+    branch, folder = f" --revision {revision}" if revision else "", repo.partition("/")[2]
     log.info(f"{run.folder} -> {url}")
     log.info(
-        f"to use it: hf download {repo}{branch} --local-dir tuned, then "
-        f'llmcond.load_embedder("tuned"{head})'
+        f"to use it: hf download {repo}{branch} --local-dir {folder}, then "
+        f'llmcond.load_embedder("{folder}")'
     )
     return {"repo": repo, "url": url, "commit": commit, "files": files}
 
@@ -118,32 +117,49 @@ def _check_name(repo: str) -> None:
         raise UserError(f"{expected} ({first_line(error)}).") from error
 
 
-def _trained(folder: Path) -> tuple[Run, Tuned]:
-    """Return the run of a training that has ended, and what training recorded of its encoder."""
-    if not (folder / RECORD).is_file():
-        if (folder / STATE).is_dir():
-            raise UserError(
-                f"the training in {folder} has not ended. Give its llmcond train-lora command "
-                "again, which goes on where it stopped."
-            )
+def _pushable(folder: Path) -> tuple[Run, Tuned | None]:
+    """Return a run that others can use, and what training recorded of its encoder if it is trained.
+
+    Raises:
+        UserError: others could not use it, or there is nothing to push.
+    """
+    if not (folder / RECORD).is_file() and (folder / STATE).is_dir():
         raise UserError(
-            f"{folder} holds no trained encoder (it has no {RECORD}). Train it first: llmcond "
-            f"train-lora --model MODEL --head HEAD --run {folder}"
+            f"the training in {folder} has not ended. Give its llmcond train-lora command "
+            "again, which goes on where it stopped."
         )
-    run, tuned = open_run(folder), read_tuned(folder)
-    if tuned is None:
-        raise UserError(f"{folder / TUNED} is missing, so others could not use it. Train it anew.")
-    base = tuned.base
-    if (
-        base is not None
-        and find_model(base) is None
-        and (_is_absolute(base) or base.count("/") != 1 or (folder / base).is_dir())
-    ):
+    run = open_run(folder)
+    encoder = run.manifest["encoder"]["model"]
+    if encoder != HERE:
+        if _only_here(encoder, folder):
+            raise UserError(
+                f"the encoder of {folder} is {encoder}, a folder that nobody else has. Upload it "
+                "(hf upload OWNER/NAME FOLDER), and extract and fit by that name: llmcond extract "
+                "--model OWNER/NAME --run another one."
+            )
+        if not run.head_names():
+            raise UserError(
+                f"{folder} has no fitted head, so there is nothing to push: everybody can have "
+                f"{encoder}. Fit one first: llmcond fit-head --head mlp --run {folder}"
+            )
+        run.find_heads(run.head_names())  # none that nobody could load
+        return run, None
+    tuned = read_tuned(folder)
+    if tuned is None or not (folder / RECORD).is_file():
+        missing = folder / (TUNED if tuned is None else RECORD)
+        raise UserError(f"{missing} is missing, so others could not use it. Train it anew.")
+    if tuned.base is not None and _only_here(tuned.base, folder):
         raise UserError(
-            f"{folder} is an adapter of {base}, a folder that nobody else has. Train it with "
+            f"{folder} is an adapter of {tuned.base}, a folder that nobody else has. Train it with "
             "--merge into another --run, and push that: then the whole encoder is in it."
         )
     return run, tuned
+
+
+def _only_here(model: str, folder: Path) -> bool:
+    """Return whether a model that a run's folder names is on this machine only."""
+    named = model.count("/") == 1 and not _is_absolute(model) and not (folder / model).is_dir()
+    return find_model(model) is None and not named
 
 
 def _token(repo: str, revision: str | None) -> str:
@@ -161,8 +177,37 @@ def _token(repo: str, revision: str | None) -> str:
 # -- what is pushed ----------------------------------------------------------------------------
 
 
-def _stage(run: Run, tuned: Tuned, staged: Path) -> None:
+def _stage(run: Run, tuned: Tuned | None, staged: Path) -> None:
     """Lay out what is pushed in a folder; files with paths in them are written anew."""
+    folder = run.folder
+    renamed = _stage_encoder(run, tuned, staged) if tuned else {}
+
+    def account(name: str, **added: str) -> dict[str, Any]:
+        check_own(folder / name, folder)
+        record = {**read_json(folder / name), **added}
+        write_json(staged / name, _tidy_record(record, renamed))
+        return record
+
+    for head in (f"heads/{name}" for name in run.head_names()):
+        record = account(f"{head}/head.json")
+        own_weights = weights_of(folder / head, record)
+        _place(folder, str(own_weights.relative_to(folder)), staged, f"{head}/head.safetensors")
+        if record.get("weights_sha256") != digest_file(own_weights):
+            raise UserError(f"{folder / head} was damaged: its two files do not belong together.")
+    usual = run.default_head()
+    # Where they are downloaded, nothing says which of several was fitted last.
+    account(MANIFEST, **({"default_head": usual[0]} if usual else {}))
+    if tuned:
+        account(RECORD)
+        account(TUNED)
+    if (folder / CARD).is_file():
+        _place(folder, CARD, staged)
+    elif not tuned:
+        write_text(staged / CARD, heads_card(open_run(staged)))  # which has no paths any more
+
+
+def _stage_encoder(run: Run, tuned: Tuned, staged: Path) -> dict[str, str]:
+    """Lay out a trained encoder's own files; return what it is called by then instead."""
     folder, own, merged = run.folder, run.identity, tuned.base is None
     encoder = [CONFIG, WEIGHTS]
     if merged:
@@ -186,16 +231,7 @@ def _stage(run: Run, tuned: Tuned, staged: Path) -> None:
         # The same encoder by another name, as its settings decide what it is called.
         now = replace(own, weights=find_checkpoint(str(staged), None).weights)
         renamed = {own.weights: now.weights, own.fingerprint: now.fingerprint}
-    heads = [f"heads/{head}" for head in run.head_names()]
-    for name in [MANIFEST, RECORD, TUNED, *(f"{head}/head.json" for head in heads)]:
-        check_own(folder / name, folder)
-        write_json(staged / name, _tidy_record(read_json(folder / name), renamed))
-    for head in heads:
-        record = read_json(folder / head / "head.json")
-        own_weights = weights_of(folder / head, record)
-        _place(folder, str(own_weights.relative_to(folder)), staged, f"{head}/head.safetensors")
-        if record.get("weights_sha256") != digest_file(own_weights):
-            raise UserError(f"{folder / head} was damaged: its two files do not belong together.")
+    return renamed
 
 
 def _place(folder: Path, name: str, staged: Path, there: str | None = None) -> None:
@@ -324,13 +360,14 @@ def _upload(
         if revision is not None and not revision.startswith("refs/"):
             api.create_branch(repo, branch=revision, exist_ok=True)
         there = api.list_repo_files(repo, revision=revision)
-        if RECORD not in there and {CONFIG, "config.json"} & set(there):
+        ours = MANIFEST in there and any(fnmatch(name, "heads/*/head.json") for name in there)
+        if not ours and {CONFIG, "config.json"} & set(there):
             raise UserError(
                 f"{repo} holds another model, which llmcond did not push. Name another OWNER/NAME."
             )
         # What an earlier push left there and this one does not have.
-        ours = [name for name in there for pattern in _PUSHED if fnmatch(name, pattern)]
-        left = sorted({*ours} - {*files}) if RECORD in there else []
+        before = {name for name in there for pattern in _PUSHED if fnmatch(name, pattern)}
+        left = sorted(before - {*files}) if ours else []
         # Not upload_folder, which cuts what is large into several commits.
         done = api.create_commit(
             repo,
@@ -338,7 +375,7 @@ def _upload(
                 *(CommitOperationDelete(name) for name in left),
                 *(CommitOperationAdd(name, staged / name) for name in files),
             ],
-            commit_message=f"Push what llmcond {__version__} trained",
+            commit_message=f"Push a run of llmcond {__version__}",
             revision=revision,
         )
     return url if revision is None else f"{url}/tree/{revision}", str(done.oid)

