@@ -344,8 +344,7 @@ def test_unfolded_latents_give_the_same_vectors(tmp_path):
     assert far(vectors(case.folder, fold_latents=False), case.expected) < 1e-4
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("quantize", ["4bit", "8bit"])
+@pytest.mark.parametrize(("quantize", "dtype"), [("4bit", "bfloat16"), ("8bit", "float32")])
 def test_adapter_beside_quantised_weights_is_not_merged(tuned_minilm, quantize, dtype):
     pytest.importorskip("bitsandbytes")
     encoder = tuned_minilm.load(quantize=quantize, dtype=dtype)
