@@ -37,7 +37,7 @@ from llmcond.metrics import METRICS
 
 Floats = NDArray[np.float64]
 
-SIZES: Final = (30, 100, 300, 985)
+SIZES: Final = (20, 40, 60, 100, 300, 985)
 MEASURES: Final = ("spearman", "accuracy")
 METRICS_COMPARED: Final = [METRICS[name] for name in MEASURES]
 
@@ -220,7 +220,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trials", type=int, default=2_000, help="at each size (%(default)s)")
-    parser.add_argument("--pairs", type=int, nargs="+", default=SIZES, help="(30 100 300 985)")
+    parser.add_argument(
+        "--pairs", type=int, nargs="+", default=SIZES, help=f"({' '.join(map(str, SIZES))})"
+    )
     parser.add_argument("--candidates", type=int, default=8, help="of the false alarms (8)")
     parser.add_argument("--resamples", type=int, default=400, help="of each bootstrap (400)")
     parser.add_argument(

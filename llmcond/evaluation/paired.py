@@ -178,7 +178,7 @@ def differences(
     over a baseline and what is compared with it, as they are fitted alike, divided by how many
     seeds there are. The two add up, with Welch's degrees of freedom. In simulations
     (``scripts/simulate_comparison.py``) this keeps to 5 % of false alarms, and its intervals hold
-    the truth about as often as they say, from 30 pairs up. Percentiles of the same draws give too
+    the truth about as often as they say, from 20 pairs up. Percentiles of the same draws give too
     many: at few pairs they are too narrow, and a correction for many systems rests on the
     outermost of them. Single fits are taken as they are: "better" is then said of these fits.
 
