@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from llmcond.runs.embedder import Embedder
+from llmcond.runs.embedder import Embedder, unit_length
 from llmcond.runs.run import Run
 
 #: A condition is unfamiliar if its nearest one of training is further away than that of this share
@@ -34,19 +33,14 @@ def unfamiliar(run: Run, embedder: Embedder, conditions: Sequence[str]) -> dict[
     store = run.store()
     if store.missing(inputs):
         return {}
-    trained = _unit(store.lookup(inputs).read())
+    trained = unit_length(store.lookup(inputs).read(), None)
     among = trained @ trained.T
     np.fill_diagonal(among, -1)
     least = np.quantile(among.max(axis=1), 1 - _SHARE)
     new = embedder.encoder.encode([prompt.unconditional.render("", text) for text in asked])
-    near = _unit(new) @ trained.T
+    near = unit_length(new, None) @ trained.T
     return {
         text: known[int(row.argmax())]
         for text, row in zip(asked, near, strict=True)
         if row.max() < least
     }
-
-
-def _unit(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    unit: NDArray[np.float32] = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    return unit

@@ -324,12 +324,11 @@ class Run:
 
     def set_default_head(self, name: str) -> None:
         """Record which head is taken where none is named; a UserError if there is no such one."""
-        if name not in self.head_names():
-            raise UserError(
-                f"{self.folder} has no head {name!r}. {nearest(name, self.head_names())}"
-            )
+        names = self.head_names()
+        if name not in names:
+            raise UserError(f"{self.folder} has no head {name!r}. {nearest(name, names)}")
         with FileLock(self.folder / ".lock"):
-            self.manifest = {**read_json(self.folder / "run.json"), "default_head": name}
+            self.manifest = {**_read_manifest(self.folder), "default_head": name}
             write_json(self.folder / "run.json", self.manifest)
 
     def head_record(self, name: str) -> dict[str, Any]:
