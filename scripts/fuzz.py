@@ -20,6 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -237,13 +238,31 @@ def write_csv(path: Path, rows: Sequence[Sequence[Any]]) -> None:
     path.write_bytes(out.getvalue().encode("utf-8", "surrogatepass"))
 
 
+def write_xlsx(path: Path, rows: Sequence[Sequence[Any]], chance: Random) -> None:
+    """Write rows as the sheet of a workbook, half of them with a changed part in the archive."""
+    from openpyxl import Workbook
+    from openpyxl.cell.cell import ILLEGAL_CHARACTERS_RE
+
+    whole, book = io.BytesIO(), Workbook()
+    for row in rows:
+        plain = (str(value).encode("utf-8", "replace").decode() for value in row)
+        book.active.append([ILLEGAL_CHARACTERS_RE.sub("", value) for value in plain])
+    book.save(whole)
+    with zipfile.ZipFile(whole) as archive, zipfile.ZipFile(path, "w") as changed:
+        parts = archive.namelist()
+        wrong = chance.choice(parts) if chance.random() < 0.5 else None
+        for part in parts:
+            content = archive.read(part)
+            changed.writestr(part, change_bytes(chance, content) if part == wrong else content)
+
+
 def data_input(chance: Random, base: Base, work: Path) -> list[str]:
     """Return a command that reads a changed data file."""
     rows: list[list[Any]] = [list(HEADER), *(list(row) for row in ROWS)]
     for _ in range(chance.randrange(4)):
         row = chance.choice((rows[0], chance.choice(rows)))
         row[chance.randrange(4)] = chance.choice((*VALUES, *TEXTS))
-    path = work / f"rows{chance.choice(('.csv', '.tsv', '.jsonl', '.parquet'))}"
+    path = work / f"rows{chance.choice(('.csv', '.tsv', '.jsonl', '.parquet', '.xlsx'))}"
     if path.suffix == ".jsonl":
         names = [str(name) for name in rows[0]]
         lines = (json.dumps(dict(zip(names, row, strict=True))) for row in rows[1:])
@@ -263,6 +282,8 @@ def data_input(chance: Random, base: Base, work: Path) -> list[str]:
             columns.append(pa.nulls(len(ROWS)))
             plain[0].append("more")
         pq.write_table(pa.table(columns, [str(name) for name in plain[0]]), path)
+    elif path.suffix == ".xlsx":
+        write_xlsx(path, rows, chance)
     else:
         write_csv(path, rows)
     if chance.random() < 0.5:

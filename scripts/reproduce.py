@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcond.commands.base import add_arguments, command_of
-from llmcond.commands.shared import SOURCE, WithColumns, WithDevice, data_options
+from llmcond.commands.shared import DATA, WithColumns, WithDevice, data_options
 from llmcond.data.datasets import DataOptions, Dataset
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.known import find_model
@@ -542,7 +542,7 @@ def _reproduce(paper: Paper, options: argparse.Namespace) -> int:
 class _Source(WithColumns, WithDevice):
     """Where rows come from, and where encoders and heads compute."""
 
-    data: str | None = option(None, metavar="SRC", help=f"{SOURCE} (default: the bundled sample)")
+    data: str | None = option(None, metavar="SRC", help=f"{DATA} (default: the bundled sample)")
 
 
 def _data(options: argparse.Namespace) -> DataOptions:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from llmcond.commands.base import verb
-from llmcond.commands.shared import FILES, WithHead, check_source
+from llmcond.commands.shared import WithHead, check_source
+from llmcond.data.readers import FILES
 from llmcond.options import option
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmcond.commands.base import verb
 from llmcond.commands.shared import (
-    SOURCE,
+    DATA,
     InRun,
     WithColumns,
     WithDevice,
@@ -33,7 +33,7 @@ class Evaluate(InRun, WithColumns, WithSplit, WithMetrics, WithDevice):
         (), metavar="NAME", help="fitted heads (default: all; none: zero-shot only)"
     )
     data: Any = option(
-        None, metavar="SRC", help=f"score other rows: {SOURCE}; a single file is scored whole"
+        None, metavar="SRC", help=f"score other rows: {DATA}; a single file is scored whole"
     )
     predictions: Path | None = option(
         None, metavar="FILE.csv", help="write each row's predicted similarities"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from llmcond.commands.base import Command
-from llmcond.commands.shared import SOURCE, WithColumns, WithEncoderSettings, data_options
+from llmcond.commands.shared import DATA, WithColumns, WithEncoderSettings, data_options
 from llmcond.config import bundled_names
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import UserError, printable
@@ -58,7 +58,7 @@ class ShowPrompt(WithColumns, WithEncoderSettings):
     split: Split | None = option(
         None, help="(default: train, or of a single file the split that has the row)"
     )
-    data: Any = option(None, metavar="SRC", help=f"{SOURCE} (default: the bundled sample)")
+    data: Any = option(None, metavar="SRC", help=f"{DATA} (default: the bundled sample)")
     split_seed: int | None = option(
         None, metavar="S", help="seed that splits a single file (default: 0)"
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcond.commands.base import Command
+from llmcond.data.readers import SOURCE
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import UserError, nearest
 from llmcond.options import option
@@ -16,11 +17,7 @@ from llmcond.options import option
 if TYPE_CHECKING:
     from llmcond.data.datasets import DataOptions
 
-FILES = "a .csv, .tsv, .json, .jsonl or .parquet file, text also as .gz"
-SOURCE = (
-    f"{FILES}, a folder with train, dev and test files, or "
-    "hf://datasets/OWNER/NAME (from Python also a pandas or Arrow table, or a list of dicts)"
-)
+DATA = f"{SOURCE} (from Python also a pandas or Arrow table, or a list of dicts)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +39,7 @@ def check_source(source: Any) -> None:
     except (OSError, RuntimeError):  # a name that is too long; ~ of nobody
         found = False
     if not found:
-        raise UserError(f"{source} does not exist. Expected {SOURCE}.")
+        raise UserError(f"{source} does not exist. Expected {DATA}.")
 
 
 def data_options(command: Any) -> DataOptions:
@@ -130,7 +127,7 @@ class WithTask(WithColumns):
     data: Any = option(
         None,
         metavar="SRC",
-        help=f"{SOURCE} (default: the run's own data, or the bundled sample)",
+        help=f"{DATA} (default: the run's own data, or the bundled sample)",
     )
     split_seed: int | None = option(
         None, metavar="S", help="seed that splits a single file (default: 0)"

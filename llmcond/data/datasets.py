@@ -142,7 +142,7 @@ def read_dataset(
     10 % of the training pairs become dev.
 
     Args:
-        source: a .csv, .tsv, .jsonl or .parquet file; a folder with train, dev (or validation)
+        source: a file that ends in one of ``SUFFIXES``; a folder with train, dev (or validation)
             and test files; either as ``hf://datasets/...``; or rows in memory: a pandas or Arrow
             table or a sequence of mappings, or one for each split by its name.
         columns: the columns' names.

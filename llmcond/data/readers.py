@@ -1,6 +1,6 @@
-"""Tables on disk or on the hub, as records: CSV, TSV, JSON, JSONL and Parquet; text also gzipped.
+"""Tables on disk or on the hub, as records: CSV, TSV, JSON, JSONL, Parquet and Excel.
 
-Text is UTF-8, or UTF-16 with a byte order mark.
+Text is UTF-8, or UTF-16 with a byte order mark, and may be gzipped.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import re
 import sys
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,10 @@ from typing import IO, Any
 
 from llmcond.errors import LlmcondError, UserError, brief, did_you_mean, first_line, listed
 
-SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
+SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx")
+#: What can be read, for help and messages.
+FILES = f"a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file, text also as .gz"
+SOURCE = f"{FILES}, a folder with train, dev and test files, or hf://datasets/OWNER/NAME"
 #: Of .csv files; the first that gives a header with the columns needed.
 _DELIMITERS = (",", ";", "\t", "|")
 _SPLIT_NAMES = {
@@ -105,14 +109,11 @@ def open_source(given: Any) -> Source:
         info = filesystem.info(path)
         if info["type"] != "directory":
             if _suffix(path) not in SUFFIXES:
-                raise UserError(f"{name} is not one of {', '.join(SUFFIXES)}, or one of them .gz.")
+                raise UserError(f"{name} is not {FILES}.")
             return Source(name, filesystem, [path], None)
         listed = sorted(str(found) for found in filesystem.find(path, maxdepth=2))
     except FileNotFoundError as error:
-        raise UserError(
-            f"{name} does not exist. Expected a .csv, .tsv, .json, .jsonl or .parquet file, a "
-            "folder with train, dev and test files, or hf://datasets/OWNER/NAME."
-        ) from error
+        raise UserError(f"{name} does not exist. Expected {SOURCE}.") from error
     except (ValueError, ImportError) as error:
         raise UserError(f"{name} cannot be opened: {error}") from error
     except OSError as error:
@@ -180,8 +181,7 @@ def read_records(source: Source, file: str, columns: Sequence[str]) -> Iterator[
         yield from _read_memory(source.tables[file], columns)
         return
     name, empty = PurePosixPath(file).name, True
-    readers = {".json": _read_json, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
-    reader = readers.get(_suffix(file), _read_csv)
+    reader = _READERS.get(_suffix(file), _read_csv)
     try:
         with _open(source, file) as stream:
             for record in reader(stream, name, columns):
@@ -346,3 +346,49 @@ def _converted(
         raise UserError(
             f"{name} is damaged, or holds what cannot be read: {first_line(error)}"
         ) from error
+
+
+#: The last row of a sheet, by the format; a damaged number of a row may be far beyond.
+_LAST_ROW = 2**20
+
+
+def _read_xlsx(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    # What fails while the file is fetched is no fault of its content.
+    content = io.BytesIO(stream.read())
+    try:
+        import openpyxl
+        from openpyxl.utils.escape import unescape
+    except ImportError as error:
+        raise UserError(f"{name} needs openpyxl: pip install 'llmcond[excel]'.") from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about styles and the like
+            book = openpyxl.load_workbook(content, read_only=True, data_only=True)
+            sheet = book.worksheets[0]
+            # The size that a sheet states need not be its own.
+            sheet.reset_dimensions()
+            rows = list(sheet.iter_rows(max_row=_LAST_ROW, values_only=True))
+    except Exception as error:
+        # Whatever the parts of a damaged archive lead openpyxl into.
+        raise UserError(
+            f"{name} is damaged, has a password, or is no .xlsx file: {first_line(error)}."
+        ) from error
+    where, header = f"{name} (sheet {brief(sheet.title)})", None
+    for row in rows:
+        if all(value in (None, "") for value in row):
+            continue
+        if header is None:
+            header = ["" if value is None else str(value) for value in row]
+            _check_columns(where, header, columns)
+        else:
+            # Carriage returns stand as _x000D_.
+            values = (unescape(value) if isinstance(value, str) else value for value in row)
+            yield dict.fromkeys(header) | dict(zip(header, values, strict=False))
+
+
+_READERS = {
+    ".json": _read_json,
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+    ".xlsx": _read_xlsx,
+}

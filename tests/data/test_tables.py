@@ -2,12 +2,15 @@
 
 import csv
 import gzip
+import io
 import json
 import os
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from openpyxl import Workbook
 
 from llmcond.data.datasets import Columns, read_dataset, read_rows, read_texts
 from llmcond.data.rows import Rows
@@ -42,6 +46,8 @@ def write_table(path: Path, rows: list[tuple[Any, ...]]) -> str:
     if path.suffix == ".parquet":
         floats = [{**record, "label": float(record["label"])} for record in records]
         pq.write_table(pa.Table.from_pylist(floats), path)
+    elif path.suffix == ".xlsx":
+        write_sheet(path, [NAMES, *rows])
     elif path.suffix == ".json":
         path.write_text(json.dumps(records))
     elif path.suffix == ".jsonl":
@@ -54,6 +60,16 @@ def write_table(path: Path, rows: list[tuple[Any, ...]]) -> str:
     return str(path)
 
 
+def write_sheet(path: Path, rows: list[tuple[Any, ...]], *titles: str) -> None:
+    """Write rows as the first sheet of a workbook, with empty sheets behind it."""
+    book = Workbook()
+    for row in rows:  # carriage returns as Excel writes them
+        book.active.append([v.replace("\r", "_x000D_") if isinstance(v, str) else v for v in row])
+    for title in titles:
+        book.create_sheet(title)
+    book.save(path)
+
+
 def columns(rows: Rows) -> list[tuple[Any, ...]]:
     texts = zip(rows.sentence1, rows.sentence2, rows.condition, strict=True)
     return [(*text, 1 + 4 * rating) for text, rating in zip(texts, rows.rating, strict=True)]
@@ -63,11 +79,69 @@ def numbered(first: int, last: int) -> list[tuple[str, str, str, int]]:
     return [(f"a{i}", f"b{i}", "c", 1 + i % 5) for i in range(first, last)]
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl", ".parquet", ".CSV"])
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx", ".CSV"])
 def test_every_format_gives_the_same_rows(tmp_path: Path, suffix: str):
     rows = rows_of(write_table(tmp_path / f"rows{suffix}", TRICKY))
     assert columns(rows) == TRICKY
     assert rows.number.tolist() == [1, 2, 3]
+
+
+def test_the_first_sheet_of_a_workbook_is_read(tmp_path: Path):
+    path = tmp_path / "rows.xlsx"
+    empty, more = (None,) * 5, (("a", "b", "c\n\rd", 2.5, "note"), (1, "b", "c", 5))
+    write_sheet(path, [empty, (*NAMES, None), more[0], empty, (), ("", None)], "Other")
+    rows = rows_of(str(path))
+    assert columns(rows) == [("a", "b", "c\n\rd", 2.5)]
+    write_sheet(path, [NAMES, *more])
+    with pytest.raises(UserError, match=r"row 2 of rows.xlsx: sentence1 is 1, not a text"):
+        rows_of(str(path))
+    write_sheet(path, [NAMES, ("a", "b", "c", datetime(2026, 5, 1))])
+    with pytest.raises(UserError, match=r"row 1 of rows.xlsx: label is '2026-.*, not a number"):
+        rows_of(str(path))
+    write_sheet(path, [("sentence1", "b"), ("a", "b")])
+    with pytest.raises(UserError, match=r"rows.xlsx \(sheet 'Sheet'\) has no column 'sentence2'"):
+        rows_of(str(path))
+    write_sheet(path, [NAMES, empty])
+    with pytest.raises(UserError, match=r"rows.xlsx is empty"):
+        rows_of(str(path))
+
+
+def test_without_openpyxl_there_is_a_way_to_get_it(monkeypatch, tmp_path: Path):
+    path = write_table(tmp_path / "rows.xlsx", TRICKY)
+    monkeypatch.setitem(sys.modules, "openpyxl", None)
+    with pytest.raises(UserError, match=r"rows.xlsx needs .*pip install 'llmcond\[excel\]'"):
+        rows_of(path)
+
+
+def damaged_workbooks(whole: bytes) -> Iterator[bytes]:
+    yield b""
+    yield HEADER
+    yield bytes(range(256)) * 9
+    for size in range(100, len(whole), len(whole) // 9):
+        yield whole[:size]
+    archive = zipfile.ZipFile(io.BytesIO(whole))
+    for gone in archive.namelist():
+        for content in (None, b"", b"<a/>", archive.read(gone)[:-9]):
+            changed = io.BytesIO()
+            with zipfile.ZipFile(changed, "w") as copy:
+                for part in archive.namelist():
+                    text = content if part == gone else archive.read(part)
+                    if text is not None:
+                        copy.writestr(part, text)
+            yield changed.getvalue()
+
+
+def test_a_workbook_damaged_anywhere_is_one_message_or_read_rightly(tmp_path: Path):
+    path = tmp_path / "rows.xlsx"
+    whole, said = Path(write_table(path, TRICKY[:1])).read_bytes(), []
+    for content in damaged_workbooks(whole):
+        path.write_bytes(content)
+        try:
+            assert columns(rows_of(str(path))) == TRICKY[:1]
+        except UserError as error:
+            said.append(str(error))
+    assert len(said) > 25
+    assert all(message.startswith("rows.xlsx ") and "\n" not in message for message in said)
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl"])
@@ -203,10 +277,10 @@ def test_one_split_of_a_folder_is_read_alone(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nowhere.csv", "does not exist. Expected a .csv, .tsv, .json, .jsonl or .parquet"),
-        ("rows.txt", "is not one of .csv, .tsv, .json, .jsonl, .parquet"),
-        ("rows", "is not one of"),
-        ("rows.zip", "is not one of"),
+        ("nowhere.csv", "does not exist. Expected a .csv, .tsv, .json, .jsonl, .parquet or .xlsx"),
+        ("rows.txt", "is not a .csv, .tsv, .json, .jsonl, .parquet or .xlsx file"),
+        ("rows", "is not a .csv"),
+        ("rows.zip", "is not a .csv"),
     ],
 )
 def test_a_source_that_cannot_be_read_is_a_user_error(tmp_path: Path, name: str, words: str):
