@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from llmcond.commands.base import Command
 from llmcond.data.readers import SOURCE
@@ -60,6 +60,14 @@ def data_options(command: Any) -> DataOptions:
     return DataOptions(command.data, columns, scale, getattr(command, "split_seed", None))
 
 
+def _number(text: str) -> float | str:
+    """Return a text as a number where it is one; what the others mean is for the data to say."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 @dataclass(frozen=True, kw_only=True)
 class WithColumns(Command):
     """A command that reads rated rows."""
@@ -75,10 +83,12 @@ class WithColumns(Command):
         metavar=("LOW", "HIGH"),
         help="range of the ratings, mapped to 0 to 1 (default: the run's or task's; C-STS: 1 5)",
     )
-    unrated: float | None = option(
+    unrated: float | Literal["empty"] | None = option(
         None,
         metavar="LABEL",
-        help="label of unrated rows (default: the run's or task's; C-STS: -1)",
+        parse=_number,
+        help="label of unrated rows: a number, or empty for labels that are empty, null or NaN "
+        "(default: the run's or task's; C-STS: -1)",
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -44,12 +45,13 @@ class Columns:
 class RatingScale:
     """The range that ratings are on, mapped to 0 to 1.
 
-    ``unrated`` is the label of a row that is unrated or ill-defined.
+    ``unrated`` is the label of a row that is unrated or ill-defined: a number, or ``empty`` for
+    labels that are empty, null or NaN.
     """
 
     low: float = 1.0
     high: float = 5.0
-    unrated: float = -1.0
+    unrated: float | Literal["empty"] = -1.0
 
     def check(self) -> None:
         """Raise a UserError unless low < high, with ``unrated`` outside."""
@@ -57,6 +59,13 @@ class RatingScale:
             raise UserError(
                 f"the rating range is {self.low:g} to {self.high:g}; low must be below high, and "
                 "both must be finite."
+            )
+        if self.unrated == "empty":
+            return
+        if not (isinstance(self.unrated, int | float) and math.isfinite(self.unrated)):
+            raise UserError(
+                f"--unrated is {brief(self.unrated)}; expected a number, or empty for labels that "
+                "are empty, null or NaN."
             )
         if self.low <= self.unrated <= self.high:
             raise UserError(
@@ -72,17 +81,21 @@ class RatingScale:
         """
         text = str(label).strip() if label is not None else ""
         try:
-            value = float(text)
+            value = float(text or "nan")
         except ValueError:
-            value = float("nan")
-        if value == self.unrated:
-            return float("nan")
-        if not np.isfinite(value):
-            raise ValueError(f"is {brief(text)}, not a number")
+            raise ValueError(f"is {brief(text)}, not a number") from None
+        empty = math.isnan(value)
+        if value == self.unrated or (empty and self.unrated == "empty"):
+            return math.nan
+        if empty:
+            raise ValueError(
+                f"is {brief(text)}, not a number; --unrated empty takes such rows as unrated"
+            )
         if not self.low <= value <= self.high:
+            marker = self.unrated if self.unrated == "empty" else f"{self.unrated:g}"
             raise ValueError(
                 f"is {value:g}, outside the rating range {self.low:g} to {self.high:g} (and not "
-                f"{self.unrated:g}, which marks unrated rows); name the range with --rating-range"
+                f"{marker}, which marks unrated rows); name the range with --rating-range"
             )
         return (value - self.low) / (self.high - self.low)
 
@@ -185,7 +198,7 @@ class DataOptions:
 
     source: Any = None
     columns: Mapping[str, str] = field(default_factory=dict)
-    scale: Mapping[str, float] = field(default_factory=dict)
+    scale: Mapping[str, Any] = field(default_factory=dict)
     split_seed: int | None = None
     extra: tuple[str, ...] = ()
 

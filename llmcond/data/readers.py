@@ -76,7 +76,8 @@ def _records(table: Any) -> Any:
     if hasattr(table, "to_pylist"):  # Arrow, of which only columns that are needed are converted
         return table
     if hasattr(table, "to_dict"):  # pandas
-        rows: Any = table.to_dict("records")
+        # Its values for what is missing are of several types, and not equal to themselves.
+        rows: Any = table.astype(object).where(table.notna(), None).to_dict("records")
     elif isinstance(table, Mapping):
         lengths = {len(column) for column in table.values()}
         if len(lengths) > 1:

@@ -447,6 +447,7 @@ def test_a_reader_that_leaves_is_no_error():
         (["extract", "--model", "minilm", "--columns", "sentence=x"], "Did you mean 'sentence"),
         (["extract", "--model", "minilm", "--columns", "sentence1"], "NAME=VALUE"),
         (["extract", "--model", "minilm", "--rating-range", "5", "1"], "low must be below high"),
+        (["extract", "--model", "minilm", "--unrated", "none"], "expected a number, or empty"),
         (["extract", "--model", "minilm", "--max-tokens-per-batch", "0"], "at least 1"),
         (["extract", "--model", "minilm", "--instruction-format", "{text}"], "{instruction}"),
         (["fit-head", "--head", "mlp"], "llmcond extract --model"),
@@ -601,6 +602,17 @@ def test_a_damaged_record_is_one_line(capsys, own_run, file):
     err = capsys.readouterr().err
     assert err.startswith("llmcond: error: ")
     assert err.count("\n") == 1
+
+
+def test_empty_labels_are_unrated_where_asked_for_and_so_in_further_data(
+    capsys, tiny, write_rows, small_rows
+):
+    rows = [(*row[:3], "" if i % 5 == 4 else row[3]) for i, row in enumerate(small_rows)]
+    data = str(write_rows(rows))
+    llmcond.extract(model=tiny, data=data, unrated="empty")
+    scored = ok(capsys, "evaluate", "--data", data)["results"][0]
+    assert scored["n_dropped"] == len(small_rows) // 5
+    assert "--unrated empty" in refused(capsys, "evaluate", "--data", data, "--unrated", "-1")
 
 
 def test_one_distinct_rating_is_not_enough(capsys, tiny, write_rows, small_rows):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
@@ -67,6 +68,8 @@ def unordered_pairs(rows: Rows) -> set[frozenset[str]]:
         (RatingScale(-5, 5, unrated=99), [-5, -1, 99, 5], [0, 0.4, np.nan, 1]),
         (RatingScale(0, 10, unrated=-2.5), [-2.5, 10], [np.nan, 1]),
         (RatingScale(), [-1, "-1.0", 5], [np.nan, np.nan, 1]),
+        (RatingScale(unrated="empty"), ["", " ", "NaN", None, 5], [np.nan] * 4 + [1]),
+        (RatingScale(-5, 5, unrated="empty"), ["", -1, 5], [np.nan, 0.4, 1]),
     ],
 )
 def test_ratings_are_scaled_by_the_range_and_not_by_what_the_file_holds(
@@ -86,9 +89,9 @@ def test_ratings_are_scaled_by_the_range_and_not_by_what_the_file_holds(
         (-2, "label is -2, outside"),
         ("high", "label is 'high', not a number"),
         ("3,5", "label is '3,5', not a number"),
-        ("", "label is '', not a number"),
-        ("nan", "label is 'nan', not a number"),
-        ("inf", "label is 'inf', not a number"),
+        ("", "label is '', not a number; --unrated empty takes such rows as unrated"),
+        ("nan", "label is 'nan', not a number; --unrated empty"),
+        ("inf", "label is inf, outside the rating range 1 to 5"),
         ("True", "label is 'True', not a number"),
     ],
 )
@@ -101,7 +104,7 @@ def test_a_label_that_is_no_rating_is_refused_with_its_row(
     assert f"row 2 of rows.csv: {words}" in str(caught.value)
 
 
-@pytest.mark.parametrize("label", ["true", "null", "NaN", "Infinity", "[3]", '"x"'])
+@pytest.mark.parametrize("label", ["true", "null", "NaN", "[3]", '"x"'])
 def test_a_json_value_that_is_no_number_is_refused_with_its_row(tmp_path: Path, label: str):
     path = write_json_lines(tmp_path / "rows.jsonl", "1", label)
     with pytest.raises(UserError, match=r"row 2 of rows.jsonl: label is .*, not a number"):
@@ -124,6 +127,8 @@ def test_a_rating_out_of_range_tells_how_to_name_the_range_and_unrated_rows(writ
         (RatingScale(float("-inf"), 1, unrated=9), "rating range"),
         (RatingScale(-1, 1), "-1 marks unrated rows, but lies within .* -1 to 1.*--unrated"),
         (RatingScale(0, 10, unrated=10), "10 marks unrated rows, but lies within"),
+        (RatingScale(unrated=float("nan")), "--unrated is nan; expected a number, or empty"),
+        (RatingScale(unrated="none"), "--unrated is 'none'; expected a number, or empty"),
     ],
 )
 def test_a_scale_that_maps_nothing_or_hides_ratings_is_refused(
@@ -134,6 +139,35 @@ def test_a_scale_that_maps_nothing_or_hides_ratings_is_refused(
         rows_of(str(path), scale=scale)
     with pytest.raises(UserError, match=words):
         read_dataset(str(path), scale=scale)
+
+
+def test_a_label_out_of_range_where_empty_ones_are_unrated(write_rows: Write):
+    path = write_rows([("a", "b", "c", -1)])
+    with pytest.raises(UserError, match=r"is -1, outside .*not empty, which marks unrated rows"):
+        rows_of(str(path), scale=RatingScale(unrated="empty"))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "Float64", "object"])
+def test_labels_that_are_missing_in_memory_are_unrated_where_asked_for(dtype: str):
+    texts = {name: ["a", "b"] for name in NAMES[:3]}
+    table = pd.DataFrame({**texts, "label": pd.Series([None, 3], dtype=dtype)})
+    for one in (table, pa.Table.from_pandas(table), {**texts, "label": [np.nan, 3]}):
+        rows = rows_of(one, scale=RatingScale(unrated="empty"))
+        np.testing.assert_array_equal(rows.rating, [np.nan, 0.5])
+        with pytest.raises(UserError, match=r"row 1 of rows in memory: label is .*--unrated empty"):
+            rows_of(one)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".xlsx", ".jsonl"])
+def test_null_labels_of_every_format_are_unrated_where_asked_for(tmp_path: Path, suffix: str):
+    table = pd.DataFrame([("a", "b", "c", 3), ("a", "b", "c", None)], columns=NAMES)
+    path = tmp_path / f"rows{suffix}"
+    if suffix == ".jsonl":
+        table.to_json(path, orient="records", lines=True)
+    else:
+        getattr(table, {".parquet": "to_parquet", ".xlsx": "to_excel"}[suffix])(path)
+    rows = rows_of(str(path), scale=RatingScale(unrated="empty"))
+    np.testing.assert_array_equal(rows.rating, [0.5, np.nan])
 
 
 def test_unrated_rows_are_kept_and_counted(tmp_path: Path, write_rows: Write):
