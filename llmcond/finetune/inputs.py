@@ -40,7 +40,6 @@ class RatedInputs:
     columns: dict[tuple[str, Part, int], Positions]
     rating: NDArray[np.float64]
     pair: NDArray[np.int64]
-    number: NDArray[np.int64]
     conditioned: tuple[bool, bool] = (True, True)
 
     @classmethod
@@ -69,7 +68,6 @@ class RatedInputs:
             columns={key: np.searchsorted(used, column) for key, column in columns.items()},
             rating=rows.rating[rated],
             pair=rows.pair[rated],
-            number=rows.number[rated],
             conditioned=rows.conditioned,
         )
 
@@ -89,7 +87,6 @@ class RatedInputs:
             rating=self.rating,
             condition=self.view.condition(reader(0)),
             pair=self.pair,
-            number=self.number,
         )
 
     def used(self, rows: Positions) -> Positions:

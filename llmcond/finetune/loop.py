@@ -23,7 +23,7 @@ from llmcond.finetune.order import Order
 from llmcond.finetune.settings import TuneSettings, usual_rate
 from llmcond.finetune.state import STATE, Progress, StateFolder
 from llmcond.heads.fit import since_best
-from llmcond.heads.objectives import runs
+from llmcond.heads.objectives import contrast_groups
 from llmcond.metrics import spearman
 
 #: Called after each step and each evaluation.
@@ -53,7 +53,8 @@ class Trainer:
         self.model, self._train, self._dev, self._settings = model, train, dev, settings
         self._accelerator, self._state, self._seed = accelerator, state, model.plan.seed
         # The two rows of a contrastive pair stay together.
-        group = runs(train.pair) if model.plan.objective.contrasts else np.arange(len(train))
+        contrasts = model.plan.objective.contrasts
+        group = contrast_groups(train.pair) if contrasts else np.arange(len(train))
         self._order = Order(group, settings, self._seed, accelerator.num_processes)
         self.steps = self._order.steps * settings.epochs
         self._weights = model.trained()

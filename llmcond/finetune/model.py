@@ -23,7 +23,7 @@ from llmcond.heads.objectives import (
     ObjectiveSettings,
     RatedBatch,
     adjacent_pairs,
-    runs,
+    contrast_groups,
 )
 from llmcond.heads.pairs import Fit
 from llmcond.prompts import Prompt
@@ -92,7 +92,7 @@ class TunedModel(nn.Module):
             first, second = self.head(*batch).chunk(2)
             pair, contrastive = torch.from_numpy(inputs.pair[rows]).to(first.device), None
             if self.plan.objective.contrasts:
-                found = adjacent_pairs(runs(inputs.pair)[rows])
+                found = adjacent_pairs(contrast_groups(inputs.pair)[rows])
                 contrastive = torch.from_numpy(found).to(first.device)
             info = RatedBatch(self.head.similarity, pair, contrastive)
             rating = torch.from_numpy(inputs.rating[rows]).to(first)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmcond.arrays import Dense, Gathered, Matrix, Positions, as_matrix
 from llmcond.heads.module import Batch
-from llmcond.heads.objectives import adjacent_pairs, runs
+from llmcond.heads.objectives import adjacent_pairs, contrast_groups
 from llmcond.heads.pairs import PairArrays
 from llmcond.heads.sampler import GroupSampler
 from llmcond.heads.settings import TrainingSettings
@@ -83,8 +83,8 @@ class Loader:
         self._conditions = SharedConditions(None if condition is None else as_matrix(condition))
         self.rating = pairs.rating
         self._pair = pairs.pair
-        # A sentence pair that occurs again elsewhere is another contrastive pair.
-        self._run = runs(pairs.pair) if settings.contrasts and pairs.pair is not None else None
+        pair = pairs.pair if settings.contrasts else None
+        self._group = None if pair is None else contrast_groups(pair)
         self.steps = -(-len(pairs) // settings.batch_size)
 
     def shuffled(self) -> Iterator[RatedRows]:
@@ -100,8 +100,8 @@ class Loader:
                 pair = contrastive = None
                 if self._pair is not None:
                     pair = torch.from_numpy(self._pair[chosen]).to(device)
-                if self._run is not None:
-                    contrastive = torch.from_numpy(adjacent_pairs(self._run[chosen])).to(device)
+                if self._group is not None:
+                    contrastive = torch.from_numpy(adjacent_pairs(self._group[chosen])).to(device)
                 yield batch, rating, pair, contrastive
 
     def in_order(self) -> Iterator[Batch]:
@@ -118,9 +118,9 @@ class Loader:
             yield self._sides, np.arange(n)
             return
         begins = np.arange(0, n, _BLOCK)
-        if self._run is not None:
+        if self._group is not None:
             # The second row of a contrastive pair goes with the first.
-            begins[1:] += self._run[begins[1:]] == self._run[begins[1:] - 1]
+            begins[1:] += self._group[begins[1:]] == self._group[begins[1:] - 1]
             # The last block may have had that row only.
             begins = begins[begins < n]
         ends = np.append(begins[1:], n)
@@ -147,8 +147,8 @@ class Loader:
     def _cut(self, rows: Positions) -> Iterable[Positions]:
         """Return positions in ``rows``, batch by batch, in a new order."""
         size = self._settings.batch_size
-        if self._run is not None:
-            sampler = GroupSampler(self._run[rows])
+        if self._group is not None:
+            sampler = GroupSampler(self._group[rows])
             return sampler.batches(self._permutation(len(sampler)), size)
         if self._settings.batches == "conditions" and self._conditions.which is not None:
             sampler = GroupSampler(self._conditions.which[rows])

@@ -124,8 +124,6 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
                 )
             pairs, rating_range = self._pairs(X, y, pair, recipe)
             pairs, dev = _split(pairs, float(fraction) if recipe.family.supervised else 0.0, seed)
-            if getattr(recipe.settings, "contrasts", False):
-                pairs = _with_pairs_adjacent(pairs)
             if self.dim is None and recipe.dim is not None and recipe.dim > pairs.dim:
                 recipe = recipe.with_settings({"dim": pairs.dim}, recipe.name)
             head = fit_recipe(recipe, pairs, dev, seed, lambda *_: None, self.device)
@@ -276,8 +274,7 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
                 "behind, which n_condition counts."
             )
         first, second, condition = _columns(X, dim, recipe.family.conditioned)
-        number = np.arange(1, len(X) + 1)
-        pairs = PairArrays(first, second, rating, condition, _numbered(pair, len(X)), number)
+        pairs = PairArrays(first, second, rating, condition, _numbered(pair, len(X)))
         return pairs, rating_range
 
     def _sides(self, X: Any) -> tuple[Array, Array, Array | None]:
@@ -337,14 +334,3 @@ def _split(pairs: PairArrays, fraction: float, seed: int) -> tuple[PairArrays, P
     splitter = GroupShuffleSplit(n_splits=1, test_size=fraction, random_state=seed)
     kept, held_out = next(splitter.split(groups, groups=groups))
     return pairs.take(kept), pairs.take(held_out)
-
-
-def _with_pairs_adjacent(pairs: PairArrays) -> PairArrays:
-    """Return the rows of each sentence pair one after the other, pairs by their first row."""
-    if pairs.pair is None:
-        raise HeadError(
-            "info_nce and quadruplet contrast the two conditions of a sentence pair, and no pairs "
-            "were given: fit(X, y, pair=...)."
-        )
-    _, start, number = np.unique(pairs.pair, return_index=True, return_inverse=True)
-    return pairs.take(np.argsort(start[number], kind="stable"))

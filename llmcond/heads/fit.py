@@ -13,7 +13,7 @@ from llmcond.errors import UserError
 from llmcond.heads.batches import Loader
 from llmcond.heads.ensemble import Ensemble
 from llmcond.heads.module import HeadModule, seeded
-from llmcond.heads.objectives import Objective, RatedBatch, check_contrasts
+from llmcond.heads.objectives import Objective, RatedBatch, check_contrasts, contrast_groups
 from llmcond.heads.pairs import Fit, OnEpoch, PairArrays
 from llmcond.heads.settings import TrainingSettings
 from llmcond.metrics import spearman
@@ -43,8 +43,8 @@ def fit_by_gradient(
     machine. Features stay as they are given; float32 copies are made of a batch only.
 
     Raises:
-        UserError: parameters that do not fit into memory, rows that do not stand in contrastive
-            pairs for an objective that needs them, or a loss that became NaN or infinite.
+        UserError: parameters that do not fit into memory, no contrastive pairs for an objective
+            that needs them, or a loss that became NaN or infinite.
     """
     seeds = [(seed + number * _SEED_STEP) % 2**32 for number in range(settings.members)]
     fitted = [
@@ -100,7 +100,10 @@ def _fit_one(
         weight_decay=settings.weight_decay,
         fused=True,
     )
-    counts = check_contrasts(pairs.pair, pairs.number, pairs.rating, settings)
+    counts = check_contrasts(pairs.pair, pairs.rating, settings)
+    if counts and pairs.pair is not None:
+        # The two rows of a contrastive pair are read at once.
+        pairs = pairs.take(np.argsort(contrast_groups(pairs.pair), kind="stable"))
     half = torch.bfloat16 if module.in_bfloat16 else torch.float32
     loader = Loader(pairs, settings, generator, half, device)
     scorer = (

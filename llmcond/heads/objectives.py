@@ -34,9 +34,6 @@ _Positive = Annotated[float, Ge(1 / _LARGEST), Le(_LARGEST)]
 #: Above it softplus is the identity to the last bit of float64; PyTorch takes 20, where it is not.
 _LINEAR = 40.0
 
-#: Rows that a message names before it only counts.
-_NAMED = 6
-
 #: (n, k) twice -> (n,).
 Similarity = Callable[[Tensor, Tensor], Tensor]
 
@@ -247,72 +244,55 @@ def _weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
     return (values * weight).sum() / weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
 
 
-def runs(pair: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the number of each row's run, (n,): rows of one pair, one right after the other."""
-    return np.cumsum(np.diff(pair, prepend=pair[:1]) != 0).astype(np.int64)
+def contrast_groups(pair: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return which rows are a contrastive pair, (n,): each row has the position of its first row.
 
-
-def adjacent_pairs(run: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the positions, (p, 2), of adjacent rows of one run, whose rows are two at most."""
-    first = np.flatnonzero(run[1:] == run[:-1])
-    return np.stack([first, first + 1], axis=1)
-
-
-def contrastive_pairs(
-    pair: NDArray[np.int64], row_id: NDArray[np.int64] | None
-) -> NDArray[np.int64]:
-    """Return the positions, (p, 2), of the rows of each contrastive pair.
-
-    A sentence pair with a single row has nothing to be contrasted with. A sentence pair that occurs
-    again elsewhere, as some of C-STS do, gives a contrastive pair each time.
+    The rows of a sentence pair, wherever they stand, are taken two by two in their order. A last
+    one without another is a group by itself: it has nothing to be contrasted with.
 
     Args:
         pair: (n,) the sentence pair of each row.
-        row_id: (n,) what messages call the rows; their positions from 1 where it is None.
-
-    Raises:
-        UserError: a sentence pair has several rows that do not all stand two by two.
     """
-    run = runs(pair)
-    _, start, count = np.unique(run, return_index=True, return_counts=True)
-    pairs, rows = np.unique(pair, return_counts=True)
-    several = np.isin(pair[start], pairs[rows > 1])
-    wrong = np.unique(pair[start[several & (count != 2)]])
-    if len(wrong):
-        same = np.flatnonzero(pair == pair[np.isin(pair, wrong)][0])
-        named = [str(row) for row in (same + 1 if row_id is None else row_id[same])]
-        if len(same) > _NAMED:
-            named[_NAMED:] = [f"{len(same) - _NAMED:,} more"]
-        also = f" (one of {len(wrong):,} pairs at fault)" if len(wrong) > 1 else ""
-        remedy = "Keep two rows of each pair" if len(same) > 2 else "Put the two next to each other"
-        raise UserError(
-            f"rows {', '.join(named[:-1])} and {named[-1]} have the same sentence pair{also}. "
-            "Contrastive objectives take the two rows of a sentence pair, one right after the "
-            f"other, under two conditions. {remedy}, or fit without info_nce and quadruplet."
-        )
-    return adjacent_pairs(run)
+    order = np.argsort(pair, kind="stable")
+    place = np.arange(len(pair))
+    begins = np.diff(pair[order], prepend=pair[order[:1]] - 1) != 0
+    second = (place - np.maximum.accumulate(np.where(begins, place, 0))) % 2
+    group = np.empty_like(place)
+    group[order] = order[place - second]
+    return group
+
+
+def adjacent_pairs(group: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the positions, (p, 2), of adjacent rows of one group, whose rows are two at most."""
+    first = np.flatnonzero(group[1:] == group[:-1])
+    return np.stack([first, first + 1], axis=1)
 
 
 def check_contrasts(
-    pair: NDArray[np.int64] | None,
-    row_id: NDArray[np.int64] | None,
-    rating: NDArray[np.float64],
-    settings: ObjectiveSettings,
+    pair: NDArray[np.int64] | None, rating: NDArray[np.float64], settings: ObjectiveSettings
 ) -> dict[str, int]:
-    """Check that rows stand in contrastive pairs where an objective needs them.
+    """Count contrastive pairs where an objective needs them; none is an error.
 
-    What is returned counts those, and how many of them have equal ratings, which ``settings.ties``
-    is about. Other arguments and errors are those of :func:`contrastive_pairs`.
+    Those of equal ratings, which ``settings.ties`` is about, are counted as well.
+
+    Args:
+        pair: (n,) the sentence pair of each row.
+        rating: (n,).
+        settings: which objectives there are.
+
+    Raises:
+        UserError: no sentence pairs were given, or none has two rows.
     """
     if not settings.contrasts:
         return {}
     needed = "info_nce and quadruplet contrast the two conditions of a sentence pair, and no"
     if pair is None:
-        raise UserError(f"{needed} pairs were given: PairArrays(..., pair=...).")
-    first, second = contrastive_pairs(pair, row_id).T
-    if not len(first):
+        raise UserError(f"{needed} pairs were given: name that of each row with pair=.")
+    group = contrast_groups(pair)
+    second = np.flatnonzero(group != np.arange(len(pair)))
+    if not len(second):
         raise UserError(
             f"{needed} sentence pair has two rated rows. Use mse, cosent or ranking instead."
         )
-    n_tied = int((rating[first] == rating[second]).sum())
-    return {"n_contrastive_pairs": len(first), "n_tied_pairs": n_tied}
+    n_tied = int((rating[group[second]] == rating[second]).sum())
+    return {"n_contrastive_pairs": len(second), "n_tied_pairs": n_tied}

@@ -22,7 +22,6 @@ class PairArrays:
         rating: (n,) float64 on 0 to 1, no NaN.
         condition: (n, dim_c) the features e(c) of each row's condition, for heads that take them.
         pair: (n,) the sentence pair of each row, for objectives that contrast its two conditions.
-        number: (n,) what messages call a row; its position from 1 where it is None.
     """
 
     first: MatrixLike
@@ -30,7 +29,6 @@ class PairArrays:
     rating: NDArray[np.float64]
     condition: MatrixLike | None = None
     pair: NDArray[np.int64] | None = None
-    number: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.rating)
@@ -55,7 +53,6 @@ class PairArrays:
             rating=self.rating[rows],
             condition=None if condition is None else as_matrix(condition).take(rows),
             pair=None if self.pair is None else self.pair[rows],
-            number=None if self.number is None else self.number[rows],
         )
 
 

@@ -40,7 +40,6 @@ class RowFeatures:
             rating=self.rows.rating,
             condition=view.condition(self._reader("first")),
             pair=self.rows.pair,
-            number=self.rows.number,
         )
 
     def _reader(self, side: Side) -> Read:

@@ -371,7 +371,9 @@ def _trainer(job: _Job, trainable: Trainable, accelerator: Accelerator) -> Train
     dev = RatedInputs.of(splits["dev"], view, trainable.tokenizer) if has_dev else None
     if dev is None:
         log.info("no rated dev rows: the last weights are kept")
-    check_contrasts(train.pair, train.number, train.rating, plan.objective)
+    counts = check_contrasts(train.pair, train.rating, plan.objective)
+    if counts:
+        log.info(f"contrastive pairs: {counts['n_contrastive_pairs']:,} in {len(train):,} rows")
     made_of = {**job.made_of, "processes": accelerator.num_processes}
     state = StateFolder(job.folder / STATE, made_of)
     model = TunedModel(trainable.engine, plan, dims)

@@ -111,6 +111,8 @@ def fit_and_save(
     n_dropped = int((~run.rows("train").rated).sum())
     counts = {"n_train": len(train), "n_dev": len(dev), "n_dropped": n_dropped}
     replaced = (folder / "head.json").is_file()
+    if "n_contrastive_pairs" in record:
+        log.info(f"contrastive pairs: {record['n_contrastive_pairs']:,} in {len(train):,} rows")
     on_dev = score_on_dev(fitted, dev)
     made = {**head_record(run, view, recipe.to_json()), "counts": counts}
     save_head(fitted, folder, {**made, "dev_spearman": finite(on_dev)})

@@ -621,6 +621,18 @@ def test_one_distinct_rating_is_not_enough(capsys, tiny, write_rows, small_rows)
     assert "1 distinct ratings" in refused(capsys, "fit-head", "--head", "linear")
 
 
+def test_contrastive_pairs_are_found_in_rows_of_any_order(capsys, tiny, write_rows, small_rows):
+    shuffled = [row for start in range(3) for row in small_rows[start::3]]
+    fit = ("fit-head", "--head", "linear", "--set", "info_nce=1", "epochs=1")
+    ok(capsys, "extract", "--model", tiny, "--data", write_rows(shuffled))
+    fitted = ok(capsys, *fit)
+    pairs = {tuple(row[:2]) for row in small_rows}
+    assert fitted["n_contrastive_pairs"] == fitted["n_train"] // 2 > 0.6 * len(pairs)
+    single = write_rows(list({row[:2]: row for row in small_rows}.values()), "single.csv")
+    ok(capsys, "extract", "--model", tiny, "--data", single, "--run", "single")
+    assert "no sentence pair has two rated rows" in refused(capsys, *fit, "--run", "single")
+
+
 def test_a_head_that_is_not_fitted(capsys, own_run):
     assert "fit-head --head mlp" in refused(capsys, "evaluate", "--head", "mlp", "--run", own_run)
 

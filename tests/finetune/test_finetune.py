@@ -36,7 +36,7 @@ from llmcond.finetune.order import Order
 from llmcond.finetune.settings import TuneSettings
 from llmcond.finetune.state import BEST, STATE, StateFolder, differences
 from llmcond.heads import load_recipe
-from llmcond.heads.objectives import ObjectiveSettings, runs
+from llmcond.heads.objectives import ObjectiveSettings, contrast_groups
 from llmcond.prompts import load_prompt
 from llmcond.workflows.finetune import _settings
 
@@ -74,7 +74,7 @@ def train(tiny, data, tmp_path, monkeypatch, capsys):
 
 
 def test_an_epoch_has_every_row_once_and_keeps_contrastive_pairs_together():
-    group = runs(np.array([0, 0, 1, 2, 2, 3, 3, 0, 0, 4]))
+    group = contrast_groups(np.array([0, 0, 1, 2, 3, 3, 2, 0, 0, 4]))
     settings = TuneSettings(batch_size=4, gradient_accumulation_steps=2)
     order = Order(group, settings, seed=3, processes=1)
     assert order.steps == 3
@@ -88,7 +88,7 @@ def test_an_epoch_has_every_row_once_and_keeps_contrastive_pairs_together():
             whole = [np.flatnonzero(group == own) for own in np.unique(group[part])]
             assert sorted(np.concatenate(whole).tolist()) == sorted(part.tolist())
             # A contrastive pair stands in the order of its rows, the positive where it was.
-            assert all(np.diff(part)[np.diff(group[part]) == 0] == 1)
+            assert all(np.diff(part)[np.diff(group[part]) == 0] > 0)
     first, second = ([row for step in epoch for part in step for row in part] for epoch in epochs)
     assert first != second
     again = Order(group, settings, seed=3, processes=1)

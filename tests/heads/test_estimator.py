@@ -322,15 +322,15 @@ def test_rows_of_a_pair_may_stand_anywhere(data):
 
 
 def test_contrastive_objectives_without_pairs_say_what_is_missing(data):
-    with pytest.raises(ValueError, match=r"no pairs were given: fit\(X, y, pair="):
+    with pytest.raises(ValueError, match=r"no pairs were given: .* with pair="):
         Head("linear", settings=CONTRAST).fit(*data)
 
 
-def test_pair_with_three_rows_is_named_by_its_rows(data):
+def test_of_three_rows_of_a_pair_two_are_contrasted(data):
     pair = np.arange(ROWS)
     pair[[10, 20, 30]] = 10
-    with pytest.raises(ValueError, match="rows 11, 21 and 31 have the same sentence pair"):
-        Head("linear", settings=CONTRAST).fit(*data, pair=pair)
+    head = Head("linear", settings=CONTRAST).fit(*data, pair=pair)
+    assert head.head_.fit.record["n_contrastive_pairs"] == 1
 
 
 @pytest.mark.parametrize("routed", [False, True])

@@ -15,8 +15,9 @@ from llmcond.heads.objectives import (
     Objective,
     ObjectiveSettings,
     RatedBatch,
+    adjacent_pairs,
     check_contrasts,
-    contrastive_pairs,
+    contrast_groups,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -399,61 +400,29 @@ def test_no_objective_makes_tensors_on_a_device_of_its_own(name):
 # -- pairs --------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(1, 2), max_size=12), st.randoms(use_true_random=False))
-def test_contrastive_pairs_are_the_adjacent_rows_of_a_pair(sizes, random):
-    names = random.sample(range(100), len(sizes))
-    pair = [name for name, size in zip(names, sizes, strict=True) for _ in range(size)]
-    expected = [[i - 1, i] for i in range(1, len(pair)) if pair[i] == pair[i - 1]]
-    pairs = contrastive_pairs(np.array(pair, dtype=np.int64), None)
-    assert pairs.shape == (sizes.count(2), 2)
-    assert pairs.dtype == np.int64
-    assert pairs.tolist() == expected
+@given(st.lists(st.integers(0, 4), max_size=24))
+def test_rows_of_a_sentence_pair_are_contrasted_two_by_two_wherever_they_stand(pair):
+    group = contrast_groups(np.array(pair, dtype=np.int64))
+    waiting, expected = {}, []
+    for place, name in enumerate(pair):
+        expected.append(waiting.pop(name, place))
+        if expected[-1] == place:
+            waiting[name] = place
+    assert group.tolist() == expected
 
 
 def test_a_pair_that_occurs_again_elsewhere_gives_another_contrastive_pair():
     pair = np.array([7, 7, 3, 5, 5, 7, 7, 5, 5])
-    assert contrastive_pairs(pair, None).tolist() == [[0, 1], [3, 4], [5, 6], [7, 8]]
-    with pytest.raises(UserError, match=r"^rows 1, 2 and 4 have the same sentence pair\. "):
-        contrastive_pairs(np.array([7, 7, 3, 7, 5, 5]), None)
-
-
-NUMBERS = [3, 4, 7, 8, 9, 12, 13, 14]
-
-
-@pytest.mark.parametrize(
-    ("pair", "by_number", "by_position", "remedy"),
-    [
-        ([5, 5, 5], "3, 4 and 7", "1, 2 and 3", "Keep two rows of each pair"),
-        ([0, 0, 5, 5, 1, 5], "7, 8 and 12", "3, 4 and 6", "Keep two rows of each pair"),
-        ([9, 5, 0, 5], "4 and 8", "2 and 4", "Put the two next to each other"),
-        ([5, 0, 0, 5], "3 and 8", "1 and 4", "Put the two next to each other"),
-        ([5] * 8, "3, 4, 7, 8, 9, 12 and 2 more", "1, 2, 3, 4, 5, 6 and 2 more", "Keep two rows"),
-    ],
-)
-def test_pairs_that_are_no_contrastive_pairs_are_refused_by_their_rows(
-    pair, by_number, by_position, remedy
-):
-    numbers = np.array(NUMBERS[: len(pair)])
-    for given_numbers, named in ((numbers, by_number), (None, by_position)):
-        with pytest.raises(UserError) as error:
-            contrastive_pairs(np.array(pair), given_numbers)
-        message = str(error.value)
-        assert message.startswith(f"rows {named} have the same sentence pair. ")
-        assert "Contrastive objectives take the two rows of a sentence pair" in message
-        assert remedy in message
-        assert "\n" not in message
-
-
-def test_the_first_pair_at_fault_is_named_and_the_others_are_counted():
-    with pytest.raises(UserError, match=r"^rows 1 and 3 have .* \(one of 3 pairs at fault\)"):
-        contrastive_pairs(np.array([8, 2, 8, 2, 1, 1, 1, 0, 0]), None)
+    group = contrast_groups(pair)
+    assert group.tolist() == [0, 0, 2, 3, 3, 5, 5, 7, 7]
+    assert adjacent_pairs(group).tolist() == [[0, 1], [3, 4], [5, 6], [7, 8]]
 
 
 def test_ties_are_counted():
-    pair, rating = np.array([0, 0, 1, 1, 2, 2, 3]), np.array([0.5, 0.5, 1.0, 0.5, 0.25, 0.25, 1])
-    counted = check_contrasts(pair, None, rating, only("acl"))
+    pair, rating = np.array([0, 1, 2, 1, 0, 2, 3]), np.array([0.5, 1.0, 0.25, 0.5, 0.5, 0.25, 1])
+    counted = check_contrasts(pair, rating, only("acl"))
     assert counted == {"n_contrastive_pairs": 3, "n_tied_pairs": 2}
-    assert check_contrasts(None, None, rating, only("mse")) == {}
+    assert check_contrasts(None, rating, only("mse")) == {}
 
 
 def test_contrasts_without_contrastive_pairs_are_an_error():
