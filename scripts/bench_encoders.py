@@ -14,8 +14,6 @@ import argparse
 import json
 import os
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench_inputs import make_inputs, random_checkpoint
+from bench_process import alone
 
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
@@ -172,7 +171,7 @@ def run_tasks(options: argparse.Namespace, checkpoint: Path, like: str | None) -
                 "tokens_per_batch": options.max_tokens_per_batch,
                 "vectors": f"{scratch}/{number}.npy",
             }
-            found = _in_a_process(task)
+            found = alone(measure, task)
             name = "plain loop" if plain else "llmcond"
             name += "" if fold or not nv_embed else ", not folded"
             row = {"what": name, "precision": precision, **found}
@@ -183,15 +182,6 @@ def run_tasks(options: argparse.Namespace, checkpoint: Path, like: str | None) -
     for row in rows:
         row["speed_ratio"] = row["tokens_per_second"] / peer
     return {"model": str(options.model or checkpoint), "torch": torch.__version__, "rows": rows}
-
-
-def _in_a_process(task: dict[str, Any]) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--worker", json.dumps(task)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"the measurement of {task['precision']} failed; see above.")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def _cosines(first: str, second: str) -> dict[str, float]:
@@ -231,11 +221,7 @@ def main() -> None:
     parser.add_argument("--inputs", type=int, default=64)
     parser.add_argument("--max-tokens-per-batch", type=int)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        print(json.dumps(measure(json.loads(options.worker))))
-        return
     checkpoint, like = options.checkpoint, options.like
     if checkpoint is None:
         known = find_model(options.model or "minilm")

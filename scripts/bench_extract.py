@@ -43,6 +43,8 @@ from llmcond.encoders.spec import EncoderInput
 from llmcond.system import choose_device
 
 Vectors = NDArray[np.float32]
+#: Rows of the matrices whose product is measured on a CPU; a GPU takes four times as many.
+PRODUCT = 2_048
 #: Ways by name: what runs, and the type that it computes in; None is that of --dtype.
 WAYS: dict[str, tuple[str, str | None]] = {
     "sentence-transformers, float32": ("peer", "float32"),
@@ -144,7 +146,7 @@ class Way:
 
 def product_peak(device: str, dtype: torch.dtype) -> float:
     """Return the machine's matrix product now, in FLOP/s: the best of a few."""
-    size = 2_048 if device == "cpu" else 8_192
+    size = PRODUCT if device == "cpu" else 4 * PRODUCT
     first, second = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = float("inf")
     for _ in range(6):
@@ -228,8 +230,11 @@ def measure(
         ours, theirs = context.Pipe()
         process = context.Process(target=target, args=(theirs, task), daemon=True)
         process.start()
-        if ours.recv() != "ready":
-            raise SystemExit(f"{name} could not be loaded; see above.")
+        theirs.close()  # so that its end is seen
+        try:
+            ours.recv()
+        except EOFError:
+            raise SystemExit(f"{name} could not be loaded; see above.") from None
         workers[name] = ours
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in tasks}
     for _ in range(rounds):

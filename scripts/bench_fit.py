@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import resource
 import tempfile
 import time
@@ -23,13 +22,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench_process import alone
 
 from llmcond.heads import Gathered, PairArrays, fit_recipe, load_recipe
 from llmcond.heads.fit import fit_by_gradient
 from llmcond.heads.hypernet import Hypernet
 
-#: C-STS: rows of train, and of dev; distinct conditions; the paper's dimensions.
+#: C-STS: rows of train; distinct conditions; the paper's dimensions.
 ROWS, CONDITIONS, WIDE, NARROW = 11_342, 3_732, 4_096, 512
+#: MiniLM's dimensions, of hypernet and grid.
+DIM = 384
 #: CASE, section 4: minutes on an A6000, learning to project 4,096 dimensions to 512.
 PAPER = {"linear": 1.5, "mlp": 5.0}
 
@@ -65,7 +67,7 @@ def fit(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for kind in ("linear", "mlp"):
         recipe = load_recipe(kind).with_settings({"dim": NARROW, "epochs": options.epochs}, "")
-        data = pairs(ROWS, WIDE, 0)
+        data = pairs(options.rows, WIDE, 0)
         seconds, head = timed(fit_recipe, recipe, data, None, 0, quiet)
         few = max(options.epochs // 20, 1)
         plain = timed(plain_fit, kind, recipe.settings, data, few)[0] / few
@@ -110,7 +112,7 @@ def stream(options: argparse.Namespace) -> list[dict[str, Any]]:
     n = options.pairs
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         sides = []
-        block = np.random.default_rng(0).standard_normal((10_000, WIDE), np.float32)
+        block = np.random.default_rng(0).standard_normal((min(n, 10_000), WIDE), np.float32)
         for side in (0, 1):
             path = Path(folder, f"{side}.f16")
             with path.open("wb") as file:
@@ -129,18 +131,17 @@ def stream(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def hypernet(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Time epochs of the low-rank hypernetwork, K = 64 at 384 dimensions, and of its plain form."""
-    dim = 384
-    data = pairs(ROWS, dim, 0, np.float32)
+    data = pairs(options.rows, DIM, 0, np.float32)
     rng = np.random.default_rng(1)
-    table = rng.standard_normal((CONDITIONS, dim)).astype(np.float32)
+    table = rng.standard_normal((CONDITIONS, DIM)).astype(np.float32)
     data = PairArrays(
         data.first,
         data.second,
         data.rating,
-        Gathered(table, rng.integers(CONDITIONS, size=ROWS)),
+        Gathered(table, rng.integers(CONDITIONS, size=options.rows)),
     )
     rows: list[dict[str, Any]] = []
-    base = {"dim": dim, "rank": 64, "dropout": 0.0, "epochs": 1, "precision": "float32"}
+    base = {"dim": DIM, "rank": 64, "dropout": 0.0, "epochs": 1, "precision": "float32"}
     changes: dict[str, dict[str, Any]] = {
         "plain, W_c for each row and sentence": {"batches": "conditions"},
         "llmcond, rows in any order": {"batches": "rows"},
@@ -184,10 +185,10 @@ class PlainHypernet(Hypernet):
 
 def grid(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Apply heads to every sentence under every condition, from features that are there."""
-    dim, few = 384, pairs(512, 384, 0, np.float32)
+    few = pairs(512, DIM, 0, np.float32)
     rng = np.random.default_rng(2)
-    sentences = rng.standard_normal((options.sentences, dim)).astype(np.float32)
-    conditions = rng.standard_normal((options.conditions, dim)).astype(np.float32)
+    sentences = rng.standard_normal((options.sentences, DIM)).astype(np.float32)
+    conditions = rng.standard_normal((options.conditions, DIM)).astype(np.float32)
     given = PairArrays(
         few.first,
         few.second,
@@ -195,13 +196,13 @@ def grid(options: argparse.Namespace) -> list[dict[str, Any]]:
         Gathered(conditions, rng.integers(len(conditions), size=512)),
     )
     changes: dict[str, dict[str, Any]] = {
-        "linear": {"dim": dim},
-        "mlp": {"dim": dim},
+        "linear": {"dim": DIM},
+        "mlp": {"dim": DIM},
         "hadamard": {},
-        "concat": {"dim": dim},
+        "concat": {"dim": DIM},
         "hypernet-ablation": {},
-        "hypernet": {"dim": dim},
-        "hypernet-full": {"dim": dim},
+        "hypernet": {"dim": DIM},
+        "hypernet-full": {"dim": DIM},
     }
     rows = []
     for kind, change in changes.items():
@@ -224,10 +225,9 @@ def grid(options: argparse.Namespace) -> list[dict[str, Any]]:
 PARTS = {"fit": fit, "stream": stream, "hypernet": hypernet, "grid": grid}
 
 
-def work(name: str, options: argparse.Namespace, results: Any) -> None:
-    """Run a part in a process of its own."""
-    rows = PARTS[name](options)
-    results.put((rows, peak()))
+def work(name: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
+    """Run a part; return its rows and the peak memory."""
+    return PARTS[name](options), peak()
 
 
 def show(name: str, rows: list[dict[str, Any]], memory: float) -> None:
@@ -248,6 +248,7 @@ def main() -> None:
     )
     known = ", ".join(PARTS)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {known} (default: all)")
+    parser.add_argument("--rows", type=int, default=ROWS, help="of fit and hypernet")
     parser.add_argument("--epochs", type=int, default=40, help="of fit")
     parser.add_argument("--rounds", type=int, default=3, help="of hypernet")
     parser.add_argument("--pairs", type=int, default=1_000_000, help="of stream")
@@ -262,14 +263,9 @@ def main() -> None:
     for name in options.parts:  # choices of argparse would refuse that none is named
         if name not in PARTS:
             parser.error(f"there is no part {name!r}; there are {known}")
-    context = multiprocessing.get_context("spawn")
     found = {}
     for name in options.parts or PARTS:
-        results = context.Queue()
-        process = context.Process(target=work, args=(name, options, results))
-        process.start()
-        rows, memory = results.get()
-        process.join()
+        rows, memory = alone(work, name, options)
         show(name, rows, memory)
         found[name] = {"rows": rows, "peak_gib": memory}
     if options.json:

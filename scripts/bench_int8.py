@@ -17,11 +17,11 @@ import argparse
 import copy
 import json
 import re
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from bench_inputs import make_inputs
 from torch import Tensor
@@ -42,9 +42,9 @@ TRAILER = 8
 MIGRATED = 0.7
 
 
-def make_texts() -> tuple[dict[str, list[str]], list[str]]:
+def make_texts(rows: int) -> tuple[dict[str, list[str]], list[str]]:
     """Return the texts that schemes are judged on, by kind, and others to fit scheme A to."""
-    texts = [item.text for item in make_inputs(3_000, instruct=False)]
+    texts = [item.text for item in make_inputs(rows, instruct=False)]
     # Sentences end with a full stop, and their conditions have none.
     conditions = sorted({text.rpartition(". ")[2] for text in texts})
     words = sorted(set(re.findall("[a-z]+", " ".join(texts).lower())))
@@ -238,9 +238,10 @@ class Int8Bert:
         return hidden
 
 
-def compare(forwards: dict[str, Forward], encoder: Encoder, exact: Forward) -> list[dict[str, Any]]:
+def compare(
+    forwards: dict[str, Forward], encoder: Encoder, exact: Forward, texts: dict[str, list[str]]
+) -> list[dict[str, Any]]:
     """Return cosines to float32 for each scheme and kind of text."""
-    texts = make_texts()[0]
     batches = {kind: make_batches(encoder, found) for kind, found in texts.items()}
     wanted = {kind: encode(exact, found) for kind, found in batches.items()}
     rows: list[dict[str, Any]] = []
@@ -267,15 +268,17 @@ def race(int8: Forward, bfloat16: Forward, threads: int, rounds: int) -> dict[st
             forward(ids)
             stamps.append(time.perf_counter())
         ratios.append((stamps[1] - stamps[0]) / (stamps[2] - stamps[1]))
-    low, median, high = statistics.quantiles(ratios[2:], n=4)
+    low, median, high = np.quantile(ratios[2:], (0.25, 0.5, 0.75)).tolist()
     return {"threads": threads, "ratio": median, "quartiles": [low, high]}
 
 
-def run(rounds: int) -> dict[str, Any]:
+def run(rows: int, layers: int | None, rounds: int) -> dict[str, Any]:
     """Make the schemes and measure them."""
     encoder = load_encoder("minilm", dtype="float32", device="cpu")
     network = encoder._model.network
-    moments = measure_moments(network, make_batches(encoder, make_texts()[1]))
+    network.encoder.layer = network.encoder.layer[:layers]
+    judged, others = make_texts(rows)
+    moments = measure_moments(network, make_batches(encoder, others))
     half = copy.deepcopy(network).bfloat16()
     prepack(half)
     bfloat16, scheme_a = stock(half), Int8Bert(network, moments)
@@ -288,7 +291,7 @@ def run(rounds: int) -> dict[str, Any]:
         "the same, equalised (SmoothQuant)": simulate(network, per_token_asymmetric, moments),
         "the same, weights by GPTQ: scheme A, on int8 kernels": scheme_a,
     }
-    accuracy = compare(forwards, encoder, stock(network))
+    accuracy = compare(forwards, encoder, stock(network), judged)
     speed = [race(scheme_a, bfloat16, threads, rounds) for threads in (1, 2)]
     cpu = torch.backends.cpu.get_cpu_capability()
     return {"torch": torch.__version__, "cpu": cpu, "accuracy": accuracy, "speed": speed}
@@ -317,12 +320,14 @@ def print_tables(result: dict[str, Any]) -> None:
 def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rows", type=int, default=3_000, help="of the sample that give the texts")
+    parser.add_argument("--layers", type=int, help="fewer layers than the encoder has")
     parser.add_argument("--rounds", type=int, default=25, help="turns that each speed is taken of")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args()
     if not can_prepack(torch.bfloat16):
         raise SystemExit("This CPU's PyTorch lacks bfloat16 products, which int8 is compared with.")
-    result = run(options.rounds)
+    result = run(options.rows, options.layers, options.rounds)
     print_tables(result)
     if options.json:
         print(json.dumps(result))

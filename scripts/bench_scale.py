@@ -1,6 +1,6 @@
 """Measure whether extraction stays as fast and as small however many inputs there are.
 
-    python scripts/bench_scale.py sizes                 # tokens/s at 1,000, 10,000, 100,000 inputs
+    python scripts/bench_scale.py                       # tokens/s at 1,000, 10,000, 100,000 inputs
     python scripts/bench_scale.py stream --inputs 1000000   # killed at the half, and resumed
 
 Inputs come from a generator. Each measurement is a process of its own.
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_inputs import make_inputs
+from bench_process import alone
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
@@ -90,7 +91,7 @@ def work(folder: str, kind: str, n: int, model: str) -> None:
     resolved = resolve(model, EncoderOptions(device="cpu"))
     store = FeatureStore(root / "store", resolved.identity, "float16")
     encoder = Counting(Encoder(resolved), root / "asked")
-    encoder.encoder.encode(list(csts_inputs(600)))
+    encoder.encoder.encode(list(csts_inputs(min(n, 600))))
     (root / "ready").write_text(str(peak()))
     make = {"short": short_inputs, "csts": csts_inputs}[kind]
     done = extract(make(n), store, lambda: encoder, Watch(root / "watch"))
@@ -109,11 +110,11 @@ def start(folder: Path, kind: str, n: int, model: str) -> Any:
 def sizes(options: argparse.Namespace) -> dict[str, Any]:
     """Measure tokens per second at several sizes."""
     rows = []
-    for n in (1_000, 10_000, 100_000):
+    for n in options.sizes:
         rates = []
         for _ in range(options.rounds if n < 100_000 else 1):
             with tempfile.TemporaryDirectory() as folder:
-                start(Path(folder), "csts", n, options.model).join()
+                alone(work, folder, "csts", n, options.model)
                 _, tokens, seconds, memory = json.loads((Path(folder) / "done").read_text())
                 rates.append(tokens / seconds)
         rows.append({"inputs": n, "tokens_per_second": statistics.median(rates), "mib": memory})
@@ -185,12 +186,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("sizes", "stream"))
+    parser.add_argument("what", nargs="?", default="sizes", choices=("sizes", "stream"))
     parser.add_argument("--model", default="minilm")
-    parser.add_argument("--inputs", type=int, default=1_000_000)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1_000, 10_000, 100_000])
+    parser.add_argument("--inputs", type=int, default=1_000_000, help="of stream")
+    parser.add_argument("--rounds", type=int, default=3, help="of sizes")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.what == "stream" and options.inputs < 20 * CHUNK:
+        parser.error(f"stream takes {20 * CHUNK:,} inputs at least: fifths of either half are told")
     result = {"sizes": sizes, "stream": stream}[options.what](options)
     if options.json:
         print(json.dumps(result))

@@ -1,6 +1,6 @@
 """The main job, end to end: extract, fit-head, evaluate on the bundled sample with MiniLM.
 
-    python scripts/demo.py [--run runs/demo]
+    python scripts/demo.py [--run runs/demo] [--data my.csv]
 
 Prints what it does; the last line is one JSON object. A second call finds the features and only
 fits and scores again.
@@ -22,14 +22,16 @@ def main() -> None:
     """Run the demo."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--run", type=Path, default=Path("runs/demo"))
-    run = parser.parse_args().run
+    parser.add_argument("--data", help="other data (default: the bundled sample)")
+    options = parser.parse_args()
+    run = options.run
     log_to_terminal()
     began = time.monotonic()
     own = f"--run {run}"
     print(
         f"1. Encode each sentence under its condition, once: llmcond extract --model minilm {own}"
     )
-    llmcond.extract(model="minilm", run=run)
+    llmcond.extract(model="minilm", data=options.data, run=run)
     print(f"2. Fit a small head on the frozen features: llmcond fit-head --head mlp {own}")
     llmcond.fit_head(head="mlp", run=run)
     print(f"3. Score it on sentences it has never seen: llmcond evaluate --split test {own}")

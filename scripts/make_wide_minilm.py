@@ -10,9 +10,9 @@ arXiv 1511.05641). Quantised weights differ per copy, so their errors average ou
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import torch
@@ -21,22 +21,26 @@ from torch import Tensor
 
 from llmcond.encoders import EncoderOptions, resolve
 
-COPIES = 4
 
-
-def widen(weight: Tensor, generator: torch.Generator) -> Tensor:
-    """Return (4 out, 4 in) for (out, in), with the same output for a repeated input."""
+def widen(weight: Tensor, copies: int, generator: torch.Generator) -> Tensor:
+    """Return (k out, k in) for (out, in) and k copies: the same output for a repeated input."""
     rows = []
-    for _ in range(COPIES):
-        noise = torch.randn(COPIES, *weight.shape, generator=generator) * weight.std() / 2
+    for _ in range(copies):
+        noise = torch.randn(copies, *weight.shape, generator=generator) * weight.std() / 2
         noise -= noise.mean(dim=0)
-        rows.append(torch.cat([weight / COPIES + part for part in noise], dim=1))
+        rows.append(torch.cat([weight / copies + part for part in noise], dim=1))
     return torch.cat(rows)
 
 
 def main() -> None:
     """Write the checkpoint into the folder named."""
-    out = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument(
+        "out", type=Path, metavar="FOLDER", help="that the checkpoint is written to"
+    )
+    parser.add_argument("--copies", type=int, default=4, help="of every vector (%(default)s)")
+    options = parser.parse_args()
+    out, copies = options.out, options.copies
     folder = resolve("minilm", EncoderOptions(), identify=False).checkpoint.folder
     out.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("*.json"):
@@ -46,7 +50,7 @@ def main() -> None:
     shutil.copytree(folder / "1_Pooling", out / "1_Pooling", dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     for key in ("hidden_size", "intermediate_size", "num_attention_heads"):
-        config[key] *= COPIES
+        config[key] *= copies
     (out / "config.json").write_text(json.dumps(config, indent=2))
     generator = torch.Generator().manual_seed(0)
     wide = {}
@@ -54,11 +58,11 @@ def main() -> None:
         if not weight.is_floating_point():
             continue
         if "embeddings" in name and weight.dim() == 2:
-            wide[name] = weight.repeat(1, COPIES)
+            wide[name] = weight.repeat(1, copies)
         elif weight.dim() == 2:
-            wide[name] = widen(weight, generator)
+            wide[name] = widen(weight, copies, generator)
         else:
-            wide[name] = weight.repeat(COPIES)
+            wide[name] = weight.repeat(copies)
     save_file(wide, out / "model.safetensors", {"format": "pt"})
     print(f"{sum(weight.numel() for weight in wide.values()):,} weights -> {out}")
 

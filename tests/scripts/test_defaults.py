@@ -1,0 +1,97 @@
+"""Every script runs as its first lines have it, here with tiny sizes."""
+
+import os
+from importlib import import_module
+from multiprocessing.dummy import Pipe
+from threading import Thread
+from types import SimpleNamespace
+
+import pytest
+from helpers.paths import ROOT
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+#: Script -> sizes, and a word of what it prints.
+SCRIPTS = {
+    "bench_encoders": ("--inputs 2 --layers 1 --folder {tmp}", "| plain loop |"),
+    "bench_extract": ("--inputs 2 --rounds 1", "| llmcond, packed |"),
+    "bench_fit": (
+        "--rows 32 --epochs 1 --rounds 1 --pairs 64 --sentences 2 --conditions 2",
+        "| hypernet-full |",
+    ),
+    "bench_int8": ("--rows 20 --layers 1 --rounds 1", "| threads |"),
+    "bench_scale": ("--sizes 8 --rounds 1", "8 inputs: "),
+    "bench_train": ("--batch-size 2 --steps 1 --rounds 1", "| llmcond |"),
+    "demo": ("--data {rows} --run {tmp}/run", '"spearman_zero_shot"'),
+    "house": ("", "llmcond"),
+    "make_wide_minilm": ("{tmp}/wide --copies 1", " weights -> "),
+    "simulate_comparison": ("--trials 2 --resamples 9 --truth 99 --pairs 30", "accuracy"),
+}
+#: What has tests of its own, or is imported by scripts.
+OTHERS = {"fuzz", "make_sample", "bench_inputs", "bench_process", "reproduce"}
+#: What needs data that is not shipped.
+PAPERS = {"reproduce_case", "reproduce_hypercl"}
+
+
+def test_every_script_is_here():
+    scripts = {path.stem for path in (ROOT / "scripts").glob("*.py")}
+    assert scripts == {*SCRIPTS, *OTHERS, *PAPERS}
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Let threads take the place of processes, which would import everything anew."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    threads = SimpleNamespace(get_context=lambda _: SimpleNamespace(Process=Thread, Pipe=Pipe))
+    monkeypatch.setattr(import_module("bench_extract"), "multiprocessing", threads)
+    monkeypatch.setattr(import_module("bench_extract"), "PRODUCT", 64)
+    for name, size in (("WIDE", 64), ("NARROW", 8), ("DIM", 64)):
+        monkeypatch.setattr(import_module("bench_fit"), name, size)
+    for name in ("bench_encoders", "bench_fit", "bench_scale"):
+        monkeypatch.setattr(import_module(name), "alone", lambda function, *given: function(*given))
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs(name, tmp_path, write_rows, small_rows, monkeypatch, capsys):
+    sizes, said = SCRIPTS[name]
+    given = sizes.format(tmp=tmp_path, rows=write_rows(small_rows[:24]))
+    monkeypatch.setattr("sys.argv", [name, *given.split()])
+    assert import_module(name).main() in (None, 0)
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("name", sorted(PAPERS))
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("", "required: --encoders"),
+        ("--encoders minilm --data CSTS_FOLDER", "CSTS_FOLDER does not exist. Expected a .csv"),
+    ],
+)
+def test_a_script_that_lacks_something_says_what(name, given, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = import_module(name).main(given.split())
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_to_write_to_must_be_named(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.setattr("sys.argv", ["make_wide_minilm"])
+    with pytest.raises(SystemExit):
+        import_module("make_wide_minilm").main()
+    assert "required: FOLDER" in capsys.readouterr().err
+
+
+def test_a_measurement_has_a_process_of_its_own(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    alone = import_module("bench_process").alone
+    assert alone(os.getpid) != os.getpid()
+    with pytest.raises(ZeroDivisionError):
+        alone(divmod, 1, 0)
