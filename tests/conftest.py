@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -31,6 +32,34 @@ def pytest_configure() -> None:
 
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what tests every variant."""
+    parser.addoption(
+        "--all", action="store_true", help="every variant of tests marked matrix, not a third"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out two thirds of the variants of large matrices, unless they are asked for.
+
+    Which third is decided by the names of test and variant, so that all tests together still take
+    every architecture and every setting.
+    """
+    if config.getoption("--all") or any("::" in argument for argument in config.args):
+        return
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    seen: set[str] = set()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        third = crc32(item.nodeid.encode()) % 3 == 0 or name not in seen
+        seen.add(name)
+        (kept if third or not item.get_closest_marker("matrix") else left_out).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
 
 
 def pytest_collection_finish() -> None:

@@ -153,7 +153,6 @@ def test_pairs_are_taken_with_all_that_belongs_to_them():
         np.linspace(0, 1, 6),
         Gathered(table, np.array([0, 0, 1, 1, 2, 2])),
         np.array([7, 7, 8, 8, 9, 9]),
-        np.arange(100, 106),
     )
     for rows in (np.array([5, 1]), np.arange(6) % 4 == 1):
         part = pairs.take(rows)
@@ -161,14 +160,14 @@ def test_pairs_are_taken_with_all_that_belongs_to_them():
         for name in ("first", "second", "condition"):
             whole = as_matrix(getattr(pairs, name)).read()
             np.testing.assert_array_equal(as_matrix(getattr(part, name)).read(), whole[rows])
-        for name in ("rating", "pair", "number"):
+        for name in ("rating", "pair"):
             np.testing.assert_array_equal(getattr(part, name), getattr(pairs, name)[rows])
 
 
 def test_pairs_are_taken_without_what_they_lack():
     pairs = PairArrays(np.zeros((3, 2)), np.ones((3, 2)), np.zeros(3))
     part = pairs.take(np.array([1]))
-    assert (part.condition, part.pair, part.number) == (None, None, None)
+    assert (part.condition, part.pair) == (None, None)
     assert part.dim_condition == 0
 
 

@@ -250,6 +250,7 @@ def test_known_model_gives_the_same_vector_with_mates_of_every_length(known, loa
     near(pairs[:, 1], known.vectors(MATES))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("budget", [1, 40, 150])
 def test_known_model_gives_the_same_vectors_at_any_budget(known, budget):
     encoder = load(known.name, max_tokens_per_batch=budget)
@@ -275,6 +276,7 @@ def test_known_model_takes_another_instruction_for_each_input(known, loaded):
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("max_length", [24, 30])
 @pytest.mark.filterwarnings("ignore:.*inputs are longer")
 def test_truncated_inputs_keep_their_special_tokens(known, max_length):
@@ -461,6 +463,7 @@ def nv_loaded(nv, fold):
     return load(nv.folder, fold_latents=fold)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("instruction", ["", INSTRUCTION, *OTHERS])
 def test_nv_embed_equals_the_original(nv, nv_loaded, instruction):
     items = inputs([*TEXTS, *MATES], instruction)
@@ -481,6 +484,7 @@ def test_nv_embed_gives_the_same_vector_with_mates_of_every_length(nv, nv_loaded
     near(np.stack(pairs)[:, 0], np.stack([nv_vector(nv, text, instruction)] * len(MATES)))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("budget", [1, 33, 64, 1_000])
 def test_nv_embed_gives_the_same_vectors_at_any_budget(nv, fold, budget):
     encoder = load(nv.folder, fold_latents=fold, max_tokens_per_batch=budget)

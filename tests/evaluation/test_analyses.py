@@ -424,6 +424,7 @@ def assert_whole(path):
         assert ET.fromstring(data).tag.endswith("svg")
 
 
+@pytest.mark.matrix
 @DRAWINGS
 @pytest.mark.parametrize("name", ["figure.png", "new/figure.svg", "figure.PNG"])
 def test_a_picture_is_written_whole_and_always_the_same(draw, name, tmp_path):
@@ -470,6 +471,7 @@ def test_everything_is_within_the_picture_and_the_legend_off_the_data(draw, draw
         assert axes.get_window_extent().height > 3.2 * figure.dpi
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("log_x", [False, True])
 @pytest.mark.parametrize("x", [(500, 512, 512.5), range(10, 25), (1, 2e5, 3e5, 1e6)])
 def test_ticks_do_not_run_into_each_other(x, log_x, drawn, tmp_path):
@@ -533,6 +535,7 @@ def test_a_picture_that_fails_leaves_the_old_one(monkeypatch, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["figure.png"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("log_x", [False, True])
 @pytest.mark.parametrize("x", [(512,), (500, 512, 512.5), range(1, 2_000, 10), (1, 1e6, 3e6)])
 def test_curves_of_any_length_are_drawn(x, log_x, tmp_path):

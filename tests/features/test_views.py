@@ -441,6 +441,7 @@ TEXTS = [
 SENTENCES, CONDITIONS = (list(column) for column in zip(*TEXTS, strict=True))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", HEADS)
 def test_an_embedding_is_the_head_applied_to_features(
     capsys, monkeypatch, sampled, own, by_hand, write_rows, name
@@ -479,6 +480,7 @@ def test_no_texts_have_no_embeddings(sampled, name):
     assert embedder.encode([], []).shape == (0, sampled.fitted[name]["dim"])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", HEADS)
 def test_similarity_is_the_cosine_of_embeddings(capsys, sampled, by_hand, name):
     conditions = ("the place", "the mood", "the number of people")

@@ -191,6 +191,7 @@ def every_length(trainable, typed=False):
 # -- packed is padded --------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 def test_packed_rows_have_the_gradients_of_padded_ones(name, prepare):
     trainable, case = prepare(name), CASES[name]
     assert trainable.engine.packs == (case.window > 0)
@@ -233,6 +234,7 @@ def test_typed_pairs_have_the_gradients_of_padded_ones(prepare, full):
         same(other, expected, 1e-3)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("name", SHARING)
 def test_shared_prefixes_have_the_gradients_of_all_that_begin_with_them(prepare, name, full):
@@ -448,11 +450,13 @@ def once_is_each(task, trainable):
         same(gradients, taken(model), 1e-4 if subtracts else 1e-5)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("task", TASKS_OF_HEADS)
 def test_texts_encoded_once_have_the_gradients_of_each_by_itself(prepare, task):
     once_is_each(TASKS_OF_HEADS[task], prepare("simcse-bert-cls"))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_has_the_gradients_of_each_text_by_itself(prepare, name):
     once_is_each(TASKS_OF_HEADS["hypernet-joint"], prepare(name))
@@ -484,6 +488,7 @@ def differ(found, expected):
     return np.abs(found - expected).max() > 0.01 * np.abs(expected).max()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("padded", [False, True])
 def test_dropout_that_is_off_changes_no_vector(name, prepare, padded):
     trainable = prepare(name)
@@ -584,6 +589,7 @@ def adapters_alone_learn(trainable, case, task):
     return base
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_adapters_alone_learn_on_every_architecture(name, prepare):
     case, trainable = CASES[name], prepare(name)
@@ -638,6 +644,7 @@ def in_attention(name):
     return name.startswith(("self_attn.", "attention."))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("target", ["attention", "mlp"])
 def test_groups_of_projections_are_what_they_say(name, prepare, target):
     trainable = prepare(name, target=(target,))
@@ -728,6 +735,7 @@ def moved(trainable, items, expected):
     return differ(before, expected)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_saved_adapter_gives_the_vectors_of_the_trained_network(name, prepare, tmp_path):
     trainable = prepare(name)
@@ -746,6 +754,7 @@ def test_saved_adapter_gives_the_vectors_of_the_trained_network(name, prepare, t
     assert moved(trainable, items, expected)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_merged_adapter_gives_the_vectors_of_the_trained_network(name, prepare, tmp_path):
     trainable = prepare(name)
@@ -774,6 +783,7 @@ def plain(trainable, folder):
         assert torch.equal(value, theirs[key]), key
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_fully_trained_encoder_is_saved_whole(name, prepare, tmp_path):
     trainable = prepare(name, **FULL)
@@ -849,6 +859,7 @@ def test_peft_itself_reads_the_adapter(prepare, name, tmp_path):
 # -- activations that are computed again -------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "full"),
     [*((name, False) for name in ARCHITECTURES), *((name, True) for name in QUANTISED)],

@@ -308,6 +308,7 @@ def test_siamese_heads_are_their_equations(kind, drawn, data, dropped):
     assert_equal_to_the_equations(kind, chosen, batch, generator, masks)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("transform", "bias"), list(product([True, False], repeat=2)))
 @pytest.mark.parametrize("kind", CONDITIONED)
 @settings(deadline=None, max_examples=15)
@@ -320,6 +321,7 @@ def test_heads_with_conditions_are_their_equations(kind, transform, bias, drawn,
     assert_equal_to_the_equations(kind, chosen, batch, generator)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("transform", "masks"), list(product([True, False], ["shared", "own"])))
 @pytest.mark.parametrize("kind", CONDITIONED)
 @settings(deadline=None, max_examples=15)
@@ -874,6 +876,7 @@ def without_conditions(known):
     return dev_score(fit("linear", *known, **LEARNING, dim=9), known[1])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kind", "changes", "margin"),
     [

@@ -176,6 +176,7 @@ def test_every_check_of_scikit_learn_passes_with_conditions_or_without():
 # -- what is fitted ----------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", RECIPES)
 def test_fitted_head_equals_that_of_fit_recipe(conditioned, name):
     X, y = conditioned

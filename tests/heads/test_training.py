@@ -71,6 +71,7 @@ FAMILIES = {
 # -- the same seed -----------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_same_seed_gives_the_same_bits(name):
     kind, changes = VARIANTS[name]
@@ -159,6 +160,7 @@ def other_forms(dense):
 FORMS = list(other_forms(np.zeros((2, 4), dtype=np.float32)))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["linear", "low rank", "low rank, contrasts", "mlp, bfloat16"])
 def test_features_in_any_form_give_the_same_head(monkeypatch, name, form):
@@ -189,6 +191,7 @@ def test_differences_that_16_bits_do_not_hold_are_not_rounded(monkeypatch, bytes
     assert tensors(heads[0]) == tensors(heads[1])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["low rank, any rows", "concat", "hadamard"])
 def test_conditions_in_any_form_give_the_same_head_but_for_rounding(name, form):
@@ -929,6 +932,7 @@ LEARNING = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "weights",
     [

@@ -377,6 +377,7 @@ def test_an_encoder_without_instructions_has_templates_enough_and_others_have_mo
     assert all(prompt.description and prompt.source for prompt in prompts)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", bundled_names("prompts"))
 def test_no_bundled_template_makes_two_conditions_of_the_sample_the_same(name: str):
     for rows in read_dataset(None).splits.values():

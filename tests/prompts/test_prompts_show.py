@@ -76,6 +76,7 @@ def test_the_first_training_row_is_shown_by_default(capsys):
     assert shown(capsys, "cond", "--split", "test")["file"] == "test.csv"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", bundled_names("prompts"))
 def test_what_is_shown_is_what_is_extracted(capsys, name):
     report, inputs = shown(capsys, name, "--row", 7), row_inputs(TRAIN, load_prompt(name))
@@ -112,6 +113,7 @@ def test_tokens_and_marks_are_those_of_extraction(capsys, minilm):
     assert out[at + 2].strip() == f"{len(report['inputs'][0]['tokens'])} tokens, 5 pooled"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "options"),
     [("concat-sent-cond", []), ("pair-cond", []), ("cond", ["--instruction-format"])],

@@ -299,6 +299,7 @@ def bert(tiny_checkpoint, tmp_path):
 # -- vectors -----------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 def test_vectors_are_those_of_peft(case):
     encoder = case.load()
     found = encoder.encode(inputs())

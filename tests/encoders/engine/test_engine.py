@@ -105,6 +105,7 @@ def test_every_case_is_packed(name, loaded):
     assert loaded(name).engine.shares == CASES[name].shares
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("budget", [1, 150, 100_000])
 def test_packed_inputs_get_the_vectors_of_padded_ones(name, loaded, budget):
     encoder = loaded(name)
@@ -115,6 +116,7 @@ def test_packed_inputs_get_the_vectors_of_padded_ones(name, loaded, budget):
     assert found.truncated.any()
 
 
+@pytest.mark.matrix
 def test_packed_inputs_get_the_vectors_of_single_ones(name, loaded):
     encoder = loaded(name)
     items = mix(encoder, seed=1, n_inputs=20)
@@ -124,6 +126,7 @@ def test_packed_inputs_get_the_vectors_of_single_ones(name, loaded):
     near(alone, single)
 
 
+@pytest.mark.matrix
 @settings(deadline=None, max_examples=8)
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=25),
@@ -320,6 +323,7 @@ def later_attention(module, query, key, value, mask, scaling=None, packed=None, 
     return open_attention(module, query, key, value, mask, scaling, None, **options)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("leak", [open_attention, later_attention])
 @pytest.mark.parametrize("name", REFUSING)
 def test_encoder_whose_texts_would_see_each_other_is_padded(make, monkeypatch, name, leak):
@@ -389,6 +393,7 @@ def with_kernel(make, name, monkeypatch, chosen):
     return load(make(name), CASES[name])
 
 
+@pytest.mark.matrix
 def test_kernel_for_uneven_lengths_gives_the_same_vectors(make, loaded, monkeypatch, name):
     if not CASES[name].window:
         pytest.skip("it is padded")
@@ -479,6 +484,7 @@ class Memory:
         self.runs.append(given)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("error", [cuda_error, cpu_error, lambda tokens: MemoryError()])
 @pytest.mark.parametrize("name", ["e5-mistral", "simcse-bert", "gemma-wider", "nv-embed"])
 def test_batches_are_halved_until_they_fit(make, loaded, name, error):
@@ -655,6 +661,7 @@ def test_output_of_another_kind_is_left_as_it_is():
     assert isinstance(block[0].dense, PrepackedLinear)
 
 
+@pytest.mark.matrix
 @prepacks
 def test_prepacked_encoder_gives_the_vectors_of_a_plain_one(make, monkeypatch, name):
     options = {"dtype": "bfloat16"}

@@ -254,6 +254,7 @@ def test_text_is_cut_when_no_context_is_left(tokenizer):
 CONDITION = "the number of people"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", bundled_names("prompts"))
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_only_the_sentence_of_a_template_is_cut(tokenizers, name, side):
@@ -514,6 +515,7 @@ def overlapping(tokenizer, formatted, begin, end):
     ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("template", FORMATS)
 @pytest.mark.parametrize("text", ["red hat", "Two dogs 🐕🐕 run.", "東京は 日本", "  a  "])
 def test_pooled_tokens_hold_the_text_and_nothing_else(tokenizer, template, text):

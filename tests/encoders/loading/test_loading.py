@@ -169,6 +169,7 @@ def test_heads_of_other_tasks_are_left_out(make, bare, task, config):
     np.testing.assert_array_equal(vectors, load(without, **options).encode(INPUTS))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "key",
     [
@@ -334,6 +335,7 @@ def bytes_of(network):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantize", ["none", "8bit", "4bit"])
 @pytest.mark.parametrize(
