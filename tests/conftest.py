@@ -1,6 +1,7 @@
 """What tests share: the real small encoder, checkpoints made on the spot, and small data."""
 
 import csv
+import gc
 import os
 import signal
 import sys
@@ -66,6 +67,9 @@ def pytest_collection_finish() -> None:
     """Start the server that forks all processes of tests: the product would have it import less."""
     if "helpers.processes" in sys.modules:
         forkserver.ensure_running()
+    # What is imported stays: to look through it for garbage again and again took a tenth of all.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
