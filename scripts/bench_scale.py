@@ -73,11 +73,15 @@ class Counting:
         self.encoder, self.file = encoder, file
         self.concurrency = encoder.concurrency
 
-    def encode_counted(self, inputs: Any) -> Any:
+    def encode_counted(self, inputs: Any, queries: Any = None) -> Any:
         """See :class:`Encoder`."""
         with self.file.open("a") as stream:
             print(len(inputs), file=stream)
-        return self.encoder.encode_counted(inputs)
+        return self.encoder.encode_counted(inputs, queries)
+
+    def queries(self, inputs: Any) -> Any:
+        """See :class:`Encoder`."""
+        return self.encoder.queries(inputs)
 
 
 def peak() -> int:

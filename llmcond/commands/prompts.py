@@ -30,7 +30,7 @@ class Prompts(Command):
         for prompt in map(load_prompt, bundled_names("prompts")):
             about = {name: getattr(prompt, name) for name in ("name", "description", "control")}
             for prefix, part in ("", prompt.conditional), ("unconditional_", prompt.unconditional):
-                for name in ("instruction", "context", "text"):
+                for name in ("instruction", "context", "text", "router"):
                     about[f"{prefix}{name}"] = getattr(part, name)
             rows.append({**about, "source": prompt.source})
         return {"prompts": rows}
@@ -122,6 +122,8 @@ def _lines(report: Mapping[str, Any], width: int) -> Iterator[tuple[str, str]]:
         for key in ("instruction", "context", "text"):
             if item[key] or (key == "context" and item[key] is not None):
                 yield f"   {key + ':':<12} {_one_line(item[key]) or '(empty)'}", ""
+        if item["router"]:
+            yield f"   {'weighted by:':<12} {_one_line(item['router']['text'])}", ""
         if encoder is not None:
             yield from ((f"   {line}".rstrip(), "") for line in _tokens(item, width - 4))
 

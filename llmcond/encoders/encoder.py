@@ -6,21 +6,32 @@ import inspect
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
-from typing import Concatenate, ParamSpec
+from functools import partial
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from llmcond.encoders.engine.engine import OutOfMemoryError, try_engine
-from llmcond.encoders.engine.tokenizing import InputTokenizer, check_inputs
+from llmcond.encoders.engine.pooling import Routes
+from llmcond.encoders.engine.routing import grouped, router_inputs, routers_of, unrouted
+from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens, check_inputs
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.encoders.loading.loading import load_model
 from llmcond.encoders.options import EncoderOptions
 from llmcond.encoders.resolve import ResolvedEncoder, resolve
-from llmcond.encoders.spec import CUT, EncoderIdentity, EncoderInput, plan_inputs
+from llmcond.encoders.spec import (
+    CUT,
+    ROUTED_POOLINGS,
+    EncoderIdentity,
+    EncoderInput,
+    Router,
+    plan_inputs,
+)
 from llmcond.encoders.threads import Concurrency, WorkerThreads, check_cancelled
 from llmcond.errors import LlmcondError, UserError
 from llmcond.options import option_of
@@ -30,6 +41,11 @@ _P = ParamSpec("_P")
 
 #: Inputs that one thread tokenises and encodes at a time.
 UNIT = 256
+#: Vectors that they may have, where each has several routers.
+_ROUTED = 4_096
+
+#: The vector of each router, (width,), by its text.
+Queries = Mapping[str, NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +67,7 @@ class Encoded:
 
 
 _Unit = Sequence[EncoderInput]
-_Map = Callable[[Callable[[_Unit], Encoded], Iterable[_Unit]], Iterable[Encoded]]
+_Map = Callable[[Callable[[_Unit], Any], Iterable[_Unit]], Iterable[Any]]
 
 
 class Encoder:
@@ -126,32 +142,65 @@ class Encoder:
             )
         return encoded.vectors
 
-    def encode_counted(self, inputs: Sequence[EncoderInput]) -> Encoded:
+    def encode_counted(
+        self, inputs: Sequence[EncoderInput], queries: Queries | None = None
+    ) -> Encoded:
         """Return vectors with the tokens and the truncation of each input, on the calling thread.
 
-        A function of its inputs alone: how they are batched depends on nothing else, but where
-        memory runs out. Safe to call from several threads.
+        A function of its arguments alone: how inputs are batched depends on nothing else, but where
+        memory runs out. Safe to call from several threads. ``queries`` are the vectors of the
+        inputs' routers; None: they are computed as well.
 
         Raises:
-            UserError: an instruction or a context that the encoder cannot take.
+            UserError: an instruction, a context or a router that the encoder cannot take.
             LlmcondError: out of memory.
         """
-        return self._encode(inputs, map)
+        return self._encode(inputs, map, queries=queries)
+
+    def queries(self, inputs: Sequence[EncoderInput], map_units: _Map = map) -> Queries:
+        """Return the vectors of the routers of inputs by their texts, each computed once.
+
+        They are as they leave the pooling, in the space of the tokens' states.
+
+        Raises:
+            UserError: the encoder's pooling leaves that space.
+            LlmcondError: out of memory.
+        """
+        own = router_inputs(inputs)
+        texts, plain = list(own), list(own.values())
+        if texts and self.identity.pooling not in ROUTED_POOLINGS:
+            raise UserError(
+                f"{self.name} pools by {self.identity.pooling}, and a router weights the tokens' "
+                f"own states: --pooling {' or '.join(ROUTED_POOLINGS)}."
+            )
+        order = plan_inputs(plain, by_prefix=False)
+        units = [order[start : start + UNIT] for start in range(0, len(order), UNIT)]
+        parts = ([plain[index] for index in unit] for unit in units)
+        found = map_units(self._states, parts)
+        vectors = (vector for unit in found for vector in unit)
+        return dict(zip((texts[index] for unit in units for index in unit), vectors, strict=True))
 
     def _encode(
-        self, inputs: Sequence[EncoderInput], map_units: _Map, bar: ExtractionBar | None = None
+        self,
+        inputs: Sequence[EncoderInput],
+        map_units: _Map,
+        bar: ExtractionBar | None = None,
+        queries: Queries | None = None,
     ) -> Encoded:
         check_inputs(inputs)
         if bar is not None:
             bar.start(len(inputs), sum(item.size for item in inputs))
+        if queries is None:
+            queries = self.queries(inputs, map_units)
         order = plan_inputs(inputs, by_prefix=self.resolved.shares_prefixes)
         vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
         n_tokens = np.empty(len(inputs), dtype=np.int32)
         computed = 0
-        units = [order[start : start + UNIT] for start in range(0, len(order), UNIT)]
+        units = list(_units(order, inputs))
         parts = ([inputs[index] for index in unit] for unit in units)
         encode = map_units if len(units) > 1 else map
-        for unit, encoded in zip(units, encode(self._encode_unit, parts), strict=True):
+        work = partial(self._encode_unit, queries=queries)
+        for unit, encoded in zip(units, encode(work, parts), strict=True):
             vectors[unit], n_tokens[unit] = encoded.vectors, encoded.n_tokens
             computed += encoded.n_computed
             if bar is not None:
@@ -163,33 +212,63 @@ class Encoder:
         cuts = self.identity.long_texts == "cut"
         return (n_tokens > self.identity.max_length) & cuts
 
-    def _encode_unit(self, inputs: Sequence[EncoderInput]) -> Encoded:
+    def _encode_unit(self, inputs: Sequence[EncoderInput], queries: Queries) -> Encoded:
+        # All of a unit have a router, or none has.
+        groups = grouped(inputs) or [[place] for place in range(len(inputs))]
+        windows = self._windows([inputs[places[0]] for places in groups])
+        routes = [
+            _routes(routers, queries)
+            for places, own in zip(groups, windows, strict=True)
+            if (routers := routers_of([inputs[place] for place in places]))
+            for _ in own
+        ]
+        found, computed = self._run([row for own in windows for row in own], routes)
+        vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
+        n_tokens = np.empty(len(inputs), dtype=np.int32)
+        rows = iter(found)
+        for places, own in zip(groups, windows, strict=True):
+            vectors[places] = self._averaged([next(rows) for _ in own])
+            n_tokens[places] = own[0].n_tokens
+        return Encoded(vectors, n_tokens, self._cut(n_tokens), computed)
+
+    def _states(self, inputs: Sequence[EncoderInput]) -> list[NDArray[np.float32]]:
+        """Return one vector an input as it leaves the pooling, the mean of its windows."""
+        windows = self._windows(inputs)
+        rows = iter(self._run([row for own in windows for row in own], states=True)[0])
+        return [np.mean([next(rows) for _ in own], axis=0)[0] for own in windows]
+
+    def _windows(self, inputs: Sequence[EncoderInput]) -> list[list[Tokens]]:
         with self._tokenizing:
-            windows = self._tokenizer.windows(inputs)
-        rows = [row for own in windows for row in own]
-        vectors = np.empty((len(rows), self.dim), dtype=np.float32)
+            return self._tokenizer.windows(inputs)
+
+    def _run(
+        self, rows: Sequence[Tokens], routes: Sequence[Routes] = (), *, states: bool = False
+    ) -> tuple[list[NDArray[np.float32]], int]:
+        """Return (1, dim) for each row, or (routes, dim), and how many tokens were computed."""
+        found: list[Any] = [None] * len(rows)
         computed = 0
         try:
-            for done in self.engine.run(rows, before_batch=check_cancelled):
-                vectors[done.inputs] = done.vectors
+            for done in self.engine.run(rows, check_cancelled, routes, states=states):
+                counts = [len(routes[row].queries) if routes else 1 for row in done.inputs]
+                parts = np.split(done.vectors, np.cumsum(counts)[:-1])
+                for row, vectors in zip(done.inputs, parts, strict=True):
+                    found[row] = vectors
                 computed += done.n_computed
         except OutOfMemoryError as error:
             raise LlmcondError(
                 f"{self.name} {error} Lower --max-length, or see what fits: llmcond models --check "
                 f"{self.name}"
             ) from error
-        if len(rows) > len(inputs):
-            vectors = self._averaged(vectors, [len(own) for own in windows])
-        n_tokens = np.array([own[0].n_tokens for own in windows], dtype=np.int32)
-        return Encoded(vectors, n_tokens, self._cut(n_tokens), computed)
+        return found, computed
 
-    def _averaged(self, vectors: NDArray[np.float32], counts: Sequence[int]) -> NDArray[np.float32]:
-        """Return the mean of each input's windows, which are equally long; unit norm if asked."""
-        starts = np.cumsum([0, *counts[:-1]])
-        means = np.add.reduceat(vectors, starts) / np.array(counts, np.float32)[:, None]
+    def _averaged(self, windows: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+        """Return the mean over windows, which are equally long; unit norm if asked."""
+        if len(windows) == 1:
+            return windows[0]
+        means: NDArray[np.float32] = np.mean(windows, axis=0, dtype=np.float32)
         if self.identity.normalize:
             means /= np.linalg.norm(means, axis=1, keepdims=True)
-        return means.astype(np.float32)
+        return means
 
     def format(self, item: EncoderInput) -> str:
         """Return the string that the tokenizer is given, with the model's own format around it.
@@ -198,6 +277,33 @@ class Encoder:
             UserError: the input has an instruction, and the encoder takes none.
         """
         return self._tokenizer.format(item)
+
+
+def _units(order: Sequence[int], inputs: Sequence[EncoderInput]) -> Iterator[list[int]]:
+    """Yield the inputs that are encoded together: those with a router apart from others.
+
+    A unit has ``UNIT`` inputs that go through the network, with up to ``_ROUTED`` routers.
+    """
+    plain = [index for index in order if inputs[index].router is None]
+    yield from (plain[start : start + UNIT] for start in range(0, len(plain), UNIT))
+    unit: list[int] = []
+    bases: set[object] = set()
+    for index in order:
+        if inputs[index].router is None:
+            continue
+        base = unrouted(inputs[index])
+        if (base not in bases and len(bases) == UNIT) or len(unit) == _ROUTED:
+            yield unit
+            unit, bases = [], set()
+        unit.append(index)
+        bases.add(base)
+    if unit:
+        yield unit
+
+
+def _routes(routers: Sequence[Router], queries: Queries) -> Routes:
+    vectors = np.stack([queries[router.text] for router in routers])
+    return Routes(torch.from_numpy(vectors), routers[0].temperature, routers[0].centre)
 
 
 def _loader(

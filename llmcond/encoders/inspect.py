@@ -55,9 +55,10 @@ def samples(resolved: ResolvedEncoder, inputs: Sequence[tuple[str, EncoderInput]
     rows = tokenizer([item for _, item in inputs])
     check_ids(rows, len(token_embeddings(build_on_meta(config))), checkpoint.name)
     found = []
-    for (label, _), row in zip(inputs, rows, strict=True):
-        last = row.first + 1 if identity.pooling in ("cls", "pooler") else row.last
-        first = last - 1 if identity.pooling == "last" else row.first
+    for (label, item), row in zip(inputs, rows, strict=True):
+        pooling = identity.pooling if item.router is None else "mean"
+        last = row.first + 1 if pooling in ("cls", "pooler") else row.last
+        first = last - 1 if pooling == "last" else row.first
         pooled = [first <= position < last for position in range(len(row.ids))]
         found.append(Sample(label, tokenizer.strings(row), pooled))
     return found

@@ -17,6 +17,8 @@ from llmcond.plugins import is_plugin
 Pooling = Literal["cls", "mean", "last", "pooler", "latent"]
 #: ``after-instruction`` is NV-Embed-v2's own count; any encoder can have the others.
 PoolOver = Literal["all", "text", "after-instruction"]
+#: Poolings of encoders whose token states lie in one space with the vectors of texts.
+ROUTED_POOLINGS: tuple[Pooling, ...] = ("mean", "cls", "last")
 Attention = Literal["bidirectional", "causal"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Quantize = Literal["none", "8bit", "4bit"]
@@ -39,6 +41,24 @@ ENGINE_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
+class Router:
+    """Another text that chooses which tokens of an input count: routed pooling.
+
+    The token states h_i of the input are pooled to sum_i w_i h_i, with w the softmax over i of
+    cos(h_i - m, q) / temperature. q is the router's own vector, and m the mean of the h_i, or 0.
+
+    Attributes:
+        text: is encoded by itself, as a plain input.
+        temperature: above 0; a very large one gives the mean of the tokens.
+        centre: whether m is subtracted.
+    """
+
+    text: str
+    temperature: float
+    centre: bool
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderInput:
     """One text to encode, with the task it is encoded for.
 
@@ -53,23 +73,29 @@ class EncoderInput:
         sentence: where the sentence stands in these texts: what is cut, or read in windows, where
             an input is longer than the encoder takes. Empty: nothing may be cut. None: all of the
             context, and then of the text.
+        router: weights the tokens that are pooled; None: they are pooled as the model pools.
     """
 
     instruction: str
     text: str
     context: str | None = None
     sentence: tuple[Span, ...] | None = field(default=None, repr=False, compare=False)
+    router: Router | None = None
     _key: bytes | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def size(self) -> int:
-        """Return its number of characters."""
+        """Return its number of characters, without those of a router, which several share."""
         return len(self.instruction) + len(self.text) + len(self.context or "")
 
     @property
-    def texts(self) -> tuple[str, str, str, bool]:
-        """Return what it is sorted by: its texts in the order that they are read in."""
-        return self.instruction, self.context or "", self.text, self.context is not None
+    def texts(self) -> tuple[str, str, str, bool, str]:
+        """Return what it is sorted by: its texts in the order that they are read in.
+
+        Inputs that differ by their routers only stand side by side, and are encoded once.
+        """
+        router = self.router.text if self.router else ""
+        return self.instruction, self.context or "", self.text, self.context is not None, router
 
     @property
     def key(self) -> bytes:
@@ -89,8 +115,9 @@ class EncoderInput:
         return self._digest({"cut": self._listed})
 
     @property
-    def _listed(self) -> tuple[str, ...]:
-        return self.instruction, self.text, *(() if self.context is None else (self.context,))
+    def _listed(self) -> tuple[Any, ...]:
+        listed = self.instruction, self.text, *(() if self.context is None else (self.context,))
+        return listed if self.router is None else (*listed, {"router": asdict(self.router)})
 
     @staticmethod
     def _digest(texts: Any) -> bytes:

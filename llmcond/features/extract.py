@@ -12,14 +12,15 @@ machine, and otherwise up to rounding.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from llmcond.features.store import FeatureStore
 from llmcond.files import digest_bytes
 
 if TYPE_CHECKING:
-    from llmcond.encoders.encoder import Encoded
+    from llmcond.encoders.encoder import Encoded, Queries
     from llmcond.encoders.threads import Concurrency, WorkerThreads
 
 #: Inputs that a kill can lose at most; committed in parts, one for each thread that encodes.
@@ -51,8 +52,13 @@ class InputEncoder(Protocol):
     def concurrency(self) -> Concurrency:
         """Return how many threads it is best called from."""
 
-    def encode_counted(self, inputs: Sequence[EncoderInput]) -> Encoded:
+    def encode_counted(
+        self, inputs: Sequence[EncoderInput], queries: Queries | None = None
+    ) -> Encoded:
         """Return the vectors of inputs, in their order, computed on the calling thread."""
+
+    def queries(self, inputs: Sequence[EncoderInput]) -> Queries:
+        """Return the vectors of the inputs' routers, computed on the calling thread."""
 
 
 class Progress(Protocol):
@@ -149,6 +155,33 @@ def plan(inputs: Iterable[EncoderInput], *, by_prefix: bool = False) -> list[Enc
     return [distinct[place] for place in plan_inputs(distinct, by_prefix=by_prefix)]
 
 
+class _Routers:
+    """The vectors of a window's routers, computed by the thread that is the first to need them.
+
+    A window's, not a part's: many inputs have the same. And all of them, whatever is stored: they
+    are then the same to the bit in an extraction that goes on.
+    """
+
+    def __init__(self, inputs: Sequence[EncoderInput]) -> None:
+        self._inputs, self._lock = inputs, threading.Lock()
+        self._found: Queries | None = None
+
+    def encode(self, encoder: InputEncoder, inputs: Sequence[EncoderInput]) -> Encoded:
+        """Return the vectors of some of the window's inputs."""
+        if not self._inputs:
+            return encoder.encode_counted(inputs)
+        with self._lock:
+            self._found = self._found or encoder.queries(self._inputs)
+        return encoder.encode_counted(inputs, self._found)
+
+
+class WorkPart(NamedTuple):
+    """Inputs that are encoded and committed together, and the routers of their window."""
+
+    inputs: list[EncoderInput]
+    routers: _Routers
+
+
 @dataclass(eq=False)
 class Plan:
     """The distinct inputs that a store lacks, in the order and the parts they are encoded in.
@@ -168,7 +201,7 @@ class Plan:
         self._asked = np.zeros(0, dtype=np.bool_)
         self._awaited: list[EncoderInput] = []
 
-    def parts(self, concurrency: Callable[[], int]) -> Iterator[list[EncoderInput]]:
+    def parts(self, concurrency: Callable[[], int]) -> Iterator[WorkPart]:
         """Yield the parts that the store does not hold completely; once.
 
         A chunk has ``concurrency()`` parts, which is asked once there is something to encode.
@@ -181,9 +214,10 @@ class Plan:
             if not absent.any():
                 continue
             size = max(1, self.chunk // concurrency())
+            routers = _Routers([item for item in ordered if item.router is not None])
             for start in range(0, len(ordered), size):
                 if absent[start : start + size].any():
-                    yield ordered[start : start + size]
+                    yield WorkPart(ordered[start : start + size], routers)
 
     def counts(self) -> tuple[int, int]:
         """Return how many distinct inputs were asked for, and how many of them were truncated."""
@@ -265,13 +299,12 @@ class _Threads:
 
         return WorkerThreads(self.encoder.concurrency)
 
-    def commit(
-        self, parts: Iterable[list[EncoderInput]]
-    ) -> Generator[tuple[list[EncoderInput], Committed | None]]:
+    def commit(self, parts: Iterable[WorkPart]) -> Generator[tuple[WorkPart, Committed | None]]:
         """Yield each part with what became of it, in their order; see :func:`commit`."""
 
-        def work(part: list[EncoderInput]) -> tuple[list[EncoderInput], Committed | None]:
-            return part, commit(self._store, part, self.encoder.encode_counted)
+        def work(part: WorkPart) -> tuple[WorkPart, Committed | None]:
+            encode = partial(part.routers.encode, self.encoder)
+            return part, commit(self._store, part.inputs, encode)
 
         waiting = iter(parts)
         first = next(waiting, None)
@@ -289,17 +322,17 @@ def _execute(plan: Plan, threads: _Threads, progress: Progress | None) -> tuple[
     Parts that other processes have claimed come last: they are waited for, or taken over if the
     process dies.
     """
-    claimed: deque[list[EncoderInput]] = deque()
+    claimed: deque[WorkPart] = deque()
     n_added = n_tokens = 0
 
-    def parts() -> Iterator[list[EncoderInput]]:
+    def parts() -> Iterator[WorkPart]:
         for part in plan.parts(lambda: threads.threads.concurrency.threads):
             yield part
             while len(claimed) > _MAX_CLAIMED:
                 time.sleep(_WAIT_SECONDS / 10)
                 yield claimed.popleft()
 
-    remaining: Iterable[list[EncoderInput]] = parts()
+    remaining: Iterable[WorkPart] = parts()
     while True:
         with closing(threads.commit(remaining)) as results:
             for part, done in results:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from llmcond.arrays import Positions
 from llmcond.data.rows import Rows
+from llmcond.encoders.engine.engine import Engine
+from llmcond.encoders.engine.routing import embed_routed, router_inputs
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.spec import EncoderInput
 from llmcond.features.view import Part, View
@@ -30,6 +32,7 @@ class RatedInputs:
     """Rated rows, (n,), as positions among distinct inputs.
 
     Attributes:
+        queries: the tokens of the inputs' routers, by their texts.
         columns: (n,) position of a row's input, by prompt, part and sentence (0 or 1).
         conditioned: whether the first and the second sentence have a condition.
     """
@@ -37,6 +40,7 @@ class RatedInputs:
     view: View
     items: list[EncoderInput]
     tokens: list[Tokens]
+    queries: dict[str, Tokens]
     columns: dict[tuple[str, Part, int], Positions]
     rating: NDArray[np.float64]
     pair: NDArray[np.int64]
@@ -61,10 +65,12 @@ class RatedInputs:
         used = np.unique(np.concatenate(list(columns.values())))
         every = list(place)
         items = [every[own] for own in used]
+        routers = router_inputs(items)
         return cls(
             view=view,
             items=items,
             tokens=tokenizer(items),
+            queries=dict(zip(routers, tokenizer(list(routers.values())), strict=True)),
             columns={key: np.searchsorted(used, column) for key, column in columns.items()},
             rating=rows.rating[rated],
             pair=rows.pair[rated],
@@ -88,6 +94,13 @@ class RatedInputs:
             condition=self.view.condition(reader(0)),
             pair=self.pair,
         )
+
+    def embed(self, engine: Engine, which: Positions) -> Tensor:
+        """Return the vectors of some distinct inputs, (u, dim), with gradients."""
+        tokens = [self.tokens[i] for i in which]
+        if not self.queries:
+            return engine.embed(tokens)
+        return embed_routed(engine, [self.items[i] for i in which], tokens, self.queries)
 
     def used(self, rows: Positions) -> Positions:
         """Return the distinct inputs of some rows."""

@@ -28,6 +28,9 @@ from llmcond.heads.objectives import (
 from llmcond.heads.pairs import Fit
 from llmcond.prompts import Prompt
 
+#: Inputs with routers that are encoded at a time where there are no gradients.
+_ROUTED = 1_024
+
 
 @dataclass(frozen=True, slots=True)
 class HeadPlan:
@@ -85,7 +88,7 @@ class TunedModel(nn.Module):
         drawn = np.random.SeedSequence(seed).generate_state(2, np.uint64)
         torch.manual_seed(int(drawn[0] >> 1))
         used = inputs.used(rows)
-        vectors = self.engine.embed([inputs.tokens[i] for i in used])
+        vectors = inputs.embed(self.engine, used)
         with torch.autocast(vectors.device.type, enabled=False):
             batch = inputs.batch(rows, used, vectors.float())
             self.head.seed_dropout(int(drawn[1]))
@@ -115,7 +118,13 @@ class TunedModel(nn.Module):
         was = self.training
         self.eval()
         vectors = np.empty((len(which), self.engine.dim), dtype=np.float32)
-        for done in self.engine.run([inputs.tokens[i] for i in which]):
-            vectors[done.inputs] = done.vectors
+        if inputs.queries:
+            with torch.inference_mode():
+                for start in range(0, len(which), _ROUTED):
+                    part = inputs.embed(self.engine, which[start : start + _ROUTED])
+                    vectors[start : start + _ROUTED] = part.cpu().numpy()
+        else:
+            for done in self.engine.run([inputs.tokens[i] for i in which]):
+                vectors[done.inputs] = done.vectors
         self.train(was)
         return vectors

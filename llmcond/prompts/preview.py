@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,6 +71,7 @@ def prompt_on_row(
                 "sentence": sentence,
                 "instruction": item.instruction,
                 "context": item.context,
+                "router": None if item.router is None else asdict(item.router),
                 "text": item.text,
                 **tokens,
             }

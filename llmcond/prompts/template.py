@@ -17,9 +17,11 @@ from typing import Any, ClassVar, Literal
 
 from llmcond.config import STRICT, build, check_name, find_toml, read_toml
 from llmcond.encoders.spec import (
+    ROUTED_POOLINGS,
     TOKENIZER_DECIDES,
     EncoderIdentity,
     EncoderInput,
+    Router,
     Span,
     pools_chosen_tokens,
 )
@@ -40,6 +42,8 @@ class Part:
         instruction: the task, for encoders that take one.
         context: what is read before the text but not pooled, for encoders that read pairs; see
             ``EncoderInput``. Empty: none, but pooled alike. None: a plain text.
+        router: what weights the tokens that are pooled, by their nearness to it; see ``Router``,
+            also for ``temperature`` and ``centre``. None: all count alike.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
@@ -47,12 +51,31 @@ class Part:
     text: str
     instruction: str = ""
     context: str | None = None
+    router: str | None = None
+    temperature: float = 0.05
+    centre: bool = True
 
     @property
     def templates(self) -> dict[Any, str]:
-        """Return its templates by their keys, without a context that is not there."""
+        """Return its templates by their keys, without a context or router that is not there."""
         found = {"instruction": self.instruction, "text": self.text}
-        return found if self.context is None else {**found, "context": self.context}
+        others = {"context": self.context, "router": self.router}
+        return found | {key: text for key, text in others.items() if text is not None}
+
+    @property
+    def decisive(self) -> dict[Any, Any]:
+        """Return all that decides an input: its templates, and the settings of a router."""
+        if self.router is None:
+            return self.templates
+        return {**self.templates, "temperature": self.temperature, "centre": self.centre}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what manifests record: no settings of a router that is not there."""
+        values = asdict(self)
+        if self.router is None:
+            for key in ("router", "temperature", "centre"):
+                del values[key]
+        return values
 
     @property
     def placeholders(self) -> set[str]:
@@ -71,11 +94,13 @@ class Part:
             text = ""
             for literal, name in _pieces(template):
                 text += literal
-                if name == "sentence":
+                if name == "sentence" and key != "router":
                     spans.append((key, len(text), len(text) + len(sentence)))
                 text += values[name] if name is not None else ""
             texts[key] = text
-        return EncoderInput(**texts, sentence=tuple(spans))
+        router = texts.pop("router", None)
+        routed = None if router is None else Router(router, self.temperature, self.centre)
+        return EncoderInput(**texts, sentence=tuple(spans), router=routed)
 
 
 @cache
@@ -133,10 +158,11 @@ class Prompt:
     def digest(self) -> str:
         """Identify everything in the template that changes an encoder's input."""
         parts = [self.conditional, self.unconditional, *([self.plain] if self.plain else [])]
-        if not self.plain and not self.control and all(part.context is None for part in parts):
+        later = any(part.context is not None or part.router is not None for part in parts)
+        if not self.plain and not self.control and not later:
             return digest_text(*(text for part in parts for text in part.templates.values()))
         named = [self.control] if self.control and not self.plain else []
-        return digest_text(*named, *(json.dumps(part.templates) for part in parts))
+        return digest_text(*named, *(json.dumps(part.decisive) for part in parts))
 
     def obstacle(self, encoder: EncoderIdentity) -> str:
         """Return why an encoder cannot take the template's inputs; empty if it can."""
@@ -145,6 +171,12 @@ class Prompt:
             return (
                 "it gives an instruction, and the encoder takes none (or say how to put it in: "
                 r"--instruction-format 'Instruct: {instruction}\nQuery: {text}')"
+            )
+        routed = any(part.router is not None for part in parts)
+        if routed and encoder.pooling not in ROUTED_POOLINGS:
+            return (
+                "its router weights the tokens' own states, and the encoder pools by "
+                f"{encoder.pooling} (--pooling {' or '.join(ROUTED_POOLINGS)})"
             )
         if all(part.context is None for part in parts):
             return ""
@@ -159,7 +191,10 @@ class Prompt:
 
     def to_json(self) -> dict[str, Any]:
         """Return the template with its digest, as manifests record it."""
+        parts = {"conditional": self.conditional, "unconditional": self.unconditional}
         values = {**asdict(self), "digest": self.digest}
+        values |= {name: part.to_json() for name, part in parts.items()}
+        values["plain"] = self.plain.to_json() if self.plain else None
         later = ("control", "fields", "plain")  # records have had these keys not from the start
         return {key: value for key, value in values.items() if value or key not in later}
 
@@ -244,6 +279,13 @@ def _check_left_out(prompt: Prompt, placeholders: set[str], source: str) -> None
         )
 
 
+def _check_router(part: Part, source: str) -> None:
+    if part.router is not None and not part.router.strip():
+        raise UserError(f"{source} router is empty: it would choose no tokens. Leave it out.")
+    if not part.temperature > 0:
+        raise UserError(f"{source} temperature is {part.temperature:g}; it must be above 0.")
+
+
 def _placeholders(part: Part, source: str, known: Sequence[str]) -> set[str]:
     found: set[str] = set()
     for key, template in part.templates.items():
@@ -271,6 +313,7 @@ def _placeholders(part: Part, source: str, known: Sequence[str]) -> set[str]:
                     'first: fields = ["COLUMN"].'
                 )
             found.add(name)
+    _check_router(part, source)
     if part.instruction and part.context is not None:
         raise UserError(f"{source} has both an instruction and a context; give one of them.")
     if not part.text.strip():

@@ -362,6 +362,8 @@ TASKS_OF_HEADS = {
         (*LOW_RANK, ("hidden", 8)),
         "separate",
     ),
+    # Not subtracted: a sentence under itself would leave nothing but rounding.
+    "routed": Task((("routed", False),), "linear", (("dim", 8), *NO_DROPOUT)),
     "twos": Task((("concat-sent-cond", True),), objective=TWOS),
     "conditioned-twos": Task(
         (("separate", False),), "hypernet", LOW_RANK, "separate", objective=TWOS
@@ -376,7 +378,23 @@ class OneByOne:
         self.task, self.trainable, self.model = task, trainable, model
         self.prompts = {prompt.name: prompt for prompt in task.view.prompts}
 
+    def states(self, text):
+        """The states of a text's tokens, without the engine."""
+        ids = torch.tensor([self.trainable.tokenizer([EncoderInput("", text)])[0].ids])
+        network = self.trainable.engine.model.network
+        return network(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
+
+    def routed(self, item):
+        """Return the vector of an input with a router, of an encoder that pools the first token."""
+        own, query = self.states(item.text), self.states(item.router.text)[0]
+        near = torch.cosine_similarity(own - own.mean(dim=0), query[None], dim=1)
+        vector = ((near / item.router.temperature).softmax(dim=0) @ own)[None]
+        normalised = self.trainable.engine.identity.normalize
+        return torch.nn.functional.normalize(vector, dim=1) if normalised else vector
+
     def vector(self, part, sentence, condition):
+        if part.router is not None:
+            return self.routed(part.render(sentence, condition))
         tokens = self.trainable.tokenizer([part.render(sentence, condition)])
         return self.trainable.engine.embed(tokens, padded=True)
 

@@ -17,7 +17,7 @@ from llmcond.cli import run
 from llmcond.config import bundled_names
 from llmcond.data.datasets import read_dataset
 from llmcond.data.rows import Rows
-from llmcond.encoders.spec import EncoderIdentity, EncoderInput
+from llmcond.encoders.spec import EncoderIdentity, EncoderInput, Router
 from llmcond.errors import UserError
 from llmcond.features.view import View
 from llmcond.prompts import Part, Prompt, load_prompt, prompt_from_json
@@ -689,3 +689,68 @@ def test_a_template_made_without_its_check_is_found_and_controls_are_let_be():
     assert same_inputs(rows, load_prompt("separate")) is None
     assert same_inputs(rows, LEFT_OUT) is None
     assert same_inputs(rows, SHUFFLED) is None
+
+
+# -- routers -----------------------------------------------------------------------------------
+
+
+def routed_template(tmp_path: Path, **changes: object) -> Path:
+    keys = {"text": '"{sentence}"', "router": '"{condition}"', **changes}
+    lines = [f"{key} = {value}" for key, value in keys.items()]
+    path = tmp_path / "own.toml"
+    path.write_text(
+        'description = "a"\nsource = "b"\n[conditional]\n'
+        + "\n".join(lines)
+        + '\n[unconditional]\ntext = "{condition}"\n'
+    )
+    return path
+
+
+def test_a_router_is_a_text_with_its_settings(tmp_path: Path):
+    prompt = load_prompt(str(routed_template(tmp_path, temperature=0.2, centre="false")))
+    item = prompt.conditional.render("a dog {", "the mood }")
+    assert (item.text, item.context) == ("a dog {", None)
+    assert item.router == Router("the mood }", 0.2, False)
+    assert not prompt.separate
+    assert prompt.of_condition
+    assert prompt_from_json(prompt.to_json(), "record") == prompt
+
+
+def test_settings_of_a_router_change_the_digest(tmp_path: Path):
+    digests = {
+        load_prompt(str(routed_template(tmp_path, **changes))).digest
+        for changes in ({}, {"temperature": 0.1}, {"centre": "false"}, {"router": '"{condition}."'})
+    }
+    assert len(digests) == 4
+
+
+def test_records_of_prompts_without_a_router_are_as_they_were():
+    assert set(load_prompt("pair-cond").to_json()["conditional"]) == {
+        "text",
+        "instruction",
+        "context",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"router": '" "'}, "router is empty"),
+        ({"router": '"{mood}"'}, r"unknown placeholder \{mood\}"),
+        ({"temperature": 0.0}, "temperature is 0; it must be above 0"),
+        ({"temperature": -1.0}, "temperature is -1; it must be above 0"),
+        ({"temperature": "nan"}, "temperature"),
+        ({"centre": '"yes"'}, "centre"),
+        ({"tau": 0.1}, "unknown key 'conditional.tau'"),
+    ],
+)
+def test_a_router_that_cannot_be_is_refused(tmp_path: Path, changes: dict, said: str):
+    with pytest.raises(UserError, match=said):
+        load_prompt(str(routed_template(tmp_path, **changes)))
+
+
+@pytest.mark.parametrize("pooling", ["pooler", "latent"])
+def test_a_router_needs_the_tokens_own_states(pooling: str):
+    identity = replace(IDENTITY, pooling=pooling)
+    assert "--pooling mean or cls or last" in load_prompt("routed").obstacle(identity)
+    assert load_prompt("routed").obstacle(replace(IDENTITY, pooling="mean")) == ""

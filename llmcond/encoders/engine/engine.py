@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from llmcond.encoders.engine.forward import (
     Runtime,
     skipped_id,
 )
-from llmcond.encoders.engine.pooling import find_pooling
+from llmcond.encoders.engine.pooling import Routes, find_pooling
 from llmcond.encoders.engine.prepacked import can_prepack, prepack
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.encoders.loading.architecture import token_embeddings
@@ -54,7 +54,7 @@ class Pooled:
 
     Attributes:
         inputs: positions of its inputs.
-        vectors: one for each, (inputs, dim).
+        vectors: one for each, (inputs, dim); of routed ones, one for each route of each.
         n_computed: tokens that went through the network, padding included.
     """
 
@@ -127,11 +127,18 @@ class Engine:
     # -- batches -------------------------------------------------------------------------------
 
     def run(
-        self, rows: Sequence[Tokens], before_batch: Callable[[], None] = lambda: None
+        self,
+        rows: Sequence[Tokens],
+        before_batch: Callable[[], None] = lambda: None,
+        routes: Sequence[Routes] = (),
+        *,
+        states: bool = False,
     ) -> Iterator[Pooled]:
         """Yield the vectors of inputs, batch by batch; each input once.
 
-        A batch that memory is too short for is computed again in halves, and all that come after
+        With ``routes``, one for each input, tokens are weighted by them. ``states`` gives vectors
+        as they leave the pooling, before dense layers, in the space of the tokens' states. A batch
+        that memory is too short for is computed again in halves, and all that come after
         it are as small. What ``before_batch`` raises ends the work.
 
         Raises:
@@ -142,9 +149,9 @@ class Engine:
         waiting = list(range(len(rows)))
         while waiting:
             budget, done = self.budget, set()
-            for inputs, forward in self._plan(rows, waiting, budget):
+            for inputs, forward in self._plan(rows, waiting, budget, routes=routes):
                 before_batch()
-                pooled = self._try(forward)
+                pooled = self._try(forward, states=states)
                 if pooled is None:
                     self._shrink(budget, forward.n_tokens, [rows[i] for i in inputs])
                     break
@@ -152,24 +159,35 @@ class Engine:
                 done.update(inputs)
             waiting = [index for index in waiting if index not in done]
 
-    def embed(self, rows: Sequence[Tokens], *, padded: bool = False) -> Tensor:
+    def embed(
+        self,
+        rows: Sequence[Tokens],
+        *,
+        padded: bool = False,
+        routes: Sequence[Routes] = (),
+        states: bool = False,
+    ) -> Tensor:
         """Return the vectors of inputs, (n, dim) in float32, with their gradients.
 
         In the batches that :meth:`run` computes, or ``padded`` to compare with; but all of them are
-        kept until gradients are taken, so that memory grows with the number of inputs.
+        kept until gradients are taken, so that memory grows with the number of inputs. Of routed
+        ones there is a vector for each route, one behind the other; ``states`` as in :meth:`run`.
 
         Raises:
             UserError: a token that the network has no embedding of.
             OutOfMemoryError: they do not fit.
         """
         check_ids(rows, self._n_ids, self._name)
+        counts = [len(route.queries) for route in routes] or [1] * len(rows)
+        starts = [0, *accumulate(counts)]
         order: list[int] = []
         parts: list[Tensor] = []
+        planned = self._plan(rows, range(len(rows)), self.budget, padded=padded, routes=routes)
         try:
-            for inputs, forward in self._plan(rows, range(len(rows)), self.budget, padded=padded):
+            for inputs, forward in planned:
                 forward.prepare()
-                parts.append(self._embedded(forward))
-                order += inputs
+                parts.append(forward.pooled() if states else self._embedded(forward))
+                order += [at for i in inputs for at in range(starts[i], starts[i + 1])]
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -181,31 +199,39 @@ class Engine:
         return torch.cat(parts).index_select(0, torch.tensor(order).argsort().to(self.out))
 
     def _plan(
-        self, rows: Sequence[Tokens], waiting: Sequence[int], budget: int, padded: bool = False
+        self,
+        rows: Sequence[Tokens],
+        waiting: Sequence[int],
+        budget: int,
+        *,
+        padded: bool = False,
+        routes: Sequence[Routes] = (),
     ) -> Iterator[tuple[list[int], Forward]]:
         """Yield batches, those that are padded first."""
         packs = self.packs and not padded
         apart = [i for i in waiting if not packs or len(rows[i].ids) > self._longest]
         for batch in plan_batches([len(rows[i].ids) for i in apart], budget):
             inputs = [apart[index] for index in batch]
-            yield inputs, PaddedForward(self._runtime, [rows[i] for i in inputs])
+            own = [routes[i] for i in inputs] if routes else []
+            yield inputs, PaddedForward(self._runtime, [rows[i] for i in inputs], own)
         rest = sorted(set(waiting) - set(apart))
-        chosen = [rows[i] for i in rest]
-        if self.shares:
+        chosen, own = [rows[i] for i in rest], [routes[i] for i in rest] if routes else []
+        # Several tokens of a routed input are pooled, which may be those of a prefix.
+        if self.shares and not routes:
             batches = pack_shared([row.ids for row in chosen], budget)
         else:
             batches = pack([len(row.ids) for row in chosen], budget) if chosen else []
         for packed in batches:
             inputs = [rest[place] for place in packed.inputs]
-            yield inputs, PackedForward(self._runtime, packed, chosen)
+            yield inputs, PackedForward(self._runtime, packed, chosen, own)
 
-    def _try(self, forward: Forward) -> NDArray[np.float32] | None:
+    def _try(self, forward: Forward, *, states: bool) -> NDArray[np.float32] | None:
         """Return the vectors of a batch, None if there is not enough memory for it."""
         try:
             with torch.inference_mode():
                 forward.prepare()
                 with self._device_lock:
-                    pooled = self._embedded(forward)
+                    pooled = forward.pooled() if states else self._embedded(forward)
                 # Without the lock: the next thread queues its work while this one waits.
                 array: NDArray[np.float32] = pooled.cpu().numpy()
                 return array

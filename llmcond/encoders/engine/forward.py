@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmcond.encoders.engine.attention_plan import plan_attention
 from llmcond.encoders.engine.batching import Batch
-from llmcond.encoders.engine.pooling import PoolBatch
+from llmcond.encoders.engine.pooling import PoolBatch, Routes, routed
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.encoders.engine.varlen import plan_varlen
 from llmcond.encoders.spec import Attention
@@ -64,8 +64,11 @@ class PaddedForward:
         n_tokens: that go through the network, padding included.
     """
 
-    def __init__(self, runtime: Runtime, rows: Sequence[Tokens]) -> None:
-        self._runtime, self._rows = runtime, rows
+    def __init__(
+        self, runtime: Runtime, rows: Sequence[Tokens], routes: Sequence[Routes] = ()
+    ) -> None:
+        """Take inputs, each with what weights its tokens; ``()``: they are pooled as usual."""
+        self._runtime, self._rows, self._routes = runtime, rows, routes
         self._width = max(len(row.ids) for row in rows)
         self._arguments: dict[str, Tensor] = {}
         self.n_tokens = len(rows) * self._width
@@ -96,8 +99,11 @@ class PaddedForward:
         return hidden
 
     def pooled(self) -> Tensor:
-        """Return one vector an input, (inputs, width) in float32."""
+        """Return one vector an input, or one a route of each, (vectors, width) in float32."""
         output: Any = self._runtime.network(**self._arguments)
+        if self._routes:
+            hidden = output.last_hidden_state
+            return routed(hidden, self._counted.to(hidden.device), self._routes)
         if self._runtime.pooling == "pooler":
             vectors: Tensor = output.pooler_output.float()
             return vectors
@@ -113,9 +119,16 @@ class PackedForward:
         n_tokens: that go through the network, what the row is filled up with included.
     """
 
-    def __init__(self, runtime: Runtime, batch: Batch, rows: Sequence[Tokens]) -> None:
-        """Take a batch whose sources and inputs are positions in ``rows``."""
+    def __init__(
+        self,
+        runtime: Runtime,
+        batch: Batch,
+        rows: Sequence[Tokens],
+        routes: Sequence[Routes] = (),
+    ) -> None:
+        """Take a batch whose sources and inputs are positions in ``rows`` and ``routes``."""
         self._runtime, self._batch, self._rows = runtime, batch, rows
+        self._routes = [routes[index] for index in batch.inputs] if routes else []
         self._arguments: dict[str, Any] = {}
         self.n_tokens = -(-batch.n_tokens // runtime.step) * runtime.step
 
@@ -157,7 +170,9 @@ class PackedForward:
     def _pooled_positions(self) -> tuple[Tensor, Tensor]:
         """Return the positions of each input's pooled tokens, padded, and which of them count."""
         batch, rows = self._batch, [self._rows[index] for index in self._batch.inputs]
-        ranges = [_pooled_range(row, self._runtime.pooling) for row in rows]
+        # Of routed inputs all that count are weighted, whatever is pooled of others.
+        pooling = "mean" if self._routes else self._runtime.pooling
+        ranges = [_pooled_range(row, pooling) for row in rows]
         starts = [batch.position(leaf, r[0]) for leaf, r in zip(batch.leaves, ranges, strict=True)]
         self._lengths = [last - first for first, last in ranges]
         at = torch.arange(max(self._lengths))
@@ -173,11 +188,13 @@ class PackedForward:
         return hidden[0]
 
     def pooled(self) -> Tensor:
-        """Return one vector an input, (inputs, width) in float32."""
+        """Return one vector an input, or one a route of each, (vectors, width) in float32."""
         hidden = self.hidden()
         pooled = self._pooled.to(hidden.device)
         # Not hidden[pooled]: gradients of an index are added one by one, in any order.
         hidden = hidden.index_select(0, pooled.flatten()).view(*pooled.shape, -1)
+        if self._routes:
+            return routed(hidden, self._counted.to(hidden.device), self._routes)
         if self._runtime.pooling == "pooler":
             vectors: Tensor = self._runtime.network.pooler(hidden).float()
             return vectors

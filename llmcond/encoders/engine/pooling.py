@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -50,6 +51,35 @@ def mean(hidden: Tensor, counted: Tensor, lengths: Sequence[int]) -> Tensor:
     """
     weights = counted.unsqueeze(-1).float()
     return (hidden.float() * weights).sum(dim=1) / weights.sum(dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """What weights the tokens of one input: several routers, with the settings they share.
+
+    Attributes:
+        queries: (k, dim) the routers' vectors, as they leave the encoder's own pooling.
+        temperature, centre: see :class:`llmcond.encoders.spec.Router`.
+    """
+
+    queries: Tensor
+    temperature: float
+    centre: bool
+
+
+def routed(hidden: Tensor, counted: Tensor, routes: Sequence[Routes]) -> Tensor:
+    """Return the vectors of inputs under each of their routers, one behind the other.
+
+    Input by input, so that none depends on what it is in a batch with.
+    """
+    found = []
+    for states, counts, route in zip(hidden, counted, routes, strict=True):
+        own = states[counts].float()
+        centred = own - own.mean(dim=0) if route.centre else own
+        queries = torch.nn.functional.normalize(route.queries.to(own.device), dim=1)
+        near = queries @ torch.nn.functional.normalize(centred, dim=1).T
+        found.append((near / route.temperature).softmax(dim=1) @ own)
+    return torch.cat(found)
 
 
 #: Part of the network are ``pooler``'s dense layer behind the first token, and the latent attention

@@ -1,0 +1,72 @@
+"""Inputs under routers: what is encoded once, and their vectors with gradients through both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from llmcond.encoders.engine.engine import Engine
+from llmcond.encoders.engine.pooling import Routes
+from llmcond.encoders.engine.tokenizing import Tokens
+from llmcond.encoders.spec import EncoderInput, Router
+
+
+def unrouted(item: EncoderInput) -> tuple[EncoderInput, float, bool] | None:
+    """Return what inputs have in common that go through the network once; None without a router."""
+    if item.router is None:
+        return None
+    return replace(item, router=None), item.router.temperature, item.router.centre
+
+
+def grouped(items: Sequence[EncoderInput]) -> list[list[int]]:
+    """Return the positions of inputs with a router, those side by side that differ by it only."""
+    groups: dict[object, list[int]] = {}
+    for place, item in enumerate(items):
+        if item.router is not None:
+            groups.setdefault(unrouted(item), []).append(place)
+    return list(groups.values())
+
+
+def routers_of(items: Sequence[EncoderInput]) -> list[Router]:
+    """Return the routers of inputs that have one."""
+    return [item.router for item in items if item.router is not None]
+
+
+def router_inputs(items: Sequence[EncoderInput]) -> dict[str, EncoderInput]:
+    """Return the inputs that routers themselves are, each once, by their texts."""
+    texts = sorted({router.text for router in routers_of(items)})
+    return {text: EncoderInput("", text) for text in texts}
+
+
+def embed_routed(
+    engine: Engine,
+    items: Sequence[EncoderInput],
+    tokens: Sequence[Tokens],
+    queries: Mapping[str, Tokens],
+) -> Tensor:
+    """Return the vectors of inputs, (n, dim) in float32, with gradients, also through the routers.
+
+    ``tokens`` are those of the inputs, ``queries`` those of the routers by their texts. Raises as
+    ``Engine.embed``.
+    """
+    parts, order = [], [place for place, item in enumerate(items) if item.router is None]
+    if order:
+        parts.append(engine.embed([tokens[place] for place in order]))
+    groups = grouped(items)
+    if groups:
+        texts = list(router_inputs(items))
+        states = engine.embed([queries[text] for text in texts], states=True)
+        row_of = {text: row for row, text in enumerate(texts)}
+        routes = []
+        for own in groups:
+            routers = routers_of([items[place] for place in own])
+            rows = torch.tensor([row_of[router.text] for router in routers])
+            # Not states[rows]: gradients of an index are added in any order.
+            queried = states.index_select(0, rows.to(states.device))
+            routes.append(Routes(queried, routers[0].temperature, routers[0].centre))
+        parts.append(engine.embed([tokens[own[0]] for own in groups], routes=routes))
+        order += [place for own in groups for place in own]
+    return torch.cat(parts).index_select(0, torch.tensor(order).argsort().to(engine.out))

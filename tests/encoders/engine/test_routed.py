@@ -1,0 +1,170 @@
+"""Routed pooling: its equation, on every architecture, whatever an input is in a batch with."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from helpers import checkpoints
+from helpers.cases import CASES, MAX_LENGTH, WORDS
+from helpers.identities import IDENTITY
+
+from llmcond.encoders import EncoderInput
+from llmcond.encoders.encoder import UNIT, load_encoder
+from llmcond.encoders.spec import ROUTED_POOLINGS, Router
+from llmcond.errors import UserError
+from llmcond.features.extract import extract
+from llmcond.features.store import FeatureStore
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+#: Those whose pooling leaves the tokens' space are refused.
+ROUTED = [name for name in CASES if name not in {"simcse-roberta", "simcse-bert"}]
+ROUTED = [name for name in ROUTED if not name.startswith("nv-embed")]
+CONDITIONS = ["the mood", "dogs", "how far away the man is and what he says of it", "the place"]
+
+
+def load(name, folder):
+    case = CASES[name]
+    made = checkpoints.make(case.kind, folder / "model", **case.made).folder
+    checkpoints.change_json(made / "config.json", **case.config)
+    options = {"dtype": "float32", "device": "cpu", "max_length": MAX_LENGTH, **case.options}
+    return load_encoder(str(made), like=case.like, **options)
+
+
+@pytest.fixture(scope="module", params=ROUTED)
+def encoder(request, tmp_path_factory):
+    return load(request.param, tmp_path_factory.mktemp("routed"))
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    return load("e5-xlm-r", tmp_path_factory.mktemp("one"))
+
+
+def routed(text, condition, temperature=0.1, centre=True):
+    return EncoderInput("", text, router=Router(condition, temperature, centre))
+
+
+def mixed(seed=0, n=12):
+    """Sentences under several conditions each, some plain, one longer than fits."""
+    chance = random.Random(seed)
+    texts = [" ".join(chance.choices(WORDS, k=k)) for k in chance.choices(range(1, 30), k=n)]
+    texts.append("the man " * 80)
+    items = [
+        routed(text, condition, *settings)
+        for text in texts
+        for condition in CONDITIONS
+        for settings in ((0.1, True), (0.03, False))
+    ]
+    items += [EncoderInput("", text) for text in [*texts, *CONDITIONS]]
+    chance.shuffle(items)
+    return items
+
+
+def states(encoder, text):
+    """The states of a text's tokens, and the mean, first or last of them, without the engine."""
+    row = encoder._tokenizer([EncoderInput("", text)])[0]
+    with torch.inference_mode():
+        found = encoder._model.network(
+            input_ids=torch.tensor([row.ids]), attention_mask=torch.ones(1, len(row.ids))
+        ).last_hidden_state[0]
+    pooled = {"cls": found[0], "last": found[row.last - 1]}
+    own = found[row.first : row.last]
+    return own.float(), pooled.get(encoder.identity.pooling, own.mean(dim=0)).float()
+
+
+def by_the_equation(encoder, item):
+    own, _ = states(encoder, item.text)
+    query = states(encoder, item.router.text)[1]
+    centred = own - own.mean(dim=0) if item.router.centre else own
+    near = torch.cosine_similarity(centred, query[None], dim=1)
+    weights = torch.exp(near / item.router.temperature)
+    vector = (weights[:, None] * own).sum(dim=0) / weights.sum()
+    vector = encoder._model.dense(vector)
+    return (vector / vector.norm() if encoder.identity.normalize else vector).numpy()
+
+
+def test_a_vector_is_its_equation(encoder):
+    items = mixed(n=4)
+    found = encoder.encode_counted(items).vectors
+    for item, vector in zip(items, found, strict=True):
+        if item.router is not None:
+            np.testing.assert_allclose(vector, by_the_equation(encoder, item), atol=1e-5)
+
+
+def test_alone_is_in_any_batch_is_padded(encoder, monkeypatch):
+    items = mixed(1)
+    found = encoder.encode_counted(items).vectors
+    alone = np.concatenate([encoder.encode_counted([item]).vectors for item in items])
+    np.testing.assert_allclose(found, alone, rtol=0, atol=1e-5)
+    monkeypatch.setattr(encoder.engine, "packs", False)
+    np.testing.assert_allclose(encoder.encode_counted(items).vectors, found, rtol=0, atol=1e-5)
+
+
+def test_the_condition_matters_and_a_high_temperature_is_the_mean(one):
+    texts = ["two dogs run over wet grass", "the man sits"]
+    plain = one.encode([*texts])
+    near = one.encode([routed(text, "dogs", 1e6) for text in texts])
+    np.testing.assert_allclose(near, plain, atol=1e-5)
+    first, second = one.encode([routed(texts[0], text) for text in ("dogs", "the mood")])
+    assert np.abs(first - second).max() > 1e-3
+
+
+def test_a_sentence_and_a_condition_are_encoded_once(one):
+    texts = ["two dogs run over wet grass", "the man sits on a bench"]
+    conditions = [f"{a} {b}" for a in WORDS[:10] for b in WORDS[10:20]]
+    items = [routed(text, condition) for text in texts for condition in set(conditions)]
+    random.Random(0).shuffle(items)
+    done = one.encode_counted(items, one.queries(items))
+    alone = one.encode_counted([EncoderInput("", text) for text in texts])
+    assert done.n_computed == alone.n_computed
+    assert len(done.vectors) == len(items) > 2 * UNIT // 4
+    assert (done.n_tokens.reshape(-1) > 0).all()
+
+
+def test_keys_hold_the_router_and_those_without_are_as_they_were():
+    plain = EncoderInput("", "a text")
+    known = {plain.key, plain.key_when_cut}
+    for router in (Router("x", 0.1, True), Router("y", 0.1, True), Router("x", 0.2, True)):
+        item = replace(plain, router=router)
+        assert not known & {item.key, item.key_when_cut}
+        known |= {item.key, item.key_when_cut}
+    assert Router("x", 0.1, False) != Router("x", 0.1, True)
+    assert plain.key.hex() == "785afe0d0546a202bc779d26f9d5ec54"
+
+
+@pytest.mark.parametrize("name", ["simcse-bert", "nv-embed"])
+def test_a_pooling_that_leaves_the_tokens_space_is_refused(name, tmp_path):
+    encoder = load(name, tmp_path)
+    assert encoder.identity.pooling not in ROUTED_POOLINGS
+    with pytest.raises(UserError, match="--pooling mean or cls or last"):
+        encoder.encode([routed("a text", "dogs")])
+
+
+def test_an_extraction_that_goes_on_gets_the_same_bits(one, tmp_path):
+    items = mixed(2, n=40)
+    whole, parted = (FeatureStore(tmp_path / name, IDENTITY, "float32") for name in "ab")
+    extract(iter(items), whole, lambda: one, chunk=16, window=256)
+
+    class Full(Exception):  # noqa: N818 - as a kill
+        pass
+
+    class Breaking:
+        concurrency = one.concurrency
+        queries = staticmethod(one.queries)
+        left = 3
+
+        def encode_counted(self, *given):
+            self.left -= 1
+            if self.left < 0:
+                raise Full
+            return one.encode_counted(*given)
+
+    with pytest.raises(Full):
+        extract(iter(items), parted, Breaking, chunk=16, window=256)
+    assert 0 < len(parted) < len(whole)
+    extract(iter(items), parted, lambda: one, chunk=16, window=256)
+    distinct = list(dict.fromkeys(items))
+    np.testing.assert_array_equal(parted.lookup(distinct).read(), whole.lookup(distinct).read())
