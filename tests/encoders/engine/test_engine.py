@@ -474,9 +474,9 @@ class Memory:
             assert self.errors < 1_000
             raise self.error(tokens)
 
-    def _noted(self, rows, before_batch=lambda: None):
+    def _noted(self, rows, *arguments, **options):
         given = []
-        for pooled in self._run(rows, before_batch):
+        for pooled in self._run(rows, *arguments, **options):
             assert len(pooled.vectors) == len(pooled.inputs)
             given += pooled.inputs
             yield pooled
