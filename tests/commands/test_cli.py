@@ -78,8 +78,11 @@ def test_sample_from_extract_to_similarity(capsys, part_of_the_sample):
     mlp, zero_shot = by_head["mlp", True], by_head["none", True]
     assert mlp["split"] == "test"
     assert mlp["n"] == 100
-    # A sixth teaches little; for what all of it teaches, see scripts/demo.
-    assert mlp["spearman"] != zero_shot["spearman"]
+    # A sixth teaches little of other sentences, but its own rows are learnt.
+    rows = ok(capsys, "evaluate", "--split", "train")["results"]
+    on_train = {row["head"]: row["spearman"] for row in rows if row["subtract"]}
+    assert on_train["mlp"] > on_train["none"] + 0.5
+    assert mlp["spearman"] > zero_shot["spearman"] + 0.1
     low, high = mlp["spearman_ci"]
     assert low < mlp["spearman"] < high
 

@@ -474,6 +474,8 @@ def test_threads_claim_a_part_one_at_a_time(tmp_path, store):
     assert set(crowds) == {1}
     # How often depends on how the threads take turns; the last of them has nobody to wait for.
     assert won
+    with store.claim("part") as mine:
+        assert mine
 
 
 def keep_adding(root, seed, connection, killed_in_merge):

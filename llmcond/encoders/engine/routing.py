@@ -14,11 +14,10 @@ from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.encoders.spec import EncoderInput, Router
 
 
-def unrouted(item: EncoderInput) -> tuple[EncoderInput, float, bool] | None:
-    """Return what inputs have in common that go through the network once; None without a router."""
-    if item.router is None:
-        return None
-    return replace(item, router=None), item.router.temperature, item.router.centre
+def unrouted(item: EncoderInput) -> tuple[EncoderInput, Router | None]:
+    """Return what inputs have in common that go through the network once: all but router texts."""
+    settings = None if item.router is None else replace(item.router, text="")
+    return replace(item, router=None), settings
 
 
 def grouped(items: Sequence[EncoderInput]) -> list[list[int]]:

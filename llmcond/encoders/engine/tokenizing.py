@@ -385,6 +385,7 @@ def check_inputs(inputs: Sequence[EncoderInput]) -> None:
         if not isinstance(item, EncoderInput):
             raise UserError(f"position {position} holds {item!r}, not an EncoderInput.")
         texts = {"instruction": item.instruction, "text": item.text, "context": item.context or ""}
+        texts["router"] = item.router.text if item.router else ""
         for name, text in texts.items():
             if not isinstance(text, str):
                 raise UserError(f"the {name} at position {position} is {text!r}, not a text.")

@@ -168,3 +168,9 @@ def test_an_extraction_that_goes_on_gets_the_same_bits(one, tmp_path):
     extract(iter(items), parted, lambda: one, chunk=16, window=256)
     distinct = list(dict.fromkeys(items))
     np.testing.assert_array_equal(parted.lookup(distinct).read(), whole.lookup(distinct).read())
+
+
+@pytest.mark.parametrize("text", ["half a \ud83d", 7])
+def test_a_router_that_is_no_text_is_refused(one, text):
+    with pytest.raises(UserError, match="the router at position 0 is"):
+        one.encode([routed("a text", text)])
