@@ -9,7 +9,7 @@ from typing import Any, ClassVar, get_args
 from llmcond.commands.shared import WithEncoderSettings
 from llmcond.encoders import EncoderOptions
 from llmcond.encoders.known import MODELS, PADDING_SIDE, default_prompt
-from llmcond.encoders.options import MODEL_SETTINGS
+from llmcond.encoders.options import STATED
 from llmcond.encoders.spec import Dtype
 from llmcond.errors import LlmcondError, UserError
 from llmcond.options import option
@@ -88,7 +88,7 @@ def models() -> list[dict[str, Any]]:
             "repo": model.repo,
             "n_parameters": model.n_parameters,
             "dim": model.dim,
-            **{name: getattr(model, name) for name in MODEL_SETTINGS if name != "pooling"},
+            **{name: getattr(model, name) for name in STATED if name != "pooling"},
             "pooling": model.poolings[0],
             "poolings": list(model.poolings),
             "padding_side": PADDING_SIDE,

@@ -15,10 +15,17 @@ from typing import Any, Concatenate, ParamSpec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from llmcond.encoders.engine.engine import OutOfMemoryError, try_engine
-from llmcond.encoders.engine.pooling import Routes
-from llmcond.encoders.engine.routing import grouped, router_inputs, routers_of, unrouted
+from llmcond.encoders.engine.csr import Query
+from llmcond.encoders.engine.engine import OutOfMemoryError, Route, n_routes, try_engine
+from llmcond.encoders.engine.routing import (
+    grouped,
+    router_inputs,
+    routers_of,
+    routes_of,
+    unrouted,
+)
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens, check_inputs
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.encoders.loading.loading import load_model
@@ -29,7 +36,6 @@ from llmcond.encoders.spec import (
     ROUTED_POOLINGS,
     EncoderIdentity,
     EncoderInput,
-    Router,
     plan_inputs,
 )
 from llmcond.encoders.threads import Concurrency, WorkerThreads, check_cancelled
@@ -44,8 +50,8 @@ UNIT = 256
 #: Vectors that they may have, where each has several routers.
 _ROUTED = 4_096
 
-#: The vector of each router, (width,), by its text.
-Queries = Mapping[str, NDArray[np.float32]]
+#: What routers are to the tokens of others, by their texts: their vectors, (width,), or tokens.
+Queries = Mapping[str, Query]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +166,8 @@ class Encoder:
     def queries(self, inputs: Sequence[EncoderInput], map_units: _Map = map) -> Queries:
         """Return the vectors of the routers of inputs by their texts, each computed once.
 
-        They are as they leave the pooling, in the space of the tokens' states.
+        They are as they leave the pooling, in the space of the tokens' states; or for a router
+        inside the encoder its queries, or its tokens where those are read with each input.
 
         Raises:
             UserError: the encoder's pooling leaves that space.
@@ -168,11 +175,14 @@ class Encoder:
         """
         own = router_inputs(inputs)
         texts, plain = list(own), list(own.values())
-        if texts and self.identity.pooling not in ROUTED_POOLINGS:
+        inside = self.engine.inside
+        if texts and not inside and self.identity.pooling not in ROUTED_POOLINGS:
             raise UserError(
                 f"{self.name} pools by {self.identity.pooling}, and a router weights the tokens' "
                 f"own states: --pooling {' or '.join(ROUTED_POOLINGS)}."
             )
+        if self.engine.reads_routers:
+            return dict(zip(texts, (own[0] for own in self._windows(plain)), strict=True))
         order = plan_inputs(plain, by_prefix=False)
         units = [order[start : start + UNIT] for start in range(0, len(order), UNIT)]
         parts = ([plain[index] for index in unit] for unit in units)
@@ -216,40 +226,45 @@ class Encoder:
         # All of a unit have a router, or none has.
         groups = grouped(inputs) or [[place] for place in range(len(inputs))]
         windows = self._windows([inputs[places[0]] for places in groups])
-        routes = [
-            _routes(routers, queries)
-            for places, own in zip(groups, windows, strict=True)
-            if (routers := routers_of([inputs[place] for place in places]))
-            for _ in own
-        ]
-        found, computed = self._run([row for own in windows for row in own], routes)
+        rows: list[Tokens] = []
+        routes: list[Route] = []
+        for places, own in zip(groups, windows, strict=True):
+            routers = routers_of([inputs[place] for place in places])
+            read = [queries[router.text] for router in routers]
+            for window in own:
+                added = routes_of(self.engine, read, routers[0]) if routers else []
+                routes += added
+                rows += [window] * (len(added) or 1)
+        found, computed = self._run(rows, routes)
         vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
         n_tokens = np.empty(len(inputs), dtype=np.int32)
-        rows = iter(found)
+        all_of = iter(np.concatenate(found))
         for places, own in zip(groups, windows, strict=True):
-            vectors[places] = self._averaged([next(rows) for _ in own])
+            by_window = [[next(all_of) for _ in places] for _ in own]
+            vectors[places] = self._averaged([np.stack(part) for part in by_window])
             n_tokens[places] = own[0].n_tokens
         return Encoded(vectors, n_tokens, self._cut(n_tokens), computed)
 
-    def _states(self, inputs: Sequence[EncoderInput]) -> list[NDArray[np.float32]]:
-        """Return one vector an input as it leaves the pooling, the mean of its windows."""
+    def _states(self, inputs: Sequence[EncoderInput]) -> list[Tensor]:
+        """Return the query of each input, the mean of those of its windows."""
         windows = self._windows(inputs)
-        rows = iter(self._run([row for own in windows for row in own], states=True)[0])
-        return [np.mean([next(rows) for _ in own], axis=0)[0] for own in windows]
+        rows = iter(self._run([row for own in windows for row in own], queries=True)[0])
+        means = [np.mean([next(rows) for _ in own], axis=0)[0] for own in windows]
+        return [torch.from_numpy(mean) for mean in means]
 
     def _windows(self, inputs: Sequence[EncoderInput]) -> list[list[Tokens]]:
         with self._tokenizing:
             return self._tokenizer.windows(inputs)
 
     def _run(
-        self, rows: Sequence[Tokens], routes: Sequence[Routes] = (), *, states: bool = False
+        self, rows: Sequence[Tokens], routes: Sequence[Route] = (), *, queries: bool = False
     ) -> tuple[list[NDArray[np.float32]], int]:
         """Return (1, dim) for each row, or (routes, dim), and how many tokens were computed."""
         found: list[Any] = [None] * len(rows)
         computed = 0
         try:
-            for done in self.engine.run(rows, check_cancelled, routes, states=states):
-                counts = [len(routes[row].queries) if routes else 1 for row in done.inputs]
+            for done in self.engine.run(rows, check_cancelled, routes, queries=queries):
+                counts = [n_routes(routes[row]) if routes else 1 for row in done.inputs]
                 parts = np.split(done.vectors, np.cumsum(counts)[:-1])
                 for row, vectors in zip(done.inputs, parts, strict=True):
                     found[row] = vectors
@@ -299,11 +314,6 @@ def _units(order: Sequence[int], inputs: Sequence[EncoderInput]) -> Iterator[lis
         bases.add(base)
     if unit:
         yield unit
-
-
-def _routes(routers: Sequence[Router], queries: Queries) -> Routes:
-    vectors = np.stack([queries[router.text] for router in routers])
-    return Routes(torch.from_numpy(vectors), routers[0].temperature, routers[0].centre)
 
 
 def _loader(

@@ -21,7 +21,7 @@ from llmcond.encoders.loading.architecture import (
 from llmcond.encoders.loading.device import default_token_budget
 from llmcond.encoders.loading.loading import check_parts
 from llmcond.encoders.loading.memory import available, footprint
-from llmcond.encoders.options import MODEL_SETTINGS
+from llmcond.encoders.options import STATED
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Dtype, EncoderIdentity, EncoderInput
 
@@ -56,7 +56,8 @@ def samples(resolved: ResolvedEncoder, inputs: Sequence[tuple[str, EncoderInput]
     check_ids(rows, len(token_embeddings(build_on_meta(config))), checkpoint.name)
     found = []
     for (label, item), row in zip(inputs, rows, strict=True):
-        pooling = identity.pooling if item.router is None else "mean"
+        routed = item.router is not None and identity.router == "none"
+        pooling = "mean" if routed else identity.pooling
         last = row.first + 1 if pooling in ("cls", "pooler") else row.last
         first = last - 1 if pooling == "last" else row.first
         pooled = [first <= position < last for position in range(len(row.ids))]
@@ -106,7 +107,7 @@ def describe_known(known: KnownModel, device: str) -> dict[str, Any]:
 def _facts(known: KnownModel | None, settings: EncoderIdentity | KnownModel) -> dict[str, Any]:
     """Return what is known of a model, and what its file and an encoder's identity both say."""
     facts = {name: getattr(known, name, None) for name in ("repo", "licence", "gated")}
-    facts |= {name: getattr(settings, name) for name in MODEL_SETTINGS if name != "pooling"}
+    facts |= {name: getattr(settings, name) for name in STATED if name != "pooling"}
     return facts | {
         "other_poolings": list(known.poolings[1:]) if known else None,
         "no_float16": known.no_float16 if known else "",

@@ -5,6 +5,7 @@ Imports neither torch nor transformers, so that the command line can be built fr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -18,6 +19,8 @@ from llmcond.encoders.spec import (
     Pooling,
     PoolOver,
     Quantize,
+    RouterMode,
+    RouterPlace,
     check_instruction_format,
     check_special_tokens,
 )
@@ -78,6 +81,20 @@ class EncoderOptions:
         help="cut the sentence of longer inputs, or read it in windows, each with the whole "
         "condition, whose vectors are averaged",
     )
+    router: RouterPlace | None = _option(
+        help="csr: what a prompt gives as router weights tokens inside the encoder rather than as "
+        "they are pooled (default: none, or as it was trained)"
+    )
+    router_mode: RouterMode | None = _option(
+        help="of --router csr: the paper's, a variant of it, or as its authors' code has it "
+        "(default: paper)"
+    )
+    router_layers: int | None = _option(
+        metavar="N", help="of --router csr: in how many of the last layers (default: 3)"
+    )
+    router_strength: float | None = _option(
+        metavar="A", help="of --router csr: tokens are scaled by 1 + A w (default: 1)"
+    )
     instruction_format: str | None = _option(
         metavar="TEXT",
         help=r"how an instruction is put before a text, e.g. "
@@ -110,6 +127,11 @@ class EncoderOptions:
         budget = self.max_tokens_per_batch
         if budget is not None and budget < 1:
             raise UserError(f"max_tokens_per_batch is {budget}; it must be at least 1.")
+        layers, strength = self.router_layers, self.router_strength
+        if layers is not None and layers < 1:
+            raise UserError(f"router_layers is {layers}; it must be at least 1.")
+        if strength is not None and not 0 < strength < math.inf:
+            raise UserError(f"router_strength is {strength:g}; it must be above 0.")
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> EncoderOptions:
@@ -135,11 +157,13 @@ CHOICES["pooling"] = get_args(Pooling)
 #: The options that decide vectors and are as the model has them if left open, with their types:
 #: what training records of an encoder.
 MODEL_SETTINGS: dict[str, type] = {
-    field.name: next((kind for kind in (bool, int) if kind in get_args(hint)), str)
+    field.name: next((kind for kind in (bool, int, float) if kind in get_args(hint)), str)
     for field in fields(EncoderOptions)
     if (hint := _HINTS[field.name]) and field.default is None
     if field.name in get_type_hints(EncoderIdentity)
 }
+#: Those among them that a model has by itself; a router is put into it.
+STATED = tuple(name for name in MODEL_SETTINGS if not name.startswith("router"))
 
 
 def check_choice(name: str, value: str, legal: tuple[str, ...]) -> None:

@@ -6,7 +6,9 @@ features without touching the weights.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from llmcond.encoders.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from llmcond.encoders.checkpoints.settings import (
@@ -20,6 +22,7 @@ from llmcond.encoders.checkpoints.settings import (
 from llmcond.encoders.known import default_prompt
 from llmcond.encoders.options import EncoderOptions, check_choice
 from llmcond.encoders.spec import (
+    RELEASED,
     TOKENIZER_DECIDES,
     Attention,
     Dtype,
@@ -64,6 +67,8 @@ class ResolvedEncoder:
     @property
     def default_prompt(self) -> str:
         """Return the bundled prompt that suits the model."""
+        if self.identity.router == "csr":
+            return "routed"
         return default_prompt(self.identity.instruction_format)
 
 
@@ -104,7 +109,9 @@ def settle(
     check_code(checkpoint, settings)
     check_modules(checkpoint, settings)
     assumed = settings.left_out
-    pooling = pooling_of(checkpoint, settings, options.pooling)
+    router = _router(checkpoint, options, stated)
+    released = router.get("router_mode") in RELEASED
+    pooling = "cls" if released else pooling_of(checkpoint, settings, options.pooling)
     if pooling is None:
         pooling = "mean"
         assumed.append(
@@ -130,7 +137,14 @@ def settle(
         instruction_format=template,
         special_tokens=special_tokens,
         long_texts=options.long_texts,
+        **router,
     )
+    one = identity.router == "csr" and not released and identity.router_layers == 1
+    if one and pooling in ("cls", "pooler", "last"):
+        raise UserError(
+            f"router_layers is 1, and {checkpoint.name} pools by {pooling}: all that the router "
+            "could change is the weight of one token. Give --router-layers 3, or --pooling mean."
+        )
     if settings.pooling_config.get("include_prompt") is False and identity.pool_over == "all":
         assumed.append(
             "an instruction is pooled along, though the checkpoint's files leave prompts out "
@@ -148,6 +162,34 @@ def settle(
             f"(--quantize {trained})"
         )
     return ResolvedEncoder(checkpoint, identity, device, options, tuple(assumed))
+
+
+def _router(
+    checkpoint: Checkpoint, options: EncoderOptions, stated: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings of a router inside the encoder, by their names in an identity."""
+    names = ("router", "router_mode", "router_layers", "router_strength")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    trained = stated.get("router")
+    if given.get("router", "none") == "none":
+        if trained == "csr":
+            raise UserError(
+                f"{checkpoint.name} was trained with --router csr, and without it its vectors "
+                "would be others. Leave out --router none."
+            )
+        for name in names[1:]:
+            if name in given:
+                raise UserError(
+                    f"{name} is {given[name]!r}, and there is no router in the encoder. Give "
+                    "--router csr as well."
+                )
+        return {}
+    if given.get("router_mode") in RELEASED and options.pooling not in (None, "cls"):
+        raise UserError(
+            f"router_mode is {given['router_mode']!r}, whose vector is the first token's, and "
+            f"pooling is {options.pooling!r}. Leave out --pooling."
+        )
+    return given
 
 
 def _dtype(checkpoint: Checkpoint, options: EncoderOptions, device: str) -> Dtype:

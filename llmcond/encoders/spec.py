@@ -19,6 +19,16 @@ Pooling = Literal["cls", "mean", "last", "pooler", "latent"]
 PoolOver = Literal["all", "text", "after-instruction"]
 #: Poolings of encoders whose token states lie in one space with the vectors of texts.
 ROUTED_POOLINGS: tuple[Pooling, ...] = ("mean", "cls", "last")
+#: Where another text weights the tokens of an input: as they are pooled, or (``csr``) inside the
+#: last layers of the network; see :mod:`llmcond.encoders.engine.csr`.
+RouterPlace = Literal["none", "csr"]
+#: What CSR compares, of the condition's first token (of a causal encoder its last) and of the
+#: sentence's tokens. ``paper``: its query in the last layer, and their keys (section 2). ``hidden``
+#: and ``heavy``: the states that these are made of, as they are or under trained matrices W_q and
+#: W_k (section 3.3). ``released-tri`` and ``released-bi``: as in the authors' code, where sentences
+#: also attend to the condition, in each layer.
+RouterMode = Literal["paper", "hidden", "heavy", "released-tri", "released-bi"]
+RELEASED: tuple[RouterMode, ...] = ("released-tri", "released-bi")
 Attention = Literal["bidirectional", "causal"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Quantize = Literal["none", "8bit", "4bit"]
@@ -46,6 +56,7 @@ class Router:
 
     The token states h_i of the input are pooled to sum_i w_i h_i, with w the softmax over i of
     cos(h_i - m, q) / temperature. q is the router's own vector, and m the mean of the h_i, or 0.
+    An encoder whose own router is ``csr`` has another formula, and no use for the settings.
 
     Attributes:
         text: is encoded by itself, as a plain input.
@@ -173,6 +184,8 @@ class EncoderIdentity:
         instruction_format: the model's own format around ``{instruction}`` and ``{text}``, used
             for inputs that have an instruction; empty where the model takes none.
         long_texts: what becomes of inputs with more tokens than ``max_length``.
+        router, router_mode, router_layers, router_strength: where the routers of inputs act; for
+            ``csr`` how, in how many of the last layers, and what their weights are multiplied by.
         engine: version of the code that computes vectors.
     """
 
@@ -188,6 +201,10 @@ class EncoderIdentity:
     special_tokens: str = TOKENIZER_DECIDES
     engine: int = ENGINE_VERSION
     long_texts: LongTexts = "cut"
+    router: RouterPlace = "none"
+    router_mode: RouterMode = "paper"
+    router_layers: int = 3
+    router_strength: float = 1.0
 
     @property
     def fingerprint(self) -> str:
@@ -197,8 +214,11 @@ class EncoderIdentity:
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
         values = asdict(self)
-        if self.long_texts == "cut":  # records have had this key not from the start
+        # Records have had these keys not from the start.
+        if self.long_texts == "cut":
             del values["long_texts"]
+        if self.router == "none":
+            values = {key: v for key, v in values.items() if not key.startswith("router")}
         return values
 
     @classmethod

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from llmcond.encoders.checkpoints.checkpoint import settings_files
+from llmcond.encoders.engine.csr import HeavyRouter
 from llmcond.encoders.engine.engine import Engine, OutOfMemoryError, is_out_of_memory, try_engine
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
@@ -117,11 +118,12 @@ def load_trainable(resolved: ResolvedEncoder, settings: TuneSettings, seed: int)
             # Else bitsandbytes packs 4 bit weights on a CPU, and can take no gradients then.
             module.support_avx512bf16_for_cpu = False
     torch.manual_seed(seed)
-    adapted = None
+    adapted = None if settings.full else add_adapters(loaded.network, settings, name)
     if settings.full:
         loaded.network.requires_grad_(True)
-    else:
-        adapted = add_adapters(loaded.network, settings, name)
+    if identity.router_mode == "heavy":
+        own = loaded.network.csr_router or HeavyRouter(identity.router_layers, config.hidden_size)
+        loaded.network.csr_router = own.to(resolved.device).requires_grad_(True)
     engine = try_engine(loaded, resolved, tokenizer.pad_id, frozen=False)
     if settings.gradient_checkpointing:
         _checkpoint_gradients(loaded.network, name)

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from llmcond.encoders.checkpoints.adapter import CONFIG, WEIGHTS, Tuned, write_tuned
+from llmcond.encoders.checkpoints.adapter import CONFIG, ROUTER, WEIGHTS, Tuned, write_tuned
 from llmcond.encoders.checkpoints.checkpoint import settings_files, weight_files
 from llmcond.encoders.known import find_model
 from llmcond.encoders.loading.architecture import build_on_meta, load_config
@@ -42,12 +42,15 @@ def save_encoder(trainable: Trainable, model: str, folder: Path, *, merge: bool)
         write_tensors(folder / "model.safetensors", _weights(trainable), _OURS)
     else:
         _save_adapter(trainable, model, folder)
+    router = getattr(trainable.network, "csr_router", None)
+    if router is not None:
+        write_tensors(folder / ROUTER, router.state_dict(), _OURS)
     identity, known = resolved.identity, resolved.checkpoint.known
     tuned = Tuned(
         base=None if whole else model,
         revision=None if whole else _commit(resolved),
         like=known.repo if known else None,
-        settings={name: getattr(identity, name) for name in MODEL_SETTINGS},
+        settings={name: v for name, v in identity.to_json().items() if name in MODEL_SETTINGS},
         quantize=identity.quantize,
         base_weights=identity.weights,
     )

@@ -80,7 +80,16 @@ class Part:
     @property
     def placeholders(self) -> set[str]:
         """Return the names that its templates have in braces."""
-        pieces = (piece for template in self.templates.values() for piece in _pieces(template))
+        return self._names(self.templates)
+
+    @property
+    def read(self) -> set[str]:
+        """Return those whose texts the encoder reads together with the text, not by a router."""
+        return self._names({key: t for key, t in self.templates.items() if key != "router"})
+
+    @staticmethod
+    def _names(templates: Mapping[Any, str]) -> set[str]:
+        pieces = (piece for template in templates.values() for piece in _pieces(template))
         return {name for _, name in pieces if name is not None}
 
     def render(
@@ -172,14 +181,8 @@ class Prompt:
                 "it gives an instruction, and the encoder takes none (or say how to put it in: "
                 r"--instruction-format 'Instruct: {instruction}\nQuery: {text}')"
             )
-        routed = any(part.router is not None for part in parts)
-        if routed and encoder.pooling not in ROUTED_POOLINGS:
-            return (
-                "its router weights the tokens' own states, and the encoder pools by "
-                f"{encoder.pooling} (--pooling {' or '.join(ROUTED_POOLINGS)})"
-            )
         if all(part.context is None for part in parts):
-            return ""
+            return self._router_obstacle(encoder)
         if encoder.special_tokens != TOKENIZER_DECIDES:
             return "it gives a context, and the encoder reads one text only, not a pair"
         if not pools_chosen_tokens(encoder.pooling):
@@ -187,7 +190,22 @@ class Prompt:
                 "it pools over the text's own tokens, and the encoder pools by "
                 f"{encoder.pooling} (--pooling mean)"
             )
-        return ""
+        return self._router_obstacle(encoder)
+
+    def _router_obstacle(self, encoder: EncoderIdentity) -> str:
+        if encoder.router == "csr" and "condition" in self.conditional.read:
+            return (
+                "it puts the condition into the text, and the encoder has a router for it "
+                "(--prompt routed)"
+            )
+        parts = (self.conditional, self.unconditional)
+        pools = encoder.router == "csr" or encoder.pooling in ROUTED_POOLINGS
+        if pools or all(part.router is None for part in parts):
+            return ""
+        return (
+            "its router weights the tokens' own states, and the encoder pools by "
+            f"{encoder.pooling} (--pooling {' or '.join(ROUTED_POOLINGS)})"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the template with its digest, as manifests record it."""

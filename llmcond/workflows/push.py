@@ -17,7 +17,15 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from llmcond.encoders import find_model
-from llmcond.encoders.checkpoints.adapter import CONFIG, TUNED, WEIGHTS, Tuned, identify, read_tuned
+from llmcond.encoders.checkpoints.adapter import (
+    CONFIG,
+    ROUTER,
+    TUNED,
+    WEIGHTS,
+    Tuned,
+    identify,
+    read_tuned,
+)
 from llmcond.encoders.checkpoints.checkpoint import (
     SETTINGS,
     check_own,
@@ -214,7 +222,8 @@ def _stage_encoder(run: Run, tuned: Tuned, staged: Path) -> dict[str, str]:
         weights = weight_files(folder) or [folder / "model.safetensors"]
         paths = {*settings_files(folder), folder / "config.json", *weights}
         encoder = sorted(path.relative_to(folder).as_posix() for path in paths)
-    for name in [*encoder, TUNED]:
+    router = [ROUTER] if (folder / ROUTER).is_file() else []
+    for name in [*encoder, *router, TUNED]:
         _place(folder, name, staged)
     found = own.weights
     if merged:

@@ -9,7 +9,7 @@ import pytest
 
 import llmcond
 from llmcond.encoders import EncoderOptions
-from llmcond.encoders.options import CHOICES, MODEL_SETTINGS
+from llmcond.encoders.options import CHOICES, MODEL_SETTINGS, STATED
 from llmcond.errors import UserError
 from llmcond.options import option_of
 
@@ -36,7 +36,13 @@ def test_no_quantisation_has_two_spellings():
 
 
 def test_settings_of_a_model_are_those_that_training_has_always_recorded():
-    assert list(MODEL_SETTINGS.items()) == [
+    routers = {
+        "router": str, "router_mode": str, "router_layers": int, "router_strength": float,
+    }  # fmt: skip
+    # Those of a router are recorded since there are any, and where there is one.
+    assert routers.items() <= MODEL_SETTINGS.items()
+    assert not set(STATED) & set(routers)
+    assert [(name, MODEL_SETTINGS[name]) for name in STATED] == [
         ("attention", str),
         ("pooling", str),
         ("pool_over", str),

@@ -23,6 +23,8 @@ from llmcond.plugins import is_plugin
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+#: The weights of a heavy router; see :class:`llmcond.encoders.engine.csr.HeavyRouter`.
+ROUTER = "router.safetensors"
 #: What training records of an encoder: see :class:`Tuned`.
 TUNED = "encoder.json"
 
@@ -166,6 +168,8 @@ def identify(folder: Path, name: str, base_weights: str) -> str:
         and (value or default)
     }
     decided = f"{json.dumps(deciding, sort_keys=True)}\0{digest_file(folder / WEIGHTS)}"
+    if (folder / ROUTER).is_file():
+        decided += f"\0{digest_file(folder / ROUTER)}"
     return f"sha256:{hashlib.sha256(decided.encode()).hexdigest()} on {base_weights}"
 
 

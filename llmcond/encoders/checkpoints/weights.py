@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from llmcond.encoders.checkpoints.adapter import counted
+from llmcond.encoders.checkpoints.adapter import ROUTER, counted
 from llmcond.encoders.checkpoints.checkpoint import (
     WEIGHT_FILES,
     Checkpoint,
@@ -17,6 +17,7 @@ from llmcond.encoders.checkpoints.checkpoint import (
     read_settings,
     weight_files,
 )
+from llmcond.encoders.engine.csr import HeavyRouter
 from llmcond.encoders.loading.architecture import network_class
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.errors import LlmcondError, UserError, first_line
@@ -123,6 +124,27 @@ def check_dense(checkpoint: Checkpoint) -> dict[str, type[nn.Module]]:
                 )
         activations[name] = kind
     return activations
+
+
+def load_router(resolved: ResolvedEncoder, width: int) -> HeavyRouter | None:
+    """Load the weights of a heavy router, for states of a ``width``; None if there are none yet.
+
+    Raises:
+        LlmcondError: they cannot be read, or are of another encoder.
+    """
+    checkpoint, layers = resolved.checkpoint, resolved.identity.router_layers
+    path = (checkpoint.adapter or checkpoint.folder) / ROUTER
+    if not path.is_file():
+        return None
+    router = HeavyRouter(layers, width)
+    try:
+        router.load_state_dict(load_file(path))
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise LlmcondError(
+            f"{path} holds no router of {layers} layers and {width} dimensions. Copy it anew, or "
+            "give the --router-layers that it was trained with."
+        ) from error
+    return router.requires_grad_(False)
 
 
 def load_dense(resolved: ResolvedEncoder, width: int) -> tuple[nn.Sequential, int]:

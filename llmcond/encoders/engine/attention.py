@@ -32,9 +32,24 @@ class AttentionPlan(Protocol):
         ...
 
 
-#: (layer's attention module, queries, keys, (batch, tokens, heads, head_dim) attended states) ->
-#: states of the same shape.
-Router = Callable[[torch.nn.Module, Tensor, Tensor, Tensor], Tensor]
+class Router(Protocol):
+    """What changes attention by another text, given to the network with a forward pass."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        usual: Callable[[], Tensor],
+    ) -> Tensor:
+        """Return what a layer attends to, (batch, tokens, heads, head_dim), before W_O.
+
+        Queries, keys and values are (batch, heads, tokens, head_dim), and ``usual`` gives what
+        there would be without a router.
+        """
+        ...
 
 
 def _attention(
@@ -48,21 +63,22 @@ def _attention(
     router: Router | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers does by itself, or within a packed row where there is a plan.
+    """Attend as transformers does by itself, or within a packed row where there is a plan."""
 
-    A router, given with the forward pass, changes what a layer attended to before the layer's
-    output projection W_O.
-    """
-    if packed is None:
-        output: Tensor = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )[0]
-    else:
+    def usual() -> Tensor:
+        if packed is None:
+            output: Tensor = sdpa_attention_forward(
+                module, query, key, value, attention_mask, scaling=scaling, **kwargs
+            )[0]
+            return output
         for option in ("softcap", "position_bias", "s_aux"):
             if kwargs.get(option) is not None:
                 raise NotImplementedError(f"packed attention has no {option}")
-        output = packed.attend(query[0], key[0], value[0], scaling)[None]
-    return (output if router is None else router(module, query, key, output)), None
+        return packed.attend(query[0], key[0], value[0], scaling)[None]
+
+    if router is None:
+        return usual(), None
+    return router.attend(module, query, key, value, scaling, usual), None
 
 
 AttentionInterface.register(NAME, _attention)

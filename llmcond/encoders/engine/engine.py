@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llmcond.encoders.engine import attention, varlen
-from llmcond.encoders.engine.batching import STEP, pack, pack_shared, plan_batches
+from llmcond.encoders.engine.batching import STEP, Batch, pack, pack_shared, plan_batches
+from llmcond.encoders.engine.csr import Csr, Query
 from llmcond.encoders.engine.forward import (
     Forward,
     PackedForward,
@@ -37,7 +38,11 @@ from llmcond.encoders.loading.direction import check_direction
 from llmcond.encoders.loading.loading import LoadedModel
 from llmcond.encoders.loading.memory import tokens_that_fit
 from llmcond.encoders.resolve import ResolvedEncoder
+from llmcond.encoders.spec import RELEASED
 from llmcond.errors import LlmcondError, UserError, first_line
+
+#: What weights the tokens of an input: of routed pooling, or of a router inside the encoder.
+Route = Routes | Query
 
 #: How far the vectors of packed inputs may be from those in padded rows, as a share of their norm.
 #: Rounding stays well below; texts that see each other, or wrong positions, go well above.
@@ -108,12 +113,16 @@ class Engine:
             pad_id=pad_id if pad_id < self._n_ids else 0,
             device=self.device,
             dtype=TORCH_DTYPES[self.identity.dtype],
+            max_length=self.identity.max_length,
             skipped_id=skipped_id(model.network),
         )
         self._longest = _longest_packed(config)
         # Work is queued on a GPU by one thread at a time: activations of two would need twice
         # the memory.
         self._device_lock = nullcontext() if self.out.type == "cpu" else threading.Lock()
+        self._can_pack = _attends_by_interface(model.network)
+        csr = self.identity.router == "csr"
+        self._csr = Csr(model.network, self.identity, self._name) if csr else None
         self.packs = self._choose_packing()
         on_cpu = self.device.type == self.out.type == "cpu"
         plain = self.identity.quantize == "none" and can_prepack(self._runtime.dtype)
@@ -130,16 +139,17 @@ class Engine:
         self,
         rows: Sequence[Tokens],
         before_batch: Callable[[], None] = lambda: None,
-        routes: Sequence[Routes] = (),
+        routes: Sequence[Route] = (),
         *,
-        states: bool = False,
+        queries: bool = False,
     ) -> Iterator[Pooled]:
         """Yield the vectors of inputs, batch by batch; each input once.
 
-        With ``routes``, one for each input, tokens are weighted by them. ``states`` gives vectors
-        as they leave the pooling, before dense layers, in the space of the tokens' states. A batch
-        that memory is too short for is computed again in halves, and all that come after
-        it are as small. What ``before_batch`` raises ends the work.
+        With ``routes``, one for each input, tokens are weighted by them. ``queries`` gives what
+        inputs are as routers of others: of routed pooling, vectors as they leave the pooling,
+        before dense layers, in the space of the tokens' states. A batch that memory is too short
+        for is computed again in halves, and all that come after it are as small. What
+        ``before_batch`` raises ends the work.
 
         Raises:
             UserError: a token that the network has no embedding of.
@@ -149,9 +159,10 @@ class Engine:
         waiting = list(range(len(rows)))
         while waiting:
             budget, done = self.budget, set()
-            for inputs, forward in self._plan(rows, waiting, budget, routes=routes):
+            planned = self._plan(rows, waiting, budget, routes=routes, queries=queries)
+            for inputs, forward in planned:
                 before_batch()
-                pooled = self._try(forward, states=states)
+                pooled = self._try(forward, queries=queries)
                 if pooled is None:
                     self._shrink(budget, forward.n_tokens, [rows[i] for i in inputs])
                     break
@@ -164,8 +175,8 @@ class Engine:
         rows: Sequence[Tokens],
         *,
         padded: bool = False,
-        routes: Sequence[Routes] = (),
-        states: bool = False,
+        routes: Sequence[Route] = (),
+        queries: bool = False,
     ) -> Tensor:
         """Return the vectors of inputs, (n, dim) in float32, with their gradients.
 
@@ -178,15 +189,18 @@ class Engine:
             OutOfMemoryError: they do not fit.
         """
         check_ids(rows, self._n_ids, self._name)
-        counts = [len(route.queries) for route in routes] or [1] * len(rows)
+        counts = [n_routes(route) for route in routes] or [1] * len(rows)
         starts = [0, *accumulate(counts)]
         order: list[int] = []
         parts: list[Tensor] = []
-        planned = self._plan(rows, range(len(rows)), self.budget, padded=padded, routes=routes)
+        every = range(len(rows))
+        planned = self._plan(
+            rows, every, self.budget, padded=padded, routes=routes, queries=queries
+        )
         try:
             for inputs, forward in planned:
                 forward.prepare()
-                parts.append(forward.pooled() if states else self._embedded(forward))
+                parts.append(self._vectors(forward, queries=queries))
                 order += [at for i in inputs for at in range(starts[i], starts[i + 1])]
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -205,15 +219,16 @@ class Engine:
         budget: int,
         *,
         padded: bool = False,
-        routes: Sequence[Routes] = (),
+        routes: Sequence[Route] = (),
+        queries: bool = False,
     ) -> Iterator[tuple[list[int], Forward]]:
         """Yield batches, those that are padded first."""
-        packs = self.packs and not padded
+        packs = self.packs and not padded and not (routes and self.reads_routers)
         apart = [i for i in waiting if not packs or len(rows[i].ids) > self._longest]
         for batch in plan_batches([len(rows[i].ids) for i in apart], budget):
             inputs = [apart[index] for index in batch]
             own = [routes[i] for i in inputs] if routes else []
-            yield inputs, PaddedForward(self._runtime, [rows[i] for i in inputs], own)
+            yield inputs, self._padded([rows[i] for i in inputs], own, queries=queries)
         rest = sorted(set(waiting) - set(apart))
         chosen, own = [rows[i] for i in rest], [routes[i] for i in rest] if routes else []
         # Several tokens of a routed input are pooled, which may be those of a prefix.
@@ -223,15 +238,50 @@ class Engine:
             batches = pack([len(row.ids) for row in chosen], budget) if chosen else []
         for packed in batches:
             inputs = [rest[place] for place in packed.inputs]
-            yield inputs, PackedForward(self._runtime, packed, chosen, own)
+            yield inputs, self._packed(packed, chosen, own, queries=queries)
 
-    def _try(self, forward: Forward, *, states: bool) -> NDArray[np.float32] | None:
+    # Of its own router inside the encoder, or as any: see Csr.
+
+    def _padded(
+        self, rows: Sequence[Tokens], routes: Sequence[Any] = (), *, queries: bool = False
+    ) -> PaddedForward:
+        if self._csr and queries:
+            return self._csr.capture_padded(self._runtime, rows)
+        if self._csr and routes:
+            return self._csr.padded(self._runtime, rows, routes)
+        return PaddedForward(self._runtime, rows, routes)
+
+    def _packed(
+        self,
+        batch: Batch,
+        rows: Sequence[Tokens],
+        routes: Sequence[Any] = (),
+        *,
+        queries: bool = False,
+    ) -> PackedForward:
+        if self._csr and queries:
+            return self._csr.capture_packed(self._runtime, batch, rows)
+        if self._csr and routes:
+            return self._csr.packed(self._runtime, batch, rows, routes)
+        return PackedForward(self._runtime, batch, rows, routes)
+
+    @property
+    def inside(self) -> bool:
+        """Return whether routers act inside the network, where each needs a pass of its own."""
+        return self._csr is not None
+
+    @property
+    def reads_routers(self) -> bool:
+        """Return whether routers are read along with each input, and have no query of their own."""
+        return self._csr is not None and self._csr.mode in RELEASED
+
+    def _try(self, forward: Forward, *, queries: bool) -> NDArray[np.float32] | None:
         """Return the vectors of a batch, None if there is not enough memory for it."""
         try:
             with torch.inference_mode():
                 forward.prepare()
                 with self._device_lock:
-                    pooled = forward.pooled() if states else self._embedded(forward)
+                    pooled = self._vectors(forward, queries=queries)
                 # Without the lock: the next thread queues its work while this one waits.
                 array: NDArray[np.float32] = pooled.cpu().numpy()
                 return array
@@ -243,8 +293,10 @@ class Engine:
             torch.cuda.empty_cache()
         return None
 
-    def _embedded(self, forward: Forward) -> Tensor:
+    def _vectors(self, forward: Forward, *, queries: bool) -> Tensor:
         pooled = forward.pooled().to(self.out)
+        if queries:
+            return pooled
         # In training, autocast would compute dense layers in 16 bit, which nothing else does.
         with torch.autocast(self.out.type, enabled=False):
             pooled = self.model.dense(pooled)
@@ -264,10 +316,9 @@ class Engine:
     @torch.inference_mode()
     def _choose_packing(self) -> bool:
         """Choose the attention of packed rows by trying it; return whether inputs are packed."""
-        network = self._runtime.network
-        stock = getattr(network.config, "_attn_implementation", None) == "sdpa"
-        if not (stock and getattr(network, "_supports_attention_backend", False)):
+        if not self._can_pack:
             return False
+        network = self._runtime.network
         # Five short texts, of which three begin alike.
         size = self._n_ids
         ids = [(size // 2 + at) % size for at in range(24)]
@@ -282,11 +333,15 @@ class Engine:
             self._runtime = replace(self._runtime, kernel=choice)
             if self._packs_as(expected, rows):
                 return True
-        network.set_attn_implementation("sdpa")
+        if not self.inside:
+            network.set_attn_implementation("sdpa")
         return False
 
     def _packs_as(self, expected: Tensor, rows: Sequence[Tokens]) -> bool:
-        """Return whether packed inputs, prefixes shared or not, get the vectors of padded ones."""
+        """Return whether packed inputs, prefixes shared or not, get the vectors of padded ones.
+
+        Routed ones too, where routers act inside the network.
+        """
         most = 0.2 if self.identity.quantize == "8bit" else _SAME[self.identity.dtype]
         texts = [row.ids for row in rows]
         batches = pack([len(text) for text in texts], 1_000)
@@ -301,10 +356,37 @@ class Engine:
                     wanted = expected[index, : len(own)].float()
                     if not (hidden[own] - wanted).norm() <= most * wanted.norm():  # NaN neither
                         return False
+            if self.inside and not self.reads_routers:
+                return self._routes_as(rows, most)
         except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
             # Whatever an architecture does not take: it is padded then, as it always was.
             return False
         return True
+
+    def _routes_as(self, rows: Sequence[Tokens], most: float) -> bool:
+        """Return whether packed inputs under routers get the vectors of padded ones."""
+        rows = [row for row in rows for _ in range(2)]
+        captured = self._padded([*rows[1:], rows[0]], queries=True)
+        captured.prepare()
+        queries = list(captured.pooled())
+        padded = self._padded(rows, queries)
+        (batch,) = pack([len(row.ids) for row in rows], 1_000)
+        packed = self._packed(batch, rows, queries)
+        padded.prepare()
+        packed.prepare()
+        wanted = padded.pooled()[list(batch.inputs)]
+        apart = (packed.pooled() - wanted).norm(dim=1)
+        return bool((apart <= most * wanted.norm(dim=1)).all())
+
+
+def n_routes(route: Route) -> int:
+    """Return how many vectors an input has by what routes it."""
+    return len(route.queries) if isinstance(route, Routes) else 1
+
+
+def _attends_by_interface(network: Any) -> bool:
+    stock = getattr(network.config, "_attn_implementation", None) == "sdpa"
+    return stock and bool(getattr(network, "_supports_attention_backend", False))
 
 
 def try_engine(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmcond.encoders.engine.attention import AttentionPlan
 from llmcond.encoders.engine.attention_plan import plan_attention
 from llmcond.encoders.engine.batching import Batch
 from llmcond.encoders.engine.pooling import PoolBatch, Routes, routed
@@ -30,6 +31,7 @@ class Runtime:
         pad_id: fills rows up; masked, so its value never matters.
         kernel: attention for uneven lengths; None: PyTorch's own for even ones.
         skipped_id: see :func:`skipped_id`.
+        max_length: tokens that an input may have.
         step: packed rows are filled up to a multiple of so many tokens. oneDNN prepares a product
             for each number of rows that it meets, in milliseconds, and keeps it, in megabytes.
     """
@@ -41,6 +43,7 @@ class Runtime:
     pad_id: int
     device: torch.device
     dtype: torch.dtype
+    max_length: int
     kernel: Kernel | None = None
     skipped_id: int | None = None
     step: int = 1
@@ -70,7 +73,7 @@ class PaddedForward:
         """Take inputs, each with what weights its tokens; ``()``: they are pooled as usual."""
         self._runtime, self._rows, self._routes = runtime, rows, routes
         self._width = max(len(row.ids) for row in rows)
-        self._arguments: dict[str, Tensor] = {}
+        self._arguments: dict[str, Any] = {}
         self.n_tokens = len(rows) * self._width
 
     def prepare(self) -> None:
@@ -130,7 +133,7 @@ class PackedForward:
         self._runtime, self._batch, self._rows = runtime, batch, rows
         self._routes = [routes[index] for index in batch.inputs] if routes else []
         self._arguments: dict[str, Any] = {}
-        self.n_tokens = -(-batch.n_tokens // runtime.step) * runtime.step
+        self._width = self.n_tokens = filled(batch, runtime)
 
     def prepare(self) -> None:
         """Make what the network is given; needs no lock of the device."""
@@ -144,7 +147,7 @@ class PackedForward:
             ids += part
             positions += _positions(part, segment.begin, skipped)
             types += [int(at >= row.second) for at in range(segment.begin, segment.end)]
-        fill = self.n_tokens - len(ids)
+        fill = self._width - len(ids)
         ids += fill * [runtime.pad_id]
         arguments = {"input_ids": ids, "position_ids": positions + fill * [skipped or 0]}
         if any(types):
@@ -154,22 +157,23 @@ class PackedForward:
         }
         # transformers passes a mask of four dimensions on as it is, and makes none for the row.
         self._arguments["attention_mask"] = torch.zeros(1, 1, 1, 1, device=runtime.device)
-        causal = runtime.attention == "causal"
-        self._arguments["packed"] = (
-            plan_attention(self._batch, causal, runtime.device, runtime.dtype)
-            if runtime.kernel is None
-            else plan_varlen(self._batch, causal, runtime.device, runtime.kernel)
-        )
+        self._arguments["packed"] = attention_plan(runtime, self._batch)
         pooled, counted = self._pooled_positions()
         if runtime.pooling == "latent":
-            mask = torch.zeros(1, len(ids), dtype=torch.bool)
+            mask = torch.zeros(1, self.n_tokens, dtype=torch.bool)
             mask[0, pooled[counted]] = True
             self._arguments["pool_mask"] = mask.to(runtime.device)
         self._pooled, self._counted = pooled.to(runtime.device), counted.to(runtime.device)
 
+    @property
+    def _pooled_batch(self) -> Batch:
+        """Return the row as it leaves the network."""
+        return self._batch
+
     def _pooled_positions(self) -> tuple[Tensor, Tensor]:
         """Return the positions of each input's pooled tokens, padded, and which of them count."""
-        batch, rows = self._batch, [self._rows[index] for index in self._batch.inputs]
+        batch = self._pooled_batch
+        rows = [self._rows[index] for index in batch.inputs]
         # Of routed inputs all that count are weighted, whatever is pooled of others.
         pooling = "mean" if self._routes else self._runtime.pooling
         ranges = [_pooled_range(row, pooling) for row in rows]
@@ -199,6 +203,19 @@ class PackedForward:
             vectors: Tensor = self._runtime.network.pooler(hidden).float()
             return vectors
         return self._runtime.pool(hidden, self._counted.to(hidden.device), self._lengths)
+
+
+def filled(batch: Batch, runtime: Runtime) -> int:
+    """Return the tokens of a packed row with what it is filled up with."""
+    return -(-batch.n_tokens // runtime.step) * runtime.step
+
+
+def attention_plan(runtime: Runtime, batch: Batch) -> AttentionPlan:
+    """Return which tokens of a packed row attend to which, for the kernel that there is."""
+    causal = runtime.attention == "causal"
+    if runtime.kernel is None:
+        return plan_attention(batch, causal, runtime.device, runtime.dtype)
+    return plan_varlen(batch, causal, runtime.device, runtime.kernel)
 
 
 def _positions(ids: list[int], begin: int, skipped: int | None) -> list[int]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmcond.encoders.engine.engine import Engine
+from llmcond.encoders.engine.engine import Engine, Route
 from llmcond.encoders.engine.pooling import Routes
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.encoders.spec import EncoderInput, Router
@@ -40,6 +41,13 @@ def router_inputs(items: Sequence[EncoderInput]) -> dict[str, EncoderInput]:
     return {text: EncoderInput("", text) for text in texts}
 
 
+def routes_of(engine: Engine, queries: Sequence[Any], router: Router) -> list[Route]:
+    """Return what routes one input by several queries: all at once, or inside the network each."""
+    if engine.inside:
+        return list(queries)
+    return [Routes(torch.stack(list(queries)), router.temperature, router.centre)]
+
+
 def embed_routed(
     engine: Engine,
     items: Sequence[EncoderInput],
@@ -57,15 +65,22 @@ def embed_routed(
     groups = grouped(items)
     if groups:
         texts = list(router_inputs(items))
-        states = engine.embed([queries[text] for text in texts], states=True)
+        read = [queries[text] for text in texts]
+        states = None if engine.reads_routers else engine.embed(read, queries=True)
         row_of = {text: row for row, text in enumerate(texts)}
-        routes = []
+        rows: list[Tokens] = []
+        routes: list[Route] = []
         for own in groups:
             routers = routers_of([items[place] for place in own])
-            rows = torch.tensor([row_of[router.text] for router in routers])
-            # Not states[rows]: gradients of an index are added in any order.
-            queried = states.index_select(0, rows.to(states.device))
-            routes.append(Routes(queried, routers[0].temperature, routers[0].centre))
-        parts.append(engine.embed([tokens[own[0]] for own in groups], routes=routes))
+            numbers = [row_of[router.text] for router in routers]
+            if states is None:
+                found: Sequence[Any] = [read[number] for number in numbers]
+            else:
+                # Not states[numbers]: gradients of an index are added in any order.
+                found = list(states.index_select(0, torch.tensor(numbers).to(states.device)))
+            added = routes_of(engine, found, routers[0])
+            routes += added
+            rows += [tokens[own[0]]] * len(added)
+        parts.append(engine.embed(rows, routes=routes))
         order += [place for own in groups for place in own]
     return torch.cat(parts).index_select(0, torch.tensor(order).argsort().to(engine.out))

@@ -12,7 +12,13 @@ from torch import nn
 
 from llmcond.encoders.checkpoints.adapter import attach, inject
 from llmcond.encoders.checkpoints.checkpoint import fetch_weights
-from llmcond.encoders.checkpoints.weights import check_dense, check_size, load_dense, read_network
+from llmcond.encoders.checkpoints.weights import (
+    check_dense,
+    check_size,
+    load_dense,
+    load_router,
+    read_network,
+)
 from llmcond.encoders.loading.architecture import build_on_meta, quiet
 from llmcond.encoders.loading.device import TORCH_DTYPES
 from llmcond.encoders.loading.memory import Footprint, available, footprint
@@ -75,6 +81,9 @@ def load_model(resolved: ResolvedEncoder, config: Any) -> LoadedModel:
         block.fold()
     if "device_map" not in arguments:
         network = network.to(resolved.device)
+    if identity.router_mode == "heavy":
+        router = load_router(resolved, int(config.hidden_size))
+        network.csr_router = None if router is None else router.to(resolved.device)
     network = network.eval().requires_grad_(False)
     dense, dim = load_dense(resolved, int(config.hidden_size))
     return LoadedModel(network, dense, dim)

@@ -333,12 +333,16 @@ def test_a_router_changes_what_each_layer_attended_to_before_its_projection(tiny
     ids = torch.arange(6, 14)[None]
     layers = []
 
-    def keep(module, query, key, states):
-        layers.append((module.layer_idx, tuple(states.shape)))
-        return states
+    class Router:
+        factor = 1.0
+
+        def attend(self, module, query, key, value, scale, usual):
+            layers.append((module.layer_idx, tuple(usual().shape)))
+            return self.factor * usual()
 
     plain = network(input_ids=ids).last_hidden_state
-    assert torch.equal(network(input_ids=ids, router=keep).last_hidden_state, plain)
+    router = Router()
+    assert torch.equal(network(input_ids=ids, router=router).last_hidden_state, plain)
     assert layers == [(0, (1, 8, 4, 8)), (1, (1, 8, 4, 8))]
-    routed = network(input_ids=ids, router=lambda module, query, key, states: 0 * states)
-    assert not torch.allclose(routed.last_hidden_state, plain)
+    router.factor = 0.0
+    assert not torch.allclose(network(input_ids=ids, router=router).last_hidden_state, plain)

@@ -1,0 +1,616 @@
+"""CSR: a condition's router inside the last layers of an encoder (arXiv 2407.19517, section 2).
+
+The condition is encoded by itself, and leaves a query q. In each routed layer q is compared with
+the keys k_i of the sentence's n tokens, and what the layer attended to is scaled, token by token,
+before its output projection::
+
+    w = softmax_i(q . k_i / sqrt(d))        h_i = (1 + strength w_i) h'_i
+
+What the modes take for q and k_i, see :data:`llmcond.encoders.spec.RouterMode`. The layers before
+the routed ones do not see the condition: in a packed row they are computed once a sentence,
+whatever number of conditions it has.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
+
+from llmcond.encoders.engine import attention
+from llmcond.encoders.engine.batching import Batch, Segment
+from llmcond.encoders.engine.forward import (
+    PackedForward,
+    PaddedForward,
+    Runtime,
+    attention_plan,
+    filled,
+)
+from llmcond.encoders.engine.tokenizing import Tokens
+from llmcond.encoders.spec import RELEASED, EncoderIdentity
+from llmcond.errors import UserError
+
+#: What routes one input: its condition's query, (d,), or for modes that read it, its tokens.
+Query = Tensor | Tokens
+
+Usual = Callable[[], Tensor]
+
+#: Of the norm of states, where a router changes them at all: in Gemma 4e-7, elsewhere over 0.05.
+_CHANGED = 1e-3
+
+
+class HeavyRouter(nn.Module):
+    """The heavy router's weights: W_q and W_k of each routed layer, (d, d)."""
+
+    def __init__(self, n_layers: int, width: int) -> None:
+        super().__init__()
+
+        def drawn() -> nn.ParameterList:
+            # As a linear layer's; not layers of that kind, which might be quantised or adapted.
+            bound = width**-0.5
+            shape = n_layers, width, width
+            return nn.ParameterList([*torch.empty(shape).uniform_(-bound, bound)])
+
+        self.query, self.key = drawn(), drawn()
+
+
+class Csr:
+    """A network whose last layers have a router, and what it is run by.
+
+    Attributes:
+        first: the first routed layer.
+    """
+
+    def __init__(self, network: Any, identity: EncoderIdentity, name: str) -> None:
+        """Find the network's layers, and prepare those that are routed.
+
+        Raises:
+            UserError: the architecture's attention takes no router, or it has fewer layers.
+        """
+        self.mode, self._strength = identity.router_mode, identity.router_strength
+        self._causal, self._name = identity.attention == "causal", name
+        self._heavy: HeavyRouter | None = getattr(network, "csr_router", None)
+        if self.mode == "heavy" and self._heavy is None:
+            raise UserError(
+                f"router_mode is 'heavy', whose weights are trained, and {name} has none. Train "
+                "them: llmcond train-lora --router csr --router-mode heavy"
+            )
+        modules, self._head = _attention_modules(network, name)
+        count = len(modules)
+        if identity.router_layers > count:
+            raise UserError(
+                f"router_layers is {identity.router_layers}, and {name} has {count} layers; it "
+                f"must be at most {count}."
+            )
+        self.first = count - identity.router_layers
+        self._layer_of = {module: layer for layer, module in enumerate(modules)}
+        blocks = _blocks(network, modules, name)
+        self._check_released(modules[0])
+        for module in modules:
+            module.register_forward_pre_hook(_before_attention, with_kwargs=True)
+            module.register_forward_hook(_after_attention, with_kwargs=True)
+        for layer, block in enumerate(blocks):
+            if layer >= self.first:
+                block.register_forward_pre_hook(_Before(layer == self.first), with_kwargs=True)
+
+    def _check_released(self, module: nn.Module) -> None:
+        # Final states that are keys of every layer have no place to be rotated to.
+        rotary = "position_embeddings" in inspect.signature(module.forward).parameters
+        if self.mode in RELEASED and (self._causal or rotary):
+            raise UserError(
+                f"router_mode is {self.mode!r}, which is for bidirectional encoders that add "
+                f"positions to their embeddings, as BERT and RoBERTa do; {self._name} does not. "
+                "Take --router-mode paper."
+            )
+
+    # -- what the engine runs ------------------------------------------------------------------
+
+    def capture_padded(self, runtime: Runtime, rows: Sequence[Tokens]) -> PaddedForward:
+        """Return the pass of conditions as rows of a rectangle, which gives their queries."""
+        return _CapturePadded(self, runtime, rows)
+
+    def capture_packed(
+        self, runtime: Runtime, batch: Batch, rows: Sequence[Tokens]
+    ) -> PackedForward:
+        """Return the pass of conditions in a packed row, which gives their queries."""
+        return _CapturePacked(self, runtime, batch, rows)
+
+    def padded(
+        self, runtime: Runtime, rows: Sequence[Tokens], queries: Sequence[Query]
+    ) -> PaddedForward:
+        """Return the pass of sentences, each under one condition."""
+        if self.mode == "released-tri":
+            return _ReleasedTri(self, runtime, rows, queries)
+        if self.mode == "released-bi":
+            return _ReleasedBi(self, runtime, rows, queries)
+        return _RoutedPadded(self, runtime, rows, queries)
+
+    def packed(
+        self, runtime: Runtime, batch: Batch, rows: Sequence[Tokens], queries: Sequence[Query]
+    ) -> PackedForward:
+        """Return the pass of a packed row of sentences, each under one condition."""
+        return _RoutedPacked(self, runtime, batch, rows, queries)
+
+    # -- the router's formula ------------------------------------------------------------------
+
+    def layer(self, module: nn.Module) -> int:
+        """Return the number of the layer that an attention module is of."""
+        return self._layer_of[module]
+
+    def routes(self, module: nn.Module) -> bool:
+        """Return whether a layer has a router."""
+        return self._layer_of[module] >= self.first
+
+    @property
+    def takes_states(self) -> bool:
+        """Return whether q and k are made of what enters a layer's attention."""
+        return self.mode in ("hidden", "heavy")
+
+    def position(self, row: Tokens) -> int:
+        """Return the token of a condition that its query is of: the one that has seen all."""
+        return len(row.ids) - 1 if self._causal else 0
+
+    def scores(self, module: nn.Module, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return q . k_i / sqrt(d), (m, n) float32, of queries (m, dq) and keys (m, n, dk)."""
+        with torch.autocast(keys.device.type, enabled=False):
+            queries, keys = queries.to(keys.device).float(), keys.float()
+            width = queries.shape[1]
+            if self._heavy is not None:
+                layer = self._layer_of[module] - self.first
+                queries = linear(queries, self._heavy.query[layer])
+                keys = linear(keys, self._heavy.key[layer])
+            elif keys.shape[2] != width:
+                # Queries in groups share a head of keys: q . k summed over all of them.
+                shape = (len(queries), -1, width // keys.shape[2], self._head)
+                queries = queries.view(shape).sum(dim=2).flatten(1)
+            scores: Tensor = (keys @ queries[:, :, None])[..., 0] / width**0.5
+            return scores
+
+    def scale(self, attended: Tensor, weights: Tensor) -> Tensor:
+        """Return (1 + strength w_i) h'_i; w is (batch, tokens)."""
+        factor = 1 + self._strength * weights.to(attended.device)
+        return attended * factor.to(attended.dtype)[..., None, None]
+
+
+class _Trial:
+    """Notes the layers that are run, and multiplies what they attend to."""
+
+    def __init__(self, factor: float) -> None:
+        self.modules: list[nn.Module] = []
+        self.head, self._factor = 0, factor
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: Any, usual: Usual
+    ) -> Tensor:
+        self.modules.append(module)
+        self.head = q.shape[3]
+        return usual() * self._factor
+
+
+def _attention_modules(network: Any, name: str) -> tuple[list[nn.Module], int]:
+    """Return the attention module of each layer, as they are run, and the size of a head."""
+    kind, instead = network.config.model_type, "Leave out --router: routed pooling goes with any."
+    trial = _Trial(1.0)
+    if getattr(network, "_supports_attention_backend", False):
+        network.set_attn_implementation(attention.NAME)
+        usual, other = _run(network, trial), _run(network, _Trial(2.0))
+    if not trial.modules:
+        raise UserError(
+            f"{name} ({kind}) computes its attention in a way of its own, and a router inside the "
+            "encoder needs transformers' attention interface, as BERT, RoBERTa, Mistral and Qwen "
+            f"have it. {instead}"
+        )
+    if len(set(trial.modules)) < len(trial.modules):
+        raise UserError(
+            f"{name} ({kind}) shares its weights between layers, so that a router cannot be in "
+            f"some of them only. {instead}"
+        )
+    if (usual - other).norm() < _CHANGED * usual.norm():
+        # As Gemma does: a router would leave the condition out, silently.
+        raise UserError(
+            f"{name} ({kind}) scales what its attention gives to one norm, so that a router, which "
+            f"scales it too, changes nothing. {instead}"
+        )
+    return trial.modules, trial.head
+
+
+@torch.inference_mode()
+def _run(network: Any, router: Any) -> Tensor:
+    """Return the states of two tokens."""
+    device = network.get_input_embeddings().weight.device
+    ids, mask = torch.tensor([[[1, 2]], [[1, 1]]]).to(device)
+    hidden: Tensor = network(input_ids=ids, attention_mask=mask, router=router).last_hidden_state
+    return hidden.float()
+
+
+def _blocks(network: nn.Module, modules: Sequence[nn.Module], name: str) -> list[nn.Module]:
+    """Return the layers that attention modules are in."""
+    for child in network.modules():
+        if isinstance(child, nn.ModuleList) and len(child) == len(modules):
+            pairs = zip(child, modules, strict=True)
+            if all(any(part is own for part in block.modules()) for block, own in pairs):
+                return list(child)
+    raise UserError(f"{name} has no list of layers, so --router csr cannot tell which are last.")
+
+
+# -- hooks: what a network does with the router that it is given ---------------------------------
+
+
+def _before_attention(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    router = kwargs.get("router")
+    return router and router.enter_attention(module, args, kwargs)
+
+
+def _after_attention(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    router = kwargs.get("router")
+    return router and router.leave_attention(output)
+
+
+class _Before:
+    """Before a routed layer; the first of them is where what is computed once ends."""
+
+    def __init__(self, first: bool) -> None:
+        self._first = first
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        router = kwargs.get("router")
+        return router and router.enter_layer(args, kwargs, first=self._first)
+
+
+def _states(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    states: Tensor = args[0] if args else kwargs["hidden_states"]
+    return states
+
+
+def _with_states(states: Tensor, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})
+
+
+class _Router:
+    """What a network's hooks and its attention call; by itself it changes nothing."""
+
+    def __init__(self, csr: Csr) -> None:
+        self.csr = csr
+        #: What entered the attention of the layer that is being run.
+        self.states = torch.empty(0)
+
+    def enter_layer(self, args: Any, kwargs: dict[str, Any], *, first: bool) -> Any:
+        return None
+
+    def enter_attention(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.states = _states(args, kwargs)
+
+    def leave_attention(self, output: Any) -> Any:
+        return None
+
+    def keys(self, key: Tensor) -> Tensor:
+        """Return what the tokens of a layer are compared by, (batch * tokens, d)."""
+        if self.csr.takes_states:
+            return self.states.flatten(0, 1)
+        return key.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+class _Capture(_Router):
+    """Keeps the queries of conditions: of one token of each, in the last layer.
+
+    Attributes:
+        found: (m, d).
+    """
+
+    def __init__(self, csr: Csr, places: Tensor) -> None:
+        """Take the place of each condition's token among all of a pass, (m,)."""
+        super().__init__(csr)
+        self._places, self.found = places, torch.empty(0)
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: Any, usual: Usual
+    ) -> Tensor:
+        # The last layer is the last to write.
+        queries = self.keys(q)
+        self.found = queries.index_select(0, self._places.to(queries.device)).float()
+        return usual()
+
+
+class _CapturePadded(PaddedForward):
+    def __init__(self, csr: Csr, runtime: Runtime, rows: Sequence[Tokens]) -> None:
+        super().__init__(runtime, rows)
+        self._csr = csr
+
+    def prepare(self) -> None:
+        super().prepare()
+        places = [at * self._width + self._csr.position(row) for at, row in enumerate(self._rows)]
+        self._arguments["router"] = self._router = _Capture(self._csr, torch.tensor(places))
+
+    def pooled(self) -> Tensor:
+        self.hidden()
+        return self._router.found
+
+
+class _CapturePacked(PackedForward):
+    def __init__(self, csr: Csr, runtime: Runtime, batch: Batch, rows: Sequence[Tokens]) -> None:
+        super().__init__(runtime, batch, rows)
+        self._csr = csr
+
+    def prepare(self) -> None:
+        super().prepare()
+        own = zip(self._batch.inputs, self._batch.leaves, strict=True)
+        places = [self._batch.position(leaf, self._csr.position(self._rows[i])) for i, leaf in own]
+        self._arguments["router"] = self._router = _Capture(self._csr, torch.tensor(places))
+
+    def pooled(self) -> Tensor:
+        self.hidden()
+        return self._router.found
+
+
+# -- sentences -----------------------------------------------------------------------------------
+
+
+class _Weights(_Router):
+    """Scales the tokens of sentences by their nearness to a query each."""
+
+    def __init__(self, csr: Csr, queries: Tensor, real: Tensor, places: Tensor, n: int) -> None:
+        """Take queries, (m, d), and where each sentence's tokens are among the ``n`` of a pass.
+
+        ``places`` and ``real``, (m, longest): where there is a token.
+        """
+        super().__init__(csr)
+        self._queries, self._real, self._places = queries, real, places
+        # Of each token of the pass: which of the weights, (m * longest) and a zero behind, it has.
+        back = torch.full((n,), real.numel())
+        back[places[real]] = torch.arange(real.numel())[real.flatten()]
+        self._back = back
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: Any, usual: Usual
+    ) -> Tensor:
+        attended = usual()
+        if not self.csr.routes(module):
+            return attended
+        keys = self.keys(k)
+        places = self._places.to(keys.device)
+        own = keys.index_select(0, places.flatten()).view(*places.shape, -1)
+        scores = self.csr.scores(module, self._queries, own)
+        weights = scores.masked_fill(~self._real.to(keys.device), float("-inf")).softmax(dim=1)
+        spread = pad(weights.flatten(), (0, 1)).index_select(0, self._back.to(keys.device))
+        return self.csr.scale(attended, spread.view(attended.shape[:2]))
+
+
+class _Widened(_Weights):
+    """The same in a packed row, whose sentences are repeated before the first routed layer."""
+
+    def __init__(self, expand: Tensor, plan: attention.AttentionPlan, *args: Any) -> None:
+        """Take the row as it is from there on: the place that each of its tokens had, and plan."""
+        super().__init__(*args)
+        self._expand, self._plan = expand, plan
+
+    def enter_layer(self, args: Any, kwargs: dict[str, Any], *, first: bool) -> Any:
+        states = _states(args, kwargs)
+        if first:
+            self._n = states.shape[1]
+            args, kwargs = _with_states(self._widen(states), args, kwargs)
+        rest = {key: self._widen(v) for key, v in kwargs.items() if key != "hidden_states"}
+        return args, {**kwargs, **rest, "packed": self._plan}
+
+    def _widen(self, value: Any) -> Any:
+        if isinstance(value, tuple):  # the sines and cosines of rotary positions
+            return tuple(self._widen(part) for part in value)
+        own = isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, self._n)
+        return value.index_select(1, self._expand.to(value.device)) if own else value
+
+
+class _RoutedPadded(PaddedForward):
+    def __init__(
+        self, csr: Csr, runtime: Runtime, rows: Sequence[Tokens], queries: Sequence[Any]
+    ) -> None:
+        super().__init__(runtime, rows)
+        self._csr, self._queries = csr, queries
+
+    def prepare(self) -> None:
+        super().prepare()
+        lengths = torch.tensor([len(row.ids) for row in self._rows])
+        places = torch.arange(self.n_tokens).view(len(self._rows), self._width)
+        real = torch.arange(self._width) < lengths[:, None]
+        queries = torch.stack(list(self._queries))
+        self._arguments["router"] = _Weights(self._csr, queries, real, places, self.n_tokens)
+
+
+class _RoutedPacked(PackedForward):
+    """A packed row in which inputs side by side that have the same tokens begin as one."""
+
+    def __init__(
+        self,
+        csr: Csr,
+        runtime: Runtime,
+        batch: Batch,
+        rows: Sequence[Tokens],
+        queries: Sequence[Any],
+    ) -> None:
+        self._wide = batch
+        self._csr, self._queries = csr, [queries[index] for index in batch.inputs]
+        groups = [list(own) for _, own in groupby(batch.inputs, key=lambda i: id(rows[i]))]
+        self._counts = [len(own) for own in groups]
+        super().__init__(runtime, _flat([own[0] for own in groups], rows), rows)
+        self.n_tokens = filled(batch, runtime)
+
+    def prepare(self) -> None:
+        super().prepare()
+        lengths = torch.tensor([segment.length for segment in self._wide.segments])
+        starts = torch.tensor([segment.start for segment in self._wide.segments])
+        at = torch.arange(int(lengths.max()))
+        real = at < lengths[:, None]
+        places = torch.where(real, starts[:, None] + at, 0)
+        own = torch.stack(self._queries), real, places, self.n_tokens
+        device, wide = self._runtime.device, self._wide
+        if len(self._wide.segments) == len(self._batch.segments):
+            self._arguments["router"] = _Weights(self._csr, *own)
+            return
+        once = torch.tensor([segment.start for segment in self._batch.segments])
+        moved = torch.repeat_interleave(once, torch.tensor(self._counts))
+        expand = torch.zeros(self.n_tokens, dtype=torch.long)
+        expand[places[real]] = torch.where(real, moved[:, None] + at, 0)[real]
+        plan = attention_plan(self._runtime, wide)
+        self._arguments["router"] = _Widened(expand.to(device), plan, self._csr, *own)
+
+    @property
+    def _pooled_batch(self) -> Batch:
+        return self._wide
+
+
+def _flat(inputs: Sequence[int], rows: Sequence[Tokens]) -> Batch:
+    segments, start = [], 0
+    for index in inputs:
+        stop = start + len(rows[index].ids)
+        segments.append(Segment(index, 0, stop - start, start, stop, -1))
+        start = stop
+    return Batch(tuple(segments), tuple(inputs), tuple(range(len(segments))))
+
+
+# -- as the authors released it --------------------------------------------------------------------
+
+
+class _ReleasedTri(PaddedForward):
+    """The tri-encoder of the authors' code: sentences attend to their condition in every layer.
+
+    A sentence begins with its separator once more, whose state is its vector. Keys and values of
+    every layer are those of the condition's final states, and the sentence's own; the separator's
+    attention to the sentence's tokens, the mean of its heads, is their weight. Positions are those
+    of the sentence itself: the released ones depend on the longest condition of the batch.
+    """
+
+    def __init__(
+        self, csr: Csr, runtime: Runtime, rows: Sequence[Tokens], queries: Sequence[Any]
+    ) -> None:
+        own = [_begun(row, runtime) for row in rows]
+        super().__init__(runtime, own)
+        distinct = {id(query): query for query in queries}
+        number = {key: at for at, key in enumerate(distinct)}
+        self._which = torch.tensor([number[id(query)] for query in queries])
+        self._conditions = PaddedForward(runtime, list(distinct.values()))
+        self._csr = csr
+        self.n_tokens += self._conditions.n_tokens
+
+    def prepare(self) -> None:
+        super().prepare()
+        self._conditions.prepare()
+
+    def pooled(self) -> Tensor:
+        conditions = self._conditions
+        which = self._which.to(self._runtime.device)
+        states = conditions.hidden().index_select(0, which)
+        masks = conditions._arguments["attention_mask"].index_select(0, which)
+        visible = torch.cat([masks, self._arguments["attention_mask"]], dim=1).bool()
+        self._arguments["router"] = _Crossed(self._csr, states, visible)
+        return super().pooled()
+
+
+def _begun(row: Tokens, runtime: Runtime) -> Tokens:
+    """Return a sentence that begins with its last token, a separator, once more."""
+    # One that has all the positions there are gives up its last word.
+    words = row.ids[:-1] if len(row.ids) < runtime.max_length else row.ids[:-2]
+    ids = [row.ids[-1], *words, row.ids[-1]]
+    return replace(row, ids=ids, first=0, last=len(ids), second=len(ids))
+
+
+class _Crossed(_Router):
+    def __init__(self, csr: Csr, condition: Tensor, visible: Tensor) -> None:
+        """Take the conditions' states, (m, c, d), and which keys there are, (m, c + n)."""
+        super().__init__(csr)
+        self._condition, self._visible = condition, visible[:, None, None]
+        self._n = condition.shape[1]
+
+    def enter_attention(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        states = _states(args, kwargs)
+        both = torch.cat([self._condition.to(states), states], dim=1)
+        return _with_states(both, args, kwargs)
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: Any, usual: Usual
+    ) -> Tensor:
+        own, visible = q[:, :, self._n :], self._visible.to(q.device)
+        attended = scaled_dot_product_attention(own, k, v, attn_mask=visible, scale=scale)
+        attended = attended.transpose(1, 2)
+        if self.csr.routes(module):
+            weights = _row(own[:, :, :1], k, visible, scale)
+            attended = self.csr.scale(attended, weights[:, self._n :])
+        # As many as there were states; those of the condition are cut off again.
+        return pad(attended, (0, 0, 0, 0, self._n, 0))
+
+    def leave_attention(self, output: Any) -> Any:
+        return (output[0][:, self._n :], *output[1:])
+
+
+class _ReleasedBi(PaddedForward):
+    """The bi-encoder of the authors' code: sentence and condition in one sequence.
+
+    Nobody but itself attends to the condition's first token, whose attention to the sentence's
+    tokens, the mean of its heads, is their weight; the sentence's first token is the vector.
+    """
+
+    def __init__(
+        self, csr: Csr, runtime: Runtime, rows: Sequence[Tokens], queries: Sequence[Any]
+    ) -> None:
+        joined = []
+        lengths = []
+        for row, condition in zip(rows, queries, strict=True):
+            room = runtime.max_length - len(condition.ids) - 1
+            if room < 2:
+                raise UserError(
+                    f"router_mode is 'released-bi', which reads sentence and condition as one, and "
+                    f"a condition has {len(condition.ids)} of the {runtime.max_length} tokens that "
+                    "the encoder takes. Shorten it, or raise --max-length."
+                )
+            own = row.ids if len(row.ids) <= room else [*row.ids[: room - 1], row.ids[-1]]
+            ids = [*own, row.ids[-1], *condition.ids]
+            lengths.append(len(own))
+            joined.append(replace(row, ids=ids, first=0, last=len(own), second=len(ids)))
+        super().__init__(runtime, joined)
+        self._csr, self._lengths = csr, torch.tensor(lengths)
+
+    def prepare(self) -> None:
+        super().prepare()
+        device = self._runtime.device
+        real = self._arguments["attention_mask"].bool()
+        first = (self._lengths + 1).to(device)
+        at = torch.arange(self._width, device=device)
+        own = at == first[:, None]
+        # (m, queries, keys): all that are there, but of the condition's first token by itself only.
+        visible = real[:, None] & (~own[:, None] | own[:, :, None])
+        # Padding sees something too, or its states would be NaN.
+        visible |= ~real[:, :, None]
+        mask = torch.zeros(visible.shape, dtype=self._runtime.dtype, device=device)
+        self._arguments["attention_mask"] = mask.masked_fill(~visible, float("-inf"))[:, None]
+        sentence = at < self._lengths.to(device)[:, None]
+        self._arguments["router"] = _Joined(self._csr, first, real, sentence)
+
+
+class _Joined(_Router):
+    def __init__(self, csr: Csr, first: Tensor, real: Tensor, sentence: Tensor) -> None:
+        """Take the place of each condition's first token, (m,), and which tokens are what."""
+        super().__init__(csr)
+        self._first, self._real, self._sentence = first, real, sentence
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: Any, usual: Usual
+    ) -> Tensor:
+        attended = usual()
+        if not self.csr.routes(module):
+            return attended
+        rows = torch.arange(len(q), device=q.device)
+        own = q[rows, :, self._first.to(q.device)][:, :, None]
+        weights = _row(own, k, self._real.to(q.device)[:, None, None], scale)
+        weights = weights * self._sentence.to(q.device)
+        return self.csr.scale(attended, weights / weights.sum(dim=1, keepdim=True))
+
+
+def _row(query: Tensor, key: Tensor, visible: Tensor, scale: float | None) -> Tensor:
+    """Return what one query of each text attends to, (m, keys), the mean of its heads."""
+    with torch.autocast(query.device.type, enabled=False):
+        scale = query.shape[3] ** -0.5 if scale is None else scale
+        scores = (query.float() @ key.float().transpose(2, 3)) * scale
+        return scores.masked_fill(~visible, float("-inf")).softmax(dim=3).mean(dim=1)[:, 0]

@@ -1,0 +1,370 @@
+"""CSR's router inside an encoder, against plain transcriptions, one text at a time."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from helpers import checkpoints
+from helpers.cases import CASES, MAX_LENGTH, WORDS
+from safetensors.torch import save_file
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from llmcond.encoders import EncoderInput
+from llmcond.encoders.encoder import load_encoder
+from llmcond.encoders.engine.csr import HeavyRouter
+from llmcond.encoders.engine.routing import embed_routed, router_inputs
+from llmcond.encoders.spec import RELEASED, Router
+from llmcond.errors import LlmcondError, UserError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+#: Gemma's norm behind attention undoes any router.
+ROUTED = [name for name in CASES if not name.startswith("gemma")]
+#: The authors' code is for encoders that add positions to their embeddings.
+ABSOLUTE = ["e5-xlm-r", "bge-m3", "simcse-roberta", "simcse-bert"]
+CONDITIONS = ["the mood", "dogs", "how far away the man is and what he says of it", "the place"]
+STRENGTH = 5.0  # the paper's 1 moves tiny random encoders by little
+
+
+def load(name, folder, mode="paper", layers=2, **options):
+    case = CASES[name]
+    if not (folder / "model").exists():
+        checkpoints.make(case.kind, folder / "model", **case.made)
+        checkpoints.change_json(folder / "model/config.json", **case.config)
+    usual = case.options if mode not in RELEASED else {}
+    router = {"router": "csr", "router_mode": mode, "router_layers": layers}
+    router |= {"router_strength": STRENGTH, "max_length": MAX_LENGTH, **usual, **options}
+    if mode == "heavy":
+        torch.manual_seed(3)
+        width = json.loads((folder / "model/config.json").read_text())["hidden_size"]
+        save_file(HeavyRouter(layers, width).state_dict(), folder / "model/router.safetensors")
+    model = str(folder / "model")
+    return load_encoder(model, like=case.like, dtype="float32", device="cpu", **router)
+
+
+@pytest.fixture(params=[(name, mode) for name in ROUTED for mode in ("paper", "hidden", "heavy")])
+def encoder(request, tmp_path):
+    return load(*request.param[:1], tmp_path, request.param[1])
+
+
+def routed(text, condition):
+    return EncoderInput("", text, router=Router(condition, 0.05, True))
+
+
+def mixed(seed=0, n=8):
+    """Sentences under several conditions each, some plain, one longer than fits."""
+    chance = random.Random(seed)
+    texts = [" ".join(chance.choices(WORDS, k=k)) for k in chance.choices(range(1, 30), k=n)]
+    texts.append("the man " * 80)
+    items = [routed(text, condition) for text in texts for condition in CONDITIONS]
+    items += [EncoderInput("", text) for text in [*texts, *CONDITIONS]]
+    chance.shuffle(items)
+    return items
+
+
+# -- the transcription -------------------------------------------------------------------------
+
+
+class Plain:
+    """Equation 1 of the paper, in eager attention of one text without the engine."""
+
+    def __init__(self, encoder):
+        self.network, self.identity = encoder._model.network, encoder.identity
+        self.tokenizer, self.heavy = (
+            encoder._tokenizer,
+            getattr(encoder._model.network, "csr_router", None),
+        )
+        self.causal = self.identity.attention == "causal"
+        self.own = []
+        self.states = {}
+        modules = [m for m in self.network.modules() if type(m).__name__.endswith("SelfAttention")]
+        modules = modules or [m for m in self.network.modules() if hasattr(m, "q_proj")]
+        for layer, module in enumerate(modules):
+            module.layer = layer
+            module.register_forward_pre_hook(self.keep, with_kwargs=True)
+        self.n_layers = len(modules)
+
+    def keep(self, module, args, kwargs):
+        self.states[module.layer] = (args[0] if args else kwargs["hidden_states"])[0]
+
+    def attention(self, module, query, key, value, mask, scaling=None, **kwargs):
+        query, key, value = query[0], key[0], value[0]
+        key, value = (x.repeat_interleave(len(query) // len(x), 0) for x in (key, value))
+        n = query.shape[1]
+        scores = query @ key.transpose(1, 2) * (scaling or query.shape[2] ** -0.5)
+        if self.causal:
+            scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf)
+        output = (scores.softmax(-1) @ value).transpose(0, 1)  # (tokens, heads, head_dim)
+        queries, keys = (x.transpose(0, 1).flatten(1) for x in (query, key))
+        if self.identity.router_mode != "paper":
+            queries = keys = self.states[module.layer]
+        place = n - 1 if self.causal else 0
+        if self.query is None:
+            self.found = queries[place]
+        elif (number := module.layer - self.n_layers + self.identity.router_layers) >= 0:
+            query = self.query
+            if self.heavy is not None:
+                query = self.heavy.query[number] @ query
+                keys = keys @ self.heavy.key[number].T
+            w = (keys @ query / len(query) ** 0.5).softmax(0)
+            output = output * (1 + self.identity.router_strength * w)[:, None, None]
+        return output[None], None
+
+    def run(self, row, query):
+        self.query = query
+        AttentionInterface.register("transcribed", self.attention)
+        AttentionMaskInterface.register("transcribed", sdpa_mask)
+        was = self.network.config._attn_implementation
+        self.network.set_attn_implementation("transcribed")
+        own = {"input_ids": torch.tensor([row.ids]), "attention_mask": torch.ones(1, len(row.ids))}
+        if self.identity.pooling == "latent":
+            own["pool_mask"] = torch.ones(1, len(row.ids), dtype=torch.bool)
+        with torch.inference_mode():
+            output = self.network(**own)
+        self.network.set_attn_implementation(was)
+        return output
+
+    def vector(self, item):
+        condition, row = self.tokenizer(
+            [EncoderInput("", item.router.text), EncoderInput("", item.text)]
+        )
+        self.run(condition, None)
+        output = self.run(row, self.found)
+        hidden = output.last_hidden_state[0]
+        pooled = {"cls": lambda: hidden[0], "last": lambda: hidden[row.last - 1]}
+        pooled["pooler"] = lambda: output.pooler_output[0]
+        vector = pooled.get(self.identity.pooling, lambda: hidden[row.first : row.last].mean(0))()
+        return (vector / vector.norm() if self.identity.normalize else vector).numpy()
+
+
+@pytest.mark.matrix
+def test_a_vector_is_the_equation_of_the_paper(encoder):
+    items = [item for item in mixed(n=3) if item.router]
+    found = encoder.encode_counted(items).vectors
+    plain = Plain(encoder)
+    for item, vector in zip(items, found, strict=True):
+        np.testing.assert_allclose(vector, plain.vector(item), rtol=0, atol=1e-5)
+
+
+@pytest.mark.matrix
+def test_alone_is_in_any_batch_is_padded(encoder, monkeypatch):
+    items = mixed(1)
+    done = encoder.encode_counted(items)
+    alone = np.concatenate([encoder.encode_counted([item]).vectors for item in items])
+    np.testing.assert_allclose(done.vectors, alone, rtol=0, atol=1e-5)
+    assert encoder.engine.packs
+    monkeypatch.setattr(encoder.engine, "packs", False)
+    padded = encoder.encode_counted(items).vectors
+    np.testing.assert_allclose(padded, done.vectors, rtol=0, atol=1e-5)
+    plain = encoder.encode_counted([EncoderInput("", item.text) for item in items]).vectors
+    moved = np.abs(plain - done.vectors).max(axis=1)
+    assert all(moved[at] > 1e-4 for at, item in enumerate(items) if item.router)
+
+
+# -- as it was released --------------------------------------------------------------------------
+
+
+def released_tri(encoder, item, *, layers):
+    """The released tri-encoder, layer by layer."""
+    network, strength = encoder._model.network, encoder.identity.router_strength
+    tokens = encoder._tokenizer([EncoderInput("", item.router.text), EncoderInput("", item.text)])
+    condition, row = (one.ids for one in tokens)
+    with torch.inference_mode():
+        c = network(input_ids=torch.tensor([condition])).last_hidden_state[0]
+        x = network.embeddings(input_ids=torch.tensor([[row[-1], *row]]))[0]
+        for number, layer in enumerate(network.encoder.layer):
+            own = layer.attention.self
+            both = torch.cat([c, x])
+            q, k, v = (
+                part.unflatten(1, (own.num_attention_heads, -1)).transpose(0, 1)
+                for part in (own.query(x), own.key(both), own.value(both))
+            )
+            weights = (q @ k.transpose(1, 2) / q.shape[2] ** 0.5).softmax(-1)
+            context = (weights @ v).transpose(0, 1).flatten(1)
+            if number >= len(network.encoder.layer) - layers:
+                m = weights.mean(0)[0, -len(x) :]
+                context = context * (1 + strength * m)[:, None]
+            attended = layer.attention.output(context, x)
+            x = layer.output(layer.intermediate(attended), attended)
+    return x[0]
+
+
+def released_bi(encoder, item, *, layers):
+    """The released bi-encoder, layer by layer."""
+    network, strength = encoder._model.network, encoder.identity.router_strength
+    tokens = encoder._tokenizer([EncoderInput("", item.router.text), EncoderInput("", item.text)])
+    condition, row = (one.ids for one in tokens)
+    split = len(row) + 1
+    with torch.inference_mode():
+        x = network.embeddings(input_ids=torch.tensor([[*row, row[-1], *condition]]))[0]
+        for number, layer in enumerate(network.encoder.layer):
+            own = layer.attention.self
+            q, k, v = (
+                part.unflatten(1, (own.num_attention_heads, -1)).transpose(0, 1)
+                for part in (own.query(x), own.key(x), own.value(x))
+            )
+            scores = q @ k.transpose(1, 2) / q.shape[2] ** 0.5
+            others = torch.arange(len(x)) != split
+            scores[:, others, split] = -torch.inf
+            weights = scores.softmax(-1)
+            context = (weights @ v).transpose(0, 1).flatten(1)
+            if number >= len(network.encoder.layer) - layers:
+                m = weights.mean(0)[split]
+                m[len(row) :] = 0
+                context = context * (1 + strength * m / m.sum())[:, None]
+            attended = layer.attention.output(context, x)
+            x = layer.output(layer.intermediate(attended), attended)
+    return x[0]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("mode", RELEASED)
+@pytest.mark.parametrize("name", ABSOLUTE)
+def test_the_released_modes_are_the_authors_code(name, mode, layers, tmp_path):
+    encoder = load(name, tmp_path, mode, layers)
+    assert encoder.identity.pooling == "cls"
+    items = [item for item in mixed(3, n=4) if item.router and len(item.text.split()) < 60]
+    found = encoder.encode_counted(items).vectors
+    wanted = released_tri if mode == "released-tri" else released_bi
+    for item, vector in zip(items, found, strict=True):
+        expected = wanted(encoder, item, layers=layers)
+        if encoder.identity.normalize:
+            expected = expected / expected.norm()
+        np.testing.assert_allclose(vector, expected.numpy(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", RELEASED)
+def test_the_released_modes_do_not_depend_on_the_batch(mode, tmp_path):
+    encoder = load("simcse-roberta", tmp_path, mode)
+    items = mixed(4)
+    found = encoder.encode_counted(items).vectors
+    alone = np.concatenate([encoder.encode_counted([item]).vectors for item in items])
+    np.testing.assert_allclose(found, alone, rtol=0, atol=1e-5)
+
+
+# -- what is computed, and gradients -------------------------------------------------------------
+
+
+def test_layers_before_the_router_are_computed_once_a_sentence(tmp_path):
+    encoder = load("e5-xlm-r", tmp_path, layers=1)
+    blocks = encoder._model.network.encoder.layer
+    seen = [[], []]
+    for block, sizes in zip(blocks, seen, strict=True):
+        block.intermediate.register_forward_hook(
+            lambda m, a, out, sizes=sizes: sizes.append(out.shape[1])
+        )
+    items = [routed("two dogs run over wet grass", condition) for condition in CONDITIONS]
+    queries = encoder.queries(items)
+    for sizes in seen:
+        sizes.clear()
+    encoder.encode_counted(items, queries)
+    (once,), (each,) = seen
+    assert each == len(CONDITIONS) * once
+
+
+def test_a_changed_condition_changes_its_own_vectors_only(tmp_path):
+    encoder = load("simcse-bert", tmp_path)
+    texts = ["two dogs run over wet grass", "the man sits", "the gun is gone"]
+    before = encoder.encode_counted([routed(text, "the mood") for text in texts]).vectors
+    after = encoder.encode_counted(
+        [routed(text, "dogs" if at == 1 else "the mood") for at, text in enumerate(texts)]
+    ).vectors
+    np.testing.assert_allclose(after[[0, 2]], before[[0, 2]], rtol=0, atol=1e-6)
+    assert np.abs(after[1] - before[1]).max() > 1e-4
+
+
+def test_equal_keys_have_equal_weights(tmp_path):
+    encoder = load("simcse-bert", tmp_path, layers=1, pooling="mean")
+    csr = encoder.engine._csr
+    module = next(m for m in csr._layer_of if csr.routes(m))
+    scores = csr.scores(module, torch.randn(2, 32), torch.ones(2, 5, 32))
+    torch.testing.assert_close(scores.softmax(1), torch.full((2, 5), 0.2))
+
+
+@pytest.mark.parametrize("mode", ["paper", "hidden", "heavy", *RELEASED])
+def test_gradients_are_those_of_finite_differences(mode, tmp_path):
+    encoder = load("e5-xlm-r", tmp_path, mode)
+    network = encoder._model.network
+    items = [
+        routed(text, c) for text in ("two dogs run", "the man sits down") for c in CONDITIONS[:2]
+    ]
+    tokens = encoder._tokenizer([EncoderInput("", item.text) for item in items])
+    routers = router_inputs(items)
+    queries = dict(zip(routers, encoder._tokenizer(list(routers.values())), strict=True))
+    weight = network.embeddings.word_embeddings.weight.requires_grad_(True)
+    torch.manual_seed(0)
+    onto = torch.randn(len(items), encoder.dim)
+
+    def loss():
+        return (embed_routed(encoder.engine, items, tokens, queries) * onto).sum()
+
+    (found,) = torch.autograd.grad(loss(), weight)
+    # Of a condition's word, which reaches the loss through the router alone, and of a sentence's.
+    for text in (queries["the mood"].ids[1], tokens[0].ids[1]):
+        step = torch.zeros_like(weight)
+        step[text] = torch.randn(weight.shape[1], dtype=weight.dtype) * 1e-2
+        with torch.no_grad():
+            weight += step
+            above = loss()
+            weight -= 2 * step
+            below = loss()
+            weight += step
+        wanted = float(above - below) / 2
+        assert float((found * step).sum()) == pytest.approx(wanted, rel=2e-2, abs=2e-6)
+        assert abs(wanted) > 1e-6
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("gemma", {}, "changes nothing. Leave out --router: routed pooling goes with any"),
+        ("e5-xlm-r", {"layers": 3}, "router_layers is 3, and .* has 2 layers"),
+        ("e5-xlm-r", {"layers": 0}, "router_layers is 0; it must be at least 1"),
+        ("bge-m3", {"layers": 1}, "pools by cls: .* Give --router-layers 3, or --pooling mean"),
+        ("e5-xlm-r", {"router_strength": 0.0}, "router_strength is 0; it must be above 0"),
+        ("sfr", {"mode": "released-tri"}, "router_mode is 'released-tri', which is for bidirect"),
+        ("nv-embed", {"mode": "released-bi"}, "router_mode is 'released-bi', which is for bidir"),
+        ("e5-xlm-r", {"router": "none"}, "router_mode is 'paper', and there is no router in the"),
+        ("e5-xlm-r", {"mode": "released-bi", "pooling": "mean"}, "Leave out --pooling"),
+    ],
+)
+def test_what_cannot_be_is_refused(name, options, said, tmp_path):
+    with pytest.raises(UserError, match=said):
+        load(name, tmp_path, **options)
+
+
+@pytest.mark.parametrize("kind", ["mpnet", "albert"])
+def test_attention_that_takes_no_router_is_named(kind, tmp_path):
+    import transformers
+
+    name = {"mpnet": "MPNet", "albert": "Albert"}[kind]
+    made = checkpoints.make("simcse-bert", tmp_path / "model").folder
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=400, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=64, max_position_embeddings=128, embedding_size=32,
+    )  # fmt: skip
+    getattr(transformers, f"{name}Model")(config).save_pretrained(made)
+    with pytest.raises(UserError, match=rf"\({kind}\) (computes its attention in|shares its wei)"):
+        load_encoder(str(made), device="cpu", pooling="mean", router="csr", router_layers=1)
+
+
+def test_a_heavy_router_has_trained_weights(tmp_path):
+    encoder = load("e5-xlm-r", tmp_path, "heavy")
+    weights = encoder.identity.weights
+    path = tmp_path / "model/router.safetensors"
+    save_file(HeavyRouter(2, 32).state_dict(), path)
+    again = load_encoder(
+        str(tmp_path / "model"), router="csr", router_mode="heavy", router_layers=2
+    )
+    assert again.identity.weights != weights
+    with pytest.raises(LlmcondError, match="holds no router of 1 layers and 32 dimensions"):
+        load_encoder(str(tmp_path / "model"), router="csr", router_mode="heavy", router_layers=1)
+    path.unlink()
+    with pytest.raises(UserError, match=r"whose weights are trained, and .* has none\. Train"):
+        load_encoder(str(tmp_path / "model"), router="csr", router_mode="heavy", router_layers=2)
