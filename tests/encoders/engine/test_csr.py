@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+import transformers
 from helpers import checkpoints
 from helpers.cases import CASES, MAX_LENGTH, WORDS
 from safetensors.torch import save_file
@@ -339,19 +340,60 @@ def test_what_cannot_be_is_refused(name, options, said, tmp_path):
         load(name, tmp_path, **options)
 
 
-@pytest.mark.parametrize("kind", ["mpnet", "albert"])
-def test_attention_that_takes_no_router_is_named(kind, tmp_path):
-    import transformers
+def other(name, folder, kind="xlm-r", **config):
+    """Load an architecture that no known model has, with a router in its last two layers."""
+    made = checkpoints.make(kind, folder / "model").folder
+    config |= {"vocab_size": 3_000, "hidden_size": 32, "num_hidden_layers": 3}
+    config |= {"num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 128}
+    network = getattr(transformers, f"{name}Model")(
+        getattr(transformers, f"{name}Config")(**config)
+    )
+    for weight in network.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.3)
+    network.save_pretrained(made)
+    if kind == "xlm-r":
+        checkpoints.change_json(
+            made / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast"
+        )
+    return load_encoder(
+        str(made), device="cpu", dtype="float32", pooling="mean", router="csr", router_layers=2
+    )
 
-    name = {"mpnet": "MPNet", "albert": "Albert"}[kind]
-    made = checkpoints.make("simcse-bert", tmp_path / "model").folder
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=400, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        intermediate_size=64, max_position_embeddings=128, embedding_size=32,
-    )  # fmt: skip
-    getattr(transformers, f"{name}Model")(config).save_pretrained(made)
-    with pytest.raises(UserError, match=rf"\({kind}\) (computes its attention in|shares its wei)"):
-        load_encoder(str(made), device="cpu", pooling="mean", router="csr", router_layers=1)
+
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        # Two kinds of layers, of which one has windows and other rotations.
+        (
+            "ModernBert",
+            {**TOKENS, "global_attn_every_n_layers": 2, "local_attention": 64}
+            | {"cls_token_id": 1, "sep_token_id": 2},
+        ),
+        # Its attention modules do not know their number.
+        ("DistilBert", {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 64}),
+        ("EuroBert", {**TOKENS, "mask_token_id": 3}),
+    ],
+)
+def test_layers_are_found_in_other_architectures(name, config, tmp_path):
+    encoder = other(name, tmp_path, **config)
+    assert encoder.engine._csr.first == 1
+    items = [item for item in mixed(5) if len(item.text) < 100]
+    found = encoder.encode_counted(items).vectors
+    alone = np.concatenate([encoder.encode_counted([item]).vectors for item in items])
+    np.testing.assert_allclose(found, alone, rtol=0, atol=1e-5)
+    assert encoder.engine.packs
+    encoder.engine.packs = False
+    np.testing.assert_allclose(encoder.encode_counted(items).vectors, found, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["MPNet", "Albert"])
+def test_attention_that_takes_no_router_is_named(name, tmp_path):
+    with pytest.raises(UserError, match=r"(mpnet\) computes its att|albert\) shares its wei)"):
+        other(name, tmp_path, "simcse-bert", embedding_size=32)
 
 
 def test_a_heavy_router_has_trained_weights(tmp_path):

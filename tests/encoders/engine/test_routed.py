@@ -86,6 +86,7 @@ def by_the_equation(encoder, item):
     return (vector / vector.norm() if encoder.identity.normalize else vector).numpy()
 
 
+@pytest.mark.matrix
 def test_a_vector_is_its_equation(encoder):
     items = mixed(n=4)
     found = encoder.encode_counted(items).vectors
@@ -94,6 +95,7 @@ def test_a_vector_is_its_equation(encoder):
             np.testing.assert_allclose(vector, by_the_equation(encoder, item), atol=1e-5)
 
 
+@pytest.mark.matrix
 def test_alone_is_in_any_batch_is_padded(encoder, monkeypatch):
     items = mixed(1)
     found = encoder.encode_counted(items).vectors
