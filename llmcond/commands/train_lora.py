@@ -12,7 +12,7 @@ from llmcond.options import option
 from llmcond.workflows.options import HeadChoice
 
 if TYPE_CHECKING:
-    from llmcond.workflows.finetune import Trained
+    from llmcond.workflows.training import Trained
 
     _TuneOptions = TuneSettings
 else:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 import torch
@@ -15,29 +15,28 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor
 
+from llmcond.arrays import Positions
 from llmcond.encoders.engine.engine import OutOfMemoryError, is_out_of_memory
 from llmcond.errors import LlmcondError, UserError
-from llmcond.finetune.inputs import RatedInputs
-from llmcond.finetune.model import TunedModel
+from llmcond.finetune.base import R, TrainedModel
 from llmcond.finetune.order import Order
 from llmcond.finetune.settings import TuneSettings, usual_rate
 from llmcond.finetune.state import STATE, Progress, StateFolder
 from llmcond.heads.fit import since_best
-from llmcond.heads.objectives import contrast_groups
 from llmcond.metrics import spearman
 
 #: Called after each step and each evaluation.
 OnStep = Callable[[Progress, int, float], None]
 
 
-class Trainer:
+class Trainer(Generic[R]):
     """Trains a model, step by step; ``steps`` are those of all epochs."""
 
     def __init__(
         self,
-        model: TunedModel,
-        train: RatedInputs,
-        dev: RatedInputs | None,
+        model: TrainedModel[R],
+        train: R,
+        dev: R | None,
         settings: TuneSettings,
         accelerator: Accelerator,
         state: StateFolder,
@@ -51,11 +50,8 @@ class Trainer:
             LlmcondError: its checkpoint was damaged.
         """
         self.model, self._train, self._dev, self._settings = model, train, dev, settings
-        self._accelerator, self._state, self._seed = accelerator, state, model.plan.seed
-        # The two rows of a contrastive pair stay together.
-        contrasts = model.plan.objective.contrasts
-        group = contrast_groups(train.pair) if contrasts else np.arange(len(train))
-        self._order = Order(group, settings, self._seed, accelerator.num_processes)
+        self._accelerator, self._state, self._seed = accelerator, state, model.seed
+        self._order = Order(model.groups(train), settings, self._seed, accelerator.num_processes)
         self.steps = self._order.steps * settings.epochs
         self._weights = model.trained()
         self._average = (
@@ -71,7 +67,7 @@ class Trainer:
         self._wrapped = accelerator.prepare_model(model, device_placement=False)
 
     def _groups(self) -> list[dict[str, Any]]:
-        settings, head = self._settings, self.model.plan.recipe.settings
+        settings, head = self._settings, self.model.head.settings
         rates = settings.learning_rate, settings.weight_decay
         # No head at all has neither.
         of_head = getattr(head, "learning_rate", rates[0]), getattr(head, "weight_decay", 0.0)
@@ -239,27 +235,28 @@ class Trainer:
         dev = self._dev
         if dev is None:
             return None
-        pairs = dev.arrays(self._encode(dev))
-        similarity = self.model.fitted().similarity(pairs.first, pairs.second, pairs.condition)
+        similarity = self.model.predict(dev, self._shared)
         if not np.isfinite(similarity).all():
             return None
-        value = spearman(similarity.astype(np.float64), pairs.rating)
+        value = spearman(similarity.astype(np.float64), dev.rating)
         return None if math.isnan(value) else value
 
-    def _encode(self, inputs: RatedInputs) -> NDArray[np.float32]:
-        """Return the vectors of all distinct inputs, each process a share of them."""
+    def _shared(
+        self, n: int, compute: Callable[[Positions], NDArray[np.float32]]
+    ) -> NDArray[np.float32]:
+        """Compute (n, k) values of n things, each process those of a share."""
         accelerator = self._accelerator
-        count, n = accelerator.num_processes, len(inputs.items)
-        # As many for each process: the last ones are encoded twice.
+        count = accelerator.num_processes
+        # As many for each process: the last ones are computed twice.
         mine = np.arange(accelerator.process_index, -(-n // count) * count, count) % n
         with accelerator.autocast():
-            own = self.model.encode(inputs, mine)
+            own = compute(mine)
         if count == 1:
             return own
         gathered = accelerator.gather(torch.from_numpy(own).to(accelerator.device))
         parts = gathered.view(count, len(mine), -1).transpose(0, 1).reshape(count * len(mine), -1)
-        vectors: NDArray[np.float32] = parts[:n].cpu().numpy()
-        return vectors
+        values: NDArray[np.float32] = parts[:n].cpu().numpy()
+        return values
 
     def keep_best(self) -> None:
         """Put the weights of the best evaluation into the model."""

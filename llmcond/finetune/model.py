@@ -1,23 +1,21 @@
-"""An encoder and a head as one module that is trained, and what it gives in between."""
+"""An encoder of each text and a head that compares them, as one module that is trained."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from llmcond.arrays import Positions
 from llmcond.encoders.engine.engine import Engine
 from llmcond.errors import UserError
+from llmcond.finetune.base import Shared, TrainedModel
 from llmcond.finetune.inputs import RatedInputs
 from llmcond.heads import FittedHead, Recipe
-from llmcond.heads.module import HeadModule, seeded
+from llmcond.heads.module import seeded
 from llmcond.heads.objectives import (
     Objective,
     ObjectiveSettings,
@@ -25,7 +23,6 @@ from llmcond.heads.objectives import (
     adjacent_pairs,
     contrast_groups,
 )
-from llmcond.heads.pairs import Fit
 from llmcond.prompts import Prompt
 
 #: Inputs with routers that are encoded at a time where there are no gradients.
@@ -53,8 +50,8 @@ class HeadPlan:
     start: FittedHead | None = None
 
 
-class TunedModel(nn.Module):
-    """From rows to the loss: the encoder's network, with its adapters, the head, the objective."""
+class TunedModel(TrainedModel[RatedInputs]):
+    """From rows to the loss: the encoder's vectors, the head's embeddings, the objective."""
 
     def __init__(self, engine: Engine, plan: HeadPlan, dims: tuple[int, int]) -> None:
         """Put a head behind an engine.
@@ -63,8 +60,6 @@ class TunedModel(nn.Module):
             UserError: the head goes with no features of these ``dims``, those of sentences and of
                 conditions.
         """
-        super().__init__()
-        self.encoder: nn.Module = engine.model.network
         recipe = plan.recipe
         (head, objective), _ = seeded(
             lambda: (recipe.family(recipe.settings, *dims), Objective(plan.objective)), plan.seed
@@ -79,19 +74,17 @@ class TunedModel(nn.Module):
                     "and prompt."
                 )
             head.load_state_dict(start)
-        self.head: HeadModule = head.to(engine.out)
+        super().__init__(engine, head, recipe.kind, plan.seed)
         self.objective = objective.to(engine.out)
-        self.engine, self.plan = engine, plan
+        self.plan = plan
 
     def forward(self, inputs: RatedInputs, rows: Positions, seed: list[int]) -> Tensor:
         """Return the mean loss of some rows, a scalar; ``seed`` is that of dropout."""
-        drawn = np.random.SeedSequence(seed).generate_state(2, np.uint64)
-        torch.manual_seed(int(drawn[0] >> 1))
+        self.seed_dropout(seed)
         used = inputs.used(rows)
         vectors = inputs.embed(self.engine, used)
         with torch.autocast(vectors.device.type, enabled=False):
             batch = inputs.batch(rows, used, vectors.float())
-            self.head.seed_dropout(int(drawn[1]))
             first, second = self.head(*batch).chunk(2)
             pair, contrastive = torch.from_numpy(inputs.pair[rows]).to(first.device), None
             if self.plan.objective.contrasts:
@@ -102,29 +95,27 @@ class TunedModel(nn.Module):
             loss: Tensor = self.objective(first, second, rating, info)
             return loss
 
-    def trained(self) -> dict[str, Tensor]:
-        """Return what is trained, by name: parameters of the encoder and of the head."""
-        return {name: value for name, value in self.named_parameters() if value.requires_grad}
+    def groups(self, inputs: RatedInputs) -> NDArray[np.int64]:
+        """Return (n,) a number for each row, the same for the two of a contrastive pair."""
+        contrasts = self.plan.objective.contrasts
+        return contrast_groups(inputs.pair) if contrasts else super().groups(inputs)
 
-    def fitted(self, record: Mapping[str, Any] | None = None) -> FittedHead:
-        """Return the head as it is now, as one that was fitted."""
-        # It is seeded again before each use, and not all generators can be copied.
-        self.head.seed_dropout(None)
-        recipe, module = self.plan.recipe, copy.deepcopy(self.head).finished()
-        return FittedHead(recipe.kind, recipe.family, module, self.plan.seed, Fit(record or {}))
+    def predict(self, inputs: RatedInputs, shared: Shared) -> NDArray[np.float32]:
+        """Return the predicted similarity of all rows, (n,), each distinct input encoded once."""
+        vectors = shared(len(inputs.items), lambda which: self.encode(inputs, which))
+        pairs = inputs.arrays(vectors)
+        return self.fitted().similarity(pairs.first, pairs.second, pairs.condition)
 
     def encode(self, inputs: RatedInputs, which: Positions) -> NDArray[np.float32]:
         """Return the vectors of some distinct inputs, without dropout and gradients."""
+        if not inputs.queries:
+            return self.vectors([inputs.tokens[i] for i in which])
         was = self.training
         self.eval()
         vectors = np.empty((len(which), self.engine.dim), dtype=np.float32)
-        if inputs.queries:
-            with torch.inference_mode():
-                for start in range(0, len(which), _ROUTED):
-                    part = inputs.embed(self.engine, which[start : start + _ROUTED])
-                    vectors[start : start + _ROUTED] = part.cpu().numpy()
-        else:
-            for done in self.engine.run([inputs.tokens[i] for i in which]):
-                vectors[done.inputs] = done.vectors
+        with torch.inference_mode():
+            for start in range(0, len(which), _ROUTED):
+                part = inputs.embed(self.engine, which[start : start + _ROUTED])
+                vectors[start : start + _ROUTED] = part.cpu().numpy()
         self.train(was)
         return vectors

@@ -41,7 +41,7 @@ from llmcond.report.card import heads_card
 from llmcond.runs import Run, open_run
 from llmcond.runs.run import HERE
 from llmcond.version import __version__
-from llmcond.workflows.finetune import RECORD, STATE
+from llmcond.workflows.training import RECORD, STATE
 
 MANIFEST, CARD = "run.json", "README.md"
 

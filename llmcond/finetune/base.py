@@ -1,0 +1,92 @@
+"""What the training loop asks of a model, and of the rated rows that it is trained on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from llmcond.arrays import Positions
+from llmcond.encoders.engine.engine import Engine
+from llmcond.encoders.engine.tokenizing import Tokens
+from llmcond.heads import FittedHead
+from llmcond.heads.module import HeadModule
+from llmcond.heads.pairs import Fit
+
+#: Computes (n, k) values of n things by a function of some positions: each process a share of them.
+Shared = Callable[[int, Callable[[Positions], NDArray[np.float32]]], NDArray[np.float32]]
+
+
+class Rated(Protocol):
+    """Rated rows in the form that a model takes them."""
+
+    @property
+    def rating(self) -> NDArray[np.float64]:
+        """Return the ratings, (n,) on 0 to 1."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+R = TypeVar("R", bound=Rated)
+
+
+class TrainedModel(nn.Module, Generic[R]):
+    """An encoder's network, with its adapters, and a head behind it, which are trained together.
+
+    A subclass says what the loss of some rows is, and what it predicts.
+
+    Attributes:
+        head: behind the encoder; ``kind`` is what records call its family.
+        seed: of first weights, of the order of rows and of dropout.
+    """
+
+    def __init__(self, engine: Engine, head: HeadModule, kind: str, seed: int) -> None:
+        super().__init__()
+        self.encoder: nn.Module = engine.model.network
+        self.head: HeadModule = head.to(engine.out)
+        self.engine, self.kind, self.seed = engine, kind, seed
+
+    def forward(self, inputs: R, rows: Positions, seed: list[int]) -> Tensor:
+        """Return the mean loss of some rows, a scalar; ``seed`` is of all that is random in it."""
+        raise NotImplementedError
+
+    def predict(self, inputs: R, shared: Shared) -> NDArray[np.float32]:
+        """Return the predicted similarity of all rows, (n,), without dropout and gradients."""
+        raise NotImplementedError
+
+    def groups(self, inputs: R) -> NDArray[np.int64]:
+        """Return (n,) a number for each row; rows of one number stay together in a step."""
+        return np.arange(len(inputs))
+
+    def trained(self) -> dict[str, Tensor]:
+        """Return what is trained, by name: parameters of the encoder and of the head."""
+        return {name: value for name, value in self.named_parameters() if value.requires_grad}
+
+    def fitted(self, record: Mapping[str, Any] | None = None) -> FittedHead:
+        """Return the head as it is now, as one that was fitted."""
+        # It is seeded again before each use, and not all generators can be copied.
+        self.head.seed_dropout(None)
+        module = copy.deepcopy(self.head).finished()
+        return FittedHead(self.kind, type(self.head), module, self.seed, Fit(record or {}))
+
+    def seed_dropout(self, seed: list[int]) -> None:
+        """Let the encoder's dropout and that of the head be drawn by a seed."""
+        drawn = np.random.SeedSequence(seed).generate_state(2, np.uint64)
+        torch.manual_seed(int(drawn[0] >> 1))
+        self.head.seed_dropout(int(drawn[1]))
+
+    def vectors(self, tokens: Sequence[Tokens]) -> NDArray[np.float32]:
+        """Return the encoder's vectors of inputs, (n, dim), without dropout and gradients."""
+        was = self.training
+        self.eval()
+        vectors = np.empty((len(tokens), self.engine.dim), dtype=np.float32)
+        for done in self.engine.run(tokens):
+            vectors[done.inputs] = done.vectors
+        self.train(was)
+        return vectors

@@ -1,0 +1,374 @@
+"""Training an encoder, whatever stands behind it: checks, the loop, and the account of it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcond.config import build
+from llmcond.data.datasets import DataOptions, Dataset
+from llmcond.data.rows import Rows
+from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
+from llmcond.encoders.loading.quantization import require
+from llmcond.errors import UserError
+from llmcond.evaluation.results import Result
+from llmcond.files import check_writable, write_json, write_text
+from llmcond.finetune.settings import TuneSettings, renamed, usual_rate
+from llmcond.finetune.state import Progress, StateFolder, differences
+from llmcond.heads import FittedHead
+from llmcond.log import log
+from llmcond.metrics import Estimate
+from llmcond.progress import TrainBar, duration
+from llmcond.records import RECORD as RECORDED
+from llmcond.records import read_record
+from llmcond.report.format import estimate_text
+from llmcond.runs import Run, open_run, where_model
+from llmcond.runs.predictors import Predictor, results_of
+from llmcond.runs.provenance import provenance
+from llmcond.tasks import Task
+from llmcond.workflows.extract import read_dataset
+
+if TYPE_CHECKING:
+    from llmcond.finetune.base import Rated, TrainedModel
+    from llmcond.finetune.build import Trainable
+
+#: Of the folder's own account of the training.
+FORMAT = 1
+RECORD, STATE = "training.json", "training"
+
+
+@dataclass(frozen=True)
+class _MadeOf:
+    settings: Mapping[str, Any]
+    head: Mapping[str, Any]
+    objective: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Summary:
+    scores: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True)
+class _Account:
+    """What the account of a training holds, as far as it is read."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORDED
+
+    made_of: _MadeOf
+    summary: _Summary
+
+
+@dataclass(frozen=True)
+class Trained:
+    """An encoder that was trained, with its head: the run, the head's name, steps and scores."""
+
+    record: Mapping[str, Any]
+
+    @property
+    def run(self) -> Path:
+        """Return the folder of the run, which is the encoder's too."""
+        return Path(self.record["run"])
+
+    @property
+    def metrics(self) -> dict[str, Estimate]:
+        """Return the scores on test if there is one, else on dev; empty without rated rows."""
+        scores = self.record.get("scores", ())[-1:]
+        return {
+            name: Estimate.of_json(row[name], row[f"{name}_ci"])
+            for row in scores
+            for name in row
+            if f"{name}_ci" in row
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        return dict(self.record)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the loop trains, and the rows that it takes; those of dev choose the weights."""
+
+    model: TrainedModel[Any]
+    train: Rated
+    dev: Rated | None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A head that was trained, in its run: its name, what it takes, its scores.
+
+    ``card`` makes a model card of the account of the training, where the folder can be shared.
+    """
+
+    name: str
+    takes: Mapping[str, Any]
+    scores: Sequence[Result]
+    card: Callable[[Mapping[str, Any]], str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is trained on what, into which folder; a subclass says what stands behind the encoder.
+
+    Attributes:
+        head: its name, for messages.
+        made_of: all that decides the weights that come out.
+    """
+
+    model: str
+    resolved: ResolvedEncoder
+    folder: Path
+    task: Task
+    dataset: Dataset
+    settings: TuneSettings
+    head: str
+    seed: int
+    merge: bool
+    made_of: Mapping[str, Any]
+
+    def parts(self, trainable: Trainable) -> Parts:
+        """Return the model, and the rated rows of train and dev as it takes them."""
+        raise NotImplementedError
+
+    def keep(self, head: FittedHead) -> Kept:
+        """Make the folder, which holds the encoder, a run, and put the head into it."""
+        raise NotImplementedError
+
+    def rated_dev(self) -> Rows | None:
+        """Return dev; None if it has no rated rows, and the last weights are kept."""
+        dev = self.dataset.splits.get("dev")
+        return dev if dev is not None and dev.rated.any() else None
+
+
+# -- what is asked for -------------------------------------------------------------------------
+
+
+def tune_settings(given: Mapping[str, Any], usual: Mapping[str, Any] = {}) -> TuneSettings:
+    """Return the settings that were given, else the ``usual`` ones, else the defaults."""
+    values = {**usual, **renamed(given)}
+    if isinstance(values.get("rank"), int):
+        values.setdefault("learning_rate", usual_rate(values["rank"]))
+    return build(TuneSettings, values, "training")
+
+
+def rated_dataset(task: Task, data: DataOptions) -> Dataset:
+    """Read a data set whose rows of train are rated.
+
+    Raises:
+        UserError: they are not, or all alike.
+    """
+    dataset = read_dataset(task, data)
+    train = dataset.splits["train"]
+    if int(train.rated.sum()) < 2:
+        raise UserError(
+            f"{train.file} has {int(train.rated.sum())} rated rows among its {len(train):,}; "
+            "training needs pairs of sentences with ratings. Name another --data, or its label "
+            "column: --columns label=COLUMN"
+        )
+    if len(set(train.rating[train.rated].tolist())) < 2:
+        raise UserError(
+            f"all rated rows of {train.file} have the same rating, so there is nothing to learn."
+        )
+    return dataset
+
+
+def resolve_trainable(
+    model: str, options: EncoderOptions, settings: TuneSettings, merge: bool
+) -> ResolvedEncoder:
+    """Find an encoder that can be trained by some settings.
+
+    Raises:
+        UserError: it cannot, or the packages that train are not installed.
+    """
+    if options.long_texts == "windows":
+        raise UserError(
+            "windows are for frozen encoders: training reads each text once. Leave out "
+            "--long-texts windows, or shorten the texts."
+        )
+    resolved = resolve(model, options)
+    for assumption in resolved.assumed:
+        log.info(f"assumed: {assumption}")
+    require("training an encoder", "accelerate", "peft", extra="lora")
+    from llmcond.finetune.build import check_trainable
+
+    check_trainable(resolved, settings, merge)
+    return resolved
+
+
+# -- the training ------------------------------------------------------------------------------
+
+
+def train(job: Job) -> Trained:
+    """Train, or go on where the same job was stopped; nothing is done where it has ended."""
+    done = _finished(job.folder, job.made_of)
+    if done is not None:
+        log.info(f"{job.folder} is trained already, with the same settings; nothing is done")
+        return Trained(done)
+    check_writable(job.folder / STATE / "state.safetensors")
+    return Trained(_train(job))
+
+
+def _finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the summary of a training that has ended in a folder; None where there is none."""
+    if not folder.exists():
+        return None
+    if not folder.is_dir():
+        raise UserError(f"{folder} is a file; name a folder with --run.")
+    if (folder / RECORD).is_file():
+        record = read_record(folder / RECORD, _Account, "Train into a new --run.")
+        shutil.rmtree(folder / STATE, ignore_errors=True)  # left by a kill at the very end
+        found = differences(_upgraded(record["made_of"]), made_of)
+        if found:
+            raise UserError(
+                f"{folder} holds an encoder that was trained with other settings: "
+                f"{'; '.join(found)}. Name another --run."
+            )
+        summary: dict[str, Any] = record["summary"]
+        return {**summary, "run": str(folder)}
+    if (folder / "run.json").is_file() and not (folder / STATE).is_dir():
+        name = open_run(folder).encoder_name
+        raise UserError(
+            f"{folder} holds features of {name}, frozen. A trained encoder is another one: name "
+            "another --run."
+        )
+    other = [path.name for path in folder.iterdir() if path.name not in {STATE, ".lock"}]
+    if other and not (folder / STATE).is_dir():
+        raise UserError(f"{folder} holds other files ({other[0]}). Name another --run.")
+    return None
+
+
+def _upgraded(made_of: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an older version recorded by the names that settings have now."""
+    upgraded = {**made_of, "settings": renamed(made_of.get("settings", {}))}
+    added = {"objective": "", "objective_weight": 1.0}
+    for part in ("head", "objective"):
+        if "mse" in made_of.get(part, {}):
+            upgraded[part] = {**added, **made_of[part]}
+    return upgraded
+
+
+def _train(job: Job) -> dict[str, Any]:
+    from llmcond.finetune.build import load_trainable, prepare_accelerator
+    from llmcond.finetune.loop import Trainer
+    from llmcond.finetune.save import save_encoder
+
+    resolved, settings = job.resolved, job.settings
+    accelerator = prepare_accelerator(resolved)
+    trainable = load_trainable(resolved, settings, job.seed)
+    parts = job.parts(trainable)
+    if parts.dev is None:
+        log.info("no rated dev rows: the last weights are kept")
+    made_of = {**job.made_of, "processes": accelerator.num_processes}
+    state = StateFolder(job.folder / STATE, made_of)
+    trainer = Trainer(parts.model, parts.train, parts.dev, settings, accelerator, state)
+    n_trained, n_all = trainable.counts()
+    n_head = sum(value.numel() for value in parts.model.head.parameters())
+    weights = {"trained": n_trained, "of": n_all, "head": n_head}
+    quantize = resolved.identity.quantize
+    log.info(
+        f"training {n_trained:,} weights of {resolved.checkpoint.name} "
+        f"({100 * n_trained / n_all:.1f} % of {n_all:,}) and {n_head:,} of the head "
+        f"{job.head} in {resolved.identity.dtype}"
+        + ("" if quantize == "none" else f" ({quantize})")
+        + f" on {resolved.device}: {trainer.steps:,} steps"
+        + (f", from step {trainer.progress.step:,}" if trainer.progress.step else "")
+    )
+    with TrainBar() as bar:
+        trainer.run(bar.on_step)
+    accelerator.wait_for_everyone()
+    progress, head = trainer.progress, None
+    if accelerator.is_main_process:
+        trainer.keep_best()
+        save_encoder(trainable, where_model(job.model, resolved), job.folder, merge=job.merge)
+        head = parts.model.fitted(
+            {
+                "best_step": progress.best_step,
+                "selected_on": None if progress.best_score is None else "dev",
+                "n_parameters": n_head,
+                "curve": [dict(entry) for entry in progress.curve],
+            }
+        )
+    # What is written is loaded again, and both may be too much for a GPU.
+    del trainable, trainer, parts
+    accelerator.free_memory()
+    summary = {} if head is None else _finish(job, head, progress, weights)
+    accelerator.wait_for_everyone()
+    return summary
+
+
+def _finish(
+    job: Job, head: FittedHead, progress: Progress, weights: Mapping[str, int]
+) -> dict[str, Any]:
+    """Write head, scores and card; the account of the training comes last."""
+    from llmcond.finetune.save import hub_name
+
+    folder, base, kept = job.folder, job.resolved, job.keep(head)
+    summary = {
+        "run": str(folder),
+        "encoder": base.checkpoint.name,
+        "head": kept.name,
+        **kept.takes,
+        "seed": job.seed,
+        "weights": weights,
+        "steps": progress.step,
+        "best_step": progress.best_step,
+        "dev_spearman": progress.best_score,
+        "seconds": round(progress.seconds, 1),
+        "scores": [result.to_json() for result in kept.scores],
+    }
+    account = {
+        "format": FORMAT,
+        "summary": summary,
+        "curve": head.fit.record["curve"],
+        "made_of": job.made_of,
+        "base": {
+            "model": job.model,
+            "repo": hub_name(job.model, base),
+            "weights": base.identity.weights,
+        },
+        "data": job.dataset.to_json(),
+        **provenance(),
+    }
+    if kept.card is not None:
+        write_text(folder / "README.md", kept.card(account))
+    write_json(folder / RECORD, account)
+    shutil.rmtree(folder / STATE, ignore_errors=True)
+    for result in kept.scores:
+        log.info(
+            f"{result.split}: {result.primary.heading} "
+            f"{estimate_text(result.primary, result.main)} on {result.counts.n:,} rows"
+        )
+    log.info(
+        f"{kept.name}: step {progress.best_step:,} of {progress.step:,}, trained in "
+        f"{duration(progress.seconds)} -> {folder}"
+    )
+    return summary
+
+
+def resolve_trained(job: Job) -> ResolvedEncoder:
+    """Find the encoder that was trained, in the folder of its run."""
+    identity = job.resolved.identity
+    options = EncoderOptions(
+        dtype=identity.dtype, quantize=identity.quantize, device=job.resolved.device
+    )
+    return resolve(str(job.folder), options)
+
+
+def scores_of(
+    run: Run, predictor: Predictor, predicted: Callable[[Rows], NDArray[np.float32]]
+) -> list[Result]:
+    """Return what a predictor scores on dev and test, as ``evaluate`` gives it."""
+    found: list[Result] = []
+    for split in ("dev", "test"):
+        if split in run.splits and run.rows(split).rated.any():
+            rows = run.rows(split)
+            found += results_of([predictor], [predicted(rows)], rows, split, task=run.task.name)
+    return found
