@@ -148,6 +148,48 @@ class Encoder:
             )
         return encoded.vectors
 
+    def encode_joined(
+        self, rows: Sequence[tuple[str, str, str]], *, show_progress: bool = False
+    ) -> NDArray[np.float32]:
+        """Return a vector for two sentences and their condition read as one text, (n, dim).
+
+        That is what a cross-encoder rates. Sentences that are too long are cut, with a warning.
+
+        Raises:
+            UserError: no texts, or a condition that leaves no room for sentences.
+            LlmcondError: out of memory.
+        """
+        for column in zip(*rows, strict=True):
+            check_inputs([EncoderInput("", text) for text in column])
+        sizes = [sum(map(len, row)) for row in rows]
+        order = sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)
+        units = [order[start : start + UNIT] for start in range(0, len(order), UNIT)]
+        vectors, n_cut = np.empty((len(rows), self.dim), dtype=np.float32), 0
+
+        def encode(unit: Sequence[int]) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+            with self._tokenizing:
+                tokens = self._tokenizer.joined([rows[index] for index in unit])
+            n_tokens = np.array([row.n_tokens for row in tokens], dtype=np.int32)
+            return np.concatenate(self._run(tokens)[0]), n_tokens
+
+        map_units = self._threads.map if self.concurrency.threads > 1 and len(units) > 1 else map
+        with ExtractionBar() if show_progress else nullcontext() as bar:
+            if bar is not None:
+                bar.start(len(rows), sum(sizes))
+            for unit, (found, n_tokens) in zip(units, map_units(encode, units), strict=True):
+                vectors[unit] = found
+                n_cut += int((n_tokens > self.identity.max_length).sum())
+                if bar is not None:
+                    size = sum(sizes[index] for index in unit)
+                    bar.advance(len(unit), size, int(n_tokens.sum()))
+        if n_cut:
+            warnings.warn(
+                f"{n_cut} of {len(rows)} rows have more than the {self.identity.max_length} tokens "
+                f"that {self.name} takes; their sentences were cut, conditions are whole.",
+                stacklevel=2,
+            )
+        return vectors
+
     def encode_counted(
         self, inputs: Sequence[EncoderInput], queries: Queries | None = None
     ) -> Encoded:

@@ -118,6 +118,19 @@ class InputTokenizer:
         plain = self._plain([item for item in inputs if item.context is None])
         return [next(plain if item.context is None else pairs) for item in inputs]
 
+    def joined(self, rows: Sequence[tuple[str, str, str]]) -> list[Tokens]:
+        """Return two sentences and a condition as one sequence, a separator between any two.
+
+        As the cross-encoder of C-STS has them, with the special tokens of a single text around. In
+        a row that is too long the condition is whole, and the sentences share the room that is
+        left: each has half of it, and what the other one does not need.
+
+        Raises:
+            UserError: no separator, or a condition that leaves no room for the sentences.
+        """
+        ids = self._ids([text for row in rows for text in row])
+        return [self._join(row[2], *ids[3 * i : 3 * i + 3]) for i, row in enumerate(rows)]
+
     def strings(self, tokens: Tokens) -> list[str]:
         """Return the tokens as the tokenizer writes them."""
         return [str(text) for text in self._tokenizer.convert_ids_to_tokens(tokens.ids)]
@@ -256,6 +269,42 @@ class InputTokenizer:
                     f"an input has both an instruction ({item.instruction!r}) and a context "
                     f"({item.context!r}); give one of them."
                 )
+
+    # -- several texts in one sequence ---------------------------------------------------------
+
+    def _join(self, text: str, first: list[int], second: list[int], condition: list[int]) -> Tokens:
+        between, frame = self._separator(), self._single
+        fixed = frame.size + 2 * len(between) + len(condition)
+        room, n_tokens = self._identity.max_length - fixed, fixed + len(first) + len(second)
+        if n_tokens > self._identity.max_length:
+            half = room // 2
+            if half < 1:
+                raise UserError(
+                    f"the condition {text[:80]!r} has {len(condition):,} tokens, which leave no "
+                    f"room for two sentences in the {self._identity.max_length} that {self._name} "
+                    "takes. Shorten it, or raise --max-length."
+                )
+            # The same in either order of the sentences.
+            short = min(len(first), len(second), half)
+            most = room - short if short < half else half
+            kept = slice(-most, None) if self._left else slice(most)
+            first, second = first[kept], second[kept]
+        own = [*first, *between, *second, *between, *condition]
+        ids = [*frame.before, *own, *frame.after]
+        begin, end = 0, len(ids)
+        if self._identity.pool_over == "text":
+            begin, end = len(frame.before), len(frame.before) + len(own)
+        return Tokens(ids, begin, end, n_tokens, len(ids))
+
+    def _separator(self) -> list[int]:
+        found = self._tokenizer.sep_token_id
+        found = self._tokenizer.eos_token_id if found is None else found
+        if found is None:
+            raise UserError(
+                f"the tokenizer of {self._name} has neither a separator nor an end token, so that "
+                "two texts in one sequence cannot be told apart. Train another encoder."
+            )
+        return [int(found)]
 
     # -- what both share -----------------------------------------------------------------------
 
