@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmcond.encoders.encoder import Encoder
 from llmcond.errors import UserError
@@ -18,12 +17,11 @@ from llmcond.heads.cache import ConditionCache
 from llmcond.log import log
 from llmcond.prompts import Prompt
 from llmcond.runs import Run, SavedHead, open_run
-
-Vectors = NDArray[np.float32]
+from llmcond.runs.comparing import Comparing, Vectors, checked_texts, one_text
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Embedder:
+class Embedder(Comparing):
     """Condition-aware embeddings: CASE(s, c) = g(f(c; I(s)) - f(c; I(∅))) (CASE, equation 1).
 
     Make one with :func:`load_embedder`.
@@ -74,9 +72,9 @@ class Embedder:
             LlmcondError: the encoder gave NaN, or ran out of memory.
         """
         if isinstance(sentences, str):
-            one: Vectors = self.encode([sentences], _one(conditions), normalize=normalize)[0]
+            one: Vectors = self.encode([sentences], one_text(conditions), normalize=normalize)[0]
             return one
-        vectors = self._encode(_rows(sentences, conditions), show_progress)
+        vectors = self._encode(checked_texts(sentences, conditions), show_progress)
         return unit_length(vectors, self.head) if normalize else vectors
 
     def _encode(self, texts: Sequence[tuple[str, str]], show_progress: bool) -> Vectors:
@@ -103,61 +101,16 @@ class Embedder:
             return self.cache.transform(features, condition)
         return self.head.transform(features, condition)
 
-    @overload
-    def similarity(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
-        self, sentences1: str, sentences2: str, conditions: str, *, show_progress: bool = False
-    ) -> float: ...
-
-    @overload
-    def similarity(
+    def _compared(
         self,
-        sentences1: Sequence[str],
-        sentences2: Sequence[str],
-        conditions: str | Sequence[str],
-        *,
-        show_progress: bool = False,
-    ) -> Vectors: ...
-
-    def similarity(
-        self,
-        sentences1: str | Sequence[str],
-        sentences2: str | Sequence[str],
-        conditions: str | Sequence[str],
-        *,
-        show_progress: bool = False,
-    ) -> Vectors | float:
-        """Return the cosine of both sentences' embeddings under each row's condition, (n,) float32.
-
-        Of two texts, not in lists: a float.
-
-        Raises:
-            UserError: as :meth:`encode`, or a text beside a list of texts.
-        """
-        if isinstance(sentences1, str) != isinstance(sentences2, str):
-            raise UserError("one of both sides is a text, the other a list; give two of a kind.")
-        if isinstance(sentences1, str) and isinstance(sentences2, str):
-            return float(self.similarity([sentences1], [sentences2], _one(conditions))[0])
-        if len(sentences1) != len(sentences2):
-            raise UserError(
-                f"sentences1 has {len(sentences1)} texts and sentences2 {len(sentences2)}; they "
-                "must be as many."
-            )
-        given = _broadcast(conditions, len(sentences1))
+        first: Sequence[tuple[str, str]],
+        second: Sequence[tuple[str, str]],
+        show_progress: bool,
+    ) -> Vectors:
         # One call encodes both sides, so that inputs in common are encoded once.
-        rows = _rows([*sentences1, *sentences2], [*given, *given])
-        embedded = self._encode(rows, show_progress)
+        embedded = self._encode([*first, *second], show_progress)
         compare = cosine if self.head is None else self.head.compare
-        return compare(embedded[: len(sentences1)], embedded[len(sentences1) :])
-
-
-def _broadcast(conditions: str | Sequence[str], n: int) -> list[str]:
-    return [conditions] * n if isinstance(conditions, str) else list(conditions)
-
-
-def _one(conditions: str | Sequence[str]) -> Sequence[str]:
-    if not isinstance(conditions, str):
-        raise UserError("the sentence is one text, the condition a list; give two of a kind.")
-    return [conditions]
+        return compare(embedded[: len(first)], embedded[len(first) :])
 
 
 def unit_length(vectors: Vectors, head: FittedHead | None) -> Vectors:
@@ -170,23 +123,6 @@ def unit_length(vectors: Vectors, head: FittedHead | None) -> Vectors:
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit: Vectors = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
     return unit
-
-
-def _rows(sentences: Sequence[str], conditions: str | Sequence[str]) -> list[tuple[str, str]]:
-    given = _broadcast(conditions, len(sentences))
-    if len(given) != len(sentences):
-        raise UserError(
-            f"there are {len(sentences)} sentences and {len(given)} conditions; they must be as "
-            "many, or one condition for all."
-        )
-    rows = list(zip(sentences, given, strict=True))
-    for number, texts in enumerate(rows):
-        for name, text in zip(("sentence", "condition"), texts, strict=True):
-            if not isinstance(text, str):
-                raise UserError(f"position {number} holds {text!r}, which is not a text.")
-            if not text.strip():
-                raise UserError(f"the {name} at position {number} is empty.")
-    return rows
 
 
 def load_embedder(
