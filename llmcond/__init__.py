@@ -18,17 +18,20 @@ if TYPE_CHECKING:
     from llmcond.commands.fit_head import fit_head
     from llmcond.commands.push import push
     from llmcond.commands.sweep import sweep
+    from llmcond.commands.train_cross import train_cross
     from llmcond.commands.train_lora import train_lora
     from llmcond.encoders.encoder import Encoder, load_encoder
     from llmcond.encoders.spec import EncoderInput
     from llmcond.errors import LlmcondError, UserError
     from llmcond.heads.estimator import Head
     from llmcond.plugins import register
+    from llmcond.runs.cross import CrossEncoder, load_cross_encoder
     from llmcond.runs.embedder import Embedder, load_embedder
     from llmcond.runs.features import load_features
     from llmcond.tasks import Task
 
 __all__ = [
+    "CrossEncoder",
     "Embedder",
     "Encoder",
     "EncoderInput",
@@ -43,17 +46,20 @@ __all__ = [
     "evaluate",
     "extract",
     "fit_head",
+    "load_cross_encoder",
     "load_embedder",
     "load_encoder",
     "load_features",
     "push",
     "register",
     "sweep",
+    "train_cross",
     "train_lora",
 ]
 
 #: Where names are that are no verbs; a verb is in the module of its command.
 _HOMES = {
+    "CrossEncoder": "llmcond.runs.cross",
     "Embedder": "llmcond.runs.embedder",
     "Encoder": "llmcond.encoders.encoder",
     "EncoderInput": "llmcond.encoders.spec",
@@ -61,6 +67,7 @@ _HOMES = {
     "LlmcondError": "llmcond.errors",
     "Task": "llmcond.tasks",
     "UserError": "llmcond.errors",
+    "load_cross_encoder": "llmcond.runs.cross",
     "load_embedder": "llmcond.runs.embedder",
     "load_encoder": "llmcond.encoders.encoder",
     "load_features": "llmcond.runs.features",

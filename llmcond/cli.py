@@ -23,6 +23,7 @@ COMMANDS = {
     "fit-head": "fit_head:FitHead",
     "sweep": "sweep:Sweep",
     "train-lora": "train_lora:TrainLora",
+    "train-cross": "train_cross:TrainCross",
     "push": "push:Push",
     "evaluate": "evaluate:Evaluate",
     "analyse": "analyse:Analyse",

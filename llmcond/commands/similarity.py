@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from llmcond.commands.shared import WithHead
+from llmcond.errors import UserError
 from llmcond.options import option
 
 
@@ -44,18 +45,28 @@ class Similarity(WithHead):
     def execute(self) -> Similarities:
         """Encode both sentences under every condition."""
         from llmcond.log import log
-        from llmcond.runs import open_run
+        from llmcond.runs import cross, open_run
         from llmcond.runs.embedder import describe, load_embedder
         from llmcond.runs.familiarity import unfamiliar
 
+        n = len(self.condition)
+        texts = [self.sentence1] * n, [self.sentence2] * n, self.condition
+        if open_run(self.run, cross=True).cross:
+            if self.head or self.prompt:
+                raise UserError(
+                    f"{self.run} holds a cross-encoder, which has neither heads nor prompts. Leave "
+                    "out --head and --prompt."
+                )
+            loaded = cross.load_cross_encoder(self.run, device=self.device)
+            values = loaded.similarity(*texts)
+            return Similarities(self.condition, values.tolist(), cross.describe(loaded))
         embedder = load_embedder(self.run, self.head, prompt=self.prompt, device=self.device)
         for text, nearest in unfamiliar(open_run(self.run), embedder, self.condition).items():
             log.warning(
                 f"the condition {text!r} is unlike those that {embedder.name} was fitted on (the "
                 f"nearest is {nearest!r}); what it gives may mean little (--head none: zero-shot)"
             )
-        n = len(self.condition)
-        values = embedder.similarity([self.sentence1] * n, [self.sentence2] * n, self.condition)
+        values = embedder.similarity(*texts)
         return Similarities(self.condition, values.tolist(), describe(embedder))
 
     def show(self, result: Similarities, form: str) -> None:
@@ -65,5 +76,6 @@ class Similarity(WithHead):
 
         about = result.about
         fitted = f", fitted on {about['fitted_on']}" if about["fitted_on"] else ""
-        log.info(f"{about['encoder']}, prompt {about['prompt']}, head {about['head']}{fitted}")
+        made = [f"{key} {about[key]}" for key in ("prompt", "head", "orders") if key in about]
+        log.info(f"{', '.join([about['encoder'], *made])}{fitted}")
         show(listing(result.rows()), form)

@@ -36,6 +36,15 @@ from llmcond.system import choose_device
 _FALLBACK_LENGTH = 512
 
 
+def no_embeddings(folder: object) -> UserError:
+    """Return what is said of a cross-encoder where embeddings are needed."""
+    return UserError(
+        f"{folder} is a cross-encoder: it compares two texts and has no embeddings. Compare texts "
+        f"by llmcond similarity or evaluate, --run {folder}; for embeddings, train an encoder by "
+        "llmcond train-lora."
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class ResolvedEncoder:
     """An encoder that is found but not loaded.
@@ -73,18 +82,22 @@ class ResolvedEncoder:
 
 
 def resolve(
-    name_or_path: str, options: EncoderOptions, *, identify: bool = True
+    name_or_path: str, options: EncoderOptions, *, identify: bool = True, cross: bool = False
 ) -> ResolvedEncoder:
     """Find a model by alias, hub name or folder, and settle every setting that decides its vectors.
 
-    To identify which weights they are, a local checkpoint is read whole.
+    To identify which weights they are, a local checkpoint is read whole. With ``cross`` it may be
+    the encoder of a cross-encoder.
 
     Raises:
-        UserError: an unknown model, or an option that the model or machine cannot have.
+        UserError: an unknown model, an option that the model or machine cannot have, or a
+            cross-encoder.
         LlmcondError: the hub cannot be reached.
     """
     device = choose_device(options.device)
     checkpoint = find_checkpoint(name_or_path, options.revision, options.like)
+    if checkpoint.cross and not cross:
+        raise no_embeddings(name_or_path)
     return settle(checkpoint, options, device, identify=identify)
 
 

@@ -32,6 +32,8 @@ RELEASED: tuple[RouterMode, ...] = ("released-tri", "released-bi")
 Attention = Literal["bidirectional", "causal"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Quantize = Literal["none", "8bit", "4bit"]
+#: In which orders a cross-encoder reads two sentences: the mean of both, or as they are given.
+Orders = Literal["both", "given"]
 #: What becomes of an input that is longer than the encoder takes: its sentence is cut, or read in
 #: windows, each with the condition and instruction in full, whose vectors are averaged.
 LongTexts = Literal["cut", "windows"]

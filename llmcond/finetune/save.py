@@ -24,11 +24,14 @@ from llmcond.finetune.state import write_tensors
 _OURS = {"format": "pt"}
 
 
-def save_encoder(trainable: Trainable, model: str, folder: Path, *, merge: bool) -> None:
+def save_encoder(
+    trainable: Trainable, model: str, folder: Path, *, merge: bool, cross: bool
+) -> None:
     """Write what was trained of an encoder, so that the folder can be named as a model.
 
     Its base is found by ``model``: an alias, a hub name, or an absolute path. With ``merge``
-    adapters are added to the weights, and all of those are written.
+    adapters are added to the weights, and all of those are written. ``cross`` is whether it was
+    trained as a cross-encoder, so that nobody takes its vectors for embeddings.
     """
     resolved = trainable.resolved
     whole = trainable.adapted is None or merge
@@ -53,6 +56,7 @@ def save_encoder(trainable: Trainable, model: str, folder: Path, *, merge: bool)
         settings={name: v for name, v in identity.to_json().items() if name in MODEL_SETTINGS},
         quantize=identity.quantize,
         base_weights=identity.weights,
+        cross=cross,
     )
     write_tuned(folder, tuned)
 

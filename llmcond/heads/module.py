@@ -69,6 +69,8 @@ class HeadModule(nn.Module):
         conditioned: whether it takes the condition's own features e(c).
         supervised: whether it learns from ratings, by gradient; else :meth:`solve` fits it.
         is_identity: whether embeddings are the features as they are.
+        reads_pairs: whether its features are of two texts together, and what it gives is their
+            similarity; such a head has no recipe, see ``train-cross``.
         generates_matrices: whether it makes a matrix of each condition; see
             :class:`~llmcond.heads.hypernet.Hypernet`.
         multiplies_in_bfloat16: whether all products of sentences' features are made by
@@ -81,6 +83,7 @@ class HeadModule(nn.Module):
     conditioned: ClassVar[bool] = False
     supervised: ClassVar[bool] = True
     is_identity: ClassVar[bool] = False
+    reads_pairs: ClassVar[bool] = False
     generates_matrices: ClassVar[bool] = False
     multiplies_in_bfloat16: ClassVar[bool] = False
 

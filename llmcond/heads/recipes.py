@@ -36,6 +36,7 @@ _FAMILIES = {
     "hypernet": "hypernet:Hypernet",
     "hypernet-ablation": "ablation:HypernetAblation",
     "towers": "towers:Towers",
+    "regression": "regression:Regression",
 }
 
 
@@ -154,6 +155,11 @@ def load_recipe(name_or_file: str) -> Recipe:
     about = {item.name: settings.pop(item.name) for item in fields(_About) if item.name in settings}
     described = build(_About, about, str(path))
     kind, family = find_family(described.kind, str(path), path.parent)
+    if family.reads_pairs:
+        raise UserError(
+            f"{path}: a {kind} head has no embeddings; it is that of a cross-encoder, which "
+            "llmcond train-cross trains."
+        )
     return Recipe(
         name=path.stem,
         description=described.description,

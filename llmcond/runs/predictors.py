@@ -19,6 +19,7 @@ from llmcond.heads import PairArrays, cosine
 from llmcond.log import log
 from llmcond.metrics import DEFAULT, Metric
 from llmcond.prompts import Prompt
+from llmcond.runs.cross import CrossEncoder
 from llmcond.runs.run import Run, SavedHead, StaleHeadError, head_name
 from llmcond.tasks import DEFAULT_TASK
 
@@ -84,24 +85,25 @@ def check_scorable(rows: Rows, run: Run, other: bool, predictions: bool = False)
         log.warning(f"{leaked:,} sentence pairs of {rows.file} are in the run's train split")
 
 
-def unscored(predictor: Predictor, split: str, task: str = DEFAULT_TASK) -> Result:
+def unscored(predictor: Predictor | CrossEncoder, split: str, task: str = DEFAULT_TASK) -> Result:
     """Return the result of a predictor on a split, without figures."""
     head = predictor.head
+    view = None if isinstance(predictor, CrossEncoder) else predictor.view
     return Result(
         name=predictor.name,
         head=predictor.recipe,
-        prompts=tuple(prompt.name for prompt in predictor.view.prompts),
-        subtract=predictor.view.subtracts,
+        prompts=tuple(prompt.name for prompt in view.prompts) if view else (),
+        subtract=view is not None and view.subtracts,
         split=split,
         task=task,
-        dim=head.dim_out if head else None,
+        dim=head.dim_out if head and view else None,
         seeds=(head.seed,) if head else (),
         fits=(head.fit.record,) if head else (),
     )
 
 
 def results_of(
-    predictors: Sequence[Predictor],
+    predictors: Sequence[Predictor | CrossEncoder],
     similarity: Sequence[NDArray[np.float32]],
     rows: Rows,
     split: str,

@@ -10,6 +10,7 @@ from annotated_types import Ge
 
 from llmcond.data.datasets import Columns, RatingScale
 from llmcond.encoders import EncoderIdentity
+from llmcond.encoders.spec import Orders
 from llmcond.features.store import StoreDtype
 from llmcond.records import RECORD
 
@@ -46,6 +47,11 @@ class _Extracted:
 
 
 @dataclass(frozen=True)
+class _CrossEncoder:
+    orders: Orders
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What ``run.json`` holds."""
 
@@ -56,6 +62,16 @@ class Manifest:
     data: _Data
     prompts: Mapping[str, _Extracted]
     task: str | None = None
+    cross_encoder: _CrossEncoder | None = None
+
+
+@dataclass(frozen=True)
+class TrainedOn:
+    """What ``head.json`` holds of the encoder that a head was trained with."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    encoder: _Encoder
 
 
 @dataclass(frozen=True)

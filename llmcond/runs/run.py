@@ -21,6 +21,8 @@ from llmcond.config import bundled_names, check_name
 from llmcond.data.datasets import DataOptions, Dataset, RatingScale
 from llmcond.data.rows import Rows, load_rows, save_rows
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
+from llmcond.encoders.resolve import no_embeddings
+from llmcond.encoders.spec import Orders
 from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full, listed, nearest
 from llmcond.evaluation.results import default_name
 from llmcond.features.store import FeatureStore, StoreDtype
@@ -93,6 +95,13 @@ class Run:
         return EncoderIdentity.from_json(self.manifest["encoder"]["identity"], where)
 
     @property
+    def cross(self) -> Orders | None:
+        """Return the orders that the run's cross-encoder reads; None where it holds none."""
+        found = self.manifest.get("cross_encoder")
+        orders: Orders | None = found and found["orders"]
+        return orders
+
+    @property
     def encoder_name(self) -> str:
         """Return the name of the run's encoder, for messages."""
         return str(self.manifest["encoder"]["name"])
@@ -125,7 +134,7 @@ class Run:
         here = {"device": device, "max_tokens_per_batch": max_tokens_per_batch}
         options = EncoderOptions.of({**self.identity.to_json(), **own, **here})
         model = str(self.folder) if encoder["model"] == HERE else encoder["model"]
-        resolved = resolve(model, options)
+        resolved = resolve(model, options, cross=self.cross is not None)
         known = find_model(model)
         if known and known.package and encoder["revision"] is None and resolved.checkpoint.repo:
             package = known.package.name
@@ -392,11 +401,12 @@ class Run:
         return [self.load_head(name) for name in dict.fromkeys(chosen)]
 
 
-def open_run(folder: Path) -> Run:
-    """Open a run.
+def open_run(folder: Path, *, cross: bool = False) -> Run:
+    """Open a run; with ``cross`` it may be that of a cross-encoder, which has no embeddings.
 
     Raises:
-        UserError: nothing there, a folder that is no run, or one written by a newer version.
+        UserError: nothing there, a folder that is no run, one written by a newer version, or one
+            of a cross-encoder.
     """
     if _is_vacant(folder):
         others = sorted(str(path.parent) for path in folder.parent.glob("*/run.json"))
@@ -412,7 +422,10 @@ def open_run(folder: Path) -> Run:
             f"{folder} is not a run of llmcond (it has no run.json). Name another --run; nothing "
             "in it was touched."
         )
-    return Run(folder, _read_manifest(folder))
+    run = Run(folder, _read_manifest(folder))
+    if run.cross is not None and not cross:
+        raise no_embeddings(folder)
+    return run
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -485,9 +498,20 @@ def create_run(
     return Run(folder, manifest)
 
 
-def complete_run(folder: Path, resolved: ResolvedEncoder, dataset: Dataset, task: str) -> Run:
-    """Make a run of the folder that holds its encoder; ``run.json`` comes last."""
+def complete_run(
+    folder: Path,
+    resolved: ResolvedEncoder,
+    dataset: Dataset,
+    task: str,
+    cross: Orders | None = None,
+) -> Run:
+    """Make a run of the folder that holds its encoder; ``run.json`` comes last.
+
+    ``cross`` are the orders of a cross-encoder; None: the encoder is none.
+    """
     manifest = _manifest(HERE, resolved, dataset, "float16", task)
+    if cross is not None:
+        manifest["cross_encoder"] = {"orders": cross}
     with replacing(folder / "rows.parquet") as path:
         save_rows(path, dataset.splits)
     write_json(folder / "run.json", manifest)
@@ -544,14 +568,20 @@ def head_record(run: Run, view: View, recipe: Mapping[str, Any]) -> dict[str, An
     """Return what head.json records of the features that a head was fitted on."""
     return {
         "recipe": dict(recipe),
-        "encoder": {
-            key: run.manifest["encoder"][key]
-            for key in ("name", "model", "revision", "fingerprint", "identity")
-        },
         "store_dtype": run.manifest["store_dtype"],
         "prompts": [prompt.to_json() for prompt in view.prompts],
         "subtract": view.subtract,
         "features": view.features,
+        **origin_record(run),
+    }
+
+
+def origin_record(run: Run) -> dict[str, Any]:
+    """Return what head.json records of the encoder and the data behind any head."""
+    encoder = run.manifest["encoder"]
+    names = ("name", "model", "revision", "fingerprint", "identity")
+    return {
+        "encoder": {key: encoder[key] for key in names},
         "data": run.manifest["data"],
         **provenance(),
     }

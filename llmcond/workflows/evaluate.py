@@ -16,12 +16,15 @@ from llmcond.data.rows import Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.conditions import seen_unseen
 from llmcond.evaluation.results import Result, Results, best_first
+from llmcond.features.store import FeatureStore
 from llmcond.files import check_output, replacing
 from llmcond.log import log
 from llmcond.metrics import choose_metrics, metric_of
+from llmcond.prompts import Prompt
 from llmcond.report.format import estimate_text, extreme
 from llmcond.report.page import check_page, page_of, write_page
-from llmcond.runs import Run, open_run
+from llmcond.runs import Run, SavedHead, open_run
+from llmcond.runs.cross import CrossEncoder, load_cross_encoder
 from llmcond.runs.extraction import LazyEncoder, extract_rows
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import (
@@ -51,36 +54,32 @@ def evaluate(
     Raises:
         UserError: no run, no such head or split, no rated rows.
     """
-    run = open_run(run_folder)
+    run = open_run(run_folder, cross=True)
     computed = choose_metrics(run.task.metrics, metrics)
     if predictions is not None:
         check_output(predictions, (".csv",), [data.source, run.manifest["data"]["source"]])
     if report is not None:
         check_page(report)
-    fitted = fitted_heads(run, heads)
-    prompts = list({p.name: p for head in fitted for p in head.view.prompts}.values())
-    if not fitted or not heads:
-        prompts = list(run.prompts().values())
-    if not prompts:
-        raise UserError(f"{run_folder} has no extracted features yet. Run `llmcond extract` first.")
+    fitted, prompts = _chosen(run, heads)
     if data.source is None:
         if data.columns or data.scale:
             raise UserError("columns and rating range belong to --data, which was not given.")
         split = split or run.default_split()
         rows = run.rows(split)
-        check_scorable(rows, run, other=False, predictions=predictions is not None)
-        features = RowFeatures(rows, run.store())
     else:
         rows, split = run.task.read_split(data.like(run.read_by), split)
-        check_scorable(rows, run, other=True, predictions=predictions is not None)
         log.info(f"scoring all {len(rows):,} rows of {rows.file}, as {split}")
-        store, encoder = run.store_for_others(), LazyEncoder(run.resolve_encoder(device))
-        for prompt in prompts:
-            extract_rows(store, encoder, prompt, [rows])
-        features = RowFeatures(rows, store)
-    predictors: list[Predictor] = [one for prompt in prompts for one in zeroshots(prompt)]
-    predictors += fitted
-    predicted = [predict(one, features.pairs(one.view)) for one in predictors]
+    other = data.source is not None
+    check_scorable(rows, run, other, predictions=predictions is not None)
+    predictors: list[Predictor | CrossEncoder]
+    if run.cross:
+        cross = load_cross_encoder(run_folder, device=device)
+        predictors, predicted = [cross], [cross.predict(rows)]
+    else:
+        store = _extracted(run, prompts, rows, device) if other else run.store()
+        features, compared = RowFeatures(rows, store), _by_prompts(prompts, fitted)
+        predicted = [predict(one, features.pairs(one.view)) for one in compared]
+        predictors = [*compared]
     similarity = {one.name: own for one, own in zip(predictors, predicted, strict=True)}
     if predictions is not None:
         _write_predictions(predictions, rows, similarity)
@@ -96,16 +95,46 @@ def evaluate(
             similarity,
             title=f"Evaluation: {run.encoder_name}",
             summary=_summary(best, rows),
-            settings={"heads": [head.name for head in fitted]},
+            settings={"heads": [one.name for one in predictors if one.head is not None]},
         )
         write_page(page, report)
         log.info(f"report -> {report}")
     return results
 
 
+def _chosen(run: Run, names: Sequence[str]) -> tuple[list[SavedHead], list[Prompt]]:
+    """Return the heads that are scored, and the prompts of which zero-shot is."""
+    if run.cross:
+        if names:
+            raise UserError(
+                f"{run.folder} holds a cross-encoder, which is scored by itself. Leave out --head."
+            )
+        return [], []
+    fitted = fitted_heads(run, names)
+    prompts = list({p.name: p for head in fitted for p in head.view.prompts}.values())
+    if not fitted or not names:
+        prompts = list(run.prompts().values())
+    if not prompts:
+        raise UserError(f"{run.folder} has no extracted features yet. Run `llmcond extract` first.")
+    return fitted, prompts
+
+
+def _by_prompts(prompts: Sequence[Prompt], fitted: Sequence[SavedHead]) -> list[Predictor]:
+    """Return zero-shot under each prompt, and then heads."""
+    return [*(one for prompt in prompts for one in zeroshots(prompt)), *fitted]
+
+
+def _extracted(run: Run, prompts: Sequence[Prompt], rows: Rows, device: str) -> FeatureStore:
+    """Return a store with the features of other rows than the run's."""
+    store, encoder = run.store_for_others(), LazyEncoder(run.resolve_encoder(device))
+    for prompt in prompts:
+        extract_rows(store, encoder, prompt, [rows])
+    return store
+
+
 def _by_condition(
     results: Results[Result],
-    predictors: Sequence[Predictor],
+    predictors: Sequence[Predictor | CrossEncoder],
     predicted: Sequence[NDArray[np.float32]],
     rows: Rows,
     run: Run,

@@ -173,6 +173,11 @@ def _plan(choice: HeadChoice) -> HeadPlan:
                 "--head and --dim."
             )
         start, record = load_head(choice.start)
+        if start.family.reads_pairs:
+            raise UserError(
+                f"{choice.start} is the head of a cross-encoder, which has no embeddings. Start "
+                "from a head that fit-head or train-lora made."
+            )
         where = str(choice.start / "head.json")
         record = fitted_on(record, where)
         prompts = prompts or [prompt_from_json(own, where) for own in record["prompts"]]

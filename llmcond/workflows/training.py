@@ -29,6 +29,7 @@ from llmcond.records import RECORD as RECORDED
 from llmcond.records import read_record
 from llmcond.report.format import estimate_text
 from llmcond.runs import Run, open_run, where_model
+from llmcond.runs.cross import CrossEncoder
 from llmcond.runs.predictors import Predictor, results_of
 from llmcond.runs.provenance import provenance
 from llmcond.tasks import Task
@@ -122,6 +123,8 @@ class Job:
         head: its name, for messages.
         made_of: all that decides the weights that come out.
     """
+
+    cross: ClassVar[bool] = False
 
     model: str
     resolved: ResolvedEncoder
@@ -225,6 +228,10 @@ def _finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | None
     if (folder / RECORD).is_file():
         record = read_record(folder / RECORD, _Account, "Train into a new --run.")
         shutil.rmtree(folder / STATE, ignore_errors=True)  # left by a kill at the very end
+        kinds = ["orders" in own for own in (record["made_of"], made_of)]
+        if kinds[0] != kinds[1]:
+            here = "a cross-encoder" if kinds[0] else "an encoder with its head"
+            raise UserError(f"{folder} holds {here}, which is another thing. Name another --run.")
         found = differences(_upgraded(record["made_of"]), made_of)
         if found:
             raise UserError(
@@ -234,7 +241,7 @@ def _finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | None
         summary: dict[str, Any] = record["summary"]
         return {**summary, "run": str(folder)}
     if (folder / "run.json").is_file() and not (folder / STATE).is_dir():
-        name = open_run(folder).encoder_name
+        name = open_run(folder, cross=True).encoder_name
         raise UserError(
             f"{folder} holds features of {name}, frozen. A trained encoder is another one: name "
             "another --run."
@@ -287,7 +294,8 @@ def _train(job: Job) -> dict[str, Any]:
     progress, head = trainer.progress, None
     if accelerator.is_main_process:
         trainer.keep_best()
-        save_encoder(trainable, where_model(job.model, resolved), job.folder, merge=job.merge)
+        name, cross = where_model(job.model, resolved), job.cross
+        save_encoder(trainable, name, job.folder, merge=job.merge, cross=cross)
         head = parts.model.fitted(
             {
                 "best_step": progress.best_step,
@@ -359,11 +367,11 @@ def resolve_trained(job: Job) -> ResolvedEncoder:
     options = EncoderOptions(
         dtype=identity.dtype, quantize=identity.quantize, device=job.resolved.device
     )
-    return resolve(str(job.folder), options)
+    return resolve(str(job.folder), options, cross=job.cross)
 
 
 def scores_of(
-    run: Run, predictor: Predictor, predicted: Callable[[Rows], NDArray[np.float32]]
+    run: Run, predictor: Predictor | CrossEncoder, predicted: Callable[[Rows], NDArray[np.float32]]
 ) -> list[Result]:
     """Return what a predictor scores on dev and test, as ``evaluate`` gives it."""
     found: list[Result] = []

@@ -66,6 +66,7 @@ class Tuned:
         settings: those of an encoder's identity that it was trained with.
         quantize: what the base's weights were quantised to in training.
         base_weights: the base's ``EncoderIdentity.weights`` in training.
+        cross: whether it was trained as a cross-encoder.
     """
 
     base: str | None
@@ -74,6 +75,7 @@ class Tuned:
     settings: Mapping[str, Any]
     quantize: str
     base_weights: str | None
+    cross: bool = False
 
 
 def write_tuned(folder: Path, tuned: Tuned) -> None:
@@ -96,6 +98,7 @@ def read_tuned(folder: Path) -> Tuned | None:
         return None  # a vocabulary, which GPT-2's authors gave this name
     check_format(record, FORMAT, str(path))
     found: dict[str, Any] = {field.name: record.get(field.name) for field in fields(Tuned)}
+    found["cross"] = record.get("cross", False)  # which records have had not from the start
     settings, quantize = found["settings"], found["quantize"]
     texts = {name: found[name] for name in ("base", "revision", "like", "base_weights")}
     wrong = {name: value for name, value in texts.items() if not isinstance(value, str | None)}
@@ -105,6 +108,8 @@ def read_tuned(folder: Path) -> Tuned | None:
         wrong["settings"] = settings
     if quantize not in CHOICES["quantize"]:
         wrong["quantize"] = quantize
+    if not isinstance(found["cross"], bool):
+        wrong["cross"] = found["cross"]
     for name, value in wrong.items():
         raise LlmcondError(
             f"{path} has {name} = {value!r}, which training never writes: it was damaged. Copy it "

@@ -56,6 +56,7 @@ class Checkpoint:
         adapter: the folder of the adapter that is put onto it, if it has one.
         stated: what training recorded: settings by their names in ``EncoderOptions``, and
             ``quantize`` where an adapter's base was quantised.
+        cross: whether it was trained as a cross-encoder, whose vectors are no embeddings.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Checkpoint:
     repo: str | None = None
     adapter: Path | None = None
     stated: Mapping[str, Any] = field(default_factory=dict)
+    cross: bool = False
 
     @property
     def weights(self) -> str:
@@ -286,7 +288,8 @@ def _read_folder(
         config = {} if known else read_settings(folder / "config.json", {})
         if config.get("model_type") == "nvembed":  # which no other model has
             known = find_model("nvidia/NV-Embed-v2")
-        return Checkpoint(name, folder, known, repo, stated=tuned.settings if tuned else {})
+        stated, cross = (tuned.settings, tuned.cross) if tuned else ({}, False)
+        return Checkpoint(name, folder, known, repo, stated=stated, cross=cross)
     if not (folder / CONFIG).is_file():
         raise UserError(
             f"{name} has no config.json, so it is no Hugging Face checkpoint that can be loaded. "
@@ -334,7 +337,8 @@ def _on_base(name: str, folder: Path, entry: KnownModel | None) -> Checkpoint:
     stated = {**base.stated, **(tuned.settings if tuned else {})}
     if tuned is not None and tuned.quantize != "none":
         stated["quantize"] = tuned.quantize
-    return replace(base, name=name, adapter=folder, stated=stated)
+    cross = base.cross or (tuned is not None and tuned.cross)
+    return replace(base, name=name, adapter=folder, stated=stated, cross=cross)
 
 
 def _recorded(tuned: Tuned | None, folder: Path) -> KnownModel | None:

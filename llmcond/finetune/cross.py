@@ -1,0 +1,89 @@
+"""A cross-encoder in training: both sentences and the condition in one sequence, one number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from llmcond.arrays import Positions
+from llmcond.data.rows import Rows
+from llmcond.encoders.engine.engine import Engine
+from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
+from llmcond.encoders.spec import Orders
+from llmcond.finetune.base import Shared, TrainedModel
+from llmcond.heads.module import seeded
+from llmcond.heads.regression import Regression, RegressionSettings
+from llmcond.runs.cross import KIND
+
+
+@dataclass(frozen=True)
+class CrossInputs:
+    """Rated rows, (n,), each as one sequence in either order of its sentences.
+
+    Attributes:
+        orders: the sequences of all rows: sentences as given, and, where both orders are read, the
+            second sentence first.
+    """
+
+    orders: tuple[list[Tokens], ...]
+    rating: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, rows: Rows, orders: Orders, tokenizer: InputTokenizer) -> CrossInputs:
+        """Take the rated rows of a split; errors as of :meth:`InputTokenizer.joined`."""
+        rated = rows.take(rows.rated)
+        first, second = rated.sentence1, rated.sentence2
+        sides = [(first, second), (second, first)][: 2 if orders == "both" else 1]
+        read = [tokenizer.joined(list(zip(*side, rated.condition, strict=True))) for side in sides]
+        return cls(tuple(read), rated.rating)
+
+    def __len__(self) -> int:
+        return len(self.rating)
+
+    @property
+    def n_cut(self) -> int:
+        """Return how many rows have sentences that were cut."""
+        return sum(row.n_tokens > len(row.ids) for row in self.orders[0])
+
+
+class CrossModel(TrainedModel[CrossInputs]):
+    """From rows to the mean squared error of one number a row."""
+
+    def __init__(
+        self, engine: Engine, settings: RegressionSettings, seed: int, start: float
+    ) -> None:
+        """Put a linear layer behind an engine, whose bias is ``start``, the mean rating."""
+        head, _ = seeded(lambda: Regression(settings, engine.dim), seed)
+        with torch.no_grad():
+            head.get_parameter("weight_bias").fill_(start)
+        super().__init__(engine, head, KIND, seed)
+
+    def forward(self, inputs: CrossInputs, rows: Positions, seed: list[int]) -> Tensor:
+        """Return the mean squared error of rows, a scalar, each in an order that is drawn."""
+        self.seed_dropout(seed)
+        drawn = np.random.Generator(np.random.SFC64(seed))
+        order = drawn.integers(len(inputs.orders), size=len(rows))
+        tokens = [inputs.orders[own][row] for own, row in zip(order, rows, strict=True)]
+        vectors = self.engine.embed(tokens)
+        with torch.autocast(vectors.device.type, enabled=False):
+            predicted: Tensor = self.head(vectors.float())[:, 0]
+            rating = torch.from_numpy(inputs.rating[rows]).to(predicted)
+            return (predicted - rating).square().mean()
+
+    def predict(self, inputs: CrossInputs, shared: Shared) -> NDArray[np.float32]:
+        """Return the predicted similarity of all rows, (n,): the mean of their orders."""
+        head = self.fitted()
+
+        def compute(which: Positions) -> NDArray[np.float32]:
+            mean = np.zeros((len(which), 1), dtype=np.float32)
+            for order in inputs.orders:
+                vectors = self.vectors([order[i] for i in which])
+                with torch.autocast("cpu", enabled=False):
+                    mean += head.transform(vectors) / len(inputs.orders)
+            return mean
+
+        return shared(len(inputs), compute)[:, 0]

@@ -1,0 +1,142 @@
+"""A trained cross-encoder, applied to new text: it reads both sentences and the condition at once.
+
+It has no embeddings: only what compares two texts can be asked of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from llmcond.data.rows import Rows
+from llmcond.encoders import EncoderIdentity
+from llmcond.encoders.encoder import Encoder
+from llmcond.encoders.spec import Orders
+from llmcond.errors import UserError
+from llmcond.heads import FittedHead, load_head
+from llmcond.records import check_record
+from llmcond.runs.comparing import Comparing, Vectors
+from llmcond.runs.records import TrainedOn
+from llmcond.runs.run import Run, open_run
+
+#: What records call its head, and the head's folder in a run.
+KIND: Final = "regression"
+NAME: Final = "cross"
+#: Rows whose vectors are in memory at a time.
+_BLOCK = 8_192
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class CrossEncoder(Comparing):
+    """The similarity of two sentences under a condition: a linear function of f([s1; s2; c]).
+
+    Make one with :func:`load_cross_encoder`.
+
+    Attributes:
+        encoder: f.
+        head: the linear function.
+        orders: whether f([s2; s1; c]) counts as well, so that the order does not matter.
+        fitted_on: the data that it was trained on.
+    """
+
+    encoder: Encoder
+    head: FittedHead
+    orders: Orders
+    fitted_on: str = ""
+
+    name = recipe = NAME
+
+    def __repr__(self) -> str:
+        """Return what it is made of, in a line."""
+        return f"CrossEncoder({self.encoder.name}, orders {self.orders})"
+
+    def predict(self, rows: Rows) -> Vectors:
+        """Return the predicted similarity of rows, (n,), with a progress bar."""
+        return self.similarity(rows.sentence1, rows.sentence2, rows.condition, show_progress=True)
+
+    def _compared(
+        self,
+        first: Sequence[tuple[str, str]],
+        second: Sequence[tuple[str, str]],
+        show_progress: bool,
+    ) -> Vectors:
+        sides = [(first, second), (second, first)][: 2 if self.orders == "both" else 1]
+        rows = [(a, b, c) for side in sides for (a, c), (b, _) in zip(*side, strict=True)]
+        predicted = np.empty(len(rows), dtype=np.float32)
+        for start in range(0, len(rows), _BLOCK):
+            block = rows[start : start + _BLOCK]
+            vectors = self.encoder.encode_joined(block, show_progress=show_progress)
+            predicted[start : start + _BLOCK] = self.head.transform(vectors)[:, 0]
+        bad = np.flatnonzero(~np.isfinite(predicted))
+        if len(bad):
+            raise UserError(
+                f"the encoder gave NaN or infinity for {rows[bad[0]][0][:80]!r}; try another dtype."
+            )
+        mean: Vectors = predicted.reshape(len(sides), len(first)).mean(axis=0)
+        return mean
+
+
+def load_cross_encoder(
+    run: str | Path,
+    *,
+    orders: Orders | None = None,
+    device: str = "auto",
+    max_tokens_per_batch: int | None = None,
+) -> CrossEncoder:
+    """Load the cross-encoder that ``llmcond train-cross`` left in a run.
+
+    Args:
+        run: the run's folder.
+        orders: ``both``: the mean of both orders of the sentences; ``given``: as they are given,
+            in half the time. None: as it was trained.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        max_tokens_per_batch: the token budget of one forward pass; None: by the device.
+
+    Raises:
+        UserError: no such run, a run of another kind, or an encoder that has changed.
+        LlmcondError: the encoder or the head cannot be loaded.
+    """
+    opened = open_run(Path(run), cross=True)
+    if opened.cross is None:
+        raise UserError(
+            f"{run} holds no cross-encoder. Train one: llmcond train-cross --model "
+            f"{opened.encoder_name} --run another one; what {run} holds is loaded by load_embedder."
+        )
+    orders = orders or opened.cross
+    if orders not in ("both", "given"):
+        raise UserError(f"orders is {orders!r}; expected 'both' or 'given'.")
+    head, record = load_head(opened.head_folder(NAME))
+    _check_head(opened, head, record)
+    resolved = opened.resolve_encoder(device, max_tokens_per_batch)
+    source = opened.manifest["data"]["source"]
+    fitted = "the bundled sample" if source == "sample" else str(source)
+    return CrossEncoder(Encoder(resolved), head, orders, fitted)
+
+
+def _check_head(run: Run, head: FittedHead, record: dict[str, Any]) -> None:
+    where = f"the head of {run.folder}"
+    check_record(record, TrainedOn, where, "Train it again.")
+    theirs = EncoderIdentity.from_json(record["encoder"]["identity"], where)
+    differences = theirs.differences(run.identity)
+    if head.kind != KIND:
+        differences = [f"kind: {head.kind!r}, not {KIND!r}"]
+    if differences:
+        raise UserError(
+            f"{where} was trained with another encoder: {'; '.join(differences)}. Train it again, "
+            "or copy the whole folder."
+        )
+
+
+def describe(cross: CrossEncoder) -> dict[str, Any]:
+    """Return what a cross-encoder is made of, as commands print it."""
+    return {
+        "encoder": cross.encoder.name,
+        "fingerprint": cross.encoder.identity.fingerprint,
+        "head": cross.name,
+        "orders": cross.orders,
+        "fitted_on": cross.fitted_on,
+    }

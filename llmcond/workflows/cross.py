@@ -1,0 +1,140 @@
+"""Train a cross-encoder: one model that reads both sentences and the condition, and rates them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from llmcond.config import build
+from llmcond.data.datasets import DataOptions
+from llmcond.encoders import EncoderOptions
+from llmcond.encoders.spec import Orders
+from llmcond.errors import UserError
+from llmcond.finetune.cross import CrossInputs, CrossModel
+from llmcond.heads import FittedHead, save_head
+from llmcond.heads.recipes import parse_settings
+from llmcond.heads.regression import RegressionSettings
+from llmcond.log import log
+from llmcond.runs import complete_run
+from llmcond.runs.cross import KIND, NAME, load_cross_encoder
+from llmcond.runs.run import origin_record
+from llmcond.runs.trials import check_seed
+from llmcond.tasks import Task
+from llmcond.workflows.extract import task_of
+from llmcond.workflows.training import (
+    Job,
+    Kept,
+    Parts,
+    Trained,
+    rated_dataset,
+    resolve_trainable,
+    resolve_trained,
+    scores_of,
+    train,
+    tune_settings,
+)
+
+if TYPE_CHECKING:
+    from llmcond.finetune.build import Trainable
+
+
+def train_cross(
+    model: str,
+    options: EncoderOptions,
+    run_folder: Path,
+    data: DataOptions,
+    settings: Mapping[str, Any],
+    changes: Mapping[str, str] | None = None,
+    orders: Orders = "both",
+    seed: int = 0,
+    merge: bool = False,
+    task: str | None = None,
+) -> Trained:
+    """Train an encoder, by adapters or whole, to rate [sentence1; sentence2; condition].
+
+    Stopped at any step, the same call goes on from the last checkpoint, as ``train_lora`` does.
+
+    Arguments as in :class:`llmcond.commands.train_cross.TrainCross`; ``settings`` are those of
+    :class:`TuneSettings` that differ from its defaults, ``changes`` those of the head as text.
+
+    Raises:
+        UserError: wrong input, a run of something else, or a loss that became NaN.
+        LlmcondError: the encoder cannot be loaded or trained.
+    """
+    check_seed(seed)
+    tuning = tune_settings(settings)
+    given = parse_settings(RegressionSettings, dict(changes or {}), "--set", "a cross-encoder")
+    head = build(RegressionSettings, given, "--set")
+    chosen = task_of(None, task)
+    _check_sides(chosen, orders)
+    dataset = rated_dataset(chosen, data)
+    # A linear layer reads the length of a vector too, unless the user asks for unit length.
+    options = replace(options, normalize=bool(options.normalize))
+    resolved = resolve_trainable(model, options, tuning, merge)
+    return train(
+        _CrossJob(
+            model=model,
+            resolved=resolved,
+            folder=run_folder,
+            task=chosen,
+            dataset=dataset,
+            settings=tuning,
+            head=NAME,
+            seed=seed,
+            merge=merge,
+            made_of={
+                "encoder": resolved.identity.to_json(),
+                "data": dataset.digest,
+                "orders": orders,
+                "head": {"kind": KIND, **asdict(head)},
+                "seed": seed,
+                "settings": tuning.to_json(),
+                "merge": merge,
+            },
+            head_settings=head,
+            orders=orders,
+        )
+    )
+
+
+def _check_sides(task: Task, orders: Orders) -> None:
+    """Refuse to read both orders where the two sides are not alike."""
+    first, second = task.conditioned
+    if first != second and orders == "both":
+        raise UserError(
+            f"the task {task.name} has the condition on its {'first' if first else 'second'} text "
+            "only, so that the order of the two means something. Give --orders given."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CrossJob(Job):
+    """An encoder of both sentences and the condition, and a linear layer behind it."""
+
+    cross: ClassVar[bool] = True
+
+    head_settings: RegressionSettings
+    orders: Orders
+
+    def parts(self, trainable: Trainable) -> Parts:
+        rated, dev = self.dataset.splits["train"], self.rated_dev()
+        rows = CrossInputs.of(rated, self.orders, trainable.tokenizer)
+        scored = None if dev is None else CrossInputs.of(dev, self.orders, trainable.tokenizer)
+        if rows.n_cut:
+            log.info(
+                f"{rows.n_cut:,} rows of train are longer than {self.resolved.identity.max_length} "
+                "tokens: their sentences were cut, conditions are whole"
+            )
+        mean = float(rows.rating.mean())
+        model = CrossModel(trainable.engine, self.head_settings, self.seed, mean)
+        return Parts(model, rows, scored)
+
+    def keep(self, head: FittedHead) -> Kept:
+        resolved = resolve_trained(self)
+        run = complete_run(self.folder, resolved, self.dataset, self.task.name, self.orders)
+        save_head(head, run.head_folder(NAME), origin_record(run))
+        log.info(f"encoder -> {self.folder}; its scores:")
+        cross = load_cross_encoder(self.folder, device=resolved.device)
+        return Kept(NAME, {"orders": self.orders}, scores_of(run, cross, cross.predict))
