@@ -13,6 +13,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: Script -> sizes, and a word of what it prints.
 SCRIPTS = {
+    "bench_cross": ("--rows 8 --dev-rows 6 --batch-size 4 --rounds 1", "| llmcond, one order |"),
     "bench_encoders": ("--inputs 2 --layers 1 --folder {tmp}", "| plain loop |"),
     "bench_extract": ("--inputs 2 --rounds 1", "| llmcond, packed |"),
     "bench_fit": (
@@ -27,6 +28,8 @@ SCRIPTS = {
     "make_wide_minilm": ("{tmp}/wide --copies 1", " weights -> "),
     "simulate_comparison": ("--trials 2 --resamples 9 --truth 99 --pairs 30", "accuracy"),
 }
+#: What the peer of a script needs beside itself.
+NEEDS = {"bench_cross": "datasets"}
 #: What has tests of its own, or is imported by scripts.
 OTHERS = {"fuzz", "make_sample", "bench_inputs", "bench_process", "reproduce"}
 #: What needs data that is not shipped.
@@ -55,6 +58,8 @@ def in_this_process(monkeypatch):
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_runs(name, tmp_path, write_rows, small_rows, monkeypatch, capsys):
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
     sizes, said = SCRIPTS[name]
     given = sizes.format(tmp=tmp_path, rows=write_rows(small_rows[:24]))
     monkeypatch.setattr("sys.argv", [name, *given.split()])
