@@ -64,11 +64,18 @@ class Router:
         text: is encoded by itself, as a plain input.
         temperature: above 0; a very large one gives the mean of the tokens.
         centre: whether m is subtracted.
+
+    Raises:
+        UserError: a temperature that is not above 0.
     """
 
     text: str
     temperature: float
     centre: bool
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise UserError(f"temperature is {self.temperature:g}; it must be above 0.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -300,8 +300,10 @@ def _check_left_out(prompt: Prompt, placeholders: set[str], source: str) -> None
 def _check_router(part: Part, source: str) -> None:
     if part.router is not None and not part.router.strip():
         raise UserError(f"{source} router is empty: it would choose no tokens. Leave it out.")
-    if not part.temperature > 0:
-        raise UserError(f"{source} temperature is {part.temperature:g}; it must be above 0.")
+    try:
+        Router(part.router or "", part.temperature, part.centre)
+    except UserError as error:
+        raise UserError(f"{source} {error}") from error
 
 
 def _placeholders(part: Part, source: str, known: Sequence[str]) -> set[str]:
