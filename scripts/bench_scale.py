@@ -79,9 +79,9 @@ class Counting:
             print(len(inputs), file=stream)
         return self.encoder.encode_counted(inputs, queries)
 
-    def queries(self, inputs: Any) -> Any:
+    def queries(self, texts: Any) -> Any:
         """See :class:`Encoder`."""
-        return self.encoder.queries(inputs)
+        return self.encoder.queries(texts)
 
 
 def peak() -> int:

@@ -10,22 +10,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from llmcond.encoders.engine.csr import Query
+from llmcond.encoders.engine.csr import CsrQuery
 from llmcond.encoders.engine.engine import OutOfMemoryError, Route, n_routes, try_engine
-from llmcond.encoders.engine.routing import (
-    grouped,
-    router_inputs,
-    routers_of,
-    routes_of,
-    unrouted,
-)
+from llmcond.encoders.engine.routing import grouped, routers_of, routes_of, unrouted
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens, check_inputs
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.encoders.loading.loading import load_model
@@ -50,7 +43,21 @@ UNIT = 256
 #: Vectors that they may have, where each has several routers.
 _ROUTED = 4_096
 
-#: What routers are to the tokens of others, by their texts: their vectors, (width,), or tokens.
+
+class Query(NamedTuple):
+    """A router, as it weights the tokens of others.
+
+    Attributes:
+        state: (width,) as it leaves the pooling, in the space of the tokens' states; of a router
+            inside the encoder its query, or its tokens where those are read with each input.
+        n_tokens: tokens it has, before truncation.
+    """
+
+    state: CsrQuery
+    n_tokens: int
+
+
+#: Routers by their texts.
 Queries = Mapping[str, Query]
 
 
@@ -196,8 +203,9 @@ class Encoder:
         """Return vectors with the tokens and the truncation of each input, on the calling thread.
 
         A function of its arguments alone: how inputs are batched depends on nothing else, but where
-        memory runs out. Safe to call from several threads. ``queries`` are the vectors of the
-        inputs' routers; None: they are computed as well.
+        memory runs out. Safe to call from several threads. ``queries`` are the inputs' routers, and
+        any others; None: they are computed as well. A plain input that is one of them is not
+        encoded again.
 
         Raises:
             UserError: an instruction, a context or a router that the encoder cannot take.
@@ -205,32 +213,24 @@ class Encoder:
         """
         return self._encode(inputs, map, queries=queries)
 
-    def queries(self, inputs: Sequence[EncoderInput], map_units: _Map = map) -> Queries:
-        """Return the vectors of the routers of inputs by their texts, each computed once.
-
-        They are as they leave the pooling, in the space of the tokens' states; or for a router
-        inside the encoder its queries, or its tokens where those are read with each input.
+    def queries(self, texts: Iterable[str], map_units: _Map = map) -> Queries:
+        """Return what routers of these texts are, each computed once.
 
         Raises:
-            UserError: the encoder's pooling leaves that space.
+            UserError: the encoder's pooling leaves the space of the tokens' states.
             LlmcondError: out of memory.
         """
-        own = router_inputs(inputs)
-        texts, plain = list(own), list(own.values())
-        inside = self.engine.inside
-        if texts and not inside and self.identity.pooling not in ROUTED_POOLINGS:
+        plain = [EncoderInput("", text) for text in sorted(set(texts))]
+        pools = self.engine.inside or self.identity.pooling in ROUTED_POOLINGS
+        if plain and not pools:
             raise UserError(
                 f"{self.name} pools by {self.identity.pooling}, and a router weights the tokens' "
                 f"own states: --pooling {' or '.join(ROUTED_POOLINGS)}."
             )
-        if self.engine.reads_routers:
-            return dict(zip(texts, (own[0] for own in self._windows(plain)), strict=True))
-        order = plan_inputs(plain, by_prefix=False)
-        units = [order[start : start + UNIT] for start in range(0, len(order), UNIT)]
-        parts = ([plain[index] for index in unit] for unit in units)
-        found = map_units(self._states, parts)
-        vectors = (vector for unit in found for vector in unit)
-        return dict(zip((texts[index] for unit in units for index in unit), vectors, strict=True))
+        ordered = [plain[index] for index in plan_inputs(plain, by_prefix=False)]
+        units = [ordered[start : start + UNIT] for start in range(0, len(ordered), UNIT)]
+        found = (query for unit in map_units(self._queries, units) for query in unit)
+        return {item.text: query for item, query in zip(ordered, found, strict=True)}
 
     def _encode(
         self,
@@ -243,12 +243,21 @@ class Encoder:
         if bar is not None:
             bar.start(len(inputs), sum(item.size for item in inputs))
         if queries is None:
-            queries = self.queries(inputs, map_units)
+            queries = self.queries((router.text for router in routers_of(inputs)), map_units)
         order = plan_inputs(inputs, by_prefix=self.resolved.shares_prefixes)
         vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
         n_tokens = np.empty(len(inputs), dtype=np.int32)
         computed = 0
-        units = list(_units(order, inputs))
+        found = [place for place in order if self._is_query(inputs[place], queries)]
+        if found:
+            own = [queries[inputs[place].text] for place in found]
+            states: list[Any] = [query.state for query in own]
+            vectors[found] = self.engine.finish(torch.stack(states)).cpu().numpy()
+            n_tokens[found] = [query.n_tokens for query in own]
+            if bar is not None:
+                bar.advance(len(found), sum(inputs[place].size for place in found), 0)
+        left = set(found)
+        units = list(_units([place for place in order if place not in left], inputs))
         parts = ([inputs[index] for index in unit] for unit in units)
         encode = map_units if len(units) > 1 else map
         work = partial(self._encode_unit, queries=queries)
@@ -272,7 +281,7 @@ class Encoder:
         routes: list[Route] = []
         for places, own in zip(groups, windows, strict=True):
             routers = routers_of([inputs[place] for place in places])
-            read = [queries[router.text] for router in routers]
+            read = [queries[router.text].state for router in routers]
             for window in own:
                 added = routes_of(self.engine, read, routers[0]) if routers else []
                 routes += added
@@ -287,12 +296,24 @@ class Encoder:
             n_tokens[places] = own[0].n_tokens
         return Encoded(vectors, n_tokens, self._cut(n_tokens), computed)
 
-    def _states(self, inputs: Sequence[EncoderInput]) -> list[Tensor]:
-        """Return the query of each input, the mean of those of its windows."""
+    def _queries(self, inputs: Sequence[EncoderInput]) -> list[Query]:
+        """Return plain inputs as routers, each the mean of its windows."""
         windows = self._windows(inputs)
+        if self.engine.reads_routers:
+            return [Query(own[0], own[0].n_tokens) for own in windows]
         rows = iter(self._run([row for own in windows for row in own], queries=True)[0])
         means = [np.mean([next(rows) for _ in own], axis=0)[0] for own in windows]
-        return [torch.from_numpy(mean) for mean in means]
+        return [
+            Query(torch.from_numpy(mean), own[0].n_tokens)
+            for mean, own in zip(means, windows, strict=True)
+        ]
+
+    def _is_query(self, item: EncoderInput, queries: Queries) -> bool:
+        """Return whether an input is a router that is known, as the encoder pools it, and whole."""
+        if item.router is not None or item.context is not None or item.instruction:
+            return False
+        found = None if self.engine.inside else queries.get(item.text)
+        return found is not None and found.n_tokens <= self.identity.max_length
 
     def _windows(self, inputs: Sequence[EncoderInput]) -> list[list[Tokens]]:
         with self._tokenizing:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -31,18 +31,20 @@ from llmcond.features.store import FeatureStore
 from llmcond.files import digest_bytes
 
 if TYPE_CHECKING:
-    from llmcond.encoders.encoder import Encoded, Queries
+    from llmcond.encoders.encoder import Encoded, Queries, Query
     from llmcond.encoders.threads import Concurrency, WorkerThreads
 
 #: Inputs that a kill can lose at most; committed in parts, one for each thread that encodes.
 CHUNK = 1_024
 #: Inputs that are read, and ordered, together.
-WINDOW = 16_384
+WINDOW = 65_536
 #: Inputs, repeats included, that are counted in a second or two, before the first is encoded.
 COUNTED_FIRST = 100_000
 _WAIT_SECONDS = 0.2
 #: Parts claimed by other processes that are kept until they are looked at again.
 _MAX_CLAIMED = 32
+#: Routers that are computed together, and that are kept for later windows.
+_UNIT, _MAX_ROUTERS = 256, 16_384
 
 
 class InputEncoder(Protocol):
@@ -57,8 +59,8 @@ class InputEncoder(Protocol):
     ) -> Encoded:
         """Return the vectors of inputs, in their order, computed on the calling thread."""
 
-    def queries(self, inputs: Sequence[EncoderInput]) -> Queries:
-        """Return the vectors of the inputs' routers, computed on the calling thread."""
+    def queries(self, texts: Iterable[str]) -> Queries:
+        """Return what routers of these texts are, computed on the calling thread."""
 
 
 class Progress(Protocol):
@@ -155,24 +157,60 @@ def plan(inputs: Iterable[EncoderInput], *, by_prefix: bool = False) -> list[Enc
     return [distinct[place] for place in plan_inputs(distinct, by_prefix=by_prefix)]
 
 
-class _Routers:
-    """The vectors of a window's routers, computed by the thread that is the first to need them.
+class _Unit:
+    """Routers that are computed together, by the thread that is the first to need one of them."""
 
-    A window's, not a part's: many inputs have the same. And all of them, whatever is stored: they
-    are then the same to the bit in an extraction that goes on.
-    """
-
-    def __init__(self, inputs: Sequence[EncoderInput]) -> None:
-        self._inputs, self._lock = inputs, threading.Lock()
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts, self._lock = texts, threading.Lock()
         self._found: Queries | None = None
+
+    def queries(self, encoder: InputEncoder) -> Queries:
+        """Return the routers."""
+        with self._lock:
+            if self._found is None:
+                self._found = encoder.queries(self._texts)
+            return self._found
+
+
+@dataclass(frozen=True, slots=True)
+class _Routers:
+    """The routers of a window, by their texts."""
+
+    units: Mapping[str, _Unit]
 
     def encode(self, encoder: InputEncoder, inputs: Sequence[EncoderInput]) -> Encoded:
         """Return the vectors of some of the window's inputs."""
-        if not self._inputs:
+        if not self.units:
             return encoder.encode_counted(inputs)
-        with self._lock:
-            self._found = self._found or encoder.queries(self._inputs)
-        return encoder.encode_counted(inputs, self._found)
+        texts = (item.router.text if item.router else item.text for item in inputs)
+        queries: dict[str, Query] = {}
+        for unit in dict.fromkeys(self.units[text] for text in texts if text in self.units):
+            queries |= unit.queries(encoder)
+        return encoder.encode_counted(inputs, queries)
+
+
+class _RouterUnits:
+    """Routers, each in a unit that later windows find again.
+
+    What a unit holds is decided by the windows alone, whatever is stored: its vectors are then the
+    same to the bit in an extraction that goes on. Where there would be more than ``_MAX_ROUTERS``,
+    those of before are forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._units: dict[str, _Unit] = {}
+
+    def of(self, window: Sequence[EncoderInput]) -> _Routers:
+        """Return the routers of a window's inputs."""
+        texts = sorted({item.router.text for item in window if item.router is not None})
+        new = [text for text in texts if text not in self._units]
+        if new and len(self._units) + len(new) > _MAX_ROUTERS:
+            self._units, new = {}, texts
+        new.sort(key=len)
+        for start in range(0, len(new), _UNIT):
+            unit = _Unit(new[start : start + _UNIT])
+            self._units |= dict.fromkeys(new[start : start + _UNIT], unit)
+        return _Routers({text: self._units[text] for text in texts})
 
 
 class WorkPart(NamedTuple):
@@ -206,15 +244,16 @@ class Plan:
 
         A chunk has ``concurrency()`` parts, which is asked once there is something to encode.
         """
+        units = _RouterUnits()
         for window in windows(self.inputs, self.window):
             ordered = plan(fresh(window, self._seen), by_prefix=self.by_prefix)
+            routers = units.of(ordered)
             self._note_asked(ordered)
             absent = np.zeros(len(ordered), dtype=np.bool_)
             absent[self.store.missing(ordered)] = True
             if not absent.any():
                 continue
             size = max(1, self.chunk // concurrency())
-            routers = _Routers([item for item in ordered if item.router is not None])
             for start in range(0, len(ordered), size):
                 if absent[start : start + size].any():
                     yield WorkPart(ordered[start : start + size], routers)

@@ -21,6 +21,7 @@ SCRIPTS = {
         "| hypernet-full |",
     ),
     "bench_int8": ("--rows 20 --layers 1 --rounds 1", "| threads |"),
+    "bench_routed": ("--sentences 2 --conditions 1 2 --rows 4 --rounds 1", "| routed |"),
     "bench_scale": ("--sizes 8 --rounds 1", "8 inputs: "),
     "bench_train": ("--batch-size 2 --steps 1 --rounds 1", "| llmcond |"),
     "demo": ("--data {rows} --run {tmp}/run", '"spearman_zero_shot"'),

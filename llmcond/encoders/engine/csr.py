@@ -37,7 +37,7 @@ from llmcond.encoders.spec import RELEASED, EncoderIdentity
 from llmcond.errors import UserError
 
 #: What routes one input: its condition's query, (d,), or for modes that read it, its tokens.
-Query = Tensor | Tokens
+CsrQuery = Tensor | Tokens
 
 Usual = Callable[[], Tensor]
 
@@ -122,7 +122,7 @@ class Csr:
         return _CapturePacked(self, runtime, batch, rows)
 
     def padded(
-        self, runtime: Runtime, rows: Sequence[Tokens], queries: Sequence[Query]
+        self, runtime: Runtime, rows: Sequence[Tokens], queries: Sequence[CsrQuery]
     ) -> PaddedForward:
         """Return the pass of sentences, each under one condition."""
         if self.mode == "released-tri":
@@ -132,7 +132,7 @@ class Csr:
         return _RoutedPadded(self, runtime, rows, queries)
 
     def packed(
-        self, runtime: Runtime, batch: Batch, rows: Sequence[Tokens], queries: Sequence[Query]
+        self, runtime: Runtime, batch: Batch, rows: Sequence[Tokens], queries: Sequence[CsrQuery]
     ) -> PackedForward:
         """Return the pass of a packed row of sentences, each under one condition."""
         return _RoutedPacked(self, runtime, batch, rows, queries)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from llmcond.encoders.engine import attention, varlen
 from llmcond.encoders.engine.batching import STEP, Batch, pack, pack_shared, plan_batches
-from llmcond.encoders.engine.csr import Csr, Query
+from llmcond.encoders.engine.csr import Csr, CsrQuery
 from llmcond.encoders.engine.forward import (
     Forward,
     PackedForward,
@@ -42,7 +42,7 @@ from llmcond.encoders.spec import RELEASED
 from llmcond.errors import LlmcondError, UserError, first_line
 
 #: What weights the tokens of an input: of routed pooling, or of a router inside the encoder.
-Route = Routes | Query
+Route = Routes | CsrQuery
 
 #: How far the vectors of packed inputs may be from those in padded rows, as a share of their norm.
 #: Rounding stays well below; texts that see each other, or wrong positions, go well above.
@@ -294,9 +294,12 @@ class Engine:
         return None
 
     def _vectors(self, forward: Forward, *, queries: bool) -> Tensor:
-        pooled = forward.pooled().to(self.out)
-        if queries:
-            return pooled
+        pooled = forward.pooled()
+        return pooled.to(self.out) if queries else self.finish(pooled)
+
+    def finish(self, pooled: Tensor) -> Tensor:
+        """Return vectors as inputs have them, (n, dim), of what left the pooling, (n, width)."""
+        pooled = pooled.to(self.out)
         # In training, autocast would compute dense layers in 16 bit, which nothing else does.
         with torch.autocast(self.out.type, enabled=False):
             pooled = self.model.dense(pooled)

@@ -258,7 +258,7 @@ def test_layers_before_the_router_are_computed_once_a_sentence(tmp_path):
             lambda m, a, out, sizes=sizes: sizes.append(out.shape[1])
         )
     items = [routed("two dogs run over wet grass", condition) for condition in CONDITIONS]
-    queries = encoder.queries(items)
+    queries = encoder.queries(CONDITIONS)
     for sizes in seen:
         sizes.clear()
     encoder.encode_counted(items, queries)

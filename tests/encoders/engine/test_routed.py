@@ -13,6 +13,7 @@ from helpers.identities import IDENTITY
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import UNIT, load_encoder
 from llmcond.encoders.spec import ROUTED_POOLINGS, Router
+from llmcond.encoders.threads import Concurrency
 from llmcond.errors import UserError
 from llmcond.features.extract import extract
 from llmcond.features.store import FeatureStore
@@ -119,7 +120,7 @@ def test_a_sentence_and_a_condition_are_encoded_once(one):
     conditions = [f"{a} {b}" for a in WORDS[:10] for b in WORDS[10:20]]
     items = [routed(text, condition) for text in texts for condition in set(conditions)]
     random.Random(0).shuffle(items)
-    done = one.encode_counted(items, one.queries(items))
+    done = one.encode_counted(items, one.queries(conditions))
     alone = one.encode_counted([EncoderInput("", text) for text in texts])
     assert done.n_computed == alone.n_computed
     assert len(done.vectors) == len(items) > 2 * UNIT // 4
@@ -145,31 +146,81 @@ def test_a_pooling_that_leaves_the_tokens_space_is_refused(name, tmp_path):
         encoder.encode([routed("a text", "dogs")])
 
 
-def test_an_extraction_that_goes_on_gets_the_same_bits(one, tmp_path):
-    items = mixed(2, n=40)
+def test_a_router_that_is_an_input_too_is_not_encoded_again(encoder):
+    items = mixed(n=3)
+    conditions = [EncoderInput("", text) for text in CONDITIONS]
+    queries = encoder.queries(CONDITIONS)
+    done, alone = encoder.encode_counted(items, queries), encoder.encode_counted(conditions)
+    for condition, vector, n_tokens in zip(conditions, alone.vectors, alone.n_tokens, strict=True):
+        np.testing.assert_allclose(done.vectors[items.index(condition)], vector, atol=1e-5)
+        assert done.n_tokens[items.index(condition)] == n_tokens
+    others = [item for item in items if item not in conditions]
+    assert done.n_computed == encoder.encode_counted(others, queries).n_computed
+    # What is longer than the encoder takes is cut as any input is.
+    long = [EncoderInput("", "the man " * 80), routed("a text", "the man " * 80)]
+    assert encoder.encode_counted(long, encoder.queries([long[0].text])).truncated[0]
+
+
+class Full(Exception):  # noqa: N818 - as a kill
+    pass
+
+
+class Breaking:
+    """A real encoder that notes which routers it is asked for, and fails after so many parts."""
+
+    def __init__(self, encoder, left=10_000):
+        self.encoder, self.concurrency, self.left, self.asked = encoder, Concurrency(1, 1), left, []
+
+    def queries(self, texts):
+        self.asked += texts
+        return self.encoder.queries(texts)
+
+    def encode_counted(self, *given):
+        self.left -= 1
+        if self.left < 0:
+            raise Full
+        return self.encoder.encode_counted(*given)
+
+
+def many_routed(n=40):
+    """Sentences whose conditions go on from one to the next, so that windows share them."""
+    items = mixed(2, n=n)
+    return items + [routed(f"the man {i}", f"the mood {i // 3}") for i in range(6 * n)]
+
+
+@pytest.mark.parametrize("parts", [3, 24])  # some of the first window; all of it, and more
+def test_an_extraction_that_goes_on_gets_the_same_bits(one, tmp_path, parts, monkeypatch):
+    monkeypatch.setattr("llmcond.features.extract._UNIT", 5)
+    items = many_routed()
     whole, parted = (FeatureStore(tmp_path / name, IDENTITY, "float32") for name in "ab")
     extract(iter(items), whole, lambda: one, chunk=16, window=256)
-
-    class Full(Exception):  # noqa: N818 - as a kill
-        pass
-
-    class Breaking:
-        concurrency = one.concurrency
-        queries = staticmethod(one.queries)
-        left = 3
-
-        def encode_counted(self, *given):
-            self.left -= 1
-            if self.left < 0:
-                raise Full
-            return one.encode_counted(*given)
-
     with pytest.raises(Full):
-        extract(iter(items), parted, Breaking, chunk=16, window=256)
+        extract(iter(items), parted, lambda: Breaking(one, parts), chunk=16, window=256)
     assert 0 < len(parted) < len(whole)
     extract(iter(items), parted, lambda: one, chunk=16, window=256)
     distinct = list(dict.fromkeys(items))
     np.testing.assert_array_equal(parted.lookup(distinct).read(), whole.lookup(distinct).read())
+
+
+def test_an_extraction_computes_a_router_once_until_there_are_too_many(one, tmp_path, monkeypatch):
+    items = many_routed()
+    texts = {item.router.text for item in items if item.router}
+    once, again = Breaking(one), Breaking(one)
+    first, second = (FeatureStore(tmp_path / name, IDENTITY, "float32") for name in "ab")
+    extract(iter(items), first, lambda: once, chunk=64, window=64)
+    assert len(once.asked) == len(set(once.asked))
+    assert set(once.asked) == texts
+    monkeypatch.setattr("llmcond.features.extract._MAX_ROUTERS", 20)
+    extract(iter(items), second, lambda: again, chunk=64, window=64)
+    assert len(texts) < len(again.asked)
+    found = (store.lookup(items).read() for store in (first, second))
+    np.testing.assert_allclose(*found, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0, -0.1, float("nan")])
+def test_a_temperature_that_is_not_above_0_is_refused(temperature):
+    with pytest.raises(UserError, match=r"temperature is .*; it must be above 0"):
+        Router("dogs", temperature, True)
 
 
 @pytest.mark.parametrize("text", ["half a \ud83d", 7])
