@@ -25,7 +25,7 @@ _OURS = {"format": "pt"}
 
 
 def save_encoder(
-    trainable: Trainable, model: str, folder: Path, *, merge: bool, cross: bool
+    trainable: Trainable, model: str, folder: Path, *, merge: bool, cross: bool = False
 ) -> None:
     """Write what was trained of an encoder, so that the folder can be named as a model.
 

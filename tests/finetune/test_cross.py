@@ -253,6 +253,17 @@ def test_it_can_be_moved_and_merged(train, tmp_path):
         llmcond.load_encoder(moved)
 
 
+def test_a_decoder_that_pools_the_last_token_is_trained(train, tiny_checkpoint, tmp_path):
+    model = ("--model", tiny_checkpoint("mistral"), "--pooling", "last", "--epochs", "1")
+    scores = train("run", *model)["scores"]
+    (result,) = llmcond.evaluate(run=tmp_path / "run", split="dev")
+    assert result.metrics["spearman"].value == scores[0]["spearman"]
+    loaded = llmcond.load_cross_encoder(tmp_path / "run")
+    both = loaded.similarity([FIRST, SECOND], [SECOND, FIRST], ["the place", "the mood"])
+    alone = loaded.similarity(SECOND, FIRST, "the mood")
+    assert both[1] == pytest.approx(alone, abs=1e-5)
+
+
 def test_from_python(tiny, data, tmp_path):
     trained = llmcond.train_cross(
         model=str(tiny), data=data, run=tmp_path / "run", epochs=1, rank=2, dtype="float32"
