@@ -73,6 +73,11 @@ def train_cross(
     # A linear layer reads the length of a vector too, unless the user asks for unit length.
     options = replace(options, normalize=bool(options.normalize))
     resolved = resolve_trainable(model, options, tuning, merge)
+    if resolved.identity.router == "csr":
+        raise UserError(
+            "a cross-encoder reads the condition in its sequence, so that a router would have "
+            "nothing to do. Leave out --router, or train an encoder that is without one."
+        )
     return train(
         _CrossJob(
             model=model,

@@ -330,6 +330,7 @@ def test_a_recipe_cannot_name_its_head(tmp_path, tiny_run, capsys):
         (["--set", "dim=3"], "a cross-encoder has no setting 'dim'"),
         (["--set", "dropout=1"], "'dropout' is 1.0: must be below 1"),
         (["--seed", "-1"], "at least 0"),
+        (["--router", "csr"], "so that a router would have nothing to do"),
         (["--long-texts", "windows"], "windows are for frozen encoders"),
         (["--max-length", "8"], "which leave no room for two sentences"),
         (["--batch-size", "2", "--gradient-accumulation-steps", "4"], "too few"),
