@@ -139,10 +139,6 @@ class Csr:
 
     # -- the router's formula ------------------------------------------------------------------
 
-    def layer(self, module: nn.Module) -> int:
-        """Return the number of the layer that an attention module is of."""
-        return self._layer_of[module]
-
     def routes(self, module: nn.Module) -> bool:
         """Return whether a layer has a router."""
         return self._layer_of[module] >= self.first
