@@ -52,8 +52,8 @@ class Part:
     instruction: str = ""
     context: str | None = None
     router: str | None = None
-    temperature: float = 0.05
-    centre: bool = True
+    temperature: float = 0.1
+    centre: bool = False
 
     @property
     def templates(self) -> dict[Any, str]:

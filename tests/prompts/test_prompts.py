@@ -716,10 +716,15 @@ def test_a_router_is_a_text_with_its_settings(tmp_path: Path):
     assert prompt_from_json(prompt.to_json(), "record") == prompt
 
 
+def test_a_router_without_settings_has_those_of_the_bundled_template(tmp_path: Path):
+    own = load_prompt(str(routed_template(tmp_path)))
+    assert own.digest == load_prompt("routed").digest
+
+
 def test_settings_of_a_router_change_the_digest(tmp_path: Path):
     digests = {
         load_prompt(str(routed_template(tmp_path, **changes))).digest
-        for changes in ({}, {"temperature": 0.1}, {"centre": "false"}, {"router": '"{condition}."'})
+        for changes in ({}, {"temperature": 0.2}, {"centre": "true"}, {"router": '"{condition}."'})
     }
     assert len(digests) == 4
 
