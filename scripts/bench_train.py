@@ -75,7 +75,7 @@ class Training:
         self.accelerator = prepare_accelerator(resolved)
         self.trainable = load_trainable(resolved, settings, 0)
         recipe = load_recipe("none")
-        view = view_of(recipe, [load_prompt(resolved.default_prompt)], False)
+        view = view_of(recipe, [load_prompt(resolved.joint_prompt)], False)
         rows = read_dataset(None).splits["train"]
         self.inputs = RatedInputs.of(rows, view, self.trainable.tokenizer)
         self.rows, self.batch = rows, task["batch_size"]

@@ -92,7 +92,7 @@ def models() -> list[dict[str, Any]]:
             "pooling": model.poolings[0],
             "poolings": list(model.poolings),
             "padding_side": PADDING_SIDE,
-            "default_prompt": default_prompt(model.instruction_format),
+            "default_prompt": default_prompt(model.instruction_format, model.poolings[0]),
             "dtypes": [d for d in get_args(Dtype) if d != "float16" or not model.no_float16],
             "gated": model.gated,
             "licence": model.licence,

@@ -19,7 +19,7 @@ from llmcond.encoders.checkpoints.settings import (
     pooling_of,
     stated_beside,
 )
-from llmcond.encoders.known import default_prompt
+from llmcond.encoders.known import default_prompt, joint_prompt
 from llmcond.encoders.options import EncoderOptions, check_choice
 from llmcond.encoders.spec import (
     RELEASED,
@@ -75,10 +75,20 @@ class ResolvedEncoder:
 
     @property
     def default_prompt(self) -> str:
-        """Return the bundled prompt that suits the model."""
+        """Return the bundled prompt that suits the model as it is."""
+        if self.checkpoint.stated or self.identity.router == "csr":
+            return self.joint_prompt  # it was trained to read sentence and condition together
+        return default_prompt(self.identity.instruction_format, self.identity.pooling)
+
+    @property
+    def joint_prompt(self) -> str:
+        """Return the one that suits it while it is trained: all of its layers see the condition.
+
+        Or those that have a router.
+        """
         if self.identity.router == "csr":
             return "routed"
-        return default_prompt(self.identity.instruction_format)
+        return joint_prompt(self.identity.instruction_format)
 
 
 def resolve(

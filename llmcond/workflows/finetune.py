@@ -230,7 +230,7 @@ def _trains(recipe: Recipe) -> bool:
 
 def _with_prompts(plan: HeadPlan, resolved: ResolvedEncoder) -> tuple[HeadPlan, View]:
     """Return the plan with prompts, those named or what suits encoder and head, and its view."""
-    apart, joint = [load_prompt("separate")], [load_prompt(resolved.default_prompt)]
+    apart, joint = [load_prompt("separate")], [load_prompt(resolved.joint_prompt)]
     suits = {"separate": apart, "joint": joint, "both": [*joint, *apart]}
     prompts = plan.prompts or tuple(suits[plan.recipe.features])
     check_prompts(prompts, resolved)

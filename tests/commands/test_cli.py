@@ -66,9 +66,9 @@ def part_of_the_sample(tmp_path, monkeypatch):
 
 def test_sample_from_extract_to_similarity(capsys, part_of_the_sample):
     first = ok(capsys, "extract", "--model", "minilm")
-    assert first["prompts"]["concat-sent-cond"]["n_computed"] > 500
+    assert first["prompts"]["routed"]["n_computed"] > 500
     second = ok(capsys, "extract", "--model", "minilm")
-    assert second["prompts"]["concat-sent-cond"]["n_computed"] == 0
+    assert second["prompts"]["routed"]["n_computed"] == 0
 
     fitted = ok(capsys, "fit-head", "--head", "mlp", "--dim", "128", "--set", "epochs=25")
     assert (fitted["dim"], fitted["selected_on"], fitted["subtract"]) == (128, "dev", True)
@@ -90,7 +90,7 @@ def test_sample_from_extract_to_similarity(capsys, part_of_the_sample):
     asked = [word for text in conditions for word in ("--condition", text)]
     pair = ("Two women read a book at the beach.", "Two women cook at night.")
     alike = ok(capsys, "similarity", *pair, *asked)
-    assert (alike["head"], alike["fitted_on"]) == ("mlp@concat-sent-cond", "the bundled sample")
+    assert (alike["head"], alike["fitted_on"]) == ("mlp@routed", "the bundled sample")
     people, _, place = (row["similarity"] for row in alike["similarities"])
     assert people > place
     # The README has the figures without a head; in bfloat16 the digits differ.
@@ -328,7 +328,8 @@ def test_evaluate_leaves_out_a_head_whose_prompt_has_changed(capsys, own_run, ti
 
 def test_an_extraction_that_does_nothing_changes_nothing(capsys, own_run, tiny):
     before = (own_run / "run.json").read_bytes()
-    ok(capsys, "extract", "--model", tiny, "--run", own_run, "--dtype", "float32")
+    extract = ("extract", "--model", tiny, "--run", own_run, "--dtype", "float32")
+    ok(capsys, *extract, "--prompt", "concat-sent-cond")
     assert (own_run / "run.json").read_bytes() == before
 
 

@@ -186,7 +186,7 @@ def test_without_names_every_prompt_that_goes_is_compared(call):
     prompts = {row["prompt"] for row in found["results"]}
     assert len(prompts) >= 8
     assert {J, K, P, SHUFFLED, LEFT_OUT} <= prompts
-    assert found["baseline"] == J
+    assert found["baseline"] == "routed"
     assert "takes none" in found["left_out"]["cond"]
     assert "separate features" in found["left_out"]["separate"]
 

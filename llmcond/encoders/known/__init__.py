@@ -92,8 +92,18 @@ MODELS: tuple[KnownModel, ...] = tuple(
 )
 
 
-def default_prompt(instruction_format: str) -> str:
-    """Return the bundled prompt for an encoder with this instruction format, or with none."""
+def default_prompt(instruction_format: str, pooling: str) -> str:
+    """Return the bundled prompt for a frozen encoder with this instruction format, or with none.
+
+    Routed pooling was measured for encoders that pool by the mean (docs/results.md).
+    """
+    if instruction_format or pooling != "mean":
+        return joint_prompt(instruction_format)
+    return "routed"
+
+
+def joint_prompt(instruction_format: str) -> str:
+    """Return the bundled prompt that lets an encoder read sentence and condition together."""
     return "cond" if instruction_format else "concat-sent-cond"
 
 

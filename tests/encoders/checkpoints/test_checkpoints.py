@@ -350,9 +350,17 @@ def test_given_options_are_not_assumed(folder):
     assert settle(folder, pooling="mean", normalize=True, max_length=64).assumed == ()
 
 
-def test_default_prompt_suits_the_instruction_format(folder):
-    assert settle(folder).default_prompt == "concat-sent-cond"
-    assert settle(folder, instruction_format="{instruction}{text}").default_prompt == "cond"
+@pytest.mark.parametrize(
+    ("options", "frozen", "trained"),
+    [
+        ({"pooling": "mean"}, "routed", "concat-sent-cond"),
+        ({"pooling": "cls"}, "concat-sent-cond", "concat-sent-cond"),
+        ({"instruction_format": "{instruction}{text}"}, "cond", "cond"),
+    ],
+)
+def test_default_prompt_suits_instruction_format_and_pooling(folder, options, frozen, trained):
+    resolved = settle(folder, **options)
+    assert (resolved.default_prompt, resolved.joint_prompt) == (frozen, trained)
 
 
 @pytest.mark.parametrize(
