@@ -232,6 +232,8 @@ class Run:
     def prompt(self, name: str | None) -> Prompt:
         """Return a prompt by name; None is the only one, or the one that suits the encoder.
 
+        Or, where that is not there, the only one that is neither separate nor a control.
+
         Raises:
             UserError: no such prompt in the run, or several to choose from.
         """
@@ -247,6 +249,10 @@ class Run:
             default = self.manifest["encoder"]["default_prompt"]
             if default in prompts:
                 return prompts[default]
+            # Separate ones are for heads that ask for them, and controls for comparisons.
+            usual = [p for p in prompts.values() if not p.separate and p.control is None]
+            if len(usual) == 1:
+                return usual[0]
             raise UserError(
                 f"{self.folder} has features of {len(prompts)} prompts: {', '.join(prompts)}. "
                 "Choose one with --prompt."
