@@ -25,7 +25,7 @@ from llmcond.encoders.known import find_model
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.results import Result
 from llmcond.files import check_writable, write_text
-from llmcond.log import log
+from llmcond.log import log, log_to_terminal
 from llmcond.metrics import METRICS, Estimate, finite
 from llmcond.options import option
 from llmcond.prompts import load_prompt
@@ -501,6 +501,7 @@ class Paper:
 def run_paper(paper: Paper, arguments: Sequence[str] | None) -> int:
     """Run a script and return its exit code: 0 done, 2 wrong input, 1 anything else."""
     options = _parser(paper).parse_args(arguments)
+    log_to_terminal()
     try:
         return _reproduce(paper, options)
     except LlmcondError as error:
