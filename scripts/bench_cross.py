@@ -63,7 +63,7 @@ Scorers = dict[str, Callable[[Rows], Any]]
 
 def peer(task: dict[str, Any], train: Rows, scratch: Path) -> tuple[float, Scorers]:
     """Train sentence-transformers' CrossEncoder; return its seconds, and what scores."""
-    from datasets import Dataset  # type: ignore[import-not-found,unused-ignore]
+    from datasets import Dataset  # type: ignore[import-not-found,import-untyped,unused-ignore]
     from sentence_transformers import CrossEncoder as Peer
     from sentence_transformers.cross_encoder import (
         CrossEncoderTrainer,

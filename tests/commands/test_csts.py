@@ -22,7 +22,9 @@ def results(csts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[
     data.mkdir()
     for name, n in (("train", 700), ("dev", 350)):
         pd.read_csv(csts / f"{name}.csv").head(n).to_csv(data / f"{name}.csv", index=False)
-    extract("minilm", EncoderOptions(device="cpu"), run, DataOptions(str(data)))
+    # As CASE subtracts, from a prompt that has both in one text.
+    prompts = ["concat-sent-cond"]
+    extract("minilm", EncoderOptions(device="cpu"), run, DataOptions(str(data)), prompts)
     fit_head(run, "mlp", changes={"epochs": "30"})
     return {(row.head, row.subtract): row.to_json() for row in evaluate(run)}
 

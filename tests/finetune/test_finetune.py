@@ -409,6 +409,7 @@ def test_an_encoder_with_dense_layers_is_trained_in_16_bit(data, tmp_path, capsy
 
 def test_a_head_fitted_on_frozen_features_is_where_it_starts(train, tiny, data, capsys, tmp_path):
     settings = ["--pooling", "mean", "--normalize", "--dtype", "float32"]
+    settings += ["--prompt", "concat-sent-cond"]
     ok(capsys, "extract", "--model", tiny, "--data", data, "--run", "frozen", *settings)
     given = "--head mlp --dim 8 --run frozen --set dropout=0 epochs=60"
     fitted = ok(capsys, "fit-head", *given.split())

@@ -262,7 +262,7 @@ def fitted(model, data, folder: Path) -> Path:
     plain = ["--model", model, "--data", data, "--dtype", "float32", "--max-length", "32"]
     fit = ["fit-head", "--run", folder, "--dim", "8", "--set", "epochs=2"]
     for command in (
-        ["extract", "--run", folder, *plain],
+        ["extract", "--run", folder, "--prompt", "concat-sent-cond", *plain],
         [*fit, "--head", "mlp"],
         [*fit, "--head", "linear"],
         ["heads", "--run", folder, "--default", "mlp@concat-sent-cond"],
