@@ -4,11 +4,41 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import platform
 import re
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
 from llmcond.errors import UserError
+from llmcond.version import __version__
+
+_LIBRARIES = (
+    "numpy",
+    "pylance",
+    "safetensors",
+    "scikit-learn",
+    "scipy",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "accelerate",
+    "bitsandbytes",
+    "peft",
+)
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions of this package, Python, and the libraries that are installed."""
+    found = {"llmcond": __version__, "python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def local_rank() -> int:

@@ -57,6 +57,8 @@ class Checkpoint:
         stated: what training recorded: settings by their names in ``EncoderOptions``, and
             ``quantize`` where an adapter's base was quantised.
         cross: whether it was trained as a cross-encoder, whose vectors are no embeddings.
+        drawn_on: the device that random weights are drawn on, for benchmarks: it has no files of
+            them. None: they are read.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Checkpoint:
     adapter: Path | None = None
     stated: Mapping[str, Any] = field(default_factory=dict)
     cross: bool = False
+    drawn_on: str | None = None
 
     @property
     def weights(self) -> str:

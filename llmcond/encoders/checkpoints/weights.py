@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from llmcond.encoders.checkpoints.adapter import ROUTER, counted
 from llmcond.encoders.checkpoints.checkpoint import (
@@ -18,9 +21,11 @@ from llmcond.encoders.checkpoints.checkpoint import (
     weight_files,
 )
 from llmcond.encoders.engine.csr import HeavyRouter
-from llmcond.encoders.loading.architecture import network_class
+from llmcond.encoders.loading.architecture import build_on_meta, network_class
+from llmcond.encoders.loading.device import TORCH_DTYPES
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.errors import LlmcondError, UserError, first_line
+from llmcond.files import digest_bytes
 
 
 def check_size(checkpoint: Checkpoint, n_parameters: int) -> None:
@@ -47,7 +52,9 @@ def read_network(resolved: ResolvedEncoder, config: Any, arguments: dict[str, An
     """
     folder, name = resolved.checkpoint.folder, resolved.checkpoint.name
     slices: dict[str, Any] = {}
-    if "quantization_config" in arguments:
+    if resolved.checkpoint.drawn_on is not None:
+        slices = dict(_drawn(resolved, config, resolved.checkpoint.drawn_on))
+    elif "quantization_config" in arguments:
         # Read tensor by tensor: mapped into memory, as transformers does by itself, the whole
         # checkpoint would count as used until the last weight is quantised.
         for file in weight_files(folder):
@@ -79,6 +86,34 @@ def read_network(resolved: ResolvedEncoder, config: Any, arguments: dict[str, An
             "wrong."
         )
     return network
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """A weight that is drawn when it is asked for, as a slice of a file is read then.
+
+    So quantised ones never lie in memory whole: each is made small before the next is drawn.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: str
+
+    def __getitem__(self, _: object) -> Tensor:
+        # By its name, whatever the order and the thread.
+        seed = int.from_bytes(digest_bytes(self.name.encode(), size=6))
+        generator = torch.Generator(self.device).manual_seed(seed)
+        drawn = torch.randn(self.shape, generator=generator, dtype=self.dtype, device=self.device)
+        if len(self.shape) > 1:
+            return drawn.mul_(self.shape[-1] ** -0.5)  # what goes in comes out as large
+        return drawn.mul_(0.02).add_("norm" in self.name.lower() and self.name.endswith("weight"))
+
+
+def _drawn(resolved: ResolvedEncoder, config: Any, device: str) -> Iterator[tuple[str, _Drawn]]:
+    dtype = TORCH_DTYPES[resolved.identity.dtype]
+    for name, value in build_on_meta(config).state_dict().items():
+        yield name, _Drawn(name, value.shape, dtype, device)
 
 
 #: What an encoder leaves out rightly: heads of other tasks, and buffers of older versions.

@@ -266,6 +266,14 @@ class Engine:
         return PackedForward(self._runtime, batch, rows, routes)
 
     @property
+    def kernel_name(self) -> str:
+        """Return what attends within rows, for people."""
+        if not self.packs:
+            return "scaled_dot_product_attention, padded"
+        kernel = self._runtime.kernel
+        return "scaled_dot_product_attention" if kernel is None else kernel.__name__
+
+    @property
     def inside(self) -> bool:
         """Return whether routers act inside the network, where each needs a pass of its own."""
         return self._csr is not None

@@ -64,8 +64,9 @@ def load_model(resolved: ResolvedEncoder, config: Any) -> LoadedModel:
     if placement == "auto":
         require(f"{checkpoint.name} must be spread over several devices", "accelerate")
     check_parts(resolved, empty)
-    fetch_weights(checkpoint)
-    check_size(checkpoint, size.n_parameters)
+    if checkpoint.drawn_on is None:
+        fetch_weights(checkpoint)
+        check_size(checkpoint, size.n_parameters)
     # With accelerate, weights go to a GPU one by one instead of all through the host's memory.
     if (placement != "cpu" and installed("accelerate")) or identity.quantize != "none":
         arguments["device_map"] = placement
