@@ -11,6 +11,7 @@ from llmcond.version import __version__
 
 if TYPE_CHECKING:
     from llmcond.commands.analyse import analyse
+    from llmcond.commands.bench import bench
     from llmcond.commands.compare_prompts import compare_prompts
     from llmcond.commands.embed import embed
     from llmcond.commands.evaluate import evaluate
@@ -41,6 +42,7 @@ __all__ = [
     "UserError",
     "__version__",
     "analyse",
+    "bench",
     "compare_prompts",
     "embed",
     "evaluate",

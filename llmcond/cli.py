@@ -34,6 +34,7 @@ COMMANDS = {
     "prompts": "prompts:Prompts",
     "prompts show": "prompts:ShowPrompt",
     "heads": "heads:Heads",
+    "bench": "bench:Bench",
 }
 
 

@@ -1,0 +1,120 @@
+"""What encoders are compared with, on the same network: a plain loop, and sentence-transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from llmcond.encoders.encoder import Encoder
+from llmcond.encoders.engine.nv_embed import NVEmbedModel
+from llmcond.encoders.loading.architecture import load_config, load_tokenizer
+from llmcond.encoders.spec import EncoderInput
+
+Encode = Callable[[Sequence[EncoderInput]], NDArray[np.float32]]
+#: Inputs of a batch, as is usual.
+BATCH = 32
+
+
+class PlainLoop:
+    """Batches in the order given, padded to the longest, pooled as the encoder pools; no more.
+
+    Attributes:
+        tokenizer: the checkpoint's, as transformers has it.
+        network: without what an engine has made of it.
+    """
+
+    def __init__(self, encoder: Encoder, network: Any) -> None:
+        resolved = encoder.resolved
+        self._encoder, self.network = encoder, network
+        self._device, self._length = resolved.device, resolved.identity.max_length
+        self._last = resolved.identity.pooling == "last"
+        config = load_config(resolved.checkpoint, resolved.identity.attention)
+        self.tokenizer = load_tokenizer(resolved.checkpoint, config)
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.tokenizer.padding_side = "right"
+
+    def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        """Return token ids and mask of a batch, (texts, longest) each."""
+        cut = {"truncation": True, "max_length": self._length}
+        found = self.tokenizer(list(texts), padding=True, return_tensors="pt", **cut)
+        return {key: found[key] for key in ("input_ids", "attention_mask")}
+
+    def pooled(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the vectors of a batch on the device, (texts, dim) in float32."""
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        if isinstance(self.network, NVEmbedModel):
+            backbone = self.network.embedding_model(input_ids=ids, attention_mask=mask)
+            block = self.network.latent_attention_model
+            # Text by text: the original computes the latents' keys and values for each.
+            hidden = torch.cat([block(row[None]) for row in backbone.last_hidden_state])
+        else:
+            hidden = self.network(input_ids=ids, attention_mask=mask).last_hidden_state
+        if self._last:
+            rows = torch.arange(len(ids), device=ids.device)
+            vectors = hidden[rows, mask.sum(dim=1) - 1].float()
+        else:
+            weights = mask.unsqueeze(-1)
+            vectors = (hidden * weights).sum(dim=1).float() / weights.sum(dim=1)
+        return nn.functional.normalize(vectors, dim=1)
+
+    @torch.inference_mode()
+    def encode(self, inputs: Sequence[EncoderInput]) -> NDArray[np.float32]:
+        """Return the vectors of inputs, (n, dim)."""
+        texts = [self._encoder.format(item) for item in inputs]
+        found = []
+        for start in range(0, len(texts), BATCH):
+            batch = self.tokenize(texts[start : start + BATCH])
+            found.append(self.pooled({k: v.to(self._device) for k, v in batch.items()}).cpu())
+        vectors: NDArray[np.float32] = torch.cat(found).numpy()
+        return vectors
+
+    def computed(self, inputs: Sequence[EncoderInput], *, by_length: bool = False) -> int:
+        """Return the tokens that go through the network, padding included."""
+        texts = [self._encoder.format(item) for item in inputs]
+        if by_length:  # as sentence-transformers sorts
+            texts.sort(key=len, reverse=True)
+        batches = (texts[start : start + BATCH] for start in range(0, len(texts), BATCH))
+        return sum(self.tokenize(batch)["input_ids"].numel() for batch in batches)
+
+
+class _Module(nn.Module):
+    """The plain loop's network as the one module of a SentenceTransformer."""
+
+    def __init__(self, loop: PlainLoop) -> None:
+        super().__init__()
+        self.loop, self.tokenizer = loop, loop.tokenizer
+        # So that it knows where it is; the loop is no module, and its network is not moved.
+        self.register_buffer("place", torch.empty(0, device=loop.network.device))
+
+    def preprocess(self, inputs: Sequence[str], **kwargs: Any) -> dict[str, Tensor]:
+        return self.loop.tokenize(inputs)
+
+    tokenize = preprocess  # its name before version 6
+
+    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        features["sentence_embedding"] = self.loop.pooled(features)
+        return features
+
+
+def sentence_transformers(loop: PlainLoop, encoder: Encoder) -> Encode:
+    """Return ``SentenceTransformer.encode`` over the plain loop's network.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
+    from sentence_transformers import SentenceTransformer
+
+    peer = SentenceTransformer(modules=[_Module(loop)], device=encoder.resolved.device)
+
+    def encode(inputs: Sequence[EncoderInput]) -> NDArray[np.float32]:
+        texts = [encoder.format(item) for item in inputs]
+        vectors: NDArray[np.float32] = peer.encode(texts, batch_size=BATCH, show_progress_bar=False)
+        return vectors
+
+    return encode

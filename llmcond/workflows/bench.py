@@ -1,0 +1,138 @@
+"""Check and time encoders on this machine."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from llmcond.benchmark.checks import Bench, Check, run_checks
+from llmcond.benchmark.machine import describe_machine
+from llmcond.benchmark.markdown import page
+from llmcond.benchmark.shapes import Shape, random_encoder
+from llmcond.benchmark.speeds import Scale, Skipped, Speed, run_encoder
+from llmcond.encoders import EncoderOptions, resolve
+from llmcond.encoders.loading.quantization import require
+from llmcond.encoders.resolve import ResolvedEncoder
+from llmcond.encoders.spec import Quantize
+from llmcond.errors import LlmcondError
+from llmcond.files import check_output, write_text
+from llmcond.system import choose_device
+
+_log = logging.getLogger(__name__)
+#: Tokens of an input at most, in what is timed.
+_LONGEST = 512
+#: From a quantisation to the encoder, not loaded.
+_Resolve = Callable[[Quantize], ResolvedEncoder]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What a machine does with encoders.
+
+    Attributes:
+        machine: what figures were read on: device, driver, versions.
+        checks: whether vectors are right.
+        speeds: each way through each encoder.
+        skipped: what did not go here, and why.
+    """
+
+    machine: dict[str, Any]
+    checks: Sequence[Check]
+    speeds: Sequence[Speed]
+    skipped: Sequence[Skipped]
+
+    @property
+    def failed(self) -> list[str]:
+        """Return the names of the checks that failed."""
+        return [check.name for check in self.checks if check.passed is False]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        return asdict(self)
+
+    def to_markdown(self) -> str:
+        """Return a page with all of it."""
+        return page(self.machine, self.checks, self.speeds, self.skipped)
+
+
+def bench(
+    models: Sequence[str],
+    shapes: Sequence[Shape],
+    device: str,
+    quantize: Sequence[Quantize],
+    quick: bool,
+    out: Path | None,
+) -> Benchmark:
+    """Run all checks, then time each encoder in each precision; see the command's options.
+
+    Raises:
+        UserError: an unknown model, or a device, library or place that is not there.
+        LlmcondError: the hub cannot be reached.
+    """
+    device = choose_device(device)
+    if out is not None:
+        check_output(out, [".md"])
+    if set(quantize) - {"none"}:
+        require("--quantize 8bit and 4bit", "bitsandbytes", "accelerate")
+    checks: list[Check] = []
+    speeds: list[Speed] = []
+    skipped: list[Skipped] = []
+    places: dict[type, list[Any]] = {Check: checks, Speed: speeds, Skipped: skipped}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        subjects = dict(_subjects(models, shapes, device, folder, quick))
+        for check in run_checks(Bench(device, folder)):
+            _log.info("%s: %s", check.name, _said(check))
+            checks.append(check)
+        scale = Scale.of(device, quick=quick)
+        for name, resolved in subjects.items():
+            for kind in quantize or get_args(Quantize):
+                _log.info("timing %s, quantize %s", name, kind)
+                try:
+                    own = resolved(kind)
+                    for found in run_encoder(
+                        own, scale, must_pack=own.checkpoint.drawn_on is not None
+                    ):
+                        places[type(found)].append(found)
+                except LlmcondError as error:
+                    skipped.append(Skipped(f"{name}, quantize {kind}", str(error)))
+    result = Benchmark(describe_machine(device), checks, speeds, skipped)
+    if out is not None:
+        write_text(out, result.to_markdown())
+    return result
+
+
+def _subjects(
+    models: Sequence[str], shapes: Sequence[Shape], device: str, folder: Path, quick: bool
+) -> Iterator[tuple[str, _Resolve]]:
+    """Yield what is timed; a model that cannot be found is told before anything is run."""
+    for name in models:
+        whole = EncoderOptions(device=device, fold_latents=False)
+        own = resolve(name, whole, identify=False).identity.max_length
+
+        def named(
+            kind: Quantize, name: str = name, length: int = min(own, _LONGEST)
+        ) -> ResolvedEncoder:
+            options = EncoderOptions(
+                device=device, quantize=kind, max_length=length, fold_latents=False
+            )
+            return resolve(name, options, identify=False)
+
+        yield name, named
+    for shape in shapes or (() if models else ("minilm",)):
+
+        def random(kind: Quantize, shape: Shape = shape) -> ResolvedEncoder:
+            options = EncoderOptions(quantize=kind, max_length=_LONGEST, fold_latents=False)
+            return random_encoder(shape, folder, options, device, small=quick)
+
+        yield shape, random
+
+
+def _said(check: Check) -> str:
+    if check.passed is None:
+        return f"not run: {check.note}"
+    return "passed" if check.passed else f"FAILED ({check.note or check.difference})"

@@ -1,0 +1,236 @@
+"""The command as a whole, on small shapes; and that a check finds what it is there to find."""
+
+import math
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from helpers.commands import ok, refused
+
+from llmcond.benchmark import checks, speeds
+from llmcond.benchmark.peers import PlainLoop, sentence_transformers
+from llmcond.benchmark.shapes import branching_inputs, csts_inputs, long_inputs
+from llmcond.commands.bench import Bench
+from llmcond.encoders.encoder import Encoder
+from llmcond.errors import LlmcondError
+from llmcond.workflows.bench import Benchmark
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return checks.Bench("cpu", tmp_path_factory.mktemp("bench"))
+
+
+@pytest.fixture(scope="module")
+def mistral(place):
+    return Encoder(place.resolve("mistral-7b"))
+
+
+# -- the command -------------------------------------------------------------------------------
+
+
+def test_command_checks_and_times_on_a_cpu(capsys, tmp_path):
+    page = tmp_path / "bench.md"
+    wanted = ("--shape", "nv-embed-v2", "--quantize", "none", "--device", "cpu")
+    result = ok(capsys, "bench", "--quick", *wanted, "--out", page)
+    passed = {check["name"]: check["passed"] for check in result["checks"]}
+    needs_cuda = {name for name in passed if "CUDA" in name or "memory" in name}
+    assert {name for name, verdict in passed.items() if verdict is None} == needs_cuda
+    assert all(passed[name] for name in passed if name not in needs_cuda)
+    for check in result["checks"]:
+        assert ("needs CUDA" in check["note"]) == (check["difference"] is None)
+        assert check["passed"] is None or check["difference"] <= check["bound"]
+    ways = ["packed", "padded", "packed, not folded", speeds.PLAIN, "sentence-transformers"]
+    assert [row["way"] for row in result["speeds"] if row["inputs"] == "C-STS"] == ways
+    for row in result["speeds"]:
+        assert row["kernel"] == "scaled_dot_product_attention"
+        assert row["tokens_per_second"] > row["inputs_per_second"] > 0
+        assert 0 < row["peak_share"] < 2
+    assert result["skipped"] == []
+    assert result["machine"]["versions"]["torch"] == torch.__version__
+    text = page.read_text()
+    assert "| nv-embed-v2: stored vectors" in text
+    assert "## nv-embed-v2-small, float32" in text or "## nv-embed-v2-small, bfloat16" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--shape", "mistral"), r"'mistral'.*mistral-7b"),
+        (("--model", "minlm"), r"unknown model 'minlm'.*minilm"),
+        (("--device", "gpu"), "Legal: auto, cpu, cuda"),
+        (("--device", "cuda:99"), "PyTorch sees"),
+        (("--quantize", "3bit"), "Legal: none, 8bit, 4bit"),
+        (("--out", "page.html"), r"name a \.md file"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_run(capsys, arguments, said):
+    import re
+
+    assert re.search(said, refused(capsys, "bench", "--quick", *arguments))
+
+
+def test_failed_checks_are_named_once_all_is_printed(capsys):
+    bad = checks.Check("a = b", 0.5, 0.1, False)
+    fine = checks.Check("c = d", 0.0, 0.1, True)
+    not_run = checks.Check("e = f", None, 0.1, None, "needs CUDA")
+    machine = {"device": "cpu", "versions": {}}
+    result = Benchmark(machine, [fine, bad, not_run], [], [speeds.Skipped("4bit", "no memory")])
+    command = Bench()
+    command.show(result, "table")
+    assert "**NO**" in capsys.readouterr().out
+    failure = command.failed(result)
+    assert isinstance(failure, LlmcondError)
+    assert failure.exit_code == 1
+    assert str(failure) == "1 of 3 checks failed: a = b."
+    assert command.failed(replace(result, checks=[fine, not_run])) is None
+
+
+def test_command_is_imported_without_storage_and_settings_libraries():
+    script = textwrap.dedent("""
+        import sys
+        for name in ("lance", "pyarrow", "pydantic", "annotated_types", "bitsandbytes"):
+            sys.modules[name] = None  # importing them raises
+        import llmcond.cli
+        import llmcond.commands.bench
+        import llmcond.workflows.bench
+    """)
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+# -- checks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("difference", [0.2, math.nan, math.inf])
+def test_check_fails_beyond_its_bound(difference):
+    assert checks.run_check("x", 0.1, lambda: (difference, "")).passed is False
+
+
+def test_check_that_breaks_fails_and_says_why():
+    def broken():
+        raise RuntimeError("CUDA error: no kernel image\nand more")
+
+    check = checks.run_check("x", 0.1, broken)
+    assert (check.passed, check.difference) == (False, None)
+    assert check.note == "RuntimeError: CUDA error: no kernel image"
+
+
+def test_check_whose_library_is_absent_is_not_run():
+    def absent():
+        import no_such_library  # noqa: F401
+
+    check = checks.run_check("x", 0.1, absent)
+    assert (check.passed, check.note) == (None, "needs no_such_library, which is not installed")
+
+
+def test_packing_check_finds_texts_that_see_too_little(place):
+    encoder = Encoder(place.resolve("nv-embed-v2"))
+    inputs = csts_inputs(4, instruct=True)
+    engine = encoder.engine
+    assert checks.packing_difference(encoder, inputs)[0] < checks.BOUNDS["float32"]
+    engine._runtime = replace(engine._runtime, attention="causal")  # of packed rows only
+    assert checks.packing_difference(encoder, inputs)[0] > checks.BOUNDS["bfloat16"]
+
+
+def test_packing_check_fails_where_rows_are_padded(place):
+    encoder = Encoder(place.resolve("minilm"))
+    encoder.engine.packs = False
+    with pytest.raises(RuntimeError, match="rows are padded"):
+        checks.packing_difference(encoder, csts_inputs(2, instruct=False))
+
+
+def test_dequantised_weights_are_those_that_are_multiplied(place):
+    resolved = place.resolve("minilm", "float32", "8bit")
+    loaded = checks._load(resolved)
+    linear = loaded.network.encoder.layer[0].intermediate.dense
+    values = checks.dequantized(linear)
+    x = torch.randn(3, values.shape[1])
+    wanted = torch.nn.functional.linear(x, values, linear.bias)
+    assert (linear(x) - wanted).norm() < 0.02 * wanted.norm()
+    assert checks.dequantized(loaded.network.embeddings.word_embeddings) is None
+
+
+def test_head_is_the_same_each_time_it_is_fitted():
+    np.testing.assert_array_equal(checks.fit_head("cpu"), checks.fit_head("cpu"))
+
+
+# -- random weights ----------------------------------------------------------------------------
+
+
+def test_random_weights_are_the_same_each_time_and_on_no_disk(place, mistral):
+    folder = mistral.resolved.checkpoint.folder
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 2**20
+    inputs = csts_inputs(3, instruct=True)
+    again = Encoder(place.resolve("mistral-7b"))
+    np.testing.assert_array_equal(again.encode(inputs), mistral.encode(inputs))
+
+
+def test_true_shapes_have_the_sizes_of_their_models(tmp_path):
+    from typing import get_args
+
+    from llmcond.benchmark.shapes import Shape, random_encoder
+    from llmcond.encoders import EncoderOptions
+    from llmcond.encoders.loading.architecture import build_on_meta, load_config
+
+    for shape in get_args(Shape):
+        resolved = random_encoder(shape, tmp_path, EncoderOptions(), "cpu")
+        network = build_on_meta(load_config(resolved.checkpoint, resolved.identity.attention))
+        known = resolved.checkpoint.known
+        assert sum(value.numel() for value in network.parameters()) == known.n_parameters
+
+
+# -- texts and peers ---------------------------------------------------------------------------
+
+
+def test_texts_have_the_lengths_that_they_are_named_by(mistral):
+    counts = mistral.encode_counted(csts_inputs(100, instruct=True)).n_tokens
+    assert 30 < counts.mean() < 60
+    assert mistral.encode_counted(long_inputs(3, instruct=True)).n_tokens.min() > 512
+    inputs = branching_inputs(32, 8, instruct=True)
+    assert len({item.instruction for item in inputs}) == 4
+    assert len({item.text for item in inputs[:8]}) == 8
+    with checks.ways(mistral.engine, shares=True):
+        shared = mistral.encode_counted(inputs).n_computed
+    assert mistral.encode_counted(inputs).n_tokens.sum() > 3 * shared
+
+
+def test_peers_compute_the_same_vectors(mistral):
+    inputs = csts_inputs(40, instruct=True)
+    loop = PlainLoop(mistral, mistral._model.network)
+    vectors = mistral.encode(inputs)
+    np.testing.assert_allclose(loop.encode(inputs), vectors, atol=1e-5)
+    np.testing.assert_allclose(sentence_transformers(loop, mistral)(inputs), vectors, atol=1e-5)
+    assert loop.computed(inputs) > loop.computed(inputs, by_length=True)
+
+
+def test_ways_of_a_causal_encoder_are_compared_with_shared_prefixes(place):
+    scale = speeds.Scale(0.0, 1, 64, 64)
+    found = list(speeds.run_encoder(place.resolve("mistral-7b"), scale, must_pack=True))
+    rows = [one for one in found if isinstance(one, speeds.Speed)]
+    branching = [row for row in rows if row.inputs == "8 conditions a sentence"]
+    assert [row.way for row in branching] == ["packed", "packed, shared prefixes"]
+    assert branching[1].difference < 1e-5
+    assert set(branching[1].ratios) == {"packed"}
+    verdicts = [one.passed for one in found if isinstance(one, checks.Check)]
+    assert verdicts == [True] * 3
+
+
+def test_way_that_fails_does_not_stop_the_others(place):
+    loaded = speeds._load(place.resolve("minilm"))
+
+    def broken(inputs):
+        raise RuntimeError("out of memory")
+
+    first = next(speeds._ways(loaded))
+    chosen = [replace(first, name="broken", encode=broken), first]
+    inputs = csts_inputs(8, instruct=False)
+    found = list(speeds._measure(loaded, "C-STS", inputs, chosen, speeds.Scale(0, 1, 64, 8)))
+    assert [type(one) for one in found] == [speeds.Skipped, speeds.Speed]
+    assert found[0].why == "RuntimeError: out of memory"
+    assert found[1].ratios == {}
