@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import platform
 import re
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -70,7 +71,29 @@ def choose_device(device: str) -> str:
             f"device is {device!r}, but PyTorch sees {count} CUDA devices here. Use --device cpu, "
             "or install a CUDA build of PyTorch."
         )
+    gpu = torch.cuda.get_device_properties(index)
+    check_capability(
+        f"cuda:{index} ({gpu.name})", (gpu.major, gpu.minor), torch.cuda.get_arch_list()
+    )
     return f"cuda:{index}"
+
+
+def check_capability(gpu: str, capability: tuple[int, int], built_for: Sequence[str]) -> None:
+    """Refuse a GPU that is older than what PyTorch was built for, such as ``sm_80``.
+
+    Its first kernel would fail without saying why.
+
+    Raises:
+        UserError: naming both.
+    """
+    matches = (re.fullmatch(r"(?:sm|compute)_(\d+)(\d)[af]?", one) for one in built_for)
+    least = min(((int(match[1]), int(match[2])) for match in matches if match), default=(0, 0))
+    if capability < least:
+        own, needed = (".".join(map(str, pair)) for pair in (capability, least))
+        raise UserError(
+            f"{gpu} has compute capability {own}, and this PyTorch was built for {needed} and "
+            "above. Use --device cpu, or install a build of PyTorch for it (https://pytorch.org)."
+        )
 
 
 def processes(*modules: str) -> ForkServerContext | SpawnContext:

@@ -12,6 +12,7 @@ from torch import Tensor
 from llmcond.encoders.engine import attention_kernels
 from llmcond.encoders.engine.attention import AttentionPlan
 from llmcond.encoders.engine.batching import Batch, Segment
+from llmcond.encoders.loading.device import to_device
 
 #: Tokens of adjacent branches that attend in one call, under a mask.
 BRANCH_TOKENS = 192
@@ -148,10 +149,12 @@ def _group(
     lengths = [length for _, rows, length in runs for _ in range(rows)]
     at = torch.arange(longest)
     real = at < torch.tensor(lengths)[:, None]
-    positions = torch.where(real, torch.tensor(starts)[:, None] + at, starts[0]).to(device)
+    positions = torch.where(real, torch.tensor(starts)[:, None] + at, starts[0])
     if not causal:
-        mask = _added(real.to(device), dtype)[:, None, None]
-    kept = real.flatten().nonzero()[:, 0].to(device)
+        mask = _added(to_device(real, device), dtype)[:, None, None]
+    positions, kept = (
+        to_device(value, device) for value in (positions, real.flatten().nonzero()[:, 0])
+    )
     return _Uneven(len(lengths), positions.flatten(), kept, causal, mask)
 
 
@@ -185,7 +188,7 @@ def _branches(batch: Batch, device: torch.device, dtype: torch.dtype) -> list[At
         queries = torch.arange(start, stop)[:, None]
         # A token is seen by what comes behind it in its own branch.
         mask = _added((keys <= queries) & (queries < until[keys]), dtype)[None, None]
-        return _Branches(start, stop, keys.to(device), mask.to(device))
+        return _Branches(start, stop, to_device(keys, device), to_device(mask, device))
 
     pieces: list[AttentionPlan] = []
     # Families that are still to be cut, the next one last.

@@ -33,6 +33,7 @@ from llmcond.encoders.engine.forward import (
     filled,
 )
 from llmcond.encoders.engine.tokenizing import Tokens
+from llmcond.encoders.loading.device import to_device
 from llmcond.encoders.spec import RELEASED, EncoderIdentity
 from llmcond.errors import UserError
 
@@ -321,7 +322,9 @@ class _CapturePadded(PaddedForward):
     def prepare(self) -> None:
         super().prepare()
         places = [at * self._width + self._csr.position(row) for at, row in enumerate(self._rows)]
-        self._arguments["router"] = self._router = _Capture(self._csr, torch.tensor(places))
+        self._arguments["router"] = self._router = _Capture(
+            self._csr, to_device(torch.tensor(places), self._runtime.device)
+        )
 
     def pooled(self) -> Tensor:
         self.hidden()
@@ -337,7 +340,9 @@ class _CapturePacked(PackedForward):
         super().prepare()
         own = zip(self._batch.inputs, self._batch.leaves, strict=True)
         places = [self._batch.position(leaf, self._csr.position(self._rows[i])) for i, leaf in own]
-        self._arguments["router"] = self._router = _Capture(self._csr, torch.tensor(places))
+        self._arguments["router"] = self._router = _Capture(
+            self._csr, to_device(torch.tensor(places), self._runtime.device)
+        )
 
     def pooled(self) -> Tensor:
         self.hidden()
@@ -350,17 +355,26 @@ class _CapturePacked(PackedForward):
 class _Weights(_Router):
     """Scales the tokens of sentences by their nearness to a query each."""
 
-    def __init__(self, csr: Csr, queries: Tensor, real: Tensor, places: Tensor, n: int) -> None:
+    def __init__(
+        self,
+        csr: Csr,
+        device: torch.device,
+        queries: Tensor,
+        real: Tensor,
+        places: Tensor,
+        n: int,
+    ) -> None:
         """Take queries, (m, d), and where each sentence's tokens are among the ``n`` of a pass.
 
-        ``places`` and ``real``, (m, longest): where there is a token.
+        ``places`` and ``real``, (m, longest) on the CPU: where there is a token.
         """
         super().__init__(csr)
-        self._queries, self._real, self._places = queries, real, places
         # Of each token of the pass: which of the weights, (m * longest) and a zero behind, it has.
         back = torch.full((n,), real.numel())
         back[places[real]] = torch.arange(real.numel())[real.flatten()]
-        self._back = back
+        # Once, rather than in each layer.
+        self._queries, self._real = to_device(queries, device), to_device(real, device)
+        self._places, self._back = to_device(places, device), to_device(back, device)
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: Any, usual: Usual
@@ -413,7 +427,9 @@ class _RoutedPadded(PaddedForward):
         places = torch.arange(self.n_tokens).view(len(self._rows), self._width)
         real = torch.arange(self._width) < lengths[:, None]
         queries = torch.stack(list(self._queries))
-        self._arguments["router"] = _Weights(self._csr, queries, real, places, self.n_tokens)
+        self._arguments["router"] = _Weights(
+            self._csr, self._runtime.device, queries, real, places, self.n_tokens
+        )
 
 
 class _RoutedPacked(PackedForward):
@@ -441,8 +457,8 @@ class _RoutedPacked(PackedForward):
         at = torch.arange(int(lengths.max()))
         real = at < lengths[:, None]
         places = torch.where(real, starts[:, None] + at, 0)
-        own = torch.stack(self._queries), real, places, self.n_tokens
         device, wide = self._runtime.device, self._wide
+        own = device, torch.stack(self._queries), real, places, self.n_tokens
         if len(self._wide.segments) == len(self._batch.segments):
             self._arguments["router"] = _Weights(self._csr, *own)
             return
@@ -451,7 +467,7 @@ class _RoutedPacked(PackedForward):
         expand = torch.zeros(self.n_tokens, dtype=torch.long)
         expand[places[real]] = torch.where(real, moved[:, None] + at, 0)[real]
         plan = attention_plan(self._runtime, wide)
-        self._arguments["router"] = _Widened(expand.to(device), plan, self._csr, *own)
+        self._arguments["router"] = _Widened(to_device(expand, device), plan, self._csr, *own)
 
     @property
     def _pooled_batch(self) -> Batch:
@@ -494,10 +510,11 @@ class _ReleasedTri(PaddedForward):
     def prepare(self) -> None:
         super().prepare()
         self._conditions.prepare()
+        self._which = to_device(self._which, self._runtime.device)
 
     def pooled(self) -> Tensor:
         conditions = self._conditions
-        which = self._which.to(self._runtime.device)
+        which = self._which
         states = conditions.hidden().index_select(0, which)
         masks = conditions._arguments["attention_mask"].index_select(0, which)
         visible = torch.cat([masks, self._arguments["attention_mask"]], dim=1).bool()
@@ -572,7 +589,8 @@ class _ReleasedBi(PaddedForward):
         super().prepare()
         device = self._runtime.device
         real = self._arguments["attention_mask"].bool()
-        first = (self._lengths + 1).to(device)
+        lengths = to_device(self._lengths, device)
+        first = lengths + 1
         at = torch.arange(self._width, device=device)
         own = at == first[:, None]
         # (m, queries, keys): all that are there, but of the condition's first token by itself only.
@@ -581,7 +599,7 @@ class _ReleasedBi(PaddedForward):
         visible |= ~real[:, :, None]
         mask = torch.zeros(visible.shape, dtype=self._runtime.dtype, device=device)
         self._arguments["attention_mask"] = mask.masked_fill(~visible, float("-inf"))[:, None]
-        sentence = at < self._lengths.to(device)[:, None]
+        sentence = at < lengths[:, None]
         self._arguments["router"] = _Joined(self._csr, first, real, sentence)
 
 

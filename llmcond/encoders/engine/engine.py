@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -33,7 +34,12 @@ from llmcond.encoders.engine.pooling import Routes, find_pooling
 from llmcond.encoders.engine.prepacked import can_prepack, prepack
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.encoders.loading.architecture import token_embeddings
-from llmcond.encoders.loading.device import TORCH_DTYPES, default_token_budget
+from llmcond.encoders.loading.device import (
+    TORCH_DTYPES,
+    default_token_budget,
+    fetch,
+    to_device,
+)
 from llmcond.encoders.loading.direction import check_direction
 from llmcond.encoders.loading.loading import LoadedModel
 from llmcond.encoders.loading.memory import tokens_that_fit
@@ -68,6 +74,22 @@ class Pooled:
     n_computed: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A batch whose vectors are there once what is queued on a GPU is done; on a CPU they are."""
+
+    inputs: Sequence[int]
+    n_tokens: int
+    vectors: Tensor
+    copied: torch.cuda.Event | None
+
+    def finish(self) -> Pooled:
+        """Wait for the vectors. The engine's lock is free: another thread queues its work."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return Pooled(self.inputs, self.vectors.numpy(), self.n_tokens)
+
+
 class Engine:
     """A loaded network, run in batches.
 
@@ -75,6 +97,8 @@ class Engine:
         budget: tokens of a batch at most. Halved where memory runs out, and never raised again.
         packs: whether inputs are packed; False where the architecture does not stand it.
         device, out: where token ids are put, and where vectors are given.
+        ahead: batches that are begun before the vectors of one are waited for. A GPU computes one
+            while those of the batch before are copied back, and the next is prepared.
     """
 
     def __init__(
@@ -103,6 +127,7 @@ class Engine:
         table = token_embeddings(model.network)
         self.device, self._n_ids, self._name = table.device, len(table), resolved.checkpoint.name
         self.out = torch.device(resolved.device)
+        self.ahead = 1 if self.out.type == "cuda" else 0
         self._runtime = Runtime(
             network=model.network,
             pooling=self.identity.pooling,
@@ -160,14 +185,21 @@ class Engine:
         while waiting:
             budget, done = self.budget, set()
             planned = self._plan(rows, waiting, budget, routes=routes, queries=queries)
+            begun: deque[_Begun] = deque()
+            too_large: tuple[int, Sequence[int]] | None = None
             for inputs, forward in planned:
                 before_batch()
-                pooled = self._try(forward, queries=queries)
-                if pooled is None:
-                    self._shrink(budget, forward.n_tokens, [rows[i] for i in inputs])
+                batch = self._begin(inputs, forward, queries=queries)
+                if batch is None:
+                    too_large = forward.n_tokens, inputs
                     break
-                yield Pooled(inputs, pooled, forward.n_tokens)
+                begun.append(batch)
                 done.update(inputs)
+                if len(begun) > self.ahead:
+                    yield begun.popleft().finish()
+            yield from (batch.finish() for batch in begun)
+            if too_large is not None:
+                self._shrink(budget, too_large[0], [rows[i] for i in too_large[1]])
             waiting = [index for index in waiting if index not in done]
 
     def embed(
@@ -210,7 +242,7 @@ class Engine:
                 "tokens in one step."
             ) from error
         # Not parts[back]: gradients of an index are added in any order on several threads.
-        return torch.cat(parts).index_select(0, torch.tensor(order).argsort().to(self.out))
+        return torch.cat(parts).index_select(0, to_device(torch.tensor(order).argsort(), self.out))
 
     def _plan(
         self,
@@ -283,16 +315,14 @@ class Engine:
         """Return whether routers are read along with each input, and have no query of their own."""
         return self._csr is not None and self._csr.mode in RELEASED
 
-    def _try(self, forward: Forward, *, queries: bool) -> NDArray[np.float32] | None:
-        """Return the vectors of a batch, None if there is not enough memory for it."""
+    def _begin(self, inputs: Sequence[int], forward: Forward, *, queries: bool) -> _Begun | None:
+        """Return a batch that is being computed, None if there is not enough memory for it."""
         try:
             with torch.inference_mode():
                 forward.prepare()
                 with self._device_lock:
-                    pooled = self._vectors(forward, queries=queries)
-                # Without the lock: the next thread queues its work while this one waits.
-                array: NDArray[np.float32] = pooled.cpu().numpy()
-                return array
+                    vectors, copied = fetch(self._vectors(forward, queries=queries))
+                return _Begun(inputs, forward.n_tokens, vectors, copied)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -339,8 +369,7 @@ class Engine:
         padded.prepare()
         expected = padded.hidden()
         network.set_attn_implementation(attention.NAME)
-        kernel = varlen.varlen_kernel(self.device, self._runtime.dtype)
-        for choice in dict.fromkeys([kernel, None]):
+        for choice in [*varlen.varlen_kernels(self.device, self._runtime.dtype), None]:
             self._runtime = replace(self._runtime, kernel=choice)
             if self._packs_as(expected, rows):
                 return True

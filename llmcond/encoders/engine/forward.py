@@ -15,6 +15,7 @@ from llmcond.encoders.engine.batching import Batch
 from llmcond.encoders.engine.pooling import PoolBatch, Routes, routed
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.encoders.engine.varlen import plan_varlen
+from llmcond.encoders.loading.device import to_device
 from llmcond.encoders.spec import Attention
 from llmcond.plugins import is_plugin
 
@@ -92,9 +93,10 @@ class PaddedForward:
         if types.any():
             arguments["token_type_ids"] = types
         if self._runtime.pooling == "latent":
-            arguments["pool_mask"] = counted
-        self._arguments = {key: value.to(self._runtime.device) for key, value in arguments.items()}
-        self._counted = counted.to(self._runtime.device)
+            arguments["pooled"] = counted.flatten().nonzero()[:, 0]
+        device = self._runtime.device
+        self._arguments = {key: to_device(value, device) for key, value in arguments.items()}
+        self._counted = to_device(counted, device)
 
     def hidden(self) -> Tensor:
         """Return the vectors of all tokens, (inputs, longest, width)."""
@@ -105,8 +107,8 @@ class PaddedForward:
         """Return one vector an input, or one a route of each, (vectors, width) in float32."""
         output: Any = self._runtime.network(**self._arguments)
         if self._routes:
-            hidden = output.last_hidden_state
-            return routed(hidden, self._counted.to(hidden.device), self._routes)
+            spans = [(row.first, row.last) for row in self._rows]
+            return routed(output.last_hidden_state, spans, self._routes)
         if self._runtime.pooling == "pooler":
             vectors: Tensor = output.pooler_output.float()
             return vectors
@@ -153,17 +155,17 @@ class PackedForward:
         if any(types):
             arguments["token_type_ids"] = types + fill * [0]
         self._arguments = {
-            key: torch.tensor([value]).to(runtime.device) for key, value in arguments.items()
+            key: to_device(torch.tensor([value]), runtime.device)
+            for key, value in arguments.items()
         }
         # transformers passes a mask of four dimensions on as it is, and makes none for the row.
         self._arguments["attention_mask"] = torch.zeros(1, 1, 1, 1, device=runtime.device)
         self._arguments["packed"] = attention_plan(runtime, self._batch)
         pooled, counted = self._pooled_positions()
         if runtime.pooling == "latent":
-            mask = torch.zeros(1, self.n_tokens, dtype=torch.bool)
-            mask[0, pooled[counted]] = True
-            self._arguments["pool_mask"] = mask.to(runtime.device)
-        self._pooled, self._counted = pooled.to(runtime.device), counted.to(runtime.device)
+            self._arguments["pooled"] = to_device(pooled[counted], runtime.device)
+        self._pooled = to_device(pooled, runtime.device)
+        self._counted = to_device(counted, runtime.device)
 
     @property
     def _pooled_batch(self) -> Batch:
@@ -198,7 +200,7 @@ class PackedForward:
         # Not hidden[pooled]: gradients of an index are added one by one, in any order.
         hidden = hidden.index_select(0, pooled.flatten()).view(*pooled.shape, -1)
         if self._routes:
-            return routed(hidden, self._counted.to(hidden.device), self._routes)
+            return routed(hidden, [(0, length) for length in self._lengths], self._routes)
         if self._runtime.pooling == "pooler":
             vectors: Tensor = self._runtime.network.pooler(hidden).float()
             return vectors

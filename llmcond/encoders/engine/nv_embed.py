@@ -178,24 +178,27 @@ class NVEmbedModel(PreTrainedModel):  # type: ignore[misc]
         self,
         input_ids: Tensor,
         attention_mask: Tensor,
-        pool_mask: Tensor | None = None,
+        pooled: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutput:
         """Return token vectors, (rows, tokens, width) as ``last_hidden_state``.
 
-        All that goes in is (rows, tokens). ``pool_mask`` is True where a vector is wanted;
-        elsewhere it is zero: the latent block treats each token by itself.
+        What goes in is (rows, tokens). ``pooled`` are the positions, (n,) among all tokens of all
+        rows, where a vector is wanted; elsewhere it is zero: the latent block treats each token by
+        itself.
         """
         backbone = self.embedding_model(
             input_ids=input_ids, attention_mask=attention_mask, **kwargs
         )
         hidden = backbone.last_hidden_state
-        if pool_mask is None:
+        if pooled is None:
             return BaseModelOutput(self.latent_attention_model(hidden))
-        pool_mask = pool_mask.to(hidden.device)
-        wanted = torch.zeros_like(hidden)
-        wanted[pool_mask] = self.latent_attention_model(hidden[pool_mask][None])[0]
-        return BaseModelOutput(wanted)
+        # Not by a mask: a GPU would be waited for, to count what is True.
+        pooled = pooled.to(hidden.device)
+        tokens = hidden.flatten(0, 1)
+        transformed = self.latent_attention_model(tokens.index_select(0, pooled)[None])[0]
+        wanted = torch.zeros_like(tokens).index_copy(0, pooled, transformed.type_as(tokens))
+        return BaseModelOutput(wanted.view_as(hidden))
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
         """Choose the backbone's attention; the latent block has one of its own."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from llmcond import plugins
+from llmcond.encoders.loading.device import to_device
 from llmcond.encoders.spec import Pooling
 from llmcond.errors import UserError, first_line
 from llmcond.files import digest_bytes
@@ -67,16 +68,17 @@ class Routes:
     centre: bool
 
 
-def routed(hidden: Tensor, counted: Tensor, routes: Sequence[Routes]) -> Tensor:
+def routed(hidden: Tensor, spans: Sequence[tuple[int, int]], routes: Sequence[Routes]) -> Tensor:
     """Return the vectors of inputs under each of their routers, one behind the other.
 
+    ``hidden`` is (inputs, tokens, dim); the tokens ``first`` to ``last`` of an input count.
     Input by input, so that none depends on what it is in a batch with.
     """
     found = []
-    for states, counts, route in zip(hidden, counted, routes, strict=True):
-        own = states[counts].float()
+    for states, (first, last), route in zip(hidden, spans, routes, strict=True):
+        own = states[first:last].float()
         centred = own - own.mean(dim=0) if route.centre else own
-        queries = torch.nn.functional.normalize(route.queries.to(own.device), dim=1)
+        queries = torch.nn.functional.normalize(to_device(route.queries, own.device), dim=1)
         near = queries @ torch.nn.functional.normalize(centred, dim=1).T
         found.append((near / route.temperature).softmax(dim=1) @ own)
     return torch.cat(found)

@@ -12,6 +12,7 @@ from torch import Tensor
 from llmcond.encoders.engine.engine import Engine, Route
 from llmcond.encoders.engine.pooling import Routes
 from llmcond.encoders.engine.tokenizing import Tokens
+from llmcond.encoders.loading.device import to_device
 from llmcond.encoders.spec import EncoderInput, Router
 
 
@@ -77,10 +78,12 @@ def embed_routed(
                 found: Sequence[Any] = [read[number] for number in numbers]
             else:
                 # Not states[numbers]: gradients of an index are added in any order.
-                found = list(states.index_select(0, torch.tensor(numbers).to(states.device)))
+                found = list(
+                    states.index_select(0, to_device(torch.tensor(numbers), states.device))
+                )
             added = routes_of(engine, found, routers[0])
             routes += added
             rows += [tokens[own[0]]] * len(added)
         parts.append(engine.embed(rows, routes=routes))
         order += [place for own in groups for place in own]
-    return torch.cat(parts).index_select(0, torch.tensor(order).argsort().to(engine.out))
+    return torch.cat(parts).index_select(0, to_device(torch.tensor(order).argsort(), engine.out))

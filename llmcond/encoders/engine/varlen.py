@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from llmcond.encoders.engine.attention_plan import positions_of
 from llmcond.encoders.engine.batching import Batch, Segment
+from llmcond.encoders.loading.device import to_device
 
 #: Keys and values that a kernel is given at a time, against tokens of the row.
 _GATHERED = 8
@@ -92,23 +94,46 @@ def _run(
     segments: Sequence[Segment], positions: list[Tensor], device: torch.device, gather: bool
 ) -> _Run:
     def ends(lengths: list[int]) -> Tensor:
-        return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
+        return to_device(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), device)
 
     lengths, key_lengths = [s.length for s in segments], [len(keys) for keys in positions]
     queries = slice(segments[0].start, segments[-1].stop)
-    keys = torch.cat(positions).to(device) if gather else queries
+    keys = to_device(torch.cat(positions), device) if gather else queries
     return _Run(queries, keys, (ends(lengths), ends(key_lengths), max(lengths), max(key_lengths)))
 
 
-def varlen_kernel(device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:
-    """Return PyTorch's attention for uneven lengths, None where it has none for device and type."""
+def varlen_kernels(device: torch.device, dtype: torch.dtype) -> list[Callable[..., Any]]:
+    """Return the attention for uneven lengths that there is for device and type, the first best."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        return None
+        return []
     if torch.cuda.get_device_capability(device) < (8, 0):
-        return None
-    try:
+        return []
+    found: list[Callable[..., Any]] = []
+    with suppress(ImportError):  # before PyTorch 2.10
         from torch.nn.attention.varlen import varlen_attn
-    except ImportError:  # before PyTorch 2.10
-        return None
-    found: Callable[..., Any] = varlen_attn
+
+        found.append(varlen_attn)
+    with suppress(ImportError):
+        from flash_attn import flash_attn_varlen_func
+
+        found.append(_as_varlen(flash_attn_varlen_func))
     return found
+
+
+def _as_varlen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``flash_attn_varlen_func`` of the library flash-attn with PyTorch's signature."""
+
+    def flash_attn(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *lengths: Any,
+        scale: float | None,
+        window_size: tuple[int, int],
+        enable_gqa: bool = False,  # which it takes without being told
+    ) -> Tensor:
+        causal = window_size == (-1, 0)
+        output: Tensor = function(query, key, value, *lengths, softmax_scale=scale, causal=causal)
+        return output
+
+    return flash_attn

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from llmcond.encoders.spec import Dtype
 from llmcond.system import native_bfloat16
@@ -25,6 +26,27 @@ def choose_dtype(dtype: Literal["auto"] | Dtype, device: str) -> Dtype:
         major, _ = torch.cuda.get_device_capability(device)
         return "bfloat16" if major >= 8 else "float16"
     return "bfloat16" if native_bfloat16() else "float32"
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; to a GPU it is copied from pinned memory, and nobody waits.
+
+    A plain copy would wait for all work that is queued on the GPU, the batch before included.
+    """
+    if values.is_cpu and device.type == "cuda":
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)
+
+
+def fetch(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Return a tensor on the CPU; from a GPU it is there once the event has happened."""
+    if not values.is_cuda:
+        return values, None
+    fetched = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    fetched.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    copied.record(torch.cuda.current_stream(values.device))
+    return fetched, copied
 
 
 def default_token_budget(device: str) -> int:

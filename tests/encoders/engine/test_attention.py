@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from llmcond.encoders.engine import attention, attention_kernels, attention_plan, batching, varlen
 from llmcond.encoders.engine.attention_plan import plan_attention
 from llmcond.encoders.engine.batching import pack, pack_shared
-from llmcond.encoders.engine.varlen import plan_varlen, varlen_kernel
+from llmcond.encoders.engine.varlen import plan_varlen, varlen_kernels
 
 # What is this small is done before a second thread has woken up.
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -300,15 +300,15 @@ def test_what_packed_attention_has_not_is_refused(option):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cpu_has_no_kernel_for_uneven_lengths(dtype):
-    assert varlen_kernel(CPU, dtype) is None
+    assert varlen_kernels(CPU, dtype) == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("causal", [True, False])
 def test_kernel_of_a_gpu_equals_products(causal):
     device = torch.device("cuda")
-    of_torch = varlen_kernel(device, torch.bfloat16)
-    if of_torch is None:
+    kernels = varlen_kernels(device, torch.bfloat16)
+    if not kernels:
         pytest.skip("this GPU has no kernel for uneven lengths")
     ids = [[7] * 90 + [at] * at for at in range(1, 60)]
     batches = [*pack([*range(1, 150)], 100_000), *(tree(ids) if causal else [])]
@@ -318,7 +318,7 @@ def test_kernel_of_a_gpu_equals_products(causal):
         states = [x.to(device) for x in states]
         for plan in (
             plan_attention(batch, causal, device, torch.bfloat16),
-            plan_varlen(batch, causal, device, of_torch),
+            *(plan_varlen(batch, causal, device, each) for each in kernels),
         ):
             output = plan.attend(*states, SCALE).cpu()
             assert (output - expected).norm() / expected.norm() < 3 * 2**-8

@@ -122,7 +122,7 @@ class Plain:
         self.network.set_attn_implementation("transcribed")
         own = {"input_ids": torch.tensor([row.ids]), "attention_mask": torch.ones(1, len(row.ids))}
         if self.identity.pooling == "latent":
-            own["pool_mask"] = torch.ones(1, len(row.ids), dtype=torch.bool)
+            own["pooled"] = torch.arange(len(row.ids))
         with torch.inference_mode():
             output = self.network(**own)
         self.network.set_attn_implementation(was)

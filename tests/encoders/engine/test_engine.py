@@ -388,8 +388,8 @@ def test_encoder_with_eager_attention_is_padded(tmp_path, make):
 # -- a kernel for uneven lengths ---------------------------------------------------------------
 
 
-def with_kernel(make, name, monkeypatch, chosen):
-    monkeypatch.setattr(varlen, "varlen_kernel", lambda device, dtype: chosen)
+def with_kernels(make, name, monkeypatch, *chosen):
+    monkeypatch.setattr(varlen, "varlen_kernels", lambda device, dtype: [*chosen])
     return load(make(name), CASES[name])
 
 
@@ -397,7 +397,7 @@ def with_kernel(make, name, monkeypatch, chosen):
 def test_kernel_for_uneven_lengths_gives_the_same_vectors(make, loaded, monkeypatch, name):
     if not CASES[name].window:
         pytest.skip("it is padded")
-    encoder = with_kernel(make, name, monkeypatch, kernel)
+    encoder = with_kernels(make, name, monkeypatch, kernel)
     assert encoder.engine.packs
     assert encoder.engine._runtime.kernel is kernel
     items = mix(encoder, seed=7, n_inputs=15)
@@ -423,13 +423,31 @@ def broken(*arguments, **options):
 
 @pytest.mark.parametrize("wrong", [first_aligned, broken])
 def test_wrong_kernel_is_not_taken(make, loaded, monkeypatch, wrong):
-    encoder = with_kernel(make, "e5-mistral", monkeypatch, wrong)
+    encoder = with_kernels(make, "e5-mistral", monkeypatch, wrong)
     assert encoder.engine.packs
     assert encoder.engine._runtime.kernel is None
+    assert encoder.engine.kernel_name == "scaled_dot_product_attention"
     near(
         encoder.encode_counted(prompts(4)).vectors,
         loaded("e5-mistral").encode_counted(prompts(4)).vectors,
     )
+    # The next one is tried.
+    encoder = with_kernels(make, "e5-mistral", monkeypatch, wrong, kernel)
+    assert encoder.engine._runtime.kernel is kernel
+
+
+def of_flash_attn(*arguments, softmax_scale, causal):
+    """With the signature of the library flash-attn."""
+    window = (-1, 0) if causal else (-1, -1)
+    return kernel(*arguments, scale=softmax_scale, window_size=window, enable_gqa=True)
+
+
+@pytest.mark.parametrize("name", ["e5-mistral", "nv-embed", "simcse-bert"])
+def test_flash_attn_is_called_as_its_library_has_it(make, loaded, monkeypatch, name):
+    encoder = with_kernels(make, name, monkeypatch, varlen._as_varlen(of_flash_attn))
+    assert encoder.engine.kernel_name == "flash_attn"
+    items = mix(encoder, seed=7, n_inputs=15)
+    near(encoder.encode_counted(items).vectors, loaded(name).encode_counted(items).vectors)
 
 
 # -- memory that runs out ----------------------------------------------------------------------
@@ -511,6 +529,36 @@ def test_batches_without_packing_are_halved_too(make, loaded, monkeypatch):
     with Memory(encoder, 200) as memory:
         near(encoder.encode_counted(items).vectors, expected)
     assert memory.errors > 0
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_batches_that_are_begun_ahead_come_in_their_order(make, loaded, ahead):
+    """As on a GPU; the fourth batch does not fit the first time."""
+    items = mix(loaded("simcse-bert"), seed=10)
+    encoder = load(make("simcse-bert"), CASES["simcse-bert"], max_tokens_per_batch=150)
+    engine, begun, limits = encoder.engine, [], []
+
+    def begin(module, args, kwargs):
+        begun.append(kwargs["input_ids"].numel())
+        if len(begun) == 4:
+            raise cuda_error(begun[-1])
+
+    engine.ahead = ahead
+    encoder._model.network.register_forward_pre_hook(begin, with_kwargs=True)
+    rows = encoder._tokenizer(items)
+    order, vectors = [], np.empty((len(items), engine.dim), dtype=np.float32)
+    for pooled in engine.run(rows):
+        limits.append((len(begun), engine.budget))
+        order += pooled.inputs
+        vectors[list(pooled.inputs)] = pooled.vectors
+    # Batches come so many later than they are begun; those before the fourth come before it is
+    # halved, and each input comes once, the longest first.
+    assert limits[0] == (min(ahead + 1, 4), 150)
+    assert [budget for _, budget in limits][:4] == [150, 150, 150, begun[3] // 2]
+    assert sorted(order) == list(range(len(items)))
+    lengths = [len(rows[index].ids) for index in order]
+    assert lengths == sorted(lengths, reverse=True)
+    near(vectors, loaded("simcse-bert").encode_counted(items).vectors)
 
 
 def test_memory_that_runs_out_in_several_threads_loses_no_input(make, loaded):

@@ -1,0 +1,45 @@
+"""Tensors on their way to a device and back, and which GPUs PyTorch was built for."""
+
+import pytest
+import torch
+
+from llmcond.encoders.loading.device import fetch, to_device
+from llmcond.errors import UserError
+from llmcond.system import check_capability
+
+BUILT_FOR = ["sm_75", "sm_80", "sm_90a", "sm_120", "compute_120"]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tensors_go_to_a_device_and_come_back(device):
+    values = torch.arange(6).view(2, 3)
+    there = to_device(values, torch.device(device))
+    assert there.device.type == device
+    back, copied = fetch(there * 2)
+    assert (copied is None) == (device == "cpu")
+    if copied is not None:
+        copied.synchronize()
+    assert back.is_cpu
+    assert torch.equal(back, values * 2)
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 9), (10, 0), (12, 1)])
+def test_gpu_that_pytorch_was_built_for_is_taken(capability):
+    check_capability("cuda:0", capability, BUILT_FOR)
+
+
+def test_gpu_that_is_too_old_is_refused_in_one_line():
+    with pytest.raises(UserError) as refusal:
+        check_capability("cuda:0 (Tesla V100)", (7, 0), BUILT_FOR)
+    assert str(refusal.value) == (
+        "cuda:0 (Tesla V100) has compute capability 7.0, and this PyTorch was built for 7.5 and "
+        "above. Use --device cpu, or install a build of PyTorch for it (https://pytorch.org)."
+    )
+
+
+def test_gpu_of_another_maker_is_left_to_pytorch():
+    check_capability("cuda:0", (9, 4), ["gfx942"])
