@@ -9,8 +9,10 @@ from typing import Any
 from tabulate import tabulate
 
 from llmcond.benchmark.checks import Check
-from llmcond.benchmark.speeds import PLAIN, Skipped, Speed
+from llmcond.benchmark.speeds import PLAIN, Profile, Skipped, Speed
 
+#: Characters of a kernel's name that are shown; templates have thousands.
+_LONG = 100
 _VERDICTS = {True: "yes", False: "**NO**", None: "not run"}
 
 
@@ -19,6 +21,7 @@ def page(
     checks: Sequence[Check],
     speeds: Sequence[Speed],
     skipped: Sequence[Skipped],
+    profiles: Sequence[Profile],
 ) -> str:
     """Return all as one page."""
     facts = {key: value for key, value in machine.items() if key != "versions"}
@@ -34,6 +37,13 @@ def page(
         _table([_check_row(check) for check in checks]),
         *_speeds(speeds),
     ]
+    for profile in profiles:
+        what = f"{profile.model}, {profile.precision}, {profile.inputs}"
+        rows = [
+            {"kernel": name[:_LONG], "of the time": f"{share:.0%}", "calls": f"{count:,}"}
+            for name, share, count in profile.kernels
+        ]
+        lines += ["", f"## Where the time goes: {what}", "", _table(rows)]
     if skipped:
         lines += ["", "## Not measured", ""]
         lines += [f"- {one.what}: {one.why}" for one in skipped]

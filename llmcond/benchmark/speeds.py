@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity
 
 from llmcond.benchmark.checks import (
     BOUNDS,
@@ -112,6 +113,21 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
+class Profile:
+    """Where the time of the first way goes.
+
+    Attributes:
+        kernels: the ten that take longest (on a CPU: operators), each with its share of the
+            time of all and how often it is called.
+    """
+
+    model: str
+    precision: str
+    inputs: str
+    kernels: Sequence[tuple[str, float, int]]
+
+
+@dataclass(frozen=True, slots=True)
 class _Way:
     """A way through an encoder.
 
@@ -155,9 +171,9 @@ class _Loaded:
 
 
 def run_encoder(
-    resolved: ResolvedEncoder, scale: Scale, *, must_pack: bool
-) -> Iterator[Check | Speed | Skipped]:
-    """Load an encoder, check it, and yield its speeds.
+    resolved: ResolvedEncoder, scale: Scale, *, must_pack: bool, profile: bool = False
+) -> Iterator[Check | Speed | Skipped | Profile]:
+    """Load an encoder, check it, and yield its speeds; with ``profile`` where the time goes.
 
     An NV-Embed's ``resolved`` is not to be folded: that is done here, to compare both.
 
@@ -165,17 +181,26 @@ def run_encoder(
         LlmcondError: it cannot be loaded here.
     """
     loaded = _load(resolved)
-    try:
-        yield from _checks(loaded, must_pack)
-        every = list(_ways(loaded))
-        for label, inputs, names in _inputs(loaded, scale):
-            chosen = [way for way in every if names is None or way.name in names]
-            yield from _measure(loaded, label, inputs, chosen, scale)
-    finally:
-        del loaded
-        gc.collect()
-        if resolved.device != "cpu":
-            torch.cuda.empty_cache()
+    yield from _checks(loaded, must_pack)
+    every = list(_ways(loaded))
+    for label, inputs, names in _inputs(loaded, scale):
+        chosen = [way for way in every if names is None or way.name in names]
+        yield from _measure(loaded, label, inputs, chosen, scale)
+        if profile:
+            try:
+                yield _profile(loaded, label, inputs)
+            except RuntimeError as error:  # as where a machine does not let kernels be seen
+                yield Skipped(
+                    f"{loaded.encoder.name}, {loaded.precision}, {label}: profile",
+                    first_line(error),
+                )
+
+
+def release(device: str) -> None:
+    """Give back the memory of encoders that are no longer used."""
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.empty_cache()
 
 
 def _load(resolved: ResolvedEncoder) -> _Loaded:
@@ -342,6 +367,25 @@ def _measure(
                 if other is not way
             },
         )
+
+
+def _profile(loaded: _Loaded, label: str, inputs: list[EncoderInput]) -> Profile:
+    encoder = loaded.encoder
+    gpu = encoder.resolved.device != "cpu"
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
+    with ways(encoder.engine), torch.profiler.profile(activities=kinds) as profiler:
+        encoder.encode_counted(inputs)
+        synchronize(encoder.resolved.device)
+    timed = [
+        (one.key, one.self_device_time_total if gpu else one.self_cpu_time_total, one.count)
+        for one in profiler.key_averages()
+        # Of a GPU the kernels, not also the operators that they are of.
+        if not gpu or one.device_type.name == "CUDA"
+    ]
+    every = sum(took for _, took, _ in timed) or 1.0
+    longest = sorted(timed, key=lambda one: -one[1])[:10]
+    kernels = [(name, took / every, count) for name, took, count in longest]
+    return Profile(encoder.name, loaded.precision, label, kernels)
 
 
 def product_peak(device: str, dtype: torch.dtype, size: int) -> float:

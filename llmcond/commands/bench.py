@@ -37,6 +37,7 @@ class Bench(WithDevice):
         (), help="weights as they are, or in 8 or 4 bit (default: all that go here)"
     )
     quick: bool = option(False, help="small shapes and few inputs: checks rather than speeds")
+    profile: bool = option(False, help="also list the kernels that take longest")
     out: Path | None = option(None, metavar="FILE.md", help="write the page to a file as well")
 
     def execute(self) -> Benchmark:

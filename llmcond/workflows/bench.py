@@ -13,7 +13,7 @@ from llmcond.benchmark.checks import Bench, Check, run_checks
 from llmcond.benchmark.machine import describe_machine
 from llmcond.benchmark.markdown import page
 from llmcond.benchmark.shapes import Shape, random_encoder
-from llmcond.benchmark.speeds import Scale, Skipped, Speed, run_encoder
+from llmcond.benchmark.speeds import Profile, Scale, Skipped, Speed, release, run_encoder
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.loading.quantization import require
 from llmcond.encoders.resolve import ResolvedEncoder
@@ -38,12 +38,14 @@ class Benchmark:
         checks: whether vectors are right.
         speeds: each way through each encoder.
         skipped: what did not go here, and why.
+        profiles: where the time goes, if that was asked for.
     """
 
     machine: dict[str, Any]
     checks: Sequence[Check]
     speeds: Sequence[Speed]
     skipped: Sequence[Skipped]
+    profiles: Sequence[Profile] = ()
 
     @property
     def failed(self) -> list[str]:
@@ -56,7 +58,7 @@ class Benchmark:
 
     def to_markdown(self) -> str:
         """Return a page with all of it."""
-        return page(self.machine, self.checks, self.speeds, self.skipped)
+        return page(self.machine, self.checks, self.speeds, self.skipped, self.profiles)
 
 
 def bench(
@@ -65,6 +67,7 @@ def bench(
     device: str,
     quantize: Sequence[Quantize],
     quick: bool,
+    profile: bool,
     out: Path | None,
 ) -> Benchmark:
     """Run all checks, then time each encoder in each precision; see the command's options.
@@ -81,7 +84,13 @@ def bench(
     checks: list[Check] = []
     speeds: list[Speed] = []
     skipped: list[Skipped] = []
-    places: dict[type, list[Any]] = {Check: checks, Speed: speeds, Skipped: skipped}
+    profiles: list[Profile] = []
+    places: dict[type, list[Any]] = {
+        Check: checks,
+        Speed: speeds,
+        Skipped: skipped,
+        Profile: profiles,
+    }
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         subjects = dict(_subjects(models, shapes, device, folder, quick))
@@ -92,15 +101,15 @@ def bench(
         for name, resolved in subjects.items():
             for kind in quantize or get_args(Quantize):
                 _log.info("timing %s, quantize %s", name, kind)
+                release(device)  # what the one before had
                 try:
                     own = resolved(kind)
-                    for found in run_encoder(
-                        own, scale, must_pack=own.checkpoint.drawn_on is not None
-                    ):
+                    drawn = own.checkpoint.drawn_on is not None
+                    for found in run_encoder(own, scale, must_pack=drawn, profile=profile):
                         places[type(found)].append(found)
                 except LlmcondError as error:
                     skipped.append(Skipped(f"{name}, quantize {kind}", str(error)))
-    result = Benchmark(describe_machine(device), checks, speeds, skipped)
+    result = Benchmark(describe_machine(device), checks, speeds, skipped, profiles)
     if out is not None:
         write_text(out, result.to_markdown())
     return result

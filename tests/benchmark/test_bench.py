@@ -38,7 +38,7 @@ def mistral(place):
 def test_command_checks_and_times_on_a_cpu(capsys, tmp_path):
     page = tmp_path / "bench.md"
     wanted = ("--shape", "nv-embed-v2", "--quantize", "none", "--device", "cpu")
-    result = ok(capsys, "bench", "--quick", *wanted, "--out", page)
+    result = ok(capsys, "bench", "--quick", *wanted, "--profile", "--out", page)
     passed = {check["name"]: check["passed"] for check in result["checks"]}
     needs_cuda = {name for name in passed if "CUDA" in name or "memory" in name}
     assert {name for name, verdict in passed.items() if verdict is None} == needs_cuda
@@ -52,6 +52,12 @@ def test_command_checks_and_times_on_a_cpu(capsys, tmp_path):
         assert row["kernel"] == "scaled_dot_product_attention"
         assert row["tokens_per_second"] > row["inputs_per_second"] > 0
         assert 0 < row["peak_share"] < 2
+    for profile in result["profiles"]:
+        shares = [share for _, share, _ in profile["kernels"]]
+        assert len(shares) == 10
+        assert shares == sorted(shares, reverse=True)
+        assert 0.5 < sum(shares) <= 1
+    assert {profile["inputs"] for profile in result["profiles"]} == {"C-STS", "512 tokens"}
     assert result["skipped"] == []
     assert result["machine"]["versions"]["torch"] == torch.__version__
     text = page.read_text()

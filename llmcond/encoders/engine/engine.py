@@ -487,4 +487,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error)
-    return "can't allocate memory" in text or "not enough memory" in text
+    # cuBLAS has memory of its own, and an error of its own where there is none.
+    signs = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return any(sign in text for sign in signs)

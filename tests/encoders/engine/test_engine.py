@@ -464,6 +464,12 @@ def cpu_error(tokens):
     )
 
 
+def cublas_error(tokens):
+    return RuntimeError(
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    )
+
+
 class Memory:
     """A network that takes so many tokens at a time, and what its engine gave."""
 
@@ -503,7 +509,9 @@ class Memory:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("error", [cuda_error, cpu_error, lambda tokens: MemoryError()])
+@pytest.mark.parametrize(
+    "error", [cuda_error, cublas_error, cpu_error, lambda tokens: MemoryError()]
+)
 @pytest.mark.parametrize("name", ["e5-mistral", "simcse-bert", "gemma-wider", "nv-embed"])
 def test_batches_are_halved_until_they_fit(make, loaded, name, error):
     items = mix(loaded(name), seed=8)
