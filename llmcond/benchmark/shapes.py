@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -118,7 +118,7 @@ def csts_inputs(n: int, instruct: bool) -> list[EncoderInput]:
 
 
 def long_inputs(n: int, instruct: bool) -> list[EncoderInput]:
-    """Return ``n`` inputs of more than 512 tokens, which the encoder's length cuts."""
+    """Return ``n`` inputs of more than 512 tokens; see :func:`shortened`."""
     rows = _sample()
     texts = [row["sentence1"] for row in rows]
     found = []
@@ -126,6 +126,18 @@ def long_inputs(n: int, instruct: bool) -> list[EncoderInput]:
         text = " ".join(texts[(index * 60 + at) % len(texts)] for at in range(60))
         found.append(EncoderInput("Retrieve semantically similar texts" if instruct else "", text))
     return found
+
+
+def shortened(item: EncoderInput, most: int, count: Callable[[EncoderInput], int]) -> EncoderInput:
+    """Return an input with as many of its text's words as ``most`` tokens have room for, nearly.
+
+    To cut a longer one, an encoder has to find its sentence first, which is not what is timed.
+    """
+    words = item.text.split()
+    while (tokens := count(item)) > most:
+        words = words[: max(1, len(words) * most // tokens - 1)]
+        item = replace(item, text=" ".join(words))
+    return item
 
 
 def branching_inputs(n: int, conditions: int, instruct: bool) -> list[EncoderInput]:

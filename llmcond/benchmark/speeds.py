@@ -7,7 +7,6 @@ import gc
 import resource
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from llmcond.benchmark.checks import (
     ways,
 )
 from llmcond.benchmark.peers import Encode, PlainLoop, sentence_transformers
-from llmcond.benchmark.shapes import branching_inputs, csts_inputs, long_inputs
+from llmcond.benchmark.shapes import branching_inputs, csts_inputs, long_inputs, shortened
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.engine.prepacked import PrepackedLinear
 from llmcond.encoders.loading.architecture import build_on_meta, load_config
@@ -294,7 +293,11 @@ def _inputs(
 
     n = count(_TOKENS, 16) // CONDITIONS * CONDITIONS
     yield "C-STS", csts_inputs(n, instruct), None
-    yield f"{length} tokens", long_inputs(count(length, 4), instruct), ("packed", "padded", PLAIN)
+    whole = long_inputs(count(length, 4), instruct)
+    long = [
+        shortened(one, length, lambda item: encoder._tokenizer([item])[0].n_tokens) for one in whole
+    ]
+    yield f"{length} tokens", long, ("packed", "padded", PLAIN)
     if encoder.engine.shares:
         inputs = branching_inputs(n, CONDITIONS, instruct)
         yield f"{CONDITIONS} conditions a sentence", inputs, ("packed", "packed, shared prefixes")
@@ -312,32 +315,28 @@ def _measure(
     vectors: dict[str, Vectors] = {}
     turns: dict[str, list[tuple[float, float]]] = {way.name: [] for way in chosen}
     memory: dict[str, float] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that long inputs are cut
-        for way in chosen:
-            try:
-                with way.within():
-                    computed[way.name] = way.computed(inputs)
-                    vectors[way.name] = way.encode(inputs)
-            except Exception as error:  # of a peer too; as where memory runs out
-                what = f"{encoder.name}, {loaded.precision}, {label}: {way.name}"
-                yield Skipped(what, f"{type(error).__name__}: {first_line(error)}")
-        here = [way for way in chosen if way.name in vectors]
-        for _ in range(scale.rounds):
-            for way in here:
-                with way.within():
-                    peak = product_peak(device, dtype, scale.product)
-                    reset_memory(device)
-                    began = time.perf_counter()
-                    way.encode(inputs)
-                    synchronize(device)
-                    turns[way.name].append((time.perf_counter() - began, peak))
-                    memory[way.name] = peak_memory(device)
+    for way in chosen:
+        try:
+            with way.within():
+                computed[way.name] = way.computed(inputs)
+                vectors[way.name] = way.encode(inputs)
+        except Exception as error:  # of a peer too; as where memory runs out
+            what = f"{encoder.name}, {loaded.precision}, {label}: {way.name}"
+            yield Skipped(what, f"{type(error).__name__}: {first_line(error)}")
+    here = [way for way in chosen if way.name in vectors]
+    for _ in range(scale.rounds):
+        for way in here:
+            with way.within():
+                peak = product_peak(device, dtype, scale.product)
+                reset_memory(device)
+                began = time.perf_counter()
+                way.encode(inputs)
+                synchronize(device)
+                turns[way.name].append((time.perf_counter() - began, peak))
+                memory[way.name] = peak_memory(device)
     if not here:
         return
-    tokens = int(
-        encoder.encode_counted(inputs).n_tokens.clip(max=encoder.identity.max_length).sum()
-    )
+    tokens = int(encoder.encode_counted(inputs).n_tokens.sum())
     flops = linear_flops(encoder.resolved)
     for way in here:
         seconds = statistics.median(turn for turn, _ in turns[way.name])

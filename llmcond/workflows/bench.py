@@ -6,6 +6,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,7 +19,7 @@ from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.loading.quantization import require
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Quantize
-from llmcond.errors import LlmcondError
+from llmcond.errors import LlmcondError, first_line
 from llmcond.files import check_output, write_text
 from llmcond.system import choose_device
 
@@ -91,6 +92,7 @@ def bench(
         Skipped: skipped,
         Profile: profiles,
     }
+    result = Benchmark(describe_machine(device), checks, speeds, skipped, profiles)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         subjects = dict(_subjects(models, shapes, device, folder, quick))
@@ -98,20 +100,18 @@ def bench(
             _log.info("%s: %s", check.name, _said(check))
             checks.append(check)
         scale = Scale.of(device, quick=quick)
-        for name, resolved in subjects.items():
-            for kind in quantize or get_args(Quantize):
-                _log.info("timing %s, quantize %s", name, kind)
-                release(device)  # what the one before had
-                try:
-                    own = resolved(kind)
-                    drawn = own.checkpoint.drawn_on is not None
-                    for found in run_encoder(own, scale, must_pack=drawn, profile=profile):
-                        places[type(found)].append(found)
-                except LlmcondError as error:
-                    skipped.append(Skipped(f"{name}, quantize {kind}", str(error)))
-    result = Benchmark(describe_machine(device), checks, speeds, skipped, profiles)
-    if out is not None:
-        write_text(out, result.to_markdown())
+        for name, kind in product(subjects, quantize or get_args(Quantize)):
+            _log.info("timing %s, quantize %s", name, kind)
+            release(device)  # what the one before had
+            try:
+                own = subjects[name](kind)
+                drawn = own.checkpoint.drawn_on is not None
+                for found in run_encoder(own, scale, must_pack=drawn, profile=profile):
+                    places[type(found)].append(found)
+            except (LlmcondError, RuntimeError, MemoryError) as error:  # of the device's too
+                skipped.append(Skipped(f"{name}, quantize {kind}", first_line(error)))
+            if out is not None:  # each time: a lent machine may be taken back
+                write_text(out, result.to_markdown())
     return result
 
 

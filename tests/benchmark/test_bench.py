@@ -13,7 +13,7 @@ from helpers.commands import ok, refused
 
 from llmcond.benchmark import checks, speeds
 from llmcond.benchmark.peers import PlainLoop, sentence_transformers
-from llmcond.benchmark.shapes import branching_inputs, csts_inputs, long_inputs
+from llmcond.benchmark.shapes import branching_inputs, csts_inputs, long_inputs, shortened
 from llmcond.commands.bench import Bench
 from llmcond.encoders.encoder import Encoder
 from llmcond.errors import LlmcondError
@@ -197,7 +197,13 @@ def test_true_shapes_have_the_sizes_of_their_models(tmp_path):
 def test_texts_have_the_lengths_that_they_are_named_by(mistral):
     counts = mistral.encode_counted(csts_inputs(100, instruct=True)).n_tokens
     assert 30 < counts.mean() < 60
-    assert mistral.encode_counted(long_inputs(3, instruct=True)).n_tokens.min() > 512
+    whole = long_inputs(3, instruct=True)
+    assert mistral.encode_counted(whole).n_tokens.min() > 512
+    long = [
+        shortened(item, 512, lambda one: mistral._tokenizer([one])[0].n_tokens) for item in whole
+    ]
+    tokens = mistral.encode_counted(long).n_tokens
+    assert 490 < tokens.min() <= tokens.max() <= 512
     inputs = branching_inputs(32, 8, instruct=True)
     assert len({item.instruction for item in inputs}) == 4
     assert len({item.text for item in inputs[:8]}) == 8
