@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -112,12 +113,44 @@ def varlen_kernels(device: torch.device, dtype: torch.dtype) -> list[Callable[..
     with suppress(ImportError):  # before PyTorch 2.10
         from torch.nn.attention.varlen import varlen_attn
 
-        found.append(varlen_attn)
+        found.append(_of_torch(varlen_attn))
     with suppress(ImportError):
         from flash_attn import flash_attn_varlen_func
 
         found.append(_as_varlen(flash_attn_varlen_func))
     return found
+
+
+def _of_torch(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return PyTorch's kernel with the signature it has from version 2.12 on.
+
+    Before, it has as many key heads as query heads; in 2.10 neither scale nor window.
+    """
+    takes = inspect.signature(function).parameters
+    if "enable_gqa" in takes:
+        return function
+
+    def varlen_attn(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *lengths: Any,
+        scale: float | None,
+        window_size: tuple[int, int],
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if enable_gqa:
+            groups = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        options: dict[str, Any] = {"scale": scale, "window_size": window_size}
+        if "window_size" not in takes:
+            if scale is not None:
+                query = query * (scale * query.shape[2] ** 0.5)
+            options = {"is_causal": window_size == (-1, 0)}
+        output: Tensor = function(query, key, value, *lengths, **options)
+        return output
+
+    return varlen_attn
 
 
 def _as_varlen(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -442,6 +442,27 @@ def of_flash_attn(*arguments, softmax_scale, causal):
     return kernel(*arguments, scale=softmax_scale, window_size=window, enable_gqa=True)
 
 
+def of_torch_2_10(query, key, value, ends, key_ends, most, most_keys, is_causal=False):
+    window = (-1, 0) if is_causal else (-1, -1)
+    return kernel(query, key, value, ends, key_ends, most, most_keys, window_size=window)
+
+
+def of_torch_2_11(
+    query, key, value, ends, key_ends, most, most_keys, *, scale=None, window_size=(-1, -1)
+):
+    given = query, key, value, ends, key_ends, most, most_keys
+    return kernel(*given, scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize("older", [of_torch_2_10, of_torch_2_11])
+@pytest.mark.parametrize("name", ["e5-mistral", "nv-embed", "simcse-bert"])
+def test_kernels_of_older_versions_of_torch_are_taken(make, loaded, monkeypatch, name, older):
+    encoder = with_kernels(make, name, monkeypatch, varlen._of_torch(older))
+    assert encoder.engine.kernel_name == "varlen_attn"
+    items = mix(encoder, seed=7, n_inputs=15)
+    near(encoder.encode_counted(items).vectors, loaded(name).encode_counted(items).vectors)
+
+
 @pytest.mark.parametrize("name", ["e5-mistral", "nv-embed", "simcse-bert"])
 def test_flash_attn_is_called_as_its_library_has_it(make, loaded, monkeypatch, name):
     encoder = with_kernels(make, name, monkeypatch, varlen._as_varlen(of_flash_attn))
