@@ -110,7 +110,7 @@ def bench(
                     places[type(found)].append(found)
             except (LlmcondError, RuntimeError, MemoryError) as error:  # of the device's too
                 skipped.append(Skipped(f"{name}, quantize {kind}", first_line(error)))
-            if out is not None:  # each time: a lent machine may be taken back
+            if out is not None:  # each time: a rented machine may be taken back
                 write_text(out, result.to_markdown())
     return result
 
