@@ -28,8 +28,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_extract import measure, synchronize
+from bench_extract import measure
 
+from llmcond.benchmark.speeds import synchronize
 from llmcond.data.datasets import read_dataset
 from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderOptions, resolve

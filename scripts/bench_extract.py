@@ -17,7 +17,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import resource
 import statistics
 import tempfile
 import time
@@ -31,6 +30,7 @@ import torch
 from bench_inputs import make_branches, make_inputs, random_checkpoint
 from numpy.typing import NDArray
 
+from llmcond.benchmark.speeds import peak_memory, product_peak, synchronize
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.engine.batching import pack_shared
@@ -144,25 +144,9 @@ class Way:
         return torch.cat(vectors).numpy()
 
 
-def product_peak(device: str, dtype: torch.dtype) -> float:
-    """Return the machine's matrix product now, in FLOP/s: the best of a few."""
-    size = PRODUCT if device == "cpu" else 4 * PRODUCT
-    first, second = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best = float("inf")
-    for _ in range(6):
-        synchronize(device)
-        began = time.perf_counter()
-        first @ second
-        synchronize(device)
-        best = min(best, time.perf_counter() - began)
-    return 2 * size**3 / best
-
-
-def peak_memory(device: str) -> float:
-    """Return the peak of a device's memory in GiB; on a CPU of the process."""
-    if device != "cpu":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+def machine_peak(device: str, dtype: torch.dtype) -> float:
+    """Return the machine's matrix product now, in FLOP/s."""
+    return product_peak(device, dtype, PRODUCT if device == "cpu" else 4 * PRODUCT)
 
 
 def padded(lengths: list[int], order: list[int], size: int) -> int:
@@ -181,12 +165,6 @@ def linear_flops(network: Any) -> float:
     return float(sum(2 * module.in_features * module.out_features for module in layers))
 
 
-def synchronize(device: str) -> None:
-    """Wait for a GPU."""
-    if device != "cpu":
-        torch.cuda.synchronize(device)
-
-
 # -- taking turns ------------------------------------------------------------------------------
 
 
@@ -201,7 +179,7 @@ def work(connection: Connection, task: dict[str, Any]) -> None:
     computed = way.computed(inputs)
     connection.send("ready")
     while connection.recv() == "go":
-        peak = product_peak(way.device, TORCH_DTYPES[way.resolved.identity.dtype])
+        peak = machine_peak(way.device, TORCH_DTYPES[way.resolved.identity.dtype])
         synchronize(way.device)
         began = time.perf_counter()
         vectors = way.encode(inputs)

@@ -26,15 +26,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_extract import (
-    find_checkpoint,
-    linear_flops,
-    measure,
-    peak_memory,
-    product_peak,
-    synchronize,
-)
+from bench_extract import find_checkpoint, linear_flops, machine_peak, measure
 
+from llmcond.benchmark.speeds import peak_memory, synchronize
 from llmcond.data.datasets import read_dataset
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.known import known_names
@@ -151,7 +145,7 @@ def work(connection: Connection, task: dict[str, Any]) -> None:
     connection.send("ready")
     turn = 0
     while connection.recv() == "go":
-        peak = product_peak(way.device, TORCH_DTYPES[task["dtype"]])
+        peak = machine_peak(way.device, TORCH_DTYPES[task["dtype"]])
         seconds, useful, computed = way.steps(2 + turn * task["steps"], task["steps"])
         turn += 1
         # Forward, and backward to the activations; frozen weights need no gradient of their own.

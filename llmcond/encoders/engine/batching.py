@@ -128,14 +128,15 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[Batch]:
             used = 0
         groups[-1].append(index)
         used += lengths[index]
-    return [_flat(group, lengths) for group in groups]
+    return [flat(group, lengths) for group in groups]
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
 
-def _flat(group: list[int], lengths: Sequence[int]) -> Batch:
+def flat(group: Sequence[int], lengths: Sequence[int]) -> Batch:
+    """Return inputs, by their positions in ``lengths``, one behind the other in a row."""
     segments, start = [], 0
     for index in group:
         stop = start + lengths[index]

@@ -1,4 +1,7 @@
-"""CSR: a condition's router inside the last layers of an encoder (arXiv 2407.19517, section 2).
+"""CSR: a condition's router inside the last layers of an encoder.
+
+Lin et al., Varying Sentence Representations via Condition-Specified Routers (EMNLP 2024 Findings),
+section 2.
 
 The condition is encoded by itself, and leaves a query q. In each routed layer q is compared with
 the keys k_i of the sentence's n tokens, and what the layer attended to is scaled, token by token,
@@ -24,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
 from llmcond.encoders.engine import attention
-from llmcond.encoders.engine.batching import Batch, Segment
+from llmcond.encoders.engine.batching import Batch, flat
 from llmcond.encoders.engine.forward import (
     PackedForward,
     PaddedForward,
@@ -300,10 +303,10 @@ class _Capture(_Router):
         found: (m, d).
     """
 
-    def __init__(self, csr: Csr, places: Tensor) -> None:
-        """Take the place of each condition's token among all of a pass, (m,)."""
+    def __init__(self, csr: Csr, places: list[int], device: torch.device) -> None:
+        """Take the place of each condition's token among all of a pass, m of them."""
         super().__init__(csr)
-        self._places, self.found = places, torch.empty(0)
+        self._places, self.found = to_device(torch.tensor(places), device), torch.empty(0)
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: Any, usual: Usual
@@ -322,9 +325,8 @@ class _CapturePadded(PaddedForward):
     def prepare(self) -> None:
         super().prepare()
         places = [at * self._width + self._csr.position(row) for at, row in enumerate(self._rows)]
-        self._arguments["router"] = self._router = _Capture(
-            self._csr, to_device(torch.tensor(places), self._runtime.device)
-        )
+        self._router = _Capture(self._csr, places, self._runtime.device)
+        self._arguments["router"] = self._router
 
     def pooled(self) -> Tensor:
         self.hidden()
@@ -340,9 +342,8 @@ class _CapturePacked(PackedForward):
         super().prepare()
         own = zip(self._batch.inputs, self._batch.leaves, strict=True)
         places = [self._batch.position(leaf, self._csr.position(self._rows[i])) for i, leaf in own]
-        self._arguments["router"] = self._router = _Capture(
-            self._csr, to_device(torch.tensor(places), self._runtime.device)
-        )
+        self._router = _Capture(self._csr, places, self._runtime.device)
+        self._arguments["router"] = self._router
 
     def pooled(self) -> Tensor:
         self.hidden()
@@ -447,7 +448,8 @@ class _RoutedPacked(PackedForward):
         self._csr, self._queries = csr, [queries[index] for index in batch.inputs]
         groups = [list(own) for _, own in groupby(batch.inputs, key=lambda i: id(rows[i]))]
         self._counts = [len(own) for own in groups]
-        super().__init__(runtime, _flat([own[0] for own in groups], rows), rows)
+        once = flat([own[0] for own in groups], [len(row.ids) for row in rows])
+        super().__init__(runtime, once, rows)
         self.n_tokens = filled(batch, runtime)
 
     def prepare(self) -> None:
@@ -472,15 +474,6 @@ class _RoutedPacked(PackedForward):
     @property
     def _pooled_batch(self) -> Batch:
         return self._wide
-
-
-def _flat(inputs: Sequence[int], rows: Sequence[Tokens]) -> Batch:
-    segments, start = [], 0
-    for index in inputs:
-        stop = start + len(rows[index].ids)
-        segments.append(Segment(index, 0, stop - start, start, stop, -1))
-        start = stop
-    return Batch(tuple(segments), tuple(inputs), tuple(range(len(segments))))
 
 
 # -- as the authors released it --------------------------------------------------------------------
