@@ -30,13 +30,13 @@ import torch
 from bench_inputs import make_branches, make_inputs, random_checkpoint
 from numpy.typing import NDArray
 
-from llmcond.benchmark.speeds import peak_memory, product_peak, synchronize
+from llmcond.benchmark.speeds import linear_flops, peak_memory, product_peak, synchronize
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.engine.batching import pack_shared
 from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.known import find_model, known_names
-from llmcond.encoders.loading.architecture import build_on_meta, load_config, load_tokenizer
+from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.encoders.loading.device import TORCH_DTYPES
 from llmcond.encoders.loading.loading import load_model
 from llmcond.encoders.spec import EncoderInput
@@ -75,7 +75,7 @@ class Way:
         )
         self.resolved = resolve(task["checkpoint"], self.options, identify=False)
         config = load_config(self.resolved.checkpoint, self.resolved.identity.attention)
-        self.flops = linear_flops(build_on_meta(config))
+        self.flops = linear_flops(self.resolved)
         tokenizer = load_tokenizer(self.resolved.checkpoint, config)
         self.tokenizer = InputTokenizer(tokenizer, self.resolved.identity, "the model")
         if self.kind == "peer":
@@ -153,16 +153,6 @@ def padded(lengths: list[int], order: list[int], size: int) -> int:
     """Return the tokens of batches with padding."""
     batches = [order[start : start + size] for start in range(0, len(order), size)]
     return sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
-
-
-def linear_flops(network: Any) -> float:
-    """Return the operations of the linear layers for one token, attention's products left out."""
-    layers = [
-        module
-        for name, module in network.named_modules()
-        if hasattr(module, "in_features") and "pooler" not in name
-    ]
-    return float(sum(2 * module.in_features * module.out_features for module in layers))
 
 
 # -- taking turns ------------------------------------------------------------------------------

@@ -26,13 +26,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_extract import find_checkpoint, linear_flops, machine_peak, measure
+from bench_extract import find_checkpoint, machine_peak, measure
 
-from llmcond.benchmark.speeds import peak_memory, synchronize
+from llmcond.benchmark.speeds import linear_flops, peak_memory, synchronize
 from llmcond.data.datasets import read_dataset
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.known import known_names
-from llmcond.encoders.loading.architecture import build_on_meta, load_config
 from llmcond.encoders.loading.device import TORCH_DTYPES
 from llmcond.features.view import view_of
 from llmcond.finetune.build import load_trainable, prepare_accelerator
@@ -58,9 +57,8 @@ class Training:
             max_tokens_per_batch=task["max_tokens_per_batch"],
         )
         resolved = resolve(task["checkpoint"], options, identify=False)
-        config = load_config(resolved.checkpoint, resolved.identity.attention)
         self.checkpointing = bool(task["checkpointing"])
-        self.flops = linear_flops(build_on_meta(config))
+        self.flops = linear_flops(resolved)
         settings = TuneSettings(
             rank=task["rank"],
             gradient_checkpointing=self.checkpointing,
