@@ -57,13 +57,15 @@ class Router:
     """Another text that chooses which tokens of an input count: routed pooling.
 
     The token states h_i of the input are pooled to sum_i w_i h_i, with w the softmax over i of
-    cos(h_i - m, q) / temperature. q is the router's own vector, and m the mean of the h_i, or 0.
-    An encoder whose own router is ``csr`` has another formula, and no use for the settings.
+    cos(h_i - m, q) / (temperature * s). q is the router's own vector; m the mean of the h_i, or 0;
+    s the standard deviation of these cosines over i, or 1. An encoder whose own router is ``csr``
+    has another formula, and no use for the settings.
 
     Attributes:
         text: is encoded by itself, as a plain input.
         temperature: above 0; a very large one gives the mean of the tokens.
         centre: whether m is subtracted.
+        standardize: whether the cosines are divided by s.
 
     Raises:
         UserError: a temperature that is not above 0.
@@ -72,6 +74,7 @@ class Router:
     text: str
     temperature: float
     centre: bool
+    standardize: bool
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from string import Formatter
 from types import MappingProxyType
@@ -29,6 +29,8 @@ from llmcond.errors import UserError, nearest
 from llmcond.files import digest_text
 
 PLACEHOLDERS = ("sentence", "condition")
+#: The settings of a ``Router``, which stand beside it in a template.
+ROUTER_SETTINGS = tuple(each.name for each in fields(Router) if each.name != "text")
 #: What a template that others are compared with does to the condition.
 Control = Literal["left-out", "shuffled"]
 
@@ -43,7 +45,7 @@ class Part:
         context: what is read before the text but not pooled, for encoders that read pairs; see
             ``EncoderInput``. Empty: none, but pooled alike. None: a plain text.
         router: what weights the tokens that are pooled, by their nearness to it; see ``Router``,
-            also for ``temperature`` and ``centre``. None: all count alike.
+            also for its settings. None: all count alike.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
@@ -52,8 +54,9 @@ class Part:
     instruction: str = ""
     context: str | None = None
     router: str | None = None
-    temperature: float = 0.1
+    temperature: float = 0.7
     centre: bool = False
+    standardize: bool = True
 
     @property
     def templates(self) -> dict[Any, str]:
@@ -67,13 +70,13 @@ class Part:
         """Return all that decides an input: its templates, and the settings of a router."""
         if self.router is None:
             return self.templates
-        return {**self.templates, "temperature": self.temperature, "centre": self.centre}
+        return {**self.templates, **{key: getattr(self, key) for key in ROUTER_SETTINGS}}
 
     def to_json(self) -> dict[str, Any]:
         """Return what manifests record: no settings of a router that is not there."""
         values = asdict(self)
         if self.router is None:
-            for key in ("router", "temperature", "centre"):
+            for key in ("router", *ROUTER_SETTINGS):
                 del values[key]
         return values
 
@@ -108,8 +111,11 @@ class Part:
                 text += values[name] if name is not None else ""
             texts[key] = text
         router = texts.pop("router", None)
-        routed = None if router is None else Router(router, self.temperature, self.centre)
-        return EncoderInput(**texts, sentence=tuple(spans), router=routed)
+        return EncoderInput(**texts, sentence=tuple(spans), router=self._router(router))
+
+    def _router(self, text: str | None) -> Router | None:
+        settings = {key: getattr(self, key) for key in ROUTER_SETTINGS}
+        return None if text is None else Router(text, **settings)
 
 
 @cache
@@ -301,7 +307,7 @@ def _check_router(part: Part, source: str) -> None:
     if part.router is not None and not part.router.strip():
         raise UserError(f"{source} router is empty: it would choose no tokens. Leave it out.")
     try:
-        Router(part.router or "", part.temperature, part.centre)
+        part._router(part.router or "")
     except UserError as error:
         raise UserError(f"{source} {error}") from error
 

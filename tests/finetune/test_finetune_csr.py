@@ -21,7 +21,7 @@ from llmcond.workflows.push import _stage
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ITEMS = [
-    EncoderInput("", text, router=Router(condition, 0.05, True))
+    EncoderInput("", text, router=Router(condition, 0.05, True, False))
     for text in ("two men play in the park", "a dog sits")
     for condition in ("the place", "the number of people in it")
 ]

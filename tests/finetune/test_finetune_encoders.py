@@ -387,7 +387,10 @@ class OneByOne:
     def routed(self, item):
         """Return the vector of an input with a router, of an encoder that pools the first token."""
         own, query = self.states(item.text), self.states(item.router.text)[0]
-        near = torch.cosine_similarity(own - own.mean(dim=0), query[None], dim=1)
+        centre = own.mean(dim=0) if item.router.centre else 0
+        near = torch.cosine_similarity(own - centre, query[None], dim=1)
+        if item.router.standardize:
+            near = near / near.std(correction=0)
         vector = ((near / item.router.temperature).softmax(dim=0) @ own)[None]
         normalised = self.trainable.engine.identity.normalize
         return torch.nn.functional.normalize(vector, dim=1) if normalised else vector

@@ -710,7 +710,7 @@ def test_a_router_is_a_text_with_its_settings(tmp_path: Path):
     prompt = load_prompt(str(routed_template(tmp_path, temperature=0.2, centre="false")))
     item = prompt.conditional.render("a dog {", "the mood }")
     assert (item.text, item.context) == ("a dog {", None)
-    assert item.router == Router("the mood }", 0.2, False)
+    assert item.router == Router("the mood }", 0.2, False, True)
     assert not prompt.separate
     assert prompt.of_condition
     assert prompt_from_json(prompt.to_json(), "record") == prompt

@@ -60,12 +60,13 @@ class Routes:
 
     Attributes:
         queries: (k, dim) the routers' vectors, as they leave the encoder's own pooling.
-        temperature, centre: see :class:`llmcond.encoders.spec.Router`.
+        temperature, centre, standardize: see :class:`llmcond.encoders.spec.Router`.
     """
 
     queries: Tensor
     temperature: float
     centre: bool
+    standardize: bool
 
 
 def routed(hidden: Tensor, spans: Sequence[tuple[int, int]], routes: Sequence[Routes]) -> Tensor:
@@ -80,6 +81,9 @@ def routed(hidden: Tensor, spans: Sequence[tuple[int, int]], routes: Sequence[Ro
         centred = own - own.mean(dim=0) if route.centre else own
         queries = torch.nn.functional.normalize(to_device(route.queries, own.device), dim=1)
         near = queries @ torch.nn.functional.normalize(centred, dim=1).T
+        if route.standardize:
+            # Above 0, and its gradient finite, also where all tokens are alike: a single one is.
+            near = near / (near.var(dim=1, correction=0, keepdim=True) + 1e-12).sqrt()
         found.append((near / route.temperature).softmax(dim=1) @ own)
     return torch.cat(found)
 

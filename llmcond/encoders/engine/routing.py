@@ -46,7 +46,8 @@ def routes_of(engine: Engine, queries: Sequence[Any], router: Router) -> list[Ro
     """Return what routes one input by several queries: all at once, or inside the network each."""
     if engine.inside:
         return list(queries)
-    return [Routes(torch.stack(list(queries)), router.temperature, router.centre)]
+    settings = router.temperature, router.centre, router.standardize
+    return [Routes(torch.stack(list(queries)), *settings)]
 
 
 def embed_routed(

@@ -52,7 +52,7 @@ def encoder(request, tmp_path):
 
 
 def routed(text, condition):
-    return EncoderInput("", text, router=Router(condition, 0.05, True))
+    return EncoderInput("", text, router=Router(condition, 0.05, True, False))
 
 
 def mixed(seed=0, n=8):

@@ -12,6 +12,8 @@ from helpers.identities import IDENTITY
 
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import UNIT, load_encoder
+from llmcond.encoders.engine import pooling
+from llmcond.encoders.engine.pooling import Routes
 from llmcond.encoders.spec import ROUTED_POOLINGS, Router
 from llmcond.encoders.threads import Concurrency
 from llmcond.errors import UserError
@@ -44,8 +46,9 @@ def one(tmp_path_factory):
     return load("e5-xlm-r", tmp_path_factory.mktemp("one"))
 
 
-def routed(text, condition, temperature=0.1, centre=True):
-    return EncoderInput("", text, router=Router(condition, temperature, centre))
+def routed(text, condition, temperature=0.1, centre=True, standardize=False):
+    router = Router(condition, temperature, centre, standardize)
+    return EncoderInput("", text, router=router)
 
 
 def mixed(seed=0, n=12):
@@ -57,7 +60,7 @@ def mixed(seed=0, n=12):
         routed(text, condition, *settings)
         for text in texts
         for condition in CONDITIONS
-        for settings in ((0.1, True), (0.03, False))
+        for settings in ((0.1, True), (0.03, False), (0.7, False, True))
     ]
     items += [EncoderInput("", text) for text in [*texts, *CONDITIONS]]
     chance.shuffle(items)
@@ -81,6 +84,8 @@ def by_the_equation(encoder, item):
     query = states(encoder, item.router.text)[1]
     centred = own - own.mean(dim=0) if item.router.centre else own
     near = torch.cosine_similarity(centred, query[None], dim=1)
+    if item.router.standardize and len(own) > 1:
+        near = near / near.std(correction=0)
     weights = torch.exp(near / item.router.temperature)
     vector = (weights[:, None] * own).sum(dim=0) / weights.sum()
     vector = encoder._model.dense(vector)
@@ -104,6 +109,13 @@ def test_alone_is_in_any_batch_is_padded(encoder, monkeypatch):
     np.testing.assert_allclose(found, alone, rtol=0, atol=1e-5)
     monkeypatch.setattr(encoder.engine, "packs", False)
     np.testing.assert_allclose(encoder.encode_counted(items).vectors, found, rtol=0, atol=1e-5)
+
+
+def test_gradients_are_finite_where_all_tokens_are_alike():
+    own = torch.ones(2, 4, 8, requires_grad=True)
+    routes = [Routes(torch.eye(8)[:2], 0.7, False, True)] * 2
+    pooling.routed(own, [(0, 1), (0, 4)], routes).square().sum().backward()
+    assert torch.isfinite(own.grad).all()
 
 
 def test_the_condition_matters_and_a_high_temperature_is_the_mean(one):
@@ -130,11 +142,13 @@ def test_a_sentence_and_a_condition_are_encoded_once(one):
 def test_keys_hold_the_router_and_those_without_are_as_they_were():
     plain = EncoderInput("", "a text")
     known = {plain.key, plain.key_when_cut}
-    for router in (Router("x", 0.1, True), Router("y", 0.1, True), Router("x", 0.2, True)):
+    settings = ("x", 0.1, True), ("y", 0.1, True), ("x", 0.2, True)
+    for router in (Router(*each, False) for each in settings):
         item = replace(plain, router=router)
         assert not known & {item.key, item.key_when_cut}
         known |= {item.key, item.key_when_cut}
-    assert Router("x", 0.1, False) != Router("x", 0.1, True)
+    assert Router("x", 0.1, False, False) != Router("x", 0.1, True, False)
+    assert Router("x", 0.1, True, True) != Router("x", 0.1, True, False)
     assert plain.key.hex() == "785afe0d0546a202bc779d26f9d5ec54"
 
 
@@ -220,7 +234,7 @@ def test_an_extraction_computes_a_router_once_until_there_are_too_many(one, tmp_
 @pytest.mark.parametrize("temperature", [0, -0.1, float("nan")])
 def test_a_temperature_that_is_not_above_0_is_refused(temperature):
     with pytest.raises(UserError, match=r"temperature is .*; it must be above 0"):
-        Router("dogs", temperature, True)
+        Router("dogs", temperature, True, False)
 
 
 @pytest.mark.parametrize("text", ["half a \ud83d", 7])
