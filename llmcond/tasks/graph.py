@@ -308,12 +308,11 @@ def read_graph(source: str | Path | None = None) -> Graph:
     used = dict.fromkeys(key for own in lines.values() for h, _, t in own for key in (h, t))
     asked = dict.fromkeys(r for own in lines.values() for _, r, _ in own)
     if entities is None:
-        notes.append("there is no table of entities: they are told by their ids")
+        notes.append("no table of entities: they are told by their ids")
         entities = {key: (key, key) for key in used}
     if len(entities) > len(used):
-        notes.append(
-            f"{len(entities) - len(used):,} entities of the table are in no triple, left out"
-        )
+        left_out = len(entities) - len(used)
+        notes.append(f"entities of the table in no triple, left out: {left_out:,}")
     entities = {key: texts for key, texts in entities.items() if key in used}
     if relations is None:
         relations = {key: (relation_text(key), "") for key in asked}
@@ -328,7 +327,7 @@ def read_graph(source: str | Path | None = None) -> Graph:
             distinct = list(dict.fromkeys(numbers))
             if len(distinct) < len(numbers):
                 many = len(numbers) - len(distinct)
-                notes.append(f"{many:,} {split} triples are there before, counted once")
+                notes.append(f"{split} triples that are there before, counted once: {many:,}")
             splits[split] = np.array(distinct, dtype=np.int32)
     forward = [text for text, _ in relations.values()]
     backward = [inverse or f"inverse {text}" for text, inverse in relations.values()]
@@ -444,10 +443,10 @@ def _read_entities(folder: Path, notes: list[str]) -> dict[str, tuple[str, str]]
             named[key] = name, " ".join(rest)
     nameless = sum(not name for name, _ in named.values())
     if nameless:
-        notes.append(f"{nameless:,} entities have no text: they are told by their ids")
+        notes.append(f"entities without a text, told by their ids: {nameless:,}")
     bare = sum(not text for _, text in named.values())
     if bare and bare < len(named):
-        notes.append(f"{bare:,} entities have no description: they are told by their names")
+        notes.append(f"entities without a description, told by their names: {bare:,}")
     texts = ((key, name or key, text) for key, (name, text) in named.items())
     return {key: (name, _with_description(name, text)) for key, name, text in texts}
 
@@ -496,9 +495,9 @@ def _check_known(
             rows = sum(any(row[i] in lacking for i in at) for row in own)
             first = next(n for n, row in _fields(path) if any(row[i] in lacking for i in at))
             raise UserError(
-                f"{path.name} has {len(lacking):,} {kind} in {rows:,} triples that the table of "
-                f"{kind} lacks (row {first} is the first): {listed(list(lacking), 5)}. Add them to "
-                "the table, or remove the triples."
+                f"{path.name} has {kind} that the table of {kind} lacks, {len(lacking):,} in all: "
+                f"{listed(list(lacking), 5)} (triples: {rows:,}, the first in row {first}). Add "
+                "them to the table, or remove the triples."
             )
 
 
@@ -507,11 +506,13 @@ def _oddities(graph: Graph) -> Iterator[str]:
     for kind, texts in (("entities", graph.entities.texts), ("relations", graph.relations.texts)):
         shared = sum(count for count in Counter(texts).values() if count > 1)
         if shared:
-            yield f"{shared:,} {kind} share their text with another one"
+            yield f"{kind} that share their text with another one: {shared:,}"
     for split in graph.splits:
         if split != "train":
-            total = f"of {len(graph.splits[split]):,} {split} triples"
-            yield from (f"{many:,} {total} {what}" for many, what in _leaks(graph, split) if many)
+            total = f"of {len(graph.splits[split]):,}"
+            for many, what in _leaks(graph, split):
+                if many:
+                    yield f"{split} triples {what}: {many:,} {total}"
 
 
 def _leaks(graph: Graph, split: str) -> Iterator[tuple[int, str]]:
@@ -520,19 +521,19 @@ def _leaks(graph: Graph, split: str) -> Iterator[tuple[int, str]]:
     for earlier in SPLITS[: SPLITS.index(split)]:
         if earlier in graph.splits:
             leaked = Known(graph.splits[earlier], n).contains(own)
-            yield int(leaked.sum()), f"are in {earlier} too"
+            yield int(leaked.sum()), f"in {earlier} too"
     known = Known(train, n)
     back = known.contains(own[:, ::-1])
-    yield int(back.sum()), "have their reversed edge in train"
+    yield int(back.sum()), "whose reversed edge is in train"
     pairs = np.array([1, 0, 1])
     linked = Known(both_directions(train, graph.n_relations) * pairs, n).contains(own * pairs)
-    yield int((linked & ~back & ~known.contains(own)).sum()), "are linked by another relation there"
+    yield int((linked & ~back & ~known.contains(own)).sum()), "that another relation links in train"
     unseen = ~np.isin(own, train[:, [0, 2]]) & np.array([True, False, True])
     many = len(np.unique(own[unseen]))
-    yield int(unseen.any(axis=1).sum()), f"have one of {many:,} entities that train lacks"
+    yield int(unseen.any(axis=1).sum()), f"of the {many:,} entities that train lacks"
     new = np.setdiff1d(own[:, 1], train[:, 1])
     names = listed([graph.relations.ids[i] for i in new], 5)
-    yield int(np.isin(own[:, 1], new).sum()), f"have a relation that train lacks: {names}"
+    yield int(np.isin(own[:, 1], new).sum()), f"of relations that train lacks ({names})"
 
 
 # -- tables in a run's folder ------------------------------------------------------------------
