@@ -1,4 +1,4 @@
-"""Metrics by name: how well predicted similarities agree with ratings.
+"""Metrics by name: how well predicted similarities agree with ratings, or how right answers rank.
 
 A metric is one function and one entry in ``METRICS``; results, tables, pages and comparisons take
 whatever metrics a result has. A user's own function is named as ``my_metrics.py:kendall``.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +68,7 @@ class Metric:
         decimals: of shown figures.
         secondary: whether tables with little room leave it out.
         least, most: what it can be.
+        by_row: of a metric that is a mean over rows, from predictions (n,) to its values (n,).
     """
 
     name: str
@@ -79,6 +81,7 @@ class Metric:
     secondary: bool = False
     least: float = -math.inf
     most: float = math.inf
+    by_row: Callable[[Floats], Floats] | None = None
 
     @property
     def heading(self) -> str:
@@ -146,6 +149,53 @@ def comparisons(rating: Floats, group: Indices) -> tuple[Indices, Indices]:
     return higher, np.concatenate([other[falls], one[rises]])
 
 
+# -- ranks of right answers, which take the place of predictions --------------------------------
+
+
+def _mean_of(name: str, by_row: Callable[[Floats], Floats], **settings: Any) -> Metric:
+    """Return a metric that is a mean over rows; NaN without any."""
+
+    def function(rank: Floats, _: Floats, __: Indices) -> float:
+        return float(by_row(rank).mean()) if len(rank) else math.nan
+
+    return Metric(name, function, by_row=by_row, **settings)
+
+
+def _hits(k: int) -> Metric:
+    """Return Hits@k. A mean rank of ties counts as it is: 1.5 is not within the first 1."""
+    return _mean_of(
+        f"hits@{k}",
+        lambda rank: (rank <= k).astype(np.float64),
+        label=f"Hits@{k}",
+        description=f"how often the right answer is among the first {k}",
+        secondary=k == 3,
+        least=0,
+        most=1,
+    )
+
+
+RANKING: tuple[Metric, ...] = (
+    _mean_of(
+        "mrr",
+        lambda rank: 1 / rank,
+        label="MRR",
+        description="mean of 1 / rank of the right answer",
+        least=0,
+        most=1,
+    ),
+    *map(_hits, (1, 3, 5, 10)),
+    _mean_of(
+        "mean_rank",
+        lambda rank: rank,
+        label="mean rank",
+        description="mean rank of the right answer",
+        higher_is_better=False,
+        factor=1,
+        secondary=True,
+        least=1,
+    ),
+)
+
 #: Every metric by its name, those of users once they were named.
 METRICS: dict[str, Metric] = {
     metric.name: metric
@@ -175,11 +225,13 @@ METRICS: dict[str, Metric] = {
             least=0,
             most=1,
         ),
+        *RANKING,
     )
 }
 
-#: What is computed unless more is asked for; the first decides which result is best.
-DEFAULT: tuple[Metric, ...] = tuple(METRICS.values())
+#: Of rated pairs, what is computed unless more is asked for; the first decides which is best.
+DEFAULT: tuple[Metric, ...] = tuple(METRICS[name] for name in ("spearman", "pearson", "accuracy"))
+_BUNDLED = frozenset(METRICS)
 
 
 def metric_of(name: str) -> Metric:
@@ -212,7 +264,7 @@ def _load(name: str) -> Metric:
     metric = loaded if isinstance(loaded, Metric) else Metric(name.rpartition(":")[2], loaded)
     if not callable(metric.function):
         raise UserError(f"{name} is no function from predictions, ratings and groups to a number.")
-    if metric.name in {own.name for own in DEFAULT}:
+    if metric.name in _BUNDLED:
         raise UserError(f"{name}: there is a metric {metric.name} already; name it otherwise.")
     METRICS[metric.name] = metric
     return metric

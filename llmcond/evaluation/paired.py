@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,14 +141,10 @@ def resample(
     ]
     sampled = np.empty((len(metrics), len(systems), resamples))
     if resamples:
-        samplers = [
-            [make(rows, own) for own in predictions]
-            for metric in metrics
-            for make in [_SAMPLERS.get(metric.function) or partial(_row_sampler, metric)]
-        ]
+        samplers = [[_sampler(metric)(rows, own) for own in predictions] for metric in metrics]
         begin = 0
         for pairs in _draws(rows.n_pairs, len(rating), resamples, seed):
-            weighted = rows.weigh(pairs)
+            weighted = _Weighted(rows, pairs)
             for m, by_system in enumerate(samplers):
                 for i, sampler in enumerate(by_system):
                     sampled[m, i, begin : begin + len(pairs)] = sampler(weighted)
@@ -280,9 +276,8 @@ class _Ranking:
         return np.add.reduceat(rising, self.starts, axis=1) if self.tied else rising
 
 
-@dataclass(frozen=True, slots=True)
 class _Weighted:
-    """What a block of b draws makes of the rows, before any predictions.
+    """What a block of b draws makes of the rows, before any predictions; each found when asked for.
 
     Attributes:
         pairs: (b, pairs) how often each sentence pair was sampled.
@@ -293,12 +288,34 @@ class _Weighted:
             it is the same for every order of the rows.
     """
 
-    pairs: Floats
-    rows: Floats
-    ranked: Floats
-    rating_spread: Floats
-    half: Floats
-    spread: Floats
+    def __init__(self, of: _Rows, pairs: Floats) -> None:
+        self._of, self.pairs = of, pairs
+
+    @cached_property
+    def rows(self) -> Floats:
+        return self.pairs[:, self._of.pair]
+
+    @cached_property
+    def _count(self) -> Floats:
+        return self._of.ranking.by_value(self.rows)
+
+    @cached_property
+    def ranked(self) -> Floats:
+        count = self._count
+        middle = np.cumsum(count, axis=1) - (count + count.sum(axis=1, keepdims=True)) / 2
+        return np.asarray(self.rows * middle.take(self._of.level, axis=1))
+
+    @cached_property
+    def rating_spread(self) -> Floats:
+        return _spread(self._count)
+
+    @cached_property
+    def half(self) -> Floats:
+        return _dot(self.ranked, self.rows) / 2
+
+    @cached_property
+    def spread(self) -> Floats:
+        return _spread(self.rows)
 
     def spearman(self, predicted: _Ranking) -> Floats:
         """Return (b,) the correlations of ranks by prediction with ranks by rating."""
@@ -335,18 +352,10 @@ class _Rows:
         distinct, self.pair = np.unique(pair, return_inverse=True)
         self.n_pairs = len(distinct)
         self.sizes = np.bincount(self.pair)
-        self._ranking = _Ranking(self.rating)
+        self.ranking = _Ranking(self.rating)
         # Which of the distinct ratings each row has.
-        self._level = np.unique(self.rating, return_inverse=True)[1]
+        self.level = np.unique(self.rating, return_inverse=True)[1]
         self.higher, self.lower = comparisons(self.rating, self.pair)
-
-    def weigh(self, pairs: Floats) -> _Weighted:
-        """Return the rows weighted by (b, pairs) how often each sentence pair was sampled."""
-        rows = pairs[:, self.pair]
-        count = self._ranking.by_value(rows)
-        middle = np.cumsum(count, axis=1) - (count + count.sum(axis=1, keepdims=True)) / 2
-        ranked = rows * middle.take(self._level, axis=1)
-        return _Weighted(pairs, rows, ranked, _spread(count), _dot(ranked, rows) / 2, _spread(rows))
 
 
 #: From weighted rows to (b,) a metric of one system on each draw, the mean over its seeds.
@@ -408,6 +417,20 @@ _SAMPLERS: Mapping[MetricFunction, Callable[[_Rows, Sequence[Floats]], _Sampler]
     pearson: _pearson_sampler,
     accuracy: _accuracy_sampler,
 }
+
+
+def _sampler(metric: Metric) -> Callable[[_Rows, Sequence[Floats]], _Sampler]:
+    if metric.by_row is not None:
+        return partial(_mean_sampler, metric.by_row)
+    return _SAMPLERS.get(metric.function) or partial(_row_sampler, metric)
+
+
+def _mean_sampler(
+    by_row: Callable[[Floats], Floats], rows: _Rows, predictions: Sequence[Floats]
+) -> _Sampler:
+    values = np.mean([by_row(own) for own in predictions], axis=0)
+    by_pair = np.bincount(rows.pair, values, minlength=rows.n_pairs)
+    return lambda weighted: np.asarray((weighted.pairs @ by_pair) / (weighted.pairs @ rows.sizes))
 
 
 def _row_sampler(metric: Metric, rows: _Rows, predictions: Sequence[Floats]) -> _Sampler:
