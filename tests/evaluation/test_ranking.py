@@ -1,12 +1,375 @@
 """Ranking: equal to loops and to PyKEEN, whatever the blocks, and told by parts."""
 
+import json
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.paths import ROOT
 
+from llmcond.errors import UserError
+from llmcond.evaluation import ranking
 from llmcond.evaluation.paired import differences, resample
+from llmcond.evaluation.ranking import (
+    Context,
+    Ranks,
+    categories,
+    fit_reverse,
+    measure,
+    parts,
+    rank,
+    rank_rule,
+    relation_parts,
+    resample_ranks,
+    top,
+)
 from llmcond.metrics import RANKING, choose_metrics
+from llmcond.tasks.graph import Graph, Known, Texts, both_directions, read_graph
+
+TIES = ("realistic", "optimistic", "pessimistic")
+
+
+def loop(scores, triples, known, exclude_head=False):
+    """Return the optimistic and pessimistic ranks that plain loops find, with (m, n) scores."""
+    found = []
+    for own, (head, relation, answer) in zip(scores, triples.tolist(), strict=True):
+        others = [
+            own[entity]
+            for entity in range(len(own))
+            if entity != answer
+            and (known is None or not known.contains(np.array([[head, relation, entity]]))[0])
+            and not (exclude_head and entity == head)
+        ]
+        above = sum(score > own[answer] for score in others)
+        level = sum(score == own[answer] for score in others)
+        found.append((1 + above, 1 + above + level))
+    return Ranks(*np.array(found, dtype=float).T)
+
+
+def equal(one: Ranks, other: Ranks) -> bool:
+    return all(np.array_equal(one.of(ties), other.of(ties)) for ties in TIES)
+
+
+def small_graph(n=30, relations=3, sizes=(90, 20, 20), seed=0) -> Graph:
+    """Return a random graph whose triples are distinct, self-loops among them."""
+    rng = np.random.default_rng(seed)
+    triples = rng.permutation(np.stack(np.mgrid[:n, :relations, :n], -1).reshape(-1, 3))
+    train, dev, test = np.split(triples[: sum(sizes)].astype(np.int32), np.cumsum(sizes)[:2])
+    names = [str(i) for i in range(n)]
+    kinds = [f"r{i}" for i in range(relations)]
+    return Graph(
+        "random",
+        Texts(names, names, names),
+        Texts(kinds, kinds, kinds, kinds),
+        {"train": train, "dev": dev, "test": test},
+    )
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return small_graph()
+
+
+@pytest.fixture(scope="module")
+def vectors(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
+    """Queries and candidates of few distinct whole numbers: products are exact, ties are many."""
+    rng = np.random.default_rng(5)
+    queries, candidates = rng.integers(-2, 3, size=(2, len(graph.queries("test")), 4))
+    return queries.astype(np.float32), candidates[: graph.n_entities].astype(np.float32)
+
+
+# -- ranks -------------------------------------------------------------------------------------
+
+
+def test_three_entities_by_hand():
+    triples = np.array([[0, 0, 1], [0, 0, 2], [1, 0, 1]])
+    known = Known(triples, 3)
+    candidates = np.array([[3.0], [1.0], [2.0]])
+    ranks = rank(np.ones((3, 1)), candidates, triples, known)
+
+    # Of the first query the second's answer is left out, so that only the head is before it.
+    assert ranks.of().tolist() == [2, 2, 3]
+    without = rank(np.ones((3, 1)), candidates, triples, known, exclude_head=True)
+    # A self-loop's answer is its head, which stays.
+    assert without.of().tolist() == [1, 1, 3]
+    assert rank(np.ones((3, 1)), candidates, triples, None).of().tolist() == [3, 2, 3]
+
+
+def test_a_query_whose_answers_are_all_known_has_rank_one():
+    triples = np.array([[0, 0, 0], [0, 0, 1], [0, 0, 2]])
+    ranks = rank(np.ones((3, 1)), np.array([[1.0], [2.0], [3.0]]), triples, Known(triples, 3))
+    assert all(ranks.of(ties).tolist() == [1, 1, 1] for ties in TIES)
+
+
+def test_equal_scores_are_the_middle_the_first_or_the_last():
+    ranks = rank(np.ones((1, 1)), np.ones((5, 1)), np.array([[0, 0, 3]]), None)
+    assert [ranks.of(ties).item() for ties in TIES] == [3, 1, 5]
+
+
+@pytest.mark.parametrize("exclude_head", [False, True])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_ranks_are_those_of_loops(graph, vectors, filtered, exclude_head):
+    queries, candidates = vectors
+    triples = graph.queries("test")
+    known = Known(graph) if filtered else None
+    expected = loop(queries @ candidates.T, triples, known, exclude_head)
+
+    assert equal(rank(queries, candidates, triples, known, (), exclude_head), expected)
+
+
+@pytest.mark.parametrize(("block", "tile"), [(1, 64), (7, 64), (64, 1), (64, 7), (5, 29)])
+def test_ranks_do_not_depend_on_blocks(graph, vectors, block, tile):
+    triples, known = graph.queries("test"), Known(graph)
+    terms = [Context.of(graph).hops(2, 0.5), Context.of(graph).reverse(1.0)]
+    whole = rank(*vectors, triples, known, terms, exclude_head=True)
+
+    assert equal(rank(*vectors, triples, known, terms, True, block, tile), whole)
+
+
+def test_candidates_on_disk_rank_as_those_in_memory(graph, vectors, tmp_path: Path):
+    queries, candidates = vectors
+    np.save(tmp_path / "c.npy", candidates.astype(np.float16))
+    mapped = np.load(tmp_path / "c.npy", mmap_mode="r")
+    triples, known = graph.queries("test"), Known(graph)
+
+    streamed = rank(queries, mapped, triples, known, tile=8)
+    assert equal(streamed, rank(queries, candidates, triples, known))
+
+
+def test_the_other_direction_of_inverse_triples_is_the_first(graph, vectors):
+    queries, candidates = vectors
+    triples, known = graph.queries("test"), Known(graph)
+    half = len(triples) // 2
+    turned = np.concatenate([triples[half:], triples[:half]])
+    ranks = rank(np.roll(queries, half, axis=0), candidates, turned, known)
+    assert np.array_equal(np.roll(ranks.of(), half), rank(*vectors, triples, known).of())
+
+
+@pytest.mark.parametrize("which", ["query", "candidate"])
+def test_vectors_that_are_not_finite_are_refused(graph, vectors, which):
+    queries, candidates = (own.copy() for own in vectors)
+    (queries if which == "query" else candidates)[3, 1] = np.nan
+    with pytest.raises(UserError, match=f"1, the first of {which} 3"):
+        rank(queries, candidates, graph.queries("test"), None)
+
+
+def scores_as_vectors(scores):
+    """Return queries and candidates whose products are exactly these scores."""
+    return scores, np.eye(scores.shape[1], dtype=np.float32)
+
+
+@pytest.mark.parametrize("case", ["float32", "rounded"])
+def test_ranks_are_pykeens(case, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    bench = import_module("bench_ranking")
+    recorded = json.loads((ROOT / "tests" / "golden" / "pykeen_ranks.json").read_text())[case]
+    scores, test, triples = bench.golden_case(bench.CASES[case])
+    known = Known(both_directions(triples, 3), 40)
+
+    ranks = rank(*scores_as_vectors(scores), both_directions(test, 3), known)
+    assert {ties: ranks.of(ties).tolist() for ties in TIES} == recorded
+    # Rounded scores have ties, without which the three ways are one.
+    assert (recorded["optimistic"] == recorded["pessimistic"]) == (case == "float32")
+
+
+def test_what_is_recorded_of_pykeen_is_what_it_does(monkeypatch):
+    pytest.importorskip("pykeen")
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    recorded = json.loads((ROOT / "tests" / "golden" / "pykeen_ranks.json").read_text())
+    assert import_module("bench_ranking").golden() == recorded
+
+
+# -- the best candidates -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", [3, 64])
+def test_the_best_are_those_of_a_sort(graph, vectors, tile):
+    queries, candidates = vectors
+    head, relation, _ = graph.queries("test").T
+    known, context = Known(graph), Context.of(graph)
+    scores = queries @ candidates.T
+    row, entity = context.within(head, 1)
+    scores[row, entity] += 0.5
+    scores[known.gather(head, relation)] = -np.inf
+    scores[np.arange(len(head)), head] = -np.inf
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :7]
+
+    entities, best = top(
+        queries, candidates, head, relation, 7, known, [context.hops(1, 0.5)], True, tile
+    )
+    np.testing.assert_array_equal(entities, order)
+    np.testing.assert_array_equal(best, np.take_along_axis(scores, order, axis=1))
+
+
+def test_where_few_are_left_the_last_scores_are_minus_infinity():
+    known = Known(np.array([[0, 0, 1], [0, 0, 2]]), 3)
+    args = np.ones((1, 1)), np.ones((3, 1)), np.array([0]), np.array([0])
+    entities, scores = top(*args, 5, known)
+    assert entities[0, 0] == 0
+    assert scores.tolist() == [[1, -np.inf, -np.inf]]
+
+
+# -- what the graph tells ----------------------------------------------------------------------
+
+
+def slow_within(graph: Graph, head: int, hops: int) -> set[int]:
+    reached = {head}
+    for _ in range(hops):
+        links = [(h, t) for h, _, t in graph.splits["train"].tolist()]
+        reached |= {b for h, t in links for a, b in ((h, t), (t, h)) if a in reached}
+    return reached
+
+
+@pytest.mark.parametrize("hops", [0, 1, 2, 3])
+def test_hops_are_those_of_a_walk(hops):
+    graph = small_graph(sizes=(18, 5, 5))
+    heads = np.array([4, 0, 4, 29])
+    row, entity = Context.of(graph).within(heads, hops)
+    for place, head in enumerate(heads.tolist()):
+        assert set(entity[row == place].tolist()) == slow_within(graph, head, hops)
+    assert len(np.unique(np.stack([row, entity]), axis=1).T) == len(row)
+
+
+def test_hops_may_leave_the_head_alone(graph):
+    heads, nothing = np.array([3, 5]), np.zeros(2, dtype=int)
+    context = Context.of(graph)
+    with_head, without = (context.hops(1, 0.2, head)(heads, nothing) for head in (True, False))
+    assert len(with_head[0]) == len(without[0]) + 2
+    assert not (without[1] == heads[without[0]]).any()
+    assert set(without[2].tolist()) == {np.float32(0.2)}
+
+
+def test_means_without_the_other_end_are_those_of_the_others(graph):
+    context, rng = Context.of(graph), np.random.default_rng(0)
+    vectors = rng.standard_normal((graph.n_entities, 6)).astype(np.float32)
+    total, degree = context.neighbours(vectors)
+    for head, _, tail in graph.splits["train"].tolist():
+        if head == tail or degree[head] < 2:
+            continue
+        others = sorted(slow_within(graph, head, 1) - {head, tail})
+        mean = (total[head] - vectors[tail]) / (degree[head] - 1)
+        np.testing.assert_allclose(mean, vectors[others].mean(axis=0), atol=1e-5)
+
+
+def test_the_reversed_edge_is_weighted_by_relation(graph):
+    context, queries = Context.of(graph), graph.queries("test")
+    weights = np.arange(6) / 10
+    row, entity, value = context.reverse(weights)(queries[:, 0], queries[:, 1])
+    train = {tuple(own) for own in graph.queries("train").tolist()}
+    turned = {(h, (r + 3) % 6): set() for h, r, _ in queries.tolist()}
+    for head, relation, tail in train:
+        if (head, relation) in turned:
+            turned[head, relation].add(tail)
+    for place, (head, relation, _) in enumerate(queries.tolist()):
+        own = row == place
+        assert set(entity[own].tolist()) == turned[head, (relation + 3) % 6]
+        np.testing.assert_allclose(value[own], weights[relation])
+
+
+def test_the_rule_puts_the_reversed_edge_first():
+    triples = {
+        "train": np.array([[0, 0, 1], [2, 0, 3], [4, 1, 5]], dtype=np.int32),
+        "dev": np.array([[3, 0, 2]], dtype=np.int32),
+        "test": np.array([[1, 0, 0], [5, 0, 4]], dtype=np.int32),
+    }
+    graph = replace(small_graph(6, 2, (1, 1, 1)), splits=triples)
+    ranks = rank_rule(Context.of(graph), graph.queries("test"), Known(graph))
+
+    # The second is linked by another relation, which is not the rule: all six are equal.
+    assert ranks.of().tolist() == [1, 3.5, 1, 3.5]
+    assert parts(graph, "test")["reversible"].tolist() == [True, False, True, False]
+
+
+def test_weights_of_the_reversed_edge_are_found_by_relation():
+    """Of three relations, the first is symmetric, the second never goes both ways."""
+    rng = np.random.default_rng(0)
+    n = 80
+    first, second, third = (rng.permutation(n * n)[:60] for _ in range(3))
+    ends = [np.stack([own // n, own % n], axis=1) for own in (first, second, third)]
+
+    def made(kind, pairs):
+        return np.insert(pairs, 1, kind, axis=1).astype(np.int32)
+
+    train = np.concatenate([made(kind, own) for kind, own in enumerate(ends)])
+    # Of the second, entities with an edge of theirs in train have one to another entity in dev.
+    moved = np.stack([ends[1][:, 1], rng.integers(0, n, 60)], axis=1)
+    dev = np.concatenate([made(0, ends[0][:, ::-1]), made(1, moved)])
+    known = Known(both_directions(np.concatenate([train, dev]), 3), n)
+    context, queries = Context(train, n, 3), both_directions(dev, 3)
+    # The reversed edge already scores well, so that it has to be pushed down for the second.
+    candidates = rng.standard_normal((n, 8)).astype(np.float32)
+    asked = rng.standard_normal((len(queries), 8)).astype(np.float32)
+    row, entity = context.reversed_edges(queries[:, 0], queries[:, 1])
+    np.add.at(asked, row, 0.5 * candidates[entity])
+    weights = fit_reverse(asked, candidates, queries, known, context)
+
+    assert weights.shape == (6,)
+    np.testing.assert_array_equal(weights[:3], weights[3:])
+    assert weights[0] > 0 > weights[1]
+    assert weights[2] == 0
+    before = rank(asked, candidates, queries, known)
+    after = rank(asked, candidates, queries, known, [context.reverse(weights)])
+    assert (1 / after.of()).mean() > (1 / before.of()).mean() + 0.2
+
+
+def test_without_reversed_edges_no_weight_is_fitted(graph):
+    context = Context(np.array([[0, 0, 1]]), graph.n_entities, 3)
+    triples = np.array([[5, 0, 6]])
+    one, many = np.ones((1, 2)), np.ones((graph.n_entities, 2))
+    assert fit_reverse(one, many, triples, None, context).tolist() == [0] * 6
+
+
+# -- figures -----------------------------------------------------------------------------------
+
+
+def test_both_directions_of_a_triple_are_resampled_together(monkeypatch):
+    seen = []
+    monkeypatch.setattr(ranking, "resample", lambda *given: seen.append(given) or resample(*given))
+    ranks = np.arange(1, 11, dtype=float)[None]
+    chosen = np.array([1, 1, 0, 0, 1, 1, 1, 1, 0, 0], dtype=bool)
+    found = resample_ranks([ranks], resamples=9, chosen=chosen)
+
+    (systems, _, triple, _, _) = seen[0]
+    assert triple.tolist() == [0, 1, 4, 0, 1, 2]
+    assert systems[0].tolist() == [[1, 2, 5, 6, 7, 8]]
+    assert found.estimates(0)["mrr"].value == np.mean(1 / ranks[0, chosen])
+
+
+def test_parts_cover_the_queries(graph):
+    found = parts(graph, "test")
+    n = len(graph.queries("test"))
+    for one, other in (("forward", "backward"), ("reversible", "rest")):
+        assert (found[one] ^ found[other]).all()
+    kinds = dict(relation_parts(graph, "test"))
+    assert sum(kinds[name].sum() for name in graph.relations.ids) == n
+    assert sum(kinds[name].sum() for name in set(categories(graph))) == n
+    ranks = np.random.default_rng(0).integers(1, 9, size=(2, n)).astype(float)
+    part = measure(ranks, found["forward"], resamples=20)
+    assert part.n == n / 2
+    assert part.metrics["mrr"].value == np.mean(1 / ranks[:, : n // 2])
+    assert measure(ranks, np.zeros(n, dtype=bool)).to_json()["mrr"] is None
+
+
+def test_categories_go_by_answers_of_each_side():
+    train = [
+        *((i, 0, i + 10) for i in range(4)),
+        *((0, 1, i) for i in range(4)),
+        *((i, 2, 0) for i in range(4)),
+        *((i, 3, j) for i in range(3) for j in range(3)),
+    ]
+    own = {"train": np.array(train, dtype=np.int32)}
+    assert categories(replace(small_graph(20, 4), splits=own)) == ["1-1", "1-N", "N-1", "N-N"]
+
+
+def test_the_sample_has_all_categories_and_both_parts():
+    graph = read_graph()
+    assert set(categories(graph)) == {"1-1", "1-N", "N-1", "N-N"}
+    found = parts(graph, "test")
+    assert all(own.any() for own in found.values())
+    rule = rank_rule(Context.of(graph), graph.queries("test"), Known(graph))
+    assert (rule.of()[found["reversible"]] == 1).all()
 
 
 def test_means_over_rows_are_resampled_as_any_metric_is():

@@ -21,6 +21,7 @@ SCRIPTS = {
         "| hypernet-full |",
     ),
     "bench_int8": ("--rows 20 --layers 1 --rounds 1", "| threads |"),
+    "bench_ranking": ("--entities 30 --triples 5 --train 20 --dim 4", "| sort of all scores |"),
     "bench_routed": ("--sentences 2 --conditions 1 2 --rows 4 --rounds 1", "| routed |"),
     "bench_scale": ("--sizes 8 --rounds 1", "8 inputs: "),
     "bench_train": ("--batch-size 2 --steps 1 --rounds 1", "| llmcond |"),
@@ -32,7 +33,7 @@ SCRIPTS = {
 #: What the peer of a script needs beside itself.
 NEEDS = {"bench_cross": "datasets"}
 #: What has tests of its own, or is imported by scripts.
-OTHERS = {"fuzz", "make_sample", "bench_inputs", "bench_process", "reproduce"}
+OTHERS = {"fuzz", "make_sample", "make_sample_graph", "bench_inputs", "bench_process", "reproduce"}
 #: What needs data that is not shipped.
 PAPERS = {"reproduce_case", "reproduce_hypercl"}
 
