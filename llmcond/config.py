@@ -85,18 +85,22 @@ def _legal_keys(cls: Any, location: list[str]) -> list[str]:
     return [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
 
 
-def bundled(kind: str) -> Path:
-    """Return the folder of bundled ``prompts`` or ``heads``.
+def bundled(kind: str, task: str | None = None) -> Path:
+    """Return the folder of bundled ``prompts`` or ``heads``, or of those of a task's own.
 
     They stand at the repository's top level, and are copied into the package when a wheel is built.
     """
     package = Path(__file__).resolve().parent
     installed = package / "_bundled" / kind
-    return installed if installed.is_dir() else package.parent / kind
+    folder = installed if installed.is_dir() else package.parent / kind
+    own = task is not None and re.fullmatch(r"\w+", task) and (folder / task).is_dir()
+    return folder / str(task) if own else folder
 
 
-def find_toml(name_or_file: str, kind: str) -> Path:
+def find_toml(name_or_file: str, kind: str, task: str | None = None) -> Path:
     """Return the TOML file that a name (``mlp``) or a path (``my/head.toml``) stands for.
+
+    Names are those of a ``task`` where it has files of its own.
 
     Raises:
         UserError: no such file, or no bundled file of that name; the nearest names are given.
@@ -106,13 +110,13 @@ def find_toml(name_or_file: str, kind: str) -> Path:
         if not path.is_file():
             raise UserError(f"the {kind[:-1]} file {name_or_file} does not exist.")
         return Path(path.parent, f"{check_name(path.stem, f'the {kind[:-1]} file')}.toml")
-    known = bundled_names(kind)
+    known = bundled_names(kind, task)
     if name_or_file not in known:
         raise UserError(
             f"unknown {kind[:-1]} {name_or_file!r}. {nearest(name_or_file, known)} "
             f"A file is named by a path that ends in .toml; `llmcond {kind}` lists what is bundled."
         )
-    return bundled(kind) / f"{name_or_file}.toml"
+    return bundled(kind, task) / f"{name_or_file}.toml"
 
 
 def check_name(name: str, what: str, joiners: str = "") -> str:
@@ -132,6 +136,6 @@ def check_name(name: str, what: str, joiners: str = "") -> str:
     return name
 
 
-def bundled_names(kind: str) -> list[str]:
-    """Return the names of the bundled ``prompts`` or ``heads``, sorted."""
-    return sorted(path.stem for path in bundled(kind).glob("*.toml"))
+def bundled_names(kind: str, task: str | None = None) -> list[str]:
+    """Return the names of the bundled ``prompts`` or ``heads``, or a task's own, sorted."""
+    return sorted(path.stem for path in bundled(kind, task).glob("*.toml"))

@@ -22,8 +22,8 @@ _BLOCK = 65_536
 
 
 @dataclass(frozen=True, eq=False)
-class FittedHead:
-    """A fitted head: an immutable value that turns features into embeddings.
+class Fitted:
+    """What fitting gives, and what is saved: a module, and how it was made.
 
     Attributes:
         kind: the name that recipes and head.json have for its family.
@@ -65,6 +65,21 @@ class FittedHead:
         return self.family.is_identity
 
     @property
+    def tensors(self) -> dict[str, NDArray[Any]]:
+        """Return its parameters, by the names that head.safetensors has."""
+        return {name: value.cpu().numpy() for name, value in self.module.state_dict().items()}
+
+    @property
+    def dim_out(self) -> int:
+        """Return the size of the embeddings."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class FittedHead(Fitted):
+    """A fitted head: an immutable value that turns features into embeddings."""
+
+    @property
     def generates_matrices(self) -> bool:
         """Return whether it makes a matrix of each condition."""
         return self.module.generates_matrices
@@ -73,11 +88,6 @@ class FittedHead:
     def compares_by_cosine(self) -> bool:
         """Return whether the similarity of embeddings is their cosine."""
         return self.family.similarity is HeadModule.similarity
-
-    @property
-    def tensors(self) -> dict[str, NDArray[Any]]:
-        """Return its parameters, by the names that head.safetensors has."""
-        return {name: value.cpu().numpy() for name, value in self.module.state_dict().items()}
 
     @property
     def dim_out(self) -> int:

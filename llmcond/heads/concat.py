@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.nn import init
 
 from llmcond.heads.conditioned import ConditionedHead, ConditionedSettings
 from llmcond.heads.module import ACTIVATIONS
@@ -40,6 +41,10 @@ class Concat(ConditionedHead):
         self.add_weight("condition", (settings.dim, dim_condition), into)
         if settings.bias:
             self.add_weight("bias", (settings.dim,), into)
+
+    def start_at_identity(self) -> None:
+        """See :class:`HeadModule`: as the sentence's, but for what the activation does."""
+        init.eye_(self.get_parameter("sentence"))
 
     def forward(self, x: Tensor, condition: Tensor, which: Tensor) -> Tensor:
         """Return embeddings, (m, dim)."""

@@ -15,7 +15,7 @@ from llmcond.heads.ensemble import Ensemble
 from llmcond.heads.module import HeadModule, seeded
 from llmcond.heads.objectives import Objective, RatedBatch, check_contrasts, contrast_groups
 from llmcond.heads.pairs import Fit, OnEpoch, PairArrays
-from llmcond.heads.settings import TrainingSettings
+from llmcond.heads.settings import GradientSettings, TrainingSettings
 from llmcond.metrics import spearman
 from llmcond.system import free_memory, native_bfloat16
 
@@ -46,9 +46,9 @@ def fit_by_gradient(
         UserError: parameters that do not fit into memory, no contrastive pairs for an objective
             that needs them, or a loss that became NaN or infinite.
     """
-    seeds = [(seed + number * _SEED_STEP) % 2**32 for number in range(settings.members)]
     fitted = [
-        _fit_one(family, settings, pairs, dev, own, on_epoch, torch.device(device)) for own in seeds
+        _fit_one(family, settings, pairs, dev, own, on_epoch, torch.device(device))
+        for own in spread_seeds(seed, settings.members)
     ]
     if len(fitted) == 1:
         return fitted[0]
@@ -58,14 +58,19 @@ def fit_by_gradient(
     return module, Fit({**first.record, "members": curves}, first.notes)
 
 
-def since_best(curve: Sequence[Mapping[str, Any]]) -> int:
+def spread_seeds(seed: int, members: int) -> list[int]:
+    """Return the seed of each head of an ensemble; the first is the ensemble's own."""
+    return [(seed + number * _SEED_STEP) % 2**32 for number in range(members)]
+
+
+def since_best(curve: Sequence[Mapping[str, Any]], key: str = "dev_spearman") -> int:
     """Return how many entries of a learning curve come after the one with the best score on dev.
 
     That is the first of equal ones. A score of None is undefined, as where all similarities are
     equal, and never better than one that is defined; while none is, the last entry counts.
     """
     best = 0
-    scores = [entry["dev_spearman"] for entry in curve]
+    scores = [entry[key] for entry in curve]
     for position, score in enumerate(scores):
         if scores[best] is None or (score is not None and score > scores[best]):
             best = position
@@ -82,7 +87,7 @@ def _fit_one(
     device: torch.device,
 ) -> tuple[HeadModule, Fit]:
     dims = pairs.dim, pairs.dim_condition
-    n_parameters = _count_parameters(family, settings, dims, device)
+    n_parameters = check_memory(family, settings, dims, device)
     (module, objective), generator = seeded(
         lambda: (family(settings, *dims), Objective(settings)), seed
     )
@@ -156,10 +161,10 @@ def _fit_one(
     return module.finished(), Fit(record, tuple(notes))
 
 
-def _count_parameters(
+def check_memory(
     family: type[HeadModule],
-    settings: TrainingSettings,
-    dims: tuple[int, int],
+    settings: GradientSettings,
+    dims: tuple[int, ...],
     device: torch.device,
 ) -> int:
     """Return how many parameters a head has, if there is memory to fit them."""

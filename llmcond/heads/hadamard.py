@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import init
 
 from llmcond.errors import UserError
 from llmcond.heads.conditioned import ConditionedHead, ConditionedSettings
@@ -20,6 +21,12 @@ class Hadamard(ConditionedHead):
                 f"{dim_condition}; without a transform the hadamard head needs as many. Set "
                 "transform to true."
             )
+
+    def start_at_identity(self) -> None:
+        """See :class:`HeadModule`."""
+        if self.settings.transform and self.settings.bias:
+            init.zeros_(self.get_parameter("transform"))
+            init.ones_(self.get_parameter("transform_bias"))
 
     def forward(self, x: Tensor, condition: Tensor, which: Tensor) -> Tensor:
         """Return embeddings, (m, dim_in)."""

@@ -20,6 +20,9 @@ from llmcond.heads.conditioned import ConditionedHead, ConditionedSettings
 from llmcond.heads.module import ACTIVATIONS, AT_ONCE
 from llmcond.heads.settings import Activation, Size, SizeOrNone
 
+#: From so many rows a condition on, a product for each beats one that pads them to equal numbers.
+_MANY_ROWS = 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HypernetSettings(ConditionedSettings):
@@ -62,6 +65,25 @@ class Hypernet(ConditionedHead):
             )
         self.add_layer("factor1", dim_in * rank, into, bias)
         self.add_layer("factor2", rank * dim, into, bias)
+
+    def start_at_identity(self) -> None:
+        """See :class:`HeadModule`: W_c = I; in low rank W_1 W_2 projects on some K directions.
+
+        Without biases that is so of conditions whose features sum to 1, as one-hot ones do.
+        """
+        dim_in, dim = self._shape
+        starts = {"matrix": torch.eye(dim_in, dim)}
+        if self.settings.rank:
+            directions = torch.linalg.qr(torch.randn(dim_in, self.settings.rank)).Q
+            starts = {"factor1": directions, "factor2": directions.T[:, :dim]}
+        with torch.no_grad():
+            for name, start in starts.items():
+                weight = self.get_parameter(name)
+                if self.settings.bias:
+                    weight.zero_()
+                    self.get_parameter(f"{name}_bias").copy_(start.flatten())
+                else:
+                    weight.copy_(start.flatten()[:, None].expand_as(weight))
 
     def forward(self, x: Tensor, condition: Tensor, which: Tensor) -> Tensor:
         """Return embeddings, (m, dim)."""
@@ -115,7 +137,7 @@ def by_condition(
 
     No matrix is copied for each row, and no product of two factors is formed. Rows of a condition
     are multiplied at once, padded to a common number; where a condition has far more rows than
-    others, it is cut into several.
+    others, it is cut into several. Where conditions are few, as relations are, nothing is padded.
 
     ``x`` is (m, dim), ``which`` (m,) the condition of each row, below u; factors are (u, a, b), the
     first with a = dim, and the result (m, b) of the last.
@@ -124,10 +146,18 @@ def by_condition(
     if not len(x):
         return x.new_empty(0, factors[-1].shape[2], dtype=factors[-1].dtype)
     rows = torch.bincount(which, minlength=count)
+    order = torch.argsort(which, stable=True)
+    if 1 < count <= len(x) // _MANY_ROWS:
+        parts = list(torch.split(x.index_select(0, order), rows.tolist()))
+        for factor in factors:
+            parts = [
+                batched_product(part[None], matrix[None])[0]
+                for part, matrix in zip(parts, factor, strict=True)
+            ]
+        return torch.cat(parts).index_select(0, torch.argsort(order))
     most = max(4, -(-2 * len(x) // max(count, 1)))
     width = int(min(int(rows.max()), most))
     pieces = (rows + width - 1) // width
-    order = torch.argsort(which, stable=True)
     ordered = which[order]
     begins = torch.cumsum(rows, 0) - rows
     rank = torch.arange(len(x), device=x.device) - begins[ordered]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.nn import init
 
 from llmcond.heads.module import HeadModule
 from llmcond.heads.settings import SizedSettings
@@ -19,6 +20,10 @@ class Linear(HeadModule):
     def __init__(self, settings: SizedSettings, dim_in: int, dim_condition: int = 0) -> None:
         super().__init__(settings, dim_in, dim_condition)
         self.add_layer("weight", settings.dim, dim_in, bias=False)
+
+    def start_at_identity(self) -> None:
+        """See :class:`HeadModule`."""
+        init.eye_(self.get_parameter("weight"))
 
     def forward(self, x: Tensor, condition: Any = None, which: Any = None) -> Tensor:
         """Return embeddings, (m, dim)."""

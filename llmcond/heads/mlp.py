@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
+import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 
@@ -43,6 +44,22 @@ class Mlp(HeadModule):
         sizes = [dim_in, *[hidden] * (settings.depth - 1), settings.dim]
         for number, (into, out) in enumerate(pairwise(sizes), start=1):
             self.add_layer(f"weight{number}", out, into, bias=False)
+
+    def start_at_identity(self) -> None:
+        """See :class:`HeadModule`: f(x) - f(-x) = x for ReLU and GELU, if two layers have room."""
+        settings = self.settings
+        room = (settings.hidden or settings.dim) >= 2 * self.dim_in
+        plain = settings.last == "none" and settings.activation in {"relu", "gelu"}
+        if settings.depth != 2 or not room or not plain:
+            return
+        first, second = self.get_parameter("weight1"), self.get_parameter("weight2")
+        n = self.dim_in
+        with torch.no_grad():
+            # The other units are as they were drawn, and have no say yet.
+            second.zero_()
+            for begin, sign in ((0, 1.0), (n, -1.0)):
+                first[begin : begin + n] = sign * torch.eye(n)
+                second[:, begin : begin + n] = sign * torch.eye(settings.dim, n)
 
     def forward(self, x: Tensor, condition: Any = None, which: Any = None) -> Tensor:
         """Return embeddings, (m, dim)."""

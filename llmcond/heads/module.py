@@ -71,6 +71,8 @@ class HeadModule(nn.Module):
         is_identity: whether embeddings are the features as they are.
         reads_pairs: whether its features are of two texts together, and what it gives is their
             similarity; such a head has no recipe, see ``train-cross``.
+        maps_queries: whether it maps queries and candidates, which are ranked; see
+            :class:`~llmcond.heads.query_maps.QueryHead`.
         generates_matrices: whether it makes a matrix of each condition; see
             :class:`~llmcond.heads.hypernet.Hypernet`.
         multiplies_in_bfloat16: whether all products of sentences' features are made by
@@ -84,6 +86,7 @@ class HeadModule(nn.Module):
     supervised: ClassVar[bool] = True
     is_identity: ClassVar[bool] = False
     reads_pairs: ClassVar[bool] = False
+    maps_queries: ClassVar[bool] = False
     generates_matrices: ClassVar[bool] = False
     multiplies_in_bfloat16: ClassVar[bool] = False
 
@@ -97,6 +100,13 @@ class HeadModule(nn.Module):
     def solve(self, pairs: PairArrays, seed: int) -> Fit:
         """Fit an unsupervised head in closed form; ratings are not looked at."""
         raise NotImplementedError
+
+    def start_at_identity(self) -> None:
+        """Let embeddings be the features at first, as far as the form allows it.
+
+        Random numbers come from PyTorch's own generator. A family that has no such start stays as
+        it was drawn.
+        """
 
     def similarity(self, first: Tensor, second: Tensor) -> Tensor:
         """Return how similar embeddings are, (n, k) twice -> (n,): their cosine.

@@ -16,6 +16,7 @@ from llmcond.heads.base import FittedHead
 from llmcond.heads.fit import fit_by_gradient
 from llmcond.heads.module import HeadModule
 from llmcond.heads.pairs import OnEpoch, PairArrays
+from llmcond.heads.query_maps import PREFIX, query_family
 from llmcond.heads.settings import TrainingSettings
 from llmcond.system import choose_device
 
@@ -144,13 +145,17 @@ def parse_settings(
     return _with_objective(parsed, Path())
 
 
-def load_recipe(name_or_file: str) -> Recipe:
+def load_recipe(name_or_file: str, task: str | None = None) -> Recipe:
     """Read a recipe by its bundled name or by the path of a ``.toml`` file.
+
+    Args:
+        name_or_file: such as ``mlp``, or ``my/head.toml``.
+        task: a task with recipes of its own, such as ``kgc``; any other has those of rated pairs.
 
     Raises:
         UserError: no such recipe, an unknown kind or key, or a bad value.
     """
-    path = find_toml(name_or_file, "heads")
+    path = find_toml(name_or_file, "heads", task)
     settings = read_toml(path)
     about = {item.name: settings.pop(item.name) for item in fields(_About) if item.name in settings}
     described = build(_About, about, str(path))
@@ -175,6 +180,8 @@ def load_recipe(name_or_file: str) -> Recipe:
 def find_family(kind: str, source: str, folder: Path | None = None) -> tuple[str, type[HeadModule]]:
     """Return a kind of head as records name it, and its class; its module is imported only now.
 
+    ``query-KIND`` is a head whose map of queries is of a kind, beside a map of candidates.
+
     Code of the user's own, ``FILE.py:NAME`` or ``MODULE:NAME``, is relative to ``folder``; where
     that is None, ``source`` is a record, for which no code is imported that the user has not named
     elsewhere.
@@ -182,6 +189,9 @@ def find_family(kind: str, source: str, folder: Path | None = None) -> tuple[str
     Raises:
         UserError: no such kind, or code that is no head.
     """
+    if kind.startswith(PREFIX):
+        name, inner = find_family(kind.removeprefix(PREFIX), source, folder)
+        return f"{PREFIX}{name}", query_family(inner)
     if plugins.is_plugin(kind):
         family = plugins.recorded(kind, source) if folder is None else _named(kind, folder, source)
         if not (isinstance(family, type) and issubclass(family, HeadModule)):
@@ -242,6 +252,8 @@ def fit_recipe(
             or a device that this machine lacks.
     """
     device, family = choose_device(device), recipe.family
+    if family.maps_queries:
+        raise UserError(f"the head {recipe.name} ranks candidates; it takes no rated pairs.")
     if recipe.dim is not None and recipe.dim > pairs.dim:
         raise UserError(
             f"dim is {recipe.dim}, but the features have {pairs.dim}: a head never enlarges them. "

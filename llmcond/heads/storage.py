@@ -20,10 +20,12 @@ from safetensors.torch import load as load_tensors
 from llmcond.config import build
 from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.files import check_format, read_json, replacing, write_json
-from llmcond.heads.base import FittedHead
+from llmcond.heads.base import Fitted, FittedHead
 from llmcond.heads.ensemble import Ensemble
 from llmcond.heads.module import HeadModule
 from llmcond.heads.pairs import Fit
+from llmcond.heads.queries import FittedQueryHead
+from llmcond.heads.query_maps import QueryEnsemble
 from llmcond.heads.recipes import find_family
 from llmcond.records import RECORD, check_record
 
@@ -38,7 +40,8 @@ _Size = Annotated[int, Ge(0), Le(2**24)]
 class _Epoch:
     epoch: int
     loss: float
-    dev_spearman: float | None
+    dev_spearman: float | None = None
+    dev_score: float | None = None
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,10 @@ class _Description:
     weights_sha256: str
     fit: FitRecord
     dim_condition: _Size = 0
+    n_relations: _Size = 0
 
 
-def save_head(head: FittedHead, folder: Path, record: dict[str, Any]) -> None:
+def save_head(head: Fitted, folder: Path, record: dict[str, Any]) -> None:
     """Write a head's folder; a reader finds the head that was there, or the new one.
 
     ``record`` says what made it: recipe, encoder, prompt, data, versions.
@@ -86,6 +90,7 @@ def save_head(head: FittedHead, folder: Path, record: dict[str, Any]) -> None:
         "seed": head.seed,
         "dim_in": head.dim_in,
         "dim_condition": head.dim_condition,
+        **({"n_relations": head.n_relations} if isinstance(head, FittedQueryHead) else {}),
         "dim_out": head.dim_out,
         "weights_sha256": hashlib.sha256(weights).hexdigest(),
         "fit": dict(head.fit.record),
@@ -125,10 +130,25 @@ def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
     """Return the head of a folder, and everything that its head.json records.
 
     Raises:
-        UserError: no head there, one written by a newer version, or one of the user's own code that
-            was neither named nor registered.
+        UserError: no head there, one that ranks candidates, one written by a newer version, or one
+            of the user's own code that was neither named nor registered.
         LlmcondError: its files were damaged.
     """
+    head, description = _load(folder)
+    if not isinstance(head, FittedHead):
+        raise UserError(f"{folder} holds a head that ranks candidates; it compares no pairs.")
+    return head, description
+
+
+def load_query_head(folder: Path) -> tuple[FittedQueryHead, dict[str, Any]]:
+    """Return a head that ranks candidates, on no graph yet; else as :func:`load_head`."""
+    head, description = _load(folder)
+    if not isinstance(head, FittedQueryHead):
+        raise UserError(f"{folder} holds a head that compares pairs; it ranks no candidates.")
+    return head, description
+
+
+def _load(folder: Path) -> tuple[Fitted, dict[str, Any]]:
     source = folder / "head.json"
     description = read_json(source)
     check_format(description, FORMAT, str(folder))
@@ -138,13 +158,15 @@ def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
         weights = path.read_bytes()
     except OSError as error:
         if read_json(source) != description:  # it was replaced just now
-            return load_head(folder)
+            return _load(folder)
         raise LlmcondError(f"{path} cannot be read: {error.strerror}. {_AGAIN}") from error
     if hashlib.sha256(weights).hexdigest() != description["weights_sha256"]:
         raise LlmcondError(f"{path} is damaged: it is not what head.json describes. {_AGAIN}")
     kind, family = find_family(description["kind"], str(source))
     settings = build(family.Settings, description["settings"], str(source))
-    dims = description["dim_in"], description.get("dim_condition", 0)
+    dims = [description["dim_in"], description.get("dim_condition", 0)]
+    if family.maps_queries:
+        dims.append(description.get("n_relations", 0))
     try:
         tensors = load_tensors(weights)
         with torch.device("meta"):  # takes no memory, whatever sizes a damaged file names
@@ -156,10 +178,13 @@ def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
             f"{path} does not hold the parameters of a {kind} head of these settings "
             f"({first_line(error)}). {_AGAIN}"
         ) from error
+    made: Any = FittedQueryHead if family.maps_queries else FittedHead
     fit = Fit(description["fit"])
-    return FittedHead(kind, family, module.finished(), description["seed"], fit), description
+    return made(kind, family, module.finished(), description["seed"], fit), description
 
 
-def _made(family: type[HeadModule], settings: Any, dims: tuple[int, int]) -> HeadModule:
-    heads = [family(settings, *dims) for _ in range(getattr(settings, "members", 1))]
-    return heads[0] if len(heads) == 1 else Ensemble(heads)
+def _made(family: type[HeadModule], settings: Any, dims: Sequence[int]) -> HeadModule:
+    heads: list[Any] = [family(settings, *dims) for _ in range(getattr(settings, "members", 1))]
+    joined: Any = QueryEnsemble if family.maps_queries else Ensemble
+    made: HeadModule = heads[0] if len(heads) == 1 else joined(heads)
+    return made

@@ -1,0 +1,264 @@
+"""Queries and candidates: the arrays of a graph that heads are fitted on, and heads that are.
+
+A query is a head entity and a relation, a candidate any entity. Bi-encoders read the joint features
+e(h; r) of a query, tri-encoders e(h) and e(r) by themselves (Hyper-CL, ACL 2024, section 4.2).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from llmcond.arrays import Array, Matrix, MatrixLike, Positions, as_matrix
+from llmcond.errors import UserError
+from llmcond.heads.base import Fitted
+from llmcond.heads.contrastive import KnownTails
+from llmcond.heads.query_maps import QueryEnsemble, QueryHead
+
+#: Features are kept in memory in float32 if these take no more bytes; else rows are read.
+_DENSE_BYTES = 2**29
+#: Entities and queries mapped at a time.
+_BLOCK = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class QueryArrays:
+    """A graph's features and training triples, as heads take them.
+
+    Attributes:
+        entities: (n, d) the features of all entities, which are the candidates, in any float type.
+        triples: (m, 3) head, relation, tail of the training split, relations below R.
+        n_relations: R; relation r + R is r from tail to head.
+        known: the known tails of training, in both directions.
+        relations: (2 R, d_c) the features of relations, for heads that take them.
+        joint: (j, d) the features of distinct joint inputs (h, r), for heads that take those.
+        joint_of: (j,) int64 h * 2 R + r of each joint input, sorted.
+    """
+
+    entities: MatrixLike
+    triples: NDArray[np.integer[Any]]
+    n_relations: int
+    known: KnownTails
+    relations: MatrixLike | None = None
+    joint: MatrixLike | None = None
+    joint_of: Positions | None = None
+
+    @property
+    def dims(self) -> tuple[int, int, int]:
+        """Return the sizes of what entities and relations have, and R, as a head is made for."""
+        dim_condition = 0 if self.relations is None else int(self.relations.shape[1])
+        return int(self.entities.shape[1]), dim_condition, self.n_relations
+
+    def queries(self) -> Positions:
+        """Return both directions of the triples, (2 m, 3): (h, r, t), and then (t, r + R, h)."""
+        forward: Positions = np.asarray(self.triples, dtype=np.int64)
+        return np.concatenate([forward, forward[:, ::-1] + [0, self.n_relations, 0]])
+
+
+class QueryFeatures:
+    """What heads read of a graph, by entities and relations: vectors of length 1, float32.
+
+    Lengths are those of SimKGC's pooling; a mean of neighbours has that of the mean.
+    """
+
+    def __init__(self, arrays: QueryArrays) -> None:
+        self.arrays = arrays
+        self._entities = _Rows(arrays.entities)
+
+    @cached_property
+    def relations(self) -> Tensor | None:
+        """Return the features of all relations, (2 R, d_c); None where there are none."""
+        given = self.arrays.relations
+        return None if given is None else _Rows(given).read(np.arange(len(given)))
+
+    @cached_property
+    def _joint(self) -> _Rows | None:
+        return None if self.arrays.joint is None else _Rows(self.arrays.joint)
+
+    @cached_property
+    def _graph(self) -> csr_array:
+        """Return the neighbours of entities in training, (n, n) of ones; none is its own."""
+        n = len(self.arrays.entities)
+        head, _, tail = self.arrays.queries().T
+        apart = head != tail
+        keys = np.unique(head[apart] * n + tail[apart])
+        ones = np.ones(len(keys), dtype=np.float32)
+        return csr_array((ones, (keys // n, keys % n)), shape=(n, n))
+
+    @cached_property
+    def _sums(self) -> Array | None:
+        """Return the sums of neighbours' features, (n, d); None where they are too large."""
+        table = self._entities.table
+        return None if table is None else self._graph @ table.numpy()
+
+    def entities(
+        self, rows: Positions, neighbours: bool = False, drop: Positions | None = None
+    ) -> Tensor:
+        """Return the features of entities, (m, d), or with their neighbours' means (m, 2 d).
+
+        ``drop``, (m,), is left out of each one's neighbours: the other end of the triple that is
+        to be found. The mean is (sum - e_drop) / (degree - 1), and zero where no neighbour is left.
+        """
+        own = self._entities.read(rows)
+        return torch.cat([own, self._means(rows, drop)], dim=1) if neighbours else own
+
+    def heads(
+        self,
+        rows: Positions,
+        relations: Positions,
+        joint: bool,
+        neighbours: bool = False,
+        drop: Positions | None = None,
+    ) -> Tensor:
+        """Return what is read of queries' heads, (m, d) or (m, 2 d): their joint features or own.
+
+        Raises:
+            UserError: joint features that are not there.
+        """
+        if not joint:
+            return self.entities(rows, neighbours, drop)
+        own = self._joint_features(rows, relations)
+        return torch.cat([own, self._means(rows, drop)], dim=1) if neighbours else own
+
+    def _joint_features(self, rows: Positions, relations: Positions) -> Tensor:
+        keys = self.arrays.joint_of
+        if self._joint is None or keys is None or not len(keys):
+            raise UserError(
+                "this head takes joint features of heads and relations, and none were given. "
+                "Extract them with a prompt that joins both."
+            )
+        wanted = rows * (2 * self.arrays.n_relations) + relations
+        found = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        absent = int((keys[found] != wanted).sum())
+        if absent:
+            raise UserError(
+                f"{absent:,} of {len(wanted):,} queries have no joint features. Extract those of "
+                "all queries that are asked for, or take a head for separate features."
+            )
+        return self._joint.read(found)
+
+    def _means(self, rows: Positions, drop: Positions | None) -> Tensor:
+        graph = self._graph
+        degree = graph.indptr[rows + 1] - graph.indptr[rows]
+        if self._sums is not None:
+            sums = self._sums[rows]
+        else:
+            part = graph[rows]
+            used, position = np.unique(part.indices, return_inverse=True)
+            shape = len(rows), len(used)
+            local = csr_array((part.data, position.reshape(-1), part.indptr), shape=shape)
+            sums = local @ self._entities.read(used).numpy()
+        if drop is not None:
+            linked = rows != drop  # a loop is no neighbour
+            sums = sums - self._entities.read(drop).numpy() * linked[:, None]
+            degree = degree - linked
+        # Of a sum without its only term, rounding may be left.
+        means = sums / np.maximum(degree, 1)[:, None] * (degree > 0)[:, None]
+        return torch.from_numpy(means.astype(np.float32))
+
+
+class _Rows:
+    """Vectors of length 1 of a matrix; in memory where they fit."""
+
+    def __init__(self, vectors: MatrixLike) -> None:
+        self._matrix = as_matrix(vectors)
+        small = 4 * math.prod(self._matrix.shape) <= _DENSE_BYTES
+        self.table = normalize(torch.from_numpy(self._matrix.read())) if small else None
+
+    def read(self, rows: Positions) -> Tensor:
+        if self.table is not None:
+            return self.table[torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64))]
+        # What lies on disk is read in its order, each row once.
+        distinct, which = np.unique(rows, return_inverse=True)
+        vectors = torch.from_numpy(self._matrix.read(distinct))
+        return normalize(vectors)[torch.from_numpy(which.reshape(-1))]
+
+
+@dataclass(frozen=True, eq=False)
+class FittedQueryHead(Fitted):
+    """A fitted head that maps queries and candidates: an immutable value, like other heads.
+
+    Attributes:
+        data: the graph that it maps entities of; None for a head that was just loaded.
+    """
+
+    data: QueryFeatures | None = None
+
+    module: QueryHead | QueryEnsemble
+
+    @property
+    def dim_out(self) -> int:
+        """Return the size of the embeddings."""
+        return self.module.dim_out
+
+    @property
+    def n_relations(self) -> int:
+        """Return R, of relations in one direction."""
+        return self.module.dims[2]
+
+    @property
+    def scale(self) -> float:
+        """Return what scores were multiplied by in training, 1 / temperature, as it was learned."""
+        return self.module.scale
+
+    def on(self, graph: QueryArrays | QueryFeatures) -> FittedQueryHead:
+        """Return the head on a graph; other heads may share the features.
+
+        Raises:
+            UserError: features of other sizes than those it was fitted on, or other relations.
+        """
+        data = graph if isinstance(graph, QueryFeatures) else QueryFeatures(graph)
+        self.module.check(data.arrays.dims, self.kind)
+        return replace(self, data=data)
+
+    def queries(self, heads: NDArray[Any], relations: NDArray[Any]) -> Array:
+        """Return embeddings of queries, (m, k) float32, of entities and relations below 2 R.
+
+        Scores are products of these and :meth:`candidates`: cosines where the head compares by
+        them, as both have length 1 then.
+        """
+        rows, which = (np.asarray(part, dtype=np.int64) for part in (heads, relations))
+        data, settings = self._bound(), self.settings
+        blocks = [np.zeros((0, self.dim_out), dtype=np.float32)]
+        for start in range(0, len(rows), _BLOCK):
+            own, by = rows[start : start + _BLOCK], which[start : start + _BLOCK]
+            with torch.inference_mode():
+                x = data.heads(own, by, self.module.reads_joint, settings.neighbours)
+                blocks.append(self.module.query(x, data.relations, torch.from_numpy(by)).numpy())
+        return np.concatenate(blocks)
+
+    def candidates(self) -> Matrix:
+        """Return embeddings of all entities, (n, k), computed for the rows that are read."""
+        return _Candidates(self, self._bound())
+
+    def _bound(self) -> QueryFeatures:
+        if self.data is None:
+            raise UserError("this head is on no graph yet: head.on(arrays).")
+        return self.data
+
+
+class _Candidates(Matrix):
+    """The embeddings of all entities under a head."""
+
+    def __init__(self, head: FittedQueryHead, data: QueryFeatures) -> None:
+        self._head, self._data = head, data
+        self.shape = len(data.arrays.entities), head.dim_out
+
+    def __getitem__(self, rows: Any, /) -> Array:
+        which = np.arange(len(self))[rows]
+        found = np.empty((len(which), self.shape[1]), dtype=np.float32)
+        for start in range(0, len(which), _BLOCK):
+            part = which[start : start + _BLOCK]
+            with torch.inference_mode():
+                x = self._data.entities(part, self._head.settings.neighbours)
+                found[start : start + _BLOCK] = self._head.module.candidate(x).numpy()
+        return found
