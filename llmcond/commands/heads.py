@@ -43,7 +43,7 @@ class Heads(Command):
         return rows
 
     def _fitted(self, folder: Path) -> list[dict[str, Any]]:
-        from llmcond.runs import dev_spearman, open_run
+        from llmcond.runs import dev_score, open_run
 
         run = open_run(folder)
         if self.default is not None:
@@ -55,7 +55,7 @@ class Heads(Command):
                 "name": name,
                 "kind": record["kind"],
                 "dim": record["dim_out"],
-                "dev_spearman": dev_spearman(record),
+                "dev_spearman": dev_score(record),
                 "fitted_on": record["data"]["source"],
                 "taken": usual[1] if usual and usual[0] == name else "",
             }

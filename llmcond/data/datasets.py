@@ -19,9 +19,9 @@ from llmcond.data.readers import (
     read_records,
     without_shard,
 )
-from llmcond.data.rows import Rows, rows_digest, split_by_pair
+from llmcond.data.rows import Rows, rows_digest, save_rows, split_by_pair
 from llmcond.errors import UserError, brief
-from llmcond.files import digest_text
+from llmcond.files import digest_text, replacing
 from llmcond.progress import ReadBar
 
 SPLITS = ("train", "dev", "test")
@@ -134,6 +134,11 @@ class Dataset:
             "unrated": {name: int((~rows.rated).sum()) for name, rows in self.splits.items()},
             "notes": list(self.notes),
         }
+
+    def save(self, folder: Path) -> None:
+        """Write the rows into a run's folder."""
+        with replacing(folder / "rows.parquet") as path:
+            save_rows(path, self.splits)
 
 
 def sample_folder() -> Path:

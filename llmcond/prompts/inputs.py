@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import Protocol
 
 from llmcond.data.rows import Rows
 from llmcond.encoders.spec import EncoderInput
@@ -21,6 +22,17 @@ _SEED = "0"
 _CONDITIONS = 4_096
 
 
+class PromptInputs(Protocol):
+    """Every input of some data under a prompt, repeats included; made when it is asked for."""
+
+    def __iter__(self) -> Iterator[EncoderInput]: ...
+
+    def __len__(self) -> int: ...
+
+    def where(self, item: EncoderInput) -> str | None:
+        """Return what needs an input, for messages; None if nothing does."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowInputs:
     """The inputs of rows, as columns: conditional and unconditional, for both sentences."""
@@ -32,7 +44,7 @@ class RowInputs:
 
 
 class SplitInputs:
-    """Every input of some rows under a prompt, repeats included; made when it is asked for."""
+    """The :class:`PromptInputs` of some rows."""
 
     def __init__(self, splits: Iterable[Rows], prompt: Prompt) -> None:
         """Prepare rows, each split by itself.
@@ -52,6 +64,15 @@ class SplitInputs:
 
     def __len__(self) -> int:
         return 4 * sum(len(rows) for rows, _ in self._splits)
+
+    def where(self, item: EncoderInput) -> str | None:
+        """Return the first row that needs an input: ``row 17 of train.csv``."""
+        for rows, renderers in self._splits:
+            both = [render for pair in renderers for render in pair]
+            for position in range(len(rows)):
+                if any(render(position) == item for render in both):
+                    return rows.describe(position)
+        return None
 
 
 _Render = Callable[[int], EncoderInput]
@@ -100,24 +121,35 @@ def given_conditions(rows: Rows, prompt: Prompt) -> Sequence[str]:
     """
     if prompt.control != "shuffled":
         return rows.condition
+    texts = list(zip(rows.sentence1, rows.sentence2, rows.condition, strict=True))
+    return shuffled(rows.condition, texts, prompt, f"rows of a split of {rows.file}")
+
+
+def shuffled(
+    conditions: Sequence[str], texts: Sequence[tuple[str, ...]], prompt: Prompt, what: str
+) -> list[str]:
+    """Return for each row the condition of another row, whose condition differs.
+
+    ``texts`` are what decides the draw of each; ``what`` messages call the rows. Errors are those
+    of :func:`given_conditions`.
+    """
     # Most tokenizers see neither case nor further spaces: another spelling is no other condition.
-    kinds = [" ".join(text.casefold().split()) for text in rows.condition]
+    kinds = [" ".join(text.casefold().split()) for text in conditions]
     if len(set(kinds)) == 1:
         raise UserError(
             f"the prompt {prompt.name} gives each row the condition of another row, and all "
-            f"{len(rows):,} rows of a split of {rows.file} have the same, {rows.condition[0]!r}. "
-            "Leave the prompt out, or name rows under several conditions."
+            f"{len(kinds):,} {what} have the same, {conditions[0]!r}. Leave the prompt out, or "
+            "name rows under several conditions."
         )
-    order = sorted(range(len(rows)), key=lambda i: (kinds[i], rows.condition[i]))
+    order = sorted(range(len(kinds)), key=lambda i: (kinds[i], conditions[i]))
     counts = Counter(kinds[position] for position in order)
     starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
     given = []
-    texts = zip(rows.sentence1, rows.sentence2, rows.condition, kinds, strict=True)
-    for first, second, condition, kind in texts:
-        sampled = int(digest_text(_SEED, first, second, condition), 16) % (len(rows) - counts[kind])
+    for own, kind in zip(texts, kinds, strict=True):
+        sampled = int(digest_text(_SEED, *own), 16) % (len(kinds) - counts[kind])
         # Rows of its own kind are stepped over.
         place = sampled + counts[kind] if sampled >= starts[kind] else sampled
-        given.append(rows.condition[order[place]])
+        given.append(conditions[order[place]])
     return given
 
 
@@ -163,10 +195,3 @@ def check_inputs_differ(rows: Rows, prompt: Prompt) -> None:
         f"{rows.condition[second]!r}), so that nothing can tell them apart. Put words or "
         "punctuation between {sentence} and {condition} in the template."
     )
-
-
-def find_row(rows: Rows, prompt: Prompt, item: EncoderInput) -> int | None:
-    """Return the position of the first row that needs ``item``; None if no row does."""
-    renderers = [render for both in _renderers(rows, prompt) for render in both]
-    positions = range(len(rows))
-    return next((i for i in positions if any(render(i) == item for render in renderers)), None)

@@ -12,7 +12,7 @@ from llmcond.encoders import find_model
 from llmcond.metrics import DEFAULT, METRICS, Estimate
 from llmcond.prompts import Prompt
 from llmcond.report.format import factors_text, range_text
-from llmcond.runs import Run, dev_spearman
+from llmcond.runs import Run, dev_score
 
 
 def model_card(account: Mapping[str, Any], prompts: Sequence[Prompt], recipe: Any) -> str:
@@ -93,7 +93,7 @@ def heads_card(run: Run) -> str:
                 f"`{_code(head.view.name)}`",
                 "yes" if head.view.subtracts else "no",
                 f"{head.head.dim_out:,}",
-                metric.show(dev_spearman(head.record)),
+                metric.show(dev_score(head.record)),
             ]
             for head in heads
         ],

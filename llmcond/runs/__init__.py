@@ -1,28 +1,34 @@
-"""A run's folder: its manifest, rows, features, heads, and what predicts from them."""
+"""A run's folder: its manifest, data, features, heads, and what predicts from them."""
 
 from llmcond.runs.run import (
+    AnyRun,
+    RankingRun,
     Run,
     RunExistsError,
     SavedHead,
     complete_run,
     create_run,
-    dev_spearman,
+    dev_score,
     head_name,
     head_record,
+    open_any_run,
     open_run,
     run_exists,
     where_model,
 )
 
 __all__ = [
+    "AnyRun",
+    "RankingRun",
     "Run",
     "RunExistsError",
     "SavedHead",
     "complete_run",
     "create_run",
-    "dev_spearman",
+    "dev_score",
     "head_name",
     "head_record",
+    "open_any_run",
     "open_run",
     "run_exists",
     "where_model",

@@ -1,12 +1,11 @@
-"""Extraction of rows under a prompt, as all commands that need features do it."""
+"""Extraction of data under a prompt, as all commands that need features do it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderInput, ResolvedEncoder
 from llmcond.encoders.spec import CUT, InputError
 from llmcond.errors import UserError
@@ -16,7 +15,7 @@ from llmcond.features.store import FeatureStore
 from llmcond.log import log
 from llmcond.progress import ExtractionBar
 from llmcond.prompts import Prompt
-from llmcond.prompts.inputs import SplitInputs, find_row
+from llmcond.prompts.inputs import PromptInputs
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder
@@ -42,30 +41,26 @@ class LazyEncoder:
         return self._encoder
 
 
-def extract_rows(
+def extract_prompt(
     store: FeatureStore,
     encoder: LazyEncoder,
     prompt: Prompt,
-    splits: Sequence[Rows],
+    inputs: PromptInputs,
     missing: Missing | None = None,
 ) -> Extraction:
-    """Extract all inputs of rows; see :func:`extract_inputs`.
+    """Extract all inputs of some data under a prompt; see :func:`extract_inputs`.
 
     Raises:
         UserError: the encoder gave NaN or infinity, with the row that made it.
         LlmcondError: the encoder fails, or the disk is full.
     """
-    inputs = SplitInputs(splits, prompt)
     try:
         return extract_inputs(store, encoder, prompt.name, inputs, missing)
     except InputError as error:
-        for rows in splits:
-            position = find_row(rows, prompt, error.item)
-            if position is not None:
-                raise UserError(
-                    f"{rows.describe(position)}, prompt {prompt.name}: {error}"
-                ) from error
-        raise
+        where = inputs.where(error.item)
+        if where is None:
+            raise
+        raise UserError(f"{where}, prompt {prompt.name}: {error}") from error
 
 
 def extract_inputs(

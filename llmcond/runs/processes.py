@@ -20,9 +20,8 @@ from llmcond.features.extract import extract
 from llmcond.log import log, log_to_terminal
 from llmcond.plugins import load, loaded
 from llmcond.prompts import Prompt
-from llmcond.prompts.inputs import SplitInputs
 from llmcond.runs.extraction import LazyEncoder
-from llmcond.runs.run import open_run
+from llmcond.runs.run import open_any_run
 from llmcond.system import processes
 
 _JOIN_SECONDS = 60
@@ -121,12 +120,12 @@ def _work(
     try:
         for name in plugins:
             load(name)
-        run, resolved = open_run(run_folder), resolve(model, options)
+        run, resolved = open_any_run(run_folder), resolve(model, options)
         run.check_encoder(resolved)
         encoder, by_prefix = LazyEncoder(resolved), resolved.shares_prefixes
         for prompt in prompts:
-            inputs = SplitInputs([run.rows(name) for name in run.splits], prompt)
-            extract(iter(inputs), run.store(), encoder, ParentWatch(), by_prefix=by_prefix)
+            inputs = iter(run.inputs(prompt))
+            extract(inputs, run.store(), encoder, ParentWatch(), by_prefix=by_prefix)
     except KeyboardInterrupt:
         raise SystemExit(1) from None
     except LlmcondError as error:

@@ -34,6 +34,10 @@ class _RunEncoder(_Encoder):
 class _Data:
     source: str
     digest: str
+
+
+@dataclass(frozen=True)
+class _Rows(_Data):
     columns: Columns
     scale: RatingScale
     split_seed: int
@@ -53,7 +57,21 @@ class _CrossEncoder:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What ``run.json`` holds."""
+    """What ``run.json`` holds of rated rows."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    encoder: _RunEncoder
+    store_dtype: StoreDtype
+    data: _Rows
+    prompts: Mapping[str, _Extracted]
+    task: str | None = None
+    cross_encoder: _CrossEncoder | None = None
+
+
+@dataclass(frozen=True)
+class RankingManifest:
+    """What ``run.json`` holds of queries against candidates."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
@@ -61,8 +79,7 @@ class Manifest:
     store_dtype: StoreDtype
     data: _Data
     prompts: Mapping[str, _Extracted]
-    task: str | None = None
-    cross_encoder: _CrossEncoder | None = None
+    task: str
 
 
 @dataclass(frozen=True)

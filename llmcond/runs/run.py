@@ -1,8 +1,8 @@
 """A run: the folder that holds one piece of work and a manifest of what made it.
 
-``run.json`` says which encoder, data and prompts; ``rows.parquet`` are the rows by split;
-``features/`` is the store; ``heads/`` the fitted heads. A run belongs to one encoder and one
-data set for good; prompts and heads are added to it.
+``run.json`` says which encoder, data and prompts; the data lies beside it, rows by split in
+``rows.parquet``; ``features/`` is the store; ``heads/`` the fitted heads. A run belongs to one
+encoder and one data set for good; prompts and heads are added to it.
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast, overload
 
 from filelock import FileLock
 
 from llmcond.config import bundled_names, check_name
 from llmcond.data.datasets import DataOptions, Dataset, RatingScale
-from llmcond.data.rows import Rows, load_rows, save_rows
+from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
 from llmcond.encoders.resolve import no_embeddings
 from llmcond.encoders.spec import Orders
-from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full, listed, nearest
+from llmcond.errors import DiskFullError, UserError, is_disk_full, listed, nearest
 from llmcond.evaluation.results import default_name
 from llmcond.features.store import FeatureStore, StoreDtype
 from llmcond.features.view import View
@@ -32,17 +34,19 @@ from llmcond.files import (
     check_writable,
     read_json,
     remove_stale,
-    replacing,
     temporary_sibling,
     write_json,
 )
 from llmcond.heads import FittedHead, load_head
 from llmcond.log import log
+from llmcond.metrics import metric_of
 from llmcond.prompts import Prompt, prompt_from_json
+from llmcond.prompts.inputs import PromptInputs, SplitInputs
+from llmcond.prompts.queries import QueryInputs
 from llmcond.records import check_record
 from llmcond.runs.provenance import provenance
-from llmcond.runs.records import FittedOn, Manifest
-from llmcond.tasks import DEFAULT_TASK, Task, find_task
+from llmcond.runs.records import FittedOn, Manifest, RankingManifest
+from llmcond.tasks import AnyTask, Data, QueryData, RankingTask, Task, find_task
 
 FORMAT = 1
 #: What ``run.json`` calls an encoder that lies in the run's own folder, wherever that is.
@@ -75,16 +79,20 @@ class RunExistsError(UserError):
     """Another process made the run in the meantime."""
 
 
-class Run:
-    """An existing run folder; ``manifest`` is what run.json holds.
+class AnyRun(ABC):
+    """An existing run folder, of whatever task; ``manifest`` is what run.json holds.
 
-    Make one with :func:`open_run` or :func:`create_run`.
+    Make one with :func:`open_run`, :func:`open_any_run` or :func:`create_run`.
+
+    Attributes:
+        dev_metric: the metric that heads are chosen by on dev.
     """
+
+    dev_metric: ClassVar[str]
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder = folder
         self.manifest = manifest
-        self._rows: dict[str, Rows] | None = None
 
     # -- encoder and features ------------------------------------------------------------------
 
@@ -165,59 +173,41 @@ class Run:
                 "or the settings that the run has."
             )
 
-    # -- rows ----------------------------------------------------------------------------------
+    # -- data ----------------------------------------------------------------------------------
 
     @property
-    def task(self) -> Task:
+    def task(self) -> AnyTask[Any]:
         """Return the run's task; a UserError if it is code of a user's own that was not named."""
         return find_task(self.manifest.get("task"), f"the run {self.folder}")
 
-    @property
-    def splits(self) -> list[str]:
-        """Return the names of the run's splits."""
-        return list(self.manifest["data"]["rows"])
-
-    @property
-    def scale(self) -> RatingScale:
-        """Return the rating scale that the data was read by."""
-        return RatingScale(**self.manifest["data"]["scale"])
-
-    @property
-    def read_by(self) -> DataOptions:
-        """Return how the data was read, without where it was."""
-        data, extra = self.manifest["data"], tuple(self.rows("train").extra)
-        return DataOptions(None, data["columns"], data["scale"], data["split_seed"], extra)
-
-    def rows(self, split: str) -> Rows:
-        """Return the rows of a split.
+    @cached_property
+    def data(self) -> Data:
+        """Return the data set, read once.
 
         Raises:
-            UserError: the run has none of that name, or its rows cannot be read.
-            LlmcondError: its rows are not those that run.json counts.
+            UserError: it cannot be read.
+            LlmcondError: it is not what run.json recorded.
         """
-        if self._rows is None:
-            found = load_rows(self.folder / "rows.parquet", self.task.conditioned)
-            counts = {name: len(rows) for name, rows in found.items()}
-            if counts != self.manifest["data"]["rows"]:
-                raise LlmcondError(
-                    f"{self.folder / 'rows.parquet'} holds {counts} rows, and run.json counts "
-                    f"{self.manifest['data']['rows']}; one of them was damaged. Extract into a "
-                    "new --run."
-                )
-            self._rows = found
-        if split not in self._rows:
-            raise UserError(f"{self.folder} has no {split} split; it has {', '.join(self.splits)}.")
-        return self._rows[split]
+        found: Data = self.task.load(self.folder, self.manifest["data"])
+        return found
 
     @property
-    def has_rows(self) -> bool:
-        """Return whether its rows are there; what others were given of a run has none."""
-        return (self.folder / "rows.parquet").is_file()
+    @abstractmethod
+    def splits(self) -> list[str]:
+        """Return the names of the run's splits."""
 
+    @property
+    @abstractmethod
+    def read_by(self) -> DataOptions:
+        """Return how the data was read, without where it was."""
+
+    @abstractmethod
+    def inputs(self, prompt: Prompt) -> PromptInputs:
+        """Return every input of the data under a prompt."""
+
+    @abstractmethod
     def default_split(self) -> str:
-        """Return ``test`` if it has rated rows, else ``dev``: figures on dev chose the epoch."""
-        data = self.manifest["data"]
-        return "test" if data["rows"].get("test", 0) > data["unrated"].get("test", 0) else "dev"
+        """Return the split that is scored where none is named."""
 
     # -- prompts -------------------------------------------------------------------------------
 
@@ -329,13 +319,14 @@ class Run:
             return None
         if self.manifest.get("default_head") in names:
             return self.manifest["default_head"], "the run's default"
-        scores = {name: dev_spearman(self.head_record(name)) for name in names}
+        metric = metric_of(self.dev_metric)
+        scores = {name: dev_score(self.head_record(name), metric.name) for name in names}
         scored = {name: score for name, score in scores.items() if score is not None}
         if not scored:
             return names[-1], "fitted last"
         best = max(scored, key=scored.__getitem__)
         others = f" of {len(names)} heads" if len(names) > 1 else ""
-        return best, f"best{others} on dev, Spearman {100 * scored[best]:.1f}"
+        return best, f"best{others} on dev, {metric.heading} {metric.show(scored[best])}"
 
     def set_default_head(self, name: str) -> None:
         """Record which head is taken where none is named; a UserError if there is no such one."""
@@ -407,8 +398,111 @@ class Run:
         return [self.load_head(name) for name in dict.fromkeys(chosen)]
 
 
+class Run(AnyRun):
+    """A run of rated rows."""
+
+    dev_metric = "spearman"
+
+    @property
+    def task(self) -> Task:
+        """Return the run's task; errors as of :class:`AnyRun`."""
+        return cast(Task, super().task)
+
+    @property
+    def splits(self) -> list[str]:
+        """Return the names of the run's splits."""
+        return list(self.manifest["data"]["rows"])
+
+    @property
+    def scale(self) -> RatingScale:
+        """Return the rating scale that the data was read by."""
+        return RatingScale(**self.manifest["data"]["scale"])
+
+    @property
+    def read_by(self) -> DataOptions:
+        """Return how the data was read, without where it was."""
+        data, extra = self.manifest["data"], tuple(self.rows("train").extra)
+        return DataOptions(None, data["columns"], data["scale"], data["split_seed"], extra)
+
+    def rows(self, split: str) -> Rows:
+        """Return the rows of a split.
+
+        Raises:
+            UserError: the run has none of that name, or its rows cannot be read.
+            LlmcondError: its rows are not those that run.json counts.
+        """
+        splits = cast(Dataset, self.data).splits
+        if split not in splits:
+            raise UserError(f"{self.folder} has no {split} split; it has {', '.join(self.splits)}.")
+        return splits[split]
+
+    @property
+    def has_rows(self) -> bool:
+        """Return whether its rows are there; what others were given of a run has none."""
+        return (self.folder / "rows.parquet").is_file()
+
+    def inputs(self, prompt: Prompt) -> SplitInputs:
+        """Return every input of all rows under a prompt."""
+        return SplitInputs([self.rows(name) for name in self.splits], prompt)
+
+    def default_split(self) -> str:
+        """Return ``test`` if it has rated rows, else ``dev``: figures on dev chose the epoch."""
+        data = self.manifest["data"]
+        return "test" if data["rows"].get("test", 0) > data["unrated"].get("test", 0) else "dev"
+
+
+class RankingRun(AnyRun):
+    """A run of queries against candidates."""
+
+    dev_metric = "mrr"
+
+    @property
+    def task(self) -> RankingTask[Any]:
+        """Return the run's task; errors as of :class:`AnyRun`."""
+        return cast(RankingTask[Any], super().task)
+
+    @property
+    def queries(self) -> QueryData:
+        """Return its data set, see :attr:`data`."""
+        return cast(QueryData, self.data)
+
+    @property
+    def splits(self) -> list[str]:
+        """Return the names of the run's splits."""
+        return list(self.queries.splits)
+
+    @property
+    def read_by(self) -> DataOptions:
+        """Return how the data was read: in the only way there is."""
+        return DataOptions()
+
+    def inputs(self, prompt: Prompt) -> QueryInputs:
+        """Return every input of all queries and candidates under a prompt."""
+        return QueryInputs(self.task.texts(self.queries), prompt)
+
+    def default_split(self) -> str:
+        """Return ``test`` if there is one, else ``dev``."""
+        return "test" if "test" in self.splits else "dev"
+
+
 def open_run(folder: Path, *, cross: bool = False) -> Run:
-    """Open a run; with ``cross`` it may be that of a cross-encoder, which has no embeddings.
+    """Open a run of rated rows; with ``cross`` it may be a cross-encoder's, without embeddings.
+
+    Raises:
+        UserError: as :func:`open_any_run`, or a run of queries against candidates.
+    """
+    run = open_any_run(folder, cross=cross)
+    if not isinstance(run, Run):
+        raise UserError(
+            f"{folder} is a run of the task {run.manifest['task']}, which ranks candidates; this "
+            "is for rated pairs of sentences. It takes extract, fit-head, evaluate, sweep, "
+            "compare-prompts, heads and complete."
+        )
+    return run
+
+
+def open_any_run(folder: Path, *, cross: bool = False) -> Run | RankingRun:
+    """Open a run, whatever its task; with ``cross`` it may be that of a cross-encoder.
 
     Raises:
         UserError: nothing there, a folder that is no run, one written by a newer version, or one
@@ -428,7 +522,7 @@ def open_run(folder: Path, *, cross: bool = False) -> Run:
             f"{folder} is not a run of llmcond (it has no run.json). Name another --run; nothing "
             "in it was touched."
         )
-    run = Run(folder, _read_manifest(folder))
+    run = _run(folder, _read_manifest(folder))
     if run.cross is not None and not cross:
         raise no_embeddings(folder)
     return run
@@ -437,7 +531,8 @@ def open_run(folder: Path, *, cross: bool = False) -> Run:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     manifest = read_json(folder / "run.json")
     check_format(manifest, FORMAT, str(folder))
-    check_record(manifest, Manifest, str(folder / "run.json"), "Extract into a new --run.")
+    schema = RankingManifest if manifest.get("ranking") else Manifest
+    check_record(manifest, schema, str(folder / "run.json"), "Extract into a new --run.")
     return manifest
 
 
@@ -454,10 +549,10 @@ def fitted_on(record: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def run_exists(folder: Path) -> bool:
-    """Return whether a run is at ``folder``; a UserError as :func:`open_run` if anything else."""
+    """Return whether a run is at ``folder``; errors as of :func:`open_any_run` if anything else."""
     if _is_vacant(folder):
         return False
-    open_run(folder)
+    open_any_run(folder)
     return True
 
 
@@ -469,17 +564,17 @@ def create_run(
     folder: Path,
     model: str,
     resolved: ResolvedEncoder,
-    dataset: Dataset,
+    data: Data,
     store_dtype: StoreDtype,
-    task: str = DEFAULT_TASK,
-) -> Run:
+    task: AnyTask[Any],
+) -> Run | RankingRun:
     """Make a run folder, complete from the moment it is there.
 
     Raises:
         RunExistsError: another process was first.
         UserError: the folder cannot be written, or the disk is full.
     """
-    manifest = _manifest(where_model(model, resolved), resolved, dataset, store_dtype, task)
+    manifest = _manifest(where_model(model, resolved), resolved, data, store_dtype, task)
     temporary: Path | None = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -488,7 +583,7 @@ def create_run(
         made.mkdir()
         temporary = made
         remove_stale(temporary, folder)
-        save_rows(temporary / "rows.parquet", dataset.splits)
+        data.save(temporary)
         write_json(temporary / "run.json", manifest)
         # Atomic, also over an empty folder that the user made beforehand.
         temporary.rename(folder)
@@ -501,37 +596,58 @@ def create_run(
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-    return Run(folder, manifest)
+    return _run(folder, manifest)
+
+
+@overload
+def complete_run(
+    folder: Path, resolved: ResolvedEncoder, data: Data, task: Task, cross: Orders | None = None
+) -> Run: ...
+
+
+@overload
+def complete_run(
+    folder: Path, resolved: ResolvedEncoder, data: Data, task: RankingTask[Any]
+) -> RankingRun: ...
 
 
 def complete_run(
     folder: Path,
     resolved: ResolvedEncoder,
-    dataset: Dataset,
-    task: str,
+    data: Data,
+    task: AnyTask[Any],
     cross: Orders | None = None,
-) -> Run:
+) -> Run | RankingRun:
     """Make a run of the folder that holds its encoder; ``run.json`` comes last.
 
     ``cross`` are the orders of a cross-encoder; None: the encoder is none.
     """
-    manifest = _manifest(HERE, resolved, dataset, "float16", task)
+    manifest = _manifest(HERE, resolved, data, "float16", task)
     if cross is not None:
         manifest["cross_encoder"] = {"orders": cross}
-    with replacing(folder / "rows.parquet") as path:
-        save_rows(path, dataset.splits)
+    data.save(folder)
     write_json(folder / "run.json", manifest)
-    return Run(folder, manifest)
+    return _run(folder, manifest)
+
+
+def _run(folder: Path, manifest: dict[str, Any]) -> Run | RankingRun:
+    return RankingRun(folder, manifest) if manifest.get("ranking") else Run(folder, manifest)
 
 
 def _manifest(
-    model: str, resolved: ResolvedEncoder, dataset: Dataset, store_dtype: StoreDtype, task: str
+    model: str,
+    resolved: ResolvedEncoder,
+    data: Data,
+    store_dtype: StoreDtype,
+    task: AnyTask[Any],
 ) -> dict[str, Any]:
     identity = resolved.identity
     commit = identity.weights.partition("@")[2] if identity.weights.startswith("hub:") else None
     return {
         "format": FORMAT,
-        "task": task,
+        "task": task.name,
+        # Known without the task, which may be code of a user's own that is not named.
+        **({"ranking": True} if isinstance(task, RankingTask) else {}),
         "encoder": {
             "name": resolved.checkpoint.name,
             "model": model,
@@ -543,7 +659,7 @@ def _manifest(
             "assumed": list(resolved.assumed),
         },
         "store_dtype": store_dtype,
-        "data": dataset.to_json(),
+        "data": data.to_json(),
         "prompts": {},
         **provenance(),
     }
@@ -555,12 +671,13 @@ def where_model(model: str, resolved: ResolvedEncoder) -> str:
     return str(local.resolve()) if find_model(model) is None and local.is_dir() else model
 
 
-def dev_spearman(record: Mapping[str, Any]) -> float | None:
-    """Return the Spearman on dev that a head's or a fit's record holds; None where it has none."""
-    if "dev_spearman" in record:
-        found = [record["dev_spearman"]]
+def dev_score(record: Mapping[str, Any], metric: str = Run.dev_metric) -> float | None:
+    """Return the score on dev that a head's or a fit's record holds; None where it has none."""
+    key = f"dev_{metric}"
+    if key in record:
+        found = [record[key]]
     else:  # as written before it had one of its own: the best epoch's
-        found = [entry.get("dev_spearman") for entry in record["fit"].get("curve") or ()]
+        found = [entry.get(key) for entry in record["fit"].get("curve") or ()]
     return max((score for score in found if isinstance(score, float)), default=None)
 
 
@@ -570,7 +687,7 @@ def head_name(recipe: str, view: View) -> str:
     return default_name(recipe, [prompt.name for prompt in view.prompts], plain)
 
 
-def head_record(run: Run, view: View, recipe: Mapping[str, Any]) -> dict[str, Any]:
+def head_record(run: AnyRun, view: View, recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return what head.json records of the features that a head was fitted on."""
     return {
         "recipe": dict(recipe),
@@ -582,7 +699,7 @@ def head_record(run: Run, view: View, recipe: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def origin_record(run: Run) -> dict[str, Any]:
+def origin_record(run: AnyRun) -> dict[str, Any]:
     """Return what head.json records of the encoder and the data behind any head."""
     encoder = run.manifest["encoder"]
     names = ("name", "model", "revision", "fingerprint", "identity")

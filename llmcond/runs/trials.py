@@ -30,7 +30,7 @@ from llmcond.log import log
 from llmcond.metrics import Metric, choose_metrics, finite, spearman
 from llmcond.progress import EVERY_SECONDS, FitBar
 from llmcond.records import RECORD, check_record
-from llmcond.runs import Run, SavedHead, dev_spearman, head_name, open_run
+from llmcond.runs import Run, SavedHead, dev_score, head_name, open_run
 from llmcond.runs.features import Features
 from llmcond.runs.predictors import predict, results_of
 from llmcond.runs.provenance import provenance
@@ -140,7 +140,7 @@ class Outcome:
         similarity = None if n is None else np.array(record["similarity"], dtype=np.float32)
         if similarity is not None and len(similarity) != n:
             return None
-        return cls(figures, record["dim"], record["fit"], dev_spearman(record), similarity)
+        return cls(figures, record["dim"], record["fit"], dev_score(record), similarity)
 
 
 def score_on_dev(head: FittedHead, dev: PairArrays) -> float:

@@ -1,5 +1,16 @@
 """Tasks: how a data set is read, what of it is encoded under a condition, and how it is scored."""
 
-from llmcond.tasks.base import DEFAULT_TASK, Task, find_task
+from llmcond.tasks.base import DEFAULT_TASK, AnyTask, Data, find_task
+from llmcond.tasks.ranking import QueryData, QueryTexts, RankingTask
+from llmcond.tasks.rated import Task
 
-__all__ = ["DEFAULT_TASK", "Task", "find_task"]
+__all__ = [
+    "DEFAULT_TASK",
+    "AnyTask",
+    "Data",
+    "QueryData",
+    "QueryTexts",
+    "RankingTask",
+    "Task",
+    "find_task",
+]

@@ -5,63 +5,80 @@ A task of a user's own is a subclass in a Python file, named by ``--task my_task
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from llmcond import plugins
-from llmcond.data.datasets import Columns, DataOptions, Dataset, RatingScale, read_rows
-from llmcond.data.rows import Rows
+from llmcond.data.datasets import DataOptions
 from llmcond.errors import UserError, nearest
 
 #: Where each bundled task is: a new one is a new file and a line here.
-TASKS = {"csts": "llmcond.tasks.csts:Csts"}
+TASKS = {"csts": "llmcond.tasks.csts:Csts", "kgc": "llmcond.tasks.kgc:Kgc"}
 #: The task of runs that name none, such as those of before there were others.
 DEFAULT_TASK = next(iter(TASKS))
 
 
-class Task:
-    """Rated pairs of texts, of which one or both are encoded under a condition.
+class Data(Protocol):
+    """A data set, as far as every task has it."""
+
+    @property
+    def source(self) -> str:
+        """Return what the user named, or ``sample``."""
+
+    @property
+    def digest(self) -> str:
+        """Identify texts, examples and splits, whatever file they came from."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what was decided on the way, or is odd, in sentences for the user."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record that manifests keep: at least ``source`` and ``digest``."""
+
+    def save(self, folder: Path) -> None:
+        """Write what :meth:`AnyTask.load` reads again into a run's folder."""
+
+
+D = TypeVar("D", bound=Data)
+
+
+class AnyTask(ABC, Generic[D]):
+    """What every task has.
 
     Attributes:
         name: what ``--task`` and records call it.
-        columns: the columns of its files, unless ``--columns`` names others.
-        scale: the range of its ratings, unless ``--rating-range`` names another.
-        conditioned: whether the first and the second text are encoded under the condition. A text
-            without one is rendered by the template's ``[plain]`` part, and has nothing subtracted.
         metrics: what it is scored by: names of :data:`llmcond.metrics.METRICS`, or code of the
             user's own. The first one is the main one.
+        prompt: the template that is taken where none is named; None: the one that suits the
+            encoder.
     """
 
     name: ClassVar[str]
-    columns: ClassVar[Columns] = Columns()
-    scale: ClassVar[RatingScale] = RatingScale()
-    conditioned: ClassVar[tuple[bool, bool]] = (True, True)
-    metrics: ClassVar[Sequence[str]] = ("spearman", "pearson", "accuracy")
+    metrics: ClassVar[Sequence[str]]
+    prompt: ClassVar[str | None] = None
 
-    def options(self, data: DataOptions) -> DataOptions:
-        """Return how rows are read: as asked for, and else as the task has it."""
-        return data.like(DataOptions(None, asdict(self.columns), asdict(self.scale)))
+    @abstractmethod
+    def read(self, data: DataOptions) -> D:
+        """Return a data set, all splits of it; a UserError for what is wrong in it."""
 
-    def read(self, data: DataOptions) -> Dataset:
-        """Return all splits of a data set; see :func:`llmcond.data.datasets.read_dataset`."""
-        dataset = self.options(data).read()
-        splits = {name: self._sided(rows) for name, rows in dataset.splits.items()}
-        return replace(dataset, splits=splits)
+    @abstractmethod
+    def load(self, folder: Path, record: Mapping[str, Any]) -> D:
+        """Return the data set that a run's folder holds, of which run.json has this record.
 
-    def read_split(self, data: DataOptions, split: str | None) -> tuple[Rows, str]:
-        """Return the rows and the split that :func:`llmcond.data.datasets.read_rows` gives."""
-        asked = self.options(data)
-        columns, scale = Columns(**asked.columns), RatingScale(**asked.scale)
-        rows, split = read_rows(asked.source, split, columns, scale, asked.extra)
-        return self._sided(rows), split
+        Raises:
+            LlmcondError: what is there is not what was recorded.
+        """
 
-    def _sided(self, rows: Rows) -> Rows:
-        return replace(rows, conditioned=self.conditioned)
+    @abstractmethod
+    def counted(self, dataset: D) -> str:
+        """Return how many examples each split has, for messages: ``90 train, 10 dev rows``."""
 
 
-def find_task(name: str | None = None, source: str | None = None) -> Task:
+def find_task(name: str | None = None, source: str | None = None) -> AnyTask[Any]:
     """Return a task by its name.
 
     Args:
@@ -75,7 +92,7 @@ def find_task(name: str | None = None, source: str | None = None) -> Task:
     if plugins.is_plugin(name):
         found = plugins.load(name) if source is None else plugins.recorded(name, source)
         made = found() if isinstance(found, type) else found
-        if not isinstance(made, Task):
+        if not isinstance(made, AnyTask):
             raise UserError(f"{name} is no task: it must be a subclass of llmcond.tasks.Task.")
         # What records call it, so that another command finds it by --plugin.
         made.name = plugins.record_name(name)  # type: ignore[misc]
@@ -83,5 +100,5 @@ def find_task(name: str | None = None, source: str | None = None) -> Task:
     if name not in TASKS:
         raise UserError(f"there is no task {name!r}. {nearest(name, TASKS)}")
     module, _, attribute = TASKS[name].partition(":")
-    task: Task = getattr(import_module(module), attribute)()
+    task: AnyTask[Any] = getattr(import_module(module), attribute)()
     return task

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmcond.tasks.base import Task
+from llmcond.tasks.rated import Task
 
 
 class Csts(Task):

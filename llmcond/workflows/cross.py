@@ -22,13 +22,13 @@ from llmcond.runs.cross import KIND, NAME, load_cross_encoder
 from llmcond.runs.run import origin_record
 from llmcond.runs.trials import check_seed
 from llmcond.tasks import Task
-from llmcond.workflows.extract import task_of
 from llmcond.workflows.training import (
     Job,
     Kept,
     Parts,
     Trained,
     rated_dataset,
+    rated_task,
     resolve_trainable,
     resolve_trained,
     scores_of,
@@ -67,7 +67,7 @@ def train_cross(
     tuning = tune_settings(settings)
     given = parse_settings(RegressionSettings, dict(changes or {}), "--set", "a cross-encoder")
     head = build(RegressionSettings, given, "--set")
-    chosen = task_of(None, task)
+    chosen = rated_task(task)
     _check_sides(chosen, orders)
     dataset = rated_dataset(chosen, data)
     # A linear layer reads the length of a vector too, unless the user asks for unit length.
@@ -138,7 +138,7 @@ class _CrossJob(Job):
 
     def keep(self, head: FittedHead) -> Kept:
         resolved = resolve_trained(self)
-        run = complete_run(self.folder, resolved, self.dataset, self.task.name, self.orders)
+        run = complete_run(self.folder, resolved, self.dataset, self.task, self.orders)
         save_head(head, run.head_folder(NAME), origin_record(run))
         log.info(f"encoder -> {self.folder}; its scores:")
         cross = load_cross_encoder(self.folder, device=resolved.device)

@@ -21,11 +21,12 @@ from llmcond.files import check_output, replacing
 from llmcond.log import log
 from llmcond.metrics import choose_metrics, metric_of
 from llmcond.prompts import Prompt
+from llmcond.prompts.inputs import SplitInputs
 from llmcond.report.format import estimate_text, extreme
 from llmcond.report.page import check_page, page_of, write_page
 from llmcond.runs import Run, SavedHead, open_run
 from llmcond.runs.cross import CrossEncoder, load_cross_encoder
-from llmcond.runs.extraction import LazyEncoder, extract_rows
+from llmcond.runs.extraction import LazyEncoder, extract_prompt
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import (
     Predictor,
@@ -128,7 +129,7 @@ def _extracted(run: Run, prompts: Sequence[Prompt], rows: Rows, device: str) -> 
     """Return a store with the features of other rows than the run's."""
     store, encoder = run.store_for_others(), LazyEncoder(run.resolve_encoder(device))
     for prompt in prompts:
-        extract_rows(store, encoder, prompt, [rows])
+        extract_prompt(store, encoder, prompt, SplitInputs([rows], prompt))
     return store
 
 

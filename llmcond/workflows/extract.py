@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from llmcond.config import bundled_names
 from llmcond.data.datasets import DataOptions, Dataset
@@ -22,11 +22,19 @@ from llmcond.features.store import StoreDtype
 from llmcond.log import log
 from llmcond.progress import duration
 from llmcond.prompts import Prompt, fields_of, load_prompt
-from llmcond.prompts.inputs import SplitInputs
-from llmcond.runs import Run, RunExistsError, create_run, open_run, run_exists, where_model
-from llmcond.runs.extraction import LazyEncoder, extract_rows, extraction_record
+from llmcond.runs import (
+    AnyRun,
+    RunExistsError,
+    create_run,
+    open_any_run,
+    run_exists,
+    where_model,
+)
+from llmcond.runs.extraction import LazyEncoder, extract_prompt, extraction_record
 from llmcond.runs.processes import check_workers, worker_processes
-from llmcond.tasks import Task, find_task
+from llmcond.tasks import AnyTask, Data, find_task
+
+D = TypeVar("D", bound=Data)
 
 
 @dataclass(frozen=True)
@@ -75,25 +83,25 @@ def extract(
     Arguments as in :class:`llmcond.commands.extract.Extract`; ``data`` must be the run's own if it
     exists.
     """
-    existing = open_run(run_folder) if run_exists(run_folder) else None
+    existing = open_any_run(run_folder) if run_exists(run_folder) else None
     # All that can be wrong in files is found before a model is looked for, or downloaded.
     named = [load_prompt(name) for name in prompts]
     chosen_task = task_of(existing, task)
-    dataset = None if existing else read_dataset(chosen_task, replace(data, extra=fields_of(named)))
+    dataset = None if existing else read_data(chosen_task, replace(data, extra=fields_of(named)))
     resolved = resolve(model, options)
     for assumption in resolved.assumed:
         log.info(f"assumed: {assumption}")
-    chosen = named or [load_prompt(resolved.default_prompt)]
+    chosen = named or [load_prompt(chosen_task.prompt or resolved.default_prompt)]
     check_prompts(chosen, resolved)
     check_workers(workers, resolved)
     created = None
     if dataset is not None:
         with suppress(RunExistsError):  # another process made it meanwhile: join it
             created = create_run(
-                run_folder, model, resolved, dataset, store_dtype or "float16", chosen_task.name
+                run_folder, model, resolved, dataset, store_dtype or "float16", chosen_task
             )
         dataset = None  # the run reads its own
-    run = created or existing or open_run(run_folder)
+    run = created or existing or open_any_run(run_folder)
     if run is not created:
         _check_run(run, resolved, data, store_dtype)
         run.record_model(where_model(model, resolved))
@@ -115,7 +123,7 @@ def extract(
         raise
 
 
-def task_of(run: Run | None, name: str | None) -> Task:
+def task_of(run: AnyRun | None, name: str | None) -> AnyTask[Any]:
     """Return the task of an existing run, or the one that was named; a UserError if they differ."""
     asked = None if name is None else find_task(name)
     if run is None:
@@ -128,14 +136,19 @@ def task_of(run: Run | None, name: str | None) -> Task:
     return run.task
 
 
-def read_dataset(task: Task, data: DataOptions) -> Dataset:
+def read_data(task: AnyTask[D], data: DataOptions) -> D:
     """Read a data set, and log what was decided and what is odd about it."""
-    dataset = task.read(data)
-    counts = ", ".join(f"{len(rows):,} {name}" for name, rows in dataset.splits.items())
+    found = task.read(data)
     sample = "the bundled sample, as no --data is given"
-    log.info(f"data: {sample if data.source is None else dataset.source} ({counts} rows)")
-    for text in dataset.notes:
+    log.info(f"data: {sample if data.source is None else found.source} ({task.counted(found)})")
+    for text in found.notes:
         log.info(text)
+    if isinstance(found, Dataset):
+        _log_rows(found)
+    return found
+
+
+def _log_rows(dataset: Dataset) -> None:
     for name, rows in dataset.splits.items():
         unrated = int((~rows.rated).sum())
         if unrated:
@@ -143,7 +156,6 @@ def read_dataset(task: Task, data: DataOptions) -> Dataset:
         leaked = leaked_pairs(rows, dataset.splits["train"]) if name != "train" else 0
         if leaked:
             log.warning(f"{leaked:,} sentence pairs of {name} are in train too")
-    return dataset
 
 
 def check_named_once(prompts: Sequence[Prompt]) -> None:
@@ -176,7 +188,7 @@ def usable_prompts(resolved: ResolvedEncoder) -> str:
 
 
 def _check_run(
-    run: Run, resolved: ResolvedEncoder, data: DataOptions, store_dtype: StoreDtype | None
+    run: AnyRun, resolved: ResolvedEncoder, data: DataOptions, store_dtype: StoreDtype | None
 ) -> None:
     """Check that a run is of the same encoder, storage type and data."""
     run.check_encoder(resolved)
@@ -197,19 +209,19 @@ def _check_run(
     if given.digest != recorded["digest"]:
         raise UserError(
             f"{run.folder} holds the data {recorded['source']} (digest {recorded['digest']}), and "
-            f"{given.source} has other rows or ratings (digest {given.digest}). Use another --run."
+            f"{given.source} has other examples (digest {given.digest}). Use another --run."
         )
 
 
 def _log_plan(
-    run: Run, encoder: LazyEncoder, prompts: Sequence[Prompt], workers: int
+    run: AnyRun, encoder: LazyEncoder, prompts: Sequence[Prompt], workers: int
 ) -> Sequence[Missing | None]:
     """Log how much is to be encoded; return what each prompt lacks after those before it.
 
     None where there are so many inputs that they are counted while they are encoded.
     """
-    splits, store, seen = [run.rows(name) for name in run.splits], run.store(), KeyIndex()
-    inputs = [SplitInputs(splits, prompt) for prompt in prompts]
+    store, seen = run.store(), KeyIndex()
+    inputs = [run.inputs(prompt) for prompt in prompts]
     most = sum(map(len, inputs))
     if most > COUNTED_FIRST:
         log.info(f"up to {most:,} inputs; repeats are counted while they are encoded")
@@ -228,13 +240,13 @@ def _log_plan(
 
 
 def _extract_prompts(
-    run: Run, encoder: LazyEncoder, prompts: Sequence[Prompt], missing: Sequence[Missing | None]
+    run: AnyRun, encoder: LazyEncoder, prompts: Sequence[Prompt], missing: Sequence[Missing | None]
 ) -> Extracted:
     done, records = {}, {}
     resolved = encoder.resolved
     for prompt, lacking in zip(prompts, missing, strict=True):
-        splits = [run.rows(name) for name in run.splits]
-        done[prompt.name] = extract_rows(run.store(), encoder, prompt, splits, lacking)
+        inputs = run.inputs(prompt)
+        done[prompt.name] = extract_prompt(run.store(), encoder, prompt, inputs, lacking)
         before = run.manifest["prompts"].get(prompt.name)
         if before and before["prompt"]["digest"] != prompt.digest:
             log.info(f"the prompt {prompt.name} has changed; fit its heads again")

@@ -27,12 +27,12 @@ from llmcond.log import log
 from llmcond.prompts import fields_of, load_prompt, prompt_from_json
 from llmcond.report.card import model_card
 from llmcond.runs import complete_run, head_name, head_record
-from llmcond.runs.extraction import LazyEncoder, extract_rows, extraction_record
+from llmcond.runs.extraction import LazyEncoder, extract_prompt, extraction_record
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import predict
 from llmcond.runs.run import fitted_on
 from llmcond.runs.trials import check_seed, sized
-from llmcond.workflows.extract import check_prompts, task_of
+from llmcond.workflows.extract import check_prompts
 from llmcond.workflows.options import HeadChoice
 from llmcond.workflows.training import (
     Job,
@@ -40,6 +40,7 @@ from llmcond.workflows.training import (
     Parts,
     Trained,
     rated_dataset,
+    rated_task,
     resolve_trainable,
     resolve_trained,
     scores_of,
@@ -76,7 +77,7 @@ def train_lora(
     check_seed(choice.seed)
     plan = _plan(choice)
     tuning = _settings(settings, plan.recipe)
-    chosen_task = task_of(None, task)
+    chosen_task = rated_task(task)
     dataset = rated_dataset(chosen_task, replace(data, extra=fields_of(plan.prompts)))
     resolved = resolve_trainable(model, options, tuning, merge)
     plan, view = _with_prompts(plan, resolved)
@@ -135,11 +136,11 @@ class _HeadJob(Job):
         resolved, view = resolve_trained(self), self.view
         # With the size that was trained.
         recipe = replace(self.plan.recipe, settings=head.settings)
-        run = complete_run(self.folder, resolved, self.dataset, self.task.name)
+        run = complete_run(self.folder, resolved, self.dataset, self.task)
         log.info(f"encoder -> {self.folder}; its features:")
-        encoder, splits = LazyEncoder(resolved), [run.rows(name) for name in run.splits]
+        encoder = LazyEncoder(resolved)
         for prompt in view.prompts:
-            done = extract_rows(run.store(), encoder, prompt, splits)
+            done = extract_prompt(run.store(), encoder, prompt, run.inputs(prompt))
             run.record_prompt(prompt, extraction_record(done, resolved))
         name = head_name(recipe.name, view)
         save_head(head, run.head_folder(name), head_record(run, view, recipe.to_json()))

@@ -32,8 +32,8 @@ from llmcond.runs import Run, open_run, where_model
 from llmcond.runs.cross import CrossEncoder
 from llmcond.runs.predictors import Predictor, results_of
 from llmcond.runs.provenance import provenance
-from llmcond.tasks import Task
-from llmcond.workflows.extract import read_dataset
+from llmcond.tasks import Task, find_task
+from llmcond.workflows.extract import read_data
 
 if TYPE_CHECKING:
     from llmcond.finetune.base import Rated, TrainedModel
@@ -162,13 +162,24 @@ def tune_settings(given: Mapping[str, Any], usual: Mapping[str, Any] = {}) -> Tu
     return build(TuneSettings, values, "training")
 
 
+def rated_task(name: str | None) -> Task:
+    """Return a task by its name; a UserError unless it has rated pairs."""
+    task = find_task(name)
+    if not isinstance(task, Task):
+        raise UserError(
+            f"the task {task.name} ranks candidates, and this trains on rated pairs of sentences. "
+            "Leave out --task, or fit a head: llmcond fit-head."
+        )
+    return task
+
+
 def rated_dataset(task: Task, data: DataOptions) -> Dataset:
     """Read a data set whose rows of train are rated.
 
     Raises:
         UserError: they are not, or all alike.
     """
-    dataset = read_dataset(task, data)
+    dataset = read_data(task, data)
     train = dataset.splits["train"]
     if int(train.rated.sum()) < 2:
         raise UserError(

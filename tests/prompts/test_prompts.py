@@ -24,7 +24,6 @@ from llmcond.prompts import Part, Prompt, load_prompt, prompt_from_json
 from llmcond.prompts.inputs import (
     SplitInputs,
     check_inputs_differ,
-    find_row,
     given_conditions,
     row_inputs,
     same_inputs,
@@ -534,8 +533,8 @@ def test_both_sentences_of_a_row_get_the_same_wrong_condition_within_their_split
             strict=True,
         )  # fmt: skip
     assert listed == [item for row in expected for item in row]
-    position = find_row(splits[1], SHUFFLED, listed[4 * len(splits[0]) + 4 * 7])
-    assert position == 7
+    where = SplitInputs(splits, SHUFFLED).where(listed[4 * len(splits[0]) + 4 * 7])
+    assert where == splits[1].describe(7)
 
 
 def test_a_single_condition_cannot_be_shuffled():

@@ -1,0 +1,85 @@
+"""Tasks that rank candidates: a query is a text under a condition, and one candidate answers it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcond.data.datasets import DataOptions
+from llmcond.errors import UserError
+from llmcond.tasks.base import AnyTask, Data
+
+#: What a ranking is scored by, the main one first.
+METRICS = ("mrr", "hits@1", "hits@3", "hits@10", "mean_rank")
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTexts:
+    """The texts behind queries, each distinct one once as far as its task can tell.
+
+    Attributes:
+        sentences: of queries, without their conditions.
+        conditions: that sentences are asked under.
+        candidates: what is ranked; where it is ``sentences`` itself, both are the same things.
+        asked: (n, 2) the positions of each sentence and condition that some query joins, once.
+        names: what messages call a sentence, a condition and a candidate: ``entity``, ...
+    """
+
+    sentences: Sequence[str]
+    conditions: Sequence[str]
+    candidates: Sequence[str]
+    asked: NDArray[np.integer]
+    names: tuple[str, str, str] = ("sentence", "condition", "candidate")
+
+
+class QueryData(Data, Protocol):
+    """A data set of queries."""
+
+    @property
+    def splits(self) -> Mapping[str, NDArray[np.int32]]:
+        """Return what ``train``, ``dev`` and ``test`` hold; dev and test may be missing."""
+
+    def queries(self, split: str) -> NDArray[np.int32]:
+        """Return (n, 3) positions of each query's sentence, condition and right candidate."""
+
+
+Q = TypeVar("Q", bound=QueryData)
+
+
+class RankingTask(AnyTask[Q]):
+    """Queries, each a text under a condition, against candidates.
+
+    The sentence under its condition is rendered by a template's own parts, a candidate by its
+    ``[plain]`` part, which is the text as it is unless the template says otherwise.
+    """
+
+    metrics: ClassVar[Sequence[str]] = METRICS
+    #: Nothing is encoded for each pair of sentence and condition, which are many.
+    prompt: ClassVar[str | None] = "separate"
+
+    @abstractmethod
+    def texts(self, dataset: Q) -> QueryTexts:
+        """Return the texts that are encoded."""
+
+    def check_options(self, data: DataOptions) -> None:
+        """Raise a UserError for options of rated rows."""
+        if data.columns or data.scale:
+            raise UserError(
+                "--columns, --rating-range and --unrated are of rated rows, and the task "
+                f"{self.name} has none. Leave them out."
+            )
+        if data.split_seed is not None:
+            raise UserError(
+                f"--split-seed splits a single file of rows; the task {self.name} reads its splits "
+                "from files. Leave it out."
+            )
+        if data.extra:
+            raise UserError(
+                f"the template names the column {data.extra[0]!r}, and the task {self.name} has "
+                "sentences and conditions only. Name another --prompt."
+            )

@@ -1,0 +1,33 @@
+"""A small graph whose relations decide: places, the people in them, and what each does there."""
+
+from pathlib import Path
+
+PEOPLE = ("two men", "three women", "children", "two dogs")
+PLACES = ("park", "beach", "kitchen", "street")
+DEEDS = ("ride", "play", "read", "sit")
+#: Of person i: where he is, what he does, and who he sits with.
+RELATIONS = {"_is_at": "the place", "_does": "the activity", "_sits_with": "people"}
+
+
+def write_graph(folder: Path) -> Path:
+    """Write a graph of 24 entities and three relations, with every split."""
+    folder.mkdir(parents=True, exist_ok=True)
+    people = {f"p{i:02}": f"{PEOPLE[i % 4]}, number {i}" for i in range(16)}
+    entities = {**people, **{f"l{i}": text for i, text in enumerate(PLACES)}}
+    entities |= {f"d{i}": text for i, text in enumerate(DEEDS)}
+    triples = []
+    for i in range(16):
+        triples.append((f"p{i:02}", "_is_at", f"l{i % 4}"))
+        triples.append((f"p{i:02}", "_does", f"d{i // 4}"))
+        triples.append((f"p{i:02}", "_sits_with", f"p{(i + 4) % 16:02}"))
+        if i % 2:
+            triples.append((f"p{(i + 4) % 16:02}", "_sits_with", f"p{i:02}"))
+    splits = {"train": [], "valid": [], "test": []}
+    for number, triple in enumerate(triples):
+        name = {3: "valid", 6: "test"}.get(number % 8, "train")
+        splits[name].append("\t".join(triple))
+    for name, lines in splits.items():
+        (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n")
+    for name, texts in (("entities", entities), ("relations", RELATIONS)):
+        (folder / f"{name}.tsv").write_text("".join(f"{k}\t{v}\n" for k, v in texts.items()))
+    return folder
