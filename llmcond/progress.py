@@ -113,14 +113,17 @@ class ReadBar(_Bar):
 
 
 class FitBar(_Bar):
-    """A progress bar for fitting: epochs and the score on dev."""
+    """A progress bar for fitting: epochs and the score on dev, which ``score`` is the name of."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, score: str = "Spearman", clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__("fitting", clock=clock)
+        self._score = score
 
     def on_epoch(self, epoch: int, epochs: int, score: float) -> None:
         """Show the epoch that is done."""
-        detail = f"epoch {epoch:,} of {epochs:,}, dev Spearman {100 * score:.1f}"
+        detail = f"epoch {epoch:,} of {epochs:,}, dev {self._score} {100 * score:.1f}"
         self._show(detail, completed=epoch, total=epochs)
 
 

@@ -16,14 +16,14 @@ from llmcond.commands.shared import (
     data_options,
 )
 from llmcond.options import option
-from llmcond.workflows.options import WithMetrics, WithSplit
+from llmcond.workflows.options import RankingOptions, WithMetrics, WithSplit
 
 if TYPE_CHECKING:
     from llmcond.evaluation.results import Result, Results
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(InRun, WithColumns, WithSplit, WithMetrics, WithDevice):
+class Evaluate(InRun, WithColumns, WithSplit, WithMetrics, WithDevice, RankingOptions):
     """Score a run's heads, with zero-shot for comparison."""
 
     example: ClassVar[str] = "llmcond evaluate --head mlp --split dev --json"
@@ -53,13 +53,18 @@ class Evaluate(InRun, WithColumns, WithSplit, WithMetrics, WithDevice):
             heads=self.head,
             data=data,
             metrics=self.metric,
+            ranking=self.part(RankingOptions),
         )
 
     def show(self, result: Results[Result], form: str) -> None:
         """Print a table."""
+        from llmcond.report.rankings import is_ranking, ranking_table
         from llmcond.report.terminal import results_table, show
 
-        show(results_table(result, self.run), form)
+        if is_ranking(result):
+            show(ranking_table(result, self.run), form)
+        else:
+            show(results_table(result, self.run), form)
 
 
 evaluate = verb(Evaluate)

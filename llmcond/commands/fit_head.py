@@ -31,7 +31,10 @@ class FitHead(InRun, WithDevice):
     prompt: str | None = option(
         None, metavar="NAME", help="whose features; a+b takes both (default: the only one)"
     )
-    subtract: bool = option(True, help="subtract the unconditional embedding")
+    subtract: bool | None = option(
+        None,
+        help="subtract the unconditional embedding (default: yes; where candidates are ranked, no)",
+    )
     seed: int = option(0, metavar="S", help="seed of everything random")
     set: Mapping[str, str] | None = option(
         None, metavar="KEY=VALUE", help="other settings of the recipe"

@@ -32,20 +32,23 @@ class Heads(Command):
 
     def _bundled(self) -> list[dict[str, Any]]:
         from llmcond.heads.recipes import load_recipe
+        from llmcond.tasks import TASKS
 
         if self.default is not None:
             raise UserError("--default is of a run; name it with --run.")
         rows = []
-        for recipe in map(load_recipe, bundled_names("heads")):
-            settings = " ".join(f"{k}={v}" for k, v in asdict(recipe.settings).items())
-            about = {"name": recipe.name, "kind": recipe.kind, "description": recipe.description}
-            rows.append({**about, "settings": settings, "source": recipe.source})
+        for task in TASKS:
+            for recipe in (load_recipe(name, task) for name in bundled_names("heads", task)):
+                settings = " ".join(f"{k}={v}" for k, v in asdict(recipe.settings).items())
+                about = {"name": recipe.name, "task": task, "kind": recipe.kind}
+                about |= {"description": recipe.description, "settings": settings}
+                rows.append({**about, "source": recipe.source})
         return rows
 
     def _fitted(self, folder: Path) -> list[dict[str, Any]]:
-        from llmcond.runs import dev_score, open_run
+        from llmcond.runs import dev_score, open_any_run
 
-        run = open_run(folder)
+        run = open_any_run(folder)
         if self.default is not None:
             run.set_default_head(self.default)
         usual = run.default_head()
@@ -55,7 +58,7 @@ class Heads(Command):
                 "name": name,
                 "kind": record["kind"],
                 "dim": record["dim_out"],
-                "dev_spearman": dev_score(record),
+                f"dev_{run.dev_metric}": dev_score(record, run.dev_metric),
                 "fitted_on": record["data"]["source"],
                 "taken": usual[1] if usual and usual[0] == name else "",
             }
@@ -67,4 +70,4 @@ class Heads(Command):
         from llmcond.report.terminal import listing, show
 
         brief = form == "table" and self.run is None
-        show(listing(result["heads"], ("name", "description") if brief else ()), form)
+        show(listing(result["heads"], ("name", "task", "description") if brief else ()), form)

@@ -35,7 +35,10 @@ class Sweep(InRun, WithSplit, WithMetrics, WithTrials, WithDevice):
     prompt: Sequence[str] = option(
         (), metavar="NAME", help="whose features; a+b takes both (default: the only one)"
     )
-    subtract: bool = option(True, help="subtract the unconditional embedding")
+    subtract: bool | None = option(
+        None,
+        help="subtract the unconditional embedding (default: yes; where candidates are ranked, no)",
+    )
     plot: Path | None = option(
         None,
         metavar="FILE",

@@ -8,9 +8,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.data.rows import Rows
 from llmcond.evaluation.paired import differences
-from llmcond.evaluation.results import ComparedResult, Results, best_first, resampled, with_figures
+from llmcond.evaluation.results import (
+    ComparedResult,
+    Results,
+    Scored,
+    best_first,
+    resampled,
+    with_figures,
+)
 from llmcond.metrics import DEFAULT, Metric
 
 
@@ -30,7 +36,7 @@ class System:
 
 
 def with_evidence(
-    systems: Sequence[System], baseline: str, rows: Rows, metrics: Sequence[Metric] = DEFAULT
+    systems: Sequence[System], baseline: str, rows: Scored, metrics: Sequence[Metric] = DEFAULT
 ) -> Results[ComparedResult]:
     """Return the figures of each system and its difference to the baseline, best first.
 

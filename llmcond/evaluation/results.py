@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.data.rows import Rows
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.conditions import Subset
 from llmcond.evaluation.paired import RESAMPLES, Difference, Resampled, resample
@@ -18,17 +17,57 @@ from llmcond.metrics import DEFAULT, Estimate, Metric, comparisons, finite, metr
 from llmcond.tasks import DEFAULT_TASK
 
 
+class Scored(Protocol):
+    """Examples that predictions are compared with, such as :class:`llmcond.data.rows.Rows`."""
+
+    @property
+    def rated(self) -> NDArray[np.bool_]:
+        """Return (n,) which of them count."""
+
+    @property
+    def rating(self) -> NDArray[np.float64]:
+        """Return (n,) what their predictions should be like; of ranks nothing, zeros."""
+
+    @property
+    def pair(self) -> NDArray[np.int64]:
+        """Return (n,) the number of the group of each, which the bootstrap draws as one."""
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Queries whose right answers were ranked: :class:`Scored` by ranks alone.
+
+    Attributes:
+        pair: (n,) the number of the example that asks each; a triple asks twice.
+    """
+
+    pair: NDArray[np.int64]
+
+    @property
+    def rated(self) -> NDArray[np.bool_]:
+        """Return (n,) that all count."""
+        return np.ones(len(self.pair), dtype=np.bool_)
+
+    @property
+    def rating(self) -> NDArray[np.float64]:
+        """Return (n,) zeros: ranks are compared with nothing."""
+        return np.zeros(len(self.pair))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
     """The rows behind figures.
 
     Attributes:
+        groups: what messages call the groups that the bootstrap resamples.
         n: rated rows, which all metrics are computed on.
         n_dropped: unrated rows.
         n_pairs: sentence pairs of the rated rows, which the bootstrap resamples.
         n_compared: comparisons of two conditions on one sentence pair that accuracy counts.
         n_tied: comparisons left out of it, their ratings being equal.
     """
+
+    groups: ClassVar[str] = "sentence pairs"
 
     n: int = 0
     n_dropped: int = 0
@@ -37,8 +76,10 @@ class Counts:
     n_tied: int = 0
 
     @classmethod
-    def of(cls, rows: Rows) -> Counts:
-        """Count rows."""
+    def of(cls, rows: Scored) -> Counts:
+        """Count rows, or queries."""
+        if isinstance(rows, Queries):
+            return QueryCounts(n=len(rows.pair), n_pairs=len(np.unique(rows.pair)))
         rated = rows.rated
         pair = rows.pair[rated]
         sizes = np.unique(pair, return_counts=True)[1]
@@ -50,6 +91,31 @@ class Counts:
             n_compared=n_compared,
             n_tied=int((sizes * (sizes - 1) // 2).sum()) - n_compared,
         )
+
+    @property
+    def text(self) -> str:
+        """Return what figures are computed on, for titles."""
+        return f"{self.n:,} rated rows of {self.n_pairs:,} {self.groups}"
+
+    def to_json(self) -> dict[str, int]:
+        """Return what results have as JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryCounts(Counts):
+    """The queries behind figures: ``n`` of them, asked by ``n_pairs`` examples."""
+
+    groups: ClassVar[str] = "examples"
+
+    @property
+    def text(self) -> str:
+        """Return what figures are computed on, for titles."""
+        return f"{self.n:,} queries of {self.n_pairs:,} {self.groups}"
+
+    def to_json(self) -> dict[str, int]:
+        """Return what results have as JSON."""
+        return {"n": self.n}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +177,7 @@ class Result:
     def identity_json(self) -> dict[str, Any]:
         """Return what a result is of, as JSON."""
         own = {key: getattr(self, key) for key in ("name", "head", "prompt", "subtract", "split")}
-        return {**own, "task": self.task, **asdict(self.counts), "dim": self.dim}
+        return {**own, "task": self.task, **self.counts.to_json(), "dim": self.dim}
 
     def metrics_json(self, deviations: bool = True) -> dict[str, Any]:
         """Return the metrics as JSON, with their intervals and standard deviations over seeds."""
@@ -301,7 +367,7 @@ _RESERVED = {field.name for kind in (ComparedResult, SweptResult) for field in f
 def score(
     results: Sequence[R],
     similarity: Sequence[NDArray[np.floating]],
-    rows: Rows,
+    rows: Scored,
     metrics: Sequence[Metric] = DEFAULT,
     resamples: int = RESAMPLES,
 ) -> list[R]:
@@ -322,7 +388,7 @@ def score(
 def resampled(
     results: Sequence[Result],
     similarity: Sequence[NDArray[np.floating]],
-    rows: Rows,
+    rows: Scored,
     metrics: Sequence[Metric] = DEFAULT,
     resamples: int = RESAMPLES,
 ) -> Resampled:
@@ -339,7 +405,7 @@ def resampled(
     return resample(systems, rows.rating[rated], rows.pair[rated], metrics, resamples)
 
 
-def with_figures(results: Sequence[R], found: Resampled, rows: Rows) -> list[R]:
+def with_figures(results: Sequence[R], found: Resampled, rows: Scored) -> list[R]:
     """Return results with the figures that :func:`resampled` found on some rows."""
     counts = Counts.of(rows)
     return [

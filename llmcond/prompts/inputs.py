@@ -32,6 +32,9 @@ class PromptInputs(Protocol):
     def where(self, item: EncoderInput) -> str | None:
         """Return what needs an input, for messages; None if nothing does."""
 
+    def check_differ(self) -> None:
+        """Raise a UserError if the prompt makes the same of different conditions."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowInputs:
@@ -52,6 +55,7 @@ class SplitInputs:
         Raises:
             UserError: as :func:`given_conditions`, or a column that the template names is missing.
         """
+        self._prompt = prompt
         self._splits = [(rows, _renderers(rows, prompt)) for rows in splits]
 
     def __iter__(self) -> Iterator[EncoderInput]:
@@ -73,6 +77,21 @@ class SplitInputs:
                 if any(render(position) == item for render in both):
                     return rows.describe(position)
         return None
+
+    def check_differ(self) -> None:
+        """Raise a UserError if two rows with different conditions get the same inputs."""
+        for rows, _ in self._splits:
+            found = same_inputs(rows, self._prompt)
+            if found is None:
+                continue
+            first, second = found
+            raise UserError(
+                f"the prompt {self._prompt.name} makes the same input of {rows.describe(first)} "
+                f"and {rows.describe(second)}, though their conditions differ "
+                f"({rows.condition[first]!r} and {rows.condition[second]!r}), so that nothing can "
+                "tell them apart. Put words or punctuation between {sentence} and {condition} in "
+                "the template."
+            )
 
 
 _Render = Callable[[int], EncoderInput]
@@ -181,17 +200,3 @@ def same_inputs(rows: Rows, prompt: Prompt) -> tuple[int, int] | None:
         if rows.condition[earlier] != rows.condition[position]:
             return earlier, position
     return None
-
-
-def check_inputs_differ(rows: Rows, prompt: Prompt) -> None:
-    """Raise a UserError if two rows with different conditions get the same inputs."""
-    found = same_inputs(rows, prompt)
-    if found is None:
-        return
-    first, second = found
-    raise UserError(
-        f"the prompt {prompt.name} makes the same input of {rows.describe(first)} and "
-        f"{rows.describe(second)}, though their conditions differ ({rows.condition[first]!r} and "
-        f"{rows.condition[second]!r}), so that nothing can tell them apart. Put words or "
-        "punctuation between {sentence} and {condition} in the template."
-    )

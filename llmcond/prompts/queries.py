@@ -96,9 +96,30 @@ class QueryInputs:
                 if column in named:
                     what, texts = named[column]
                     return f"the {what} {texts[position]!r}"
-                s, c = self.texts.asked[position].tolist()
-                return (
-                    f"the {sentence} {self.texts.sentences[s]!r} under the {condition} "
-                    f"{self.texts.conditions[c]!r}"
-                )
+                return self._asked(*self.texts.asked[position].tolist())
         return None
+
+    def check_differ(self) -> None:
+        """Raise a UserError if two queries of different conditions get the same inputs."""
+        if self.prompt.control is not None or self.prompt.separate:
+            return
+        texts = self.texts
+        seen: dict[bytes, int] = {}
+        for position, item in enumerate(self.joint):
+            earlier = seen.setdefault(item.key, position)
+            (s, c), (other, d) = texts.asked[position].tolist(), texts.asked[earlier].tolist()
+            if texts.conditions[c] == texts.conditions[d]:
+                continue
+            raise UserError(
+                f"the prompt {self.prompt.name} makes the same input of "
+                f"{self._asked(other, d)} and of {self._asked(s, c)}, so that nothing can tell "
+                "them apart. Put words or punctuation between {sentence} and {condition} in the "
+                "template."
+            )
+
+    def _asked(self, sentence: int, condition: int) -> str:
+        names, texts = self.texts.names, self.texts
+        return (
+            f"the {names[0]} {texts.sentences[sentence]!r} under the {names[1]} "
+            f"{texts.conditions[condition]!r}"
+        )

@@ -40,13 +40,12 @@ def summary(results: Compared, baseline: str) -> list[str]:
         sentences += _verdicts([r for r in results if r.head == head], head, baseline)
     if counts.n_pairs < FEW_PAIRS:
         sentences.append(
-            f"{counts.n_pairs:,} sentence pairs are few: only large differences can be told from "
+            f"{counts.n_pairs:,} {counts.groups} are few: only large differences can be told from "
             "chance."
         )
     sentences += _controls(results)
     sentences.append(
-        f"{_count(len(prompts), 'prompt')}, zero-shot{with_heads}, on {counts.n:,} rated rows of "
-        f"{counts.n_pairs:,} sentence pairs of {split}."
+        f"{_count(len(prompts), 'prompt')}, zero-shot{with_heads}, on {counts.text} of {split}."
     )
     return sentences
 
@@ -108,6 +107,8 @@ def _verdicts(results: Compared, head: str, baseline: str) -> list[str]:
 def _controls(results: Compared) -> list[str]:
     """Return whether controls are at chance."""
     metric = METRICS["accuracy"]
+    if not all(metric.name in result.metrics for result in results):
+        return []
     controls = [
         (result, result.metrics[metric.name])
         for result in results
@@ -161,9 +162,8 @@ def comparison_table(results: Compared, baseline: str, run: object, *, bars: boo
     first, primary = results[0], results[0].primary
     metrics = [metric for name in first.metrics if not (metric := metric_of(name)).secondary]
     title = (
-        f"{run}, {first.split}: {first.counts.n:,} rows of {first.counts.n_pairs:,} sentence "
-        f"pairs. {factors_text(metrics)}{caveats(results)} Differences are to {baseline} with the "
-        "same head; p after Holm's correction."
+        f"{run}, {first.split}: {first.counts.text}. {factors_text(metrics)}{caveats(results)} "
+        f"Differences are to {baseline} with the same head; p after Holm's correction."
     )
     table = identity_table(title)
     add_figures(table, primary.heading, "seeds ±")

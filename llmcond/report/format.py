@@ -50,7 +50,9 @@ def caveats(results: Sequence[Result]) -> str:
     n_pairs, chosen = first.counts.n_pairs, [r for r in results if _chosen_on_dev(r)]
     text = INTERVALS
     if n_pairs < LEAST_PAIRS:
-        text = f"No intervals: {n_pairs:,} sentence pairs are too few, {LEAST_PAIRS} at least."
+        text = (
+            f"No intervals: {n_pairs:,} {first.counts.groups} are too few, {LEAST_PAIRS} at least."
+        )
     if chosen and first.split == "dev":
         return f"{text} Dev chose the epochs of fitted heads: their figures are optimistic."
     return f"{text} Epochs were chosen on dev." if chosen else text

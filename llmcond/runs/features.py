@@ -16,7 +16,7 @@ from llmcond.features.view import Part, Read, View, view_of
 from llmcond.heads import Concatenated, Matrix, PairArrays, Recipe, load_recipe
 from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import RowInputs, row_inputs
-from llmcond.runs import Run, open_run
+from llmcond.runs import AnyRun, Run, open_run
 
 Side = Literal["first", "second"]
 
@@ -81,7 +81,7 @@ class Features:
         return self.pairs(view, split).take(self.run.rows(split).rated)
 
 
-def prompts_for(run: Run, recipe: Recipe, names: str | None) -> tuple[Prompt, ...]:
+def prompts_for(run: AnyRun, recipe: Recipe, names: str | None) -> tuple[Prompt, ...]:
     """Return the prompts named, or for a head of separate features the one that gives them."""
     if names is None and recipe.features == "separate":
         apart = [prompt for prompt in run.prompts().values() if prompt.separate]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,14 +13,14 @@ from llmcond.arrays import as_matrix
 from llmcond.data.rows import Rows, leaked_pairs
 from llmcond.errors import UserError
 from llmcond.evaluation.paired import RESAMPLES
-from llmcond.evaluation.results import Result, Results, score
+from llmcond.evaluation.results import Result, Results, Scored, score
 from llmcond.features.view import View
 from llmcond.heads import PairArrays, cosine
 from llmcond.log import log
 from llmcond.metrics import DEFAULT, Metric
 from llmcond.prompts import Prompt
 from llmcond.runs.cross import CrossEncoder
-from llmcond.runs.run import Run, SavedHead, StaleHeadError, head_name
+from llmcond.runs.run import AnyRun, Run, Saved, SavedHead, StaleHeadError, head_name
 from llmcond.tasks import DEFAULT_TASK
 
 #: Rows compared at a time.
@@ -43,6 +43,8 @@ class Zeroshot:
 
 
 Predictor = SavedHead | Zeroshot
+#: Of a run of whatever kind.
+AnyPredictor = Saved[Any] | Zeroshot
 
 
 def zeroshots(prompt: Prompt) -> list[Zeroshot]:
@@ -53,7 +55,7 @@ def zeroshots(prompt: Prompt) -> list[Zeroshot]:
     return [Zeroshot(View((prompt,), subtract)) for subtract in options]
 
 
-def fitted_heads(run: Run, names: Sequence[str]) -> list[SavedHead]:
+def fitted_heads(run: AnyRun, names: Sequence[str]) -> list[Saved[Any]]:
     """Return the heads named, or all that fit the run's features; zero-shot comes anyway."""
     if names:
         wanted = [name for name in names if name != "none"]
@@ -85,7 +87,9 @@ def check_scorable(rows: Rows, run: Run, other: bool, predictions: bool = False)
         log.warning(f"{leaked:,} sentence pairs of {rows.file} are in the run's train split")
 
 
-def unscored(predictor: Predictor | CrossEncoder, split: str, task: str = DEFAULT_TASK) -> Result:
+def unscored(
+    predictor: AnyPredictor | CrossEncoder, split: str, task: str = DEFAULT_TASK
+) -> Result:
     """Return the result of a predictor on a split, without figures."""
     head = predictor.head
     view = None if isinstance(predictor, CrossEncoder) else predictor.view
@@ -103,9 +107,9 @@ def unscored(predictor: Predictor | CrossEncoder, split: str, task: str = DEFAUL
 
 
 def results_of(
-    predictors: Sequence[Predictor | CrossEncoder],
+    predictors: Sequence[AnyPredictor | CrossEncoder],
     similarity: Sequence[NDArray[np.float32]],
-    rows: Rows,
+    rows: Scored,
     split: str,
     metrics: Sequence[Metric] = DEFAULT,
     resamples: int = RESAMPLES,

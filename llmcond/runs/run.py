@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, cast, overload
+from typing import Any, ClassVar, Generic, TypeVar, cast, overload
 
 from filelock import FileLock
 
@@ -37,7 +37,8 @@ from llmcond.files import (
     temporary_sibling,
     write_json,
 )
-from llmcond.heads import FittedHead, load_head
+from llmcond.heads import FittedHead, FittedQueryHead, load_head, load_query_head
+from llmcond.heads.base import Fitted
 from llmcond.log import log
 from llmcond.metrics import metric_of
 from llmcond.prompts import Prompt, prompt_from_json
@@ -53,15 +54,18 @@ FORMAT = 1
 HERE = "."
 
 
-@dataclass(frozen=True, slots=True)
-class SavedHead:
+H_co = TypeVar("H_co", bound=Fitted, covariant=True)
+
+
+@dataclass(frozen=True)
+class Saved(Generic[H_co]):
     """A fitted head of a run, with what it was fitted on.
 
     ``name`` is its folder's, unique in the run, and ``record`` everything that head.json holds.
     """
 
     name: str
-    head: FittedHead
+    head: H_co
     view: View
     record: Mapping[str, Any]
 
@@ -69,6 +73,10 @@ class SavedHead:
     def recipe(self) -> str:
         """Return the name of the recipe it was fitted by."""
         return str(self.record["recipe"]["name"])
+
+
+SavedHead = Saved[FittedHead]
+SavedQueryHead = Saved[FittedQueryHead]
 
 
 class StaleHeadError(UserError):
@@ -86,9 +94,11 @@ class AnyRun(ABC):
 
     Attributes:
         dev_metric: the metric that heads are chosen by on dev.
+        subtracts: whether heads see e(s|c) less the unconditional embedding, unless told otherwise.
     """
 
     dev_metric: ClassVar[str]
+    subtracts: ClassVar[bool]
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder = folder
@@ -201,9 +211,9 @@ class AnyRun(ABC):
     def read_by(self) -> DataOptions:
         """Return how the data was read, without where it was."""
 
-    @abstractmethod
     def inputs(self, prompt: Prompt) -> PromptInputs:
         """Return every input of the data under a prompt."""
+        return inputs_of(self.task, self.data, prompt)
 
     @abstractmethod
     def default_split(self) -> str:
@@ -341,19 +351,23 @@ class AnyRun(ABC):
         """Return what ``head.json`` holds of a head."""
         return read_json(self.head_folder(name) / "head.json")
 
-    def load_head(self, name: str) -> SavedHead:
+    @abstractmethod
+    def load_head(self, name: str) -> Saved[Any]:
         """Load a head by its full name, and check that its features are this run's.
 
         Raises:
             UserError: its features came from another encoder, prompt or setting.
         """
-        head, record = load_head(self.head_folder(name))
+
+    def _loaded(self, name: str, loaded: tuple[H_co, dict[str, Any]]) -> Saved[H_co]:
+        """Return a head that was read of a folder, checked as :meth:`load_head` says."""
+        head, record = loaded
         where = f"the head {name} of {self.folder}"
         record = fitted_on(record, where)
         prompts = tuple(prompt_from_json(prompt, where) for prompt in record["prompts"])
         self._check_head(where, record, prompts)
         view = View(prompts, record["subtract"], head.features, head.family.conditioned)
-        return SavedHead(name, head, view, record)
+        return Saved(name, head, view, record)
 
     def _check_head(self, where: str, record: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
         theirs = EncoderIdentity.from_json(record["encoder"]["identity"], where)
@@ -380,28 +394,43 @@ class AnyRun(ABC):
         recipe = self.head_record(name).get("recipe")
         return recipe.get("name") if isinstance(recipe, dict) else None
 
-    def find_heads(self, names: Sequence[str]) -> list[SavedHead]:
-        """Load heads by full name, or else all of a recipe; a UserError where none is fitted."""
+    def _full_names(self, names: Sequence[str]) -> list[str]:
+        """Return the names of heads, given so or by recipe; a UserError where none is fitted."""
         known = self.head_names()
         chosen: list[str] = []
         for name in names:
             matches = [name] if name in known else [k for k in known if self._recipe_of(k) == name]
             if not matches:
                 fitted = f"fitted: {', '.join(known)}" if known else "none is fitted yet"
-                recipes = bundled_names("heads")
+                recipes = bundled_names("heads", self.task.name)
                 # Of a default name, RECIPE@PROMPT, the recipe is what to fit.
                 recipe = next((r for r in recipes if name == r or name.startswith(f"{r}@")), None)
                 fit = f"Fit it: llmcond fit-head --head {recipe} --run {self.folder}"
                 remedy = fit if recipe else nearest(name, [*known, *recipes])
                 raise UserError(f"{self.folder} has no fitted head {name!r} ({fitted}). {remedy}")
             chosen += matches
-        return [self.load_head(name) for name in dict.fromkeys(chosen)]
+        return list(dict.fromkeys(chosen))
+
+    def find_heads(self, names: Sequence[str]) -> list[Saved[Any]]:
+        """Load heads by full name, or else all of a recipe; a UserError where none is fitted."""
+        return [self.load_head(name) for name in self._full_names(names)]
+
+
+def inputs_of(task: AnyTask[Any], data: Data, prompt: Prompt) -> PromptInputs:
+    """Return every input of a task's data under a prompt.
+
+    Raises:
+        UserError: the data has not what the template names.
+    """
+    if isinstance(task, RankingTask):
+        return QueryInputs(task.texts(data), prompt)
+    return SplitInputs(cast(Dataset, data).splits.values(), prompt)
 
 
 class Run(AnyRun):
     """A run of rated rows."""
 
-    dev_metric = "spearman"
+    dev_metric, subtracts = "spearman", True
 
     @property
     def task(self) -> Task:
@@ -436,14 +465,14 @@ class Run(AnyRun):
             raise UserError(f"{self.folder} has no {split} split; it has {', '.join(self.splits)}.")
         return splits[split]
 
+    def load_head(self, name: str) -> SavedHead:
+        """Load a head that compares pairs; see :class:`AnyRun`."""
+        return self._loaded(name, load_head(self.head_folder(name)))
+
     @property
     def has_rows(self) -> bool:
         """Return whether its rows are there; what others were given of a run has none."""
         return (self.folder / "rows.parquet").is_file()
-
-    def inputs(self, prompt: Prompt) -> SplitInputs:
-        """Return every input of all rows under a prompt."""
-        return SplitInputs([self.rows(name) for name in self.splits], prompt)
 
     def default_split(self) -> str:
         """Return ``test`` if it has rated rows, else ``dev``: figures on dev chose the epoch."""
@@ -455,6 +484,8 @@ class RankingRun(AnyRun):
     """A run of queries against candidates."""
 
     dev_metric = "mrr"
+    #: Candidates have no condition, and what is left of a query would lie elsewhere.
+    subtracts = False
 
     @property
     def task(self) -> RankingTask[Any]:
@@ -476,9 +507,9 @@ class RankingRun(AnyRun):
         """Return how the data was read: in the only way there is."""
         return DataOptions()
 
-    def inputs(self, prompt: Prompt) -> QueryInputs:
-        """Return every input of all queries and candidates under a prompt."""
-        return QueryInputs(self.task.texts(self.queries), prompt)
+    def load_head(self, name: str) -> SavedQueryHead:
+        """Load a head that ranks candidates; see :class:`AnyRun`."""
+        return self._loaded(name, load_query_head(self.head_folder(name)))
 
     def default_split(self) -> str:
         """Return ``test`` if there is one, else ``dev``."""

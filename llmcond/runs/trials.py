@@ -23,16 +23,16 @@ from llmcond import plugins
 from llmcond.errors import LlmcondError, UserError
 from llmcond.features.view import View
 from llmcond.files import check_writable, digest_text, read_json, write_json
-from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe
+from llmcond.heads import Recipe
 from llmcond.heads.pairs import OnEpoch
 from llmcond.heads.storage import FitRecord
 from llmcond.log import log
-from llmcond.metrics import Metric, choose_metrics, finite, spearman
+from llmcond.metrics import Metric, choose_metrics, finite
 from llmcond.progress import EVERY_SECONDS, FitBar
 from llmcond.records import RECORD, check_record
-from llmcond.runs import Run, SavedHead, dev_score, head_name, open_run
-from llmcond.runs.features import Features
-from llmcond.runs.predictors import predict, results_of
+from llmcond.runs import AnyRun, RankingRun, Run, Saved, dev_score, head_name, open_any_run
+from llmcond.runs.kinds import examples_of
+from llmcond.runs.predictors import results_of
 from llmcond.runs.provenance import provenance
 from llmcond.system import choose_device, processes
 
@@ -71,7 +71,7 @@ class Trial:
         settings = [f"{key}={value}" for key, value in self.varied.items()]
         return " ".join([self.name, *settings, f"seed={self.seed}"])
 
-    def digest(self, run: Run, split: str) -> str:
+    def digest(self, run: AnyRun, split: str) -> str:
         """Return the digest of everything that decides its result."""
         parts = {
             "format": _FORMAT,
@@ -107,8 +107,8 @@ class Outcome:
     Attributes:
         metrics: name -> figure on the split that is scored; NaN where undefined.
         fit: what is recorded of the fit.
-        dev: Spearman on dev; None where it is undefined.
-        similarity: (n,) predictions of all rows, if they were asked for.
+        dev: score on dev; None where it is undefined.
+        similarity: (n,) predictions of all rows, or ranks, if they were asked for.
     """
 
     metrics: Mapping[str, float]
@@ -118,11 +118,13 @@ class Outcome:
     similarity: NDArray[np.float32] | None = None
 
     @classmethod
-    def read(cls, path: Path, metrics: Sequence[Metric], n: int | None) -> Outcome | None:
+    def read(
+        cls, path: Path, metrics: Sequence[Metric], n: int | None, dev_metric: str
+    ) -> Outcome | None:
         """Return what a file holds; None where it is not there, or lacks something asked for.
 
-        ``n`` predictions are asked for; None: none. A damaged file is as good as none, with a
-        warning: it is made again.
+        ``n`` predictions are asked for; None: none. ``dev_metric`` is that of the run. A damaged
+        file is as good as none, with a warning: it is made again.
         """
         if not path.is_file():
             return None
@@ -140,15 +142,7 @@ class Outcome:
         similarity = None if n is None else np.array(record["similarity"], dtype=np.float32)
         if similarity is not None and len(similarity) != n:
             return None
-        return cls(figures, record["dim"], record["fit"], dev_score(record), similarity)
-
-
-def score_on_dev(head: FittedHead, dev: PairArrays) -> float:
-    """Return the Spearman of a head on dev; NaN where it is undefined, as without rows."""
-    if not len(dev):
-        return math.nan
-    similarity = head.similarity(dev.first, dev.second, dev.condition)
-    return spearman(similarity.astype(np.float64), dev.rating)
+        return cls(figures, record["dim"], record["fit"], dev_score(record, dev_metric), similarity)
 
 
 def check_seed(seed: int) -> None:
@@ -191,7 +185,7 @@ class _Job:
 
 
 def run_trials(
-    run: Run,
+    run: Run | RankingRun,
     split: str,
     trials: Iterable[Trial],
     folder: str,
@@ -203,8 +197,8 @@ def run_trials(
     """Run trials, but for those that were run before; equal ones are run once.
 
     Outcomes are kept in ``folder`` of the run. They hold the task's ``metrics`` and further ones on
-    ``split``, and with ``predictions`` the predicted similarity of each row. ``workers`` fits run
-    at a time; None: one a core, at most eight.
+    ``split``, and with ``predictions`` those of each row. ``workers`` fits run at a time; None: one
+    a core, at most eight.
 
     Returns:
         Digest -> trial and outcome, in the order of the trials, and a line for each that failed.
@@ -215,12 +209,12 @@ def run_trials(
     wanted = {trial.digest(run, split): trial for trial in trials}
     computed = choose_metrics(run.task.metrics, metrics)
     paths = {digest: run.folder / folder / f"{digest}.json" for digest in wanted}
-    n = len(run.rows(split)) if predictions else None
-    outcomes = {
-        digest: found
-        for digest, path in paths.items()
-        if (found := Outcome.read(path, computed, n)) is not None
-    }
+    n = len(examples_of(run).scored(split).rated) if predictions else None
+
+    def kept(digest: str) -> Outcome | None:
+        return Outcome.read(paths[digest], computed, n, run.dev_metric)
+
+    outcomes = {digest: found for digest in wanted if (found := kept(digest)) is not None}
     missing = {digest: trial for digest, trial in wanted.items() if digest not in outcomes}
     if wanted:
         log.info(f"{len(wanted):,} fits, {len(outcomes):,} of them done before")
@@ -236,7 +230,7 @@ def run_trials(
                 log.info(f"failed: {failures[-1]}")
                 continue
             write_json(paths[digest], record)
-            outcome = Outcome.read(paths[digest], computed, n)
+            outcome = kept(digest)
             assert outcome is not None  # noqa: S101 - it was written just now
             outcomes[digest] = outcome
             first, name = computed[0], f"{done:,}/{len(missing):,} {wanted[digest].label}"
@@ -252,13 +246,13 @@ _Record = dict[str, Any] | str
 
 
 class _Worker:
-    """A run's features, and how they are fitted; one for each process."""
+    """A run's examples, and how heads are fitted on them; one for each process."""
 
     def __init__(self, job: _Job) -> None:
         self._job = job
-        run = open_run(job.folder)
-        self._metrics = choose_metrics(run.task.metrics, job.metrics)
-        self._features = Features(run)
+        self._run = open_any_run(job.folder)
+        self._metrics = choose_metrics(self._run.task.metrics, job.metrics)
+        self._examples = examples_of(self._run)
 
     def fit(
         self, digest: str, trial: Trial, on_epoch: OnEpoch = lambda *_: None
@@ -271,23 +265,19 @@ class _Worker:
             return digest, f"{type(error).__name__}: {error}"
 
     def _fitted(self, trial: Trial, on_epoch: OnEpoch) -> dict[str, Any]:
-        split, device = self._job.split, self._job.device
-        train = self._features.rated(trial.view, "train")
-        dev = self._features.rated(trial.view, "dev")
-        recipe = sized(trial.recipe, trial.dim, train.dim, quiet=True)
-        rated_dev = dev if len(dev) else None
-        head = fit_recipe(recipe, train, rated_dev, trial.seed, on_epoch, device)
-        saved = SavedHead(trial.name, head, trial.view, {"recipe": recipe.to_json()})
-        similarity = predict(saved, self._features.pairs(trial.view, split))
-        run = self._features.run
-        rows, task = run.rows(split), run.task.name
-        (result,) = results_of([saved], [similarity], rows, split, self._metrics, 0, task)
+        split, examples, view = self._job.split, self._examples, trial.view
+        recipe = sized(trial.recipe, trial.dim, examples.dim(view), quiet=True)
+        head = examples.fit(recipe, view, trial.seed, on_epoch, self._job.device)
+        saved = Saved(trial.name, head, view, {"recipe": recipe.to_json()})
+        predicted = examples.predict(saved, split)
+        rows, task = examples.scored(split), self._run.task.name
+        (result,) = results_of([saved], [predicted], rows, split, self._metrics, 0, task)
         return {
             **result.to_json(),
-            **({"similarity": similarity.tolist()} if self._job.predictions else {}),
+            **({"similarity": predicted.tolist()} if self._job.predictions else {}),
             "recipe": recipe.to_json(),
             "fit": dict(head.fit.record),
-            "dev_spearman": finite(score_on_dev(head, dev)),
+            f"dev_{self._run.dev_metric}": finite(examples.on_dev(head, view)),
             **provenance(),
         }
 

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from llmcond.arrays import MatrixLike
 from llmcond.data.datasets import DataOptions
 from llmcond.errors import UserError
-from llmcond.tasks.graph import Graph, read_graph
+from llmcond.heads import QueryArrays
+from llmcond.tasks.graph import Graph, Known, both_directions, read_graph
 from llmcond.tasks.ranking import QueryTexts, RankingTask
 
 
@@ -51,6 +54,32 @@ class Kgc(RankingTask[Graph]):
             sentences=entities,
             conditions=[*relations.texts, *relations.inverse],
             candidates=entities,
-            asked=np.unique(queries[:, :2], axis=0),
+            asked=np.unique(queries[:, :2].astype(np.int64), axis=0),
             names=("entity", "relation", "entity"),
+        )
+
+    def known(self, dataset: Graph) -> Known:
+        """Return the known tails of each head and relation, in all splits."""
+        return Known(dataset)
+
+    def arrays(
+        self,
+        dataset: Graph,
+        candidates: MatrixLike,
+        conditions: MatrixLike | None,
+        joint: MatrixLike | None,
+        asked: NDArray[np.int64],
+    ) -> QueryArrays:
+        """Return the graph as heads take it; in training only train is known."""
+        n, n_relations = dataset.n_entities, dataset.n_relations
+        train = dataset.splits["train"]
+        keys = asked[:, 0] * (2 * n_relations) + asked[:, 1]
+        return QueryArrays(
+            entities=candidates,
+            triples=train,
+            n_relations=n_relations,
+            known=Known(both_directions(train, n_relations), n),
+            relations=conditions,
+            joint=joint,
+            joint_of=None if joint is None else keys,
         )

@@ -5,14 +5,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcond.arrays import MatrixLike
 from llmcond.data.datasets import DataOptions
 from llmcond.errors import UserError
 from llmcond.tasks.base import AnyTask, Data
+
+if TYPE_CHECKING:
+    from llmcond.heads import QueryArrays
 
 #: What a ranking is scored by, the main one first.
 METRICS = ("mrr", "hits@1", "hits@3", "hits@10", "mean_rank")
@@ -33,8 +37,17 @@ class QueryTexts:
     sentences: Sequence[str]
     conditions: Sequence[str]
     candidates: Sequence[str]
-    asked: NDArray[np.integer]
+    asked: NDArray[np.int64]
     names: tuple[str, str, str] = ("sentence", "condition", "candidate")
+
+
+class KnownAnswers(Protocol):
+    """The known right answers of queries."""
+
+    def gather(
+        self, sentence: NDArray[np.integer], condition: NDArray[np.integer], /
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return those of m queries, flat: (k,) the query and (k,) an answer of it."""
 
 
 class QueryData(Data, Protocol):
@@ -65,6 +78,29 @@ class RankingTask(AnyTask[Q]):
     @abstractmethod
     def texts(self, dataset: Q) -> QueryTexts:
         """Return the texts that are encoded."""
+
+    @abstractmethod
+    def known(self, dataset: Q) -> KnownAnswers:
+        """Return the right answers of all queries, of which those not asked for are left out."""
+
+    @abstractmethod
+    def arrays(
+        self,
+        dataset: Q,
+        candidates: MatrixLike,
+        conditions: MatrixLike | None,
+        joint: MatrixLike | None,
+        asked: NDArray[np.int64],
+    ) -> QueryArrays:
+        """Return the data set as heads take it.
+
+        Args:
+            dataset: it.
+            candidates: (n, d) features of all candidates.
+            conditions: (c, d) features of all conditions, for heads that take them.
+            joint: (m, d) features of sentences under conditions, for heads that take those.
+            asked: (m, 2) which sentence and condition each of these is of.
+        """
 
     def check_options(self, data: DataOptions) -> None:
         """Raise a UserError for options of rated rows."""

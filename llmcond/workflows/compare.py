@@ -18,21 +18,22 @@ from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import UserError, nearest
 from llmcond.evaluation.evidence import System, with_evidence
-from llmcond.evaluation.results import ComparedResult, FittedResults
+from llmcond.evaluation.results import ComparedResult, Counts, FittedResults
 from llmcond.features.view import view_of
 from llmcond.files import write_json
 from llmcond.heads import Recipe, load_recipe
 from llmcond.log import log
 from llmcond.metrics import choose_metrics
 from llmcond.prompts import Prompt, fields_of, load_prompt
-from llmcond.prompts.inputs import check_inputs_differ
 from llmcond.report.comparisons import FEW_PAIRS, summary
 from llmcond.report.page import Page, check_page, page_of, write_page
-from llmcond.runs import Run, open_run, run_exists
-from llmcond.runs.features import Features
-from llmcond.runs.predictors import check_scorable, predict, unscored, zeroshots
+from llmcond.runs import AnyRun, RankingRun, Run, open_any_run, run_exists
+from llmcond.runs.kinds import examples_of
+from llmcond.runs.predictors import unscored
 from llmcond.runs.provenance import provenance
+from llmcond.runs.run import inputs_of
 from llmcond.runs.trials import Outcome, Trial, check_seeds, run_trials
+from llmcond.tasks import AnyTask, Task
 from llmcond.workflows.extract import check_named_once, extract, task_of, usable_prompts
 from llmcond.workflows.fit import keep_best
 from llmcond.workflows.options import CompareOptions
@@ -85,7 +86,14 @@ def compare_prompts(
     if report is not None:
         check_page(report)
     check_seeds(asked.seeds)
-    recipes = _recipes(asked.heads, asked.set or {})
+    existing = open_any_run(run_folder) if run_exists(run_folder) else None
+    chosen_task = task_of(existing, task)
+    if report is not None and not isinstance(chosen_task, Task):
+        raise UserError(
+            f"--report is a page of rated pairs, and the task {chosen_task.name} ranks candidates. "
+            "Leave it out; --json and --format have the figures."
+        )
+    recipes = _recipes(asked.heads, asked.set or {}, chosen_task.name)
     named = [load_prompt(name) for name in asked.prompts]
     _check_different(named)
     resolved = resolve(model, options)
@@ -93,20 +101,19 @@ def compare_prompts(
     baseline = _baseline(asked.baseline, usable, resolved)
     for recipe, prompt in itertools.product(recipes, usable):
         view_of(recipe, (prompt,), subtract=True)
-    _check_rows(run_folder, data, usable, task)
+    _check_inputs(existing, chosen_task, data, usable)
     # By the paths that were given: names of files are not those of bundled prompts.
     given = dict(zip([prompt.name for prompt in named], asked.prompts, strict=True))
     paths = [given.get(prompt.name, prompt.name) for prompt in usable]
     extract(model, options, run_folder, data, paths, task=task)
-    run = open_run(run_folder)
+    run = open_any_run(run_folder)
     metrics = choose_metrics(run.task.metrics, asked.metric)
     split = asked.split or run.default_split()
-    rows = run.rows(split)
-    check_scorable(rows, run, other=False)
-    n_pairs = len(set(rows.pair[rows.rated].tolist()))
-    if n_pairs < FEW_PAIRS:
+    rows = examples_of(run).scored(split)
+    counts = Counts.of(rows)
+    if counts.n_pairs < FEW_PAIRS:
         log.warning(
-            f"{n_pairs:,} sentence pairs are few; only large differences can be told from "
+            f"{counts.n_pairs:,} {counts.groups} are few; only large differences can be told from "
             f"chance (at least {FEW_PAIRS} are better)"
         )
     # From the run: a file that was changed meanwhile is not what was extracted.
@@ -123,6 +130,7 @@ def compare_prompts(
     if report is not None:
         similarity = {one.result.name: one.similarity.mean(axis=0) for one in systems}
         made = {**asdict(asked), "task": task, "seconds": round(time.monotonic() - began, 1)}
+        assert isinstance(run, Run) and isinstance(rows, Rows)  # noqa: PT018, S101 - was checked
         write_page(_page(run, rows, comparison, similarity, made), report)
         log.info(f"report -> {report}")
     record = {**comparison.to_json(), "data": run.manifest["data"], **provenance()}
@@ -132,8 +140,8 @@ def compare_prompts(
     return comparison
 
 
-def _recipes(heads: Sequence[str], changes: Mapping[str, str]) -> list[Recipe]:
-    recipes = [load_recipe(name) for name in dict.fromkeys(heads) if name != "none"]
+def _recipes(heads: Sequence[str], changes: Mapping[str, str], task: str) -> list[Recipe]:
+    recipes = [load_recipe(name, task) for name in dict.fromkeys(heads) if name != "none"]
     changed = []
     unknown = set(changes)
     for recipe in recipes:
@@ -194,49 +202,45 @@ def _baseline(name: str | None, usable: Sequence[Prompt], resolved: ResolvedEnco
     return stem
 
 
-def _check_rows(
-    run_folder: Path, data: DataOptions, prompts: Sequence[Prompt], task: str | None
+def _check_inputs(
+    run: AnyRun | None, task: AnyTask[Any], data: DataOptions, prompts: Sequence[Prompt]
 ) -> None:
-    """Check, before hours of encoding, that no prompt makes rows the same."""
-    if run_exists(run_folder):
-        run = open_run(run_folder)
-        splits = [run.rows(name) for name in run.splits]
-    else:
-        dataset = task_of(None, task).read(replace(data, extra=fields_of(prompts)))
-        splits = list(dataset.splits.values())
-    for rows, prompt in itertools.product(splits, prompts):
-        check_inputs_differ(rows, prompt)
+    """Check, before hours of encoding, that no prompt makes different conditions the same."""
+    found = run.data if run else task.read(replace(data, extra=fields_of(prompts)))
+    for prompt in prompts:
+        inputs_of(task, found, prompt).check_differ()
 
 
-def _zeroshot_systems(run: Run, prompts: Sequence[Prompt], split: str) -> list[System]:
+def _zeroshot_systems(run: Run | RankingRun, prompts: Sequence[Prompt], split: str) -> list[System]:
     systems = []
     for prompt in prompts:
         # Anew for each prompt: memory holds one prompt's features at a time.
-        features = Features(run)
-        for zeroshot in zeroshots(prompt):
-            similarity = predict(zeroshot, features.pairs(zeroshot.view, split))
+        examples = examples_of(run)
+        for zeroshot in examples.zeroshots(prompt):
+            predicted = examples.predict(zeroshot, split)
             described = unscored(zeroshot, split, run.task.name)
             result = ComparedResult.of(described, prompt.control or "")
-            systems.append(System(("none", zeroshot.view.subtract), result, similarity[None]))
+            systems.append(System(("none", zeroshot.view.subtract), result, predicted[None]))
     return systems
 
 
 def _fitted_systems(
-    run: Run,
+    run: Run | RankingRun,
     prompts: Sequence[Prompt],
     recipes: Sequence[Recipe],
     split: str,
     asked: CompareOptions,
 ) -> tuple[list[System], list[str], list[tuple[Trial, Outcome]]]:
     """Return the predictions of every head over seeds, what failed, and all that did not."""
+    examples = examples_of(run)
     trials = [
         [
             Trial(recipe, None, view_of(recipe, (prompt,), zeroshot.view.subtract), seed, {})
             for seed in range(asked.seeds)
         ]
         for recipe, prompt in itertools.product(recipes, prompts)
-        for zeroshot in zeroshots(prompt)
-        if asked.plain or zeroshot.view.subtract
+        for zeroshot in examples.zeroshots(prompt)
+        if asked.plain or zeroshot.view.subtract == run.subtracts
     ]
     flat = [trial for seeded in trials for trial in seeded]
     done, failures = run_trials(run, split, flat, "comparisons", asked.workers, predictions=True)

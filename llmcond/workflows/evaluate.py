@@ -24,7 +24,7 @@ from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import SplitInputs
 from llmcond.report.format import estimate_text, extreme
 from llmcond.report.page import check_page, page_of, write_page
-from llmcond.runs import Run, SavedHead, open_run
+from llmcond.runs import RankingRun, Run, SavedHead, open_any_run
 from llmcond.runs.cross import CrossEncoder, load_cross_encoder
 from llmcond.runs.extraction import LazyEncoder, extract_prompt
 from llmcond.runs.features import RowFeatures
@@ -36,6 +36,8 @@ from llmcond.runs.predictors import (
     results_of,
     zeroshots,
 )
+from llmcond.workflows.options import RankingOptions
+from llmcond.workflows.rank import check_no_ranking, evaluate_ranking
 
 
 def evaluate(
@@ -47,6 +49,7 @@ def evaluate(
     device: str = "auto",
     report: Path | None = None,
     metrics: Sequence[str] = (),
+    ranking: RankingOptions = RankingOptions(),
 ) -> Results[Result]:
     """Score a run's heads, and zero-shot under their prompts.
 
@@ -55,7 +58,11 @@ def evaluate(
     Raises:
         UserError: no run, no such head or split, no rated rows.
     """
-    run = open_run(run_folder, cross=True)
+    run = open_any_run(run_folder, cross=True)
+    if not isinstance(run, Run):
+        _check_ranking(run, data, predictions, report)
+        return Results(evaluate_ranking(run, heads, split, ranking, metrics).rows)
+    check_no_ranking(run, ranking)
     computed = choose_metrics(run.task.metrics, metrics)
     if predictions is not None:
         check_output(predictions, (".csv",), [data.source, run.manifest["data"]["source"]])
@@ -101,6 +108,24 @@ def evaluate(
         write_page(page, report)
         log.info(f"report -> {report}")
     return results
+
+
+def _check_ranking(
+    run: RankingRun, data: DataOptions, predictions: Path | None, report: Path | None
+) -> None:
+    """Raise a UserError for options of rated rows."""
+    given = {
+        "--data": data.source is not None,
+        "--columns, --rating-range or --unrated": bool(data.columns or data.scale),
+        "--predictions": predictions is not None,
+        "--report": report is not None,
+    }
+    for option, asked in given.items():
+        if asked:
+            raise UserError(
+                f"{option} is of rated pairs, and {run.folder} is a run of the task "
+                f"{run.task.name}, which ranks candidates. Leave it out."
+            )
 
 
 def _chosen(run: Run, names: Sequence[str]) -> tuple[list[SavedHead], list[Prompt]]:

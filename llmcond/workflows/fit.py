@@ -11,19 +11,14 @@ from typing import Any
 from llmcond.errors import UserError
 from llmcond.features.view import View, view_of
 from llmcond.files import check_writable
-from llmcond.heads import Recipe, fit_recipe, load_recipe, save_head
+from llmcond.heads import Recipe, load_recipe, save_head
 from llmcond.log import log
-from llmcond.metrics import METRICS, Estimate, finite
+from llmcond.metrics import Estimate, finite, metric_of
 from llmcond.progress import FitBar
-from llmcond.runs import Run, head_name, head_record, open_run
-from llmcond.runs.features import Features, prompts_for
-from llmcond.runs.trials import (
-    Outcome,
-    Trial,
-    check_seed,
-    score_on_dev,
-    sized,
-)
+from llmcond.runs import RankingRun, Run, head_name, head_record, open_any_run
+from llmcond.runs.features import prompts_for
+from llmcond.runs.kinds import examples_of
+from llmcond.runs.trials import Outcome, Trial, check_seed, sized
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ class FittedResult:
             "folder": str(self.folder),
             **self.counts,
             **{key: value for key, value in self.record.items() if key != "curve"},
-            "dev_spearman": finite(self.metrics["spearman"].value),
+            **{f"dev_{name}": finite(one.value) for name, one in self.metrics.items()},
             "seconds": round(self.seconds, 3),
         }
 
@@ -70,7 +65,7 @@ def fit_head(
     head: str,
     dim: int | None = None,
     prompt: str | None = None,
-    subtract: bool = True,
+    subtract: bool | None = None,
     seed: int = 0,
     changes: Mapping[str, str] | None = None,
     name: str | None = None,
@@ -80,10 +75,11 @@ def fit_head(
 
     Arguments as in :class:`llmcond.commands.fit_head.FitHead`; ``changes`` are settings as text.
     """
-    run = open_run(run_folder)
+    run = open_any_run(run_folder)
     check_seed(seed)
-    recipe = load_recipe(head)
+    recipe = load_recipe(head, run.task.name)
     recipe = recipe.with_settings(recipe.parse_changes(dict(changes or {}), "--set"), "--set")
+    subtract = run.subtracts if subtract is None else subtract
     view = view_of(recipe, prompts_for(run, recipe, prompt), subtract)
     reserved = name is not None and (name == "none" or name.startswith("none@"))
     if reserved and not recipe.is_identity:
@@ -93,35 +89,39 @@ def fit_head(
 
 
 def fit_and_save(
-    run: Run, recipe: Recipe, view: View, name: str, dim: int | None, seed: int, device: str
+    run: Run | RankingRun,
+    recipe: Recipe,
+    view: View,
+    name: str,
+    dim: int | None,
+    seed: int,
+    device: str,
 ) -> FittedResult:
     """Fit a recipe on a view of a run's training features, and save it in the run."""
     folder = run.head_folder(name)
     check_writable(folder / "head.json")
-    features = Features(run)
-    train = features.rated(view, "train")
-    dev = features.rated(view, "dev")
-    recipe = sized(recipe, dim, train.dim)
+    examples, metric = examples_of(run), metric_of(run.dev_metric)
+    counts, unit = examples.counts(), examples.unit
+    recipe = sized(recipe, dim, examples.dim(view))
     began = time.monotonic()
-    with FitBar() as bar:
-        fitted = fit_recipe(recipe, train, dev if len(dev) else None, seed, bar.on_epoch, device)
+    with FitBar(metric.heading) as bar:
+        fitted = examples.fit(recipe, view, seed, bar.on_epoch, device)
     seconds, record = time.monotonic() - began, fitted.fit.record
     for text in fitted.fit.notes:
         log.info(text)
-    n_dropped = int((~run.rows("train").rated).sum())
-    counts = {"n_train": len(train), "n_dev": len(dev), "n_dropped": n_dropped}
     replaced = (folder / "head.json").is_file()
     if "n_contrastive_pairs" in record:
-        log.info(f"contrastive pairs: {record['n_contrastive_pairs']:,} in {len(train):,} rows")
-    on_dev = score_on_dev(fitted, dev)
+        n_pairs = record["n_contrastive_pairs"]
+        log.info(f"contrastive pairs: {n_pairs:,} in {counts['n_train']:,} rows")
+    on_dev = examples.on_dev(fitted, view)
     made = {**head_record(run, view, recipe.to_json()), "counts": counts}
-    save_head(fitted, folder, {**made, "dev_spearman": finite(on_dev)})
+    save_head(fitted, folder, {**made, f"dev_{metric.name}": finite(on_dev)})
     epoch = f", epoch {record['best_epoch']}" if "best_epoch" in record else ""
     chosen = " chosen on dev" if record["selected_on"] == "dev" else ""
     log.info(
         f"{name}{' (replaced)' if replaced else ''}: {fitted.dim_in} -> {fitted.dim_out} "
-        f"dimensions on {len(train):,} rows in {seconds:.1f} s{epoch}{chosen}"
-        f"; dev Spearman {METRICS['spearman'].show(on_dev)}"
+        f"dimensions on {counts['n_train']:,} {unit} in {seconds:.1f} s{epoch}{chosen}"
+        f"; dev {metric.heading} {metric.show(on_dev)}"
     )
     return FittedResult(
         name=name,
@@ -134,12 +134,14 @@ def fit_and_save(
         dim=fitted.dim_out,
         counts=counts,
         record=record,
-        metrics={"spearman": Estimate(on_dev)},
+        metrics={metric.name: Estimate(on_dev)},
         seconds=seconds,
     )
 
 
-def keep_best(run: Run, done: Iterable[tuple[Trial, Outcome]], device: str = "auto") -> None:
+def keep_best(
+    run: Run | RankingRun, done: Iterable[tuple[Trial, Outcome]], device: str = "auto"
+) -> None:
     """Keep the trial with the best score on dev as a head of the run; controls do not count."""
     scored = [
         (outcome.dev, trial)

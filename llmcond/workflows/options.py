@@ -10,7 +10,9 @@ from typing import Literal
 from llmcond.options import option
 
 Split = Literal["train", "dev", "test"]
+Ties = Literal["realistic", "optimistic", "pessimistic"]
 _HEAD = "head and inputs"
+_RANKING = "ranking, of tasks that rank candidates"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +21,44 @@ class WithSplit:
 
     split: Split | None = option(
         None, help="split to use (default: test if it has rated rows, else dev)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankingOptions:
+    """How candidates are ranked, in runs of tasks that rank them.
+
+    Those but for ``ties`` are of knowledge graphs.
+    """
+
+    ties: Ties | None = option(
+        None,
+        help="how an answer ranks among candidates of its score: in their middle, first or last "
+        "(default: realistic)",
+        group=_RANKING,
+    )
+    exclude_head: bool = option(
+        False,
+        help="a query's own head entity is no candidate, unless it is the answer",
+        group=_RANKING,
+    )
+    rerank: str | None = option(
+        None,
+        metavar="HOPS:ALPHA[:no-head]",
+        help="add ALPHA to entities within so many links of the head in train (SimKGC: 5:0.05); "
+        "no-head: not to the head itself",
+        group=_RANKING,
+    )
+    reverse: bool = option(
+        False,
+        help="add to entities that train links back to the head, as much as dev has it for each "
+        "relation",
+        group=_RANKING,
+    )
+    by_relation: bool = option(
+        False,
+        help="figures of each relation and category of relations, with --json",
+        group=_RANKING,
     )
 
 

@@ -17,9 +17,9 @@ from llmcond.features.view import view_of
 from llmcond.files import write_json
 from llmcond.heads import load_recipe
 from llmcond.metrics import choose_metrics
-from llmcond.runs import Run, open_run
+from llmcond.runs import AnyRun, open_any_run
 from llmcond.runs.features import prompts_for
-from llmcond.runs.predictors import check_scorable
+from llmcond.runs.kinds import examples_of
 from llmcond.runs.provenance import provenance
 from llmcond.runs.trials import Outcome, Trial, check_seeds, run_trials
 from llmcond.workflows.fit import keep_best
@@ -40,7 +40,7 @@ def sweep(  # noqa: PLR0913 - each is a choice of the user, by keyword
     vary: Mapping[str, Sequence[str]],
     *,
     prompts: Sequence[str | None] = (None,),
-    subtract: bool = True,
+    subtract: bool | None = None,
     changes: Mapping[str, str] | None = None,
     seeds: int = 3,
     split: str | None = None,
@@ -60,11 +60,12 @@ def sweep(  # noqa: PLR0913 - each is a choice of the user, by keyword
         UserError: settings that cannot be, or no such run.
         LlmcondError: every fit failed, or a process was ended from outside.
     """
-    run = open_run(run_folder)
+    run = open_any_run(run_folder)
     if workers is not None and workers < 1:
         raise UserError(f"workers is {workers}; it must be at least 1.")
     split = split or run.default_split()
-    check_scorable(run.rows(split), run, other=False)
+    rows = examples_of(run).scored(split)
+    subtract = run.subtracts if subtract is None else subtract
     trials = list(_grid(run, heads, vary, prompts, subtract, changes or {}, seeds))
     done, failures = run_trials(
         run, split, trials, "sweep", workers, metrics, predictions=True, device=device
@@ -72,7 +73,7 @@ def sweep(  # noqa: PLR0913 - each is a choice of the user, by keyword
     points = _summarise(done.values(), run, split)
     computed = choose_metrics(run.task.metrics, metrics)
     results, predicted = zip(*points, strict=True)
-    swept = SweepResult(best_first(score(results, predicted, run.rows(split), computed)), failures)
+    swept = SweepResult(best_first(score(results, predicted, rows, computed)), failures)
     report = {**swept.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "sweep.json", report)
     if keep:
@@ -81,7 +82,7 @@ def sweep(  # noqa: PLR0913 - each is a choice of the user, by keyword
 
 
 def _grid(
-    run: Run,
+    run: AnyRun,
     heads: Sequence[str],
     vary: Mapping[str, Sequence[str]],
     prompts: Sequence[str | None],
@@ -100,7 +101,7 @@ def _grid(
     if twice:
         raise UserError(f"{twice[0]} is both varied and set. Give it once.")
     for head, names in itertools.product(dict.fromkeys(heads), dict.fromkeys(prompts)):
-        recipe = load_recipe(head)
+        recipe = load_recipe(head, run.task.name)
         recipe = recipe.with_settings(recipe.parse_changes(dict(changes), "--set"), "--set")
         for values in itertools.product(*vary.values()):
             varied = recipe.parse_changes(dict(zip(vary, values, strict=True)), "--vary")
@@ -110,7 +111,7 @@ def _grid(
                 yield Trial(changed, varied.get("dim"), view, seed, varied)
 
 
-def _summarise(done: Iterable[tuple[Trial, Outcome]], run: Run, split: str) -> list[_Point]:
+def _summarise(done: Iterable[tuple[Trial, Outcome]], run: AnyRun, split: str) -> list[_Point]:
     """Return a result, without figures, and predictions for each combination of settings."""
     groups: dict[str, list[tuple[Trial, Outcome]]] = {}
     for trial, outcome in done:

@@ -24,7 +24,7 @@ from llmcond.runs.extraction import LazyEncoder
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")
 
 #: By their full names: the package has functions of these names.
-FITS = import_module("llmcond.runs.trials")
+FITS = import_module("llmcond.runs.rated")
 J, K, P = "concat-sent-cond", "concat-cond-sent", "pair-cond"
 SHUFFLED, LEFT_OUT = "control-shuffled", "control-no-condition"
 ENCODER = ("--dtype", "float32", "--pooling", "mean", "--normalize", "--device", "cpu")

@@ -71,3 +71,120 @@ def test_commands_for_pairs_refuse_such_a_run(capsys, own, graph, command):
     command = [graph / "entities.tsv" if word == "FILE" else word for word in command]
     said = refused(capsys, *command, "--run", own)
     assert "ranks candidates" in said
+
+
+def test_heads_are_fitted_and_chosen_on_dev(capsys, own):
+    fit = ("fit-head", "--run", own, "--set", "epochs=3", "batch_size=16")
+    full = ok(capsys, *fit, "--head", "hypernet-full")
+    assert full["name"] == "hypernet-full@separate"
+    assert (full["n_train"], full["n_dev"], full["subtract"]) == (42, 7, False)
+    assert 0 < full["dev_mrr"] <= 1
+    linear = ok(capsys, *fit, "--head", "linear")
+    assert linear["name"] == "linear@concat-sent-cond+c"
+    again = ok(capsys, *fit, "--head", "hypernet-full", "--name", "again")
+    assert again["dev_mrr"] == full["dev_mrr"]
+    listed = ok(capsys, "heads", "--run", own)["heads"]
+    assert {row["name"]: row["dev_mrr"] for row in listed} == {
+        row["name"]: row["dev_mrr"] for row in (full, linear, again)
+    }
+
+
+@pytest.fixture(scope="module")
+def fitted(extracted, tmp_path_factory):
+    """A run with a head of each kind of features."""
+    from llmcond.cli import run
+
+    folder = shutil.copytree(extracted, tmp_path_factory.mktemp("fitted") / "run")
+    for head in ("hypernet-full", "linear"):
+        command = ["fit-head", "--run", str(folder), "--head", head, "--set", "epochs=3"]
+        assert run([*command, "batch_size=16"]) == 0
+    return folder
+
+
+def test_zero_shot_and_the_rule_stand_beside_heads(capsys, fitted):
+    rows = {row["name"]: row for row in ok(capsys, "evaluate", "--run", fitted)["results"]}
+    assert list(rows) == [
+        "none@separate",
+        "none@concat-sent-cond+c",
+        "none@concat-sent-cond",
+        "rule:reverse",
+        "hypernet-full@separate",
+        "linear@concat-sent-cond+c",
+    ]
+    for row in rows.values():
+        assert (row["task"], row["split"], row["n"]) == ("kgc", "test", 14)
+        assert (row["ties"], row["rerank"], row["exclude_head"]) == ("realistic", None, False)
+        assert 0 <= row["mrr_ci"][0] <= row["mrr"] <= row["mrr_ci"][1] <= 1
+        assert 0 <= row["hits@1"] <= row["hits@3"] <= row["hits@10"] <= 1 <= row["mean_rank"]
+        forward, backward = row["forward"], row["backward"]
+        assert forward["n"] == backward["n"] == 7
+        assert row["mrr"] == pytest.approx((forward["mrr"] + backward["mrr"]) / 2)
+        assert row["reversible"]["n"] + row["rest"]["n"] == 14
+        assert row["unseen"]["n"] == 0
+    # The relation is ignored there: a head entity is next to itself, which answers nothing.
+    assert rows["none@separate"]["hits@1"] == 0
+    assert rows["rule:reverse"]["reversible"]["mrr"] == 1
+    assert rows["rule:reverse"]["head"] == "rule:reverse"
+    assert rows["hypernet-full@separate"]["selected_on"] == "dev"
+
+
+def test_what_the_graph_tells_is_named_in_every_row(capsys, fitted):
+    command = ("evaluate", "--run", fitted, "--head", "hypernet-full", "--split", "dev")
+    (plain,) = (r for r in ok(capsys, *command)["results"] if r["head"] == "hypernet-full")
+    asked = ("--rerank", "1:0.2:no-head", "--exclude-head", "--reverse", "--by-relation")
+    rows = ok(capsys, *command, *asked, "--ties", "pessimistic")["results"]
+    assert [row["head"] for row in rows] == ["none", "rule:reverse", "hypernet-full"]
+    for row in (rows[0], rows[2]):
+        assert (row["ties"], row["rerank"]) == ("pessimistic", "1:0.2:no-head")
+        assert (row["exclude_head"], row["reverse"]) == (True, True)
+        assert set(row["by_relation"]) == {"_is_at", "_does", "_sits_with"}
+        assert sum(part["n"] for part in row["by_category"].values()) == row["n"]
+    assert rows[2]["mrr"] != plain["mrr"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("--rerank", "5"), "expected HOPS:ALPHA"),
+        (("--rerank", "0:1"), "expected HOPS:ALPHA"),
+        (("--rerank", "1:0.1:head"), "expected HOPS:ALPHA"),
+        (("--ties", "kind"), "Legal: realistic, optimistic, pessimistic"),
+        (("--split", "train2"), "Legal: train, dev, test"),
+        (("--head", "mlp"), "no fitted head 'mlp'"),
+        (("--predictions", "x.csv"), "--predictions is of rated pairs"),
+        (("--report", "x.html"), "--report is of rated pairs"),
+        (("--rating-range", "1", "5"), "of rated pairs"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(capsys, fitted, asked, words):
+    assert words in refused(capsys, "evaluate", "--run", fitted, *asked)
+
+
+def test_rankings_are_asked_of_rankings_only(capsys, tiny_run):
+    said = refused(capsys, "evaluate", "--run", tiny_run, "--exclude-head")
+    assert "--exclude-head is of tasks that rank candidates" in said
+
+
+def test_a_sweep_ranks_and_resumes(capsys, own):
+    command = ("sweep", "--run", own, "--head", "concat", "hadamard", "--seeds", "2")
+    command += ("--vary", "learning_rate=0.001,0.01", "--set", "epochs=2", "batch_size=16")
+    done = ok(capsys, *command, "--workers", "1")
+    rows = done["results"]
+    assert len(rows) == 4
+    assert done["failures"] == []
+    assert [row["mrr"] for row in rows] == sorted((row["mrr"] for row in rows), reverse=True)
+    assert all(row["n"] == 14 and "spearman" not in row for row in rows)
+    assert ok(capsys, *command) == done
+
+
+def test_prompts_are_compared_over_queries(capsys, own, graph, model):
+    command = ("compare-prompts", "--model", model, "--run", own, *ENCODER, "--heads", "linear")
+    command += ("--prompts", "concat-sent-cond", "concat-cond-sent", "control-no-condition")
+    command += ("--seeds", "1", "--set", "epochs=2", "batch_size=16", "--workers", "1")
+    found = ok(capsys, *command, "--baseline", "concat-sent-cond", "--keep")
+    rows = {row["name"]: row for row in found["results"]}
+    assert rows["linear@concat-cond-sent+c"]["against"] == "linear@concat-sent-cond+c"
+    difference = rows["linear@concat-cond-sent+c"]["difference"]["mrr"]
+    assert difference["low"] <= difference["value"] <= difference["high"]
+    assert "dev_mrr" in ok(capsys, "heads", "--run", own)["heads"][0]
+    assert "ranks candidates" in refused(capsys, *command, "--report", "page.html")

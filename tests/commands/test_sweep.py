@@ -37,7 +37,7 @@ from llmcond.workflows.sweep import sweep
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")
 
 #: The module, which the package's function of that name hides.
-MODULE = import_module("llmcond.runs.trials")
+MODULE, FITS = (import_module(f"llmcond.runs.{name}") for name in ("trials", "rated"))
 
 J, S = "concat-sent-cond", "separate"
 BOTH = f"{J}+{S}"
@@ -78,13 +78,13 @@ def own(two_prompts: Path, tmp_path: Path) -> Path:
 def fits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None, int]]:
     """Every fit of a sweep in this process, by its recipe, size and seed."""
     made: list[tuple[str, int | None, int]] = []
-    fit = MODULE.fit_recipe
+    fit = FITS.fit_recipe
 
     def counted(recipe, pairs, dev, seed, on_epoch, device):
         made.append((recipe.name, recipe.dim, seed))
         return fit(recipe, pairs, dev, seed, on_epoch, device)
 
-    monkeypatch.setattr(MODULE, "fit_recipe", counted)
+    monkeypatch.setattr(FITS, "fit_recipe", counted)
     return made
 
 
@@ -383,7 +383,7 @@ def test_a_split_without_ratings_is_refused(capsys, own, fits):
 
 def failing(monkeypatch, when, error):
     """Let fits fail; ``when`` is told their number from 0, their recipe and their seed."""
-    fit, made = MODULE.fit_recipe, []
+    fit, made = FITS.fit_recipe, []
 
     def fails(recipe, pairs, dev, seed, on_epoch, device):
         made.append(seed)
@@ -391,7 +391,7 @@ def failing(monkeypatch, when, error):
             raise error
         return fit(recipe, pairs, dev, seed, on_epoch, device)
 
-    monkeypatch.setattr(MODULE, "fit_recipe", fails)
+    monkeypatch.setattr(FITS, "fit_recipe", fails)
     return made
 
 

@@ -23,7 +23,6 @@ from llmcond.features.view import View
 from llmcond.prompts import Part, Prompt, load_prompt, prompt_from_json
 from llmcond.prompts.inputs import (
     SplitInputs,
-    check_inputs_differ,
     given_conditions,
     row_inputs,
     same_inputs,
@@ -669,10 +668,10 @@ def test_two_rows_made_the_same_are_found(
     numbered = rows_of(rows, first=5)
     assert same_inputs(numbered, prompt) == (found and (found[0] - 5, found[1] - 5))
     if found is None:
-        check_inputs_differ(numbered, prompt)
+        SplitInputs([numbered], prompt).check_differ()
         return
     with pytest.raises(UserError) as caught:
-        check_inputs_differ(numbered, prompt)
+        SplitInputs([numbered], prompt).check_differ()
     message = str(caught.value)
     assert "\n" not in message
     assert f"the prompt mine makes the same input of row {found[0]} of rows.csv" in message

@@ -60,10 +60,7 @@ def _render(page: Page) -> str:
         data["charts"]["heads"] = heads[0]
     if isotropy:
         data["charts"] |= {f"isotropy-{i}": chart for i, chart in enumerate(isotropy[0])}
-    counted = (
-        f"{one.split}: {one.counts.n:,} rated rows of {one.counts.n_pairs:,} sentence pairs"
-        for one in page.results
-    )
+    counted = (f"{one.split}: {one.counts.text}" for one in page.results)
     scripts = [_script(libraries()), _script((_FOLDER / "page.js").read_text("utf-8"))]
     text = environment.get_template("page.html.j2").render(
         page=page,

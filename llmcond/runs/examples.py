@@ -1,0 +1,63 @@
+"""A run's examples: what heads are fitted on, and what predictors are scored on.
+
+Every verb that fits or scores asks this instead of knowing whether examples are rated pairs or
+queries against candidates.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcond.evaluation.results import Scored
+from llmcond.features.view import View
+from llmcond.heads import Recipe
+from llmcond.heads.base import Fitted
+from llmcond.heads.pairs import OnEpoch
+from llmcond.prompts import Prompt
+from llmcond.runs.predictors import AnyPredictor, Zeroshot
+from llmcond.runs.run import AnyRun
+
+
+class Examples(ABC):
+    """The examples of a run with their features, each read once for a prompt and split."""
+
+    run: AnyRun
+    #: What messages call them.
+    unit: ClassVar[str]
+
+    @abstractmethod
+    def dim(self, view: View) -> int:
+        """Return the size of the features that a head sees of a text."""
+
+    @abstractmethod
+    def counts(self) -> Mapping[str, int]:
+        """Return how many examples are fitted on and chosen by: ``n_train``, ``n_dev``, ..."""
+
+    @abstractmethod
+    def fit(self, recipe: Recipe, view: View, seed: int, on_epoch: OnEpoch, device: str) -> Fitted:
+        """Fit a head on train; dev chooses the epoch, where there is one."""
+
+    @abstractmethod
+    def on_dev(self, head: Any, view: View) -> float:
+        """Return a head's score on dev, by the run's ``dev_metric``; NaN where it is undefined."""
+
+    @abstractmethod
+    def scored(self, split: str) -> Scored:
+        """Return what predictions of a split are compared with.
+
+        Raises:
+            UserError: no such split, or nothing in it to compare with.
+        """
+
+    @abstractmethod
+    def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
+        """Return what metrics take of each example, (n,): its similarity, or its answer's rank."""
+
+    @abstractmethod
+    def zeroshots(self, prompt: Prompt) -> list[Zeroshot]:
+        """Return the ways to compare a prompt's features as they are."""

@@ -1,0 +1,76 @@
+"""Rated pairs as examples: heads are fitted on ratings, and predict similarities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcond.data.rows import Rows
+from llmcond.features.view import View
+from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe
+from llmcond.heads.pairs import OnEpoch
+from llmcond.metrics import spearman
+from llmcond.prompts import Prompt
+from llmcond.runs.examples import Examples
+from llmcond.runs.features import Features
+from llmcond.runs.predictors import AnyPredictor, Zeroshot, check_scorable, predict, zeroshots
+from llmcond.runs.run import Run
+
+
+class RatedExamples(Examples):
+    """See :class:`Examples`."""
+
+    run: Run
+    unit = "rows"
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._features = Features(run)
+
+    def dim(self, view: View) -> int:
+        """See :class:`Examples`."""
+        return self._features.rated(view, "train").dim
+
+    def counts(self) -> Mapping[str, int]:
+        """See :class:`Examples`; ``n_dropped`` are unrated rows of train."""
+        train, dev = self.run.rows("train").rated, self.run.rows("dev").rated
+        return {
+            "n_train": int(train.sum()),
+            "n_dev": int(dev.sum()),
+            "n_dropped": int((~train).sum()),
+        }
+
+    def fit(
+        self, recipe: Recipe, view: View, seed: int, on_epoch: OnEpoch, device: str
+    ) -> FittedHead:
+        """See :class:`Examples`."""
+        train, dev = (self._features.rated(view, split) for split in ("train", "dev"))
+        return fit_recipe(recipe, train, dev if len(dev) else None, seed, on_epoch, device)
+
+    def on_dev(self, head: FittedHead, view: View) -> float:
+        """See :class:`Examples`."""
+        return _score(head, self._features.rated(view, "dev"))
+
+    def scored(self, split: str) -> Rows:
+        """See :class:`Examples`."""
+        rows = self.run.rows(split)
+        check_scorable(rows, self.run, other=False)
+        return rows
+
+    def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
+        """See :class:`Examples`: the similarity of all rows, unrated ones included."""
+        return predict(predictor, self._features.pairs(predictor.view, split))
+
+    def zeroshots(self, prompt: Prompt) -> list[Zeroshot]:
+        """See :class:`Examples`."""
+        return zeroshots(prompt)
+
+
+def _score(head: FittedHead, dev: PairArrays) -> float:
+    if not len(dev):
+        return math.nan
+    similarity = head.similarity(dev.first, dev.second, dev.condition)
+    return spearman(similarity.astype(np.float64), dev.rating)
