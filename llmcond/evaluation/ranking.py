@@ -88,35 +88,20 @@ def rank(
     Raises:
         UserError: a vector is not finite.
     """
-    scores = _Scores(candidates, terms, tile)
+    every = _Candidates(candidates, known, terms, exclude_head, tile)
     head, relation, answer = np.asarray(triples, dtype=np.int64).T
     above, level = np.zeros(len(answer)), np.zeros(len(answer))
-    # Queries whose answers are in the same tile are scored together.
+    # Queries whose answers are in the same tile are asked together.
     order = np.argsort(answer // tile, kind="stable")
     for begin in range(0, len(order), block):
         chosen = order[begin : begin + block]
-        piece = scores.of(_finite(as_matrix(queries).read(chosen), chosen, "query"), head[chosen],
-                          relation[chosen])  # fmt: skip
-        own = answer[chosen]
-        right = np.empty((len(chosen), 1), dtype=np.float32)
-        found: tuple[int, Array] | None = None
-        # The answer's score is taken out of the product that it is compared with: computed in
-        # another way it could differ in the last bit, and its ties would be none.
-        for first in np.unique(own // tile * tile):
-            found = first, piece.tile(first)
-            inside = np.flatnonzero(own // tile * tile == first)
-            right[inside, 0] = found[1][inside, own[inside] - first]
-        left_out = [(np.arange(len(chosen)), own)]
-        if known is not None:
-            left_out.append(known.gather(head[chosen], relation[chosen]))
-        if exclude_head:
-            left_out.append((np.arange(len(chosen)), head[chosen]))
-        for first in range(0, scores.n, tile):
-            part = found[1] if found is not None and found[0] == first else piece.tile(first)
-            for row, entity in left_out:
-                _put(part, first, row, entity)
-            above[chosen] += np.count_nonzero(part > right, axis=1)
-            level[chosen] += np.count_nonzero(part == right, axis=1)
+        asked = _Asked(every, _read(queries, chosen), head[chosen], relation[chosen])
+        right = asked.scores_of(answer[chosen])[:, None]
+        for first in range(0, every.n, tile):
+            scores = asked.scores(first)
+            _leave_out(scores, first, np.arange(len(chosen)), answer[chosen])
+            above[chosen] += np.count_nonzero(scores > right, axis=1)
+            level[chosen] += np.count_nonzero(scores == right, axis=1)
     return Ranks(1 + above, 1 + above + level)
 
 
@@ -137,80 +122,108 @@ def top(
     left out. Equal scores are in the order of the entities. Where fewer than k candidates are left,
     the last scores are -inf.
     """
-    scores = _Scores(candidates, terms, tile)
-    vectors = _finite(as_matrix(queries).read(), np.arange(len(head)), "query")
-    piece = scores.of(vectors, head, relation)
-    entities = np.zeros((len(head), 0), dtype=np.int64)
-    best = np.zeros((len(head), 0), dtype=np.float32)
-    for first in range(0, scores.n, tile):
-        part = piece.tile(first)
-        if known is not None:
-            _put(part, first, *known.gather(head, relation))
-        if exclude_head:
-            _put(part, first, np.arange(len(head)), np.asarray(head))
-        numbers = np.broadcast_to(np.arange(first, first + part.shape[1]), part.shape)
+    every = _Candidates(candidates, known, terms, exclude_head, tile)
+    rows = np.arange(len(head))
+    asked = _Asked(every, _read(queries, rows), head, relation)
+    entities = np.zeros((len(rows), 0), dtype=np.int64)
+    best = np.zeros((len(rows), 0), dtype=np.float32)
+    for first in range(0, every.n, tile):
+        scores = asked.scores(first)
+        numbers = np.broadcast_to(np.arange(first, first + scores.shape[1]), scores.shape)
         entities = np.concatenate([entities, numbers], axis=1)
-        best = np.concatenate([best, part], axis=1)
+        best = np.concatenate([best, scores], axis=1)
         order = np.argsort(-best, axis=1, kind="stable")[:, :k]
         entities = np.take_along_axis(entities, order, axis=1)
         best = np.take_along_axis(best, order, axis=1)
     return entities, best
 
 
-class _Scores:
-    """Scores of candidates, a tile of them at a time."""
+class _Candidates:
+    """All entities' vectors, read a tile at a time, and what else their scores depend on."""
 
-    def __init__(self, candidates: MatrixLike, terms: Sequence[Term], tile: int) -> None:
-        self.candidates, self.terms, self.size = as_matrix(candidates), terms, tile
-        self.n = len(self.candidates)
-        self._read: tuple[int, Array] | None = None
+    def __init__(
+        self,
+        vectors: MatrixLike,
+        known: Known | None,
+        terms: Sequence[Term],
+        exclude_head: bool,
+        tile: int,
+    ) -> None:
+        self.vectors, self.n, self.tile = as_matrix(vectors), len(vectors), tile
+        self.known, self.terms, self.exclude_head = known, terms, exclude_head
+        self._last: tuple[int, Array] | None = None
 
     def read(self, first: int) -> Array:
-        """Return the vectors of a tile, which are kept until another one is read."""
-        if self._read is None or self._read[0] != first:
-            rows = np.arange(first, min(first + self.size, self.n))
-            self._read = (
-                first,
-                _finite(self.candidates.read(slice(first, first + self.size)), rows, "candidate"),
-            )
-        return self._read[1]
-
-    def of(self, vectors: Array, head: Numbers, relation: Numbers) -> _Block:
-        """Return the scores of a block of queries, (m, k) vectors."""
-        return _Block(self, vectors, [term(head, relation) for term in self.terms])
+        """Return the vectors of a tile, which stay in memory until another one is read."""
+        if self._last is None or self._last[0] != first:
+            # Pages of the tile before would count as memory in use.
+            self.vectors.release()
+            self._last = first, _read(self.vectors, slice(first, first + self.tile), "candidate")
+        return self._last[1]
 
 
-@dataclass(frozen=True)
-class _Block:
-    scores: _Scores
-    vectors: Array
-    added: Sequence[Added]
+class _Asked:
+    """A block of queries: (m, k) vectors, heads (m,) and relations (m,)."""
 
-    def tile(self, first: int) -> Array:
-        """Return (m, at most tile) the scores of the candidates from the first one on."""
-        found = self.vectors @ self.scores.read(first).T
-        for row, entity, value in self.added:
+    def __init__(
+        self, every: _Candidates, vectors: Array, head: Numbers, relation: Numbers
+    ) -> None:
+        self._every, self._vectors = every, vectors
+        self._added = [term(head, relation) for term in every.terms]
+        self._left_out = [] if every.known is None else [every.known.gather(head, relation)]
+        if every.exclude_head:
+            self._left_out.append((np.arange(len(head)), np.asarray(head, dtype=np.int64)))
+        self._last: tuple[int, Array] | None = None
+
+    def scores_of(self, answer: Positions) -> Array:
+        """Return (m,) the scores of one entity for each query, whether it is left out or not.
+
+        They are taken out of the product that they are compared with: computed in another way they
+        could differ in the last bit, and ties would be none.
+        """
+        tile = self._every.tile
+        found = np.empty(len(answer), dtype=np.float32)
+        for first in np.unique(answer // tile * tile).tolist():
+            self._last = first, self._products(first)
+            rows = np.flatnonzero(answer // tile * tile == first)
+            found[rows] = self._last[1][rows, answer[rows] - first]
+        return found
+
+    def scores(self, first: int) -> Array:
+        """Return (m, at most tile) the scores of candidates, -inf where they are left out."""
+        if self._last is not None and self._last[0] == first:
+            found, self._last = self._last[1], None
+        else:
+            found = self._products(first)
+        for row, entity in self._left_out:
+            _leave_out(found, first, row, entity)
+        return found
+
+    def _products(self, first: int) -> Array:
+        found: Array = self._vectors @ self._every.read(first).T
+        for row, entity, value in self._added:
             inside = (entity >= first) & (entity < first + found.shape[1])
             found[row[inside], entity[inside] - first] += value[inside]
         return found
 
 
-def _put(scores: Array, first: int, row: Positions, entity: Numbers) -> None:
-    """Leave entities out of a tile."""
+def _leave_out(scores: Array, first: int, row: Positions, entity: Positions) -> None:
     inside = (entity >= first) & (entity < first + scores.shape[1])
     scores[row[inside], entity[inside] - first] = -np.inf
 
 
-def _finite(vectors: Array, rows: Positions, what: str) -> Array:
-    """Return vectors, whose rows have these numbers; a UserError if one is not finite."""
+def _read(vectors: MatrixLike, rows: Positions | slice, what: str = "query") -> Array:
+    """Return some rows in float32; a UserError if one is not finite."""
+    found = as_matrix(vectors).read(rows)
+    finite_rows = np.isfinite(found).all(axis=1)
     # A NaN is above nothing, so that it would rank as a perfect answer.
-    if not np.isfinite(vectors).all():
-        bad = rows[~np.isfinite(vectors).all(axis=1)]
+    if not finite_rows.all():
+        bad = np.arange(len(vectors))[rows][~finite_rows]
         raise UserError(
             f"vectors hold NaN or infinity: {len(bad):,}, the first of {what} {bad[0]:,}. Fit the "
             "head again with a lower learning rate, or extract in float32."
         )
-    return vectors
+    return found
 
 
 # -- what the graph tells ----------------------------------------------------------------------
@@ -234,11 +247,11 @@ class Context:
         self.n_entities, self.n_relations = n_entities, n_relations
         self.known = Known(both_directions(triples, n_relations), n_entities)
         head, tail = triples[triples[:, 0] != triples[:, 2]][:, [0, 2]].T
-        links = np.unique(np.concatenate([head, tail]).astype(np.int64) * n_entities
-                          + np.concatenate([tail, head]))  # fmt: skip
-        ends = links // n_entities, links % n_entities
+        both = np.concatenate([[head, tail], [tail, head]], axis=1)
+        ends = np.unique(both, axis=1)
         shape = (n_entities, n_entities)
-        self.adjacency = sp.csr_matrix((np.ones(len(links), dtype=np.float32), ends), shape=shape)
+        ones = np.ones(ends.shape[1], dtype=np.float32)
+        self.adjacency = sp.csr_matrix((ones, ends), shape=shape)
         self.degree = np.diff(self.adjacency.indptr).astype(np.float32)
 
     @classmethod
@@ -359,18 +372,16 @@ def fit_reverse(
     vectors, own = matrix.read(changed), triples[changed]
     sample = slice(None, None, max(1, len(candidates) // 4_096))
     unit = float(np.std(vectors[:BLOCK] @ as_matrix(candidates).read(sample).T, axis=1).mean())
-    gained = np.stack(
-        [
-            1 / rank(vectors, candidates, own, known, [*terms, context.reverse(weight * unit)],
-                     exclude_head).of()
-            for weight in _WEIGHTS
-        ]
-    )  # fmt: skip
+    gained = []
+    for weight in _WEIGHTS:
+        tried = [*terms, context.reverse(weight * unit)]
+        gained.append(1 / rank(vectors, candidates, own, known, tried, exclude_head).of())
     weights = np.zeros(context.n_relations)
     for one in np.unique(relation[changed]):
         at = relation[changed] == one
         if at.sum() >= _LEAST_QUERIES:
-            weights[one] = _WEIGHTS[int(gained[:, at].mean(axis=1).argmax())] * unit
+            best = int(np.argmax([own[at].mean() for own in gained]))
+            weights[one] = _WEIGHTS[best] * unit
     return np.tile(weights, 2)
 
 

@@ -310,35 +310,46 @@ def read_graph(source: str | Path | None = None) -> Graph:
     if entities is None:
         notes.append("no table of entities: they are told by their ids")
         entities = {key: (key, key) for key in used}
+    if relations is None:
+        relations = {key: (relation_text(key), "") for key in asked}
     if len(entities) > len(used):
         left_out = len(entities) - len(used)
         notes.append(f"entities of the table in no triple, left out: {left_out:,}")
-    entities = {key: texts for key, texts in entities.items() if key in used}
-    if relations is None:
-        relations = {key: (relation_text(key), "") for key in asked}
-    relations = {key: texts for key, texts in relations.items() if key in asked}
+    graph = _numbered(
+        name,
+        {key: texts for key, texts in entities.items() if key in used},
+        {key: texts for key, texts in relations.items() if key in asked},
+        lines,
+    )
+    for split, triples in graph.splits.items():
+        if len(triples) < len(lines[split]):
+            many = len(lines[split]) - len(triples)
+            notes.append(f"{split} triples that are there before, counted once: {many:,}")
+    return replace(graph, notes=(*notes, *_oddities(graph)))
 
+
+def _numbered(
+    name: str,
+    entities: Mapping[str, tuple[str, str]],
+    relations: Mapping[str, tuple[str, str]],
+    lines: Mapping[str, Sequence[tuple[str, ...]]],
+) -> Graph:
+    """Return a graph of names and texts, of texts of both directions, and of distinct triples."""
     to_entity = {key: i for i, key in enumerate(entities)}
     to_relation = {key: i for i, key in enumerate(relations)}
     splits = {}
-    for split in SPLITS:
-        if split in lines:
-            numbers = [(to_entity[h], to_relation[r], to_entity[t]) for h, r, t in lines[split]]
-            distinct = list(dict.fromkeys(numbers))
-            if len(distinct) < len(numbers):
-                many = len(numbers) - len(distinct)
-                notes.append(f"{split} triples that are there before, counted once: {many:,}")
-            splits[split] = np.array(distinct, dtype=np.int32)
+    for split in (split for split in SPLITS if split in lines):
+        numbers = ((to_entity[h], to_relation[r], to_entity[t]) for h, r, t in lines[split])
+        splits[split] = np.array(list(dict.fromkeys(numbers)), dtype=np.int32)
+    names, texts = (list(own) for own in zip(*entities.values(), strict=True))
     forward = [text for text, _ in relations.values()]
     backward = [inverse or f"inverse {text}" for text, inverse in relations.values()]
-    names, texts = (list(own) for own in zip(*entities.values(), strict=True))
-    graph = Graph(
+    return Graph(
         name,
         Texts(list(entities), names, texts),
         Texts(list(relations), forward, forward, backward),
         splits,
     )
-    return replace(graph, notes=(*notes, *_oddities(graph)))
 
 
 def relation_text(key: str) -> str:
