@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from llmcond.commands.analyse import analyse
     from llmcond.commands.bench import bench
     from llmcond.commands.compare_prompts import compare_prompts
+    from llmcond.commands.complete import complete
     from llmcond.commands.embed import embed
     from llmcond.commands.evaluate import evaluate
     from llmcond.commands.extract import extract
@@ -26,12 +27,15 @@ if TYPE_CHECKING:
     from llmcond.errors import LlmcondError, UserError
     from llmcond.heads.estimator import Head
     from llmcond.plugins import register
+    from llmcond.runs.completer import Completer, Completion, load_completer
     from llmcond.runs.cross import CrossEncoder, load_cross_encoder
     from llmcond.runs.embedder import Embedder, load_embedder
     from llmcond.runs.features import load_features
     from llmcond.tasks import Task
 
 __all__ = [
+    "Completer",
+    "Completion",
     "CrossEncoder",
     "Embedder",
     "Encoder",
@@ -44,10 +48,12 @@ __all__ = [
     "analyse",
     "bench",
     "compare_prompts",
+    "complete",
     "embed",
     "evaluate",
     "extract",
     "fit_head",
+    "load_completer",
     "load_cross_encoder",
     "load_embedder",
     "load_encoder",
@@ -61,6 +67,8 @@ __all__ = [
 
 #: Where names are that are no verbs; a verb is in the module of its command.
 _HOMES = {
+    "Completer": "llmcond.runs.completer",
+    "Completion": "llmcond.runs.completer",
     "CrossEncoder": "llmcond.runs.cross",
     "Embedder": "llmcond.runs.embedder",
     "Encoder": "llmcond.encoders.encoder",
@@ -69,6 +77,7 @@ _HOMES = {
     "LlmcondError": "llmcond.errors",
     "Task": "llmcond.tasks",
     "UserError": "llmcond.errors",
+    "load_completer": "llmcond.runs.completer",
     "load_cross_encoder": "llmcond.runs.cross",
     "load_embedder": "llmcond.runs.embedder",
     "load_encoder": "llmcond.encoders.encoder",

@@ -28,6 +28,7 @@ COMMANDS = {
     "evaluate": "evaluate:Evaluate",
     "analyse": "analyse:Analyse",
     "compare-prompts": "compare_prompts:ComparePrompts",
+    "complete": "complete:Complete",
     "similarity": "similarity:Similarity",
     "embed": "embed:Embed",
     "models": "models:ListModels",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -16,7 +16,15 @@ from llmcond.heads import FittedHead, Gathered, Matrix, cosine
 from llmcond.heads.cache import ConditionCache
 from llmcond.log import log
 from llmcond.prompts import Prompt
-from llmcond.runs import Run, SavedHead, open_run
+from llmcond.runs import (
+    AnyRun,
+    RankingRun,
+    Run,
+    Saved,
+    SavedHead,
+    SavedQueryHead,
+    open_run,
+)
 from llmcond.runs.comparing import Comparing, Vectors, checked_texts, one_text
 
 
@@ -163,7 +171,17 @@ def load_embedder(
     return Embedder(Encoder(resolved), view, chosen.head, chosen.name, cache, fitted_on)
 
 
-def choose_head(run: Run, name: str | None, prompt: str | None = None) -> SavedHead | None:
+@overload
+def choose_head(run: Run, name: str | None, prompt: str | None = None) -> SavedHead | None: ...
+
+
+@overload
+def choose_head(
+    run: RankingRun, name: str | None, prompt: str | None = None
+) -> SavedQueryHead | None: ...
+
+
+def choose_head(run: AnyRun, name: str | None, prompt: str | None = None) -> Saved[Any] | None:
     """Return the head that a name stands for; None for zero-shot.
 
     Raises:

@@ -155,12 +155,25 @@ class QueryExamples(Examples):
         Scores are their products.
         """
         features = self.features(predictor.view)
+        queries = self.queries(predictor, features, sentences, conditions)
+        if predictor.head is None:
+            return queries, _AsTheyAre(features)
+        return queries, predictor.head.on(features).candidates()
+
+    def queries(
+        self,
+        predictor: AnyPredictor,
+        features: QueryFeatures,
+        sentences: NDArray[Any],
+        conditions: NDArray[Any],
+    ) -> Array:
+        """Return (m, k) vectors of queries by what heads read."""
         if predictor.head is not None:
-            head = predictor.head.on(features)
-            return head.queries(sentences, conditions), head.candidates()
+            found: Array = predictor.head.on(features).queries(sentences, conditions)
+            return found
         rows, which = (np.asarray(own, dtype=np.int64) for own in (sentences, conditions))
         joint = predictor.view.features != "separate"
-        return features.heads(rows, which, joint).numpy(), _AsTheyAre(features)
+        return np.asarray(features.heads(rows, which, joint).numpy())
 
     def ranks(
         self,

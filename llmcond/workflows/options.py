@@ -25,23 +25,9 @@ class WithSplit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankingOptions:
-    """How candidates are ranked, in runs of tasks that rank them.
+class GraphOptions:
+    """What a knowledge graph itself adds to the scores of entities."""
 
-    Those but for ``ties`` are of knowledge graphs.
-    """
-
-    ties: Ties | None = option(
-        None,
-        help="how an answer ranks among candidates of its score: in their middle, first or last "
-        "(default: realistic)",
-        group=_RANKING,
-    )
-    exclude_head: bool = option(
-        False,
-        help="a query's own head entity is no candidate, unless it is the answer",
-        group=_RANKING,
-    )
     rerank: str | None = option(
         None,
         metavar="HOPS:ALPHA[:no-head]",
@@ -55,9 +41,26 @@ class RankingOptions:
         "relation",
         group=_RANKING,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankingOptions(GraphOptions):
+    """How candidates are ranked, in runs of tasks that rank them."""
+
+    ties: Ties | None = option(
+        None,
+        help="how an answer ranks among candidates of its score: in their middle, first or last "
+        "(default: realistic)",
+        group=_RANKING,
+    )
+    exclude_head: bool = option(
+        False,
+        help="a query's own head entity is no candidate, unless it is the answer",
+        group=_RANKING,
+    )
     by_relation: bool = option(
         False,
-        help="figures of each relation and category of relations, with --json",
+        help="figures of each relation and category of relations as well, with --json",
         group=_RANKING,
     )
 

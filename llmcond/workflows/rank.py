@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmcond.errors import UserError
 from llmcond.evaluation.ranked import RankedResult
 from llmcond.evaluation.ranking import (
-    Context,
     Part,
-    Ranks,
-    Term,
-    fit_reverse,
+    Ties,
     parts,
     rank_rule,
     relation_parts,
@@ -23,42 +21,17 @@ from llmcond.evaluation.ranking import (
 )
 from llmcond.evaluation.results import Counts, Results
 from llmcond.log import log
-from llmcond.metrics import Floats, Metric, choose_metrics
+from llmcond.metrics import Estimate, Floats, Metric, choose_metrics
 from llmcond.runs import RankingRun, Run
 from llmcond.runs.predictors import AnyPredictor, fitted_heads, unscored
 from llmcond.runs.ranking import QueryExamples
+from llmcond.runs.terms import GraphTerms
+from llmcond.tasks import QueryData
 from llmcond.tasks.graph import Graph
 from llmcond.workflows.options import RankingOptions
 
-#: Options that need a knowledge graph.
-_OF_GRAPHS = ("exclude_head", "rerank", "reverse", "by_relation")
 #: What results call the rule that an edge goes both ways.
 REVERSE_RULE = "rule:reverse"
-
-
-@dataclass(frozen=True, slots=True)
-class Rerank:
-    """Neighbour re-ranking, as ``--rerank HOPS:ALPHA[:no-head]`` asks for it."""
-
-    hops: int
-    alpha: float
-    head: bool = True
-
-    @classmethod
-    def parse(cls, text: str) -> Rerank:
-        """Return what a text asks for; a UserError if it has another form."""
-        words = text.split(":")
-        try:
-            hops, alpha = int(words[0]), float(words[1])
-            legal = words[2:] in ([], ["no-head"]) and 1 <= hops <= 100 and np.isfinite(alpha)
-        except (IndexError, ValueError):
-            legal = False
-        if not legal:
-            raise UserError(
-                f"--rerank is {text!r}; expected HOPS:ALPHA or HOPS:ALPHA:no-head, such as 5:0.05, "
-                "with 1 to 100 hops."
-            )
-        return cls(hops, alpha, head=len(words) == 2)
 
 
 def check_no_ranking(run: Run, options: RankingOptions) -> None:
@@ -92,126 +65,78 @@ def evaluate_ranking(
     if not prompts:
         raise UserError(f"{run.folder} has no extracted features yet. Run `llmcond extract` first.")
     plain = [one for prompt in prompts for one in examples.zeroshots(prompt)]
-    scorer = _Scorer(examples, split, options)
     predictors: list[AnyPredictor] = [*plain, *fitted]
+    terms = GraphTerms(examples, options.rerank, options.reverse, options.exclude_head)
+    ties = options.ties or "realistic"
     log.info(f"ranking {len(rows.pair):,} queries of {split} by {len(predictors)} systems")
-    described = [scorer.described(one) for one in predictors]
-    systems = [scorer.ranks(one) for one in predictors]
-    if scorer.context is not None:
+    described = [_described(one, run, split, ties, terms.to_json()) for one in predictors]
+    systems = [examples.ranks(one, split, terms.of(one), terms.exclude_head) for one in predictors]
+    if terms.context is not None:
         # What takes no training stands together.
-        described.insert(len(plain), scorer.rule)
-        by_rule = rank_rule(scorer.context, examples.data.queries(split), examples.known)
+        described.insert(len(plain), _rule(run, split, ties))
+        by_rule = rank_rule(terms.context, examples.data.queries(split), examples.known)
         systems.insert(len(plain), by_rule)
-    ranks = [own.of(options.ties or "realistic")[None] for own in systems]
-    return Results(tuple(_with_figures(described, ranks, Counts.of(rows), computed, scorer)))
+    counted = [replace(one, counts=Counts.of(rows)) for one in described]
+    ranks = [own.of(ties)[None] for own in systems]
+    scored = _with_figures(counted, ranks, examples.data, computed, options.by_relation)
+    return Results(tuple(scored))
 
 
-class _Scorer:
-    """Ranks of a split's answers with what the options add to scores."""
+def _described(
+    predictor: AnyPredictor, run: RankingRun, split: str, ties: Ties, added: Mapping[str, Any]
+) -> RankedResult:
+    """Return the result of a predictor, without figures."""
+    result, head = unscored(predictor, split, run.task.name), predictor.head
+    return RankedResult(
+        **{item.name: getattr(result, item.name) for item in fields(result)},
+        ties=ties,
+        added=added,
+        neighbours=bool(head and getattr(head.settings, "neighbours", False)),
+    )
 
-    def __init__(self, examples: QueryExamples, split: str, options: RankingOptions) -> None:
-        self.examples, self.split, self.options = examples, split, options
-        data = examples.data
-        self.graph = data if isinstance(data, Graph) else None
-        self.context = None if self.graph is None else Context.of(self.graph)
-        self._rerank = None if options.rerank is None else Rerank.parse(options.rerank)
-        of_graphs = [name for name in _OF_GRAPHS if getattr(options, name)]
-        if self.graph is None and of_graphs:
-            raise UserError(
-                f"--{of_graphs[0].replace('_', '-')} is of knowledge graphs, and "
-                f"{examples.run.folder} holds none. Leave it out."
-            )
 
-    def described(self, predictor: AnyPredictor) -> RankedResult:
-        """Return the result of a predictor, without figures."""
-        result = unscored(predictor, self.split, self.examples.run.task.name)
-        head = predictor.head
-        own = {item.name: getattr(result, item.name) for item in fields(result)}
-        return RankedResult(
-            **own,
-            ties=self.options.ties or "realistic",
-            added=self._added(),
-            neighbours=bool(getattr(head and head.settings, "neighbours", False)),
-        )
-
-    @property
-    def rule(self) -> RankedResult:
-        """Return the result of the reversed edge alone, without figures."""
-        return RankedResult(
-            name=REVERSE_RULE,
-            head=REVERSE_RULE,
-            prompts=(),
-            subtract=False,
-            split=self.split,
-            task=self.examples.run.task.name,
-            ties=self.options.ties or "realistic",
-            added={"rerank": None, "exclude_head": False, "reverse": True},
-        )
-
-    def _added(self) -> dict[str, Any]:
-        options = self.options
-        return {
-            "rerank": options.rerank,
-            "exclude_head": options.exclude_head,
-            "reverse": options.reverse,
-        }
-
-    def ranks(self, predictor: AnyPredictor) -> Ranks:
-        """Return the ranks of a split's answers."""
-        terms: list[Term] = []
-        if self._rerank is not None and self.context is not None:
-            own = self._rerank
-            terms.append(self.context.hops(own.hops, own.alpha, own.head))
-        if self.options.reverse and self.context is not None:
-            terms.append(self.context.reverse(self._weights(predictor, terms)))
-        return self.examples.ranks(predictor, self.split, terms, self.options.exclude_head)
-
-    def _weights(self, predictor: AnyPredictor, terms: Sequence[Term]) -> Floats:
-        """Return what a reversed edge adds under each relation, as dev has it."""
-        assert self.context is not None  # noqa: S101 - the caller saw to that
-        queries = self.examples.data.queries("dev")
-        vectors, candidates = self.examples.vectors(predictor, queries[:, 0], queries[:, 1])
-        return fit_reverse(
-            vectors,
-            candidates,
-            queries,
-            self.examples.known,
-            self.context,
-            terms,
-            self.options.exclude_head,
-        )
+def _rule(run: RankingRun, split: str, ties: Ties) -> RankedResult:
+    """Return the result of the reversed edge alone, without figures."""
+    return RankedResult(
+        name=REVERSE_RULE,
+        head=REVERSE_RULE,
+        prompts=(),
+        subtract=False,
+        split=split,
+        task=run.task.name,
+        ties=ties,
+        added={"rerank": None, "exclude_head": False, "reverse": True},
+    )
 
 
 def _with_figures(
     results: Sequence[RankedResult],
     ranks: Sequence[Floats],
-    counts: Counts,
+    data: QueryData,
     metrics: Sequence[Metric],
-    scorer: _Scorer,
+    by_relation: bool,
 ) -> list[RankedResult]:
     """Return results with their figures, of all queries and of each part."""
 
-    def figures(chosen: Any) -> list[Part]:
+    def figures(chosen: NDArray[np.bool_]) -> list[Part]:
         n = int(chosen.sum())
         if not n:
-            return [Part(0, {}) for _ in results]
+            return [Part(0, {metric.name: Estimate(np.nan) for metric in metrics}) for _ in results]
         found = resample_ranks(ranks, metrics, chosen=chosen)
         return [Part(n, found.estimates(i)) for i in range(len(results))]
 
-    overall = resample_ranks(ranks, metrics)
+    overall, split = resample_ranks(ranks, metrics), results[0].split
     by_part: dict[str, list[Part]] = {}
     grouped: list[tuple[str, list[Part]]] = []
     n_categories = 0
-    if scorer.graph is not None:
-        by_part = {k: figures(own) for k, own in parts(scorer.graph, scorer.split).items()}
-        if scorer.options.by_relation:
-            found = relation_parts(scorer.graph, scorer.split)
-            grouped = [(name, figures(own)) for name, own in found]
-            n_categories = len(grouped) - scorer.graph.n_relations
+    if isinstance(data, Graph):
+        by_part = {name: figures(chosen) for name, chosen in parts(data, split).items()}
+        if by_relation:
+            grouped = [(name, figures(chosen)) for name, chosen in relation_parts(data, split)]
+            n_categories = len(grouped) - data.n_relations
     return [
         replace(
             one,
-            counts=counts,
             metrics=overall.estimates(i),
             parts={name: own[i] for name, own in by_part.items()},
             by_category={name: own[i] for name, own in grouped[:n_categories]},

@@ -2,9 +2,12 @@
 
 import shutil
 
+import numpy as np
 import pytest
 from helpers.commands import ok, refused
 from helpers.graphs import write_graph
+
+import llmcond
 
 ENCODER = ("--dtype", "float32", "--device", "cpu", "--pooling", "mean", "--normalize")
 
@@ -188,3 +191,76 @@ def test_prompts_are_compared_over_queries(capsys, own, graph, model):
     assert difference["low"] <= difference["value"] <= difference["high"]
     assert "dev_mrr" in ok(capsys, "heads", "--run", own)["heads"][0]
     assert "ranks candidates" in refused(capsys, *command, "--report", "page.html")
+
+
+def test_a_triple_is_completed_by_name_or_id(capsys, fitted):
+    command = ("complete", "--run", fitted, "--head", "hypernet-full")
+    head = (*command, "--head-entity", "p01", "--relation", "_is_at")
+    found = ok(capsys, *head, "-k", "3", "--no-filtered")
+    assert found["head"] == "hypernet-full@separate"
+    rows = found["results"]
+    assert [row["rank"] for row in rows] == [1, 2, 3]
+    assert rows[0]["score"] >= rows[1]["score"] >= rows[2]["score"]
+    assert "p01" not in {row["id"] for row in rows}
+    by_name = (*command, "--head-entity", "two men, number 0", "--relation", "_sits_with")
+    every = ok(capsys, *by_name, "-k", "99", "--no-filtered")["results"]
+    assert {row["id"] for row in every if row["known"]} == {"p04"}
+    assert len(every) == 23
+    left = ok(capsys, *by_name, "-k", "99")["results"]
+    assert {row["id"] for row in every} - {row["id"] for row in left} == {"p04"}
+    tail = ok(capsys, *command, "--tail-entity", "l1", "--relation", "_is_at", "--no-filtered")
+    known = {row["id"] for row in tail["results"] if row["known"]}
+    assert known <= {f"p{i:02}" for i in range(1, 16, 4)}
+
+
+@pytest.mark.parametrize("head", ["hypernet-full", "linear"])
+def test_a_completer_ranks_as_evaluate_does(capsys, fitted, graph, head):
+    rows = [line.split("\t") for line in (graph / "test.tsv").read_text().splitlines()]
+    completer = llmcond.load_completer(fitted, head, exclude_head=False, reverse=True)
+    ranks = completer.rank(rows)
+    (row,) = (
+        row
+        for row in ok(capsys, "evaluate", "--run", fitted, "--reverse")["results"]
+        if row["head"] == head
+    )
+    for column, side in enumerate(("forward", "backward")):
+        assert (1 / ranks[:, column]).mean() == pytest.approx(row[side]["mrr"])
+    best = completer.top(head=rows[0][0], relation=rows[0][1], k=24, filtered=False)
+    assert best[0].score == max(one.score for one in best)
+
+
+def test_a_query_that_no_split_asks_is_encoded(fitted):
+    completer = llmcond.load_completer(fitted, "linear", device="cpu")
+    # Activities have no place in any split.
+    found = completer.top(head="d0", relation="_is_at", k=3)
+    assert len(found) == 3
+    joint = llmcond.load_completer(fitted, "none", prompt="concat-sent-cond", device="cpu")
+    asked = joint.top(head="p00", relation="_is_at", k=24, filtered=False)
+    vector = joint._encoded(np.array([[joint.graph.entities.ids.index("p00"), 0]]))
+    stored = joint._examples.features(joint._predictor.view)
+    key = joint.graph.entities.ids.index("p00") * 6
+    place = int(np.searchsorted(stored.arrays.joint_of, key))
+    assert stored.arrays.joint_of[place] == key
+    np.testing.assert_allclose(vector.read()[0], stored.arrays.joint[place], atol=2e-3)
+    assert len(asked) == 23
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("--head-entity", "p99"), "the graph has no entity 'p99'. Did you mean 'p0"),
+        (("--head-entity", "p01", "--tail-entity", "p02"), "give one of"),
+        ((), "give one of --head-entity and --tail-entity"),
+        (("--head-entity", "p01", "-k", "0"), "at least 1"),
+        (("--head-entity", "p01", "--head", "mlp"), "no fitted head 'mlp'"),
+        (("--head-entity", "p01", "--rerank", "x"), "expected HOPS:ALPHA"),
+    ],
+)
+def test_what_cannot_be_completed_is_told(capsys, fitted, asked, words):
+    command = ("complete", "--run", fitted, "--relation", "_is_at")
+    assert words in refused(capsys, *command, *asked)
+
+
+def test_only_a_graph_can_be_completed(capsys, tiny_run):
+    command = ("complete", "--run", tiny_run, "--head-entity", "a", "--relation", "b")
+    assert "has no knowledge graph" in refused(capsys, *command)
