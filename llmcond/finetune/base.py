@@ -1,10 +1,11 @@
-"""What the training loop asks of a model, and of the rated rows that it is trained on."""
+"""What the training loop asks of a model, and of what it is trained on."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+import math
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -15,8 +16,10 @@ from llmcond.arrays import Positions
 from llmcond.encoders.engine.engine import Engine
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.heads import FittedHead
+from llmcond.heads.base import Fitted
 from llmcond.heads.module import HeadModule
 from llmcond.heads.pairs import Fit
+from llmcond.metrics import spearman
 
 #: Computes (n, k) values of n things by a function of some positions: each process a share of them.
 Shared = Callable[[int, Callable[[Positions], NDArray[np.float32]]], NDArray[np.float32]]
@@ -33,18 +36,24 @@ class Rated(Protocol):
     def __len__(self) -> int: ...
 
 
-R = TypeVar("R", bound=Rated)
+#: What a model is trained on: rated rows, or triples of a graph.
+R = TypeVar("R", bound=Sized)
+#: Rated rows, in the form that a model takes them.
+P = TypeVar("P", bound=Rated)
 
 
 class TrainedModel(nn.Module, Generic[R]):
     """An encoder's network, with its adapters, and a head behind it, which are trained together.
 
-    A subclass says what the loss of some rows is, and what it predicts.
+    A subclass says what the loss of some rows is, and what dev is scored by.
 
     Attributes:
+        on_dev: what records call the score on dev.
         head: behind the encoder; ``kind`` is what records call its family.
         seed: of first weights, of the order of rows and of dropout.
     """
+
+    on_dev: ClassVar[str]
 
     def __init__(self, engine: Engine, head: HeadModule, kind: str, seed: int) -> None:
         super().__init__()
@@ -56,8 +65,8 @@ class TrainedModel(nn.Module, Generic[R]):
         """Return the mean loss of some rows, a scalar; ``seed`` is of all that is random in it."""
         raise NotImplementedError
 
-    def predict(self, inputs: R, shared: Shared) -> NDArray[np.float32]:
-        """Return the predicted similarity of all rows, (n,), without dropout and gradients."""
+    def score(self, inputs: R, shared: Shared) -> float | None:
+        """Return the score on dev that chooses the weights; None where it is undefined."""
         raise NotImplementedError
 
     def groups(self, inputs: R) -> NDArray[np.int64]:
@@ -68,12 +77,15 @@ class TrainedModel(nn.Module, Generic[R]):
         """Return what is trained, by name: parameters of the encoder and of the head."""
         return {name: value for name, value in self.named_parameters() if value.requires_grad}
 
-    def fitted(self, record: Mapping[str, Any] | None = None) -> FittedHead:
+    def fitted(self, record: Mapping[str, Any] | None = None) -> Fitted:
         """Return the head as it is now, as one that was fitted."""
+        raise NotImplementedError
+
+    def finished_head(self) -> HeadModule:
+        """Return a copy of the head as it is now, as fitted heads have it."""
         # It is seeded again before each use, and not all generators can be copied.
         self.head.seed_dropout(None)
-        module = copy.deepcopy(self.head).finished()
-        return FittedHead(self.kind, type(self.head), module, self.seed, Fit(record or {}))
+        return copy.deepcopy(self.head).finished()
 
     def seed_dropout(self, seed: list[int]) -> None:
         """Let the encoder's dropout and that of the head be drawn by a seed."""
@@ -90,3 +102,26 @@ class TrainedModel(nn.Module, Generic[R]):
             vectors[done.inputs] = done.vectors
         self.train(was)
         return vectors
+
+
+class RatedModel(TrainedModel[P]):
+    """A model that is trained on rated rows, and scored by the Spearman correlation on dev."""
+
+    on_dev = "dev_spearman"
+
+    def predict(self, inputs: P, shared: Shared) -> NDArray[np.float32]:
+        """Return the predicted similarity of all rows, (n,), without dropout and gradients."""
+        raise NotImplementedError
+
+    def score(self, inputs: P, shared: Shared) -> float | None:
+        """See :class:`TrainedModel`."""
+        similarity = self.predict(inputs, shared)
+        if not np.isfinite(similarity).all():
+            return None
+        value = spearman(similarity.astype(np.float64), inputs.rating)
+        return None if math.isnan(value) else value
+
+    def fitted(self, record: Mapping[str, Any] | None = None) -> FittedHead:
+        """See :class:`TrainedModel`."""
+        fit = Fit(record or {})
+        return FittedHead(self.kind, type(self.head), self.finished_head(), self.seed, fit)

@@ -14,7 +14,7 @@ from llmcond.data.rows import Rows
 from llmcond.encoders.engine.engine import Engine
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.spec import Orders
-from llmcond.finetune.base import Shared, TrainedModel
+from llmcond.finetune.base import RatedModel, Shared
 from llmcond.heads.module import seeded
 from llmcond.heads.regression import Regression, RegressionSettings
 from llmcond.runs.cross import KIND
@@ -50,7 +50,7 @@ class CrossInputs:
         return sum(row.n_tokens > len(row.ids) for row in self.orders[0])
 
 
-class CrossModel(TrainedModel[CrossInputs]):
+class CrossModel(RatedModel[CrossInputs]):
     """From rows to the mean squared error of one number a row."""
 
     def __init__(

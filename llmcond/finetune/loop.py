@@ -23,7 +23,6 @@ from llmcond.finetune.order import Order
 from llmcond.finetune.settings import TuneSettings, usual_rate
 from llmcond.finetune.state import STATE, Progress, StateFolder
 from llmcond.heads.fit import since_best
-from llmcond.metrics import spearman
 
 #: Called after each step and each evaluation.
 OnStep = Callable[[Progress, int, float], None]
@@ -219,27 +218,17 @@ class Trainer(Generic[R]):
         progress = self.progress
         weights = self._average or self._weights
         with _borrowed(self._weights, self._average):
-            found = self._dev_spearman()
+            found = None if self._dev is None else self.model.score(self._dev, self._shared)
         loss = progress.loss / max(1, progress.losses)
-        entry = {"step": progress.step, "epoch": epoch, "loss": loss, "dev_spearman": found}
+        entry = {"step": progress.step, "epoch": epoch, "loss": loss, self.model.on_dev: found}
         curve = (*progress.curve, entry)
-        since = since_best(curve)
+        since = since_best(curve, self.model.on_dev)
         if not since:
             progress = replace(progress, best_step=progress.step, best_score=found)
             if self._accelerator.is_main_process:
                 self._state.save_best(progress.step, weights)
         done = progress.step >= self.steps or since >= self._settings.early_stopping_patience
         self.progress = replace(progress, curve=curve, loss=0.0, losses=0, done=done)
-
-    def _dev_spearman(self) -> float | None:
-        dev = self._dev
-        if dev is None:
-            return None
-        similarity = self.model.predict(dev, self._shared)
-        if not np.isfinite(similarity).all():
-            return None
-        value = spearman(similarity.astype(np.float64), dev.rating)
-        return None if math.isnan(value) else value
 
     def _shared(
         self, n: int, compute: Callable[[Positions], NDArray[np.float32]]

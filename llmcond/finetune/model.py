@@ -12,7 +12,7 @@ from torch import Tensor
 from llmcond.arrays import Positions
 from llmcond.encoders.engine.engine import Engine
 from llmcond.errors import UserError
-from llmcond.finetune.base import Shared, TrainedModel
+from llmcond.finetune.base import RatedModel, Shared
 from llmcond.finetune.inputs import RatedInputs
 from llmcond.heads import FittedHead, Recipe
 from llmcond.heads.module import seeded
@@ -50,7 +50,7 @@ class HeadPlan:
     start: FittedHead | None = None
 
 
-class TunedModel(TrainedModel[RatedInputs]):
+class TunedModel(RatedModel[RatedInputs]):
     """From rows to the loss: the encoder's vectors, the head's embeddings, the objective."""
 
     def __init__(self, engine: Engine, plan: HeadPlan, dims: tuple[int, int]) -> None:

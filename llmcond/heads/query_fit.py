@@ -60,13 +60,12 @@ def fit_queries(
             f"Set dim to {dim} or less."
         )
     data, where = QueryFeatures(arrays), torch.device(choose_device(device))
-    reads = family.conditioned and settings.relations == "features"
-    if reads and not dim_condition:
+    if family.dim_of_relations(settings, 1) and not dim_condition:
         raise UserError(
             "this head takes the features of relations, and none were given. Give them, or set "
             "relations to one-hot."
         )
-    dims = dim, dim_condition if reads else 0, n_relations
+    dims = dim, family.dim_of_relations(settings, dim_condition), n_relations
     n_parameters = check_memory(family, settings, dims, where)
     fitted = []
     for own in spread_seeds(seed, settings.members):

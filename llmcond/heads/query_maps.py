@@ -66,6 +66,16 @@ class QueryHead(HeadModule):
             )
         self.contrast = Contrast(settings)
 
+    @classmethod
+    def dim_of_relations(cls, settings: Any, dim: int) -> int:
+        """Return the size of relations' features as far as the head takes them, else 0."""
+        return dim if cls.family.conditioned and settings.relations == "features" else 0
+
+    @property
+    def reads_relations(self) -> bool:
+        """Return whether it takes features of relations."""
+        return hasattr(self, "basis")
+
     @property
     def dims(self) -> tuple[int, int, int]:
         """See the class."""
@@ -95,7 +105,7 @@ class QueryHead(HeadModule):
 
         Random numbers come from PyTorch's own generator. ``relations`` is (2 R, d_c).
         """
-        if hasattr(self, "basis") and relations is not None:
+        if self.reads_relations and relations is not None:
             _, _, rows = torch.linalg.svd(relations, full_matrices=False)
             self.basis.copy_(rows.T)
         if self.settings.start == "identity":
@@ -109,7 +119,8 @@ class QueryHead(HeadModule):
         """Return embeddings of queries, (m, k); of length 1 where they are compared by cosine.
 
         ``x`` is (m, d) or (m, 2 d), what is read of heads; relations are (2 R, d_c) and ``which``
-        (m,) the relation of each query.
+        (m,) the relation of each query. Those that no query has may be missing
+        from the features, with numbers to match.
         """
         if hasattr(self, "head"):
             x = self.affine("head", x)
@@ -122,7 +133,7 @@ class QueryHead(HeadModule):
         elif relations is None:
             raise UserError("this head takes the features of relations, and none were given.")
         else:
-            seen = relations[used] @ self.basis
+            seen = relations.index_select(0, used) @ self.basis
         return self._scored(self.map(x, seen, own))
 
     def candidate(self, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from llmcond.evaluation.results import Result
 from llmcond.files import check_writable, write_json, write_text
 from llmcond.finetune.settings import TuneSettings, renamed, usual_rate
 from llmcond.finetune.state import Progress, StateFolder, differences
-from llmcond.heads import FittedHead
+from llmcond.heads.base import Fitted
 from llmcond.log import log
 from llmcond.metrics import Estimate
 from llmcond.progress import TrainBar, duration
@@ -141,7 +141,7 @@ class Job:
         """Return the model, and the rated rows of train and dev as it takes them."""
         raise NotImplementedError
 
-    def keep(self, head: FittedHead) -> Kept:
+    def keep(self, head: Any) -> Kept:
         """Make the folder, which holds the encoder, a run, and put the head into it."""
         raise NotImplementedError
 
@@ -324,7 +324,7 @@ def _train(job: Job) -> dict[str, Any]:
 
 
 def _finish(
-    job: Job, head: FittedHead, progress: Progress, weights: Mapping[str, int]
+    job: Job, head: Fitted, progress: Progress, weights: Mapping[str, int]
 ) -> dict[str, Any]:
     """Write head, scores and card; the account of the training comes last."""
     from llmcond.finetune.save import hub_name
