@@ -141,10 +141,19 @@ class _Training(Protocol):
 
 
 class TrainBar(_Bar):
-    """A progress bar for training: steps, the loss, and the best score on dev."""
+    """A progress bar for training: steps, the loss, and the best score on dev.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    What the score is called in records and in words: ``key`` and ``score``.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        key: str = "dev_spearman",
+        score: str = "Spearman",
+    ) -> None:
         super().__init__("training", clock=clock)
+        self._key, self._score = key, score
         self._shown = 0
 
     def on_step(self, done: _Training, steps: int, loss: float) -> None:
@@ -154,10 +163,10 @@ class TrainBar(_Bar):
         self._show(detail, completed=done.step, total=steps)
         for entry in done.curve[self._shown :]:
             if entry["step"] == done.step:
-                score = entry["dev_spearman"]
+                score = entry[self._key]
                 shown = "undefined" if score is None else f"{100 * score:.1f}"
                 log.info(
                     f"step {entry['step']:,}, epoch {entry['epoch']}: loss {entry['loss']:.4f}, "
-                    f"dev Spearman {shown}"
+                    f"dev {self._score} {shown}"
                 )
         self._shown = len(done.curve)

@@ -40,26 +40,24 @@ class GraphInputs:
     """Triples of a split, (m, 3), with all texts of their graph, each tokenised once.
 
     Attributes:
-        entities: their tokens, (n,); ``relations`` theirs in both directions, (2 R,).
+        n_relations: R.
         known: tails that are no negatives of a query: those of train in training, of all on dev.
+        entities: tokens of all entities, (n,).
+        relations: tokens of all relations in both directions, (2 R,), for heads that take those.
         joint: tokens of heads under relations, for heads that read those; ``joint_of``, sorted,
             says which: h * 2 R + r.
     """
 
     triples: Triples
-    entities: list[Tokens]
-    relations: list[Tokens]
+    n_relations: int
     known: Known
+    entities: list[Tokens]
+    relations: Sequence[Tokens] = ()
     joint: Sequence[Tokens] = ()
     joint_of: Positions = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.triples)
-
-    @property
-    def n_relations(self) -> int:
-        """Return R."""
-        return len(self.relations) // 2
 
     def queries(self, rows: Positions) -> Positions:
         """Return both directions of some triples, (2 k, 3)."""
@@ -67,7 +65,7 @@ class GraphInputs:
 
     def keys(self, queries: Positions) -> Positions:
         """Return h * 2 R + r of queries, (m, 3) with their tails."""
-        return queries[:, 0] * len(self.relations) + queries[:, 1]
+        return queries[:, 0] * (2 * self.n_relations) + queries[:, 1]
 
     def joint_tokens(self, keys: Positions) -> list[Tokens]:
         """Return the tokens of joint inputs by their keys."""
@@ -124,7 +122,7 @@ class QueryModel(TrainedModel[GraphInputs]):
         drawn = np.random.Generator(np.random.SFC64(seed))
         triples = inputs.queries(rows)
         head, relation, tail = triples.T
-        count = len(inputs.relations)
+        count = 2 * inputs.n_relations
         others = [
             (relation + drawn.integers(1, count, size=len(relation))) % count
             for _ in range(settings.relation_negatives)
@@ -180,8 +178,8 @@ class QueryModel(TrainedModel[GraphInputs]):
         Ranking all entities would take longer than an epoch of a small graph's training.
         """
         queries, others = inputs.scored
-        count, every = len(inputs.relations), np.arange(len(inputs.relations))
-        used = _Used.of(self.head, inputs, queries, every, others)
+        count = 2 * inputs.n_relations
+        used = _Used.of(self.head, inputs, queries, np.arange(count), others)
         vectors = shared(
             len(used.tokens), lambda which: self.vectors([used.tokens[i] for i in which])
         )
@@ -271,6 +269,11 @@ def check_recipe(recipe: Recipe) -> None:
         raise UserError(
             "a queue of earlier batches is for cached features: in training an encoder it would "
             "be lost where training is stopped. Set queue to 0, and raise --batch-size."
+        )
+    if settings.members > 1:
+        raise UserError(
+            f"the head {recipe.name} has {settings.members} members, each fitted by itself; with "
+            "an encoder one is trained. Give --set members=1."
         )
     if settings.relation_negatives and recipe.features == "joint":
         raise UserError(

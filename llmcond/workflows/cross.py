@@ -23,9 +23,9 @@ from llmcond.runs.run import origin_record
 from llmcond.runs.trials import check_seed
 from llmcond.tasks import Task
 from llmcond.workflows.training import (
-    Job,
     Kept,
     Parts,
+    RatedJob,
     Trained,
     rated_dataset,
     rated_task,
@@ -115,7 +115,7 @@ def _check_sides(task: Task, orders: Orders) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _CrossJob(Job):
+class _CrossJob(RatedJob):
     """An encoder of both sentences and the condition, and a linear layer behind it."""
 
     cross: ClassVar[bool] = True

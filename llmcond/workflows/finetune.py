@@ -32,12 +32,14 @@ from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import predict
 from llmcond.runs.run import fitted_on
 from llmcond.runs.trials import check_seed, sized
+from llmcond.tasks import RankingTask, find_task
 from llmcond.workflows.extract import check_prompts
+from llmcond.workflows.finetune_queries import train_queries
 from llmcond.workflows.options import HeadChoice
 from llmcond.workflows.training import (
-    Job,
     Kept,
     Parts,
+    RatedJob,
     Trained,
     rated_dataset,
     rated_task,
@@ -75,6 +77,9 @@ def train_lora(
         LlmcondError: the encoder cannot be loaded or trained.
     """
     check_seed(choice.seed)
+    ranking = find_task(task)
+    if isinstance(ranking, RankingTask):
+        return train_queries(model, options, run_folder, data, choice, settings, merge, ranking)
     plan = _plan(choice)
     tuning = _settings(settings, plan.recipe)
     chosen_task = rated_task(task)
@@ -112,7 +117,7 @@ def train_lora(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _HeadJob(Job):
+class _HeadJob(RatedJob):
     """An encoder of each text, and a head that compares their embeddings."""
 
     plan: HeadPlan

@@ -28,15 +28,15 @@ from llmcond.progress import TrainBar, duration
 from llmcond.records import RECORD as RECORDED
 from llmcond.records import read_record
 from llmcond.report.format import estimate_text
-from llmcond.runs import Run, open_run, where_model
+from llmcond.runs import Run, open_any_run, where_model
 from llmcond.runs.cross import CrossEncoder
 from llmcond.runs.predictors import Predictor, results_of
 from llmcond.runs.provenance import provenance
-from llmcond.tasks import Task, find_task
+from llmcond.tasks import AnyTask, Data, Task, find_task
 from llmcond.workflows.extract import read_data
 
 if TYPE_CHECKING:
-    from llmcond.finetune.base import Rated, TrainedModel
+    from llmcond.finetune.base import TrainedModel
     from llmcond.finetune.build import Trainable
 
 #: Of the folder's own account of the training.
@@ -95,11 +95,11 @@ class Trained:
 
 @dataclass(frozen=True)
 class Parts:
-    """What the loop trains, and the rows that it takes; those of dev choose the weights."""
+    """What the loop trains, and on what: rows or triples. Those of dev choose the weights."""
 
     model: TrainedModel[Any]
-    train: Rated
-    dev: Rated | None
+    train: Any
+    dev: Any
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,16 @@ class Job:
     """
 
     cross: ClassVar[bool] = False
+    #: In messages: what it is trained on, what is scored, and what the score on dev is.
+    unit: ClassVar[str] = "rated rows"
+    scored: ClassVar[str] = "rows"
+    score: ClassVar[str] = "Spearman"
 
     model: str
     resolved: ResolvedEncoder
     folder: Path
-    task: Task
-    dataset: Dataset
+    task: AnyTask[Any]
+    dataset: Data
     settings: TuneSettings
     head: str
     seed: int
@@ -144,6 +148,14 @@ class Job:
     def keep(self, head: Any) -> Kept:
         """Make the folder, which holds the encoder, a run, and put the head into it."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatedJob(Job):
+    """What is trained on rated rows."""
+
+    task: Task
+    dataset: Dataset
 
     def rated_dev(self) -> Rows | None:
         """Return dev; None if it has no rated rows, and the last weights are kept."""
@@ -168,7 +180,7 @@ def rated_task(name: str | None) -> Task:
     if not isinstance(task, Task):
         raise UserError(
             f"the task {task.name} ranks candidates, and this trains on rated pairs of sentences. "
-            "Leave out --task, or fit a head: llmcond fit-head."
+            "Leave out --task, or train an encoder of each text: llmcond train-lora."
         )
     return task
 
@@ -252,7 +264,7 @@ def _finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | None
         summary: dict[str, Any] = record["summary"]
         return {**summary, "run": str(folder)}
     if (folder / "run.json").is_file() and not (folder / STATE).is_dir():
-        name = open_run(folder, cross=True).encoder_name
+        name = open_any_run(folder, cross=True).encoder_name
         raise UserError(
             f"{folder} holds features of {name}, frozen. A trained encoder is another one: name "
             "another --run."
@@ -283,7 +295,7 @@ def _train(job: Job) -> dict[str, Any]:
     trainable = load_trainable(resolved, settings, job.seed)
     parts = job.parts(trainable)
     if parts.dev is None:
-        log.info("no rated dev rows: the last weights are kept")
+        log.info(f"no {job.unit} of dev to score: the last weights are kept")
     made_of = {**job.made_of, "processes": accelerator.num_processes}
     state = StateFolder(job.folder / STATE, made_of)
     trainer = Trainer(parts.model, parts.train, parts.dev, settings, accelerator, state)
@@ -299,10 +311,10 @@ def _train(job: Job) -> dict[str, Any]:
         + f" on {resolved.device}: {trainer.steps:,} steps"
         + (f", from step {trainer.progress.step:,}" if trainer.progress.step else "")
     )
-    with TrainBar() as bar:
+    with TrainBar(key=parts.model.on_dev, score=job.score) as bar:
         trainer.run(bar.on_step)
     accelerator.wait_for_everyone()
-    progress, head = trainer.progress, None
+    progress, head, on_dev = trainer.progress, None, parts.model.on_dev
     if accelerator.is_main_process:
         trainer.keep_best()
         name, cross = where_model(job.model, resolved), job.cross
@@ -318,13 +330,13 @@ def _train(job: Job) -> dict[str, Any]:
     # What is written is loaded again, and both may be too much for a GPU.
     del trainable, trainer, parts
     accelerator.free_memory()
-    summary = {} if head is None else _finish(job, head, progress, weights)
+    summary = {} if head is None else _finish(job, head, progress, weights, on_dev)
     accelerator.wait_for_everyone()
     return summary
 
 
 def _finish(
-    job: Job, head: Fitted, progress: Progress, weights: Mapping[str, int]
+    job: Job, head: Fitted, progress: Progress, weights: Mapping[str, int], on_dev: str
 ) -> dict[str, Any]:
     """Write head, scores and card; the account of the training comes last."""
     from llmcond.finetune.save import hub_name
@@ -339,7 +351,7 @@ def _finish(
         "weights": weights,
         "steps": progress.step,
         "best_step": progress.best_step,
-        "dev_spearman": progress.best_score,
+        on_dev: progress.best_score,
         "seconds": round(progress.seconds, 1),
         "scores": [result.to_json() for result in kept.scores],
     }
@@ -363,7 +375,7 @@ def _finish(
     for result in kept.scores:
         log.info(
             f"{result.split}: {result.primary.heading} "
-            f"{estimate_text(result.primary, result.main)} on {result.counts.n:,} rows"
+            f"{estimate_text(result.primary, result.main)} on {result.counts.n:,} {job.scored}"
         )
     log.info(
         f"{kept.name}: step {progress.best_step:,} of {progress.step:,}, trained in "

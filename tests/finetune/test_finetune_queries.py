@@ -58,10 +58,10 @@ def inputs_of(trainable):
     train, every = (both_directions(own, R) for own in (TRAIN, TRIPLES))
     keys = np.unique(every[:, 0].astype(np.int64) * 2 * R + every[:, 1])
     joint = tokens([f"{TEXTS[key // (2 * R)]}; {directions[key % (2 * R)]}" for key in keys])
-    given = tokens(TEXTS), tokens(directions)
+    given = tokens(TEXTS), tokens(directions), joint, keys
     return (
-        GraphInputs(TRAIN, *given, Known(train, N), joint, keys),
-        GraphInputs(DEV, *given, Known(every, N), joint, keys),
+        GraphInputs(TRAIN, R, Known(train, N), *given),
+        GraphInputs(DEV, R, Known(every, N), *given),
     )
 
 
@@ -219,7 +219,7 @@ def test_it_begins_from_a_head_on_cached_features(tiny):
     left = ~dev.known.mask(rows[:, 0], rows[:, 1], np.arange(N))
     expected = float((1 / (1 + ((scores > own) & left).sum(1))).mean())
     assert begun.score(dev, alone) == pytest.approx(expected, abs=1e-6)
-    narrow = replace(inputs, relations=inputs.relations[:4])
+    narrow = replace(inputs, n_relations=2)
     with pytest.raises(UserError, match=r"the graph has 2 relations; this .* was fitted on 3"):
         QueryModel(model.engine, recipe("hypernet-full"), narrow, 0, fitted)
 
