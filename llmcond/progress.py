@@ -116,7 +116,7 @@ class FitBar(_Bar):
     """A progress bar for fitting: epochs and the score on dev, which ``score`` is the name of."""
 
     def __init__(
-        self, score: str = "Spearman", clock: Callable[[], float] = time.monotonic
+        self, clock: Callable[[], float] = time.monotonic, score: str = "Spearman"
     ) -> None:
         super().__init__("fitting", clock=clock)
         self._score = score

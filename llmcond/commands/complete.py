@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from llmcond.commands.base import verb
 from llmcond.commands.shared import WithHead
-from llmcond.errors import UserError
-from llmcond.options import option
-from llmcond.workflows.options import GraphOptions
+from llmcond.workflows.options import CompleteOptions
 
 if TYPE_CHECKING:
-    from llmcond.runs.completer import Completion
-
-
-@dataclass(frozen=True)
-class Completions:
-    """The entities that best complete a triple, and what was asked by what."""
-
-    completions: Sequence[Completion]
-    about: dict[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
-        return {**self.about, "results": [one.to_json() for one in self.completions]}
+    from llmcond.workflows.complete import Completions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Complete(WithHead, GraphOptions):
+class Complete(CompleteOptions, WithHead):
     """Complete a triple of a run's knowledge graph: the entities that fit best."""
 
     example: ClassVar[str] = (
@@ -37,34 +22,11 @@ class Complete(WithHead, GraphOptions):
     )
     formats: ClassVar[bool] = True
 
-    head_entity: str | None = option(
-        None, metavar="E", help="id or name: complete (E, relation, ?)"
-    )
-    tail_entity: str | None = option(
-        None, metavar="E", help="id or name: complete (?, relation, E)"
-    )
-    relation: str = option(metavar="REL", help="id or name")
-    k: int = option(10, flag="-k", metavar="K", help="how many entities")
-    filtered: bool = option(True, help="leave out what some split of the data has")
-    exclude_head: bool = option(True, help="leave out the entity that is asked of")
-
     def execute(self) -> Completions:
         """Rank all entities."""
-        if (self.head_entity is None) == (self.tail_entity is None):
-            raise UserError("give one of --head-entity and --tail-entity: the other is completed.")
-        from llmcond.runs.completer import load_completer
+        from llmcond.workflows.complete import complete
 
-        completer = self.call(load_completer)
-        found = completer.top(
-            head=self.head_entity,
-            relation=self.relation,
-            tail=self.tail_entity,
-            k=self.k,
-            filtered=self.filtered,
-        )
-        asked = ("head_entity", "relation", "tail_entity", "filtered", "rerank", "reverse")
-        about = {name: getattr(self, name) for name in (*asked, "exclude_head")}
-        return Completions(found, {**about, "head": completer.name})
+        return self.call(complete, run_folder=self.run, asked=self.part(CompleteOptions))
 
     def show(self, result: Completions, form: str) -> None:
         """Print a table."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, overload
+from typing import Any, Generic, Protocol, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,9 +39,11 @@ class Queries:
 
     Attributes:
         pair: (n,) the number of the example that asks each; a triple asks twice.
+        unit: what messages call the examples.
     """
 
     pair: NDArray[np.int64]
+    unit: str = "examples"
 
     @property
     def rated(self) -> NDArray[np.bool_]:
@@ -59,15 +61,12 @@ class Counts:
     """The rows behind figures.
 
     Attributes:
-        groups: what messages call the groups that the bootstrap resamples.
         n: rated rows, which all metrics are computed on.
         n_dropped: unrated rows.
         n_pairs: sentence pairs of the rated rows, which the bootstrap resamples.
         n_compared: comparisons of two conditions on one sentence pair that accuracy counts.
         n_tied: comparisons left out of it, their ratings being equal.
     """
-
-    groups: ClassVar[str] = "sentence pairs"
 
     n: int = 0
     n_dropped: int = 0
@@ -79,7 +78,8 @@ class Counts:
     def of(cls, rows: Scored) -> Counts:
         """Count rows, or queries."""
         if isinstance(rows, Queries):
-            return QueryCounts(n=len(rows.pair), n_pairs=len(np.unique(rows.pair)))
+            n_pairs = len(np.unique(rows.pair))
+            return QueryCounts(n=len(rows.pair), n_pairs=n_pairs, unit=rows.unit)
         rated = rows.rated
         pair = rows.pair[rated]
         sizes = np.unique(pair, return_counts=True)[1]
@@ -93,6 +93,11 @@ class Counts:
         )
 
     @property
+    def groups(self) -> str:
+        """Return what messages call the groups that the bootstrap resamples."""
+        return "sentence pairs"
+
+    @property
     def text(self) -> str:
         """Return what figures are computed on, for titles."""
         return f"{self.n:,} rated rows of {self.n_pairs:,} {self.groups}"
@@ -104,9 +109,18 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryCounts(Counts):
-    """The queries behind figures: ``n`` of them, asked by ``n_pairs`` examples."""
+    """The queries behind figures: ``n`` of them, asked by ``n_pairs`` examples.
 
-    groups: ClassVar[str] = "examples"
+    Attributes:
+        unit: what messages call the examples.
+    """
+
+    unit: str = "examples"
+
+    @property
+    def groups(self) -> str:
+        """Return what messages call the groups that the bootstrap resamples."""
+        return self.unit
 
     @property
     def text(self) -> str:

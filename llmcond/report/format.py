@@ -10,7 +10,7 @@ from llmcond.metrics import Estimate, Metric, finite, number
 
 MINUS = "\N{MINUS SIGN}"
 #: What intervals are, in every title.
-INTERVALS = "95 % intervals over sentence pairs and, of several fits, seeds."
+INTERVALS = "95 % intervals over {groups} and, of several fits, seeds."
 
 
 def estimate_text(metric: Metric, estimate: Estimate) -> str:
@@ -48,7 +48,7 @@ def caveats(results: Sequence[Result]) -> str:
     """Return what titles say beside figures: what intervals are, or why there are none."""
     first = results[0]
     n_pairs, chosen = first.counts.n_pairs, [r for r in results if _chosen_on_dev(r)]
-    text = INTERVALS
+    text = INTERVALS.format(groups=first.counts.groups)
     if n_pairs < LEAST_PAIRS:
         text = (
             f"No intervals: {n_pairs:,} {first.counts.groups} are too few, {LEAST_PAIRS} at least."

@@ -13,6 +13,9 @@ from llmcond.metrics import metric_of
 from llmcond.report.format import caveats, estimate_text, factors_text
 from llmcond.report.terminal import add_figures, identity_cells, identity_table, plain
 
+#: Parts of the queries that stand beside each other; ``--json`` has all.
+_PAIRS = (("forward", "backward"), ("reversible", "rest"))
+
 
 def is_ranking(results: Sequence[Result]) -> TypeGuard[Sequence[RankedResult]]:
     """Return whether results are of rankings."""
@@ -21,28 +24,26 @@ def is_ranking(results: Sequence[Result]) -> TypeGuard[Sequence[RankedResult]]:
 
 def ranking_table(results: Sequence[RankedResult], run: object) -> Table:
     """Return how right answers rank, a row for each system, and the main figure of each part."""
-    first = results[0]
-    metrics = [metric_of(name) for name in first.metrics]
-    sizes = ", ".join(f"{part.n:,} {name}" for name, part in first.parts.items() if part.n)
+    first, primary = results[0], results[0].primary
+    metrics = [metric for name in first.metrics if not (metric := metric_of(name)).secondary]
+    found = [pair for pair in _PAIRS if all(name in first.parts for name in pair)]
     title = (
-        f"{run}, {first.split}: {first.counts.text}{f' ({sizes})' if sizes else ''}, ranks "
-        f"{first.ties}, filtered. {factors_text(metrics)}{caveats(results)}"
+        f"{run}, {first.split}: {first.counts.text}, ranks {first.ties}, filtered. "
+        f"{factors_text(metrics)}{caveats(results)}"
     )
     table = identity_table(title)
     table.add_column("with", overflow="fold")
     add_figures(table, *(metric.heading for metric in metrics))
-    named = [name for name, part in first.parts.items() if part.n]
-    add_figures(table, *(f"{first.primary.heading} {name}" for name in named))
+    add_figures(table, *(f"{primary.heading}: {' / '.join(pair)}" for pair in found))
     for result in results:
         cells = [
             estimate_text(metric, result.metrics[metric.name])
-            if metric == first.primary
+            if metric is primary
             else metric.show(result.metrics[metric.name].value)
             for metric in metrics
         ]
-        cells += [
-            first.primary.show(result.parts[name].metrics[first.primary.name].value)
-            for name in named
-        ]
+        for pair in found:
+            own = (result.parts[name].metrics[primary.name].value for name in pair)
+            cells.append(" / ".join(map(primary.show, own)))
         table.add_row(*identity_cells(result, result.title), plain(result.told_by), *cells)
     return table

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ class Examples(ABC):
 
     run: AnyRun
     #: What messages call them.
-    unit: ClassVar[str]
+    unit: str
 
     @abstractmethod
     def dim(self, view: View) -> int:

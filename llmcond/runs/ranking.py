@@ -32,10 +32,9 @@ class QueryExamples(Examples):
     """See :class:`Examples`."""
 
     run: RankingRun
-    unit = "training examples"
 
     def __init__(self, run: RankingRun) -> None:
-        self.run, self.data = run, run.queries
+        self.run, self.data, self.unit = run, run.queries, run.task.unit
         self._store = run.store()
         self._features: dict[View, QueryFeatures] = {}
         self._inputs: dict[str, QueryInputs] = {}
@@ -133,7 +132,7 @@ class QueryExamples(Examples):
             has = ", ".join(self.run.splits)
             raise UserError(f"{self.run.folder} has no {split} split; it has {has}.")
         n, n_examples = len(self.data.queries(split)), len(self.data.splits[split])
-        return Queries(np.arange(n) % n_examples)
+        return Queries(np.arange(n) % n_examples, self.unit)
 
     def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
         """See :class:`Examples`: the rank of each query's answer, of ties the mean one."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar, cast, overload
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from filelock import FileLock
 
@@ -25,16 +25,14 @@ from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
 from llmcond.encoders.resolve import no_embeddings
 from llmcond.encoders.spec import Orders
-from llmcond.errors import DiskFullError, UserError, is_disk_full, listed, nearest
+from llmcond.errors import UserError, listed, nearest
 from llmcond.evaluation.results import default_name
-from llmcond.features.store import FeatureStore, StoreDtype
+from llmcond.features.store import FeatureStore
 from llmcond.features.view import View
 from llmcond.files import (
     check_format,
     check_writable,
     read_json,
-    remove_stale,
-    temporary_sibling,
     write_json,
 )
 from llmcond.heads import FittedHead, FittedQueryHead, load_head, load_query_head
@@ -81,10 +79,6 @@ SavedQueryHead = Saved[FittedQueryHead]
 
 class StaleHeadError(UserError):
     """A head was fitted on features of another encoder, prompt or setting than the run's."""
-
-
-class RunExistsError(UserError):
-    """Another process made the run in the meantime."""
 
 
 class AnyRun(ABC):
@@ -516,6 +510,11 @@ class RankingRun(AnyRun):
         return "test" if "test" in self.splits else "dev"
 
 
+def run_of(folder: Path, manifest: dict[str, Any]) -> Run | RankingRun:
+    """Return the run of a folder, by what its run.json holds."""
+    return RankingRun(folder, manifest) if manifest.get("ranking") else Run(folder, manifest)
+
+
 def open_run(folder: Path, *, cross: bool = False) -> Run:
     """Open a run of rated rows; with ``cross`` it may be a cross-encoder's, without embeddings.
 
@@ -553,7 +552,7 @@ def open_any_run(folder: Path, *, cross: bool = False) -> Run | RankingRun:
             f"{folder} is not a run of llmcond (it has no run.json). Name another --run; nothing "
             "in it was touched."
         )
-    run = _run(folder, _read_manifest(folder))
+    run = run_of(folder, _read_manifest(folder))
     if run.cross is not None and not cross:
         raise no_embeddings(folder)
     return run
@@ -589,117 +588,6 @@ def run_exists(folder: Path) -> bool:
 
 def _is_vacant(folder: Path) -> bool:
     return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-
-
-def create_run(
-    folder: Path,
-    model: str,
-    resolved: ResolvedEncoder,
-    data: Data,
-    store_dtype: StoreDtype,
-    task: AnyTask[Any],
-) -> Run | RankingRun:
-    """Make a run folder, complete from the moment it is there.
-
-    Raises:
-        RunExistsError: another process was first.
-        UserError: the folder cannot be written, or the disk is full.
-    """
-    manifest = _manifest(where_model(model, resolved), resolved, data, store_dtype, task)
-    temporary: Path | None = None
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        # Not tempfile, whose folders are their owner's alone, whatever the umask.
-        made = temporary_sibling(folder)
-        made.mkdir()
-        temporary = made
-        remove_stale(temporary, folder)
-        data.save(temporary)
-        write_json(temporary / "run.json", manifest)
-        # Atomic, also over an empty folder that the user made beforehand.
-        temporary.rename(folder)
-    except OSError as error:
-        if is_disk_full(error):
-            raise DiskFullError(f"the disk is full: {folder} could not be made.") from error
-        if (folder / "run.json").is_file():
-            raise RunExistsError(f"{folder} was made by another process just now.") from error
-        raise UserError(f"cannot make {folder}: {error.strerror or error}.") from error
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return _run(folder, manifest)
-
-
-@overload
-def complete_run(
-    folder: Path, resolved: ResolvedEncoder, data: Data, task: Task, cross: Orders | None = None
-) -> Run: ...
-
-
-@overload
-def complete_run(
-    folder: Path, resolved: ResolvedEncoder, data: Data, task: RankingTask[Any]
-) -> RankingRun: ...
-
-
-def complete_run(
-    folder: Path,
-    resolved: ResolvedEncoder,
-    data: Data,
-    task: AnyTask[Any],
-    cross: Orders | None = None,
-) -> Run | RankingRun:
-    """Make a run of the folder that holds its encoder; ``run.json`` comes last.
-
-    ``cross`` are the orders of a cross-encoder; None: the encoder is none.
-    """
-    manifest = _manifest(HERE, resolved, data, "float16", task)
-    if cross is not None:
-        manifest["cross_encoder"] = {"orders": cross}
-    data.save(folder)
-    write_json(folder / "run.json", manifest)
-    return _run(folder, manifest)
-
-
-def _run(folder: Path, manifest: dict[str, Any]) -> Run | RankingRun:
-    return RankingRun(folder, manifest) if manifest.get("ranking") else Run(folder, manifest)
-
-
-def _manifest(
-    model: str,
-    resolved: ResolvedEncoder,
-    data: Data,
-    store_dtype: StoreDtype,
-    task: AnyTask[Any],
-) -> dict[str, Any]:
-    identity = resolved.identity
-    commit = identity.weights.partition("@")[2] if identity.weights.startswith("hub:") else None
-    return {
-        "format": FORMAT,
-        "task": task.name,
-        # Known without the task, which may be code of a user's own that is not named.
-        **({"ranking": True} if isinstance(task, RankingTask) else {}),
-        "encoder": {
-            "name": resolved.checkpoint.name,
-            "model": model,
-            "revision": commit,
-            "like": resolved.checkpoint.known.repo if resolved.checkpoint.known else None,
-            "fingerprint": identity.fingerprint,
-            "identity": identity.to_json(),
-            "default_prompt": resolved.default_prompt,
-            "assumed": list(resolved.assumed),
-        },
-        "store_dtype": store_dtype,
-        "data": data.to_json(),
-        "prompts": {},
-        **provenance(),
-    }
-
-
-def where_model(model: str, resolved: ResolvedEncoder) -> str:
-    """Return what finds a model again from any working folder: its name, or an absolute path."""
-    local = Path(model).expanduser()
-    return str(local.resolve()) if find_model(model) is None and local.is_dir() else model
 
 
 def dev_score(record: Mapping[str, Any], metric: str = Run.dev_metric) -> float | None:

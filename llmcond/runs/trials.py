@@ -27,7 +27,7 @@ from llmcond.heads import Recipe
 from llmcond.heads.pairs import OnEpoch
 from llmcond.heads.storage import FitRecord
 from llmcond.log import log
-from llmcond.metrics import Metric, choose_metrics, finite
+from llmcond.metrics import Metric, choose_metrics, finite, metric_of
 from llmcond.progress import EVERY_SECONDS, FitBar
 from llmcond.records import RECORD, check_record
 from llmcond.runs import AnyRun, RankingRun, Run, Saved, dev_score, head_name, open_any_run
@@ -253,6 +253,8 @@ class _Worker:
         self._run = open_any_run(job.folder)
         self._metrics = choose_metrics(self._run.task.metrics, job.metrics)
         self._examples = examples_of(self._run)
+        #: What epochs are chosen by.
+        self.score = metric_of(self._run.dev_metric).heading
 
     def fit(
         self, digest: str, trial: Trial, on_epoch: OnEpoch = lambda *_: None
@@ -296,7 +298,7 @@ def _records(
     if count == 1:
         worker = _Worker(job)
         for digest, trial in trials.items():
-            with FitBar() as bar:
+            with FitBar(score=worker.score) as bar:
                 fitted = worker.fit(digest, trial, bar.on_epoch)
             yield fitted
         return

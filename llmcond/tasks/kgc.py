@@ -24,7 +24,7 @@ from llmcond.tasks.ranking import QueryTexts, RankingTask
 class Kgc(RankingTask[Graph]):
     """Triples of a head entity, a relation and a tail entity."""
 
-    name = "kgc"
+    name, unit = "kgc", "triples"
 
     def read(self, data: DataOptions) -> Graph:
         """Return a graph; see :func:`llmcond.tasks.graph.read_graph`."""

@@ -71,6 +71,8 @@ class RankingTask(AnyTask[Q]):
     ``[plain]`` part, which is the text as it is unless the template says otherwise.
     """
 
+    #: What messages call its examples.
+    unit: ClassVar[str] = "examples"
     metrics: ClassVar[Sequence[str]] = METRICS
     #: Nothing is encoded for each pair of sentence and condition, which are many.
     prompt: ClassVar[str | None] = "separate"

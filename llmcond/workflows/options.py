@@ -44,6 +44,22 @@ class GraphOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompleteOptions(GraphOptions):
+    """Which triple is completed, and among which entities."""
+
+    relation: str = option(metavar="REL", help="id or name")
+    head_entity: str | None = option(
+        None, metavar="E", help="id or name: complete (E, relation, ?)"
+    )
+    tail_entity: str | None = option(
+        None, metavar="E", help="id or name: complete (?, relation, E)"
+    )
+    k: int = option(10, flag="-k", metavar="K", help="how many entities")
+    filtered: bool = option(True, help="leave out what some split of the data has")
+    exclude_head: bool = option(True, help="leave out the entity that is asked of")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankingOptions(GraphOptions):
     """How candidates are ranked, in runs of tasks that rank them."""
 

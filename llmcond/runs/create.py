@@ -1,0 +1,127 @@
+"""Making a run's folder, complete from the moment it is there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, overload
+
+from llmcond.encoders import ResolvedEncoder, find_model
+from llmcond.encoders.spec import Orders
+from llmcond.errors import DiskFullError, UserError, is_disk_full
+from llmcond.features.store import StoreDtype
+from llmcond.files import remove_stale, temporary_sibling, write_json
+from llmcond.runs.provenance import provenance
+from llmcond.runs.run import FORMAT, HERE, RankingRun, Run, run_of
+from llmcond.tasks import AnyTask, Data, RankingTask, Task
+
+
+class RunExistsError(UserError):
+    """Another process made the run in the meantime."""
+
+
+def create_run(
+    folder: Path,
+    model: str,
+    resolved: ResolvedEncoder,
+    data: Data,
+    store_dtype: StoreDtype,
+    task: AnyTask[Any],
+) -> Run | RankingRun:
+    """Make a run folder, complete from the moment it is there.
+
+    Raises:
+        RunExistsError: another process was first.
+        UserError: the folder cannot be written, or the disk is full.
+    """
+    manifest = _manifest(where_model(model, resolved), resolved, data, store_dtype, task)
+    temporary: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Not tempfile, whose folders are their owner's alone, whatever the umask.
+        made = temporary_sibling(folder)
+        made.mkdir()
+        temporary = made
+        remove_stale(temporary, folder)
+        data.save(temporary)
+        write_json(temporary / "run.json", manifest)
+        # Atomic, also over an empty folder that the user made beforehand.
+        temporary.rename(folder)
+    except OSError as error:
+        if is_disk_full(error):
+            raise DiskFullError(f"the disk is full: {folder} could not be made.") from error
+        if (folder / "run.json").is_file():
+            raise RunExistsError(f"{folder} was made by another process just now.") from error
+        raise UserError(f"cannot make {folder}: {error.strerror or error}.") from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return run_of(folder, manifest)
+
+
+@overload
+def complete_run(
+    folder: Path, resolved: ResolvedEncoder, data: Data, task: Task, cross: Orders | None = None
+) -> Run: ...
+
+
+@overload
+def complete_run(
+    folder: Path, resolved: ResolvedEncoder, data: Data, task: RankingTask[Any]
+) -> RankingRun: ...
+
+
+def complete_run(
+    folder: Path,
+    resolved: ResolvedEncoder,
+    data: Data,
+    task: AnyTask[Any],
+    cross: Orders | None = None,
+) -> Run | RankingRun:
+    """Make a run of the folder that holds its encoder; ``run.json`` comes last.
+
+    ``cross`` are the orders of a cross-encoder; None: the encoder is none.
+    """
+    manifest = _manifest(HERE, resolved, data, "float16", task)
+    if cross is not None:
+        manifest["cross_encoder"] = {"orders": cross}
+    data.save(folder)
+    write_json(folder / "run.json", manifest)
+    return run_of(folder, manifest)
+
+
+def _manifest(
+    model: str,
+    resolved: ResolvedEncoder,
+    data: Data,
+    store_dtype: StoreDtype,
+    task: AnyTask[Any],
+) -> dict[str, Any]:
+    identity = resolved.identity
+    commit = identity.weights.partition("@")[2] if identity.weights.startswith("hub:") else None
+    return {
+        "format": FORMAT,
+        "task": task.name,
+        # Known without the task, which may be code of a user's own that is not named.
+        **({"ranking": True} if isinstance(task, RankingTask) else {}),
+        "encoder": {
+            "name": resolved.checkpoint.name,
+            "model": model,
+            "revision": commit,
+            "like": resolved.checkpoint.known.repo if resolved.checkpoint.known else None,
+            "fingerprint": identity.fingerprint,
+            "identity": identity.to_json(),
+            "default_prompt": resolved.default_prompt,
+            "assumed": list(resolved.assumed),
+        },
+        "store_dtype": store_dtype,
+        "data": data.to_json(),
+        "prompts": {},
+        **provenance(),
+    }
+
+
+def where_model(model: str, resolved: ResolvedEncoder) -> str:
+    """Return what finds a model again from any working folder: its name, or an absolute path."""
+    local = Path(model).expanduser()
+    return str(local.resolve()) if find_model(model) is None and local.is_dir() else model
