@@ -274,9 +274,7 @@ class Context:
         step = reached = sp.csr_matrix(start, shape=(n, self.n_entities))
         for _ in range(hops):
             step = step @ self.adjacency
-            step.data[:] = 1
             reached = reached + step
-            reached.data[:] = 1
         found = reached[which.reshape(-1)].tocoo()
         return found.row.astype(np.int64), found.col.astype(np.int64)
 

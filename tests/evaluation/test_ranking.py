@@ -309,6 +309,9 @@ def test_weights_of_the_reversed_edge_are_found_by_relation():
     np.testing.assert_array_equal(weights[:3], weights[3:])
     assert weights[0] > 0 > weights[1]
     assert weights[2] == 0
+    # Where another term does it already, nothing is gained.
+    done = [context.reverse(np.tile([50, -50, 0], 2))]
+    assert fit_reverse(asked, candidates, queries, known, context, done).tolist() == [0] * 6
     before = rank(asked, candidates, queries, known)
     after = rank(asked, candidates, queries, known, [context.reverse(weights)])
     assert (1 / after.of()).mean() > (1 / before.of()).mean() + 0.2
@@ -337,9 +340,14 @@ def test_both_directions_of_a_triple_are_resampled_together(monkeypatch):
     assert found.estimates(0)["mrr"].value == np.mean(1 / ranks[0, chosen])
 
 
-def test_parts_cover_the_queries(graph):
+def test_parts_cover_the_queries():
+    graph = small_graph(sizes=(18, 5, 5))
     found = parts(graph, "test")
     n = len(graph.queries("test"))
+    train = set(graph.splits["train"][:, [0, 2]].reshape(-1).tolist())
+    unseen = [h not in train or t not in train for h, _, t in graph.queries("test").tolist()]
+    assert found["unseen"].tolist() == unseen
+    assert any(unseen)
     for one, other in (("forward", "backward"), ("reversible", "rest")):
         assert (found[one] ^ found[other]).all()
     kinds = dict(relation_parts(graph, "test"))
