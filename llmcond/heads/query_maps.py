@@ -24,12 +24,13 @@ class QueryHead(HeadModule):
     """A map of queries, any other family of heads, beside a map of candidates.
 
     With neighbours, a layer brings an entity's own features and the mean of its neighbours' to
-    the size of its own first. A conditioned map sees relations by their coordinates in the space
-    that all of them span: as what it makes of them is linear at first, that is the same map with
+    the size of its own first. A map that generates matrices sees relations by their coordinates in
+    the space that all of them span: what it makes of them is linear, so that is the same map with
     fewer parameters, 22 columns instead of 384 for WN18RR.
 
     Attributes:
         family: of the map of queries.
+        reads_joint, reads_relations: whether it takes joint features, and features of relations.
         dims: sizes of what entities and relations have, and R.
     """
 
@@ -43,12 +44,11 @@ class QueryHead(HeadModule):
         super().__init__(settings, dim_in, dim_condition)
         family = self.family
         self.n_relations = n_relations
-        width = 0
-        if family.conditioned:
-            width = 2 * n_relations
-            if settings.relations == "features":
-                width = min(width, dim_condition)
-                self.register_buffer("basis", torch.zeros(dim_condition, width))
+        self.reads_relations = bool(self.dim_of_relations(settings, 1))
+        width = dim_condition if self.reads_relations else 2 * n_relations * family.conditioned
+        if self.reads_relations and family.generates_matrices:
+            width = min(2 * n_relations, dim_condition)
+            self.register_buffer("basis", torch.zeros(dim_condition, width))
         self.map = family(settings, dim_in, width)
         self.dim_out = int(getattr(settings, "dim", dim_in))
         self.reads_joint = str(getattr(settings, "features", family.features)) == "joint"
@@ -70,11 +70,6 @@ class QueryHead(HeadModule):
     def dim_of_relations(cls, settings: Any, dim: int) -> int:
         """Return the size of relations' features as far as the head takes them, else 0."""
         return dim if cls.family.conditioned and settings.relations == "features" else 0
-
-    @property
-    def reads_relations(self) -> bool:
-        """Return whether it takes features of relations."""
-        return hasattr(self, "basis")
 
     @property
     def dims(self) -> tuple[int, int, int]:
@@ -105,7 +100,7 @@ class QueryHead(HeadModule):
 
         Random numbers come from PyTorch's own generator. ``relations`` is (2 R, d_c).
         """
-        if self.reads_relations and relations is not None:
+        if hasattr(self, "basis") and relations is not None:
             _, _, rows = torch.linalg.svd(relations, full_matrices=False)
             self.basis.copy_(rows.T)
         if self.settings.start == "identity":
@@ -133,7 +128,8 @@ class QueryHead(HeadModule):
         elif relations is None:
             raise UserError("this head takes the features of relations, and none were given.")
         else:
-            seen = relations.index_select(0, used) @ self.basis
+            seen = relations.index_select(0, used)
+            seen = seen @ self.basis if hasattr(self, "basis") else seen
         return self._scored(self.map(x, seen, own))
 
     def candidate(self, x: Tensor) -> Tensor:

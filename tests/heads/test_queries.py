@@ -170,7 +170,8 @@ def mapped(head, x, relation, arrays):
         return weights["map.weight2"] @ hidden
     c = np.eye(2 * R)[relation]
     if settings.relations == "features":
-        c = unit(arrays.relations.astype(np.float64))[relation] @ weights["basis"]
+        c = unit(arrays.relations.astype(np.float64))[relation]
+        c = c @ weights["basis"] if "basis" in weights else c
     if kind == "query-hadamard":
         return x * (weights["map.transform"] @ c + weights["map.transform_bias"])
     if kind == "query-concat":
