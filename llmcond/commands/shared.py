@@ -145,5 +145,5 @@ class WithTask(WithColumns):
     task: str | None = option(
         None,
         metavar="NAME",
-        help="of a new run: C-STS, or code of your own, my_task.py:NAME",
+        help="of a new run: csts (default), kgc, or code of your own, my_task.py:NAME",
     )

@@ -42,10 +42,10 @@ class Sweep(InRun, WithSplit, WithMetrics, WithTrials, WithDevice):
     plot: Path | None = option(
         None,
         metavar="FILE",
-        help="picture of Spearman against the first setting with several numbers (.png, .svg)",
+        help="picture of the main metric against the first setting of several numbers (.png, .svg)",
     )
     plot_steps: Path | None = option(
-        None, metavar="FILE", help="picture of Spearman on dev against training steps (.png, .svg)"
+        None, metavar="FILE", help="picture of the score on dev against training steps (.png, .svg)"
     )
 
     def execute(self) -> SweepResult:

@@ -21,11 +21,10 @@ from llmcond.errors import UserError
 from llmcond.evaluation.paired import RESAMPLES, Resampled, resample
 from llmcond.metrics import Estimate, Floats, Metric, choose_metrics, finite
 from llmcond.tasks.graph import Graph, Known, Numbers, Triples, both_directions
+from llmcond.tasks.ranking import METRICS
 
 #: How a right answer ranks among candidates of the same score: in the middle, first or last.
 Ties = Literal["realistic", "optimistic", "pessimistic"]
-#: What a ranking of entities is told by.
-METRICS = ("mrr", "hits@1", "hits@3", "hits@10", "mean_rank")
 
 #: Queries and candidates that are scored at once: their scores take 64 MiB at most.
 BLOCK, TILE = 256, 65_536

@@ -109,13 +109,17 @@ def _numeric(results: Swept) -> str | None:
 
 
 def plot_steps(results: Swept, path: Path) -> None:
-    """Draw Spearman on dev against steps of training, with the range over seeds (figure 3)."""
+    """Draw the score on dev against steps of training, with the range over seeds (figure 3)."""
+    label = "Spearman"
     series: dict[str, list[_Point]] = {}
     for row in results:
         fits = [fit for fit in row.fits if fit.get("curve")]
         # As far as every seed went.
         for epoch, reached in enumerate(zip(*(fit["curve"] for fit in fits), strict=False)):
-            values = [one["dev_spearman"] for one in reached]
+            # As curves of rankings call it, whatever it is.
+            if "dev_score" in reached[0]:
+                label = row.primary.heading
+            values = [one.get("dev_spearman", one.get("dev_score")) for one in reached]
             if None not in values:
                 steps = (epoch + 1) * fits[0]["steps_per_epoch"]
                 figures = (statistics.fmean(values), min(values), max(values))
@@ -127,7 +131,7 @@ def plot_steps(results: Swept, path: Path) -> None:
             f"{path} is not drawn: no head of the sweep is trained by steps, or there is no dev"
         )
         return
-    _draw(series, path, "steps", "Spearman on dev x 100", log_x=False)
+    _draw(series, path, "steps", f"{label} on dev x 100", log_x=False)
 
 
 def _draw(

@@ -70,6 +70,21 @@ def fitted_heads(run: AnyRun, names: Sequence[str]) -> list[Saved[Any]]:
     return [head for head in found if not head.head.is_identity]
 
 
+def asked_for(run: AnyRun, names: Sequence[str]) -> tuple[list[Saved[Any]], list[Prompt]]:
+    """Return the heads that are scored, and the prompts of which zero-shot is.
+
+    Raises:
+        UserError: no such head, or a run without features.
+    """
+    fitted = fitted_heads(run, names)
+    prompts = list({p.name: p for head in fitted for p in head.view.prompts}.values())
+    if not fitted or not names:
+        prompts = list(run.prompts().values())
+    if not prompts:
+        raise UserError(f"{run.folder} has no extracted features yet. Run `llmcond extract` first.")
+    return fitted, prompts
+
+
 def check_scorable(rows: Rows, run: Run, other: bool, predictions: bool = False) -> None:
     """Check that rows have ratings; warn of pairs in ``other`` rows that the run trained on.
 

@@ -30,8 +30,8 @@ from llmcond.runs.extraction import LazyEncoder, extract_prompt
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import (
     Predictor,
+    asked_for,
     check_scorable,
-    fitted_heads,
     predict,
     results_of,
     zeroshots,
@@ -136,13 +136,7 @@ def _chosen(run: Run, names: Sequence[str]) -> tuple[list[SavedHead], list[Promp
                 f"{run.folder} holds a cross-encoder, which is scored by itself. Leave out --head."
             )
         return [], []
-    fitted = fitted_heads(run, names)
-    prompts = list({p.name: p for head in fitted for p in head.view.prompts}.values())
-    if not fitted or not names:
-        prompts = list(run.prompts().values())
-    if not prompts:
-        raise UserError(f"{run.folder} has no extracted features yet. Run `llmcond extract` first.")
-    return fitted, prompts
+    return asked_for(run, names)
 
 
 def _by_prompts(prompts: Sequence[Prompt], fitted: Sequence[SavedHead]) -> list[Predictor]:

@@ -23,7 +23,7 @@ from llmcond.evaluation.results import Counts, Results
 from llmcond.log import log
 from llmcond.metrics import Estimate, Floats, Metric, choose_metrics
 from llmcond.runs import RankingRun, Run
-from llmcond.runs.predictors import AnyPredictor, fitted_heads, unscored
+from llmcond.runs.predictors import AnyPredictor, asked_for, unscored
 from llmcond.runs.ranking import QueryExamples
 from llmcond.runs.terms import GraphTerms
 from llmcond.tasks import QueryData
@@ -58,12 +58,7 @@ def evaluate_ranking(
     examples, split = QueryExamples(run), split or run.default_split()
     rows = examples.scored(split)
     computed = choose_metrics(run.task.metrics, metrics)
-    fitted = fitted_heads(run, heads)
-    prompts = list({p.name: p for head in fitted for p in head.view.prompts}.values())
-    if not fitted or not heads:
-        prompts = list(run.prompts().values())
-    if not prompts:
-        raise UserError(f"{run.folder} has no extracted features yet. Run `llmcond extract` first.")
+    fitted, prompts = asked_for(run, heads)
     plain = [one for prompt in prompts for one in examples.zeroshots(prompt)]
     predictors: list[AnyPredictor] = [*plain, *fitted]
     terms = GraphTerms(examples, options.rerank, options.reverse, options.exclude_head)

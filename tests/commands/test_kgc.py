@@ -1,5 +1,6 @@
 """Knowledge-graph completion by the commands, on a small graph and a small encoder."""
 
+import json
 import shutil
 
 import numpy as np
@@ -8,6 +9,7 @@ from helpers.commands import ok, refused
 from helpers.graphs import write_graph
 
 import llmcond
+from llmcond import cli
 
 ENCODER = ("--dtype", "float32", "--device", "cpu", "--pooling", "mean", "--normalize")
 
@@ -25,12 +27,10 @@ def model(tiny_checkpoint):
 @pytest.fixture(scope="module")
 def extracted(graph, model, tmp_path_factory):
     """A run with features of both kinds. Copy it before changing it."""
-    from llmcond.cli import run
-
     folder = tmp_path_factory.mktemp("runs") / "run"
     command = ["extract", "--task", "kgc", "--data", graph, "--model", model, "--run", folder]
     command += [*ENCODER, "--prompt", "separate", "concat-sent-cond"]
-    assert run([str(one) for one in command]) == 0
+    assert cli.run([str(one) for one in command]) == 0
     return folder
 
 
@@ -67,6 +67,7 @@ def test_a_run_is_of_one_task_and_one_graph(capsys, own, graph, model, tmp_path)
     [
         ("similarity", "a", "b", "--condition", "c"),
         ("analyse",),
+        ("push", "ada/heads"),
         ("embed", "FILE", "--out", "x.npy"),
     ],
 )
@@ -74,6 +75,17 @@ def test_commands_for_pairs_refuse_such_a_run(capsys, own, graph, command):
     command = [graph / "entities.tsv" if word == "FILE" else word for word in command]
     said = refused(capsys, *command, "--run", own)
     assert "ranks candidates" in said
+
+
+def test_a_damaged_run_is_told_in_a_line(capsys, own):
+    manifest = json.loads((own / "run.json").read_text())
+    triples = (own / "triples.parquet").read_bytes()
+    (own / "triples.parquet").write_bytes(triples[:-9])
+    assert "cannot be read" in refused(capsys, "evaluate", "--run", own)
+    del manifest["data"]["digest"]
+    (own / "run.json").write_text(json.dumps(manifest))
+    assert cli.run(["evaluate", "--run", str(own)]) == 1
+    assert "lacks 'data.digest'; it was damaged" in capsys.readouterr().err
 
 
 def test_heads_are_fitted_and_chosen_on_dev(capsys, own):
@@ -95,12 +107,10 @@ def test_heads_are_fitted_and_chosen_on_dev(capsys, own):
 @pytest.fixture(scope="module")
 def fitted(extracted, tmp_path_factory):
     """A run with a head of each kind of features."""
-    from llmcond.cli import run
-
     folder = shutil.copytree(extracted, tmp_path_factory.mktemp("fitted") / "run")
     for head in ("hypernet-full", "linear"):
         command = ["fit-head", "--run", str(folder), "--head", head, "--set", "epochs=3"]
-        assert run([*command, "batch_size=16"]) == 0
+        assert cli.run([*command, "batch_size=16"]) == 0
     return folder
 
 
@@ -168,10 +178,11 @@ def test_rankings_are_asked_of_rankings_only(capsys, tiny_run):
     assert "--exclude-head is of tasks that rank candidates" in said
 
 
-def test_a_sweep_ranks_and_resumes(capsys, own):
+def test_a_sweep_ranks_and_resumes(capsys, own, tmp_path):
     command = ("sweep", "--run", own, "--head", "concat", "hadamard", "--seeds", "2")
     command += ("--vary", "learning_rate=0.001,0.01", "--set", "epochs=2", "batch_size=16")
-    done = ok(capsys, *command, "--workers", "1")
+    done = ok(capsys, *command, "--workers", "1", "--plot-steps", tmp_path / "steps.svg")
+    assert "MRR on dev" in (tmp_path / "steps.svg").read_text()
     rows = done["results"]
     assert len(rows) == 4
     assert done["failures"] == []
