@@ -275,3 +275,13 @@ def test_what_cannot_be_completed_is_told(capsys, fitted, asked, words):
 def test_only_a_graph_can_be_completed(capsys, tiny_run):
     command = ("complete", "--run", tiny_run, "--head-entity", "a", "--relation", "b")
     assert "has no knowledge graph" in refused(capsys, *command)
+
+
+def test_without_data_a_graph_of_our_own_is_completed(capsys, model, tmp_path):
+    folder = tmp_path / "run"
+    command = ("extract", "--task", "kgc", "--model", model, "--run", folder, *ENCODER)
+    assert ok(capsys, *command)["prompts"]["separate"]["n_inputs"] == 270 + 2 * 9
+    rows = ok(capsys, "evaluate", "--run", folder, "--exclude-head")["results"]
+    assert [(row["head"], row["n"]) for row in rows] == [("none", 720), ("rule:reverse", 720)]
+    # Of a thing all nine relations are asked, so what ignores the relation is at chance.
+    assert rows[0]["hits@1"] < 0.1
