@@ -114,35 +114,15 @@ class _Fitting:
             return Fit({"selected_on": None}, (note,))
         module.seed_dropout(self.seed)
         module.to(self.device)
-        decayed: dict[str, Any] = {"params": [own for own in module.parameters() if own.ndim]}
-        # Decay would pull the temperature to 1.
-        others = {"params": list(module.contrast.parameters()), "weight_decay": 0.0}
-        optimiser = torch.optim.AdamW(
-            [decayed, others],
-            lr=settings.learning_rate,
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+        optimiser = self._optimiser()
         steps = -(-len(self._triples) // settings.batch_size)
         best: dict[str, Tensor] = {}
         curve: list[dict[str, float | None]] = []
         precise = settings.precision
         in_bfloat16 = precise == "bfloat16" or (precise == "auto" and _has_bfloat16(self.device))
+        module.multiply_in_bfloat16(in_bfloat16)
         for epoch in range(1, settings.epochs + 1):
-            module.train()
-            module.multiply_in_bfloat16(in_bfloat16)
-            total = torch.zeros((), device=self.device)
-            for number, rows in enumerate(self._batches(steps)):
-                if settings.schedule == "linear":
-                    done = ((epoch - 1) * steps + number) / (settings.epochs * steps)
-                    for group in optimiser.param_groups:
-                        group["lr"] = settings.learning_rate * (1 - done)
-                loss = self._loss(self._triples[rows])
-                optimiser.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimiser.step()
-                total += loss.detach() * len(rows)
-            mean = float(total) / len(self._triples)
+            mean = self._run_epoch(optimiser, steps, epoch - 1)
             if not math.isfinite(mean):
                 raise UserError(
                     f"the loss became {mean} in epoch {epoch}. Lower learning_rate, to "
@@ -172,9 +152,35 @@ class _Fitting:
             }
         )
 
-    def _batches(self, steps: int) -> list[Positions]:
+    def _optimiser(self) -> torch.optim.Optimizer:
+        settings, module = self.settings, self.module
+        decayed: dict[str, Any] = {"params": [own for own in module.parameters() if own.ndim]}
+        # Decay would pull the temperature to 1.
+        others = {"params": list(module.contrast.parameters()), "weight_decay": 0.0}
+        return torch.optim.AdamW(
+            [decayed, others],
+            lr=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    def _run_epoch(self, optimiser: torch.optim.Optimizer, steps: int, done: int) -> float:
+        """Train on all queries after so many epochs; return the mean loss of one."""
+        settings = self.settings
+        self.module.train()
+        total = torch.zeros((), device=self.device)
         order = torch.randperm(len(self._triples), generator=self._generator).numpy()
-        return np.array_split(order, steps)
+        for number, rows in enumerate(np.array_split(order, steps)):
+            if settings.schedule == "linear":
+                share = (done * steps + number) / (settings.epochs * steps)
+                for group in optimiser.param_groups:
+                    group["lr"] = settings.learning_rate * (1 - share)
+            loss = self._loss(self._triples[rows])
+            optimiser.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            total += loss.detach() * len(rows)
+        return float(total) / len(self._triples)
 
     def _as_it_is(self) -> FittedQueryHead:
         """Return the head as it is now; what is drawn for dropout goes on as if it were not."""
