@@ -21,6 +21,10 @@ SCRIPTS = {
         "| hypernet-full |",
     ),
     "bench_int8": ("--rows 20 --layers 1 --rounds 1", "| threads |"),
+    "bench_kgc": (
+        "--queries 4 --encode 8 --single 2 --rounds 1",
+        "| hypernet, its matrices",
+    ),
     "bench_ranking": ("--entities 30 --triples 5 --train 20 --dim 4", "| sort of all scores |"),
     "bench_routed": ("--sentences 2 --conditions 1 2 --rows 4 --rounds 1", "| routed |"),
     "bench_scale": ("--sizes 8 --rounds 1", "8 inputs: "),
