@@ -51,7 +51,13 @@ class QueryHead(HeadModule):
             self.register_buffer("basis", torch.zeros(dim_condition, width))
         self.map = family(settings, dim_in, width)
         self.dim_out = int(getattr(settings, "dim", dim_in))
-        self.reads_joint = str(getattr(settings, "features", family.features)) == "joint"
+        features = str(getattr(settings, "features", family.features))
+        if features == "both":
+            raise UserError(
+                "a query is read by its joint features or by separate ones: set features to one "
+                "of them."
+            )
+        self.reads_joint = features == "joint"
         read = 2 * dim_in if settings.neighbours else dim_in
         # The layer that heads go through before their map, and candidates too if it is the same.
         self._shares = settings.candidate == "same" and family.conditioned
@@ -114,8 +120,8 @@ class QueryHead(HeadModule):
         """Return embeddings of queries, (m, k); of length 1 where they are compared by cosine.
 
         ``x`` is (m, d) or (m, 2 d), what is read of heads; relations are (2 R, d_c) and ``which``
-        (m,) the relation of each query. Those that no query has may be missing
-        from the features, with numbers to match.
+        (m,) the relation of each query. Relations that no query has may be missing, with numbers
+        to match.
         """
         if hasattr(self, "head"):
             x = self.affine("head", x)

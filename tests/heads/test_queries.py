@@ -474,6 +474,7 @@ def test_a_head_is_for_graphs_of_its_sizes():
         ("hypernet", {"candidate": "none"}, "candidates keep their 6: set candidate to linear"),
         ("concat", {"candidate": "same"}, "or dim to 6"),
         ("concat", {"dim": 7}, "dim is 7, but the features have 6"),
+        ("hypernet", {"features": "both"}, "joint features or by separate ones"),
         ("hypernet", {"mse": 1.0}, "unknown key 'mse'"),
         ("hadamard", {"rank": 4}, "unknown key 'rank'"),
         ("mlp", {"hidden": -1}, "'hidden' is -1: must be at least 0"),
