@@ -31,7 +31,7 @@ def sweep_table(results: Swept, run: object) -> Table:
     first, primary = results[0], results[0].primary
     metrics = [metric for name in first.metrics if not (metric := metric_of(name)).secondary]
     title = (
-        f"{run}, {first.split}: {first.counts.n:,} rows. {factors_text(metrics)}Mean over seeds; "
+        f"{run}, {first.split}: {first.counts.text}. {factors_text(metrics)}Mean over seeds; "
         f"standard deviation over seeds (sd). {caveats(results)}"
     )
     table = identity_table(title)

@@ -83,9 +83,16 @@ def listing(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> T
     for key in columns:
         table.add_column(key.replace("_", " "), overflow="fold", no_wrap=key == "name")
     for row in rows:
-        values = (row[key] for key in columns)
-        table.add_row(*(plain("" if value is None else value) for value in values))
+        table.add_row(*(_cell(row[key]) for key in columns))
     return table
+
+
+def _cell(value: object) -> Text:
+    if isinstance(value, bool):
+        return plain("yes" if value else "no")
+    if isinstance(value, float):
+        return plain(f"{value:.4g}")
+    return plain("" if value is None else value)
 
 
 def show(table: Table, form: str = "table") -> None:
