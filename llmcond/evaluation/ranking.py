@@ -128,8 +128,15 @@ def top(
     best = np.zeros((len(rows), 0), dtype=np.float32)
     for first in range(0, every.n, tile):
         scores = asked.scores(first)
-        numbers = np.broadcast_to(np.arange(first, first + scores.shape[1]), scores.shape)
-        entities = np.concatenate([entities, numbers], axis=1)
+        columns = np.arange(scores.shape[1])
+        if scores.shape[1] > k:
+            # Only what can be among the best is sorted, equal scores included.
+            least = np.partition(scores, -k, axis=1)[:, [-k]]
+            columns = np.flatnonzero((scores >= least).any(axis=0))
+            scores = scores[:, columns]
+        entities = np.concatenate(
+            [entities, np.broadcast_to(first + columns, scores.shape)], axis=1
+        )
         best = np.concatenate([best, scores], axis=1)
         order = np.argsort(-best, axis=1, kind="stable")[:, :k]
         entities = np.take_along_axis(entities, order, axis=1)
@@ -157,7 +164,7 @@ class _Candidates:
         if self._last is None or self._last[0] != first:
             # Pages of the tile before would count as memory in use.
             self.vectors.release()
-            self._last = first, _read(self.vectors, slice(first, first + self.tile), "candidate")
+            self._last = first, self.vectors.read(slice(first, first + self.tile))
         return self._last[1]
 
 
@@ -200,6 +207,10 @@ class _Asked:
 
     def _products(self, first: int) -> Array:
         found: Array = self._vectors @ self._every.read(first).T
+        # Cheaper than to look at all candidates: one that is not finite spoils its score.
+        if not np.isfinite(found).all():
+            tile = self._every.read(first)
+            _check_finite(tile, np.arange(first, first + len(tile)), "candidate")
         for row, entity, value in self._added:
             inside = (entity >= first) & (entity < first + found.shape[1])
             found[row[inside], entity[inside] - first] += value[inside]
@@ -211,18 +222,22 @@ def _leave_out(scores: Array, first: int, row: Positions, entity: Positions) -> 
     scores[row[inside], entity[inside] - first] = -np.inf
 
 
-def _read(vectors: MatrixLike, rows: Positions | slice, what: str = "query") -> Array:
+def _read(queries: MatrixLike, rows: Positions) -> Array:
     """Return some rows in float32; a UserError if one is not finite."""
-    found = as_matrix(vectors).read(rows)
-    finite_rows = np.isfinite(found).all(axis=1)
+    found = as_matrix(queries).read(rows)
+    _check_finite(found, rows, "query")
+    return found
+
+
+def _check_finite(vectors: Array, rows: Positions, what: str) -> None:
+    """Raise a UserError if a vector is not finite; ``rows`` are their numbers."""
+    bad = rows[~np.isfinite(vectors).all(axis=1)]
     # A NaN is above nothing, so that it would rank as a perfect answer.
-    if not finite_rows.all():
-        bad = np.arange(len(vectors))[rows][~finite_rows]
+    if len(bad):
         raise UserError(
             f"vectors hold NaN or infinity: {len(bad):,}, the first of {what} {bad[0]:,}. Fit the "
             "head again with a lower learning rate, or extract in float32."
         )
-    return found
 
 
 # -- what the graph tells ----------------------------------------------------------------------
