@@ -6,24 +6,27 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.arrays import Dense, Matrix, MatrixLike
-from llmcond.encoders.encoder import Encoder
 from llmcond.errors import UserError, did_you_mean
 from llmcond.evaluation.ranking import Term, rank, top
 from llmcond.features.view import Part
 from llmcond.heads import QueryFeatures
 from llmcond.prompts import Prompt
 from llmcond.runs.embedder import choose_head
+from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.predictors import AnyPredictor
 from llmcond.runs.ranking import QueryExamples
 from llmcond.runs.run import RankingRun, open_any_run
 from llmcond.runs.terms import GraphTerms
 from llmcond.tasks.graph import Graph, Texts
+
+if TYPE_CHECKING:
+    from llmcond.encoders.encoder import Encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +188,7 @@ class Completer:
 
     @cached_property
     def _encoder(self) -> Encoder:
-        return Encoder(self._examples.run.resolve_encoder(self._device))
+        return LazyEncoder(self._examples.run.resolve_encoder(self._device))()
 
 
 def load_completer(

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from llmcond.encoders.encoder import Encoder
 from llmcond.errors import UserError
 from llmcond.features.view import Part, View
 from llmcond.heads import FittedHead, Gathered, Matrix, cosine
@@ -26,6 +25,10 @@ from llmcond.runs import (
     open_run,
 )
 from llmcond.runs.comparing import Comparing, Vectors, checked_texts, one_text
+from llmcond.runs.extraction import LazyEncoder
+
+if TYPE_CHECKING:
+    from llmcond.encoders.encoder import Encoder
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -164,11 +167,11 @@ def load_embedder(
     view.check_texts()
     resolved = opened.resolve_encoder(device, max_tokens_per_batch)
     if chosen is None:
-        return Embedder(Encoder(resolved), view)
+        return Embedder(LazyEncoder(resolved)(), view)
     cache = ConditionCache(chosen.head) if chosen.head.generates_matrices else None
     data = chosen.record["data"]["source"]
     fitted_on = "the bundled sample" if data == "sample" else str(data)
-    return Embedder(Encoder(resolved), view, chosen.head, chosen.name, cache, fitted_on)
+    return Embedder(LazyEncoder(resolved)(), view, chosen.head, chosen.name, cache, fitted_on)
 
 
 @overload
