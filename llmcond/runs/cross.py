@@ -8,20 +8,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderIdentity
-from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.spec import Orders
 from llmcond.errors import UserError
 from llmcond.heads import FittedHead, load_head
 from llmcond.records import check_record
 from llmcond.runs.comparing import Comparing, Vectors
+from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.records import TrainedOn
 from llmcond.runs.run import Run, open_run
+
+if TYPE_CHECKING:
+    from llmcond.encoders.encoder import Encoder
 
 #: What records call its head, and the head's folder in a run.
 KIND: Final = "regression"
@@ -114,7 +117,7 @@ def load_cross_encoder(
     resolved = opened.resolve_encoder(device, max_tokens_per_batch)
     source = opened.manifest["data"]["source"]
     fitted = "the bundled sample" if source == "sample" else str(source)
-    return CrossEncoder(Encoder(resolved), head, orders, fitted)
+    return CrossEncoder(LazyEncoder(resolved)(), head, orders, fitted)
 
 
 def _check_head(run: Run, head: FittedHead, record: dict[str, Any]) -> None:

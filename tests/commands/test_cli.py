@@ -786,3 +786,12 @@ def test_public_names():
         assert getattr(llmcond, name) is not None
     with pytest.raises(AttributeError, match="nothing"):
         llmcond.nothing  # noqa: B018
+
+
+def test_what_reads_features_only_does_not_wait_for_transformers():
+    code = (
+        "import sys\n"
+        "from llmcond.workflows import complete, evaluate, fit, sweep\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
