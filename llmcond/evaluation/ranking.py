@@ -254,7 +254,6 @@ class Context:
         known: train triples in both directions.
         adjacency: (n, n) sparse, 1 where two entities are linked, whatever the relation and its
             direction; no entity is its own neighbour.
-        degree: (n,) how many neighbours each entity has.
     """
 
     def __init__(self, triples: Triples, n_entities: int, n_relations: int) -> None:
@@ -266,19 +265,11 @@ class Context:
         shape = (n_entities, n_entities)
         ones = np.ones(ends.shape[1], dtype=np.float32)
         self.adjacency = sp.csr_matrix((ones, ends), shape=shape)
-        self.degree = np.diff(self.adjacency.indptr).astype(np.float32)
 
     @classmethod
     def of(cls, graph: Graph) -> Context:
         """Return the context of a graph."""
         return cls(graph.splits["train"], graph.n_entities, graph.n_relations)
-
-    def neighbours(self, vectors: MatrixLike) -> tuple[Array, Array]:
-        """Return (n, d) the sums of neighbours' vectors, and (n,) how many there are.
-
-        The mean without the other end e of a triple is (sum - e) / (degree - 1), exactly.
-        """
-        return np.asarray(self.adjacency @ as_matrix(vectors).read()), self.degree
 
     def within(self, head: Numbers, hops: int) -> tuple[Positions, Positions]:
         """Return the entities within so many hops of each of m heads, flat; itself is one."""

@@ -241,18 +241,6 @@ def test_hops_may_leave_the_head_alone(graph):
     assert set(without[2].tolist()) == {np.float32(0.2)}
 
 
-def test_means_without_the_other_end_are_those_of_the_others(graph):
-    context, rng = Context.of(graph), np.random.default_rng(0)
-    vectors = rng.standard_normal((graph.n_entities, 6)).astype(np.float32)
-    total, degree = context.neighbours(vectors)
-    for head, _, tail in graph.splits["train"].tolist():
-        if head == tail or degree[head] < 2:
-            continue
-        others = sorted(slow_within(graph, head, 1) - {head, tail})
-        mean = (total[head] - vectors[tail]) / (degree[head] - 1)
-        np.testing.assert_allclose(mean, vectors[others].mean(axis=0), atol=1e-5)
-
-
 def test_the_reversed_edge_is_weighted_by_relation(graph):
     context, queries = Context.of(graph), graph.queries("test")
     weights = np.arange(6) / 10
