@@ -298,7 +298,7 @@ def test_a_table_says_what_its_intervals_are(capsys, own):
     arguments = ["sweep", "--run", str(own), "--workers", "1", "--prompt", J, "--no-subtract"]
     assert run([*arguments, *DIMS_TEXT]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "own, test: 12 rows." in text
+    assert "own, test: 12 rated rows of 6 sentence pairs." in text
     assert "95 % intervals over sentence pairs and, of several fits, seeds." in text
     assert "Epochs were chosen on dev." in text
     # Two seeds have a deviation, and no interval.

@@ -197,6 +197,7 @@ def candidate_of(head, x, arrays):
     return weights["head"] @ x + weights["head_bias"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("score", ["cosine", "dot"])
 @pytest.mark.parametrize(
     ("candidate", "with_neighbours"),

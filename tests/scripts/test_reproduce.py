@@ -15,8 +15,8 @@ from llmcond.runs.extraction import LazyEncoder
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SFR = "Salesforce/SFR-Embedding-Mistral"
-#: By their full names: the package has functions of these names.
-FITTING = [import_module(f"llmcond.{name}") for name in ("runs.trials", "workflows.fit")]
+#: By its full name: the package has functions of such names.
+FITTING = import_module("llmcond.runs.rated")
 QUICK = ["--quick", "--workers", "1", "--device", "cpu", "--dtype", "float32", "--json"]
 
 
@@ -138,8 +138,7 @@ def test_hypercl_lays_out_every_table(scripts, call, work):
 def test_nothing_is_done_twice(scripts, call, work, monkeypatch, tmp_path):
     """Runs after both of the above; by itself it does what they do first."""
     firsts = [call(script, [work.bert]) for script in (scripts.case, scripts.hypercl)]
-    for module in FITTING:
-        monkeypatch.setattr(module, "fit_recipe", forbid)
+    monkeypatch.setattr(FITTING, "fit_recipe", forbid)
     monkeypatch.setattr(LazyEncoder, "__call__", forbid)
     for script, first in zip((scripts.case, scripts.hypercl), firsts, strict=True):
         out = tmp_path / "tables.md"
@@ -152,7 +151,7 @@ def test_nothing_is_done_twice(scripts, call, work, monkeypatch, tmp_path):
 
 
 def test_an_interrupted_command_resumes(scripts, call, work, monkeypatch, tmp_path):
-    real, fitted = FITTING[0].fit_recipe, []
+    real, fitted = FITTING.fit_recipe, []
 
     def stops(recipe, *arguments):
         if len(fitted) == 2:
@@ -163,13 +162,11 @@ def test_an_interrupted_command_resumes(scripts, call, work, monkeypatch, tmp_pa
     out = tmp_path / "tables.md"
     options = ["--folder", str(tmp_path / "runs"), "--tables", "6", "--out", str(out)]
     with monkeypatch.context() as patch:
-        for module in FITTING:
-            patch.setattr(module, "fit_recipe", stops)
+        patch.setattr(FITTING, "fit_recipe", stops)
         assert call(scripts.hypercl, [work.bert], *options)[0] == 1
     assert not out.exists()
     counted = []
-    for module in FITTING:
-        monkeypatch.setattr(module, "fit_recipe", lambda *a: counted.append(1) or real(*a))
+    monkeypatch.setattr(FITTING, "fit_recipe", lambda *a: counted.append(1) or real(*a))
     code, _, record = call(scripts.hypercl, [work.bert], *options)
     assert code == 0
     assert len(counted) == len(rows_of(record, "Table 6")) - len(fitted)
@@ -209,7 +206,7 @@ def test_a_folder_of_other_rows_is_not_used(scripts, call, work, small_rows, tmp
     assert call(scripts.case, [work.bert], *options)[0] == 0
     code, text, record = call(scripts.case, [work.bert], *options, data=data)
     assert code == 1
-    assert "has other rows" in record["encoders"][0]["reason"]
+    assert "has other examples" in record["encoders"][0]["reason"]
     assert "not done" in text
 
 
