@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 _KEY = "option"
+
+#: How a right answer ranks among candidates of the same score: in the middle, first or last.
+Ties = Literal["realistic", "optimistic", "pessimistic"]
 
 
 @dataclass(frozen=True, slots=True)

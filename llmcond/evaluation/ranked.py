@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmcond.evaluation.ranking import Part, Ties
+from llmcond.evaluation.ranking import Part
 from llmcond.evaluation.results import Result
+from llmcond.options import Ties
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class RankedResult(Result):
         }
 
     @property
-    def told_by(self) -> str:
+    def terms(self) -> str:
         """Return what scores were made of besides embeddings, for tables."""
         named = {
             "neighbours": "neighbours" if self.neighbours else "",

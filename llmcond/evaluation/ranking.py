@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import scipy.sparse as sp
@@ -20,11 +20,9 @@ from llmcond.arrays import Array, MatrixLike, Positions, as_matrix
 from llmcond.errors import UserError
 from llmcond.evaluation.paired import RESAMPLES, Resampled, resample
 from llmcond.metrics import Estimate, Floats, Metric, choose_metrics, finite
+from llmcond.options import Ties
 from llmcond.tasks.graph import Graph, Known, Numbers, Triples, both_directions
 from llmcond.tasks.ranking import METRICS
-
-#: How a right answer ranks among candidates of the same score: in the middle, first or last.
-Ties = Literal["realistic", "optimistic", "pessimistic"]
 
 #: Queries and candidates that are scored at once: their scores take 64 MiB at most.
 BLOCK, TILE = 256, 65_536

@@ -23,7 +23,7 @@ from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.errors import UserError
 from llmcond.evaluation.ranking import rank
 from llmcond.finetune.base import Shared, TrainedModel
-from llmcond.heads import FittedQueryHead, QueryArrays, Recipe
+from llmcond.heads import FittedQueryHead, QueryArrays, Recipe, joint_keys
 from llmcond.heads.contrastive import Masked
 from llmcond.heads.module import seeded
 from llmcond.heads.pairs import Fit
@@ -45,7 +45,7 @@ class GraphInputs:
         entities: tokens of all entities, (n,).
         relations: tokens of all relations in both directions, (2 R,), for heads that take those.
         joint: tokens of heads under relations, for heads that read those; ``joint_of``, sorted,
-            says which: h * 2 R + r.
+            says which: see :func:`~llmcond.heads.queries.joint_keys`.
     """
 
     triples: Triples
@@ -64,8 +64,8 @@ class GraphInputs:
         return both_directions(self.triples[rows], self.n_relations).astype(np.int64)
 
     def keys(self, queries: Positions) -> Positions:
-        """Return h * 2 R + r of queries, (m, 3) with their tails."""
-        return queries[:, 0] * (2 * self.n_relations) + queries[:, 1]
+        """Return the keys of the joint inputs of queries, (m, 3) with their tails."""
+        return joint_keys(queries[:, 0], queries[:, 1], self.n_relations)
 
     def joint_tokens(self, keys: Positions) -> list[Tokens]:
         """Return the tokens of joint inputs by their keys."""
@@ -196,7 +196,7 @@ class QueryModel(TrainedModel[GraphInputs]):
             known=inputs.known,
             relations=relations if len(relations) else None,
             joint=joint if len(joint) else None,
-            joint_of=np.unique(place * count + relation),
+            joint_of=np.unique(joint_keys(place, relation, inputs.n_relations)),
         )
         row, right = inputs.known.gather(head, relation)
         there = np.isin(right, used.entities)

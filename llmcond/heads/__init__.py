@@ -4,7 +4,7 @@ from llmcond.arrays import Concatenated, Difference, Gathered, Matrix, MatrixLik
 from llmcond.heads.base import FittedHead, cosine
 from llmcond.heads.module import HeadModule
 from llmcond.heads.pairs import PairArrays
-from llmcond.heads.queries import FittedQueryHead, QueryArrays, QueryFeatures
+from llmcond.heads.queries import FittedQueryHead, QueryArrays, QueryFeatures, joint_keys
 from llmcond.heads.query_fit import fit_queries
 from llmcond.heads.recipes import Recipe, fit_recipe, load_recipe
 from llmcond.heads.settings import SizedSettings, TrainingSettings
@@ -28,6 +28,7 @@ __all__ = [
     "cosine",
     "fit_queries",
     "fit_recipe",
+    "joint_keys",
     "load_head",
     "load_query_head",
     "load_recipe",

@@ -6,6 +6,7 @@ e(h; r) of a query, tri-encoders e(h) and e(r) by themselves (Hyper-CL, ACL 2024
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,7 +42,7 @@ class QueryArrays:
         known: the known tails of training, in both directions.
         relations: (2 R, d_c) the features of relations, for heads that take them.
         joint: (j, d) the features of distinct joint inputs (h, r), for heads that take those.
-        joint_of: (j,) int64 h * 2 R + r of each joint input, sorted.
+        joint_of: (j,) int64 which they are of, sorted: see :func:`joint_keys`.
     """
 
     entities: MatrixLike
@@ -64,6 +65,13 @@ class QueryArrays:
         return np.concatenate([forward, forward[:, ::-1] + [0, self.n_relations, 0]])
 
 
+def joint_keys(
+    heads: NDArray[np.integer[Any]], relations: NDArray[np.integer[Any]], n_relations: int
+) -> Positions:
+    """Return (m,) int64 h * 2 R + r of heads h and relations r, which identify joint inputs."""
+    return np.asarray(heads, dtype=np.int64) * (2 * n_relations) + relations
+
+
 class QueryFeatures:
     """What heads read of a graph, by entities and relations: vectors of length 1, float32.
 
@@ -73,6 +81,13 @@ class QueryFeatures:
     def __init__(self, arrays: QueryArrays) -> None:
         self.arrays = arrays
         self._entities = _Rows(arrays.entities)
+
+    def with_joint(self, joint: MatrixLike, joint_of: Positions) -> QueryFeatures:
+        """Return the same entities and relations with other joint features."""
+        found = copy.copy(self)
+        found.arrays = replace(self.arrays, joint=joint, joint_of=joint_of)
+        found.__dict__.pop("_joint", None)
+        return found
 
     @cached_property
     def relations(self) -> Tensor | None:
@@ -136,7 +151,7 @@ class QueryFeatures:
                 "this head takes joint features of heads and relations, and none were given. "
                 "Extract them with a prompt that joins both."
             )
-        wanted = rows * (2 * self.arrays.n_relations) + relations
+        wanted = joint_keys(rows, relations, self.arrays.n_relations)
         found = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
         absent = int((keys[found] != wanted).sum())
         if absent:

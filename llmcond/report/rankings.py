@@ -45,5 +45,5 @@ def ranking_table(results: Sequence[RankedResult], run: object) -> Table:
         for pair in found:
             own = (result.parts[name].metrics[primary.name].value for name in pair)
             cells.append(" / ".join(map(primary.show, own)))
-        table.add_row(*identity_cells(result, result.title), plain(result.told_by), *cells)
+        table.add_row(*identity_cells(result, result.title), plain(result.terms), *cells)
     return table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from llmcond.arrays import Dense, Matrix, MatrixLike
 from llmcond.errors import UserError, did_you_mean
 from llmcond.evaluation.ranking import Term, rank, top
 from llmcond.features.view import Part
-from llmcond.heads import QueryFeatures
+from llmcond.heads import joint_keys
 from llmcond.prompts import Prompt
 from llmcond.runs.embedder import choose_head
 from llmcond.runs.extraction import LazyEncoder
@@ -23,7 +23,7 @@ from llmcond.runs.predictors import AnyPredictor
 from llmcond.runs.ranking import QueryExamples
 from llmcond.runs.run import RankingRun, open_any_run
 from llmcond.runs.terms import GraphTerms
-from llmcond.tasks.graph import Graph, Texts
+from llmcond.tasks.graph import Graph, Texts, both_directions
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder
@@ -141,8 +141,7 @@ class Completer:
             ],
             dtype=np.int64,
         ).reshape(-1, 3)  # fmt: skip
-        inverse = found[:, ::-1] + [0, self.graph.n_relations, 0]
-        queries = np.concatenate([found, inverse]).astype(np.int32)
+        queries = both_directions(found, self.graph.n_relations)
         ranks = rank(
             self._vectors(queries[:, :2]),
             self._candidates,
@@ -168,12 +167,10 @@ class Completer:
         features = self._examples.features(self._predictor.view)
         arrays = features.arrays
         if arrays.joint is not None and arrays.joint_of is not None:
-            keys = asked[:, 0].astype(np.int64) * (2 * arrays.n_relations) + asked[:, 1]
+            keys = joint_keys(asked[:, 0], asked[:, 1], arrays.n_relations)
             if not np.isin(keys, arrays.joint_of).all():
                 order = np.unique(keys, return_index=True)[1]
-                joint = self._encoded(asked[order])
-                own = replace(arrays, joint=joint, joint_of=keys[order])
-                features = QueryFeatures(own)
+                features = features.with_joint(self._encoded(asked[order]), keys[order])
         return self._examples.queries(self._predictor, features, asked[:, 0], asked[:, 1])
 
     def _encoded(self, asked: NDArray[Any]) -> Matrix:

@@ -276,8 +276,8 @@ def read_graph(source: str | Path | None = None) -> Graph:
     """Read a folder of triples and of texts; None is the bundled sample.
 
     Triples are ``train``, ``valid`` (or ``dev``) and ``test``, tables are ``entities`` (id, text or
-    name and description) and ``relations`` (id, text, text of the other direction), all parted by
-    tabs, without a header, in UTF-8. The files of KG-BERT and StAR (``entity2text``,
+    name and description) and ``relations`` (id, text, text of the other direction), all
+    tab-separated, without a header, in UTF-8. The files of KG-BERT and StAR (``entity2text``,
     ``relation2text``) and of SimKGC (``wordnet-mlj12-definitions``, ``FB15k_mid2name`` with
     ``FB15k_mid2description``) are read as they are published. An entity with a description is
     encoded as "name: description", as in SimKGC. A relation without a text is told by its id, one
@@ -399,7 +399,10 @@ def _triples(path: Path) -> list[tuple[str, ...]]:
     found, problems = [], Problems(path.name)
     for number, own in _fields(path):
         if len(own) != 3:
-            problems.add(number, f"{len(own)} columns; expected head, relation, tail with tabs")
+            problems.add(
+                number,
+                f"{len(own)} columns; expected head, relation and tail, separated by tabs",
+            )
         elif not all(own):
             problems.add(number, "an id is empty; expected head, relation, tail")
         found.append(tuple(own))
@@ -417,7 +420,9 @@ def _table(path: Path, most: int) -> dict[str, list[str]]:
         if not key:
             problems.add(number, "the id is empty")
         elif len(own) > most:
-            problems.add(number, f"{len(own) + 1} columns; expected {most + 1} at most, with tabs")
+            problems.add(
+                number, f"{len(own) + 1} columns; expected {most + 1} at most, separated by tabs"
+            )
         elif found.setdefault(key, own) != own:
             problems.add(number, f"{key} is there before, with another text; keep one")
     problems.raise_if_any()

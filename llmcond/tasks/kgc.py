@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from llmcond.arrays import MatrixLike
 from llmcond.data.datasets import DataOptions
 from llmcond.errors import UserError
-from llmcond.heads import QueryArrays
+from llmcond.heads import QueryArrays, joint_keys
 from llmcond.tasks.graph import Graph, Known, both_directions, read_graph
 from llmcond.tasks.ranking import QueryTexts, RankingTask
 
@@ -73,7 +73,7 @@ class Kgc(RankingTask[Graph]):
         """Return the graph as heads take it; in training only train is known."""
         n, n_relations = dataset.n_entities, dataset.n_relations
         train = dataset.splits["train"]
-        keys = asked[:, 0] * (2 * n_relations) + asked[:, 1]
+        keys = joint_keys(asked[:, 0], asked[:, 1], n_relations)
         return QueryArrays(
             entities=candidates,
             triples=train,

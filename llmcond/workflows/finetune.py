@@ -27,7 +27,6 @@ from llmcond.log import log
 from llmcond.prompts import fields_of, load_prompt, prompt_from_json
 from llmcond.report.card import model_card
 from llmcond.runs import complete_run, head_name, head_record
-from llmcond.runs.extraction import LazyEncoder, extract_prompt, extraction_record
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import predict
 from llmcond.runs.run import fitted_on
@@ -41,6 +40,7 @@ from llmcond.workflows.training import (
     Parts,
     RatedJob,
     Trained,
+    extract_trained,
     rated_dataset,
     rated_task,
     resolve_trainable,
@@ -142,11 +142,7 @@ class _HeadJob(RatedJob):
         # With the size that was trained.
         recipe = replace(self.plan.recipe, settings=head.settings)
         run = complete_run(self.folder, resolved, self.dataset, self.task)
-        log.info(f"encoder -> {self.folder}; its features:")
-        encoder = LazyEncoder(resolved)
-        for prompt in view.prompts:
-            done = extract_prompt(run.store(), encoder, prompt, run.inputs(prompt))
-            run.record_prompt(prompt, extraction_record(done, resolved))
+        extract_trained(run, resolved, view.prompts)
         name = head_name(recipe.name, view)
         save_head(head, run.head_folder(name), head_record(run, view, recipe.to_json()))
         saved = run.load_head(name)

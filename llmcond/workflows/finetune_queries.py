@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from llmcond.config import build
 from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderOptions, ResolvedEncoder
@@ -17,13 +15,18 @@ from llmcond.features.view import View, view_of
 from llmcond.files import read_json
 from llmcond.finetune.queries import GraphInputs, QueryModel, check_recipe
 from llmcond.finetune.settings import TuneSettings, renamed
-from llmcond.heads import FittedQueryHead, Recipe, load_query_head, load_recipe, save_head
-from llmcond.log import log
+from llmcond.heads import (
+    FittedQueryHead,
+    Recipe,
+    joint_keys,
+    load_query_head,
+    load_recipe,
+    save_head,
+)
 from llmcond.metrics import finite
 from llmcond.prompts import Prompt, load_prompt, prompt_from_json
 from llmcond.prompts.queries import QueryInputs
 from llmcond.runs import complete_run, head_name, head_record
-from llmcond.runs.extraction import LazyEncoder, extract_prompt, extraction_record
 from llmcond.runs.ranking import QueryExamples
 from llmcond.runs.run import fitted_on
 from llmcond.runs.trials import sized
@@ -37,6 +40,7 @@ from llmcond.workflows.training import (
     Kept,
     Parts,
     Trained,
+    extract_trained,
     resolve_trainable,
     resolve_trained,
     train,
@@ -141,7 +145,7 @@ class _QueryJob(Job):
             known=Known(directions, graph.n_entities),
             n_relations=graph.n_relations,
             joint=tokenizer(inputs.joint) if joint else (),
-            joint_of=np.asarray(texts.asked @ [2 * graph.n_relations, 1], dtype=np.int64),
+            joint_of=joint_keys(texts.asked[:, 0], texts.asked[:, 1], graph.n_relations),
         )
         dev = None
         if len(graph.splits.get("dev", ())):
@@ -155,11 +159,7 @@ class _QueryJob(Job):
         resolved, view = resolve_trained(self), self.view
         recipe = replace(self.recipe, settings=head.settings)  # with the size that was trained
         run = complete_run(self.folder, resolved, self.dataset, self.task)
-        log.info(f"encoder -> {self.folder}; its features:")
-        encoder = LazyEncoder(resolved)
-        for prompt in view.prompts:
-            done = extract_prompt(run.store(), encoder, prompt, run.inputs(prompt))
-            run.record_prompt(prompt, extraction_record(done, resolved))
+        extract_trained(run, resolved, view.prompts)
         name = head_name(recipe.name, view)
         on_dev = finite(QueryExamples(run).on_dev(head, view))
         record = {**head_record(run, view, recipe.to_json()), f"dev_{run.dev_metric}": on_dev}

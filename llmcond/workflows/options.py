@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from llmcond.options import option
+from llmcond.options import Ties, option
 
 Split = Literal["train", "dev", "test"]
-Ties = Literal["realistic", "optimistic", "pessimistic"]
 _HEAD = "head and inputs"
 _RANKING = "ranking, of tasks that rank candidates"
 
@@ -37,8 +36,8 @@ class GraphOptions:
     )
     reverse: bool = option(
         False,
-        help="add to entities that train links back to the head, as much as dev has it for each "
-        "relation",
+        help="add a weight to entities that have the same relation to the head in train; it is "
+        "fitted on dev, one for each relation",
         group=_RANKING,
     )
 

@@ -13,7 +13,6 @@ from llmcond.errors import UserError
 from llmcond.evaluation.ranked import RankedResult
 from llmcond.evaluation.ranking import (
     Part,
-    Ties,
     parts,
     rank_rule,
     relation_parts,
@@ -22,6 +21,7 @@ from llmcond.evaluation.ranking import (
 from llmcond.evaluation.results import Counts, Results
 from llmcond.log import log
 from llmcond.metrics import Estimate, Floats, Metric, choose_metrics
+from llmcond.options import Ties
 from llmcond.runs import RankingRun, Run
 from llmcond.runs.predictors import AnyPredictor, asked_for, unscored
 from llmcond.runs.ranking import QueryExamples

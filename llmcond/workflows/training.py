@@ -25,11 +25,13 @@ from llmcond.heads.base import Fitted
 from llmcond.log import log
 from llmcond.metrics import Estimate
 from llmcond.progress import TrainBar, duration
+from llmcond.prompts import Prompt
 from llmcond.records import RECORD as RECORDED
 from llmcond.records import read_record
 from llmcond.report.format import estimate_text
-from llmcond.runs import Run, open_any_run, where_model
+from llmcond.runs import RankingRun, Run, open_any_run, where_model
 from llmcond.runs.cross import CrossEncoder
+from llmcond.runs.extraction import LazyEncoder, extract_prompt, extraction_record
 from llmcond.runs.predictors import Predictor, results_of
 from llmcond.runs.provenance import provenance
 from llmcond.tasks import AnyTask, Data, Task, find_task
@@ -172,6 +174,17 @@ def tune_settings(given: Mapping[str, Any], usual: Mapping[str, Any] = {}) -> Tu
     if isinstance(values.get("rank"), int):
         values.setdefault("learning_rate", usual_rate(values["rank"]))
     return build(TuneSettings, values, "training")
+
+
+def extract_trained(
+    run: Run | RankingRun, resolved: ResolvedEncoder, prompts: Sequence[Prompt]
+) -> None:
+    """Extract a run's features by the encoder that was trained into it."""
+    log.info(f"encoder -> {run.folder}; its features:")
+    encoder = LazyEncoder(resolved)
+    for prompt in prompts:
+        done = extract_prompt(run.store(), encoder, prompt, run.inputs(prompt))
+        run.record_prompt(prompt, extraction_record(done, resolved))
 
 
 def rated_task(name: str | None) -> Task:

@@ -151,7 +151,8 @@ def test_relations_without_a_text_are_told_by_their_id(key: str, text: str):
     ("files", "message"),
     [
         ({"train.tsv": ["01\tlikes\t02", "01 likes 02", "01\tlikes"]},
-         r"row 2 of train.tsv: 1 columns; expected head, relation, tail with tabs \(1 more row"),
+         r"row 2 of train.tsv: 1 columns; expected head, relation and tail, separated by tabs "
+         r"\(1 more row"),
         ({"train.tsv": ["01\t\t02"]}, "row 1 of train.tsv: an id is empty"),
         ({"test.tsv": []}, "test.tsv is empty: it has no triples"),
         ({"entities.tsv": []}, "entities.tsv is empty: it has no rows"),
