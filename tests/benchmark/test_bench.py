@@ -1,9 +1,6 @@
 """The command as a whole, on small shapes; and that a check finds what it is there to find."""
 
 import math
-import subprocess
-import sys
-import textwrap
 from dataclasses import replace
 
 import numpy as np
@@ -96,18 +93,6 @@ def test_failed_checks_are_named_once_all_is_printed(capsys):
     assert failure.exit_code == 1
     assert str(failure) == "1 of 3 checks failed: a = b."
     assert command.failed(replace(result, checks=[fine, not_run])) is None
-
-
-def test_command_is_imported_without_storage_and_settings_libraries():
-    script = textwrap.dedent("""
-        import sys
-        for name in ("lance", "pyarrow", "pydantic", "annotated_types", "bitsandbytes"):
-            sys.modules[name] = None  # importing them raises
-        import llmcond.cli
-        import llmcond.commands.bench
-        import llmcond.workflows.bench
-    """)
-    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 # -- checks ------------------------------------------------------------------------------------
