@@ -88,6 +88,11 @@ class Metric:
         """Return what tables call it."""
         return self.label or self.name
 
+    @property
+    def best(self) -> Callable[..., Any]:
+        """Return what takes the best of figures: ``max``, or ``min`` where less is better."""
+        return max if self.higher_is_better else min
+
     def scaled(self, value: float | None) -> float | None:
         """Return a figure in the unit that it is shown in; None where it is undefined."""
         defined = finite(value)

@@ -3,6 +3,7 @@
 from llmcond.runs.create import RunExistsError, complete_run, create_run, where_model
 from llmcond.runs.run import (
     AnyRun,
+    OpenedRun,
     RankingRun,
     Run,
     Saved,
@@ -18,6 +19,7 @@ from llmcond.runs.run import (
 
 __all__ = [
     "AnyRun",
+    "OpenedRun",
     "RankingRun",
     "Run",
     "RunExistsError",

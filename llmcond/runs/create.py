@@ -12,7 +12,14 @@ from llmcond.errors import DiskFullError, UserError, is_disk_full
 from llmcond.features.store import StoreDtype
 from llmcond.files import remove_stale, temporary_sibling, write_json
 from llmcond.runs.provenance import provenance
-from llmcond.runs.run import FORMAT, HERE, RankingRun, Run, run_of
+from llmcond.runs.run import (
+    FORMAT,
+    HERE,
+    OpenedRun,
+    RankingRun,
+    Run,
+    run_of,
+)
 from llmcond.tasks import AnyTask, Data, RankingTask, Task
 
 
@@ -27,7 +34,7 @@ def create_run(
     data: Data,
     store_dtype: StoreDtype,
     task: AnyTask[Any],
-) -> Run | RankingRun:
+) -> OpenedRun:
     """Make a run folder, complete from the moment it is there.
 
     Raises:
@@ -77,7 +84,7 @@ def complete_run(
     data: Data,
     task: AnyTask[Any],
     cross: Orders | None = None,
-) -> Run | RankingRun:
+) -> OpenedRun:
     """Make a run of the folder that holds its encoder; ``run.json`` comes last.
 
     ``cross`` are the orders of a cross-encoder; None: the encoder is none.
@@ -103,7 +110,7 @@ def _manifest(
         "format": FORMAT,
         "task": task.name,
         # Known without the task, which may be code of a user's own that is not named.
-        **({"ranking": True} if isinstance(task, RankingTask) else {}),
+        "kind": task.kind,
         "encoder": {
             "name": resolved.checkpoint.name,
             "model": model,

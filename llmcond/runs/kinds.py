@@ -5,9 +5,9 @@ from __future__ import annotations
 from llmcond.runs.examples import Examples
 from llmcond.runs.ranking import QueryExamples
 from llmcond.runs.rated import RatedExamples
-from llmcond.runs.run import RankingRun, Run
+from llmcond.runs.run import OpenedRun, RankingRun
 
 
-def examples_of(run: Run | RankingRun) -> Examples:
+def examples_of(run: OpenedRun) -> Examples:
     """Return the examples of a run, whose features are read when they are first asked for."""
     return QueryExamples(run) if isinstance(run, RankingRun) else RatedExamples(run)

@@ -70,8 +70,8 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class RankingManifest:
-    """What ``run.json`` holds of queries against candidates."""
+class TaskManifest:
+    """What ``run.json`` holds of tasks without rated rows."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 

@@ -25,7 +25,7 @@ from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
 from llmcond.encoders.resolve import no_embeddings
 from llmcond.encoders.spec import Orders
-from llmcond.errors import UserError, listed, nearest
+from llmcond.errors import LlmcondError, UserError, listed, nearest
 from llmcond.evaluation.results import default_name
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import View
@@ -35,7 +35,12 @@ from llmcond.files import (
     read_json,
     write_json,
 )
-from llmcond.heads import FittedHead, FittedQueryHead, load_head, load_query_head
+from llmcond.heads import (
+    FittedHead,
+    FittedQueryHead,
+    load_head,
+    load_query_head,
+)
 from llmcond.heads.base import Fitted
 from llmcond.log import log
 from llmcond.metrics import metric_of
@@ -44,7 +49,7 @@ from llmcond.prompts.inputs import PromptInputs, SplitInputs
 from llmcond.prompts.queries import QueryInputs
 from llmcond.records import check_record
 from llmcond.runs.provenance import provenance
-from llmcond.runs.records import FittedOn, Manifest, RankingManifest
+from llmcond.runs.records import FittedOn, Manifest, TaskManifest
 from llmcond.tasks import AnyTask, Data, QueryData, RankingTask, Task, find_task
 
 FORMAT = 1
@@ -89,10 +94,12 @@ class AnyRun(ABC):
     Attributes:
         dev_metric: the metric that heads are chosen by on dev.
         subtracts: whether heads see e(s|c) less the unconditional embedding, unless told otherwise.
+        own_command: that is for runs of its kind only.
     """
 
     dev_metric: ClassVar[str]
     subtracts: ClassVar[bool]
+    own_command: ClassVar[str] = "similarity"
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder = folder
@@ -328,7 +335,7 @@ class AnyRun(ABC):
         scored = {name: score for name, score in scores.items() if score is not None}
         if not scored:
             return names[-1], "fitted last"
-        best = max(scored, key=scored.__getitem__)
+        best = metric.best(scored, key=scored.__getitem__)
         others = f" of {len(names)} heads" if len(names) > 1 else ""
         return best, f"best{others} on dev, {metric.heading} {metric.show(scored[best])}"
 
@@ -474,12 +481,27 @@ class Run(AnyRun):
         return "test" if data["rows"].get("test", 0) > data["unrated"].get("test", 0) else "dev"
 
 
-class RankingRun(AnyRun):
-    """A run of queries against candidates."""
+class _UnratedRun(AnyRun):
+    """A run whose examples are right answers, not ratings."""
 
-    dev_metric = "mrr"
     #: Candidates have no condition, and what is left of a query would lie elsewhere.
     subtracts = False
+
+    @property
+    def splits(self) -> list[str]:
+        """Return the names of the run's splits."""
+        found: Mapping[str, Any] = cast(Any, self.data).splits
+        return list(found)
+
+    def default_split(self) -> str:
+        """Return ``test`` if there is one, else ``dev``."""
+        return "test" if "test" in self.splits else "dev"
+
+
+class RankingRun(_UnratedRun):
+    """A run of queries against candidates."""
+
+    dev_metric, own_command = "mrr", "complete"
 
     @property
     def task(self) -> RankingTask[Any]:
@@ -492,11 +514,6 @@ class RankingRun(AnyRun):
         return cast(QueryData, self.data)
 
     @property
-    def splits(self) -> list[str]:
-        """Return the names of the run's splits."""
-        return list(self.queries.splits)
-
-    @property
     def read_by(self) -> DataOptions:
         """Return how the data was read: in the only way there is."""
         return DataOptions()
@@ -505,14 +522,29 @@ class RankingRun(AnyRun):
         """Load a head that ranks candidates; see :class:`AnyRun`."""
         return self._loaded(name, load_query_head(self.head_folder(name)))
 
-    def default_split(self) -> str:
-        """Return ``test`` if there is one, else ``dev``."""
-        return "test" if "test" in self.splits else "dev"
+
+OpenedRun = Run | RankingRun
+#: The run of each kind of task, see :class:`AnyTask`.
+_KINDS: Mapping[str, type[OpenedRun]] = {
+    "rated": Run,
+    "ranking": RankingRun,
+}
 
 
-def run_of(folder: Path, manifest: dict[str, Any]) -> Run | RankingRun:
+def run_of(folder: Path, manifest: dict[str, Any]) -> OpenedRun:
     """Return the run of a folder, by what its run.json holds."""
-    return RankingRun(folder, manifest) if manifest.get("ranking") else Run(folder, manifest)
+    return _KINDS[_kind(folder, manifest)](folder, manifest)
+
+
+def _kind(folder: Path, manifest: Mapping[str, Any]) -> str:
+    """Return the kind of a run's task, which older versions did not name."""
+    kind = manifest.get("kind", "ranking" if manifest.get("ranking") else "rated")
+    if kind not in _KINDS:
+        raise LlmcondError(
+            f"{folder / 'run.json'} has kind = {kind!r}, none of {', '.join(_KINDS)}; it was "
+            "damaged, or a newer version wrote it."
+        )
+    return str(kind)
 
 
 def open_run(folder: Path, *, cross: bool = False) -> Run:
@@ -526,12 +558,12 @@ def open_run(folder: Path, *, cross: bool = False) -> Run:
         raise UserError(
             f"{folder} is a run of the task {run.manifest['task']}, which ranks candidates; this "
             "is for rated pairs of sentences. It takes extract, fit-head, evaluate, sweep, "
-            "compare-prompts, heads and complete."
+            f"compare-prompts, heads and {run.own_command}."
         )
     return run
 
 
-def open_any_run(folder: Path, *, cross: bool = False) -> Run | RankingRun:
+def open_any_run(folder: Path, *, cross: bool = False) -> OpenedRun:
     """Open a run, whatever its task; with ``cross`` it may be that of a cross-encoder.
 
     Raises:
@@ -561,7 +593,7 @@ def open_any_run(folder: Path, *, cross: bool = False) -> Run | RankingRun:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     manifest = read_json(folder / "run.json")
     check_format(manifest, FORMAT, str(folder))
-    schema = RankingManifest if manifest.get("ranking") else Manifest
+    schema = Manifest if _kind(folder, manifest) == "rated" else TaskManifest
     check_record(manifest, schema, str(folder / "run.json"), "Extract into a new --run.")
     return manifest
 
@@ -597,7 +629,8 @@ def dev_score(record: Mapping[str, Any], metric: str = Run.dev_metric) -> float 
         found = [record[key]]
     else:  # as written before it had one of its own: the best epoch's
         found = [entry.get(key) for entry in record["fit"].get("curve") or ()]
-    return max((score for score in found if isinstance(score, float)), default=None)
+    scores = (score for score in found if isinstance(score, float))
+    return cast(float | None, metric_of(metric).best(scores, default=None))
 
 
 def head_name(recipe: str, view: View) -> str:

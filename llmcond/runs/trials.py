@@ -30,7 +30,7 @@ from llmcond.log import log
 from llmcond.metrics import Metric, choose_metrics, finite, metric_of
 from llmcond.progress import EVERY_SECONDS, FitBar
 from llmcond.records import RECORD, check_record
-from llmcond.runs import AnyRun, RankingRun, Run, Saved, dev_score, head_name, open_any_run
+from llmcond.runs import AnyRun, OpenedRun, Saved, dev_score, head_name, open_any_run
 from llmcond.runs.kinds import examples_of
 from llmcond.runs.predictors import results_of
 from llmcond.runs.provenance import provenance
@@ -185,7 +185,7 @@ class _Job:
 
 
 def run_trials(
-    run: Run | RankingRun,
+    run: OpenedRun,
     split: str,
     trials: Iterable[Trial],
     folder: str,

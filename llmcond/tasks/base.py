@@ -51,6 +51,8 @@ class AnyTask(ABC, Generic[D]):
 
     Attributes:
         name: what ``--task`` and records call it.
+        kind: of its examples, which decides what a run of it does: ``rated``, ``ranking`` or
+            ``dialogue``. Records name it, so that it is known without the task.
         metrics: what it is scored by: names of :data:`llmcond.metrics.METRICS`, or code of the
             user's own. The first one is the main one.
         prompt: the template that is taken where none is named; None: the one that suits the
@@ -58,6 +60,7 @@ class AnyTask(ABC, Generic[D]):
     """
 
     name: ClassVar[str]
+    kind: ClassVar[str]
     metrics: ClassVar[Sequence[str]]
     prompt: ClassVar[str | None] = None
 

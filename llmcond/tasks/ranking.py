@@ -71,6 +71,7 @@ class RankingTask(AnyTask[Q]):
     ``[plain]`` part, which is the text as it is unless the template says otherwise.
     """
 
+    kind: ClassVar[str] = "ranking"
     #: What messages call its examples.
     unit: ClassVar[str] = "examples"
     metrics: ClassVar[Sequence[str]] = METRICS

@@ -23,6 +23,7 @@ class Task(AnyTask[Dataset]):
             without one is rendered by the template's ``[plain]`` part, and has nothing subtracted.
     """
 
+    kind: ClassVar[str] = "rated"
     columns: ClassVar[Columns] = Columns()
     scale: ClassVar[RatingScale] = RatingScale()
     conditioned: ClassVar[tuple[bool, bool]] = (True, True)

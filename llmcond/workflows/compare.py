@@ -27,7 +27,7 @@ from llmcond.metrics import choose_metrics
 from llmcond.prompts import Prompt, fields_of, load_prompt
 from llmcond.report.comparisons import FEW_PAIRS, summary
 from llmcond.report.page import Page, check_page, page_of, write_page
-from llmcond.runs import AnyRun, RankingRun, Run, open_any_run, run_exists
+from llmcond.runs import AnyRun, OpenedRun, Run, open_any_run, run_exists
 from llmcond.runs.kinds import examples_of
 from llmcond.runs.predictors import unscored
 from llmcond.runs.provenance import provenance
@@ -211,7 +211,7 @@ def _check_inputs(
         inputs_of(task, found, prompt).check_differ()
 
 
-def _zeroshot_systems(run: Run | RankingRun, prompts: Sequence[Prompt], split: str) -> list[System]:
+def _zeroshot_systems(run: OpenedRun, prompts: Sequence[Prompt], split: str) -> list[System]:
     systems = []
     for prompt in prompts:
         # Anew for each prompt: memory holds one prompt's features at a time.
@@ -225,7 +225,7 @@ def _zeroshot_systems(run: Run | RankingRun, prompts: Sequence[Prompt], split: s
 
 
 def _fitted_systems(
-    run: Run | RankingRun,
+    run: OpenedRun,
     prompts: Sequence[Prompt],
     recipes: Sequence[Recipe],
     split: str,

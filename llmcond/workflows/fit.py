@@ -15,7 +15,7 @@ from llmcond.heads import Recipe, load_recipe, save_head
 from llmcond.log import log
 from llmcond.metrics import Estimate, finite, metric_of
 from llmcond.progress import FitBar
-from llmcond.runs import RankingRun, Run, head_name, head_record, open_any_run
+from llmcond.runs import OpenedRun, head_name, head_record, open_any_run
 from llmcond.runs.features import prompts_for
 from llmcond.runs.kinds import examples_of
 from llmcond.runs.trials import Outcome, Trial, check_seed, sized
@@ -89,7 +89,7 @@ def fit_head(
 
 
 def fit_and_save(
-    run: Run | RankingRun,
+    run: OpenedRun,
     recipe: Recipe,
     view: View,
     name: str,
@@ -139,9 +139,7 @@ def fit_and_save(
     )
 
 
-def keep_best(
-    run: Run | RankingRun, done: Iterable[tuple[Trial, Outcome]], device: str = "auto"
-) -> None:
+def keep_best(run: OpenedRun, done: Iterable[tuple[Trial, Outcome]], device: str = "auto") -> None:
     """Keep the trial with the best score on dev as a head of the run; controls do not count."""
     scored = [
         (outcome.dev, trial)
@@ -151,7 +149,7 @@ def keep_best(
     if not scored:
         log.warning("no fit has a score on dev, so none is kept")
         return
-    best = max(scored, key=lambda one: one[0])[1]
+    best = metric_of(run.dev_metric).best(scored, key=lambda one: one[0])[1]
     log.info(f"kept, as the best on dev: {best.label}")
     # A seed gives the same head again.
     fit_and_save(run, best.recipe, best.view, best.name, best.dim, best.seed, device)

@@ -29,7 +29,7 @@ from llmcond.prompts import Prompt
 from llmcond.records import RECORD as RECORDED
 from llmcond.records import read_record
 from llmcond.report.format import estimate_text
-from llmcond.runs import RankingRun, Run, open_any_run, where_model
+from llmcond.runs import OpenedRun, Run, open_any_run, where_model
 from llmcond.runs.cross import CrossEncoder
 from llmcond.runs.extraction import LazyEncoder, extract_prompt, extraction_record
 from llmcond.runs.predictors import Predictor, results_of
@@ -176,9 +176,7 @@ def tune_settings(given: Mapping[str, Any], usual: Mapping[str, Any] = {}) -> Tu
     return build(TuneSettings, values, "training")
 
 
-def extract_trained(
-    run: Run | RankingRun, resolved: ResolvedEncoder, prompts: Sequence[Prompt]
-) -> None:
+def extract_trained(run: OpenedRun, resolved: ResolvedEncoder, prompts: Sequence[Prompt]) -> None:
     """Extract a run's features by the encoder that was trained into it."""
     log.info(f"encoder -> {run.folder}; its features:")
     encoder = LazyEncoder(resolved)

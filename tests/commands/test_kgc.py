@@ -88,6 +88,17 @@ def test_a_damaged_run_is_told_in_a_line(capsys, own):
     assert "lacks 'data.digest'; it was damaged" in capsys.readouterr().err
 
 
+def test_a_run_says_of_which_kind_it_is(capsys, own):
+    manifest = json.loads((own / "run.json").read_text())
+    assert manifest.pop("kind") == "ranking"
+    # As written before kinds had names.
+    (own / "run.json").write_text(json.dumps({**manifest, "ranking": True}))
+    assert ok(capsys, "evaluate", "--run", own, "--head", "none")["results"][0]["task"] == "kgc"
+    (own / "run.json").write_text(json.dumps({**manifest, "kind": "odd"}))
+    assert cli.run(["evaluate", "--run", str(own)]) == 1
+    assert "has kind = 'odd', none of rated, ranking" in capsys.readouterr().err
+
+
 def test_heads_are_fitted_and_chosen_on_dev(capsys, own):
     fit = ("fit-head", "--run", own, "--set", "epochs=3", "batch_size=16")
     full = ok(capsys, *fit, "--head", "hypernet-full")
