@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 #: From predictions (n,), ratings (n,) and group ids (n,) to a figure; NaN where it is undefined.
+#: Of queries, the right answers' ranks take the place of predictions, and the number of each
+#: query's stratum (its history length, where there is one) that of ratings.
 MetricFunction = Callable[[Floats, Floats, Indices], float]
 
 
@@ -69,6 +71,7 @@ class Metric:
         secondary: whether tables with little room leave it out.
         least, most: what it can be.
         by_row: of a metric that is a mean over rows, from predictions (n,) to its values (n,).
+        by_stratum: whether it is the mean over strata of the means over their rows.
     """
 
     name: str
@@ -82,6 +85,7 @@ class Metric:
     least: float = -math.inf
     most: float = math.inf
     by_row: Callable[[Floats], Floats] | None = None
+    by_stratum: bool = False
 
     @property
     def heading(self) -> str:
@@ -166,6 +170,24 @@ def _mean_of(name: str, by_row: Callable[[Floats], Floats], **settings: Any) -> 
     return Metric(name, function, by_row=by_row, **settings)
 
 
+def over_strata(metric: Metric, **changes: Any) -> Metric:
+    """Return the metric that is the mean over strata of a mean over rows, with further changes.
+
+    Each stratum counts the same, however many rows it has.
+    """
+    by_row = metric.by_row
+    if by_row is None:
+        raise TypeError(f"{metric.name} is no mean over rows")
+
+    def function(rank: Floats, stratum: Floats, _: Indices) -> float:
+        if not len(rank):
+            return math.nan
+        _, which = np.unique(stratum, return_inverse=True)
+        return float((np.bincount(which, by_row(rank)) / np.bincount(which)).mean())
+
+    return replace(metric, function=function, by_stratum=True, **changes)
+
+
 def _hits(k: int) -> Metric:
     """Return Hits@k. A mean rank of ties counts as it is: 1.5 is not within the first 1."""
     return _mean_of(
@@ -179,6 +201,17 @@ def _hits(k: int) -> Metric:
     )
 
 
+_MEAN_RANK = _mean_of(
+    "mean_rank",
+    lambda rank: rank,
+    label="mean rank",
+    description="mean rank of the right answer",
+    higher_is_better=False,
+    factor=1,
+    secondary=True,
+    least=1,
+)
+
 RANKING: tuple[Metric, ...] = (
     _mean_of(
         "mrr",
@@ -188,16 +221,20 @@ RANKING: tuple[Metric, ...] = (
         least=0,
         most=1,
     ),
-    *map(_hits, (1, 3, 5, 10)),
-    _mean_of(
-        "mean_rank",
-        lambda rank: rank,
-        label="mean rank",
-        description="mean rank of the right answer",
-        higher_is_better=False,
-        factor=1,
-        secondary=True,
-        least=1,
+    *map(_hits, (1, 3, 5, 10, 25, 50)),
+    _MEAN_RANK,
+    over_strata(
+        _MEAN_RANK,
+        name="average_rank",
+        label="average rank",
+        description="mean over history lengths of the mean rank of the right answer",
+        secondary=False,
+    ),
+    replace(
+        _MEAN_RANK,
+        name="average_rank_micro",
+        label="average rank (micro)",
+        description="mean rank of the right answer over all queries, whatever their history",
     ),
 )
 

@@ -199,6 +199,7 @@ class DataOptions:
         scale: values that differ, by fields of :class:`RatingScale`.
         split_seed: decides how a single file is split; None: not given.
         extra: further columns of text to read.
+        drop_leaks: of dialogues, whether those that are in a later split too are left out.
     """
 
     source: Any = None
@@ -206,6 +207,7 @@ class DataOptions:
     scale: Mapping[str, Any] = field(default_factory=dict)
     split_seed: int | None = None
     extra: tuple[str, ...] = ()
+    drop_leaks: bool = False
 
     def read(self) -> Dataset:
         """Read and split the rows."""
@@ -220,6 +222,7 @@ class DataOptions:
             scale={**other.scale, **self.scale},
             split_seed=other.split_seed if self.split_seed is None else self.split_seed,
             extra=self.extra or other.extra,
+            drop_leaks=self.drop_leaks or other.drop_leaks,
         )
 
 

@@ -15,6 +15,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import IO, Any
@@ -22,9 +23,20 @@ from typing import IO, Any
 from llmcond.errors import LlmcondError, UserError, brief, did_you_mean, first_line, listed
 
 SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx")
-#: What can be read, for help and messages.
-FILES = f"a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file, text also as .gz"
-SOURCE = f"{FILES}, a folder with train, dev and test files, or hf://datasets/OWNER/NAME"
+
+
+def files_of(suffixes: Sequence[str]) -> str:
+    """Return what can be read, for help and messages."""
+    return f"a {', '.join(suffixes[:-1])} or {suffixes[-1]} file, text also as .gz"
+
+
+def source_of(suffixes: Sequence[str]) -> str:
+    """Return what can be named as data, for help and messages."""
+    places = "a folder with train, dev and test files, or hf://datasets/OWNER/NAME"
+    return f"{files_of(suffixes)}, {places}"
+
+
+FILES, SOURCE = files_of(SUFFIXES), source_of(SUFFIXES)
 #: Of .csv files; the first that gives a header with the columns needed.
 _DELIMITERS = (",", ";", "\t", "|")
 _SPLIT_NAMES = {
@@ -93,8 +105,12 @@ def _records(table: Any) -> Any:
     return rows
 
 
-def open_source(given: Any) -> Source:
+def open_source(given: Any, suffixes: Sequence[str] = SUFFIXES) -> Source:
     """Open a path, ``hf://datasets/OWNER/NAME[@REVISION][/PATH]``, or rows in memory.
+
+    Args:
+        given: it.
+        suffixes: what names of files may end in.
 
     Raises:
         UserError: nothing there, a file of another kind, or a folder without split files.
@@ -109,12 +125,12 @@ def open_source(given: Any) -> Source:
         filesystem, path = fsspec.core.url_to_fs(name)
         info = filesystem.info(path)
         if info["type"] != "directory":
-            if _suffix(path) not in SUFFIXES:
-                raise UserError(f"{name} is not {FILES}.")
+            if _suffix(path) not in suffixes:
+                raise UserError(f"{name} is not {files_of(suffixes)}.")
             return Source(name, filesystem, [path], None)
         listed = sorted(str(found) for found in filesystem.find(path, maxdepth=2))
     except FileNotFoundError as error:
-        raise UserError(f"{name} does not exist. Expected {SOURCE}.") from error
+        raise UserError(f"{name} does not exist. Expected {source_of(suffixes)}.") from error
     except (ValueError, ImportError) as error:
         raise UserError(f"{name} cannot be opened: {error}") from error
     except OSError as error:
@@ -124,7 +140,7 @@ def open_source(given: Any) -> Source:
         if not name.startswith("hf://"):
             raise
         raise _unreachable(name, error) from error
-    return Source(name, filesystem, listed, _splits(name, listed))
+    return Source(name, filesystem, listed, _splits(name, listed, suffixes))
 
 
 def _unreachable(name: str, error: Exception) -> LlmcondError:
@@ -140,23 +156,31 @@ def without_shard(name: str) -> str:
 
 
 class MissingColumnError(UserError):
-    """A file has no column of that name."""
+    """A file has no column of that name.
+
+    Attributes:
+        found: the sentence that says so, without what to do.
+    """
+
+    def __init__(self, found: str, advice: str) -> None:
+        super().__init__(f"{found} {advice}")
+        self.found = found
 
 
 def _suffix(path: str) -> str:
     return PurePosixPath(path.lower().removesuffix(".gz")).suffix
 
 
-def _splits(name: str, paths: Sequence[str]) -> dict[str, list[str]]:
+def _splits(name: str, paths: Sequence[str], suffixes: Sequence[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in paths:
         match = _SPLIT_TOKEN.search(PurePosixPath(path).name)
-        if match is not None and _suffix(path) in SUFFIXES:
+        if match is not None and _suffix(path) in suffixes:
             found.setdefault(_SPLIT_NAMES[match[1].lower()], []).append(path)
     if not found:
         raise UserError(
             f"{name} is a folder without train, dev (or validation) or test files that end in "
-            f"{', '.join(SUFFIXES)}."
+            f"{', '.join(suffixes)}."
         )
     for split, files in found.items():
         if len({without_shard(file) for file in files}) > 1:
@@ -183,11 +207,32 @@ def read_records(source: Source, file: str, columns: Sequence[str]) -> Iterator[
         return
     name, empty = PurePosixPath(file).name, True
     reader = _READERS.get(_suffix(file), _read_csv)
+    with _reading(source, file) as stream:
+        for record in reader(stream, name, columns):
+            empty = False
+            yield record
+    if empty:
+        raise UserError(f"{name} is empty: it has no rows.")
+
+
+def read_lines(source: Source, file: str) -> Iterator[str]:
+    """Yield the lines of a text file, without their ends; errors as of :func:`read_records`."""
+    empty = True
+    with _reading(source, file) as stream:
+        for line in _text(stream):
+            empty = False
+            yield line.rstrip("\n")
+    if empty:
+        raise UserError(f"{PurePosixPath(file).name} is empty: it has no lines.")
+
+
+@contextmanager
+def _reading(source: Source, file: str) -> Iterator[Any]:
+    """Open a file of a source; what fails while it is read is told as our own errors."""
+    name = PurePosixPath(file).name
     try:
         with _open(source, file) as stream:
-            for record in reader(stream, name, columns):
-                empty = False
-                yield record
+            yield stream
     except UnicodeDecodeError as error:
         raise UserError(
             f"{name} is not UTF-8: byte 0x{error.object[error.start]:02x} cannot be read. Convert "
@@ -199,8 +244,6 @@ def read_records(source: Source, file: str, columns: Sequence[str]) -> Iterator[
         if isinstance(error, LlmcondError) or not source.name.startswith("hf://"):
             raise
         raise _unreachable(name, error) from error
-    if empty:
-        raise UserError(f"{name} is empty: it has no rows.")
 
 
 def _open(source: Source, file: str) -> Any:
@@ -241,10 +284,10 @@ def _check_columns(name: str, got: Sequence[str], columns: Sequence[str]) -> Non
         names = [column for column in got if column is not None and len(column) < 100]
         near = did_you_mean(missing[0], names)
         raise MissingColumnError(
-            f"{name} has no column {brief(missing[0])}; it has {listed(got)}. "
+            f"{name} has no column {brief(missing[0])}; it has {listed(got)}.",
             f"{near + ' ' if near else ''}Say which columns to read: "
             "--columns sentence1=YOURS (also sentence2=, condition=, label=), or for embed "
-            "--sentence and --condition."
+            "--sentence and --condition.",
         )
 
 

@@ -106,14 +106,25 @@ def split_by_pair(rows: Rows, fractions: Mapping[str, float], seed: int) -> dict
             f"{rows.file} has {len(keys)} distinct sentence pairs; {len(fractions)} at least are "
             f"needed to make {', '.join(fractions)}."
         )
+    split_of_pair = split_keys(keys, fractions, seed)
+    return {
+        name: rows.take(split_of_pair[rows.pair] == index) for index, name in enumerate(fractions)
+    }
+
+
+def split_keys(
+    keys: Sequence[Sequence[str]], fractions: Mapping[str, float], seed: int
+) -> NDArray[np.int64]:
+    """Return (n,) which split each of n distinct keys is in, by their texts and the seed.
+
+    Every split gets one at least, however few there are; the first one gets what is left.
+    """
     order = sorted(range(len(keys)), key=lambda i: digest_text(str(seed), *keys[i]))
-    # Every split gets one pair at least, however few there are.
-    sizes = {name: max(1, int(share * len(keys))) for name, share in fractions.items()}
-    first = next(iter(sizes))
-    sizes[first] += len(keys) - sum(sizes.values())
-    split_of_pair = np.empty(len(keys), dtype=np.int64)
-    split_of_pair[order] = np.repeat(np.arange(len(sizes)), list(sizes.values()))
-    return {name: rows.take(split_of_pair[rows.pair] == index) for index, name in enumerate(sizes)}
+    sizes = [max(1, int(share * len(keys))) for share in fractions.values()]
+    sizes[0] += len(keys) - sum(sizes)
+    split = np.empty(len(keys), dtype=np.int64)
+    split[order] = np.repeat(np.arange(len(sizes)), sizes)
+    return split
 
 
 def leaked_pairs(rows: Rows, train: Rows) -> int:

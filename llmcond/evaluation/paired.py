@@ -421,7 +421,7 @@ _SAMPLERS: Mapping[MetricFunction, Callable[[_Rows, Sequence[Floats]], _Sampler]
 
 def _sampler(metric: Metric) -> Callable[[_Rows, Sequence[Floats]], _Sampler]:
     if metric.by_row is not None:
-        return partial(_mean_sampler, metric.by_row)
+        return partial(_strata_sampler if metric.by_stratum else _mean_sampler, metric.by_row)
     return _SAMPLERS.get(metric.function) or partial(_row_sampler, metric)
 
 
@@ -431,6 +431,26 @@ def _mean_sampler(
     values = np.mean([by_row(own) for own in predictions], axis=0)
     by_pair = np.bincount(rows.pair, values, minlength=rows.n_pairs)
     return lambda weighted: np.asarray((weighted.pairs @ by_pair) / (weighted.pairs @ rows.sizes))
+
+
+def _strata_sampler(
+    by_row: Callable[[Floats], Floats], rows: _Rows, predictions: Sequence[Floats]
+) -> _Sampler:
+    """Return what takes the mean over those strata that a draw has rows of."""
+    values = np.mean([by_row(own) for own in predictions], axis=0)
+    shape = rows.n_pairs, int(rows.level.max()) + 1
+    cell = rows.pair * shape[1] + rows.level
+    by_pair, sizes = (
+        np.bincount(cell, own, minlength=math.prod(shape)).reshape(shape)
+        for own in (values, np.ones_like(values))
+    )
+
+    def mean(weighted: _Weighted) -> Floats:
+        with np.errstate(invalid="ignore"):
+            means = (weighted.pairs @ by_pair) / (weighted.pairs @ sizes)
+        return np.asarray(np.nanmean(means, axis=1))
+
+    return mean
 
 
 def _row_sampler(metric: Metric, rows: _Rows, predictions: Sequence[Floats]) -> _Sampler:

@@ -16,7 +16,11 @@ from llmcond.data.datasets import DataOptions
 from llmcond.errors import UserError, nearest
 
 #: Where each bundled task is: a new one is a new file and a line here.
-TASKS = {"csts": "llmcond.tasks.csts:Csts", "kgc": "llmcond.tasks.kgc:Kgc"}
+TASKS = {
+    "csts": "llmcond.tasks.csts:Csts",
+    "kgc": "llmcond.tasks.kgc:Kgc",
+    "dialogue": "llmcond.tasks.dialogue:Dialogue",
+}
 #: The task of runs that name none, such as those of before there were others.
 DEFAULT_TASK = next(iter(TASKS))
 

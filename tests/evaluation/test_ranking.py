@@ -25,7 +25,7 @@ from llmcond.evaluation.ranking import (
     resample_ranks,
     top,
 )
-from llmcond.metrics import RANKING, choose_metrics
+from llmcond.metrics import RANKING, choose_metrics, over_strata
 from llmcond.tasks.graph import Graph, Known, Texts, both_directions, read_graph
 
 TIES = ("realistic", "optimistic", "pessimistic")
@@ -386,10 +386,35 @@ def test_means_over_rows_are_resampled_as_any_metric_is():
 @pytest.mark.parametrize(
     ("name", "value"),
     [("mrr", (1 + 1 / 1.5 + 1 / 4 + 1 / 10) / 4), ("hits@1", 0.25), ("hits@3", 0.5),
-     ("hits@5", 0.75), ("hits@10", 1), ("mean_rank", 16.5 / 4)],
+     ("hits@5", 0.75), ("hits@10", 1), ("mean_rank", 16.5 / 4), ("average_rank", 16.5 / 4),
+     ("average_rank_micro", 16.5 / 4)],
 )  # fmt: skip
 def test_metrics_of_ranks(name: str, value: float):
     (metric,) = choose_metrics([name])
     nothing = np.zeros(0)
     assert metric(np.array([1, 1.5, 4, 10]), np.zeros(4), np.zeros(4, dtype=int)) == value
     assert np.isnan(metric(nothing, nothing, nothing.astype(int)))
+
+
+def test_the_average_rank_is_of_strata_not_of_queries():
+    rank = np.array([1.0, 3, 10, 20, 30])
+    stratum, nothing = np.array([2.0, 2, 3, 3, 3]), np.zeros(5, dtype=int)
+    average, micro = choose_metrics(["average_rank", "average_rank_micro"])
+    assert average(rank, stratum, nothing) == (2 + 20) / 2
+    assert micro(rank, stratum, nothing) == 64 / 5
+    hits = over_strata(choose_metrics(["hits@10"])[0])
+    assert hits(rank, stratum, nothing) == (1 + 1 / 3) / 2
+
+
+def test_means_over_strata_are_resampled_as_any_metric_is():
+    """Some draws miss a stratum, which then does not count."""
+    rng = np.random.default_rng(1)
+    systems = [rng.integers(1, 30, size=(seeds, 40)).astype(float) for seeds in (1, 2)]
+    dialogue, stratum = rng.integers(6, size=40), rng.integers(5, size=40) * 2.0
+    metrics = choose_metrics(["average_rank"])
+    quick = resample(systems, stratum, dialogue, metrics, 60)
+    slow = resample(systems, stratum, dialogue, [replace(metrics[0], by_row=None)], 60)
+
+    np.testing.assert_allclose(quick.values, slow.values)
+    np.testing.assert_allclose(quick.sampled, slow.sampled)
+    assert not np.allclose(quick.sampled, quick.sampled[..., :1])

@@ -1,0 +1,47 @@
+"""Dialogue: which utterance comes next (Triple-Encoders, ACL 2024, section 4).
+
+After h turns, the utterance that really followed is ranked among those that followed elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from llmcond.data.datasets import DataOptions
+from llmcond.errors import UserError
+from llmcond.tasks.base import AnyTask
+from llmcond.tasks.dialogues import Dialogues, read_dialogues
+
+
+class Dialogue(AnyTask[Dialogues]):
+    """Dialogues, each a list of utterances in turns."""
+
+    name, unit = "dialogue", "dialogues"
+    metrics = ("average_rank", "average_rank_micro", "mrr", "hits@1", "hits@5", "hits@10")
+    #: An utterance is rendered by itself, as a sentence without its condition is.
+    prompt: ClassVar[str | None] = "separate"
+
+    def read(self, data: DataOptions) -> Dialogues:
+        """Return dialogues; see :func:`llmcond.tasks.dialogues.read_dialogues`."""
+        if data.columns or data.scale:
+            raise UserError(
+                "--columns, --rating-range and --unrated are of rated rows, and the task "
+                f"{self.name} has none. Leave them out."
+            )
+        if data.extra:
+            raise UserError(
+                f"the template names the column {data.extra[0]!r}, and the task {self.name} has "
+                "utterances only. Name another --prompt."
+            )
+        return read_dialogues(data.source, data.drop_leaks, data.split_seed or 0)
+
+    def load(self, folder: Path, record: Mapping[str, Any]) -> Dialogues:
+        """Return the dialogues of a run."""
+        return Dialogues.load(folder)
+
+    def counted(self, dataset: Dialogues) -> str:
+        """Return how many dialogues each split has, and of how many utterances they all are."""
+        splits = ", ".join(f"{len(own):,} {name}" for name, own in dataset.splits.items())
+        return f"{splits} dialogues of {len(dataset.texts):,} distinct utterances"
