@@ -1,19 +1,18 @@
-"""Ranks of the right answers among all entities, and what a knowledge graph itself tells of them.
+"""Ranks of right answers among candidates, and the figures of ranks.
 
-A query (h, r, ?) and every candidate have a vector; a candidate's score is their product (of unit
-vectors, their cosine), to which terms of the graph may add. The protocol is that of SimKGC
-(arXiv 2203.02167): every entity is a candidate, the other known answers of a query are left out,
-and each triple is asked from both sides.
+A query and every candidate have a vector; a candidate's score is their product (of unit vectors,
+their cosine), to which terms may add. The protocol is that of SimKGC (arXiv 2203.02167): every
+candidate is ranked, and the other known answers of a query are left out. Where scores are no
+products, :func:`ranks_among` takes them as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from llmcond.arrays import Array, MatrixLike, Positions, as_matrix
@@ -21,8 +20,9 @@ from llmcond.errors import UserError
 from llmcond.evaluation.paired import RESAMPLES, Resampled, resample
 from llmcond.metrics import Estimate, Floats, Metric, choose_metrics, finite
 from llmcond.options import Ties
-from llmcond.tasks.graph import Graph, Known, Numbers, Triples, both_directions
-from llmcond.tasks.ranking import METRICS
+from llmcond.tasks.ranking import METRICS, KnownAnswers
+
+Numbers = NDArray[np.integer[Any]]
 
 #: Queries and candidates that are scored at once: their scores take 64 MiB at most.
 BLOCK, TILE = 256, 65_536
@@ -60,8 +60,8 @@ class Ranks:
 def rank(
     queries: MatrixLike,
     candidates: MatrixLike,
-    triples: Triples,
-    known: Known | None,
+    triples: Numbers,
+    known: KnownAnswers | None,
     terms: Sequence[Term] = (),
     exclude_head: bool = False,
     block: int = BLOCK,
@@ -85,21 +85,116 @@ def rank(
     Raises:
         UserError: a vector is not finite.
     """
+    asked = queries, candidates, triples, known, (), terms, exclude_head, block, tile
+    return rank_each(*asked)[0]
+
+
+def rank_each(
+    queries: MatrixLike,
+    candidates: MatrixLike,
+    triples: Numbers,
+    known: KnownAnswers | None,
+    variants: Sequence[Term],
+    terms: Sequence[Term] = (),
+    exclude_head: bool = False,
+    block: int = BLOCK,
+    tile: int = TILE,
+) -> list[Ranks]:
+    """Rank as :func:`rank` does, and again with each variant as one more term, the last one.
+
+    Products are made once, and what a variant leaves alone is compared once.
+
+    Returns:
+        The ranks without a variant, then those with each one.
+    """
     every = _Candidates(candidates, known, terms, exclude_head, tile)
     head, relation, answer = np.asarray(triples, dtype=np.int64).T
-    above, level = np.zeros(len(answer)), np.zeros(len(answer))
+    above, level = np.zeros((2, 1 + len(variants), len(answer)))
     # Queries whose answers are in the same tile are asked together.
     order = np.argsort(answer // tile, kind="stable")
     for begin in range(0, len(order), block):
         chosen = order[begin : begin + block]
+        rows, own = np.arange(len(chosen)), answer[chosen]
         asked = _Asked(every, _read(queries, chosen), head[chosen], relation[chosen])
-        right = asked.scores_of(answer[chosen])[:, None]
+        right = asked.scores_of(own)
+        tried = [_Variant(one(head[chosen], relation[chosen]), own, right) for one in variants]
         for first in range(0, every.n, tile):
             scores = asked.scores(first)
-            _leave_out(scores, first, np.arange(len(chosen)), answer[chosen])
-            above[chosen] += np.count_nonzero(scores > right, axis=1)
-            level[chosen] += np.count_nonzero(scores == right, axis=1)
-    return Ranks(1 + above, 1 + above + level)
+            _leave_out(scores, first, rows, own)
+            counted = _compared(scores, right)
+            for number, (more, as_much) in enumerate(
+                [counted, *(one.compared(scores, first, *counted) for one in tried)]
+            ):
+                above[number, chosen] += more
+                level[number, chosen] += as_much
+    return [Ranks(1 + a, 1 + a + b) for a, b in zip(above, level, strict=True)]
+
+
+class _Variant:
+    """One more term of a block of m queries: flat what is added, and (m,) scores of answers."""
+
+    def __init__(self, added: Added, answer: Positions, right: Array) -> None:
+        self._added, self._right = added, right.copy()
+        row, entity, value = added
+        own = entity == answer[row]
+        self._right[row[own]] += value[own]
+        self._moved = np.flatnonzero(self._right != right)
+
+    def compared(
+        self, scores: Array, first: int, above: Positions, level: Positions
+    ) -> tuple[Positions, Positions]:
+        """Return how many scores of a tile are above, and level with, that of each answer.
+
+        ``above`` and ``level`` are those without this term.
+        """
+        row, entity, value = self._added
+        inside = (entity >= first) & (entity < first + scores.shape[1])
+        row = row[inside]
+        before = scores[row, entity[inside] - first]
+        after, right = before + value[inside], self._right[row]
+        found = []
+        again = _compared(scores[self._moved], self._right[self._moved])
+        for one, other, compare in zip((above, level), again, (np.greater, np.equal), strict=True):
+            count = one.copy()
+            count[self._moved] = other
+            for sign, own in ((1, after), (-1, before)):
+                count += sign * np.bincount(row[compare(own, right)], minlength=len(count))
+            found.append(count)
+        return found[0], found[1]
+
+
+def _compared(scores: Array, right: Array) -> tuple[Positions, Positions]:
+    """Return (m,) how many of (m, n) scores are above those of answers, (m,), and as many."""
+    own = right[:, None]
+    return np.count_nonzero(scores > own, axis=1), np.count_nonzero(scores == own, axis=1)
+
+
+def ranks_among(
+    scores: NDArray[np.floating], answer: Positions, left_out: NDArray[np.bool_] | None = None
+) -> Ranks:
+    """Rank the answer of each query by scores of whatever kind.
+
+    Args:
+        scores: (m, n) of each query's candidates.
+        answer: (m,) the column of the right one.
+        left_out: (m, n) which candidates do not count; the answer always does.
+
+    Raises:
+        UserError: a score that counts is not finite.
+    """
+    counts = np.ones(scores.shape, dtype=bool) if left_out is None else ~left_out
+    counts[np.arange(len(answer)), answer] = True
+    bad = counts & ~np.isfinite(scores)
+    if bad.any():
+        raise UserError(
+            f"scores hold NaN or infinity: {bad.sum():,}, the first of query "
+            f"{np.flatnonzero(bad.any(axis=1))[0]:,}. Fit the head again with a lower learning "
+            "rate, or extract in float32."
+        )
+    right = np.take_along_axis(scores, answer[:, None], axis=1)
+    above = np.count_nonzero((scores > right) & counts, axis=1).astype(np.float64)
+    level = np.count_nonzero((scores == right) & counts, axis=1)
+    return Ranks(1 + above, above + level)
 
 
 def top(
@@ -108,7 +203,7 @@ def top(
     head: Numbers,
     relation: Numbers,
     k: int,
-    known: Known | None = None,
+    known: KnownAnswers | None = None,
     terms: Sequence[Term] = (),
     exclude_head: bool = False,
     tile: int = TILE,
@@ -148,7 +243,7 @@ class _Candidates:
     def __init__(
         self,
         vectors: MatrixLike,
-        known: Known | None,
+        known: KnownAnswers | None,
         terms: Sequence[Term],
         exclude_head: bool,
         tile: int,
@@ -238,154 +333,6 @@ def _check_finite(vectors: Array, rows: Positions, what: str) -> None:
         )
 
 
-# -- what the graph tells ----------------------------------------------------------------------
-
-
-class Context:
-    """The train graph: neighbours, hops and reversed edges.
-
-    Args:
-        triples: (m, 3) of train.
-        n_entities, n_relations: of the graph.
-
-    Attributes:
-        known: train triples in both directions.
-        adjacency: (n, n) sparse, 1 where two entities are linked, whatever the relation and its
-            direction; no entity is its own neighbour.
-    """
-
-    def __init__(self, triples: Triples, n_entities: int, n_relations: int) -> None:
-        self.n_entities, self.n_relations = n_entities, n_relations
-        self.known = Known(both_directions(triples, n_relations), n_entities)
-        head, tail = triples[triples[:, 0] != triples[:, 2]][:, [0, 2]].T
-        both = np.concatenate([[head, tail], [tail, head]], axis=1)
-        ends = np.unique(both, axis=1)
-        shape = (n_entities, n_entities)
-        ones = np.ones(ends.shape[1], dtype=np.float32)
-        self.adjacency = sp.csr_matrix((ones, ends), shape=shape)
-
-    @classmethod
-    def of(cls, graph: Graph) -> Context:
-        """Return the context of a graph."""
-        return cls(graph.splits["train"], graph.n_entities, graph.n_relations)
-
-    def within(self, head: Numbers, hops: int) -> tuple[Positions, Positions]:
-        """Return the entities within so many hops of each of m heads, flat; itself is one."""
-        distinct, which = np.unique(head, return_inverse=True)
-        n = len(distinct)
-        start = (np.ones(n, dtype=np.float32), (np.arange(n), distinct))
-        step = reached = sp.csr_matrix(start, shape=(n, self.n_entities))
-        for _ in range(hops):
-            step = step @ self.adjacency
-            reached = reached + step
-        found = reached[which.reshape(-1)].tocoo()
-        return found.row.astype(np.int64), found.col.astype(np.int64)
-
-    def hops(self, hops: int, alpha: float, head: bool = True) -> Term:
-        """Return what adds ``alpha`` to entities near a query's head (SimKGC, section 3.4).
-
-        Args:
-            hops: how near, in links of the train graph.
-            alpha: what is added; SimKGC: .05.
-            head: whether the head itself counts as near to itself, as it does in SimKGC.
-        """
-
-        def term(heads: Numbers, _: Numbers, /) -> Added:
-            row, entity = self.within(heads, hops)
-            if not head:
-                others = entity != np.asarray(heads)[row]
-                row, entity = row[others], entity[others]
-            return row, entity, np.full(len(row), alpha, dtype=np.float32)
-
-        return term
-
-    def reverse(self, weights: float | NDArray[np.floating] = 1.0) -> Term:
-        """Return what adds to every t where train has the reversed edge (t, r, h).
-
-        Args:
-            weights: what is added; (2R,) for relations of their own, see :func:`fit_reverse`.
-        """
-        by_relation = np.broadcast_to(
-            np.asarray(weights, dtype=np.float32), (2 * self.n_relations,)
-        )
-
-        def term(head: Numbers, relation: Numbers, /) -> Added:
-            row, entity = self.reversed_edges(head, relation)
-            return row, entity, by_relation[np.asarray(relation)[row]]
-
-        return term
-
-    def reversed_edges(self, head: Numbers, relation: Numbers) -> tuple[Positions, Positions]:
-        """Return every t with (t, r, h) in train for m queries (h, r, ?), flat."""
-        inverse = (np.asarray(relation) + self.n_relations) % (2 * self.n_relations)
-        return self.known.gather(head, inverse)
-
-
-def rank_rule(context: Context, triples: Triples, known: Known | None) -> Ranks:
-    """Rank by the reversed edge alone: what has it comes first, all others are equal."""
-    nothing = np.zeros((len(triples), 0)), np.zeros((context.n_entities, 0))
-    return rank(*nothing, triples, known, [context.reverse()])
-
-
-#: Weights that are tried, in standard deviations of the scores; the smallest one of equals is best.
-_WEIGHTS = (0, 0.5, -0.5, 1, -1, 2, -2, 4, -4, 8, -8)
-#: Fewer queries say nothing about a relation, whose weight stays 0.
-_LEAST_QUERIES = 10
-
-
-def fit_reverse(
-    queries: MatrixLike,
-    candidates: MatrixLike,
-    triples: Triples,
-    known: Known | None,
-    context: Context,
-    terms: Sequence[Term] = (),
-    exclude_head: bool = False,
-    most: int = 1_000,
-    seed: int = 0,
-) -> Floats:
-    """Return (2R,) the weight of the reversed edge for each relation, the same both ways.
-
-    It is the one of a few weights, in standard deviations of the scores, with the best MRR on the
-    dev queries of that relation. A symmetric relation has a weight above 0, one that never goes
-    both ways (hypernym) one below.
-
-    Args:
-        queries: (m, k) vectors of dev queries; see :func:`rank` for the others.
-        candidates: (n, k) vectors.
-        triples: (m, 3) dev queries with their answers.
-        known: answers that are left out.
-        context: the train graph.
-        terms: what else is added to scores.
-        exclude_head: as in :func:`rank`.
-        most: so many queries are looked at, spread over the relations.
-        seed: decides which.
-    """
-    matrix, relation = as_matrix(queries), triples[:, 1] % context.n_relations
-    row, _ = context.reversed_edges(triples[:, 0], triples[:, 1])
-    changed = np.random.default_rng(seed).permutation(np.unique(row))
-    changed = changed[np.argsort(relation[changed], kind="stable")]
-    # The first of each relation, then the second of each, and so on.
-    turn = np.arange(len(changed)) - np.searchsorted(relation[changed], relation[changed])
-    changed = changed[np.argsort(turn, kind="stable")][:most]
-    if not len(changed):
-        return np.zeros(2 * context.n_relations)
-    vectors, own = matrix.read(changed), triples[changed]
-    sample = slice(None, None, max(1, len(candidates) // 4_096))
-    unit = float(np.std(vectors[:BLOCK] @ as_matrix(candidates).read(sample).T, axis=1).mean())
-    gained = []
-    for weight in _WEIGHTS:
-        tried = [*terms, context.reverse(weight * unit)]
-        gained.append(1 / rank(vectors, candidates, own, known, tried, exclude_head).of())
-    weights = np.zeros(context.n_relations)
-    for one in np.unique(relation[changed]):
-        at = relation[changed] == one
-        if at.sum() >= _LEAST_QUERIES:
-            best = int(np.argmax([own[at].mean() for own in gained]))
-            weights[one] = _WEIGHTS[best] * unit
-    return np.tile(weights, 2)
-
-
 # -- figures -----------------------------------------------------------------------------------
 
 
@@ -411,87 +358,44 @@ class Part:
 
 def resample_ranks(
     systems: Sequence[Floats],
+    group: Numbers,
     metrics: Sequence[Metric] | None = None,
     resamples: int = RESAMPLES,
     chosen: NDArray[np.bool_] | None = None,
+    stratum: Numbers | None = None,
 ) -> Resampled:
-    """Measure systems on the same draws of triples, both directions of a triple together.
+    """Measure systems on the same draws of groups, all queries of a group together.
 
     What is returned gives intervals, and with :func:`llmcond.evaluation.paired.differences` those
     of differences.
 
     Args:
-        systems: (seeds, m) ranks of each, for the queries of a split (:meth:`Graph.queries`).
+        systems: (seeds, m) ranks of each.
+        group: (m,) what each query is of: its triple, which is asked from both sides, or dialogue.
         metrics: what is computed; None: ``METRICS``.
         resamples: bootstrap samples.
         chosen: (m,) which queries count; None: all.
+        stratum: (m,) for metrics that are means over strata; None: all are of one.
     """
-    m = systems[0].shape[1]
-    chosen = np.ones(m, dtype=bool) if chosen is None else chosen
-    triple = (np.arange(m) % (m // 2))[chosen]
+    chosen = np.ones(len(group), dtype=bool) if chosen is None else chosen
+    stratum = np.zeros(len(group)) if stratum is None else stratum
     own = [system[:, chosen] for system in systems]
     metrics = choose_metrics(METRICS) if metrics is None else metrics
-    return resample(own, np.zeros(len(triple)), triple, metrics, resamples)
+    return resample(own, np.asarray(stratum[chosen], float), group[chosen], metrics, resamples)
 
 
 def measure(
     ranks: Floats,
-    chosen: NDArray[np.bool_] | None = None,
+    group: Numbers,
     metrics: Sequence[Metric] | None = None,
     resamples: int = RESAMPLES,
+    chosen: NDArray[np.bool_] | None = None,
+    stratum: Numbers | None = None,
 ) -> Part:
     """Return the figures of one system, (seeds, m) ranks; see :func:`resample_ranks`."""
     metrics = choose_metrics(METRICS) if metrics is None else metrics
     n = ranks.shape[1] if chosen is None else int(chosen.sum())
     if not n:
         return Part(0, {metric.name: Estimate(np.nan) for metric in metrics})
-    return Part(n, resample_ranks([ranks], metrics, resamples, chosen).estimates(0))
-
-
-def parts(graph: Graph, split: str) -> dict[str, NDArray[np.bool_]]:
-    """Return (2n,) which queries of a split are in each part that figures are told for.
-
-    ``forward`` and ``backward`` are the directions. ``reversible`` triples are those whose reversed
-    edge is in train, which a rule answers, and ``rest`` the others. ``unseen`` triples are of an
-    entity that no train triple has.
-    """
-    triples, train = graph.splits[split], graph.splits["train"]
-    forward = np.repeat([True, False], len(triples))
-    reversible = np.tile(Known(train, graph.n_entities).contains(triples[:, ::-1]), 2)
-    seen = np.isin(triples[:, [0, 2]], train[:, [0, 2]]).all(axis=1)
-    return {
-        "forward": forward,
-        "backward": ~forward,
-        "reversible": reversible,
-        "rest": ~reversible,
-        "unseen": np.tile(~seen, 2),
-    }
-
-
-#: A side has many entities for one of the other side from so many on, in the mean.
-_MANY = 1.5
-
-
-def categories(graph: Graph) -> list[str]:
-    """Return the category of each relation: ``1-1``, ``1-N``, ``N-1`` or ``N-N``.
-
-    By the mean number of heads of a tail, and of tails of a head, in train (Bordes et al. 2013,
-    section 4.2).
-    """
-    found = []
-    for relation in range(graph.n_relations):
-        train = graph.splits["train"]
-        own = train[train[:, 1] == relation]
-        heads, tails = (len(own) / max(len(np.unique(own[:, i])), 1) for i in (2, 0))
-        found.append(f"{'N' if heads >= _MANY else '1'}-{'N' if tails >= _MANY else '1'}")
-    return found
-
-
-def relation_parts(graph: Graph, split: str) -> Iterator[tuple[str, NDArray[np.bool_]]]:
-    """Yield each category of relations and each relation's id, and (2n,) which queries it has."""
-    relation = np.tile(graph.splits[split][:, 1], 2)
-    category = np.array(categories(graph))
-    for name in sorted(set(category.tolist())):
-        yield name, category[relation] == name
-    for number, name in enumerate(graph.relations.ids):
-        yield name, relation == number
+    found = resample_ranks([ranks], group, metrics, resamples, chosen, stratum)
+    return Part(n, found.estimates(0))

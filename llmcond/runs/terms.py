@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from llmcond.errors import UserError
-from llmcond.evaluation.ranking import Context, Term, fit_reverse
+from llmcond.evaluation.graph import Context, fit_reverse
+from llmcond.evaluation.ranking import Term
 from llmcond.runs.predictors import AnyPredictor
 from llmcond.runs.ranking import QueryExamples
 from llmcond.tasks.graph import Graph

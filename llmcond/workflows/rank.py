@@ -9,15 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcond.arrays import Positions
 from llmcond.errors import UserError
+from llmcond.evaluation.graph import parts, rank_rule, relation_parts
 from llmcond.evaluation.ranked import RankedResult
-from llmcond.evaluation.ranking import (
-    Part,
-    parts,
-    rank_rule,
-    relation_parts,
-    resample_ranks,
-)
+from llmcond.evaluation.ranking import Part, resample_ranks
 from llmcond.evaluation.results import Counts, Results
 from llmcond.log import log
 from llmcond.metrics import Estimate, Floats, Metric, choose_metrics
@@ -73,7 +69,8 @@ def evaluate_ranking(
         systems.insert(len(plain), by_rule)
     counted = [replace(one, counts=Counts.of(rows)) for one in described]
     ranks = [own.of(ties)[None] for own in systems]
-    scored = _with_figures(counted, ranks, examples.data, computed, options.by_relation)
+    by_relation = options.by_relation
+    scored = _with_figures(counted, ranks, rows.pair, examples.data, computed, by_relation)
     return Results(tuple(scored))
 
 
@@ -107,6 +104,7 @@ def _rule(run: RankingRun, split: str, ties: Ties) -> RankedResult:
 def _with_figures(
     results: Sequence[RankedResult],
     ranks: Sequence[Floats],
+    group: Positions,
     data: QueryData,
     metrics: Sequence[Metric],
     by_relation: bool,
@@ -117,10 +115,10 @@ def _with_figures(
         n = int(chosen.sum())
         if not n:
             return [Part(0, {metric.name: Estimate(np.nan) for metric in metrics}) for _ in results]
-        found = resample_ranks(ranks, metrics, chosen=chosen)
+        found = resample_ranks(ranks, group, metrics, chosen=chosen)
         return [Part(n, found.estimates(i)) for i in range(len(results))]
 
-    overall, split = resample_ranks(ranks, metrics), results[0].split
+    overall, split = resample_ranks(ranks, group, metrics), results[0].split
     by_part: dict[str, list[Part]] = {}
     grouped: list[tuple[str, list[Part]]] = []
     n_categories = 0

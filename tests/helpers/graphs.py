@@ -1,6 +1,10 @@
-"""A small graph whose relations decide: places, the people in them, and what each does there."""
+"""Small graphs: one whose relations decide (places, people, what each does there), random ones."""
 
 from pathlib import Path
+
+import numpy as np
+
+from llmcond.tasks.graph import Graph, Texts
 
 PEOPLE = ("two men", "three women", "children", "two dogs")
 PLACES = ("park", "beach", "kitchen", "street")
@@ -31,3 +35,18 @@ def write_graph(folder: Path) -> Path:
     for name, texts in (("entities", entities), ("relations", RELATIONS)):
         (folder / f"{name}.tsv").write_text("".join(f"{k}\t{v}\n" for k, v in texts.items()))
     return folder
+
+
+def small_graph(n=30, relations=3, sizes=(90, 20, 20), seed=0) -> Graph:
+    """Return a random graph whose triples are distinct, self-loops among them."""
+    rng = np.random.default_rng(seed)
+    triples = rng.permutation(np.stack(np.mgrid[:n, :relations, :n], -1).reshape(-1, 3))
+    train, dev, test = np.split(triples[: sum(sizes)].astype(np.int32), np.cumsum(sizes)[:2])
+    names = [str(i) for i in range(n)]
+    kinds = [f"r{i}" for i in range(relations)]
+    return Graph(
+        "random",
+        Texts(names, names, names),
+        Texts(kinds, kinds, kinds, kinds),
+        {"train": train, "dev": dev, "test": test},
+    )
