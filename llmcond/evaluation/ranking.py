@@ -182,19 +182,22 @@ def ranks_among(
     Raises:
         UserError: a score that counts is not finite.
     """
-    counts = np.ones(scores.shape, dtype=bool) if left_out is None else ~left_out
-    counts[np.arange(len(answer)), answer] = True
-    bad = counts & ~np.isfinite(scores)
+    right = np.take_along_axis(scores, answer[:, None], axis=1)[:, 0]
+    if left_out is not None:
+        scores = np.where(left_out, -np.inf, scores)
+        scores[np.arange(len(answer)), answer] = right
+    bad = ~np.isfinite(scores)
+    if left_out is not None:
+        bad &= ~left_out
+        bad[np.arange(len(answer)), answer] = ~np.isfinite(right)
     if bad.any():
         raise UserError(
             f"scores hold NaN or infinity: {bad.sum():,}, the first of query "
             f"{np.flatnonzero(bad.any(axis=1))[0]:,}. Fit the head again with a lower learning "
             "rate, or extract in float32."
         )
-    right = np.take_along_axis(scores, answer[:, None], axis=1)
-    above = np.count_nonzero((scores > right) & counts, axis=1).astype(np.float64)
-    level = np.count_nonzero((scores == right) & counts, axis=1)
-    return Ranks(1 + above, above + level)
+    above, level = _compared(scores, right)
+    return Ranks(1.0 + above, 0.0 + above + level)
 
 
 def top(
@@ -362,7 +365,7 @@ def resample_ranks(
     metrics: Sequence[Metric] | None = None,
     resamples: int = RESAMPLES,
     chosen: NDArray[np.bool_] | None = None,
-    stratum: Numbers | None = None,
+    stratum: NDArray[Any] | None = None,
 ) -> Resampled:
     """Measure systems on the same draws of groups, all queries of a group together.
 
@@ -384,18 +387,30 @@ def resample_ranks(
     return resample(own, np.asarray(stratum[chosen], float), group[chosen], metrics, resamples)
 
 
+def measure_each(
+    systems: Sequence[Floats],
+    group: Numbers,
+    metrics: Sequence[Metric] | None = None,
+    resamples: int = RESAMPLES,
+    chosen: NDArray[np.bool_] | None = None,
+    stratum: NDArray[Any] | None = None,
+) -> list[Part]:
+    """Return the figures of each system; arguments as in :func:`resample_ranks`."""
+    metrics = choose_metrics(METRICS) if metrics is None else metrics
+    n = len(group) if chosen is None else int(chosen.sum())
+    if not n:
+        return [Part(0, {one.name: Estimate(np.nan) for one in metrics}) for _ in systems]
+    found = resample_ranks(systems, group, metrics, resamples, chosen, stratum)
+    return [Part(n, found.estimates(i)) for i in range(len(systems))]
+
+
 def measure(
     ranks: Floats,
     group: Numbers,
     metrics: Sequence[Metric] | None = None,
     resamples: int = RESAMPLES,
     chosen: NDArray[np.bool_] | None = None,
-    stratum: Numbers | None = None,
+    stratum: NDArray[Any] | None = None,
 ) -> Part:
     """Return the figures of one system, (seeds, m) ranks; see :func:`resample_ranks`."""
-    metrics = choose_metrics(METRICS) if metrics is None else metrics
-    n = ranks.shape[1] if chosen is None else int(chosen.sum())
-    if not n:
-        return Part(0, {metric.name: Estimate(np.nan) for metric in metrics})
-    found = resample_ranks([ranks], group, metrics, resamples, chosen, stratum)
-    return Part(n, found.estimates(0))
+    return measure_each([ranks], group, metrics, resamples, chosen, stratum)[0]

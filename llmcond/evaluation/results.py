@@ -40,10 +40,13 @@ class Queries:
     Attributes:
         pair: (n,) the number of the example that asks each; a triple asks twice.
         unit: what messages call the examples.
+        stratum: (n,) what metrics take means over, such as a dialogue's history length; None: one
+            of all.
     """
 
     pair: NDArray[np.int64]
     unit: str = "examples"
+    stratum: NDArray[np.int64] | None = None
 
     @property
     def rated(self) -> NDArray[np.bool_]:
@@ -52,8 +55,9 @@ class Queries:
 
     @property
     def rating(self) -> NDArray[np.float64]:
-        """Return (n,) zeros: ranks are compared with nothing."""
-        return np.zeros(len(self.pair))
+        """Return (n,) the strata as metrics take them: ranks are compared with nothing."""
+        stratum = np.zeros(len(self.pair)) if self.stratum is None else self.stratum
+        return stratum.astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

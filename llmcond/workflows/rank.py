@@ -13,10 +13,10 @@ from llmcond.arrays import Positions
 from llmcond.errors import UserError
 from llmcond.evaluation.graph import parts, rank_rule, relation_parts
 from llmcond.evaluation.ranked import RankedResult
-from llmcond.evaluation.ranking import Part, resample_ranks
+from llmcond.evaluation.ranking import Part, measure_each
 from llmcond.evaluation.results import Counts, Results
 from llmcond.log import log
-from llmcond.metrics import Estimate, Floats, Metric, choose_metrics
+from llmcond.metrics import Floats, Metric, choose_metrics
 from llmcond.options import Ties
 from llmcond.runs import RankingRun, Run
 from llmcond.runs.predictors import AnyPredictor, asked_for, unscored
@@ -112,13 +112,9 @@ def _with_figures(
     """Return results with their figures, of all queries and of each part."""
 
     def figures(chosen: NDArray[np.bool_]) -> list[Part]:
-        n = int(chosen.sum())
-        if not n:
-            return [Part(0, {metric.name: Estimate(np.nan) for metric in metrics}) for _ in results]
-        found = resample_ranks(ranks, group, metrics, chosen=chosen)
-        return [Part(n, found.estimates(i)) for i in range(len(results))]
+        return measure_each(ranks, group, metrics, chosen=chosen)
 
-    overall, split = resample_ranks(ranks, group, metrics), results[0].split
+    overall, split = measure_each(ranks, group, metrics), results[0].split
     by_part: dict[str, list[Part]] = {}
     grouped: list[tuple[str, list[Part]]] = []
     n_categories = 0
@@ -130,7 +126,7 @@ def _with_figures(
     return [
         replace(
             one,
-            metrics=overall.estimates(i),
+            metrics=overall[i].metrics,
             parts={name: own[i] for name, own in by_part.items()},
             by_category={name: own[i] for name, own in grouped[:n_categories]},
             by_relation={name: own[i] for name, own in grouped[n_categories:]},
