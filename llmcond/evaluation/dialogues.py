@@ -233,7 +233,7 @@ class PlanQueries:
     @property
     def left_out(self) -> NDArray[np.bool_]:
         """Return (n, 1 + c) which candidates have the words of the right one: none is wrong."""
-        found = self.candidates == self.candidates[:, :1]
+        found: NDArray[np.bool_] = self.candidates == self.candidates[:, :1]
         found[:, 0] = False
         return found
 
@@ -384,7 +384,8 @@ def _check_pool(size: int) -> None:
 
 
 def _unit(vectors: NDArray[np.floating]) -> NDArray[np.floating]:
-    return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
+    lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return np.asarray(vectors / np.maximum(lengths, np.finfo(np.float32).tiny))
 
 
 class Samples:

@@ -196,8 +196,8 @@ def ranks_among(
             f"{np.flatnonzero(bad.any(axis=1))[0]:,}. Fit the head again with a lower learning "
             "rate, or extract in float32."
         )
-    above, level = _compared(scores, right)
-    return Ranks(1.0 + above, 0.0 + above + level)
+    above, level = (own.astype(np.float64) for own in _compared(scores, right))
+    return Ranks(1 + above, above + level)
 
 
 def top(

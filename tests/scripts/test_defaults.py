@@ -37,7 +37,10 @@ SCRIPTS = {
 #: What the peer of a script needs beside itself.
 NEEDS = {"bench_cross": "datasets"}
 #: What has tests of its own, or is imported by scripts.
-OTHERS = {"fuzz", "make_sample", "make_sample_graph", "bench_inputs", "bench_process", "reproduce"}
+OTHERS = {
+    *("fuzz", "bench_inputs", "bench_process", "reproduce"),
+    *("make_sample", "make_sample_graph", "make_dialogues"),
+}
 #: What needs data that is not shipped.
 PAPERS = {"reproduce_case", "reproduce_hypercl"}
 

@@ -1,6 +1,10 @@
 """Dialogues: what files say is what is read, splits share nothing unsaid, and errors name turns."""
 
 import json
+import re
+import subprocess
+import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,11 +12,25 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.paths import ROOT
 
 from llmcond.data.datasets import DataOptions
 from llmcond.errors import UserError
+from llmcond.evaluation.dialogues import next_queries, rank_next
 from llmcond.tasks import find_task
 from llmcond.tasks.dialogues import Dialogues, Turns, read_dialogues
+
+#: Of the sample: what a ride goes between, and what its course is told by.
+RINGS = (
+    ("north", "east", "south", "west"),
+    ("dawn", "noon", "dusk", "night"),
+    ("spring", "summer", "autumn", "winter"),
+)
+COURSES = (
+    ("mill", "tower", "bridge", "abbey"),
+    ("lamp", "bell", "drum", "horn"),
+    ("red", "blue", "white", "black"),
+)
 
 TALKS = [["Hi!", "Hello.", "Bye."], ["Hello.", "Hi!"], ["Tea?", "Yes.", "Milk?", "No."]]
 
@@ -265,3 +283,83 @@ def test_options_of_rated_rows_are_refused(folder: Path):
         task.read(DataOptions(folder, extra=("place",)))
     with pytest.raises(UserError, match="has no test dialogues; it has train, dev"):
         replace(read_dialogues(folder), splits={"train": None, "dev": None}).of("test")
+
+
+# -- the sample --------------------------------------------------------------------------------
+
+
+def test_the_sample_is_what_the_script_writes(tmp_path: Path):
+    script = [sys.executable, ROOT / "scripts" / "make_dialogues.py", "--check"]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = subprocess.run([*script, "--out", tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "train.jsonl: missing or not what this script writes" in done.stdout
+
+
+def parted(text: str) -> tuple[str, ...]:
+    """Return the words of an utterance that say something, in a fixed order."""
+    return tuple(
+        sorted(set(re.findall(r"\w+", text.lower())) - {"gate", "side", "by", "to", "the"})
+    )
+
+
+def test_in_the_sample_order_decides_and_single_turns_say_nothing():
+    sample = read_dialogues()
+    assert (sample.source, sample.notes) == ("sample", ())
+    assert [len(turns) for turns in sample.splits.values()] == [1024, 64, 64]
+    by_turn, by_set, directed = {}, {}, {}
+    for begin, end, asked, course in told(sample, "train"):
+        places = [set(parted(turn)) for turn in (begin, end)]
+        (vehicle,) = {"boat", "cart", "mule", "sled", "coach", "raft", "truck", "horse"} & places[0]
+        assert vehicle in places[1] & set(parted(asked))
+        said = [own - {vehicle} for own in places]
+        for part in set(parted(course)) - {"flag"}:
+            for own in said:
+                for word in own:
+                    by_turn.setdefault(word, Counter())[part] += 1
+        steps = tuple(frozenset(own) for own in said)
+        directed.setdefault(steps, set()).add(parted(course))
+        by_set.setdefault(frozenset(steps), set()).add(steps)
+    # Both turns in their order give the course, and each word stands with each part of it alike.
+    assert all(len(courses) == 1 for courses in directed.values())
+    assert any(len(orders) == 2 for orders in by_set.values())
+    assert len(by_turn) == 12
+    for counts in by_turn.values():
+        assert len(counts) == 12
+        expected = sum(counts.values()) / 12
+        assert max(abs(count - expected) for count in counts.values()) < 0.2 * expected
+
+
+@pytest.mark.parametrize("split", ["dev", "test"])
+def test_each_course_of_the_sample_is_asked_for_once(split: str):
+    courses = {parted(talk[-1]) for talk in told(read_dialogues(), split)}
+    assert len(courses) == 64
+
+
+def test_the_sample_takes_roles_and_no_sum_of_turns():
+    """Words as vectors: sums in roles rank every course first, others are at chance."""
+    sample = read_dialogues()
+    words = sorted({word for text in sample.texts for word in parted(text)})
+    vectors = np.array([[word in parted(text) for word in words] for text in sample.texts], float)
+    place = {name: words.index(name) for name in words}
+    # A step between two of a ring is its direction; the other way is the opposite one.
+    matrix = np.zeros((len(words), len(words)))
+    for things, courses in zip(RINGS, COURSES, strict=True):
+        for number, name in enumerate(things):
+            for step, course in enumerate(courses):
+                # The vector of a point of the compass, along that of a direction between two.
+                angle = np.pi / 2 * number - np.pi / 2 * step - np.pi / 4
+                matrix[place[name], place[course]] = np.cos(angle)
+    asked = next_queries(sample, "test", [3])
+
+    def ranked(begin: float, end: float) -> float:
+        def score(contexts, candidates):
+            query = begin * vectors[contexts[:, 0]] + end * vectors[contexts[:, 1]]
+            return query @ matrix @ vectors[candidates].T
+
+        return float(rank_next(asked, score).of().mean())
+
+    assert ranked(-1, 1) == 1
+    assert 25 < ranked(1, 1) < 40
+    assert 25 < ranked(-1, -1) < 40
