@@ -163,7 +163,7 @@ def own_candidates(data: Dialogues, texts: Sequence[str]) -> tuple[Positions, li
     return np.array(found, dtype=np.int64), list(number)[len(data.texts) :]
 
 
-#: From contexts (n, h) and candidates (c,), positions of texts, to (n, c) scores.
+#: From contexts (n, h) and distinct candidates (c,), positions of texts, to (n, c) scores.
 NextScorer = Callable[[Positions, Positions], NDArray[np.floating]]
 
 
@@ -172,19 +172,24 @@ def rank_next(
 ) -> Ranks:
     """Return the ranks of all queries, those of the first history length first.
 
-    ``score`` is called with as many queries of one length as ``most_scores`` allow, and always
-    with all of their candidates; what does not change between calls is the same array.
+    ``score`` is called with as many queries of one length as ``most_scores`` allow, and always with
+    all of their candidates, each text once, so that equal texts tie to the last bit. Candidates
+    that do not change between calls are the same array.
 
     Raises:
         UserError: a score is not finite.
     """
-    found = []
+    found: list[Ranks] = []
+    last: Positions | None = None
     for one in asked:
+        if one.candidates is not last:
+            last = one.candidates
+            distinct, which = np.unique(last, return_inverse=True)
         block = max(1, most_scores // len(one.candidates))
         for begin in range(0, len(one.dialogue), block):
             rows = slice(begin, begin + block)
-            scores = score(one.contexts[rows], one.candidates)
-            found.append(ranks_among(scores, one.answer[rows]))
+            scores = score(one.contexts[rows], distinct)
+            found.append(ranks_among(scores[:, which], one.answer[rows]))
     return _joined(found)
 
 

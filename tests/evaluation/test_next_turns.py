@@ -79,14 +79,16 @@ def test_ranks_are_those_of_each_row_whatever_the_blocks(many):
     calls = []
 
     def score(contexts, candidates):
-        calls.append(len(contexts))
+        assert (np.diff(candidates) > 0).all()
+        calls.append((len(contexts), id(candidates)))
         return vectors[contexts].sum(axis=1) @ vectors[candidates].T
 
     asked = next_queries(many, "test", pool="all")
     ranks = rank_next(asked, score)
     assert len(calls) == len(asked) == 7
+    assert len({place for _, place in calls}) == 1
     blocked = rank_next(asked, score, most_scores=3 * len(asked[0].candidates))
-    assert max(calls[7:]) == 3
+    assert max(calls[7:])[0] == 3
     expected = []
     for one in asked:
         for context, answer in zip(one.contexts, one.answer, strict=True):
