@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -117,30 +117,15 @@ def _fit_one(
         else Loader(dev, settings, generator, torch.float32, device)
     )
 
-    best = {}
-    curve: list[dict[str, float | None]] = []
-    for epoch in range(1, settings.epochs + 1):
-        loss = _run_epoch(module, objective, loader, optimiser)
-        if not math.isfinite(loss):
-            raise UserError(
-                f"the loss became {loss} in epoch {epoch}. Lower learning_rate, to "
-                f"{settings.learning_rate / 10:g} or so."
-            )
-        score = math.nan if scorer is None else _dev_spearman(module, scorer)
-        defined = None if math.isnan(score) else score
-        curve.append({"epoch": epoch, "loss": loss, "dev_spearman": defined})
-        on_epoch(epoch, settings.epochs, score)
-        since = since_best(curve)
-        if not since:
-            best = {name: value.clone() for name, value in module.state_dict().items()}
-        elif since >= settings.patience:
-            break
-    module.load_state_dict(best)
-    best_epoch = len(curve) - since_best(curve)
-    selected = curve[best_epoch - 1]["dev_spearman"] is not None
+    def train(epoch: int) -> float:
+        return _run_epoch(module, objective, loader, optimiser)
+
+    def score() -> float:
+        return math.nan if scorer is None else _dev_spearman(module, scorer)
+
+    chosen, curve = best_epoch(module, train, score, on_epoch, "dev_spearman")
     record = {
-        "best_epoch": best_epoch,
-        "selected_on": "dev" if selected else None,
+        **chosen,
         "n_parameters": n_parameters,
         "steps_per_epoch": loader.steps,
         "precision": "bfloat16" if module.in_bfloat16 else "float32",
@@ -148,7 +133,7 @@ def _fit_one(
         "curve": curve,
     }
     notes = []
-    if not selected and dev is not None:
+    if chosen["selected_on"] is None and dev is not None:
         notes.append(
             "the dev score is undefined (all ratings or all predictions there are equal), so it "
             "chose no epoch: the last one is kept"
@@ -159,6 +144,51 @@ def _fit_one(
             "epoch is one step; lower batch_size for more"
         )
     return module.finished(), Fit(record, tuple(notes))
+
+
+def best_epoch(
+    module: HeadModule,
+    train: Callable[[int], float],
+    score: Callable[[], float],
+    on_epoch: OnEpoch,
+    key: str,
+) -> tuple[dict[str, Any], list[dict[str, float | None]]]:
+    """Train a head epoch by epoch, and leave it as it was after the best one.
+
+    Args:
+        module: its settings say how many epochs at most, and when to stop.
+        train: trains for an epoch, whose number it takes, from 1; returns the mean loss.
+        score: the score on dev, the higher the better; NaN where it is undefined.
+        on_epoch: is told of each.
+        key: what the learning curve calls that score.
+
+    Returns:
+        Which epoch was the best and by what, and the learning curve.
+
+    Raises:
+        UserError: the loss became NaN or infinite.
+    """
+    settings, best = module.settings, {}
+    curve: list[dict[str, float | None]] = []
+    for epoch in range(1, settings.epochs + 1):
+        loss = train(epoch)
+        if not math.isfinite(loss):
+            raise UserError(
+                f"the loss became {loss} in epoch {epoch}. Lower learning_rate, to "
+                f"{settings.learning_rate / 10:g} or so."
+            )
+        found = score()
+        curve.append({"epoch": epoch, "loss": loss, key: None if math.isnan(found) else found})
+        on_epoch(epoch, settings.epochs, found)
+        since = since_best(curve, key)
+        if not since:
+            best = {name: value.clone() for name, value in module.state_dict().items()}
+        elif since >= settings.patience:
+            break
+    module.load_state_dict(best)
+    number = len(curve) - since_best(curve, key)
+    selected = curve[number - 1][key] is not None
+    return {"best_epoch": number, "selected_on": "dev" if selected else None}, curve
 
 
 def check_memory(
@@ -188,10 +218,16 @@ def _in_bfloat16(module: HeadModule, n_parameters: int, device: torch.device) ->
             raise UserError("this head multiplies in float32 only; leave out precision=bfloat16.")
         return False
     if precision == "auto" and n_parameters >= _LARGE:
-        # Before compute capability 8.0 GPUs emulate it.
-        on_gpu = device.type == "cuda"
-        return torch.cuda.get_device_capability(device)[0] >= 8 if on_gpu else native_bfloat16()
+        return has_bfloat16(device)
     return bool(precision == "bfloat16")
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Return whether a device multiplies in bfloat16 natively."""
+    if device.type == "cuda":
+        # Before compute capability 8.0 GPUs emulate it.
+        return torch.cuda.get_device_capability(device)[0] >= 8
+    return native_bfloat16()
 
 
 def _run_epoch(

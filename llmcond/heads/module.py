@@ -18,6 +18,7 @@ from llmcond.arrays import Array, MatrixLike
 from llmcond.heads.pairs import Fit, PairArrays
 
 T = TypeVar("T")
+M = TypeVar("M", bound="HeadModule")
 
 #: Conditions whose matrices are made at a time outside of training.
 AT_ONCE = 64
@@ -180,6 +181,18 @@ class HeadModule(nn.Module):
         self.in_bfloat16 = False
         self.requires_grad_(False)
         return self.cpu().eval()
+
+
+def finished_copy(module: M, *dims: int) -> M:
+    """Return a copy of a module as a fitted head has it; what is drawn for dropout goes on.
+
+    ``dims`` are what it was made with besides its settings.
+    """
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    with torch.device("meta"):
+        copied = type(module)(module.settings, *dims)
+    copied.load_state_dict(state, assign=True)
+    return copied.finished()
 
 
 def seeded(make: Callable[[], T], seed: int) -> tuple[T, torch.Generator]:

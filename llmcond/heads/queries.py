@@ -7,7 +7,6 @@ e(h; r) of a query, tri-encoders e(h) and e(r) by themselves (Hyper-CL, ACL 2024
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,16 +16,14 @@ import torch
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch import Tensor
-from torch.nn.functional import normalize
 
-from llmcond.arrays import Array, Matrix, MatrixLike, Positions, as_matrix
+from llmcond.arrays import Array, Matrix, MatrixLike, Positions
 from llmcond.errors import UserError
 from llmcond.heads.base import Fitted
 from llmcond.heads.contrastive import KnownTails
 from llmcond.heads.query_maps import QueryEnsemble, QueryHead
+from llmcond.heads.rows import UnitRows
 
-#: Features are kept in memory in float32 if these take no more bytes; else rows are read.
-_DENSE_BYTES = 2**29
 #: Entities and queries mapped at a time.
 _BLOCK = 4_096
 
@@ -80,7 +77,7 @@ class QueryFeatures:
 
     def __init__(self, arrays: QueryArrays) -> None:
         self.arrays = arrays
-        self._entities = _Rows(arrays.entities)
+        self._entities = UnitRows(arrays.entities)
 
     def with_joint(self, joint: MatrixLike, joint_of: Positions) -> QueryFeatures:
         """Return the same entities and relations with other joint features."""
@@ -93,11 +90,11 @@ class QueryFeatures:
     def relations(self) -> Tensor | None:
         """Return the features of all relations, (2 R, d_c); None where there are none."""
         given = self.arrays.relations
-        return None if given is None else _Rows(given).read(np.arange(len(given)))
+        return None if given is None else UnitRows(given).read(np.arange(len(given)))
 
     @cached_property
-    def _joint(self) -> _Rows | None:
-        return None if self.arrays.joint is None else _Rows(self.arrays.joint)
+    def _joint(self) -> UnitRows | None:
+        return None if self.arrays.joint is None else UnitRows(self.arrays.joint)
 
     @cached_property
     def _graph(self) -> csr_array:
@@ -179,23 +176,6 @@ class QueryFeatures:
         # Of a sum without its only term, rounding may be left.
         means = sums / np.maximum(degree, 1)[:, None] * (degree > 0)[:, None]
         return torch.from_numpy(means.astype(np.float32))
-
-
-class _Rows:
-    """Vectors of length 1 of a matrix; in memory where they fit."""
-
-    def __init__(self, vectors: MatrixLike) -> None:
-        self._matrix = as_matrix(vectors)
-        small = 4 * math.prod(self._matrix.shape) <= _DENSE_BYTES
-        self.table = normalize(torch.from_numpy(self._matrix.read())) if small else None
-
-    def read(self, rows: Positions) -> Tensor:
-        if self.table is not None:
-            return self.table[torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64))]
-        # What lies on disk is read in its order, each row once.
-        distinct, which = np.unique(rows, return_inverse=True)
-        vectors = torch.from_numpy(self._matrix.read(distinct))
-        return normalize(vectors)[torch.from_numpy(which.reshape(-1))]
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,13 +15,13 @@ from torch import Tensor
 from llmcond.arrays import Positions
 from llmcond.errors import UserError
 from llmcond.heads.contrastive import Masked, Queue
-from llmcond.heads.fit import check_memory, since_best, spread_seeds
-from llmcond.heads.module import seeded
+from llmcond.heads.fit import best_epoch, check_memory, has_bfloat16, spread_seeds
+from llmcond.heads.module import finished_copy, seeded
 from llmcond.heads.pairs import Fit, OnEpoch
 from llmcond.heads.queries import FittedQueryHead, QueryArrays, QueryFeatures
 from llmcond.heads.query_maps import QueryEnsemble, QueryHead
 from llmcond.heads.recipes import Recipe
-from llmcond.system import choose_device, native_bfloat16
+from llmcond.system import choose_device
 
 #: What a learning curve calls the score on dev, whatever that is.
 SCORE = "dev_score"
@@ -116,34 +116,20 @@ class _Fitting:
         module.to(self.device)
         optimiser = self._optimiser()
         steps = -(-len(self._triples) // settings.batch_size)
-        best: dict[str, Tensor] = {}
-        curve: list[dict[str, float | None]] = []
         precise = settings.precision
-        in_bfloat16 = precise == "bfloat16" or (precise == "auto" and _has_bfloat16(self.device))
+        in_bfloat16 = precise == "bfloat16" or (precise == "auto" and has_bfloat16(self.device))
         module.multiply_in_bfloat16(in_bfloat16)
-        for epoch in range(1, settings.epochs + 1):
-            mean = self._run_epoch(optimiser, steps, epoch - 1)
-            if not math.isfinite(mean):
-                raise UserError(
-                    f"the loss became {mean} in epoch {epoch}. Lower learning_rate, to "
-                    f"{settings.learning_rate / 10:g} or so."
-                )
-            score = math.nan if score_on_dev is None else score_on_dev(self._as_it_is())
-            defined = None if math.isnan(score) else score
-            curve.append({"epoch": epoch, "loss": mean, SCORE: defined})
-            on_epoch(epoch, settings.epochs, score)
-            since = since_best(curve, SCORE)
-            if not since:
-                best = {name: value.clone() for name, value in module.state_dict().items()}
-            elif since >= settings.patience:
-                break
-        module.load_state_dict(best)
-        best_epoch = len(curve) - since_best(curve, SCORE)
-        selected = curve[best_epoch - 1][SCORE] is not None
+
+        def train(epoch: int) -> float:
+            return self._run_epoch(optimiser, steps, epoch - 1)
+
+        def score() -> float:
+            return math.nan if score_on_dev is None else score_on_dev(self._as_it_is())
+
+        chosen, curve = best_epoch(module, train, score, on_epoch, SCORE)
         return Fit(
             {
-                "best_epoch": best_epoch,
-                "selected_on": "dev" if selected else None,
+                **chosen,
                 "n_parameters": n_parameters,
                 "steps_per_epoch": steps,
                 "precision": "bfloat16" if in_bfloat16 else "float32",
@@ -184,12 +170,8 @@ class _Fitting:
 
     def _as_it_is(self) -> FittedQueryHead:
         """Return the head as it is now; what is drawn for dropout goes on as if it were not."""
-        state = {name: value.clone() for name, value in self.module.state_dict().items()}
-        with torch.device("meta"):
-            module = type(self.module)(self.settings, *self.module.dims)
-        module.load_state_dict(state, assign=True)
-        kind, family = self.recipe.kind, type(module)
-        return FittedQueryHead(kind, family, module.finished(), self.seed, data=self.data)
+        module = finished_copy(self.module, *self.module.dims)
+        return FittedQueryHead(self.recipe.kind, type(module), module, self.seed, data=self.data)
 
     def _loss(self, triples: Positions) -> Tensor:
         """Return the objective of a batch of queries and their tails, (m, 3), a scalar."""
@@ -279,9 +261,3 @@ class _Columns:
     entities: Positions
     features: Tensor
     target: Positions
-
-
-def _has_bfloat16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device)[0] >= 8
-    return native_bfloat16()

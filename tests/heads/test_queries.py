@@ -106,7 +106,7 @@ def mean_of(arrays, entity, drop=None):
 @pytest.mark.parametrize("streamed", [False, True])
 def test_means_of_neighbours_leave_the_other_end_out(streamed, monkeypatch):
     if streamed:
-        monkeypatch.setattr(queries, "_DENSE_BYTES", 0)
+        monkeypatch.setattr("llmcond.heads.rows._DENSE_BYTES", 0)
     arrays = graph()
     features, everyone = QueryFeatures(arrays), np.arange(N)
     full = features.entities(everyone, neighbours=True).numpy()
@@ -130,7 +130,7 @@ def test_what_lies_on_disk_gives_the_same_head(tmp_path, monkeypatch):
     np.save(tmp_path / "entities.npy", arrays.entities)
     stored = np.load(tmp_path / "entities.npy", mmap_mode="r")
     dense = fit("hypernet-full", arrays, neighbours=True)
-    monkeypatch.setattr(queries, "_DENSE_BYTES", 0)
+    monkeypatch.setattr("llmcond.heads.rows._DENSE_BYTES", 0)
     monkeypatch.setattr(queries, "_BLOCK", 7)
     on_disk = QueryArrays(
         Dense(stored), arrays.triples, R, arrays.known, relations=arrays.relations
