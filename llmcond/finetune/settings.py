@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -11,6 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from llmcond.config import STRICT
 from llmcond.errors import UserError
+from llmcond.heads.settings import scheduled
 from llmcond.options import option
 
 #: Beyond any use.
@@ -120,13 +120,7 @@ class TuneSettings:
 
     def rate(self, step: int, steps: int) -> float:
         """Return what learning rates are multiplied by at a step, of which there are ``steps``."""
-        rising = math.ceil(self.warmup * steps)
-        if step < rising:
-            return (step + 1) / (rising + 1)
-        if self.schedule == "constant":
-            return 1.0
-        done = (step - rising) / max(1, steps - rising)
-        return 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return scheduled(step, steps, self.warmup, self.schedule)
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as records keep them."""

@@ -74,6 +74,8 @@ class HeadModule(nn.Module):
             similarity; such a head has no recipe, see ``train-cross``.
         maps_queries: whether it maps queries and candidates, which are ranked; see
             :class:`~llmcond.heads.query_maps.QueryHead`.
+        maps_turns: whether it maps utterances of dialogues to roles, by which next turns are
+            ranked; see :class:`~llmcond.heads.roles.Roles`.
         generates_matrices: whether it makes a matrix of each condition; see
             :class:`~llmcond.heads.hypernet.Hypernet`.
         multiplies_in_bfloat16: whether all products of sentences' features are made by
@@ -88,6 +90,7 @@ class HeadModule(nn.Module):
     is_identity: ClassVar[bool] = False
     reads_pairs: ClassVar[bool] = False
     maps_queries: ClassVar[bool] = False
+    maps_turns: ClassVar[bool] = False
     generates_matrices: ClassVar[bool] = False
     multiplies_in_bfloat16: ClassVar[bool] = False
 

@@ -15,6 +15,7 @@ from llmcond.errors import UserError, nearest
 from llmcond.heads.base import FittedHead
 from llmcond.heads.fit import fit_by_gradient
 from llmcond.heads.module import HeadModule
+from llmcond.heads.objectives import ObjectiveSettings
 from llmcond.heads.pairs import OnEpoch, PairArrays
 from llmcond.heads.query_maps import PREFIX, query_family
 from llmcond.heads.settings import TrainingSettings
@@ -38,6 +39,8 @@ _FAMILIES = {
     "hypernet-ablation": "ablation:HypernetAblation",
     "towers": "towers:Towers",
     "regression": "regression:Regression",
+    "roles": "roles:Roles",
+    "no-roles": "roles:NoRoles",
 }
 
 
@@ -142,7 +145,7 @@ def parse_settings(
             parsed[key] = _READERS[kinds[key]](text)
         except (KeyError, ValueError) as error:
             raise UserError(f"{source}: {key} is {text!r}, not {kinds[key].__name__}.") from error
-    return _with_objective(parsed, Path())
+    return _with_objective(settings, parsed, Path())
 
 
 def load_recipe(name_or_file: str, task: str | None = None) -> Recipe:
@@ -171,7 +174,9 @@ def load_recipe(name_or_file: str, task: str | None = None) -> Recipe:
         source=described.source,
         kind=kind,
         family=family,
-        settings=build(family.Settings, _with_objective(settings, path.parent), str(path)),
+        settings=build(
+            family.Settings, _with_objective(family.Settings, settings, path.parent), str(path)
+        ),
         path=str(path.absolute()),
         finetune=described.finetune,
     )
@@ -223,10 +228,10 @@ def _named(name: str, folder: Path, source: str) -> Any:
         return plugins.load(name, folder)
 
 
-def _with_objective(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return settings whose objective, if it is the user's own code, is loaded."""
+def _with_objective(of: type[Any], settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return settings whose objective, if it is the user's own code on rated pairs, is loaded."""
     name = settings.get("objective")
-    if not isinstance(name, str) or not name:
+    if not issubclass(of, ObjectiveSettings) or not isinstance(name, str) or not name:
         return settings
     if not plugins.is_plugin(name):
         known = "mse, info_nce, quadruplet, cosent and ranking are weights by themselves"
@@ -252,7 +257,7 @@ def fit_recipe(
             or a device that this machine lacks.
     """
     device, family = choose_device(device), recipe.family
-    if family.maps_queries:
+    if family.maps_queries or family.maps_turns:
         raise UserError(f"the head {recipe.name} ranks candidates; it takes no rated pairs.")
     if recipe.dim is not None and recipe.dim > pairs.dim:
         raise UserError(

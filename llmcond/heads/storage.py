@@ -27,6 +27,7 @@ from llmcond.heads.pairs import Fit
 from llmcond.heads.queries import FittedQueryHead
 from llmcond.heads.query_maps import QueryEnsemble
 from llmcond.heads.recipes import find_family
+from llmcond.heads.turn_fit import FittedRoles
 from llmcond.records import RECORD, check_record
 
 #: In format 1 the weights had one name, so that a head could not be replaced at once.
@@ -144,7 +145,15 @@ def load_query_head(folder: Path) -> tuple[FittedQueryHead, dict[str, Any]]:
     """Return a head that ranks candidates, on no graph yet; else as :func:`load_head`."""
     head, description = _load(folder)
     if not isinstance(head, FittedQueryHead):
-        raise UserError(f"{folder} holds a head that compares pairs; it ranks no candidates.")
+        raise UserError(f"{folder} holds a {head.kind} head; it maps no queries of a graph.")
+    return head, description
+
+
+def load_roles_head(folder: Path) -> tuple[FittedRoles, dict[str, Any]]:
+    """Return a head that maps utterances of dialogues to roles; else as :func:`load_head`."""
+    head, description = _load(folder)
+    if not isinstance(head, FittedRoles):
+        raise UserError(f"{folder} holds a {head.kind} head; it maps no utterances of dialogues.")
     return head, description
 
 
@@ -178,7 +187,9 @@ def _load(folder: Path) -> tuple[Fitted, dict[str, Any]]:
             f"{path} does not hold the parameters of a {kind} head of these settings "
             f"({first_line(error)}). {_AGAIN}"
         ) from error
-    made: Any = FittedQueryHead if family.maps_queries else FittedHead
+    made: Any = FittedHead
+    if family.maps_queries or family.maps_turns:
+        made = FittedQueryHead if family.maps_queries else FittedRoles
     fit = Fit(description["fit"])
     return made(kind, family, module.finished(), description["seed"], fit), description
 

@@ -302,7 +302,8 @@ class State:
 
         ``candidates`` (c, k) are in the role before-2, and ``goal`` (k,) is an after vector.
         """
-        return plan_scores(self._parts()[0][None], candidates, goal[None])[0]
+        scores: Array = plan_scores(self._parts()[0][None], candidates, goal[None])[0]
+        return scores
 
     def _parts(self) -> tuple[Array, Array, Array]:
         if self.b1 is None or self.b2 is None or self.inverse is None:
