@@ -107,7 +107,7 @@ class Roles(HeadModule):
     """
 
     Settings = RoleSettings
-    features = "separate"
+    features = "alone"
     maps_turns = True
     multiplies_in_bfloat16 = True
 

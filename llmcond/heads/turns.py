@@ -139,8 +139,8 @@ def sum_of_pairs(b1: Tensor, b2: Tensor, pairs: Tensor, singles: Tensor) -> Tens
 def _combined(b1: Tensor, b2: Tensor, scaled: Tensor, singles: Tensor) -> Tensor:
     of_b1 = scaled.sum(dim=-1)
     of_b2 = scaled.sum(dim=-2) + singles / b2.norm(dim=-1).clamp(min=1e-12)
-    total: Tensor = (of_b1[..., None] * b1 + of_b2[..., None] * b2).sum(dim=-2)
-    return total
+    total: Tensor = of_b1[..., None, :] @ b1 + of_b2[..., None, :] @ b2
+    return total[..., 0, :]
 
 
 def query_vectors(
