@@ -37,9 +37,9 @@ class RoleSettings(GradientSettings):
         map: of each role: ``linear``, W e + b; or ``mlp``, e + W_2 GELU(W_1 e + b_1) + b_2. Both
             are the identity at first.
         hidden: units of the MLP; 0: twice the features' size.
-        objective: what is minimised. ``ccl`` (curved contrastive learning, arXiv 2211.07591): the
-            squared error of cosines of before-2 and after, of which those at distance d from the
-            target are to be 1 - d / w; ``c3l`` (Triple-Encoders, section 3.2): that of pairs;
+        objective: what is minimised. ``ccl`` (curved contrastive learning, section 2.3 and arXiv
+            2211.07591): the squared error of cosines of before-2 and after, of which those at
+            distance d from the target are to be 1 - d / w; ``c3l`` (equation 1): that of pairs;
             ``rank``: the cross-entropy of the target among those of the batch, by the score over
             ``temperature``; ``weighted``: the same by weights that are learned for each distance.
         score: what candidates are scored by, unless told otherwise; see
@@ -48,7 +48,8 @@ class RoleSettings(GradientSettings):
             to the range from 1 / w to 1 from that of the window's ``actual`` pairs (released code),
             or from 1 / w to 2 - 3 / w (``paper``).
         curved: whether c3l's pairs are to be farther the farther they are; else all are to have 1.
-        hard_negatives: whether c3l has pairs with utterances of other windows, which are to have 0.
+        hard_negatives: whether c3l has pairs with utterances of other windows, which are to have 0
+            (section 3.1).
         window: turns of a window, w, the target included.
         temperature: of ``rank`` and ``weighted``.
         warmup: share of the steps in which the learning rate rises from 0.
@@ -193,8 +194,8 @@ class NoRoles(Roles):
 def curve(settings: RoleSettings) -> Tensor:
     """Return what the pair (i, j), i < j, of a full window is to have in c3l, (w - 1, w - 1).
 
-    Figure 3 and equation 2 of Triple-Encoders: the sum of both utterances' closeness 1 - d / w to
-    the target, normalised; for windows of 5 turns by the actual range 1, .8, .6, .6, .4 and .2.
+    Equation 1 of Triple-Encoders: the sum of what both utterances have by themselves, 1 - d / w,
+    normalised; for windows of 5 turns by the actual range 1, .8, .6, .6, .4 and .2.
     """
     w = settings.window
     distance = torch.arange(w - 1, 0, -1)
@@ -245,7 +246,7 @@ def _mean_of_squares(errors: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _ccl(head: Roles, x: Tensor, rows: Tensor, drawn: np.random.Generator) -> Tensor:
-    """Curved contrastive learning: before-2 and after, with reversed and random negatives."""
+    """Curved contrastive learning (section 2.3), with reversed and random negatives."""
     batch, w = _Windows(rows), head.settings.window
     before, after = normalize(head.role("b2", x)), head.after(x)
     context, target = batch.of(before), after.index_select(0, batch.target)
@@ -264,9 +265,9 @@ def _ccl(head: Roles, x: Tensor, rows: Tensor, drawn: np.random.Generator) -> Te
 
 
 def _c3l(head: Roles, x: Tensor, rows: Tensor, drawn: np.random.Generator) -> Tensor:
-    """Contextualised curved contrastive learning (Triple-Encoders, section 3.2).
+    """Contextualised curved contrastive learning (Triple-Encoders, equation 1).
 
-    Its hard negatives of each utterance u: (B1 u, B2 r), (B1 r, B2 u) and (B1 r, B2 r').
+    Its hard negatives of each utterance u (section 3.1): (B1 u, B2 r), (B1 r, B2 u), (B1 r, B2 r').
     """
     batch = _Windows(rows)
     before1, before2 = head.before(x)
@@ -297,7 +298,7 @@ def _rank(head: Roles, x: Tensor, rows: Tensor, drawn: np.random.Generator) -> T
     else:
         queries = normalize(queries)
     targets = head.after(x).index_select(0, batch.target)
-    logits = head.product(queries, targets) / settings.temperature
+    logits = queries @ targets.T / settings.temperature
     own = torch.eye(len(rows), dtype=torch.bool, device=x.device)
     equal = batch.target[:, None] == batch.target
     return cross_entropy(
