@@ -107,8 +107,11 @@ class DialogueModel(TrainedModel[DialogueInputs]):
         vectors = self.engine.embed([inputs.tokens[i] for i in used])
         with torch.autocast(vectors.device.type, enabled=False):
             drawn = np.random.Generator(np.random.SFC64(seed))
-            own = torch.from_numpy(places).to(vectors.device)
-            return self.head.loss(normalize(vectors.float()), own, drawn)
+            own, dialogue = (
+                torch.from_numpy(one).to(vectors.device)
+                for one in (places, self.groups(inputs)[rows])
+            )
+            return self.head.loss(normalize(vectors.float()), own, drawn, dialogue)
 
     def score(self, inputs: DialogueInputs, shared: Shared) -> float | None:
         """Return the average rank on dev below 0, so that the best is the highest.

@@ -165,16 +165,25 @@ class Roles(HeadModule):
             softplus(_FASTER * self.single_weights + _LITTLE),
         )
 
-    def loss(self, x: Tensor, rows: Tensor, drawn: np.random.Generator) -> Tensor:
+    def loss(
+        self,
+        x: Tensor,
+        rows: Tensor,
+        drawn: np.random.Generator,
+        dialogue: Tensor | None = None,
+    ) -> Tensor:
         """Return the objective of a batch of windows, a scalar.
 
         Args:
             x: (u, dim) features of length 1 of distinct utterances.
             rows: (m, w) int64 the utterances of windows among them, the target last; -1: none.
             drawn: of the utterances that negatives have.
+            dialogue: (m,) the dialogue of each window, where a batch has many windows of one:
+                these are no negatives of each other, or the topic would tell against a target.
         """
-        objective: Tensor = _OBJECTIVES[self.settings.objective](self, x, rows, drawn)
-        return objective
+        objective = _OBJECTIVES[self.settings.objective]
+        loss: Tensor = objective(self, x, _Windows(rows, dialogue), drawn)
+        return loss
 
 
 class NoRoles(Roles):
@@ -212,8 +221,11 @@ def curve(settings: RoleSettings) -> Tensor:
 class _Windows:
     """The utterances of windows: contexts (m, n), which of them are there, and targets (m,)."""
 
-    def __init__(self, rows: Tensor) -> None:
+    def __init__(self, rows: Tensor, dialogue: Tensor | None) -> None:
         self.rows, self.target = rows, rows[:, -1]
+        if dialogue is None:
+            dialogue = torch.arange(len(rows), device=rows.device)
+        self.dialogue = dialogue
         self.present = rows[:, :-1] >= 0
         self.context = rows[:, :-1].clamp(min=0)
         # The pairs i < j of utterances that are there, (m, n, n).
@@ -226,17 +238,25 @@ class _Windows:
         found = vectors.index_select(0, self.context.flatten())
         return found.view(*self.context.shape, -1)
 
-    def others(self, drawn: np.random.Generator) -> tuple[Tensor, Tensor]:
-        """Draw an utterance of the batch's contexts for each place of each, (m, n).
+    def others(self, drawn: np.random.Generator, role: str) -> tuple[Tensor, Tensor]:
+        """Draw an utterance for each place of each context, (m, n).
+
+        They are drawn for a ``role``, before or after, from those that have it in the batch: had
+        negatives another depth in their dialogues than positives, that alone would tell.
 
         Returns:
-            They, and a mask that is true where the place is taken and the window has no such text.
+            They, and a mask that is true where the place is taken, the window has no such text and
+            the utterance is of another dialogue.
         """
-        pool = self.context[self.present]
-        places = drawn.integers(len(pool), size=tuple(self.context.shape))
-        other = pool[torch.from_numpy(places).to(pool.device)]
+        pool, of = self.target, self.dialogue
+        if role == "before":
+            pool = self.context[self.present]
+            of = self.dialogue[:, None].expand_as(self.present)[self.present]
+        drawn_places = drawn.integers(len(pool), size=tuple(self.context.shape))
+        places = torch.from_numpy(drawn_places).to(pool.device)
+        other = pool[places]
         within = (other[:, :, None] == self.rows[:, None, :]).any(dim=2)
-        return other, self.present & ~within
+        return other, self.present & ~within & (of[places] != self.dialogue[:, None])
 
 
 def _mean_of_squares(errors: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -245,14 +265,14 @@ def _mean_of_squares(errors: list[tuple[Tensor, Tensor]]) -> Tensor:
     return total / torch.stack([mask.sum() for _, mask in errors]).sum().clamp(min=1)
 
 
-def _ccl(head: Roles, x: Tensor, rows: Tensor, drawn: np.random.Generator) -> Tensor:
+def _ccl(head: Roles, x: Tensor, batch: _Windows, drawn: np.random.Generator) -> Tensor:
     """Curved contrastive learning (section 2.3), with reversed and random negatives."""
-    batch, w = _Windows(rows), head.settings.window
+    w = head.settings.window
     before, after = normalize(head.role("b2", x)), head.after(x)
     context, target = batch.of(before), after.index_select(0, batch.target)
     wanted = 1 - torch.arange(w - 1, 0, -1, device=x.device) / w
     reversed_ = before.index_select(0, batch.target)[:, None] * batch.of(after)
-    other, apart = batch.others(drawn)
+    other, apart = batch.others(drawn, "after")
     random = after.index_select(0, other.flatten()).view(*other.shape, -1)
     unequal = batch.present & (batch.context != batch.target[:, None])
     return _mean_of_squares(
@@ -264,12 +284,11 @@ def _ccl(head: Roles, x: Tensor, rows: Tensor, drawn: np.random.Generator) -> Te
     )
 
 
-def _c3l(head: Roles, x: Tensor, rows: Tensor, drawn: np.random.Generator) -> Tensor:
+def _c3l(head: Roles, x: Tensor, batch: _Windows, drawn: np.random.Generator) -> Tensor:
     """Contextualised curved contrastive learning (Triple-Encoders, equation 1).
 
     Its hard negatives of each utterance u (section 3.1): (B1 u, B2 r), (B1 r, B2 u), (B1 r, B2 r').
     """
-    batch = _Windows(rows)
     before1, before2 = head.before(x)
     target = head.after(x).index_select(0, batch.target)[..., None]
     b1, b2 = batch.of(before1), batch.of(before2)
@@ -277,7 +296,7 @@ def _c3l(head: Roles, x: Tensor, rows: Tensor, drawn: np.random.Generator) -> Te
     cosines = (b1 @ target + (b2 @ target).mT) * inverse
     errors = [(cosines - curve(head.settings).to(x.device), batch.pairs)]
     if head.settings.hard_negatives:
-        (first, apart1), (second, apart2) = batch.others(drawn), batch.others(drawn)
+        (first, apart1), (second, apart2) = (batch.others(drawn, "before") for _ in range(2))
         r1 = before1.index_select(0, first.flatten()).view_as(b1)
         r2 = before2.index_select(0, second.flatten()).view_as(b2)
         for pair, mask in ((b1 + r2, apart2), (r1 + b2, apart1), (r1 + r2, apart1 & apart2)):
@@ -285,9 +304,9 @@ def _c3l(head: Roles, x: Tensor, rows: Tensor, drawn: np.random.Generator) -> Te
     return _mean_of_squares(errors)
 
 
-def _rank(head: Roles, x: Tensor, rows: Tensor, drawn: np.random.Generator) -> Tensor:
+def _rank(head: Roles, x: Tensor, batch: _Windows, drawn: np.random.Generator) -> Tensor:
     """Cross-entropy of targets among those of the batch; of equal texts none is a negative."""
-    batch, settings = _Windows(rows), head.settings
+    settings = head.settings
     weights, score = head.distance_weights, settings.trained_score
     pairs, singles = score.coefficients(settings.window - 1, weights)
     pairs, singles = pairs.to(x.device) * batch.pairs, singles.to(x.device) * batch.present
@@ -299,11 +318,11 @@ def _rank(head: Roles, x: Tensor, rows: Tensor, drawn: np.random.Generator) -> T
         queries = normalize(queries)
     targets = head.after(x).index_select(0, batch.target)
     logits = queries @ targets.T / settings.temperature
-    own = torch.eye(len(rows), dtype=torch.bool, device=x.device)
-    equal = batch.target[:, None] == batch.target
-    return cross_entropy(
-        logits.masked_fill(equal & ~own, -torch.inf), torch.arange(len(rows), device=x.device)
-    )
+    rows = torch.arange(len(targets), device=x.device)
+    left_out = batch.target[:, None] == batch.target
+    left_out |= batch.dialogue[:, None] == batch.dialogue
+    left_out &= rows[:, None] != rows
+    return cross_entropy(logits.masked_fill(left_out, -torch.inf), rows)
 
 
 _OBJECTIVES = {"ccl": _ccl, "c3l": _c3l, "rank": _rank, "weighted": _rank}

@@ -64,7 +64,8 @@ def test_the_loss_is_that_of_cached_features(tiny, name):
     assert encoded == [len(used)]
     features = torch.nn.functional.normalize(torch.from_numpy(model.vectors(inputs.tokens)))
     drawn = np.random.Generator(np.random.SFC64([5, 0]))
-    expected = model.head.loss(features[used], torch.from_numpy(places), drawn)
+    of = torch.from_numpy(model.groups(inputs)[rows])
+    expected = model.head.loss(features[used], torch.from_numpy(places), drawn, of)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
     loss.backward()
     reached = [key for key, value in model.trained().items() if value.grad is not None]

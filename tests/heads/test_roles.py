@@ -196,6 +196,8 @@ def there(context):
 def slowly(module, x, rows, places):
     """The loss of each objective, window by window, in float64."""
     pool = [u for row in rows for u in row[:-1] if u >= 0]
+    if module.settings.objective == "ccl":
+        pool = rows[:, -1]
     others = [[[pool[p] for p in row] for row in own] for own in places]
     slow = {"ccl": ccl_slowly, "c3l": c3l_slowly}.get(module.settings.objective, rank_slowly)
     return slow(module, roles_of(module, x), rows, others)
@@ -242,6 +244,25 @@ def test_equal_texts_are_no_negatives():
     ranking = module_of("rank")
     twice = torch.tensor([[-1, -1, 0, 1, 2], [-1, -1, 1, 0, 2]])
     assert ranking.loss(torch.from_numpy(x), twice, np.random.default_rng(0)).item() == 0
+
+
+@pytest.mark.parametrize("name", ["ccl", "c3l-released", "rank", "weighted"])
+def test_windows_of_a_dialogue_are_no_negatives_of_each_other(name):
+    module = module_of(name, window=3)
+    x = torch.from_numpy(unit(np.random.default_rng(0).normal(size=(8, D))))
+    rows, of = torch.tensor([[0, 1, 2], [1, 2, 3]]), torch.tensor([0, 0])
+
+    def loss(rows, of):
+        return module.loss(x, rows, np.random.default_rng(0), of).item()
+
+    if module.settings.objective in ("ccl", "c3l"):
+        # What is drawn then counts for nothing, whichever it is.
+        assert loss(rows, of) == module.loss(x, rows, np.random.default_rng(1), of).item()
+    else:
+        assert loss(rows, of) == 0 < loss(rows, None)
+    apart = torch.tensor([[0, 1, 2], [4, 5, 6]])
+    assert loss(apart, torch.tensor([0, 1])) == loss(apart, None)
+    assert loss(apart, torch.tensor([0, 0])) != loss(apart, None)
 
 
 # -- fitting -----------------------------------------------------------------------------------
