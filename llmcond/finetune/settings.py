@@ -10,8 +10,8 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from llmcond.config import STRICT
 from llmcond.errors import UserError
-from llmcond.heads.settings import scheduled
 from llmcond.options import option
+from llmcond.schedules import scheduled
 
 #: Beyond any use.
 _LARGEST = 1_000_000

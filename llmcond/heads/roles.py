@@ -18,8 +18,9 @@ from torch.nn.functional import cross_entropy, normalize, softplus
 
 from llmcond.errors import UserError
 from llmcond.heads.module import HeadModule
-from llmcond.heads.settings import GradientSettings, SizeOrNone, scheduled
+from llmcond.heads.settings import GradientSettings, SizeOrNone
 from llmcond.heads.turns import DistanceWeights, Score, inverse_lengths, sum_of_pairs
+from llmcond.schedules import scheduled
 
 ROLES = ("b1", "b2", "a")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,21 +17,6 @@ Size = Annotated[int, Ge(1), Le(65_536)]
 SizeOrNone = Annotated[int, Ge(0), Le(65_536)]
 
 Activation = Literal["none", "relu", "gelu", "tanh"]
-
-
-def scheduled(step: int, steps: int, warmup: float, schedule: str) -> float:
-    """Return what learning rates are multiplied by at a step, of which there are ``steps``.
-
-    They rise from 0 in a share ``warmup`` of the steps, and then fall to 0, ``linear`` or as a
-    ``cosine``, or stay ``constant``.
-    """
-    rising = math.ceil(warmup * steps)
-    if step < rising:
-        return (step + 1) / (rising + 1)
-    if schedule == "constant":
-        return 1.0
-    done = (step - rising) / max(1, steps - rising)
-    return 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: two bases of a class cannot both have them
