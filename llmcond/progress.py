@@ -113,18 +113,35 @@ class ReadBar(_Bar):
 
 
 class FitBar(_Bar):
-    """A progress bar for fitting: epochs and the score on dev, which ``score`` is the name of."""
+    """A progress bar for fitting: epochs and the score on dev.
+
+    ``score`` is its name, and ``show`` writes it.
+    """
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, score: str = "Spearman"
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        score: str = "Spearman",
+        show: Callable[[float], str] = lambda score: f"{100 * score:.1f}",
     ) -> None:
         super().__init__("fitting", clock=clock)
-        self._score = score
+        self._score, self._shown = score, show
 
     def on_epoch(self, epoch: int, epochs: int, score: float) -> None:
         """Show the epoch that is done."""
-        detail = f"epoch {epoch:,} of {epochs:,}, dev {self._score} {100 * score:.1f}"
+        detail = f"epoch {epoch:,} of {epochs:,}, dev {self._score} {self._shown(score)}"
         self._show(detail, completed=epoch, total=epochs)
+
+
+class CountBar(_Bar):
+    """A progress bar for anything that is done one by one."""
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(name, clock=clock)
+
+    def on_item(self, done: int, of: int) -> None:
+        """Show how many are done."""
+        self._show(f"{done:,} of {of:,}", completed=done, total=of)
 
 
 class _Training(Protocol):

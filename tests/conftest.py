@@ -204,3 +204,24 @@ def tiny_run(
     model = str(tiny_checkpoint())
     extract(model, options, folder / "run", DataOptions(str(data)), ["concat-sent-cond"])
     return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def dialogue_run(
+    tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]
+) -> Path:
+    """A run of dialogues with two heads, by a tiny random encoder. Copy it before changing it."""
+    from helpers.dialogues import write_dialogues
+
+    from llmcond.data.datasets import DataOptions
+    from llmcond.encoders import EncoderOptions
+    from llmcond.workflows.extract import extract
+    from llmcond.workflows.fit import fit_head
+
+    folder = tmp_path_factory.mktemp("dialogues")
+    data = DataOptions(str(write_dialogues(folder / "data")))
+    options = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
+    extract(str(tiny_checkpoint()), options, folder / "run", data, task="dialogue")
+    for head in ("rank", "weighted"):
+        fit_head(folder / "run", head, changes={"epochs": "2", "batch_size": "64"})
+    return folder / "run"

@@ -16,14 +16,16 @@ from llmcond.commands.shared import (
     data_options,
 )
 from llmcond.options import option
-from llmcond.workflows.options import RankingOptions, WithMetrics, WithSplit
+from llmcond.workflows.options import DialogueOptions, RankingOptions, WithMetrics, WithSplit
 
 if TYPE_CHECKING:
     from llmcond.evaluation.results import Result, Results
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(InRun, WithColumns, WithSplit, WithMetrics, WithDevice, RankingOptions):
+class Evaluate(
+    InRun, WithColumns, WithSplit, WithMetrics, WithDevice, DialogueOptions, RankingOptions
+):
     """Score a run's heads, with zero-shot for comparison."""
 
     example: ClassVar[str] = "llmcond evaluate --head mlp --split dev --json"
@@ -54,17 +56,15 @@ class Evaluate(InRun, WithColumns, WithSplit, WithMetrics, WithDevice, RankingOp
             data=data,
             metrics=self.metric,
             ranking=self.part(RankingOptions),
+            dialogue=self.part(DialogueOptions),
         )
 
     def show(self, result: Results[Result], form: str) -> None:
         """Print a table."""
-        from llmcond.report.rankings import is_ranking, ranking_table
-        from llmcond.report.terminal import results_table, show
+        from llmcond.report.rankings import evaluation_table
+        from llmcond.report.terminal import show
 
-        if is_ranking(result):
-            show(ranking_table(result, self.run), form)
-        else:
-            show(results_table(result, self.run), form)
+        show(evaluation_table(result, self.run), form)
 
 
 evaluate = verb(Evaluate)

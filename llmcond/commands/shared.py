@@ -57,7 +57,13 @@ def data_options(command: Any) -> DataOptions:
     scale = dict(zip(("low", "high"), command.rating_range or (), strict=False))
     if command.unrated is not None:
         scale["unrated"] = command.unrated
-    return DataOptions(command.data, columns, scale, getattr(command, "split_seed", None))
+    return DataOptions(
+        command.data,
+        columns,
+        scale,
+        getattr(command, "split_seed", None),
+        drop_leaks=getattr(command, "drop_leaks", False),
+    )
 
 
 def _number(text: str) -> float | str:
@@ -145,5 +151,10 @@ class WithTask(WithColumns):
     task: str | None = option(
         None,
         metavar="NAME",
-        help="of a new run: csts (default), kgc, or code of your own, my_task.py:NAME",
+        help="of a new run: csts (default), kgc, dialogue, or code of your own, my_task.py:NAME",
+    )
+    drop_leaks: bool = option(
+        False,
+        help="of dialogues: leave out of train those that dev or test has, the same or for a good "
+        "part, and of dev those that test has (otherwise they are counted)",
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from llmcond.evaluation.ranking import Part
 from llmcond.evaluation.results import Result
+from llmcond.metrics import finite
 from llmcond.options import Ties
 
 
@@ -60,3 +62,68 @@ class RankedResult(Result):
             "exclude_head": "head left out" if self.added.get("exclude_head") else "",
         }
         return ", ".join(text for text in named.values() if text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DialogueResult(Result):
+    """How one system ranks the next turns of a split's dialogues.
+
+    Attributes:
+        ties: how an answer ranks among candidates of its score.
+        score: how dialogues are compared with candidates.
+        candidates: what is ranked: ``same-depth``, ``all``, or the name of a file.
+        median_rank: of all queries.
+        by_history: of queries with so many turns before them.
+    """
+
+    ties: Ties = "realistic"
+    score: str = ""
+    candidates: str = ""
+    median_rank: float = math.nan
+    by_history: Mapping[str, Part] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as ``evaluate --json`` prints it."""
+        about = {"ties": self.ties, "score": self.score, "candidates": self.candidates}
+        return {
+            **_ranked_json(self, about),
+            "median_rank": finite(self.median_rank),
+            "by_history": {name: part.to_json() for name, part in self.by_history.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResult(Result):
+    """How one system ranks turns that lead to a goal; figures are means over cells.
+
+    Attributes:
+        ties: how an answer ranks among candidates of its score.
+        score: ``plan`` (equation 4), or without a goal that of next turns.
+        plan: where the other candidates are from.
+        goal: whether the goal is known, or the context only.
+        cells: of queries by turns before them, and from them to the goal: ``2+1``.
+    """
+
+    ties: Ties = "realistic"
+    score: str = ""
+    plan: str = ""
+    goal: bool = True
+    cells: Mapping[str, Part] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as ``evaluate --json`` prints it."""
+        about = {"ties": self.ties, "score": self.score, "plan": self.plan, "goal": self.goal}
+        return {
+            **_ranked_json(self, about),
+            "cells": {name: part.to_json() for name, part in self.cells.items()},
+        }
+
+
+def _ranked_json(result: Result, about: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **result.identity_json(),
+        **about,
+        **result.metrics_json(deviations=False),
+        "seed": result.seeds[0] if result.seeds else None,
+        "selected_on": result.fits[0].get("selected_on") if result.fits else None,
+    }

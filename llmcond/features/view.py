@@ -28,7 +28,8 @@ class View:
 
     Attributes:
         subtract: whether joint features have the unconditional ones subtracted.
-        features: of a sentence: ``joint``, ``separate`` or ``both``, side by side.
+        features: of a sentence: ``joint``, ``separate`` or ``both``, side by side; or ``alone``:
+            e(s), where there are no conditions.
         conditioned: whether the condition's own features e(c) are taken as well.
     """
 
@@ -39,6 +40,9 @@ class View:
 
     def __post_init__(self) -> None:
         """Raise a UserError for what would leave the condition out, or cannot be had."""
+        if self.features == "alone":
+            self._check_alone()
+            return
         apart = [prompt for prompt in self.prompts if prompt.separate]
         if self.features in ("separate", "both") and len(apart) != 1:
             got = f"{len(apart)} such" if apart else "joint features only"
@@ -55,6 +59,14 @@ class View:
         if len(apart) == len(self.prompts):
             self._check_apart()
         self.of_condition()
+
+    def _check_alone(self) -> None:
+        for prompt in self.prompts:
+            if prompt.alone is None:
+                raise UserError(
+                    f"the head takes sentences by themselves, e(s), and the prompt {prompt.name} "
+                    "encodes none without its condition. Name another --prompt, such as separate."
+                )
 
     def _named(self, apart: list[Prompt]) -> str:
         """Return what to name: one prompt with separate features, and those with joint ones."""
@@ -129,7 +141,9 @@ class View:
         """Return the prompts of a sentence's features, and whether each has e(c) subtracted."""
         found = []
         for prompt in self.prompts:
-            apart = self.features == "separate" or (self.features == "both" and prompt.separate)
+            apart = self.features in ("separate", "alone") or (
+                self.features == "both" and prompt.separate
+            )
             found.append((prompt, self.subtract and not apart and prompt.subtractable))
         return found
 

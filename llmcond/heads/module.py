@@ -65,8 +65,8 @@ class HeadModule(nn.Module):
     Attributes:
         Settings: a frozen dataclass; its fields are the recipe's keys. Of supervised heads a
             subclass of :class:`~llmcond.heads.settings.TrainingSettings`.
-        features: of a sentence, that it takes: ``joint`` e(s|c), ``separate`` e(s), or ``both``.
-            A setting of that name goes before.
+        features: of a sentence, that it takes: ``joint`` e(s|c), ``separate`` e(s), or ``both``;
+            ``alone`` is e(s) where there are no conditions. A setting of that name goes before.
         conditioned: whether it takes the condition's own features e(c).
         supervised: whether it learns from ratings, by gradient; else :meth:`solve` fits it.
         is_identity: whether embeddings are the features as they are.

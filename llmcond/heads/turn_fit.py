@@ -153,8 +153,8 @@ def check_turns(recipe: Recipe) -> None:
     """Raise a UserError unless a recipe's head maps utterances to roles."""
     if not recipe.family.maps_turns:
         raise UserError(
-            f"the head {recipe.name} maps no utterances to roles. Heads of dialogues: "
-            "llmcond heads --task dialogue"
+            f"the head {recipe.name} maps no utterances to roles. `llmcond heads` lists those of "
+            "dialogues."
         )
 
 

@@ -53,8 +53,7 @@ class QueryInputs:
     @cached_property
     def sentences(self) -> list[EncoderInput]:
         """Return the inputs of sentences without a condition, (sentences,)."""
-        prompt = self.prompt
-        part = prompt.unconditional if not prompt.of_condition else prompt.conditional
+        part = self.prompt.alone or self.prompt.conditional
         return [part.render(text, "") for text in self.texts.sentences]
 
     @cached_property

@@ -170,6 +170,13 @@ class Prompt:
         return "condition" in self.unconditional.placeholders
 
     @property
+    def alone(self) -> Part | None:
+        """Return what makes the input of a sentence by itself, e(s); None where nothing does."""
+        if not self.of_condition:
+            return self.unconditional
+        return self.conditional if self.separate else None
+
+    @property
     def digest(self) -> str:
         """Identify everything in the template that changes an encoder's input."""
         parts = [self.conditional, self.unconditional, *([self.plain] if self.plain else [])]

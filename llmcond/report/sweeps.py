@@ -16,7 +16,7 @@ from llmcond.errors import UserError
 from llmcond.evaluation.results import SweptResult
 from llmcond.files import check_output
 from llmcond.log import log
-from llmcond.metrics import metric_of
+from llmcond.metrics import Metric, metric_of
 from llmcond.report.figures import plot_curve
 from llmcond.report.format import caveats, factors_text, range_text
 from llmcond.report.terminal import add_figures, identity_cells, identity_table, plain
@@ -94,8 +94,12 @@ def plot_settings(results: Swept, path: Path) -> None:
         return
     places = sorted({point[0] for points in series.values() for point in points})
     log_x = places[0] > 0 and places[-1] / places[0] > 8
+    _draw(series, path, key.replace("_", " "), _on_axis(metric), log_x)
+
+
+def _on_axis(metric: Metric, where: str = "") -> str:
     factor = "" if metric.factor == 1 else f" x {metric.factor:g}"
-    _draw(series, path, key.replace("_", " "), f"{metric.heading}{factor}", log_x)
+    return f"{metric.heading}{where}{factor}"
 
 
 def _numeric(results: Swept) -> str | None:
@@ -110,7 +114,7 @@ def _numeric(results: Swept) -> str | None:
 
 def plot_steps(results: Swept, path: Path) -> None:
     """Draw the score on dev against steps of training, with the range over seeds (figure 3)."""
-    label = "Spearman"
+    metric = metric_of("spearman")
     series: dict[str, list[_Point]] = {}
     for row in results:
         fits = [fit for fit in row.fits if fit.get("curve")]
@@ -118,12 +122,12 @@ def plot_steps(results: Swept, path: Path) -> None:
         for epoch, reached in enumerate(zip(*(fit["curve"] for fit in fits), strict=False)):
             # As curves of rankings call it, whatever it is.
             if "dev_score" in reached[0]:
-                label = row.primary.heading
+                metric = row.primary
             values = [one.get("dev_spearman", one.get("dev_score")) for one in reached]
             if None not in values:
                 steps = (epoch + 1) * fits[0]["steps_per_epoch"]
                 figures = (statistics.fmean(values), min(values), max(values))
-                mean, low, high = (100 * figure for figure in figures)
+                mean, low, high = (metric.factor * figure for figure in figures)
                 name = " ".join(filter(None, (row.name, _settings(row.settings))))
                 series.setdefault(name, []).append((steps, mean, low, high))
     if not series:
@@ -131,7 +135,7 @@ def plot_steps(results: Swept, path: Path) -> None:
             f"{path} is not drawn: no head of the sweep is trained by steps, or there is no dev"
         )
         return
-    _draw(series, path, "steps", f"{label} on dev x 100", log_x=False)
+    _draw(series, path, "steps", _on_axis(metric, " on dev"), log_x=False)
 
 
 def _draw(

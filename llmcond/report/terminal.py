@@ -56,12 +56,16 @@ def plain(text: object) -> Text:
     return Text(printable(str(text)))
 
 
-def identity_table(title: str) -> Table:
-    """Return a table with the columns that say what a result is of."""
+def identity_table(title: str, subtracts: bool = True) -> Table:
+    """Return a table with the columns that say what a result is of.
+
+    ``subtracts`` is whether anything can be subtracted; there is a column of it then.
+    """
     table = Table(title=plain(title), title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("head", "prompt"):
         table.add_column(heading, overflow="fold")
-    table.add_column("minus c", no_wrap=True)
+    if subtracts:
+        table.add_column("minus c", no_wrap=True)
     return table
 
 

@@ -3,12 +3,14 @@
 from llmcond.runs.create import RunExistsError, complete_run, create_run, where_model
 from llmcond.runs.run import (
     AnyRun,
+    DialogueRun,
     OpenedRun,
     RankingRun,
     Run,
     Saved,
     SavedHead,
     SavedQueryHead,
+    SavedRoles,
     dev_score,
     head_name,
     head_record,
@@ -19,6 +21,7 @@ from llmcond.runs.run import (
 
 __all__ = [
     "AnyRun",
+    "DialogueRun",
     "OpenedRun",
     "RankingRun",
     "Run",
@@ -26,6 +29,7 @@ __all__ = [
     "Saved",
     "SavedHead",
     "SavedQueryHead",
+    "SavedRoles",
     "complete_run",
     "create_run",
     "dev_score",

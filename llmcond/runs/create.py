@@ -15,12 +15,14 @@ from llmcond.runs.provenance import provenance
 from llmcond.runs.run import (
     FORMAT,
     HERE,
+    DialogueRun,
     OpenedRun,
     RankingRun,
     Run,
     run_of,
 )
 from llmcond.tasks import AnyTask, Data, RankingTask, Task
+from llmcond.tasks.dialogue import Dialogue
 
 
 class RunExistsError(UserError):
@@ -76,6 +78,12 @@ def complete_run(
 def complete_run(
     folder: Path, resolved: ResolvedEncoder, data: Data, task: RankingTask[Any]
 ) -> RankingRun: ...
+
+
+@overload
+def complete_run(
+    folder: Path, resolved: ResolvedEncoder, data: Data, task: Dialogue
+) -> DialogueRun: ...
 
 
 def complete_run(

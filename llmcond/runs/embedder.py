@@ -17,11 +17,13 @@ from llmcond.log import log
 from llmcond.prompts import Prompt
 from llmcond.runs import (
     AnyRun,
+    DialogueRun,
     RankingRun,
     Run,
     Saved,
     SavedHead,
     SavedQueryHead,
+    SavedRoles,
     open_run,
 )
 from llmcond.runs.comparing import Comparing, Vectors, checked_texts, one_text
@@ -182,6 +184,12 @@ def choose_head(run: Run, name: str | None, prompt: str | None = None) -> SavedH
 def choose_head(
     run: RankingRun, name: str | None, prompt: str | None = None
 ) -> SavedQueryHead | None: ...
+
+
+@overload
+def choose_head(
+    run: DialogueRun, name: str | None, prompt: str | None = None
+) -> SavedRoles | None: ...
 
 
 def choose_head(run: AnyRun, name: str | None, prompt: str | None = None) -> Saved[Any] | None:

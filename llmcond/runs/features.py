@@ -83,7 +83,7 @@ class Features:
 
 def prompts_for(run: AnyRun, recipe: Recipe, names: str | None) -> tuple[Prompt, ...]:
     """Return the prompts named, or for a head of separate features the one that gives them."""
-    if names is None and recipe.features == "separate":
+    if names is None and recipe.features in ("separate", "alone"):
         apart = [prompt for prompt in run.prompts().values() if prompt.separate]
         if len(apart) == 1:
             return (apart[0],)

@@ -38,8 +38,10 @@ from llmcond.files import (
 from llmcond.heads import (
     FittedHead,
     FittedQueryHead,
+    FittedRoles,
     load_head,
     load_query_head,
+    load_roles_head,
 )
 from llmcond.heads.base import Fitted
 from llmcond.log import log
@@ -47,10 +49,13 @@ from llmcond.metrics import metric_of
 from llmcond.prompts import Prompt, prompt_from_json
 from llmcond.prompts.inputs import PromptInputs, SplitInputs
 from llmcond.prompts.queries import QueryInputs
+from llmcond.prompts.utterances import UtteranceInputs
 from llmcond.records import check_record
 from llmcond.runs.provenance import provenance
 from llmcond.runs.records import FittedOn, Manifest, TaskManifest
 from llmcond.tasks import AnyTask, Data, QueryData, RankingTask, Task, find_task
+from llmcond.tasks.dialogue import Dialogue
+from llmcond.tasks.dialogues import Dialogues
 
 FORMAT = 1
 #: What ``run.json`` calls an encoder that lies in the run's own folder, wherever that is.
@@ -80,6 +85,7 @@ class Saved(Generic[H_co]):
 
 SavedHead = Saved[FittedHead]
 SavedQueryHead = Saved[FittedQueryHead]
+SavedRoles = Saved[FittedRoles]
 
 
 class StaleHeadError(UserError):
@@ -425,6 +431,8 @@ def inputs_of(task: AnyTask[Any], data: Data, prompt: Prompt) -> PromptInputs:
     """
     if isinstance(task, RankingTask):
         return QueryInputs(task.texts(data), prompt)
+    if isinstance(task, Dialogue):
+        return UtteranceInputs(cast(Dialogues, data).texts, prompt)
     return SplitInputs(cast(Dataset, data).splits.values(), prompt)
 
 
@@ -523,11 +531,38 @@ class RankingRun(_UnratedRun):
         return self._loaded(name, load_query_head(self.head_folder(name)))
 
 
-OpenedRun = Run | RankingRun
+class DialogueRun(_UnratedRun):
+    """A run of dialogues."""
+
+    dev_metric, own_command = "average_rank", "reply"
+
+    @property
+    def task(self) -> Dialogue:
+        """Return the run's task; errors as of :class:`AnyRun`."""
+        return cast(Dialogue, super().task)
+
+    @property
+    def dialogues(self) -> Dialogues:
+        """Return its data set, see :attr:`data`."""
+        return cast(Dialogues, self.data)
+
+    @property
+    def read_by(self) -> DataOptions:
+        """Return how the data was read, without where it was."""
+        data = self.manifest["data"]
+        return DataOptions(split_seed=data["split_seed"], drop_leaks=data["drop_leaks"])
+
+    def load_head(self, name: str) -> SavedRoles:
+        """Load a head that maps utterances to their roles; see :class:`AnyRun`."""
+        return self._loaded(name, load_roles_head(self.head_folder(name)))
+
+
+OpenedRun = Run | RankingRun | DialogueRun
 #: The run of each kind of task, see :class:`AnyTask`.
 _KINDS: Mapping[str, type[OpenedRun]] = {
     "rated": Run,
     "ranking": RankingRun,
+    "dialogue": DialogueRun,
 }
 
 
@@ -635,7 +670,7 @@ def dev_score(record: Mapping[str, Any], metric: str = Run.dev_metric) -> float 
 
 def head_name(recipe: str, view: View) -> str:
     """Return the name that a head has in a run unless the user gives one."""
-    plain = not view.subtract and view.features != "separate"
+    plain = not view.subtract and view.features not in ("separate", "alone")
     return default_name(recipe, [prompt.name for prompt in view.prompts], plain)
 
 

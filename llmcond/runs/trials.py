@@ -254,7 +254,7 @@ class _Worker:
         self._metrics = choose_metrics(self._run.task.metrics, job.metrics)
         self._examples = examples_of(self._run)
         #: What epochs are chosen by.
-        self.score = metric_of(self._run.dev_metric).heading
+        self.metric = metric_of(self._run.dev_metric)
 
     def fit(
         self, digest: str, trial: Trial, on_epoch: OnEpoch = lambda *_: None
@@ -298,7 +298,7 @@ def _records(
     if count == 1:
         worker = _Worker(job)
         for digest, trial in trials.items():
-            with FitBar(score=worker.score) as bar:
+            with FitBar(score=worker.metric.heading, show=worker.metric.show) as bar:
                 fitted = worker.fit(digest, trial, bar.on_epoch)
             yield fitted
         return

@@ -61,12 +61,14 @@ class AnyTask(ABC, Generic[D]):
             user's own. The first one is the main one.
         prompt: the template that is taken where none is named; None: the one that suits the
             encoder.
+        heads: recipes that are compared where none are named.
     """
 
     name: ClassVar[str]
     kind: ClassVar[str]
     metrics: ClassVar[Sequence[str]]
     prompt: ClassVar[str | None] = None
+    heads: ClassVar[Sequence[str]] = ("linear", "mlp")
 
     @abstractmethod
     def read(self, data: DataOptions) -> D:
@@ -79,6 +81,13 @@ class AnyTask(ABC, Generic[D]):
         Raises:
             LlmcondError: what is there is not what was recorded.
         """
+
+    def refuse_leaks_option(self, data: DataOptions) -> None:
+        """Raise a UserError for ``--drop-leaks``, which only dialogues take."""
+        if data.drop_leaks:
+            raise UserError(
+                f"--drop-leaks is of dialogues, and {self.name} is another task. Leave it out."
+            )
 
     @abstractmethod
     def counted(self, dataset: D) -> str:

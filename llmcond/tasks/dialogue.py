@@ -18,10 +18,11 @@ from llmcond.tasks.dialogues import Dialogues, read_dialogues
 class Dialogue(AnyTask[Dialogues]):
     """Dialogues, each a list of utterances in turns."""
 
-    name, unit = "dialogue", "dialogues"
+    name, kind, unit = "dialogue", "dialogue", "dialogues"
     metrics = ("average_rank", "average_rank_micro", "mrr", "hits@1", "hits@5", "hits@10")
     #: An utterance is rendered by itself, as a sentence without its condition is.
     prompt: ClassVar[str | None] = "separate"
+    heads = ("c3l-released", "rank")
 
     def read(self, data: DataOptions) -> Dialogues:
         """Return dialogues; see :func:`llmcond.tasks.dialogues.read_dialogues`."""

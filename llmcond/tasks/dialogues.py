@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path, PurePosixPath
@@ -106,12 +106,15 @@ class Dialogues:
         texts: all distinct utterances, in the order of their first appearance.
         splits: turns by ``train``, ``dev`` and ``test``; ``test`` may be missing.
         notes: what was decided on the way, or is odd, in sentences for the user.
+        split_seed, drop_leaks: how it was read, see :func:`read_dialogues`.
     """
 
     source: str
     texts: Sequence[str]
     splits: Mapping[str, Turns]
     notes: tuple[str, ...] = ()
+    split_seed: int = 0
+    drop_leaks: bool = False
 
     @cached_property
     def digest(self) -> str:
@@ -138,12 +141,15 @@ class Dialogues:
             "rows": {name: len(turns) for name, turns in self.splits.items()},
             "utterances": {name: len(turns.utterances) for name, turns in self.splits.items()},
             "texts": len(self.texts),
+            "split_seed": self.split_seed,
+            "drop_leaks": self.drop_leaks,
             "notes": list(self.notes),
         }
 
     def save(self, folder: Path) -> None:
         """Write ``dialogues.parquet``, complete or absent: a row an utterance."""
-        about = {"digest": self.digest, "source": self.source, "notes": list(self.notes)}
+        kept = ("digest", "source", "notes", "split_seed", "drop_leaks")
+        about = {key: value for key, value in self.to_json().items() if key in kept}
         splits = self.splits.values()
         names = np.repeat(list(self.splits), [len(turns.utterances) for turns in splits])
         flat = np.concatenate([turns.utterances for turns in splits])
@@ -179,7 +185,8 @@ class Dialogues:
                     own.append(_Read(key, []))
                     last = split, dialogue
                 own[-1].texts.append(text)
-            found = _numbered(about["source"], splits, about["notes"])
+            how = {key: about[key] for key in ("split_seed", "drop_leaks")}
+            found = replace(_numbered(about["source"], splits, about["notes"]), **how)
             intact = found.digest == about["digest"]
         except (OSError, LookupError, TypeError, ValueError, pa.ArrowException) as error:
             raise UserError(
@@ -246,7 +253,8 @@ def read_dialogues(source: Any = None, drop_leaks: bool = False, split_seed: int
         splits = _without_leaks(splits, notes)
     else:
         notes += _leaks(splits)
-    return _numbered("sample" if source is None else opened.name, splits, notes)
+    found = _numbered("sample" if source is None else opened.name, splits, notes)
+    return replace(found, split_seed=split_seed, drop_leaks=drop_leaks)
 
 
 @dataclass(frozen=True)

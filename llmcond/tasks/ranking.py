@@ -106,7 +106,8 @@ class RankingTask(AnyTask[Q]):
         """
 
     def check_options(self, data: DataOptions) -> None:
-        """Raise a UserError for options of rated rows."""
+        """Raise a UserError for options of rated rows, or of dialogues."""
+        self.refuse_leaks_option(data)
         if data.columns or data.scale:
             raise UserError(
                 "--columns, --rating-range and --unrated are of rated rows, and the task "

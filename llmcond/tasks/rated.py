@@ -31,6 +31,7 @@ class Task(AnyTask[Dataset]):
 
     def options(self, data: DataOptions) -> DataOptions:
         """Return how rows are read: as asked for, and else as the task has it."""
+        self.refuse_leaks_option(data)
         return data.like(DataOptions(None, asdict(self.columns), asdict(self.scale)))
 
     def read(self, data: DataOptions) -> Dataset:

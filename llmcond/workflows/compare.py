@@ -34,7 +34,14 @@ from llmcond.runs.provenance import provenance
 from llmcond.runs.run import inputs_of
 from llmcond.runs.trials import Outcome, Trial, check_seeds, run_trials
 from llmcond.tasks import AnyTask, Task
-from llmcond.workflows.extract import check_named_once, extract, task_of, usable_prompts
+from llmcond.tasks.dialogue import Dialogue
+from llmcond.workflows.extract import (
+    check_named_once,
+    extract,
+    prompt_obstacle,
+    task_of,
+    usable_prompts,
+)
 from llmcond.workflows.fit import keep_best
 from llmcond.workflows.options import CompareOptions
 
@@ -93,11 +100,12 @@ def compare_prompts(
             f"--report is a page of rated pairs, and the task {chosen_task.name} ranks candidates. "
             "Leave it out; --json and --format have the figures."
         )
+    asked = replace(asked, heads=asked.heads or chosen_task.heads)
     recipes = _recipes(asked.heads, asked.set or {}, chosen_task.name)
     named = [load_prompt(name) for name in asked.prompts]
     _check_different(named)
     resolved = resolve(model, options)
-    usable, left_out = _usable(named, resolved)
+    usable, left_out = _usable(named, resolved, chosen_task)
     baseline = _baseline(asked.baseline, usable, resolved)
     for recipe, prompt in itertools.product(recipes, usable):
         view_of(recipe, (prompt,), subtract=True)
@@ -168,14 +176,14 @@ def _check_different(prompts: Sequence[Prompt]) -> None:
 
 
 def _usable(
-    named: Sequence[Prompt], resolved: ResolvedEncoder
+    named: Sequence[Prompt], resolved: ResolvedEncoder, task: AnyTask[Any]
 ) -> tuple[list[Prompt], dict[str, str]]:
-    """Return the prompts that an encoder can use, and why not of the others."""
+    """Return the prompts that an encoder can use in a task, and why not of the others."""
     bundled = [load_prompt(name) for name in bundled_names("prompts")]
     usable, left_out = [], {}
     for prompt in named or bundled:
-        reason = prompt.obstacle(resolved.identity)
-        if not named and prompt.separate and not reason:
+        reason = prompt_obstacle(prompt, resolved, task)
+        if not named and prompt.separate and not reason and not isinstance(task, Dialogue):
             reason = "it gives separate features, for tri-encoder heads (name it to compare it)"
         if reason:
             left_out[prompt.name] = reason
@@ -184,7 +192,8 @@ def _usable(
             usable.append(prompt)
     if not usable:
         raise UserError(
-            f"none of the prompts goes with {resolved.checkpoint.name}. {usable_prompts(resolved)}"
+            f"none of the prompts goes with {resolved.checkpoint.name} in the task {task.name}. "
+            f"{usable_prompts(resolved, task)}"
         )
     return usable, left_out
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import SplitInputs
 from llmcond.report.format import estimate_text, extreme
 from llmcond.report.page import check_page, page_of, write_page
-from llmcond.runs import RankingRun, Run, SavedHead, open_any_run
+from llmcond.runs import OpenedRun, RankingRun, Run, SavedHead, open_any_run
 from llmcond.runs.cross import CrossEncoder, load_cross_encoder
 from llmcond.runs.extraction import LazyEncoder, extract_prompt
 from llmcond.runs.features import RowFeatures
@@ -36,8 +37,9 @@ from llmcond.runs.predictors import (
     results_of,
     zeroshots,
 )
-from llmcond.workflows.options import RankingOptions
-from llmcond.workflows.rank import check_no_ranking, evaluate_ranking
+from llmcond.workflows.dialogues import evaluate_dialogues, evaluate_plans
+from llmcond.workflows.options import DialogueOptions, RankingOptions, TiesOption
+from llmcond.workflows.rank import evaluate_ranking
 
 
 def evaluate(
@@ -50,6 +52,7 @@ def evaluate(
     report: Path | None = None,
     metrics: Sequence[str] = (),
     ranking: RankingOptions = RankingOptions(),
+    dialogue: DialogueOptions = DialogueOptions(),
 ) -> Results[Result]:
     """Score a run's heads, and zero-shot under their prompts.
 
@@ -59,24 +62,23 @@ def evaluate(
         UserError: no run, no such head or split, no rated rows.
     """
     run = open_any_run(run_folder, cross=True)
+    _check_options(run, ranking, dialogue)
     if not isinstance(run, Run):
-        _check_ranking(run, data, predictions, report)
-        return Results(evaluate_ranking(run, heads, split, ranking, metrics).rows)
-    check_no_ranking(run, ranking)
+        _check_unrated(run, data, predictions, report)
+        found: Results[Any]
+        if isinstance(run, RankingRun):
+            found = evaluate_ranking(run, heads, split, ranking, metrics)
+        else:
+            work = evaluate_plans if dialogue.plans else evaluate_dialogues
+            found = work(run, heads, split, dialogue, metrics, device)
+        return Results(found.rows)
     computed = choose_metrics(run.task.metrics, metrics)
     if predictions is not None:
         check_output(predictions, (".csv",), [data.source, run.manifest["data"]["source"]])
     if report is not None:
         check_page(report)
     fitted, prompts = _chosen(run, heads)
-    if data.source is None:
-        if data.columns or data.scale:
-            raise UserError("columns and rating range belong to --data, which was not given.")
-        split = split or run.default_split()
-        rows = run.rows(split)
-    else:
-        rows, split = run.task.read_split(data.like(run.read_by), split)
-        log.info(f"scoring all {len(rows):,} rows of {rows.file}, as {split}")
+    rows, split = _rows(run, data, split)
     other = data.source is not None
     check_scorable(rows, run, other, predictions=predictions is not None)
     predictors: list[Predictor | CrossEncoder]
@@ -110,8 +112,33 @@ def evaluate(
     return results
 
 
-def _check_ranking(
-    run: RankingRun, data: DataOptions, predictions: Path | None, report: Path | None
+def _rows(run: Run, data: DataOptions, split: str | None) -> tuple[Rows, str]:
+    """Return the rows that are scored, and what split they are."""
+    if data.source is not None:
+        rows, split = run.task.read_split(data.like(run.read_by), split)
+        log.info(f"scoring all {len(rows):,} rows of {rows.file}, as {split}")
+        return rows, split
+    if data.columns or data.scale:
+        raise UserError("columns and rating range belong to --data, which was not given.")
+    split = split or run.default_split()
+    return run.rows(split), split
+
+
+def _check_options(run: OpenedRun, *options: TiesOption) -> None:
+    """Raise a UserError for options of another kind of task than the run's."""
+    own = {f.name for one in options if one.of[0] == run.task.kind for f in fields(one)}
+    for one in options:
+        for item in fields(one):
+            if item.name not in own and getattr(one, item.name) != item.default:
+                what = TiesOption.of[1] if item.name == "ties" else one.of[1]
+                raise UserError(
+                    f"--{item.name.replace('_', '-')} is of {what}, and {run.folder} is a run of "
+                    f"the task {run.task.name}. Leave it out."
+                )
+
+
+def _check_unrated(
+    run: OpenedRun, data: DataOptions, predictions: Path | None, report: Path | None
 ) -> None:
     """Raise a UserError for options of rated rows."""
     given = {

@@ -22,6 +22,7 @@ from llmcond.features.store import StoreDtype
 from llmcond.log import log
 from llmcond.progress import duration
 from llmcond.prompts import Prompt, fields_of, load_prompt
+from llmcond.prompts.utterances import obstacle_to
 from llmcond.runs import (
     AnyRun,
     RunExistsError,
@@ -33,6 +34,7 @@ from llmcond.runs import (
 from llmcond.runs.extraction import LazyEncoder, extract_prompt, extraction_record
 from llmcond.runs.processes import check_workers, worker_processes
 from llmcond.tasks import AnyTask, Data, find_task
+from llmcond.tasks.dialogue import Dialogue
 
 D = TypeVar("D", bound=Data)
 
@@ -92,7 +94,7 @@ def extract(
     for assumption in resolved.assumed:
         log.info(f"assumed: {assumption}")
     chosen = named or [load_prompt(chosen_task.prompt or resolved.default_prompt)]
-    check_prompts(chosen, resolved)
+    check_prompts(chosen, resolved, chosen_task)
     check_workers(workers, resolved)
     created = None
     if dataset is not None:
@@ -168,23 +170,38 @@ def check_named_once(prompts: Sequence[Prompt]) -> None:
             )
 
 
-def check_prompts(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None:
-    """Raise a UserError unless prompts have different names, and an encoder takes their inputs."""
+def check_prompts(
+    prompts: Sequence[Prompt], resolved: ResolvedEncoder, task: AnyTask[Any] | None = None
+) -> None:
+    """Raise a UserError unless prompts have different names, and go with an encoder and a task."""
     check_named_once(prompts)
     for prompt in prompts:
-        obstacle = prompt.obstacle(resolved.identity)
+        obstacle = prompt_obstacle(prompt, resolved, task)
         if obstacle:
             raise UserError(
-                f"the prompt {prompt.name} does not go with {resolved.checkpoint.name}: "
-                f"{obstacle}. {usable_prompts(resolved)}"
+                f"the prompt {prompt.name} does not go with {_with_what(resolved, task)}: "
+                f"{obstacle}. {usable_prompts(resolved, task)}"
             )
 
 
-def usable_prompts(resolved: ResolvedEncoder) -> str:
-    """Return a sentence that names the bundled prompts which go with an encoder."""
+def prompt_obstacle(
+    prompt: Prompt, resolved: ResolvedEncoder, task: AnyTask[Any] | None = None
+) -> str:
+    """Return why an encoder cannot take a prompt's inputs of a task; empty if it can."""
+    of_task = obstacle_to(prompt) if isinstance(task, Dialogue) else ""
+    return of_task or prompt.obstacle(resolved.identity)
+
+
+def usable_prompts(resolved: ResolvedEncoder, task: AnyTask[Any] | None = None) -> str:
+    """Return a sentence that names the bundled prompts which go with an encoder and a task."""
     bundled = [load_prompt(name) for name in bundled_names("prompts")]
-    usable = [prompt.name for prompt in bundled if not prompt.obstacle(resolved.identity)]
+    usable = [own.name for own in bundled if not prompt_obstacle(own, resolved, task)]
     return f"Prompts that do: {', '.join(usable)}."
+
+
+def _with_what(resolved: ResolvedEncoder, task: AnyTask[Any] | None) -> str:
+    of_task = f" and the task {task.name}" if isinstance(task, Dialogue) else ""
+    return f"{resolved.checkpoint.name}{of_task}"
 
 
 def _check_run(

@@ -104,7 +104,7 @@ def fit_and_save(
     counts, unit = examples.counts(), examples.unit
     recipe = sized(recipe, dim, examples.dim(view))
     began = time.monotonic()
-    with FitBar(score=metric.heading) as bar:
+    with FitBar(score=metric.heading, show=metric.show) as bar:
         fitted = examples.fit(recipe, view, seed, bar.on_epoch, device)
     seconds, record = time.monotonic() - began, fitted.fit.record
     for text in fitted.fit.notes:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from llmcond.options import Ties, option
 
 Split = Literal["train", "dev", "test"]
 _HEAD = "head and inputs"
 _RANKING = "ranking, of tasks that rank candidates"
+_GRAPH = "ranking, of knowledge graphs (task kgc)"
+_DIALOGUE = "ranking, of dialogues (task dialogue)"
+_PLANNING = "planning, of dialogues (task dialogue)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +35,13 @@ class GraphOptions:
         metavar="HOPS:ALPHA[:no-head]",
         help="add ALPHA to entities within so many links of the head in train (SimKGC: 5:0.05); "
         "no-head: not to the head itself",
-        group=_RANKING,
+        group=_GRAPH,
     )
     reverse: bool = option(
         False,
         help="add a weight to entities that have the same relation to the head in train; it is "
         "fitted on dev, one for each relation",
-        group=_RANKING,
+        group=_GRAPH,
     )
 
 
@@ -59,8 +62,14 @@ class CompleteOptions(GraphOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankingOptions(GraphOptions):
-    """How candidates are ranked, in runs of tasks that rank them."""
+class TiesOption:
+    """How right answers rank among equals, in every task that ranks candidates.
+
+    Attributes:
+        of: the kind of task that options are of, and how messages say it.
+    """
+
+    of: ClassVar[tuple[str, str]] = "", "tasks that rank candidates"
 
     ties: Ties | None = option(
         None,
@@ -68,16 +77,83 @@ class RankingOptions(GraphOptions):
         "(default: realistic)",
         group=_RANKING,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankingOptions(GraphOptions, TiesOption):
+    """How candidates are ranked, in runs of knowledge graphs."""
+
+    of: ClassVar[tuple[str, str]] = "ranking", "knowledge graphs"
+
     exclude_head: bool = option(
         False,
         help="a query's own head entity is no candidate, unless it is the answer",
-        group=_RANKING,
+        group=_GRAPH,
     )
     by_relation: bool = option(
         False,
         help="figures of each relation and category of relations as well, with --json",
-        group=_RANKING,
+        group=_GRAPH,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DialogueOptions(TiesOption):
+    """How the next turns of dialogues are ranked, or planned for."""
+
+    of: ClassVar[tuple[str, str]] = "dialogue", "dialogues"
+
+    history: str | None = option(
+        None,
+        metavar="FROM-TO",
+        help="turns that are given, such as 2-10 or 2,5 (default: 2-10; with --plan 2,5)",
+        group=_DIALOGUE,
+    )
+    score: Sequence[str] = option(
+        (),
+        metavar="NAME",
+        help="average, last:L (last:2), bi, neighbours, maxsim, weighted (default: what a head was "
+        "fitted for; zero-shot by several)",
+        group=_DIALOGUE,
+    )
+    candidates: str | None = option(
+        None,
+        metavar="POOL",
+        help="same-depth: the turns at the answer's place in all dialogues; all: every turn that "
+        "answers; or a file of texts, one a line (default: same-depth)",
+        group=_DIALOGUE,
+    )
+    plan: str | None = option(
+        None,
+        metavar="POOL",
+        help="rank turns by how well they lead to a later one, the goal, among 100 others: "
+        "retrieved, same-depth, random, or a file of samples (.jsonl)",
+        group=_PLANNING,
+    )
+    distance: str | None = option(
+        None,
+        metavar="FROM-TO",
+        help="turns from the answer to the goal (default: 1-4)",
+        group=_PLANNING,
+    )
+    generate: str | None = option(
+        None,
+        metavar="MODEL",
+        help="plan among what a causal language model says, a hub name or a folder; kept in the "
+        "run, and made once",
+        group=_PLANNING,
+    )
+    samples: int | None = option(
+        None,
+        metavar="N",
+        help="candidates that it makes for each history (default: 100)",
+        group=_PLANNING,
+    )
+
+    @property
+    def plans(self) -> bool:
+        """Return whether planning is asked for."""
+        return self.plan is not None or self.generate is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +197,10 @@ class CompareOptions(WithSplit, WithMetrics, WithTrials):
         help="what the others are compared with (default: the one that suits the model)",
     )
     heads: Sequence[str] = option(
-        ("linear", "mlp"),
+        (),
         metavar="NAME",
-        help="recipes to fit in addition to zero-shot; none: none",
+        help="recipes to fit in addition to zero-shot; none: none (default: linear mlp; of "
+        "dialogues c3l-released rank)",
     )
     plain: bool = option(False, help="fit heads without subtraction as well")
 

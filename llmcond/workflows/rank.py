@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.arrays import Positions
-from llmcond.errors import UserError
 from llmcond.evaluation.graph import parts, rank_rule, relation_parts
 from llmcond.evaluation.ranked import RankedResult
 from llmcond.evaluation.ranking import Part, measure_each
@@ -18,7 +17,7 @@ from llmcond.evaluation.results import Counts, Results
 from llmcond.log import log
 from llmcond.metrics import Floats, Metric, choose_metrics
 from llmcond.options import Ties
-from llmcond.runs import RankingRun, Run
+from llmcond.runs import RankingRun
 from llmcond.runs.predictors import AnyPredictor, asked_for, unscored
 from llmcond.runs.ranking import QueryExamples
 from llmcond.runs.terms import GraphTerms
@@ -28,16 +27,6 @@ from llmcond.workflows.options import RankingOptions
 
 #: What results call the rule that an edge goes both ways.
 REVERSE_RULE = "rule:reverse"
-
-
-def check_no_ranking(run: Run, options: RankingOptions) -> None:
-    """Raise a UserError for options of rankings that a run of rated pairs is asked for."""
-    for item in fields(options):
-        if getattr(options, item.name) != item.default:
-            raise UserError(
-                f"--{item.name.replace('_', '-')} is of tasks that rank candidates, and "
-                f"{run.folder} is a run of the task {run.task.name}. Leave it out."
-            )
 
 
 def evaluate_ranking(

@@ -186,7 +186,9 @@ def test_what_makes_no_sense_is_refused(capsys, fitted, asked, words):
 
 def test_rankings_are_asked_of_rankings_only(capsys, tiny_run):
     said = refused(capsys, "evaluate", "--run", tiny_run, "--exclude-head")
-    assert "--exclude-head is of tasks that rank candidates" in said
+    assert "--exclude-head is of knowledge graphs" in said
+    said = refused(capsys, "evaluate", "--run", tiny_run, "--ties", "optimistic")
+    assert "--ties is of tasks that rank candidates" in said
 
 
 def test_a_sweep_ranks_and_resumes(capsys, own, tmp_path):

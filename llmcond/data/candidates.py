@@ -1,0 +1,57 @@
+"""Candidates of a user's own: texts that are ranked, from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmcond.data.datasets import Problems
+from llmcond.data.readers import SUFFIXES, open_source, read_records
+from llmcond.errors import UserError
+from llmcond.log import log
+
+_COLUMN = "text"
+
+
+def read_candidates(path: Path) -> list[str]:
+    """Return the texts of a file: one a line, or those of a table's column ``text``.
+
+    Lines without a text are left out. Repeats are kept, and told.
+
+    Raises:
+        UserError: no such file, not UTF-8, fewer than two texts, or an empty one in a table.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise UserError(
+            f"{path} is no file. Expected candidates: a text file, one a line, or a table with a "
+            f"column {_COLUMN}."
+        )
+    texts = _column(path) if path.suffix.lower() in SUFFIXES else _lines(path)
+    if len(texts) < 2:
+        raise UserError(
+            f"{path} holds {len(texts)} candidates; at least 2 are needed to choose between."
+        )
+    repeats = len(texts) - len(set(texts))
+    if repeats:
+        log.info(f"{path}: {repeats:,} of {len(texts):,} candidates repeat an earlier one; kept")
+    return texts
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} cannot be read."
+        ) from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
+    return [line.strip() for line in lines if line.strip()]
+
+
+def _column(path: Path) -> list[str]:
+    source, problems = open_source(str(path)), Problems(str(path))
+    rows = read_records(source, source.files[0], [_COLUMN])
+    texts = [problems.text(number, _COLUMN, row[_COLUMN]) for number, row in enumerate(rows, 1)]
+    problems.raise_if_any()
+    return [text.strip() for text in texts]

@@ -1,0 +1,235 @@
+"""Dialogues by the commands, on a few of them and a small encoder."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from helpers.commands import ok, refused
+from helpers.dialogues import dialogue, write_dialogues
+
+ENCODER = ("--dtype", "float32", "--device", "cpu", "--pooling", "mean", "--normalize")
+FEW = ("--set", "epochs=2", "batch_size=64")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_dialogues(tmp_path_factory.mktemp("dialogues") / "data")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint):
+    return str(tiny_checkpoint())
+
+
+@pytest.fixture
+def own(dialogue_run, tmp_path):
+    return shutil.copytree(dialogue_run, tmp_path / "own")
+
+
+def test_each_distinct_utterance_is_encoded_once(capsys, data, dialogue_run, model, tmp_path):
+    command = ("extract", "--data", data, "--model", model, *ENCODER)
+    texts = {turn for number in range(72) for turn in dialogue(number)}
+    new = ("--task", "dialogue", "--run", tmp_path / "run")
+    done = ok(capsys, *command, *new)["prompts"]
+    assert list(done) == ["separate"]
+    assert done["separate"]["n_inputs"] == done["separate"]["n_computed"] == len(texts)
+    assert ok(capsys, *command, "--run", tmp_path / "run")["prompts"]["separate"]["n_computed"] == 0
+    manifest = json.loads((dialogue_run / "run.json").read_text())
+    assert (manifest["kind"], manifest["task"]) == ("dialogue", "dialogue")
+
+
+def test_a_run_is_of_one_data_set_read_in_one_way(capsys, data, model, own, tmp_path):
+    command = ("extract", "--model", model, "--run", own, *ENCODER)
+    assert "run of the task dialogue, not kgc" in refused(capsys, *command, "--task", "kgc")
+    assert "in another way" in refused(capsys, *command, "--drop-leaks")
+    few = tmp_path / "few"
+    shutil.copytree(data, few)
+    lines = (data / "test.txt").read_text().splitlines()
+    (few / "dev.txt").write_text("\n".join(lines[:4]) + "\nsad __eou__ happy __eou__\n")
+    new = ("extract", "--task", "dialogue", "--data", few, "--model", model, *ENCODER)
+    kept = ok(capsys, *new, "--run", tmp_path / "kept")
+    assert ok(capsys, *new, "--run", tmp_path / "kept") != kept  # nothing is encoded again
+    ok(capsys, *new, "--run", tmp_path / "dropped", "--drop-leaks")
+    rows = [
+        json.loads((tmp_path / name / "run.json").read_text())["data"]["rows"]["dev"]
+        for name in ("kept", "dropped")
+    ]
+    assert rows == [5, 1]
+    # The run remembers how its data was read.
+    ok(capsys, *new, "--run", tmp_path / "dropped")
+    rated = ("extract", "--model", model, "--run", tmp_path / "new", *ENCODER, "--drop-leaks")
+    assert "--drop-leaks is of dialogues" in refused(capsys, *rated)
+    assert "--drop-leaks is of dialogues" in refused(capsys, *rated, "--task", "kgc")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("similarity", "a", "b", "--condition", "c"),
+        ("analyse",),
+        ("push", "ada/heads"),
+        ("complete", "--relation", "r", "--head-entity", "e"),
+    ],
+)
+def test_commands_of_other_tasks_refuse_such_a_run(capsys, dialogue_run, command):
+    said = refused(capsys, *command, "--run", dialogue_run)
+    assert "run of the task dialogue" in said
+
+
+def test_prompts_must_encode_an_utterance_by_itself(capsys, data, model, tmp_path):
+    command = ("extract", "--task", "dialogue", "--data", data, "--model", model, *ENCODER)
+    for prompt, words in (
+        ("concat-sent-cond", "encodes no sentence without its condition"),
+        ("control-no-condition", "control for conditions"),
+    ):
+        said = refused(capsys, *command, "--prompt", prompt, "--run", tmp_path / "run")
+        assert words in said
+        assert not (tmp_path / "run").exists()
+
+
+def test_heads_are_chosen_by_the_lowest_average_rank(capsys, own):
+    rows = {row["name"]: row for row in ok(capsys, "heads", "--run", own)["heads"]}
+    assert list(rows) == ["rank@separate", "weighted@separate"]
+    scores = {name: row["dev_average_rank"] for name, row in rows.items()}
+    (taken,) = (name for name, row in rows.items() if row["taken"])
+    assert scores[taken] == min(scores.values())
+    again = ok(capsys, "fit-head", "--run", own, "--head", "rank", *FEW, "--name", "again")
+    assert (again["n_train"], again["n_dev"]) == (40, 16)
+    assert again["dev_average_rank"] == scores["rank@separate"]
+    record = json.loads((own / "heads/again/head.json").read_text())
+    best = min(entry["dev_score"] for entry in record["fit"]["curve"])
+    assert best == pytest.approx(again["dev_average_rank"])
+
+
+def test_zero_shot_by_several_scores_stands_beside_heads(capsys, dialogue_run):
+    rows = ok(capsys, "evaluate", "--run", dialogue_run)["results"]
+    assert [(row["head"], row["score"]) for row in rows] == [
+        *(("none", score) for score in ("last:2", "average", "bi", "maxsim")),
+        ("rank", "average"),
+        ("weighted", "weighted"),
+    ]
+    assert len({row["name"] for row in rows}) == len(rows)
+    lengths = [len(dialogue(number)) for number in range(56, 72)]
+    # Of one dialogue alone the answer is the only candidate: nothing to rank.
+    asked = [h for h in range(2, 11) if sum(n > h for n in lengths) > 1]
+    for row in rows:
+        assert (row["task"], row["split"], row["candidates"]) == ("dialogue", "test", "same-depth")
+        assert row["ties"] == "realistic"
+        by_history = row["by_history"]
+        assert list(by_history) == [str(h) for h in asked]
+        assert [own["n"] for own in by_history.values()] == [
+            sum(n > h for n in lengths) for h in asked
+        ]
+        ranks = [own["average_rank"] for own in by_history.values()]
+        assert row["average_rank"] == pytest.approx(np.mean(ranks))
+        low, high = row["average_rank_ci"]
+        assert low <= row["average_rank"] <= high
+        micro = sum(own["n"] * own["average_rank"] for own in by_history.values()) / row["n"]
+        assert row["average_rank_micro"] == pytest.approx(micro)
+        assert row["hits@1"] <= row["hits@5"] <= row["hits@10"] <= 1 <= row["median_rank"]
+
+
+def test_pools_ties_and_histories_are_chosen(capsys, dialogue_run, tmp_path):
+    command = ("evaluate", "--run", dialogue_run, "--head", "rank", "--history", "2,4")
+    (same,) = ok(capsys, *command, "--score", "bi", "maxsim")["results"][2:3]
+    assert (same["head"], same["score"], same["name"]) == ("rank", "bi", "rank@separate bi")
+    assert list(same["by_history"]) == ["2", "4"]
+    (every,) = ok(capsys, *command, "--score", "bi", "--candidates", "all")["results"][1:]
+    assert every["average_rank"] > same["average_rank"]
+    ties = {
+        rule: ok(capsys, *command, "--score", "bi", "--ties", rule)["results"][1]["average_rank"]
+        for rule in ("optimistic", "realistic", "pessimistic")
+    }
+    assert ties["realistic"] == pytest.approx((ties["optimistic"] + ties["pessimistic"]) / 2)
+    assert ties["optimistic"] < ties["pessimistic"]
+    # A file of the same texts, each once, and one that nobody has said.
+    pool = tmp_path / "pool.txt"
+    answers = {dialogue(i)[h] for i in range(56, 72) for h in (2, 4) if len(dialogue(i)) > h}
+    pool.write_text("\n".join([*sorted(answers), "children ride in the rain"]))
+    (own,) = ok(capsys, *command, "--score", "bi", "--candidates", pool)["results"][1:]
+    assert own["candidates"] == str(pool)
+    assert own["average_rank"] <= every["average_rank"]
+    pool.write_text("sad\nhappy\n")
+    said = refused(capsys, *command, "--candidates", pool)
+    assert "the candidates lack" in said
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("--history", "5-2"), "no range of numbers that rises"),
+        (("--history", "2..5"), "expected a range or numbers"),
+        (("--history", "2-30"), "of 16 the longest have 7 and 7 turns"),
+        (("--score", "triple"), "unknown score 'triple'"),
+        (("--score", "weighted", "--head", "none"), "takes a head that learned weights"),
+        (("--candidates", "nowhere.txt"), "'nowhere.txt'; expected same-depth, all, or a file"),
+        (("--distance", "1-2"), "--distance is of planning"),
+        (("--samples", "5"), "--samples is of planning"),
+        (("--plan", "random", "--samples", "5"), "--samples is of --generate"),
+        (("--plan", "random", "--score", "bi"), "--score is of ranking next turns"),
+        (("--plan", "random", "--generate", "x"), "Leave one of them out"),
+        (("--plan", "random"), "need dialogues of 10 turns"),
+        (("--plan", "nowhere.jsonl"), "'nowhere.jsonl'; expected retrieved"),
+        (("--exclude-head",), "--exclude-head is of knowledge graphs"),
+        (("--predictions", "x.csv"), "--predictions is of rated pairs"),
+        (("--split", "train2"), "Legal: train, dev, test"),
+        (("--head", "c3l-released"), "no fitted head 'c3l-released'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(capsys, dialogue_run, asked, words):
+    assert words in refused(capsys, "evaluate", "--run", dialogue_run, *asked)
+
+
+def test_options_of_dialogues_are_of_dialogues_only(capsys, tiny_run):
+    said = refused(capsys, "evaluate", "--run", tiny_run, "--history", "2-4")
+    assert "--history is of dialogues" in said
+    assert "--plan is of dialogues" in refused(
+        capsys, "evaluate", "--run", tiny_run, "--plan", "random"
+    )
+
+
+@pytest.mark.parametrize("pool", ["retrieved", "same-depth", "random"])
+def test_planning_has_the_baseline_without_its_goal_beside_it(capsys, dialogue_run, pool):
+    command = ("evaluate", "--run", dialogue_run, "--plan", pool, "--history", "2,3")
+    rows = ok(capsys, *command, "--distance", "1-2", "--head", "rank")["results"]
+    assert [(row["head"], row["goal"], row["score"]) for row in rows] == [
+        ("none", False, "last:2"),
+        ("none", True, "plan"),
+        ("rank", False, "average"),
+        ("rank", True, "plan"),
+    ]
+    for row in rows:
+        assert (row["plan"], row["n"]) == (pool, sum(own["n"] for own in row["cells"].values()))
+        assert list(row["cells"]) == ["2+1", "2+2", "3+1", "3+2"]
+        cells = [own["hits@5"] for own in row["cells"].values()]
+        assert row["hits@5"] == pytest.approx(np.mean(cells))
+        assert row["hits@5"] <= row["hits@10"] <= row["hits@25"] <= row["hits@50"] <= 1
+
+
+def test_a_sweep_orders_by_the_lowest_rank(capsys, own):
+    command = ("sweep", "--run", own, "--head", "rank", "--seeds", "1", *FEW, "--workers", "1")
+    command += ("--vary", "learning_rate=0.0001,0.1", "--keep")
+    done = ok(capsys, *command)
+    ranks = [row["average_rank"] for row in done["results"]]
+    assert ranks == sorted(ranks)
+    assert ok(capsys, *command)["results"] == done["results"]
+
+
+def test_prompts_are_compared_over_dialogues(capsys, own, model, tmp_path):
+    other = tmp_path / "said.toml"
+    other.write_text(
+        'description = "d"\nsource = "s"\n[conditional]\ntext = "{sentence} : said"\n'
+        '[unconditional]\ntext = "{condition}"\n'
+    )
+    command = ("compare-prompts", "--model", model, "--run", own, *ENCODER, "--heads", "rank")
+    command += ("--seeds", "1", *FEW, "--workers", "1", "--prompts", "separate", other)
+    rows = {row["name"]: row for row in ok(capsys, *command)["results"]}
+    assert set(rows) == {"none@separate", "none@said", "rank@separate", "rank@said"}
+    against = rows["rank@said"]["difference"]["average_rank"]
+    assert against["value"] == pytest.approx(
+        rows["rank@said"]["average_rank"] - rows["rank@separate"]["average_rank"]
+    )
+    assert "ranks candidates" in refused(capsys, *command, "--report", "page.html")
+    said = refused(capsys, *command[:-2], "concat-sent-cond")
+    assert said.endswith("in the task dialogue. Prompts that do: separate.")
