@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from llmcond.commands.extract import extract
     from llmcond.commands.fit_head import fit_head
     from llmcond.commands.push import push
+    from llmcond.commands.reply import reply
     from llmcond.commands.sweep import sweep
     from llmcond.commands.train_cross import train_cross
     from llmcond.commands.train_lora import train_lora
@@ -31,17 +32,21 @@ if TYPE_CHECKING:
     from llmcond.runs.cross import CrossEncoder, load_cross_encoder
     from llmcond.runs.embedder import Embedder, load_embedder
     from llmcond.runs.features import load_features
+    from llmcond.runs.replies import Candidates, DialogueModel, Talk, load_dialogue
     from llmcond.tasks import Task
 
 __all__ = [
+    "Candidates",
     "Completer",
     "Completion",
     "CrossEncoder",
+    "DialogueModel",
     "Embedder",
     "Encoder",
     "EncoderInput",
     "Head",
     "LlmcondError",
+    "Talk",
     "Task",
     "UserError",
     "__version__",
@@ -55,11 +60,13 @@ __all__ = [
     "fit_head",
     "load_completer",
     "load_cross_encoder",
+    "load_dialogue",
     "load_embedder",
     "load_encoder",
     "load_features",
     "push",
     "register",
+    "reply",
     "sweep",
     "train_cross",
     "train_lora",
@@ -67,18 +74,22 @@ __all__ = [
 
 #: Where names are that are no verbs; a verb is in the module of its command.
 _HOMES = {
+    "Candidates": "llmcond.runs.replies",
     "Completer": "llmcond.runs.completer",
     "Completion": "llmcond.runs.completer",
     "CrossEncoder": "llmcond.runs.cross",
+    "DialogueModel": "llmcond.runs.replies",
     "Embedder": "llmcond.runs.embedder",
     "Encoder": "llmcond.encoders.encoder",
     "EncoderInput": "llmcond.encoders.spec",
     "Head": "llmcond.heads.estimator",
     "LlmcondError": "llmcond.errors",
+    "Talk": "llmcond.runs.replies",
     "Task": "llmcond.tasks",
     "UserError": "llmcond.errors",
     "load_completer": "llmcond.runs.completer",
     "load_cross_encoder": "llmcond.runs.cross",
+    "load_dialogue": "llmcond.runs.replies",
     "load_embedder": "llmcond.runs.embedder",
     "load_encoder": "llmcond.encoders.encoder",
     "load_features": "llmcond.runs.features",

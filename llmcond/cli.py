@@ -29,6 +29,7 @@ COMMANDS = {
     "analyse": "analyse:Analyse",
     "compare-prompts": "compare_prompts:ComparePrompts",
     "complete": "complete:Complete",
+    "reply": "reply:Reply",
     "similarity": "similarity:Similarity",
     "embed": "embed:Embed",
     "models": "models:ListModels",

@@ -157,6 +157,27 @@ class DialogueOptions(TiesOption):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplyOptions:
+    """What was said so far, and what may be said next."""
+
+    turns: Sequence[str] = option(flag="", metavar="TURN", help="what was said so far, in order")
+    candidates: Path = option(
+        metavar="FILE",
+        help="what may come next: a text file, one a line, or a table with a column text",
+    )
+    goal: str | None = option(
+        None, metavar="TEXT", help="a later turn that the candidates are to lead to"
+    )
+    score: str | None = option(
+        None,
+        metavar="NAME",
+        help="average, last:L (last:2), bi, neighbours, maxsim, weighted (default: what the head "
+        "was fitted for)",
+    )
+    k: int = option(3, flag="-k", metavar="K", help="how many candidates are shown")
+
+
+@dataclass(frozen=True, kw_only=True)
 class WithMetrics:
     """Options of what scores predictions."""
 

@@ -1,0 +1,41 @@
+"""``llmcond reply``: what fits best as the next turn of a dialogue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from llmcond.commands.base import verb
+from llmcond.commands.shared import WithHead
+from llmcond.workflows.options import ReplyOptions
+
+if TYPE_CHECKING:
+    from llmcond.workflows.reply import Replies
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply(ReplyOptions, WithHead):
+    """Rank candidates as the next turn of a dialogue, or by how well they lead to a later one."""
+
+    example: ClassVar[str] = (
+        "llmcond reply 'Hi!' 'Hey, how are you?' --candidates replies.txt --run runs/dialogues"
+    )
+    formats: ClassVar[bool] = True
+
+    def execute(self) -> Replies:
+        """Encode the turns, and rank the candidates."""
+        from llmcond.workflows.reply import reply
+
+        return self.call(reply, run_folder=self.run, asked=self.part(ReplyOptions))
+
+    def show(self, result: Replies, form: str) -> None:
+        """Print a table."""
+        from llmcond.log import log
+        from llmcond.report.terminal import listing, show
+
+        about = result.about
+        log.info(f"by {about['head']}, score {about['score']}, of {about['n_candidates']:,}")
+        show(listing([one.to_json() for one in result.replies]), form)
+
+
+reply = verb(Reply)
