@@ -160,7 +160,7 @@ class _Training(Protocol):
 class TrainBar(_Bar):
     """A progress bar for training: steps, the loss, and the best score on dev.
 
-    What the score is called in records and in words: ``key`` and ``score``.
+    What the score is called in records and in words: ``key`` and ``score``; ``show`` writes it.
     """
 
     def __init__(
@@ -168,20 +168,21 @@ class TrainBar(_Bar):
         clock: Callable[[], float] = time.monotonic,
         key: str = "dev_spearman",
         score: str = "Spearman",
+        show: Callable[[float], str] = lambda score: f"{100 * score:.1f}",
     ) -> None:
         super().__init__("training", clock=clock)
-        self._key, self._score = key, score
+        self._key, self._score, self._written = key, score, show
         self._shown = 0
 
     def on_step(self, done: _Training, steps: int, loss: float) -> None:
         """Show the step that is done; an evaluation in a line of its own, which stays."""
-        best = "" if done.best_score is None else f", best dev {100 * done.best_score:.1f}"
+        best = "" if done.best_score is None else f", best dev {self._written(done.best_score)}"
         detail = f"step {done.step:,} of {steps:,}, loss {loss:.4f}{best}"
         self._show(detail, completed=done.step, total=steps)
         for entry in done.curve[self._shown :]:
             if entry["step"] == done.step:
                 score = entry[self._key]
-                shown = "undefined" if score is None else f"{100 * score:.1f}"
+                shown = "undefined" if score is None else self._written(score)
                 log.info(
                     f"step {entry['step']:,}, epoch {entry['epoch']}: loss {entry['loss']:.4f}, "
                     f"dev {self._score} {shown}"

@@ -32,7 +32,9 @@ from llmcond.runs.predictors import predict
 from llmcond.runs.run import fitted_on
 from llmcond.runs.trials import check_seed, sized
 from llmcond.tasks import RankingTask, find_task
+from llmcond.tasks.dialogue import Dialogue
 from llmcond.workflows.extract import check_prompts
+from llmcond.workflows.finetune_dialogues import train_dialogues
 from llmcond.workflows.finetune_queries import train_queries
 from llmcond.workflows.options import HeadChoice
 from llmcond.workflows.training import (
@@ -78,8 +80,11 @@ def train_lora(
     """
     check_seed(choice.seed)
     ranking = find_task(task)
+    given = model, options, run_folder, data, choice, settings, merge
     if isinstance(ranking, RankingTask):
-        return train_queries(model, options, run_folder, data, choice, settings, merge, ranking)
+        return train_queries(*given, ranking)
+    if isinstance(ranking, Dialogue):
+        return train_dialogues(*given, ranking)
     plan = _plan(choice)
     tuning = _settings(settings, plan.recipe)
     chosen_task = rated_task(task)

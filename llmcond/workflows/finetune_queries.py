@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from llmcond.config import build
 from llmcond.data.datasets import DataOptions
@@ -23,6 +23,7 @@ from llmcond.heads import (
     load_recipe,
     save_head,
 )
+from llmcond.heads.base import Fitted
 from llmcond.metrics import finite
 from llmcond.prompts import Prompt, load_prompt, prompt_from_json
 from llmcond.prompts.queries import QueryInputs
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
     from llmcond.finetune.build import Trainable
 
 
+F = TypeVar("F", bound=Fitted)
+
+
 def train_queries(
     model: str,
     options: EncoderOptions,
@@ -72,7 +76,8 @@ def train_queries(
             f"nothing is subtracted in the task {task.name}: candidates have no condition. Leave "
             "out --subtract."
         )
-    recipe, prompts, start = _chosen(choice, task.name)
+    recipe, prompts, start = chosen(choice, task.name, load_query_head)
+    check_recipe(recipe)
     usual = renamed(recipe.finetune)
     build(TuneSettings, usual, f"{recipe.path}: [finetune]")
     tuning = tune_settings(settings, usual)
@@ -86,7 +91,7 @@ def train_queries(
     check_prompts(prompts, resolved)
     view = view_of(recipe, prompts, subtract=False)
     view.check_texts()
-    _check_inputs(prompts, resolved)
+    check_inputs(prompts, resolved)
     made_of = {
         "encoder": resolved.identity.to_json(),
         "data": dataset.digest,
@@ -123,6 +128,7 @@ class _QueryJob(Job):
     unit: ClassVar[str] = "triples"
     scored: ClassVar[str] = "queries"
     score: ClassVar[str] = "MRR of a sample"
+    metric: ClassVar[str] = "mrr"
 
     task: RankingTask[Any]
     dataset: Graph
@@ -174,10 +180,16 @@ class _QueryJob(Job):
         return Kept(name, {"prompt": view.name}, scores)
 
 
-def _chosen(
-    choice: HeadChoice, task: str
-) -> tuple[Recipe, tuple[Prompt, ...], FittedQueryHead | None]:
-    """Return the recipe, the prompts that were named or that ``start`` was fitted on, and that."""
+def chosen(
+    choice: HeadChoice, task: str, load: Callable[[Path], tuple[F, dict[str, Any]]]
+) -> tuple[Recipe, tuple[Prompt, ...], F | None]:
+    """Return the recipe, the prompts that were named or that ``start`` was fitted on, and that.
+
+    ``load`` reads a head that was fitted, and its record.
+
+    Raises:
+        UserError: no head, or two, or several prompts.
+    """
     prompts = tuple(load_prompt(name) for name in choice.prompt)
     start = None
     if choice.start is not None:
@@ -186,7 +198,7 @@ def _chosen(
                 "a head that was fitted has its kind and size already: with --start, leave out "
                 "--head and --dim."
             )
-        start, record = load_query_head(choice.start)
+        start, record = load(choice.start)
         where = str(choice.start / "head.json")
         record = fitted_on(record, where)
         prompts = prompts or tuple(prompt_from_json(own, where) for own in record["prompts"])
@@ -205,20 +217,19 @@ def _chosen(
         recipe = recipe.with_settings(recipe.parse_changes(dict(choice.set), "--set"), "--set")
     if choice.dim is not None:
         recipe = sized(recipe, choice.dim, choice.dim)
-    check_recipe(recipe)
     if len(prompts) > 1:
         raise UserError(
-            f"an encoder is trained on a graph with one prompt, and {len(prompts)} were named. "
-            "Give one --prompt."
+            f"in the task {task} an encoder is trained with one prompt, and {len(prompts)} were "
+            "named. Give one --prompt."
         )
     return recipe, prompts, start
 
 
-def _check_inputs(prompts: tuple[Prompt, ...], resolved: ResolvedEncoder) -> None:
+def check_inputs(prompts: tuple[Prompt, ...], resolved: ResolvedEncoder) -> None:
     """Raise a UserError for routers, which weigh the tokens of rated rows only."""
     parts = [part for prompt in prompts for part in (prompt.conditional, prompt.unconditional)]
     if resolved.identity.router == "csr" or any(part.router for part in parts):
         raise UserError(
-            "routers are not trained on graphs. Leave out --router, and name a --prompt without "
-            "one, such as separate."
+            "routers are trained on rated pairs only. Leave out --router, and name a --prompt "
+            "without one, such as separate."
         )

@@ -23,7 +23,7 @@ from llmcond.finetune.settings import TuneSettings, renamed, usual_rate
 from llmcond.finetune.state import Progress, StateFolder, differences
 from llmcond.heads.base import Fitted
 from llmcond.log import log
-from llmcond.metrics import Estimate
+from llmcond.metrics import Estimate, metric_of
 from llmcond.progress import TrainBar, duration
 from llmcond.prompts import Prompt
 from llmcond.records import RECORD as RECORDED
@@ -127,10 +127,12 @@ class Job:
     """
 
     cross: ClassVar[bool] = False
-    #: In messages: what it is trained on, what is scored, and what the score on dev is.
+    #: In messages: what it is trained on, what is scored, and what the score on dev is, by which
+    #: metric. Where less is better, the loop maximises the score below 0.
     unit: ClassVar[str] = "rated rows"
     scored: ClassVar[str] = "rows"
     score: ClassVar[str] = "Spearman"
+    metric: ClassVar[str] = "spearman"
 
     model: str
     resolved: ResolvedEncoder
@@ -146,6 +148,10 @@ class Job:
     def parts(self, trainable: Trainable) -> Parts:
         """Return the model, and the rated rows of train and dev as it takes them."""
         raise NotImplementedError
+
+    def figure(self, score: float | None) -> float | None:
+        """Return a score that the loop maximises as the figure that is told."""
+        return score if score is None or metric_of(self.metric).higher_is_better else -score
 
     def keep(self, head: Any) -> Kept:
         """Make the folder, which holds the encoder, a run, and put the head into it."""
@@ -322,7 +328,10 @@ def _train(job: Job) -> dict[str, Any]:
         + f" on {resolved.device}: {trainer.steps:,} steps"
         + (f", from step {trainer.progress.step:,}" if trainer.progress.step else "")
     )
-    with TrainBar(key=parts.model.on_dev, score=job.score) as bar:
+    show = metric_of(job.metric).show
+    with TrainBar(
+        key=parts.model.on_dev, score=job.score, show=lambda own: show(job.figure(own))
+    ) as bar:
         trainer.run(bar.on_step)
     accelerator.wait_for_everyone()
     progress, head, on_dev = trainer.progress, None, parts.model.on_dev
@@ -335,7 +344,7 @@ def _train(job: Job) -> dict[str, Any]:
                 "best_step": progress.best_step,
                 "selected_on": None if progress.best_score is None else "dev",
                 "n_parameters": n_head,
-                "curve": [dict(entry) for entry in progress.curve],
+                "curve": [{**own, on_dev: job.figure(own[on_dev])} for own in progress.curve],
             }
         )
     # What is written is loaded again, and both may be too much for a GPU.
@@ -362,7 +371,7 @@ def _finish(
         "weights": weights,
         "steps": progress.step,
         "best_step": progress.best_step,
-        on_dev: progress.best_score,
+        on_dev: job.figure(progress.best_score),
         "seconds": round(progress.seconds, 1),
         "scores": [result.to_json() for result in kept.scores],
     }

@@ -121,7 +121,7 @@ def test_it_begins_from_a_fitted_head(capsys, graph, model, tmp_path):
         (("--head", "hypernet", "--prompt", "concat-sent-cond"), "e(s) and e(c) each by itself"),
         (("--head", "linear", "--prompt", "concat-sent-cond", "cond"), "Give one --prompt"),
         (("--head", "linear", "--subtract"), "nothing is subtracted"),
-        (("--head", "linear", "--prompt", "routed"), "routers are not trained on graphs"),
+        (("--head", "linear", "--prompt", "routed"), "routers are trained on rated pairs only"),
     ],
 )
 def test_what_makes_no_sense_is_refused(capsys, graph, model, tmp_path, arguments, said):
