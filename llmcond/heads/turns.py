@@ -185,23 +185,30 @@ def maxsim(b1: Array, b2: Array, candidates: Array) -> Array:
         rows = slice(start, start + block)
         inverse = inverse_lengths(first[rows], second[rows])[:, i, j]
         scores = (first[rows] @ after.mT)[:, i] + (second[rows] @ after.mT)[:, j]
-        found[rows] = _greedy_mean(scores * inverse[..., None], i, j, n)
+        found[rows] = _mean_of_best(scores * inverse[..., None], i, j, n)
     return found.numpy()
 
 
-def _greedy_mean(scores: Tensor, i: Tensor, j: Tensor, n: int) -> Tensor:
-    """Return the mean (m, c) of the scores (m, pairs, c) that algorithm 1 takes."""
-    ordered, places = scores.sort(dim=1, descending=True)
-    m, count, c = scores.shape
-    used = torch.zeros(m, c, n, dtype=torch.bool)
-    total, taken = torch.zeros(m, c), torch.zeros(m, c)
-    for rank in range(count):
-        ends = torch.stack([i[places[:, rank]], j[places[:, rank]]], dim=2)
-        new = ~used.gather(2, ends).all(dim=2)
-        total += ordered[:, rank] * new
-        taken += new
-        # What is not new is marked already.
-        used.scatter_(2, ends, value=True)
+def _mean_of_best(scores: Tensor, i: Tensor, j: Tensor, n: int) -> Tensor:
+    """Return the mean (m, c) of the scores (m, pairs, c) that algorithm 1 takes.
+
+    From the largest down, a pair brings an utterance that none before it has just where it is the
+    best pair of that utterance: taken are the best pairs of all utterances, each pair once.
+    """
+    values, best = [], []
+    for utterance in range(n):
+        own = torch.nonzero((i == utterance) | (j == utterance)).flatten()
+        value, place = scores.index_select(1, own).max(dim=1)
+        values.append(value)
+        best.append(own[place])
+    total, taken = torch.zeros_like(values[0]), torch.zeros_like(values[0])
+    for later in range(n):
+        # The best pair of an earlier utterance is there already.
+        seen = torch.zeros_like(taken, dtype=torch.bool)
+        for earlier in range(later):
+            seen |= best[earlier] == best[later]
+        total += values[later] * ~seen
+        taken += ~seen
     return total / taken
 
 

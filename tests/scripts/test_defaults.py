@@ -14,6 +14,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 #: Script -> sizes, and a word of what it prints.
 SCRIPTS = {
     "bench_cross": ("--rows 8 --dev-rows 6 --batch-size 4 --rounds 1", "| llmcond, one order |"),
+    "bench_dialogue": (
+        "--candidates 30 --turns 3 --dim 4 --share 0.01 --rounds 1",
+        "| average |",
+    ),
     "bench_encoders": ("--inputs 2 --layers 1 --folder {tmp}", "| plain loop |"),
     "bench_extract": ("--inputs 2 --rounds 1", "| llmcond, packed |"),
     "bench_fit": (
