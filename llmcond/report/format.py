@@ -67,7 +67,8 @@ def factors_text(metrics: Sequence[Metric]) -> str:
     factors = {metric.factor for metric in metrics} - {1.0}
     if not factors:
         return ""
-    if len(factors) == 1 and all(metric.factor != 1.0 for metric in metrics):
-        return f"Times {factors.pop():g}. "
+    if len(factors) == 1:
+        plain = ", ".join(metric.heading for metric in metrics if metric.factor == 1.0)
+        return f"Times {factors.pop():g}{f', but for {plain}' if plain else ''}. "
     named = (f"{metric.heading} times {metric.factor:g}" for metric in metrics)
     return f"{', '.join(named)}. "

@@ -63,7 +63,7 @@ def dialogue_table(results: Sequence[DialogueResult], run: object) -> Table:
     histories = list(first.by_history)
     ends = list(dict.fromkeys((histories[0], histories[-1])))
     title = (
-        f"{run}, {first.split}: {first.counts.text} after {ends[0]} to {ends[-1]} turns, "
+        f"{run}, {first.split}: {first.counts.text} after {' to '.join(ends)} turns, "
         f"candidates {first.candidates}, ranks {first.ties}. {factors_text(metrics)}"
         f"{caveats(results)}"
     )

@@ -82,10 +82,9 @@ def evaluate_dialogues(
     used = np.unique(np.concatenate([_flat(q.contexts, q.candidates) for q in queries]))
     rows = queries_of(queries)
     repeated = sum(int(one.repeated.sum()) for one in queries)
-    log.info(
-        f"ranking {len(rows.pair):,} next turns of {split} (candidates: {pool}); "
-        f"{repeated:,} have the words of another candidate, so that ties decide ({ties})"
-    )
+    log.info(f"ranking {len(rows.pair):,} next turns of {split} (candidates: {pool})")
+    if repeated:
+        log.info(f"{repeated:,} right answers have the text of another candidate: ties, {ties}")
     if histories and 1 in histories:
         log.info("one turn has no pairs: after it every score is that of bi, or its weights")
     results, ranks = [], []
