@@ -16,10 +16,8 @@ from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderOptions, ResolvedEncoder
 from llmcond.errors import UserError
 from llmcond.features.view import View, view_of
-from llmcond.files import read_json
 from llmcond.finetune.inputs import RatedInputs
 from llmcond.finetune.model import HeadPlan, TunedModel
-from llmcond.finetune.settings import TuneSettings, renamed
 from llmcond.heads import FittedHead, Recipe, load_head, load_recipe, save_head
 from llmcond.heads.objectives import ObjectiveSettings, check_contrasts
 from llmcond.heads.recipes import parse_settings
@@ -43,6 +41,7 @@ from llmcond.workflows.training import (
     RatedJob,
     Trained,
     extract_trained,
+    made_of,
     rated_dataset,
     rated_task,
     resolve_trainable,
@@ -86,22 +85,15 @@ def train_lora(
     if isinstance(ranking, Dialogue):
         return train_dialogues(*given, ranking)
     plan = _plan(choice)
-    tuning = _settings(settings, plan.recipe)
+    tuning = tune_settings(settings, plan.recipe)
     chosen_task = rated_task(task)
     dataset = rated_dataset(chosen_task, replace(data, extra=fields_of(plan.prompts)))
     resolved = resolve_trainable(model, options, tuning, merge)
     plan, view = _with_prompts(plan, resolved)
-    made_of = {
-        "encoder": resolved.identity.to_json(),
-        "data": dataset.digest,
-        "prompts": {prompt.name: prompt.digest for prompt in plan.prompts},
+    own = {
+        **made_of(resolved, dataset, plan.prompts, plan.recipe, choice, tuning, merge),
         "subtract": plan.subtract,
-        "head": {"kind": plan.recipe.kind, **asdict(plan.recipe.settings)},
         "objective": asdict(plan.objective),
-        "start": choice.start and read_json(choice.start / "head.json")["weights_sha256"],
-        "seed": plan.seed,
-        "settings": tuning.to_json(),
-        "merge": merge,
     }
     return train(
         _HeadJob(
@@ -114,7 +106,7 @@ def train_lora(
             head=plan.recipe.name,
             seed=plan.seed,
             merge=merge,
-            made_of=made_of,
+            made_of=own,
             plan=plan,
             view=view,
         )
@@ -161,13 +153,6 @@ class _HeadJob(RatedJob):
             scores_of(run, saved, predicted),
             lambda account: model_card(account, view.prompts, recipe.to_json()),
         )
-
-
-def _settings(given: Mapping[str, Any], recipe: Recipe) -> TuneSettings:
-    """Return the settings that were given, else those of the recipe, else the defaults."""
-    usual = renamed(recipe.finetune)
-    build(TuneSettings, usual, f"{recipe.path}: [finetune]")
-    return tune_settings(given, usual)
 
 
 def _plan(choice: HeadChoice) -> HeadPlan:

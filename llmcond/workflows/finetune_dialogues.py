@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from llmcond.config import build
 from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import UserError
 from llmcond.features.view import View, view_of
-from llmcond.files import read_json
 from llmcond.finetune.dialogues import DialogueInputs, DialogueModel
-from llmcond.finetune.settings import TuneSettings, renamed
 from llmcond.heads import FittedRoles, Recipe, load_roles_head, save_head
 from llmcond.heads.turn_fit import check_turns
 from llmcond.metrics import finite
@@ -26,14 +23,16 @@ from llmcond.tasks.dialogue import Dialogue
 from llmcond.tasks.dialogues import Dialogues
 from llmcond.workflows.dialogues import evaluate_dialogues
 from llmcond.workflows.extract import check_prompts, read_data
-from llmcond.workflows.finetune_queries import check_inputs, chosen
 from llmcond.workflows.options import DialogueOptions, HeadChoice
 from llmcond.workflows.training import (
     Job,
     Kept,
     Parts,
     Trained,
+    check_unrouted,
+    chosen_head,
     extract_trained,
+    made_of,
     resolve_trainable,
     resolve_trained,
     train,
@@ -60,31 +59,13 @@ def train_dialogues(
         UserError: wrong input, or a head of another task.
         LlmcondError: the encoder cannot be loaded or trained.
     """
-    if choice.subtract:
-        raise UserError(
-            f"nothing is subtracted in the task {task.name}: utterances have no condition. Leave "
-            "out --subtract."
-        )
-    recipe, prompts, start = chosen(choice, task.name, load_roles_head)
-    check_turns(recipe)
-    usual = renamed(recipe.finetune)
-    build(TuneSettings, usual, f"{recipe.path}: [finetune]")
-    tuning = tune_settings(settings, usual)
+    recipe, prompts, start = chosen_head(choice, task.name, load_roles_head, check_turns)
+    tuning = tune_settings(settings, recipe)
     dataset = read_data(task, data)
     resolved = resolve_trainable(model, options, tuning, merge)
     prompts = prompts or (load_prompt(str(task.prompt)),)
     check_prompts(prompts, resolved, task)
-    check_inputs(prompts, resolved)
-    made_of = {
-        "encoder": resolved.identity.to_json(),
-        "data": dataset.digest,
-        "prompts": {prompt.name: prompt.digest for prompt in prompts},
-        "head": {"kind": recipe.kind, **asdict(recipe.settings)},
-        "start": choice.start and read_json(choice.start / "head.json")["weights_sha256"],
-        "seed": choice.seed,
-        "settings": tuning.to_json(),
-        "merge": merge,
-    }
+    check_unrouted(prompts, resolved)
     return train(
         _DialogueJob(
             model=model,
@@ -96,7 +77,7 @@ def train_dialogues(
             head=recipe.name,
             seed=choice.seed,
             merge=merge,
-            made_of=made_of,
+            made_of=made_of(resolved, dataset, prompts, recipe, choice, tuning, merge),
             recipe=recipe,
             start=start,
             view=view_of(recipe, prompts, subtract=False),

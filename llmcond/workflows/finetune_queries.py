@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from llmcond.config import build
 from llmcond.data.datasets import DataOptions
-from llmcond.encoders import EncoderOptions, ResolvedEncoder
+from llmcond.encoders import EncoderOptions
 from llmcond.errors import UserError
 from llmcond.features.view import View, view_of
-from llmcond.files import read_json
 from llmcond.finetune.queries import GraphInputs, QueryModel, check_recipe
-from llmcond.finetune.settings import TuneSettings, renamed
 from llmcond.heads import (
     FittedQueryHead,
     Recipe,
     joint_keys,
     load_query_head,
-    load_recipe,
     save_head,
 )
-from llmcond.heads.base import Fitted
 from llmcond.metrics import finite
-from llmcond.prompts import Prompt, load_prompt, prompt_from_json
+from llmcond.prompts import load_prompt
 from llmcond.prompts.queries import QueryInputs
 from llmcond.runs import complete_run, head_name, head_record
 from llmcond.runs.ranking import QueryExamples
-from llmcond.runs.run import fitted_on
 from llmcond.runs.trials import sized
 from llmcond.tasks import RankingTask
 from llmcond.tasks.graph import Graph, Known, both_directions
@@ -41,7 +35,10 @@ from llmcond.workflows.training import (
     Kept,
     Parts,
     Trained,
+    check_unrouted,
+    chosen_head,
     extract_trained,
+    made_of,
     resolve_trainable,
     resolve_trained,
     train,
@@ -50,9 +47,6 @@ from llmcond.workflows.training import (
 
 if TYPE_CHECKING:
     from llmcond.finetune.build import Trainable
-
-
-F = TypeVar("F", bound=Fitted)
 
 
 def train_queries(
@@ -71,16 +65,8 @@ def train_queries(
         UserError: wrong input, or a head with settings that are of cached features only.
         LlmcondError: the encoder cannot be loaded or trained.
     """
-    if choice.subtract:
-        raise UserError(
-            f"nothing is subtracted in the task {task.name}: candidates have no condition. Leave "
-            "out --subtract."
-        )
-    recipe, prompts, start = chosen(choice, task.name, load_query_head)
-    check_recipe(recipe)
-    usual = renamed(recipe.finetune)
-    build(TuneSettings, usual, f"{recipe.path}: [finetune]")
-    tuning = tune_settings(settings, usual)
+    recipe, prompts, start = chosen_head(choice, task.name, load_query_head, check_recipe)
+    tuning = tune_settings(settings, recipe)
     dataset = read_data(task, data)
     if not isinstance(dataset, Graph):
         raise UserError(f"an encoder is trained on knowledge graphs, and {task.name} has none.")
@@ -91,17 +77,7 @@ def train_queries(
     check_prompts(prompts, resolved)
     view = view_of(recipe, prompts, subtract=False)
     view.check_texts()
-    check_inputs(prompts, resolved)
-    made_of = {
-        "encoder": resolved.identity.to_json(),
-        "data": dataset.digest,
-        "prompts": {prompt.name: prompt.digest for prompt in prompts},
-        "head": {"kind": recipe.kind, **asdict(recipe.settings)},
-        "start": choice.start and read_json(choice.start / "head.json")["weights_sha256"],
-        "seed": choice.seed,
-        "settings": tuning.to_json(),
-        "merge": merge,
-    }
+    check_unrouted(prompts, resolved)
     return train(
         _QueryJob(
             model=model,
@@ -113,7 +89,7 @@ def train_queries(
             head=recipe.name,
             seed=choice.seed,
             merge=merge,
-            made_of=made_of,
+            made_of=made_of(resolved, dataset, prompts, recipe, choice, tuning, merge),
             recipe=recipe,
             start=start,
             view=view,
@@ -178,58 +154,3 @@ class _QueryJob(Job):
             if result.name == name
         ]
         return Kept(name, {"prompt": view.name}, scores)
-
-
-def chosen(
-    choice: HeadChoice, task: str, load: Callable[[Path], tuple[F, dict[str, Any]]]
-) -> tuple[Recipe, tuple[Prompt, ...], F | None]:
-    """Return the recipe, the prompts that were named or that ``start`` was fitted on, and that.
-
-    ``load`` reads a head that was fitted, and its record.
-
-    Raises:
-        UserError: no head, or two, or several prompts.
-    """
-    prompts = tuple(load_prompt(name) for name in choice.prompt)
-    start = None
-    if choice.start is not None:
-        if choice.head is not None or choice.dim is not None:
-            raise UserError(
-                "a head that was fitted has its kind and size already: with --start, leave out "
-                "--head and --dim."
-            )
-        start, record = load(choice.start)
-        where = str(choice.start / "head.json")
-        record = fitted_on(record, where)
-        prompts = prompts or tuple(prompt_from_json(own, where) for own in record["prompts"])
-        recipe = replace(
-            load_recipe("none", task),
-            **{key: record["recipe"][key] for key in ("name", "description", "source")},
-            kind=start.kind,
-            family=start.family,
-            settings=start.settings,
-        )
-    elif choice.head is not None:
-        recipe = load_recipe(choice.head, task)
-    else:
-        raise UserError("no head was named. Give --head (none: nothing behind the encoder).")
-    if choice.set:
-        recipe = recipe.with_settings(recipe.parse_changes(dict(choice.set), "--set"), "--set")
-    if choice.dim is not None:
-        recipe = sized(recipe, choice.dim, choice.dim)
-    if len(prompts) > 1:
-        raise UserError(
-            f"in the task {task} an encoder is trained with one prompt, and {len(prompts)} were "
-            "named. Give one --prompt."
-        )
-    return recipe, prompts, start
-
-
-def check_inputs(prompts: tuple[Prompt, ...], resolved: ResolvedEncoder) -> None:
-    """Raise a UserError for routers, which weigh the tokens of rated rows only."""
-    parts = [part for prompt in prompts for part in (prompt.conditional, prompt.unconditional)]
-    if resolved.identity.router == "csr" or any(part.router for part in parts):
-        raise UserError(
-            "routers are trained on rated pairs only. Leave out --router, and name a --prompt "
-            "without one, such as separate."
-        )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +18,15 @@ from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.loading.quantization import require
 from llmcond.errors import UserError
 from llmcond.evaluation.results import Result
-from llmcond.files import check_writable, write_json, write_text
+from llmcond.files import check_writable, read_json, write_json, write_text
 from llmcond.finetune.settings import TuneSettings, renamed, usual_rate
 from llmcond.finetune.state import Progress, StateFolder, differences
+from llmcond.heads import Recipe, load_recipe
 from llmcond.heads.base import Fitted
 from llmcond.log import log
 from llmcond.metrics import Estimate, metric_of
 from llmcond.progress import TrainBar, duration
-from llmcond.prompts import Prompt
+from llmcond.prompts import Prompt, load_prompt, prompt_from_json
 from llmcond.records import RECORD as RECORDED
 from llmcond.records import read_record
 from llmcond.report.format import estimate_text
@@ -34,12 +35,17 @@ from llmcond.runs.cross import CrossEncoder
 from llmcond.runs.extraction import LazyEncoder, extract_prompt, extraction_record
 from llmcond.runs.predictors import Predictor, results_of
 from llmcond.runs.provenance import provenance
+from llmcond.runs.run import fitted_on
+from llmcond.runs.trials import sized
 from llmcond.tasks import AnyTask, Data, Task, find_task
 from llmcond.workflows.extract import read_data
+from llmcond.workflows.options import HeadChoice
 
 if TYPE_CHECKING:
     from llmcond.finetune.base import TrainedModel
     from llmcond.finetune.build import Trainable
+
+F = TypeVar("F", bound=Fitted)
 
 #: Of the folder's own account of the training.
 FORMAT = 1
@@ -174,12 +180,106 @@ class RatedJob(Job):
 # -- what is asked for -------------------------------------------------------------------------
 
 
-def tune_settings(given: Mapping[str, Any], usual: Mapping[str, Any] = {}) -> TuneSettings:
-    """Return the settings that were given, else the ``usual`` ones, else the defaults."""
+def tune_settings(given: Mapping[str, Any], recipe: Recipe | None = None) -> TuneSettings:
+    """Return the settings that were given, else those of a recipe, else the defaults."""
+    usual: dict[str, Any] = {}
+    if recipe is not None:
+        usual = renamed(recipe.finetune)
+        build(TuneSettings, usual, f"{recipe.path}: [finetune]")
     values = {**usual, **renamed(given)}
     if isinstance(values.get("rank"), int):
         values.setdefault("learning_rate", usual_rate(values["rank"]))
     return build(TuneSettings, values, "training")
+
+
+def chosen_head(
+    choice: HeadChoice,
+    task: str,
+    load: Callable[[Path], tuple[F, dict[str, Any]]],
+    check: Callable[[Recipe], None],
+) -> tuple[Recipe, tuple[Prompt, ...], F | None]:
+    """Return the recipe, the prompts that were named or that ``start`` was fitted on, and that.
+
+    Args:
+        choice: what the user named.
+        task: whose recipes are meant, one without rated pairs.
+        load: reads a head of that task that was fitted, and its record.
+        check: raises a UserError for a recipe that cannot be trained with an encoder.
+
+    Raises:
+        UserError: no head, or two, one that cannot be trained, several prompts, or subtraction.
+    """
+    if choice.subtract:
+        raise UserError(
+            f"nothing is subtracted in the task {task}: what is ranked has no condition. Leave out "
+            "--subtract."
+        )
+    prompts = tuple(load_prompt(name) for name in choice.prompt)
+    start = None
+    if choice.start is not None:
+        if choice.head is not None or choice.dim is not None:
+            raise UserError(
+                "a head that was fitted has its kind and size already: with --start, leave out "
+                "--head and --dim."
+            )
+        start, record = load(choice.start)
+        where = str(choice.start / "head.json")
+        record = fitted_on(record, where)
+        prompts = prompts or tuple(prompt_from_json(own, where) for own in record["prompts"])
+        recipe = replace(
+            load_recipe("none", task),
+            **{key: record["recipe"][key] for key in ("name", "description", "source")},
+            kind=start.kind,
+            family=start.family,
+            settings=start.settings,
+        )
+    elif choice.head is not None:
+        recipe = load_recipe(choice.head, task)
+    else:
+        raise UserError("no head was named. Give --head (none: nothing behind the encoder).")
+    if choice.set:
+        recipe = recipe.with_settings(recipe.parse_changes(dict(choice.set), "--set"), "--set")
+    if choice.dim is not None:
+        recipe = sized(recipe, choice.dim, choice.dim)
+    check(recipe)
+    if len(prompts) > 1:
+        raise UserError(
+            f"in the task {task} an encoder is trained with one prompt, and {len(prompts)} were "
+            "named. Give one --prompt."
+        )
+    return recipe, prompts, start
+
+
+def check_unrouted(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None:
+    """Raise a UserError for routers, which weigh the tokens of rated rows only."""
+    parts = [part for prompt in prompts for part in (prompt.conditional, prompt.unconditional)]
+    if resolved.identity.router == "csr" or any(part.router for part in parts):
+        raise UserError(
+            "routers are trained on rated pairs only. Leave out --router, and name a --prompt "
+            "without one, such as separate."
+        )
+
+
+def made_of(
+    resolved: ResolvedEncoder,
+    dataset: Data,
+    prompts: Sequence[Prompt],
+    recipe: Recipe,
+    choice: HeadChoice,
+    settings: TuneSettings,
+    merge: bool,
+) -> dict[str, Any]:
+    """Return all that decides the weights of an encoder and its head, for the record."""
+    return {
+        "encoder": resolved.identity.to_json(),
+        "data": dataset.digest,
+        "prompts": {prompt.name: prompt.digest for prompt in prompts},
+        "head": {"kind": recipe.kind, **asdict(recipe.settings)},
+        "start": choice.start and read_json(choice.start / "head.json")["weights_sha256"],
+        "seed": choice.seed,
+        "settings": settings.to_json(),
+        "merge": merge,
+    }
 
 
 def extract_trained(run: OpenedRun, resolved: ResolvedEncoder, prompts: Sequence[Prompt]) -> None:

@@ -1,6 +1,7 @@
 """Training an encoder on dialogues by the command: what comes out, and what is refused."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -70,6 +71,23 @@ def test_it_replies_and_is_done_once(capsys, trained, data, model, tmp_path):
     assert "seed: 1, not 0" in refused(capsys, "train-lora", *again, "--seed", "1")
 
 
+def test_heads_are_fitted_on_the_trained_encoder(capsys, trained, tmp_path):
+    own = shutil.copytree(trained, tmp_path / "own")
+    changes = ("--set", "epochs=1", "batch_size=16")
+    assert ok(capsys, "fit-head", "--run", own, "--head", "rank", *changes)["name"]
+    heads = [row["head"] for row in ok(capsys, "evaluate", "--run", own)["results"]]
+    assert {"none", "weighted", "rank"} <= set(heads)
+
+
+def test_without_a_head_the_encoder_alone_is_trained_from_python(data, model, tmp_path):
+    done = llmcond.train_lora(
+        model=str(model), data=data, run=tmp_path / "run", task="dialogue", head="none",
+        epochs=1, rank=2, dtype="float32", pooling="mean",
+    )  # fmt: skip
+    (found,) = (row for row in llmcond.evaluate(run=done.run) if row.name == done.record["head"])
+    assert done.metrics["average_rank"].value == found.metrics["average_rank"].value
+
+
 def test_it_begins_from_a_fitted_head(capsys, data, dialogue_run, model, tmp_path):
     start = dialogue_run / "heads" / "rank@separate"
     # So small a rate that nothing moves: what comes out is where it began.
@@ -89,6 +107,10 @@ def test_it_begins_from_a_fitted_head(capsys, data, dialogue_run, model, tmp_pat
         ((), "no head was named"),
         (("--head", "linear"), "unknown head 'linear'"),
         (("--head", "rank", "--dim", "8"), "keeps the features' size"),
+        (("--head", "none", "--dim", "8"), "keeps the features' size"),
+        (("--head", "weighted", "--set", "window=2"), "must be at least 3"),
+        (("--head", "weighted", "--set", "mse=1"), "no setting 'mse'"),
+        (("--head", "rank", "--prompt", "separate", "separate"), "Give one --prompt"),
         (("--head", "rank", "--subtract"), "nothing is subtracted"),
         (("--head", "rank", "--prompt", "concat-sent-cond"), "without its condition"),
         (("--start", "DIALOGUES"), "does not exist"),
@@ -99,3 +121,4 @@ def test_what_cannot_be_trained_is_told(capsys, data, model, tmp_path, arguments
     arguments = [str(data) if word == "DIALOGUES" else word for word in arguments]
     given = words(data, model, tmp_path / "run", *arguments)
     assert said in refused(capsys, "train-lora", *given)
+    assert not (tmp_path / "run").exists()

@@ -38,7 +38,7 @@ from llmcond.finetune.state import BEST, STATE, StateFolder, differences
 from llmcond.heads import load_recipe
 from llmcond.heads.objectives import ObjectiveSettings, contrast_groups
 from llmcond.prompts import load_prompt
-from llmcond.workflows.finetune import _settings
+from llmcond.workflows.training import tune_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -118,7 +118,7 @@ def test_learning_rates_rise_and_fall():
 @pytest.mark.parametrize("name", bundled_names("heads"))
 def test_what_a_recipe_says_of_training_is_legal(name):
     recipe = load_recipe(name)
-    settings = _settings({}, recipe)
+    settings = tune_settings({}, recipe)
     assert set(recipe.finetune) <= set(settings.to_json())
     if name.startswith("hypercl"):
         assert (settings.full, settings.max_grad_norm, settings.batch_size) == (True, 0.0, 32)
