@@ -73,7 +73,7 @@ class DialogueInputs:
         return [(contexts, answers) for contexts, answers in asked if len(answers) > 1]
 
 
-class DialogueModel(TrainedModel[DialogueInputs]):
+class TurnModel(TrainedModel[DialogueInputs]):
     """From windows of dialogues to the objective of a head that maps utterances to roles."""
 
     on_dev = SCORE

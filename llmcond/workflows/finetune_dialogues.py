@@ -11,7 +11,7 @@ from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import UserError
 from llmcond.features.view import View, view_of
-from llmcond.finetune.dialogues import DialogueInputs, DialogueModel
+from llmcond.finetune.dialogues import DialogueInputs, TurnModel
 from llmcond.heads import FittedRoles, Recipe, load_roles_head, save_head
 from llmcond.heads.turn_fit import check_turns
 from llmcond.metrics import finite
@@ -102,7 +102,7 @@ class _DialogueJob(Job):
 
     def parts(self, trainable: Trainable) -> Parts:
         splits, (prompt,) = self.dataset.splits, self.view.prompts
-        model = DialogueModel(trainable.engine, self.recipe, self.seed, self.start)
+        model = TurnModel(trainable.engine, self.recipe, self.seed, self.start)
         tokens = trainable.tokenizer(UtteranceInputs(self.dataset.texts, prompt).inputs)
         train = DialogueInputs(splits["train"], tokens, self.recipe.settings)
         if not len(train):

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.errors import UserError
 from llmcond.finetune.build import load_trainable
-from llmcond.finetune.dialogues import DialogueInputs, DialogueModel
+from llmcond.finetune.dialogues import DialogueInputs, TurnModel
 from llmcond.finetune.loop import Trainer
 from llmcond.finetune.settings import TuneSettings
 from llmcond.finetune.state import StateFolder
@@ -41,7 +41,7 @@ def parts_of(tiny, name="weighted", start=None, tuning=None, **changes):
     settings = tuning or TuneSettings(rank=4)
     options = EncoderOptions(dtype="float32", device="cpu", pooling="mean")
     trainable = load_trainable(resolve(str(tiny), options), settings, seed=5)
-    model = DialogueModel(trainable.engine, recipe(name, **changes), 5, start)
+    model = TurnModel(trainable.engine, recipe(name, **changes), 5, start)
     tokens = trainable.tokenizer([EncoderInput("", text) for text in TEXTS])
     made = (DialogueInputs(own, tokens, model.head.settings) for own in (TRAIN, DEV))
     return model, *made
@@ -160,4 +160,4 @@ def test_it_begins_from_a_head_on_cached_features(tiny):
     with pytest.raises(UserError, match=r"the encoder gives \d+ dimensions; this roles head was"):
         parts_of(tiny, start=other)
     with pytest.raises(UserError, match="the head mlp maps no utterances to roles"):
-        DialogueModel(model.engine, load_recipe("mlp"), 0)
+        TurnModel(model.engine, load_recipe("mlp"), 0)
