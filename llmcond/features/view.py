@@ -61,6 +61,11 @@ class View:
         self.of_condition()
 
     def _check_alone(self) -> None:
+        if self.subtract:
+            raise UserError(
+                "the head takes sentences by themselves, e(s), which have no condition, so that "
+                "there is nothing to subtract. Leave out --subtract."
+            )
         for prompt in self.prompts:
             if prompt.alone is None:
                 raise UserError(

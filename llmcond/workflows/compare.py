@@ -108,7 +108,7 @@ def compare_prompts(
     usable, left_out = _usable(named, resolved, chosen_task)
     baseline = _baseline(asked.baseline, usable, resolved)
     for recipe, prompt in itertools.product(recipes, usable):
-        view_of(recipe, (prompt,), subtract=True)
+        view_of(recipe, (prompt,), subtract=recipe.features != "alone")
     _check_inputs(existing, chosen_task, data, usable)
     # By the paths that were given: names of files are not those of bundled prompts.
     given = dict(zip([prompt.name for prompt in named], asked.prompts, strict=True))

@@ -8,6 +8,8 @@ import pytest
 from helpers.commands import ok, refused
 from helpers.dialogues import dialogue, write_dialogues
 
+import llmcond
+
 ENCODER = ("--dtype", "float32", "--device", "cpu", "--pooling", "mean", "--normalize")
 FEW = ("--set", "epochs=2", "batch_size=64")
 
@@ -205,6 +207,14 @@ def test_planning_has_the_baseline_without_its_goal_beside_it(capsys, dialogue_r
         cells = [own["hits@5"] for own in row["cells"].values()]
         assert row["hits@5"] == pytest.approx(np.mean(cells))
         assert row["hits@5"] <= row["hits@10"] <= row["hits@25"] <= row["hits@50"] <= 1
+
+
+def test_utterances_have_nothing_to_subtract(capsys, dialogue_run):
+    for command in (("fit-head", "--head", "rank"), ("sweep", "--head", "none", "rank")):
+        said = refused(capsys, *command, "--subtract", "--run", dialogue_run)
+        assert said.endswith("there is nothing to subtract. Leave out --subtract.")
+    with pytest.raises(llmcond.UserError, match="nothing to subtract"):
+        llmcond.fit_head(run=dialogue_run, head="weighted", subtract=True)
 
 
 def test_a_sweep_orders_by_the_lowest_rank(capsys, own):
