@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 
 from llmcond.commands.base import Command, Parser, add_arguments, run_command
@@ -115,6 +116,7 @@ def _command(name: str) -> type[Command]:
     return found
 
 
+@cache  # commands and their options are the same for every run of a process
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="llmcond",
