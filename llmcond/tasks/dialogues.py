@@ -38,8 +38,8 @@ Positions = NDArray[np.int64]
 END_OF_UTTERANCE = "__eou__"
 _TEXT_SUFFIX = ".txt"
 _EXPECTED = (
-    f"Expected lines of turns parted by {END_OF_UTTERANCE} (.txt), a column utterances with a list "
-    "of texts a dialogue, or columns dialogue, text and maybe turn with a row an utterance."
+    f"Expected lines of turns separated by {END_OF_UTTERANCE} (.txt), a column utterances with a "
+    "list of texts a dialogue, or columns dialogue, text and maybe turn with a row an utterance."
 )
 #: A dialogue leaks if more than this share of its long utterances, of more letters than these,
 #: occurs in a split that it must not know: short ones ("Yes, please.") are anybody's.
