@@ -120,9 +120,9 @@ class FitBar(_Bar):
 
     def __init__(
         self,
+        score: str,
+        show: Callable[[float], str],
         clock: Callable[[], float] = time.monotonic,
-        score: str = "Spearman",
-        show: Callable[[float], str] = lambda score: f"{100 * score:.1f}",
     ) -> None:
         super().__init__("fitting", clock=clock)
         self._score, self._shown = score, show
@@ -165,10 +165,10 @@ class TrainBar(_Bar):
 
     def __init__(
         self,
+        key: str,
+        score: str,
+        show: Callable[[float], str],
         clock: Callable[[], float] = time.monotonic,
-        key: str = "dev_spearman",
-        score: str = "Spearman",
-        show: Callable[[float], str] = lambda score: f"{100 * score:.1f}",
     ) -> None:
         super().__init__("training", clock=clock)
         self._key, self._score, self._written = key, score, show

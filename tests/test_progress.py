@@ -6,8 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from llmcond.metrics import METRICS
 from llmcond.progress import ExtractionBar, FitBar, ReadBar, TrainBar
 from llmcond.runs.trials import _completed
+
+SPEARMAN = METRICS["spearman"]
 
 
 class Clock:
@@ -70,7 +73,7 @@ def test_an_extraction_of_nobody_knows_how_much(clock, lines):
 
 
 def test_a_fit_and_a_training(clock, lines):
-    with FitBar(clock) as bar:
+    with FitBar(SPEARMAN.heading, SPEARMAN.show, clock) as bar:
         for epoch in range(1, 5):
             clock.now += 20
             bar.on_epoch(epoch, 100, 0.5)
@@ -79,7 +82,7 @@ def test_a_fit_and_a_training(clock, lines):
         "fitting: epoch 4 of 100, dev Spearman 50.0, about 32 min left",
     ]
     lines.clear()
-    with TrainBar(clock) as bar:
+    with TrainBar("dev_spearman", SPEARMAN.heading, SPEARMAN.show, clock) as bar:
         for step in range(1, 8):
             clock.now += 7
             bar.on_step(SimpleNamespace(step=step, curve=(), best_score=0.25), 9, 0.125)
@@ -87,7 +90,7 @@ def test_a_fit_and_a_training(clock, lines):
 
 
 def test_what_is_quick_says_nothing(clock, lines):
-    with FitBar(clock) as bar:
+    with FitBar(SPEARMAN.heading, SPEARMAN.show, clock) as bar:
         for epoch in range(1, 29):
             clock.now += 1
             bar.on_epoch(epoch, 28, 0.5)

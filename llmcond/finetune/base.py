@@ -19,7 +19,7 @@ from llmcond.heads import FittedHead
 from llmcond.heads.base import Fitted
 from llmcond.heads.module import HeadModule
 from llmcond.heads.pairs import Fit
-from llmcond.metrics import spearman
+from llmcond.metrics import METRICS, Metric, spearman
 
 #: Computes (n, k) values of n things by a function of some positions: each process a share of them.
 Shared = Callable[[int, Callable[[Positions], NDArray[np.float32]]], NDArray[np.float32]]
@@ -48,12 +48,13 @@ class TrainedModel(nn.Module, Generic[R]):
     A subclass says what the loss of some rows is, and what dev is scored by.
 
     Attributes:
-        on_dev: what records call the score on dev.
+        on_dev: what records call the score on dev; ``metric`` is what it is.
         head: behind the encoder; ``kind`` is what records call its family.
         seed: of first weights, of the order of rows and of dropout.
     """
 
     on_dev: ClassVar[str]
+    metric: ClassVar[Metric]
 
     def __init__(self, engine: Engine, head: HeadModule, kind: str, seed: int) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class TrainedModel(nn.Module, Generic[R]):
 class RatedModel(TrainedModel[P]):
     """A model that is trained on rated rows, and scored by the Spearman correlation on dev."""
 
-    on_dev = "dev_spearman"
+    on_dev, metric = "dev_spearman", METRICS["spearman"]
 
     def predict(self, inputs: P, shared: Shared) -> NDArray[np.float32]:
         """Return the predicted similarity of all rows, (n,), without dropout and gradients."""

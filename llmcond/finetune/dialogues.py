@@ -31,6 +31,7 @@ from llmcond.heads.roles import Roles, RoleSettings
 from llmcond.heads.turn_fit import check_turns, distinct
 from llmcond.heads.turns import turn_scores
 from llmcond.heads.windows import windows
+from llmcond.metrics import METRICS
 from llmcond.tasks.dialogues import Turns
 
 #: What dev is scored on, always the same: so many dialogues, after so many turns of each.
@@ -76,7 +77,7 @@ class DialogueInputs:
 class TurnModel(TrainedModel[DialogueInputs]):
     """From windows of dialogues to the objective of a head that maps utterances to roles."""
 
-    on_dev = SCORE
+    on_dev, metric = SCORE, METRICS["average_rank"]
     head: Roles
 
     def __init__(
@@ -114,7 +115,7 @@ class TurnModel(TrainedModel[DialogueInputs]):
             return self.head.loss(normalize(vectors.float()), own, drawn, dialogue)
 
     def score(self, inputs: DialogueInputs, shared: Shared) -> float | None:
-        """Return the average rank on dev below 0, so that the best is the highest.
+        """Return the average rank on dev.
 
         Of dialogues that are scored, what follows is ranked as ``evaluate`` does.
         """
@@ -136,7 +137,7 @@ class TurnModel(TrainedModel[DialogueInputs]):
             texts, which = np.unique(own, return_inverse=True)
             scores = turn_scores(b1[at], b2[at], after[texts], head.score, head.weights)
             means.append(ranks_among(scores[:, which], np.arange(len(own))).of().mean())
-        return -float(np.mean(means))
+        return float(np.mean(means))
 
     def groups(self, inputs: DialogueInputs) -> NDArray[np.int64]:
         """See :class:`TrainedModel`: windows of a dialogue share their utterances."""

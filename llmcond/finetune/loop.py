@@ -222,7 +222,7 @@ class Trainer(Generic[R]):
         loss = progress.loss / max(1, progress.losses)
         entry = {"step": progress.step, "epoch": epoch, "loss": loss, self.model.on_dev: found}
         curve = (*progress.curve, entry)
-        since = since_best(curve, self.model.on_dev)
+        since = since_best(curve, self.model.on_dev, self.model.metric)
         if not since:
             progress = replace(progress, best_step=progress.step, best_score=found)
             if self._accelerator.is_main_process:

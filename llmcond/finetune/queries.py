@@ -29,6 +29,7 @@ from llmcond.heads.module import seeded
 from llmcond.heads.pairs import Fit
 from llmcond.heads.query_fit import SCORE
 from llmcond.heads.query_maps import QueryHead
+from llmcond.metrics import METRICS
 from llmcond.tasks.graph import Known, Triples, both_directions
 
 #: What dev is scored on, always the same: triples, and entities that are candidates besides theirs.
@@ -82,7 +83,7 @@ class GraphInputs:
 class QueryModel(TrainedModel[GraphInputs]):
     """From triples to the contrastive objective of their queries and tails."""
 
-    on_dev = SCORE
+    on_dev, metric = SCORE, METRICS["mrr"]
     head: QueryHead
 
     def __init__(

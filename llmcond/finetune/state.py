@@ -36,7 +36,7 @@ class Progress:
         updates: of them, those that changed the weights, at the last checkpoint.
         curve: an entry for each evaluation: step, epoch, mean loss since the one before, score.
         best_step: of the best evaluation; 0 before there is one.
-        best_score: Spearman on dev; None where nothing was scored, or it is undefined.
+        best_score: its score on dev; None where nothing was scored, or it is undefined.
         loss: sum of the losses since the last evaluation, in the order of steps.
         losses: how many.
         seconds: spent training, over all runs.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,9 @@ from llmcond.heads.batches import Loader
 from llmcond.heads.ensemble import Ensemble
 from llmcond.heads.module import HeadModule, seeded
 from llmcond.heads.objectives import Objective, RatedBatch, check_contrasts, contrast_groups
-from llmcond.heads.pairs import Fit, OnEpoch, PairArrays
+from llmcond.heads.pairs import DevScore, Fit, H, OnEpoch, PairArrays
 from llmcond.heads.settings import GradientSettings, TrainingSettings
-from llmcond.metrics import spearman
+from llmcond.metrics import METRICS, Metric, spearman
 from llmcond.system import free_memory, native_bfloat16
 
 #: Heads of so many parameters are multiplied in bfloat16 where the device does that natively.
@@ -63,18 +64,15 @@ def spread_seeds(seed: int, members: int) -> list[int]:
     return [(seed + number * _SEED_STEP) % 2**32 for number in range(members)]
 
 
-def since_best(curve: Sequence[Mapping[str, Any]], key: str = "dev_spearman") -> int:
+def since_best(curve: Sequence[Mapping[str, Any]], key: str, metric: Metric) -> int:
     """Return how many entries of a learning curve come after the one with the best score on dev.
 
     That is the first of equal ones. A score of None is undefined, as where all similarities are
     equal, and never better than one that is defined; while none is, the last entry counts.
     """
-    best = 0
     scores = [entry[key] for entry in curve]
-    for position, score in enumerate(scores):
-        if scores[best] is None or (score is not None and score > scores[best]):
-            best = position
-    return len(scores) - 1 - best
+    best = metric.best((score for score in scores if score is not None), default=None)
+    return 0 if best is None else len(scores) - 1 - scores.index(best)
 
 
 def _fit_one(
@@ -111,19 +109,15 @@ def _fit_one(
         pairs = pairs.take(np.argsort(contrast_groups(pairs.pair), kind="stable"))
     half = torch.bfloat16 if module.in_bfloat16 else torch.float32
     loader = Loader(pairs, settings, generator, half, device)
-    scorer = (
-        None
-        if dev is None or not len(dev)
-        else Loader(dev, settings, generator, torch.float32, device)
-    )
+    on_dev = None
+    if dev is not None and len(dev):
+        scorer = Loader(dev, settings, generator, torch.float32, device)
+        on_dev = DevScore(METRICS["spearman"], partial(_dev_spearman, dev=scorer))
 
     def train(epoch: int) -> float:
         return _run_epoch(module, objective, loader, optimiser)
 
-    def score() -> float:
-        return math.nan if scorer is None else _dev_spearman(module, scorer)
-
-    chosen, curve = best_epoch(module, train, score, on_epoch, "dev_spearman")
+    chosen, curve = best_epoch(module, train, lambda: module, on_dev, on_epoch, "dev_spearman")
     record = {
         **chosen,
         "n_parameters": n_parameters,
@@ -149,7 +143,8 @@ def _fit_one(
 def best_epoch(
     module: HeadModule,
     train: Callable[[int], float],
-    score: Callable[[], float],
+    current: Callable[[], H],
+    dev: DevScore[H] | None,
     on_epoch: OnEpoch,
     key: str,
 ) -> tuple[dict[str, Any], list[dict[str, float | None]]]:
@@ -158,7 +153,8 @@ def best_epoch(
     Args:
         module: its settings say how many epochs at most, and when to stop.
         train: trains for an epoch, whose number it takes, from 1; returns the mean loss.
-        score: the score on dev, the higher the better; NaN where it is undefined.
+        current: returns the head as it is now, for ``dev``.
+        dev: chooses the epoch; None: the last one is kept.
         on_epoch: is told of each.
         key: what the learning curve calls that score.
 
@@ -168,7 +164,7 @@ def best_epoch(
     Raises:
         UserError: the loss became NaN or infinite.
     """
-    settings, best = module.settings, {}
+    settings, best, number = module.settings, {}, 0
     curve: list[dict[str, float | None]] = []
     for epoch in range(1, settings.epochs + 1):
         loss = train(epoch)
@@ -177,16 +173,16 @@ def best_epoch(
                 f"the loss became {loss} in epoch {epoch}. Lower learning_rate, to "
                 f"{settings.learning_rate / 10:g} or so."
             )
-        found = score()
+        found = math.nan if dev is None else dev.of(current())
         curve.append({"epoch": epoch, "loss": loss, key: None if math.isnan(found) else found})
         on_epoch(epoch, settings.epochs, found)
-        since = since_best(curve, key)
+        since = 0 if dev is None else since_best(curve, key, dev.metric)
         if not since:
+            number = epoch
             best = {name: value.clone() for name, value in module.state_dict().items()}
         elif since >= settings.patience:
             break
     module.load_state_dict(best)
-    number = len(curve) - since_best(curve, key)
     selected = curve[number - 1][key] is not None
     return {"best_epoch": number, "selected_on": "dev" if selected else None}, curve
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.arrays import MatrixLike, as_matrix
+from llmcond.metrics import Metric
+
+H = TypeVar("H")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,14 @@ class Fit:
 
     record: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DevScore(Generic[H]):
+    """What chooses the epoch: a metric on dev, and what computes it of a head; NaN: undefined."""
+
+    metric: Metric
+    of: Callable[[H], float]
 
 
 #: Called after each epoch: its number, the number of epochs, and the score on dev.

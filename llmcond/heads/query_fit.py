@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +15,7 @@ from llmcond.errors import UserError
 from llmcond.heads.contrastive import Masked, Queue
 from llmcond.heads.fit import best_epoch, check_memory, has_bfloat16, spread_seeds
 from llmcond.heads.module import finished_copy, seeded
-from llmcond.heads.pairs import Fit, OnEpoch
+from llmcond.heads.pairs import DevScore, Fit, OnEpoch
 from llmcond.heads.queries import FittedQueryHead, QueryArrays, QueryFeatures
 from llmcond.heads.query_maps import QueryEnsemble, QueryHead
 from llmcond.heads.recipes import Recipe
@@ -26,19 +24,16 @@ from llmcond.system import choose_device
 #: What a learning curve calls the score on dev, whatever that is.
 SCORE = "dev_score"
 
-#: Scores a head on dev, the higher the better: a filtered MRR, say.
-ScoreOnDev = Callable[[FittedQueryHead], float]
-
 
 def fit_queries(
     recipe: Recipe,
     arrays: QueryArrays,
-    score_on_dev: ScoreOnDev | None,
+    dev: DevScore[FittedQueryHead] | None,
     seed: int,
     on_epoch: OnEpoch,
     device: str = "auto",
 ) -> FittedQueryHead:
-    """Fit a head on a graph's triples in both directions; ``score_on_dev`` chooses the epoch.
+    """Fit a head on a graph's triples in both directions; ``dev`` chooses the epoch.
 
     Without it the last epoch is kept. The same seed gives the same head on the same machine, to
     the last bit on one thread.
@@ -70,7 +65,7 @@ def fit_queries(
     fitted = []
     for own in spread_seeds(seed, settings.members):
         fitting = _Fitting(family, recipe, dims, data, own, where)
-        fit = fitting.run(score_on_dev, on_epoch, n_parameters)
+        fit = fitting.run(dev, on_epoch, n_parameters)
         fitted.append((fitting.module.finished(), fit))
     module, fit = fitted[0]
     if len(fitted) == 1:
@@ -106,7 +101,9 @@ class _Fitting:
         self._queue = Queue(self.settings.queue)
         self._triples = data.arrays.queries()
 
-    def run(self, score_on_dev: ScoreOnDev | None, on_epoch: OnEpoch, n_parameters: int) -> Fit:
+    def run(
+        self, dev: DevScore[FittedQueryHead] | None, on_epoch: OnEpoch, n_parameters: int
+    ) -> Fit:
         """Fit the module in place."""
         settings, module = self.settings, self.module
         if not any(value.numel() for value in module.parameters() if value.ndim):
@@ -123,10 +120,7 @@ class _Fitting:
         def train(epoch: int) -> float:
             return self._run_epoch(optimiser, steps, epoch - 1)
 
-        def score() -> float:
-            return math.nan if score_on_dev is None else score_on_dev(self._as_it_is())
-
-        chosen, curve = best_epoch(module, train, score, on_epoch, SCORE)
+        chosen, curve = best_epoch(module, train, self._as_it_is, dev, on_epoch, SCORE)
         return Fit(
             {
                 **chosen,

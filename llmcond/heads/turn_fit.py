@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +17,7 @@ from llmcond.errors import UserError
 from llmcond.heads.base import Fitted
 from llmcond.heads.fit import best_epoch, check_memory, has_bfloat16
 from llmcond.heads.module import finished_copy, seeded
-from llmcond.heads.pairs import Fit, OnEpoch
+from llmcond.heads.pairs import DevScore, Fit, OnEpoch
 from llmcond.heads.query_fit import SCORE
 from llmcond.heads.recipes import Recipe
 from llmcond.heads.roles import Roles
@@ -122,19 +121,15 @@ class FittedRoles(Fitted):
         return [np.concatenate(parts) for parts in zip(*blocks, strict=True)]
 
 
-#: Scores a head on dev, the higher the better: a mean rank, say, below 0.
-ScoreOnDev = Callable[[FittedRoles], float]
-
-
 def fit_turns(
     recipe: Recipe,
     arrays: TurnArrays,
-    score_on_dev: ScoreOnDev | None,
+    dev: DevScore[FittedRoles] | None,
     seed: int,
     on_epoch: OnEpoch,
     device: str = "auto",
 ) -> FittedRoles:
-    """Fit a head on the windows of dialogues; ``score_on_dev`` chooses the epoch.
+    """Fit a head on the windows of dialogues; ``dev`` chooses the epoch.
 
     Without it the last epoch is kept. The same seed gives the same head on the same machine, to
     the last bit on one thread.
@@ -145,7 +140,7 @@ def fit_turns(
     """
     check_turns(recipe)
     fitting = _Fitting(recipe, arrays, seed, torch.device(choose_device(device)))
-    fit = fitting.run(score_on_dev, on_epoch)
+    fit = fitting.run(dev, on_epoch)
     return FittedRoles(recipe.kind, recipe.family, fitting.module.finished(), seed, fit)
 
 
@@ -181,7 +176,7 @@ class _Fitting:
             self._windows: Positions = turns[places]
             self._features = UnitRows(arrays.utterances)
 
-    def run(self, score_on_dev: ScoreOnDev | None, on_epoch: OnEpoch) -> Fit:
+    def run(self, dev: DevScore[FittedRoles] | None, on_epoch: OnEpoch) -> Fit:
         """Fit the module in place."""
         settings, module = self.settings, self.module
         if not self.n_parameters:
@@ -204,10 +199,7 @@ class _Fitting:
         def train(epoch: int) -> float:
             return self._run_epoch(optimiser, steps, epoch - 1)
 
-        def score() -> float:
-            return math.nan if score_on_dev is None else score_on_dev(self._as_it_is())
-
-        chosen, curve = best_epoch(module, train, score, on_epoch, SCORE)
+        chosen, curve = best_epoch(module, train, self._as_it_is, dev, on_epoch, SCORE)
         return Fit(
             {
                 **chosen,

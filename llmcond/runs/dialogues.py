@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,7 @@ from llmcond.evaluation.results import Queries
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import View
 from llmcond.heads import FittedRoles, Recipe, TurnArrays, fit_turns, load_recipe
-from llmcond.heads.pairs import OnEpoch
-from llmcond.heads.query_fit import SCORE
+from llmcond.heads.pairs import DevScore, OnEpoch
 from llmcond.heads.turns import plan_scores, turn_scores
 from llmcond.metrics import metric_of
 from llmcond.prompts import Prompt
@@ -132,19 +130,10 @@ class DialogueExamples(Examples):
             return fit_turns(recipe, arrays, None, seed, on_epoch, device)
 
         def score(head: FittedRoles) -> float:
-            return -self.on_dev(head, view)
+            return self.on_dev(head, view)
 
-        def shown(epoch: int, epochs: int, score: float) -> None:
-            on_epoch(epoch, epochs, -score)
-
-        fitted = fit_turns(recipe, arrays, score, seed, shown, device)
-        # Fits look for the highest score; records have the metric.
-        curve = [
-            {**entry, SCORE: None if entry[SCORE] is None else -entry[SCORE]}
-            for entry in fitted.fit.record.get("curve", ())
-        ]
-        record = {**fitted.fit.record, **({"curve": curve} if curve else {})}
-        return replace(fitted, fit=replace(fitted.fit, record=record))
+        dev = DevScore(metric_of(self.run.dev_metric), score)
+        return fit_turns(recipe, arrays, dev, seed, on_epoch, device)
 
     def on_dev(self, head: FittedRoles, view: View) -> float:
         """See :class:`Examples`: the average rank."""

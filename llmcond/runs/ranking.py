@@ -16,7 +16,8 @@ from llmcond.evaluation.ranking import Ranks, Term, rank
 from llmcond.evaluation.results import Queries
 from llmcond.features.view import Part, View
 from llmcond.heads import FittedQueryHead, QueryFeatures, Recipe, fit_queries
-from llmcond.heads.pairs import OnEpoch
+from llmcond.heads.pairs import DevScore, OnEpoch
+from llmcond.metrics import metric_of
 from llmcond.prompts import Prompt
 from llmcond.prompts.queries import QueryInputs
 from llmcond.runs.examples import Examples
@@ -113,7 +114,8 @@ class QueryExamples(Examples):
         def score(head: FittedQueryHead) -> float:
             return self._mrr(head, queries)
 
-        return fit_queries(recipe, arrays, score, seed, on_epoch, device)
+        dev = DevScore(metric_of(self.run.dev_metric), score)
+        return fit_queries(recipe, arrays, dev, seed, on_epoch, device)
 
     def on_dev(self, head: FittedQueryHead, view: View) -> float:
         """See :class:`Examples`."""

@@ -92,7 +92,6 @@ class _DialogueJob(Job):
     unit: ClassVar[str] = "dialogues"
     scored: ClassVar[str] = "next turns"
     score: ClassVar[str] = "average rank"
-    metric: ClassVar[str] = "average_rank"
 
     task: Dialogue
     dataset: Dialogues

@@ -104,7 +104,6 @@ class _QueryJob(Job):
     unit: ClassVar[str] = "triples"
     scored: ClassVar[str] = "queries"
     score: ClassVar[str] = "MRR of a sample"
-    metric: ClassVar[str] = "mrr"
 
     task: RankingTask[Any]
     dataset: Graph

@@ -24,7 +24,7 @@ from llmcond.finetune.state import Progress, StateFolder, differences
 from llmcond.heads import Recipe, load_recipe
 from llmcond.heads.base import Fitted
 from llmcond.log import log
-from llmcond.metrics import Estimate, metric_of
+from llmcond.metrics import Estimate
 from llmcond.progress import TrainBar, duration
 from llmcond.prompts import Prompt, load_prompt, prompt_from_json
 from llmcond.records import RECORD as RECORDED
@@ -133,12 +133,10 @@ class Job:
     """
 
     cross: ClassVar[bool] = False
-    #: In messages: what it is trained on, what is scored, and what the score on dev is, by which
-    #: metric. Where less is better, the loop maximises the score below 0.
+    #: In messages: what it is trained on, what is scored, and what the score on dev is.
     unit: ClassVar[str] = "rated rows"
     scored: ClassVar[str] = "rows"
     score: ClassVar[str] = "Spearman"
-    metric: ClassVar[str] = "spearman"
 
     model: str
     resolved: ResolvedEncoder
@@ -154,10 +152,6 @@ class Job:
     def parts(self, trainable: Trainable) -> Parts:
         """Return the model, and the rated rows of train and dev as it takes them."""
         raise NotImplementedError
-
-    def figure(self, score: float | None) -> float | None:
-        """Return a score that the loop maximises as the figure that is told."""
-        return score if score is None or metric_of(self.metric).higher_is_better else -score
 
     def keep(self, head: Any) -> Kept:
         """Make the folder, which holds the encoder, a run, and put the head into it."""
@@ -428,13 +422,11 @@ def _train(job: Job) -> dict[str, Any]:
         + f" on {resolved.device}: {trainer.steps:,} steps"
         + (f", from step {trainer.progress.step:,}" if trainer.progress.step else "")
     )
-    show = metric_of(job.metric).show
-    with TrainBar(
-        key=parts.model.on_dev, score=job.score, show=lambda own: show(job.figure(own))
-    ) as bar:
+    on_dev, metric = parts.model.on_dev, parts.model.metric
+    with TrainBar(key=on_dev, score=job.score, show=metric.show) as bar:
         trainer.run(bar.on_step)
     accelerator.wait_for_everyone()
-    progress, head, on_dev = trainer.progress, None, parts.model.on_dev
+    progress, head = trainer.progress, None
     if accelerator.is_main_process:
         trainer.keep_best()
         name, cross = where_model(job.model, resolved), job.cross
@@ -444,7 +436,7 @@ def _train(job: Job) -> dict[str, Any]:
                 "best_step": progress.best_step,
                 "selected_on": None if progress.best_score is None else "dev",
                 "n_parameters": n_head,
-                "curve": [{**own, on_dev: job.figure(own[on_dev])} for own in progress.curve],
+                "curve": list(progress.curve),
             }
         )
     # What is written is loaded again, and both may be too much for a GPU.
@@ -471,7 +463,7 @@ def _finish(
         "weights": weights,
         "steps": progress.step,
         "best_step": progress.best_step,
-        on_dev: job.figure(progress.best_score),
+        on_dev: progress.best_score,
         "seconds": round(progress.seconds, 1),
         "scores": [result.to_json() for result in kept.scores],
     }

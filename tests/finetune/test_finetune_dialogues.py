@@ -95,7 +95,7 @@ def test_the_score_is_the_average_rank_on_dev(tiny, name):
             above, level = (scores > own + 1e-6).sum(), (abs(scores - own) < 1e-6).sum()
             ranks.append(above + (level + 1) / 2)
         means.append(np.mean(ranks))
-    assert model.score(dev, alone) == pytest.approx(-np.mean(means), abs=1e-6)
+    assert model.score(dev, alone) == pytest.approx(np.mean(means), abs=1e-6)
 
 
 class Stopped(Exception):  # noqa: N818 - it stands for a kill
@@ -142,7 +142,7 @@ def test_it_learns_and_keeps_the_best(tiny, tmp_path, name):
     trainer.run(lambda *_: None)
     curve = trainer.progress.curve
     assert curve[-1]["loss"] < curve[0]["loss"] - 0.1
-    assert trainer.progress.best_score == max(entry["dev_score"] for entry in curve)
+    assert trainer.progress.best_score == min(entry["dev_score"] for entry in curve)
     trainer.keep_best()
     assert trainer.model.score(trainer._dev, alone) == trainer.progress.best_score
 

@@ -24,6 +24,8 @@ from llmcond.heads import (
 )
 from llmcond.heads.contrastive import Contrast
 from llmcond.heads.module import seeded
+from llmcond.heads.pairs import DevScore
+from llmcond.metrics import METRICS
 from llmcond.tasks.graph import Known
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -71,7 +73,8 @@ def recipe(name, **changes):
 
 
 def fit(name, arrays, on_dev=None, seed=0, **changes):
-    return fit_queries(recipe(name, **changes), arrays, on_dev, seed, quiet, "cpu")
+    dev = on_dev and DevScore(METRICS["mrr"], on_dev)
+    return fit_queries(recipe(name, **changes), arrays, dev, seed, quiet, "cpu")
 
 
 def filtered_mrr(arrays, rows=None):

@@ -19,11 +19,12 @@ from llmcond.heads import (
     save_head,
 )
 from llmcond.heads.module import seeded
-from llmcond.heads.pairs import PairArrays
+from llmcond.heads.pairs import DevScore, PairArrays
 from llmcond.heads.roles import Roles, curve
 from llmcond.heads.turn_fit import distinct
 from llmcond.heads.turns import query_vectors
 from llmcond.heads.windows import windows
+from llmcond.metrics import METRICS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -295,17 +296,17 @@ def test_the_same_seed_gives_the_same_head_to_the_bit(name, form):
 
 
 def test_the_best_epoch_on_dev_is_kept():
-    given, seen = iter([-5.0, -3.0, -4.0, -6.0]), []
+    given, seen = iter([5.0, 3.0, 4.0, 6.0]), []
 
     def on_dev(head):
         seen.append(head)
         return next(given)
 
     own = recipe("rank", epochs=9, patience=2)
-    head = fit_turns(own, dialogues(), on_dev, 0, quiet, "cpu")
+    head = fit_turns(own, dialogues(), DevScore(METRICS["average_rank"], on_dev), 0, quiet, "cpu")
     assert head.fit.record["best_epoch"] == 2
     assert head.fit.record["selected_on"] == "dev"
-    assert [entry["dev_score"] for entry in head.fit.record["curve"]] == [-5.0, -3.0, -4.0, -6.0]
+    assert [entry["dev_score"] for entry in head.fit.record["curve"]] == [5.0, 3.0, 4.0, 6.0]
     for key, value in head.tensors.items():
         np.testing.assert_array_equal(value, seen[1].tensors[key])
     undefined = fit_turns(own, dialogues(), None, 0, quiet, "cpu")

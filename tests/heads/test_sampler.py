@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from llmcond.heads.fit import since_best
 from llmcond.heads.sampler import GroupSampler
+from llmcond.metrics import METRICS
 
 GROUPS = st.lists(st.integers(0, 6), min_size=1, max_size=30).map(np.array)
 
@@ -53,5 +54,8 @@ def test_even_batches_have_like_many_groups_in_each_share(group, count, shares, 
 def test_the_best_score_is_the_first_of_equal_ones_and_undefined_ones_are_never_better(
     scores, best
 ):
-    curve = [{"dev_spearman": score} for score in scores]
-    assert since_best(curve) == len(scores) - 1 - best
+    curve = [{"dev": score} for score in scores]
+    assert since_best(curve, "dev", METRICS["spearman"]) == len(scores) - 1 - best
+    # Where less is better, the same scores below 0.
+    curve = [{"dev": score and -score} for score in scores]
+    assert since_best(curve, "dev", METRICS["mean_rank"]) == len(scores) - 1 - best
