@@ -5,22 +5,82 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 from llmcond.encoders import find_model
-from llmcond.metrics import DEFAULT, METRICS, Estimate
+from llmcond.metrics import METRICS, Estimate, Metric, metric_of
 from llmcond.prompts import Prompt
 from llmcond.report.format import factors_text, range_text
-from llmcond.runs import Run, dev_score
+from llmcond.runs import OpenedRun, dev_score
 
 
-def model_card(account: Mapping[str, Any], prompts: Sequence[Prompt], recipe: Any) -> str:
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a card says of one kind of task.
+
+    Attributes:
+        of: what its encoders embed.
+        says: what they are for, in a sentence.
+        loader: the function of the package that loads one.
+        use: what is done with it then, as Python; it is called ``loaded``.
+        rows: what is scored; ``groups`` is what intervals are over.
+        tags: for the hub.
+    """
+
+    of: str
+    says: str
+    loader: str
+    use: str
+    rows: str
+    groups: str
+    tags: Sequence[str]
+
+
+#: By the kind of the run.
+KINDS: Mapping[str, Kind] = {
+    "rated": Kind(
+        "condition-aware text",
+        "The same two sentences get one similarity for each condition.",
+        "load_embedder",
+        'loaded.similarity(["A man rides a horse."], ["A girl cycles."], "the activity")',
+        "rows",
+        "sentence pairs",
+        ("conditional-semantic-textual-similarity", "sentence-similarity"),
+    ),
+    "ranking": Kind(
+        "knowledge-graph",
+        "An entity under a relation is completed by the entity that ranks first.",
+        "load_completer",
+        'loaded.top(head="ENTITY", relation="RELATION", k=10)',
+        "queries",
+        "triples",
+        ("knowledge-graph-completion",),
+    ),
+    "dialogue": Kind(
+        "dialogue",
+        "A dialogue is answered by the candidate that ranks first as its next turn.",
+        "load_dialogue",
+        'pool = loaded.candidates(["Yes, at noon.", "It is red."])\n'
+        'loaded.top(loaded.start(["Hello!", "Shall we meet?"]), pool)',
+        "next turns",
+        "dialogues",
+        ("dialogue", "response-selection"),
+    ),
+}
+
+
+def model_card(
+    account: Mapping[str, Any], kind: str, prompts: Sequence[Prompt], recipe: Any
+) -> str:
     """Return the card of a trained encoder: see :func:`_card`.
 
-    The ``account`` of the training is as ``training.json`` holds it, the ``recipe`` of the head
-    JSON.
+    The ``account`` of the training is as ``training.json`` holds it, ``kind`` that of its task, and
+    the ``recipe`` of the head JSON.
     """
+    own, scores = KINDS[kind], account["summary"]["scores"]
+    metrics = [METRICS[name] for name in scores[0] if name in METRICS] if scores else []
     summary, made_of, base = account["summary"], account["made_of"], account["base"]
     data, settings = account["data"], made_of["settings"]
     full, merged = settings["rank"] == 0, bool(made_of["merge"])
@@ -29,15 +89,17 @@ def model_card(account: Mapping[str, Any], prompts: Sequence[Prompt], recipe: An
     how = "all of its weights" if full else f"LoRA of rank {settings['rank']}"
     how += ", merged into its weights" if merged and not full else ""
     weights = summary["weights"]
-    chosen = "No dev rows chose" if summary["dev_spearman"] is None else "Dev chose"
-    headings = ["split", "rows"]
-    for metric in DEFAULT:
+    on_dev = summary["dev_spearman" if kind == "rated" else "dev_score"]
+    chosen = "Nothing on dev chose" if on_dev is None else "Dev chose"
+    headings = ["split", own.rows]
+    for metric in metrics:
         headings += [metric.heading] if metric.secondary else [metric.heading, "95 % interval"]
     return _card(
         base["repo"],
         library_name="llmcond" if full or merged else "peft",
+        kind=own,
         tags=() if full else ("lora",),
-        title="A condition-aware text encoder",
+        title=f"A {own.of} encoder",
         about=(
             f"`{_code(encoder)}`, trained with {how} and the head `{_code(summary['head'])}`: "
             f"{weights['trained']:,} of the encoder's {weights['of']:,} weights "
@@ -45,18 +107,17 @@ def model_card(account: Mapping[str, Any], prompts: Sequence[Prompt], recipe: An
             "head."
         ),
         headings=headings,
-        scores=[_scores(own) for own in summary["scores"]],
+        scores=[_scores(row, metrics) for row in scores],
         note=(
-            f"{factors_text(DEFAULT)}Intervals are over sentence pairs. {chosen} the weights, "
+            f"{factors_text(metrics)}Intervals are over {own.groups}. {chosen} the weights, "
             f"those of step {summary['best_step']:,} of {summary['steps']:,}."
         ),
         prompts=prompts,
         training={
             "data": _data(data),
             "settings": settings,
-            "objective": made_of["objective"],
+            **{key: made_of[key] for key in ("objective", "subtract") if key in made_of},
             "head": recipe,
-            "subtract": made_of["subtract"],
             "seed": summary["seed"],
             "base": base["weights"],
             "versions": account["versions"],
@@ -64,13 +125,13 @@ def model_card(account: Mapping[str, Any], prompts: Sequence[Prompt], recipe: An
     )
 
 
-def heads_card(run: Run) -> str:
+def heads_card(run: OpenedRun) -> str:
     """Return the card of a run whose heads were fitted on a frozen encoder: see :func:`_card`.
 
     It has heads, and ``default_head`` in its manifest.
     """
     heads, usual = run.find_heads(sorted(run.head_names())), run.manifest["default_head"]
-    encoder, metric = run.manifest["encoder"], METRICS["spearman"]
+    encoder, metric, kind = run.manifest["encoder"], metric_of(run.dev_metric), KINDS[run.kind]
     known = find_model(encoder["model"])
     repo, revision = known.repo if known else encoder["model"], encoder["revision"]
     package = known.package if known and revision is None else None
@@ -81,9 +142,10 @@ def heads_card(run: Run) -> str:
     return _card(
         repo,
         library_name="llmcond",
-        title="Heads for condition-aware text embeddings",
+        kind=kind,
+        title=f"Heads for {kind.of} embeddings",
         about=(
-            f"They were fitted on `{_code(repo)}`, whose weights are not in here: `load_embedder` "
+            f"They were fitted on `{_code(repo)}`, whose weights are not in here: `{kind.loader}` "
             f"takes those {whence}, and no others."
         ),
         headings=["head", "prompt", "minus c", "dimensions", f"{metric.heading} on dev"],
@@ -93,13 +155,13 @@ def heads_card(run: Run) -> str:
                 f"`{_code(head.view.name)}`",
                 "yes" if head.view.subtracts else "no",
                 f"{head.head.dim_out:,}",
-                metric.show(dev_score(head.record)),
+                metric.show(dev_score(head.record, metric.name)),
             ]
             for head in heads
         ],
         note=(
             f"{factors_text([metric])}{'Dev chose the epochs: they are optimistic. ' * on_dev}"
-            f"`load_embedder` takes `{_code(usual)}` unless it is given another's name."
+            f"`{kind.loader}` takes `{_code(usual)}` unless it is given another's name."
         ),
         prompts=list({one.name: one for head in heads for one in head.view.prompts}.values()),
         training={
@@ -122,6 +184,7 @@ def heads_card(run: Run) -> str:
 def _card(
     base: str | None,
     *,
+    kind: Kind,
     library_name: str,
     prompts: Sequence[Prompt],
     tags: Sequence[str] = (),
@@ -138,7 +201,7 @@ def _card(
         base_model=base,
         library_name=library_name,
         pipeline_tag="sentence-similarity",
-        tags=["llmcond", "conditional-semantic-textual-similarity", "sentence-similarity", *tags],
+        tags=["llmcond", *kind.tags, *tags],
     )
     # Autoescape is for HTML; what is the user's is fenced, or quoted as code.
     environment = jinja2.Environment(  # noqa: S701
@@ -149,6 +212,7 @@ def _card(
     )
     environment.filters["fenced"] = _fenced
     card = environment.get_template("card.md.j2").render(
+        kind=kind,
         metadata=metadata.to_yaml(),
         inputs=[
             {
@@ -164,13 +228,13 @@ def _card(
 
 
 def _data(data: Mapping[str, Any]) -> dict[str, Any]:
-    rest = {key: data[key] for key in ("digest", "rows", "unrated")}
+    rest = {key: data[key] for key in ("digest", "rows", "unrated") if key in data}
     return {"name": PurePath(data["source"]).name, **rest}
 
 
-def _scores(own: Mapping[str, Any]) -> list[str]:
+def _scores(own: Mapping[str, Any], metrics: Sequence[Metric]) -> list[str]:
     cells = [own["split"], f"{own['n']:,}"]
-    for metric in DEFAULT:
+    for metric in metrics:
         cells.append(metric.show(own[metric.name]))
         if not metric.secondary:
             found = Estimate.of_json(own[metric.name], own[f"{metric.name}_ci"])

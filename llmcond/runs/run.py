@@ -98,11 +98,13 @@ class AnyRun(ABC):
     Make one with :func:`open_run`, :func:`open_any_run` or :func:`create_run`.
 
     Attributes:
+        kind: of its task, see :class:`AnyTask`.
         dev_metric: the metric that heads are chosen by on dev.
         subtracts: whether heads see e(s|c) less the unconditional embedding, unless told otherwise.
         own_command: that is for runs of its kind only.
     """
 
+    kind: ClassVar[str]
     dev_metric: ClassVar[str]
     subtracts: ClassVar[bool]
     own_command: ClassVar[str] = "similarity"
@@ -439,7 +441,7 @@ def inputs_of(task: AnyTask[Any], data: Data, prompt: Prompt) -> PromptInputs:
 class Run(AnyRun):
     """A run of rated rows."""
 
-    dev_metric, subtracts = "spearman", True
+    kind, dev_metric, subtracts = "rated", "spearman", True
 
     @property
     def task(self) -> Task:
@@ -509,7 +511,7 @@ class _UnratedRun(AnyRun):
 class RankingRun(_UnratedRun):
     """A run of queries against candidates."""
 
-    dev_metric, own_command = "mrr", "complete"
+    kind, dev_metric, own_command = "ranking", "mrr", "complete"
 
     @property
     def task(self) -> RankingTask[Any]:
@@ -534,7 +536,7 @@ class RankingRun(_UnratedRun):
 class DialogueRun(_UnratedRun):
     """A run of dialogues."""
 
-    dev_metric, own_command = "average_rank", "reply"
+    kind, dev_metric, own_command = "dialogue", "average_rank", "reply"
 
     @property
     def task(self) -> Dialogue:
@@ -559,11 +561,7 @@ class DialogueRun(_UnratedRun):
 
 OpenedRun = Run | RankingRun | DialogueRun
 #: The run of each kind of task, see :class:`AnyTask`.
-_KINDS: Mapping[str, type[OpenedRun]] = {
-    "rated": Run,
-    "ranking": RankingRun,
-    "dialogue": DialogueRun,
-}
+_KINDS: Mapping[str, type[OpenedRun]] = {own.kind: own for own in (Run, RankingRun, DialogueRun)}
 
 
 def run_of(folder: Path, manifest: dict[str, Any]) -> OpenedRun:

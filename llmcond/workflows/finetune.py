@@ -18,13 +18,12 @@ from llmcond.errors import UserError
 from llmcond.features.view import View, view_of
 from llmcond.finetune.inputs import RatedInputs
 from llmcond.finetune.model import HeadPlan, TunedModel
-from llmcond.heads import FittedHead, Recipe, load_head, load_recipe, save_head
+from llmcond.heads import FittedHead, Recipe, load_head, load_recipe
 from llmcond.heads.objectives import ObjectiveSettings, check_contrasts
 from llmcond.heads.recipes import parse_settings
 from llmcond.log import log
 from llmcond.prompts import fields_of, load_prompt, prompt_from_json
-from llmcond.report.card import model_card
-from llmcond.runs import complete_run, head_name, head_record
+from llmcond.runs import complete_run
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import predict
 from llmcond.runs.run import fitted_on
@@ -40,7 +39,7 @@ from llmcond.workflows.training import (
     Parts,
     RatedJob,
     Trained,
-    extract_trained,
+    keep_head,
     made_of,
     rated_dataset,
     rated_task,
@@ -136,23 +135,15 @@ class _HeadJob(RatedJob):
 
     def keep(self, head: FittedHead) -> Kept:
         resolved, view = resolve_trained(self), self.view
-        # With the size that was trained.
-        recipe = replace(self.plan.recipe, settings=head.settings)
         run = complete_run(self.folder, resolved, self.dataset, self.task)
-        extract_trained(run, resolved, view.prompts)
-        name = head_name(recipe.name, view)
-        save_head(head, run.head_folder(name), head_record(run, view, recipe.to_json()))
-        saved = run.load_head(name)
+        kept = keep_head(run, resolved, head, self.plan.recipe, view)
+        saved = run.load_head(kept.name)
 
         def predicted(rows: Rows) -> NDArray[np.float32]:
             return predict(saved, RowFeatures(rows, run.store()).pairs(view))
 
-        return Kept(
-            name,
-            {"prompt": view.name, "subtract": view.subtracts},
-            scores_of(run, saved, predicted),
-            lambda account: model_card(account, view.prompts, recipe.to_json()),
-        )
+        takes = {**kept.takes, "subtract": view.subtracts}
+        return replace(kept, takes=takes, scores=scores_of(run, saved, predicted))
 
 
 def _plan(choice: HeadChoice) -> HeadPlan:

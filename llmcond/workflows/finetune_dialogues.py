@@ -10,31 +10,24 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import UserError
-from llmcond.features.view import View, view_of
+from llmcond.features.view import view_of
 from llmcond.finetune.dialogues import DialogueInputs, TurnModel
-from llmcond.heads import FittedRoles, Recipe, load_roles_head, save_head
+from llmcond.heads import FittedRoles, load_roles_head
 from llmcond.heads.turn_fit import check_turns
-from llmcond.metrics import finite
 from llmcond.prompts import load_prompt
 from llmcond.prompts.utterances import UtteranceInputs
-from llmcond.runs import complete_run, head_name, head_record
-from llmcond.runs.dialogues import DialogueExamples
 from llmcond.tasks.dialogue import Dialogue
 from llmcond.tasks.dialogues import Dialogues
-from llmcond.workflows.dialogues import evaluate_dialogues
 from llmcond.workflows.extract import check_prompts, read_data
-from llmcond.workflows.options import DialogueOptions, HeadChoice
+from llmcond.workflows.options import HeadChoice
 from llmcond.workflows.training import (
-    Job,
-    Kept,
     Parts,
+    RankingJob,
     Trained,
     check_unrouted,
     chosen_head,
-    extract_trained,
     made_of,
     resolve_trainable,
-    resolve_trained,
     train,
     tune_settings,
 )
@@ -86,7 +79,7 @@ def train_dialogues(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _DialogueJob(Job):
+class _DialogueJob(RankingJob):
     """An encoder of utterances, and a head that maps them to their roles."""
 
     unit: ClassVar[str] = "dialogues"
@@ -95,9 +88,7 @@ class _DialogueJob(Job):
 
     task: Dialogue
     dataset: Dialogues
-    recipe: Recipe
     start: FittedRoles | None
-    view: View
 
     def parts(self, trainable: Trainable) -> Parts:
         splits, (prompt,) = self.dataset.splits, self.view.prompts
@@ -110,20 +101,3 @@ class _DialogueJob(Job):
             )
         dev = replace(train, turns=splits["dev"]) if "dev" in splits else None
         return Parts(model, train, dev)
-
-    def keep(self, head: FittedRoles) -> Kept:
-        resolved, view, recipe = resolve_trained(self), self.view, self.recipe
-        run = complete_run(self.folder, resolved, self.dataset, self.task)
-        extract_trained(run, resolved, view.prompts)
-        name = head_name(recipe.name, view)
-        on_dev = finite(DialogueExamples(run).on_dev(head, view))
-        record = {**head_record(run, view, recipe.to_json()), f"dev_{run.dev_metric}": on_dev}
-        save_head(head, run.head_folder(name), record)
-        scores = [
-            result
-            for split in ("dev", "test")
-            if split in run.splits
-            for result in evaluate_dialogues(run, [name], split, DialogueOptions())
-            if result.name == name
-        ]
-        return Kept(name, {"prompt": view.name}, scores)

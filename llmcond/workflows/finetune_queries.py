@@ -10,37 +10,24 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import UserError
-from llmcond.features.view import View, view_of
+from llmcond.features.view import view_of
 from llmcond.finetune.queries import GraphInputs, QueryModel, check_recipe
-from llmcond.heads import (
-    FittedQueryHead,
-    Recipe,
-    joint_keys,
-    load_query_head,
-    save_head,
-)
-from llmcond.metrics import finite
+from llmcond.heads import FittedQueryHead, joint_keys, load_query_head
 from llmcond.prompts import load_prompt
 from llmcond.prompts.queries import QueryInputs
-from llmcond.runs import complete_run, head_name, head_record
-from llmcond.runs.ranking import QueryExamples
 from llmcond.runs.trials import sized
 from llmcond.tasks import RankingTask
 from llmcond.tasks.graph import Graph, Known, both_directions
 from llmcond.workflows.extract import check_prompts, read_data
-from llmcond.workflows.options import HeadChoice, RankingOptions
-from llmcond.workflows.rank import evaluate_ranking
+from llmcond.workflows.options import HeadChoice
 from llmcond.workflows.training import (
-    Job,
-    Kept,
     Parts,
+    RankingJob,
     Trained,
     check_unrouted,
     chosen_head,
-    extract_trained,
     made_of,
     resolve_trainable,
-    resolve_trained,
     train,
     tune_settings,
 )
@@ -98,7 +85,7 @@ def train_queries(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _QueryJob(Job):
+class _QueryJob(RankingJob):
     """An encoder of entities and relations, and a head that maps queries and candidates."""
 
     unit: ClassVar[str] = "triples"
@@ -107,9 +94,7 @@ class _QueryJob(Job):
 
     task: RankingTask[Any]
     dataset: Graph
-    recipe: Recipe
     start: FittedQueryHead | None
-    view: View
 
     def parts(self, trainable: Trainable) -> Parts:
         graph, (prompt,) = self.dataset, self.view.prompts
@@ -135,21 +120,3 @@ class _QueryJob(Job):
         if self.start is None:
             recipe = sized(recipe, None, trainable.engine.dim)
         return Parts(QueryModel(trainable.engine, recipe, train, self.seed, self.start), train, dev)
-
-    def keep(self, head: FittedQueryHead) -> Kept:
-        resolved, view = resolve_trained(self), self.view
-        recipe = replace(self.recipe, settings=head.settings)  # with the size that was trained
-        run = complete_run(self.folder, resolved, self.dataset, self.task)
-        extract_trained(run, resolved, view.prompts)
-        name = head_name(recipe.name, view)
-        on_dev = finite(QueryExamples(run).on_dev(head, view))
-        record = {**head_record(run, view, recipe.to_json()), f"dev_{run.dev_metric}": on_dev}
-        save_head(head, run.head_folder(name), record)
-        scores = [
-            result
-            for split in ("dev", "test")
-            if len(self.dataset.splits.get(split, ()))
-            for result in evaluate_ranking(run, [name], split, RankingOptions())
-            if result.name == name
-        ]
-        return Kept(name, {"prompt": view.name}, scores)

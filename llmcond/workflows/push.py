@@ -37,8 +37,8 @@ from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.files import digest_file, gib, read_json, write_json, write_text
 from llmcond.heads.storage import weights_of
 from llmcond.log import log
-from llmcond.report.card import heads_card
-from llmcond.runs import Run, open_run
+from llmcond.report.card import KINDS, heads_card
+from llmcond.runs import OpenedRun, RankingRun, open_any_run
 from llmcond.runs.run import HERE
 from llmcond.version import __version__
 from llmcond.workflows.training import RECORD, STATE
@@ -104,7 +104,7 @@ def push_to_hub(
     log.info(f"{run.folder} -> {url}")
     log.info(
         f"to use it: hf download {repo}{branch} --local-dir {folder}, then "
-        f'llmcond.load_embedder("{folder}")'
+        f'llmcond.{KINDS[run.kind].loader}("{folder}")'
     )
     return {"repo": repo, "url": url, "commit": commit, "files": files}
 
@@ -125,7 +125,7 @@ def _check_name(repo: str) -> None:
         raise UserError(f"{expected} ({first_line(error)}).") from error
 
 
-def _pushable(folder: Path) -> tuple[Run, Tuned | None]:
+def _pushable(folder: Path) -> tuple[OpenedRun, Tuned | None]:
     """Return a run that others can use, and what training recorded of its encoder if it is trained.
 
     Raises:
@@ -136,7 +136,13 @@ def _pushable(folder: Path) -> tuple[Run, Tuned | None]:
             f"the training in {folder} has not ended. Give its llmcond train-lora command "
             "again, which goes on where it stopped."
         )
-    run = open_run(folder)
+    run = open_any_run(folder)
+    if isinstance(run, RankingRun):
+        raise UserError(
+            f"{folder} is a run of the task {run.manifest['task']}: its heads rank the candidates "
+            "of its data, which is never pushed, so others could not use them. Where the data may "
+            f"be shared, upload the whole folder: hf upload OWNER/NAME {folder}"
+        )
     encoder = run.manifest["encoder"]["model"]
     if encoder != HERE:
         if _only_here(encoder, folder):
@@ -185,7 +191,7 @@ def _token(repo: str, revision: str | None) -> str:
 # -- what is pushed ----------------------------------------------------------------------------
 
 
-def _stage(run: Run, tuned: Tuned | None, staged: Path) -> None:
+def _stage(run: OpenedRun, tuned: Tuned | None, staged: Path) -> None:
     """Lay out what is pushed in a folder; files with paths in them are written anew."""
     folder = run.folder
     renamed = _stage_encoder(run, tuned, staged) if tuned else {}
@@ -211,10 +217,10 @@ def _stage(run: Run, tuned: Tuned | None, staged: Path) -> None:
     if (folder / CARD).is_file():
         _place(folder, CARD, staged)
     elif not tuned:
-        write_text(staged / CARD, heads_card(open_run(staged)))  # which has no paths any more
+        write_text(staged / CARD, heads_card(open_any_run(staged)))  # which has no paths any more
 
 
-def _stage_encoder(run: Run, tuned: Tuned, staged: Path) -> dict[str, str]:
+def _stage_encoder(run: OpenedRun, tuned: Tuned, staged: Path) -> dict[str, str]:
     """Lay out a trained encoder's own files; return what it is called by then instead."""
     folder, own, merged = run.folder, run.identity, tuned.base is None
     encoder = [CONFIG, WEIGHTS]

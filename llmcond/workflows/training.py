@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -18,26 +19,39 @@ from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.loading.quantization import require
 from llmcond.errors import UserError
 from llmcond.evaluation.results import Result
+from llmcond.features.view import View
 from llmcond.files import check_writable, read_json, write_json, write_text
 from llmcond.finetune.settings import TuneSettings, renamed, usual_rate
 from llmcond.finetune.state import Progress, StateFolder, differences
-from llmcond.heads import Recipe, load_recipe
+from llmcond.heads import Recipe, load_recipe, save_head
 from llmcond.heads.base import Fitted
 from llmcond.log import log
-from llmcond.metrics import Estimate
+from llmcond.metrics import Estimate, finite
 from llmcond.progress import TrainBar, duration
 from llmcond.prompts import Prompt, load_prompt, prompt_from_json
 from llmcond.records import RECORD as RECORDED
 from llmcond.records import read_record
+from llmcond.report.card import model_card
 from llmcond.report.format import estimate_text
-from llmcond.runs import OpenedRun, Run, open_any_run, where_model
+from llmcond.runs import (
+    OpenedRun,
+    Run,
+    complete_run,
+    head_name,
+    head_record,
+    open_any_run,
+    where_model,
+)
 from llmcond.runs.cross import CrossEncoder
 from llmcond.runs.extraction import LazyEncoder, extract_prompt, extraction_record
+from llmcond.runs.kinds import examples_of
 from llmcond.runs.predictors import Predictor, results_of
 from llmcond.runs.provenance import provenance
 from llmcond.runs.run import fitted_on
 from llmcond.runs.trials import sized
-from llmcond.tasks import AnyTask, Data, Task, find_task
+from llmcond.tasks import AnyTask, Data, RankingTask, Task, find_task
+from llmcond.tasks.dialogue import Dialogue
+from llmcond.workflows.evaluate import evaluate
 from llmcond.workflows.extract import read_data
 from llmcond.workflows.options import HeadChoice
 
@@ -119,7 +133,7 @@ class Kept:
 
     name: str
     takes: Mapping[str, Any]
-    scores: Sequence[Result]
+    scores: Sequence[Result] = ()
     card: Callable[[Mapping[str, Any]], str] | None = None
 
 
@@ -156,6 +170,34 @@ class Job:
     def keep(self, head: Any) -> Kept:
         """Make the folder, which holds the encoder, a run, and put the head into it."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankingJob(Job):
+    """What is trained on right answers: triples of a graph, or dialogues.
+
+    Attributes:
+        recipe: of the head.
+        view: the features that the head sees.
+    """
+
+    task: RankingTask[Any] | Dialogue
+    recipe: Recipe
+    view: View
+
+    def keep(self, head: Fitted) -> Kept:
+        """See :class:`Job`; scores are those of ``evaluate``."""
+        resolved = resolve_trained(self)
+        run = complete_run(self.folder, resolved, self.dataset, self.task)
+        kept = keep_head(run, resolved, head, self.recipe, self.view)
+        scores = [
+            result
+            for split in ("dev", "test")
+            if split in run.splits
+            for result in evaluate(self.folder, [kept.name], split)
+            if result.name == kept.name
+        ]
+        return replace(kept, scores=scores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +325,28 @@ def extract_trained(run: OpenedRun, resolved: ResolvedEncoder, prompts: Sequence
     for prompt in prompts:
         done = extract_prompt(run.store(), encoder, prompt, run.inputs(prompt))
         run.record_prompt(prompt, extraction_record(done, resolved))
+
+
+def keep_head(
+    run: OpenedRun, resolved: ResolvedEncoder, head: Fitted, recipe: Recipe, view: View
+) -> Kept:
+    """Put a head that was trained into its run, beside its features; scores are still missing.
+
+    Args:
+        run: of the folder that the encoder was saved in.
+        resolved: that encoder.
+        head: of the size that was trained.
+        recipe: what it was begun by.
+        view: the features that it sees.
+    """
+    extract_trained(run, resolved, view.prompts)
+    name = head_name(recipe.name, view)
+    record = head_record(run, view, replace(recipe, settings=head.settings).to_json())
+    if "dev" in run.splits:
+        record[f"dev_{run.dev_metric}"] = finite(examples_of(run).on_dev(head, view))
+    save_head(head, run.head_folder(name), record)
+    card = partial(model_card, kind=run.kind, prompts=view.prompts, recipe=record["recipe"])
+    return Kept(name, {"prompt": view.name}, card=card)
 
 
 def rated_task(name: str | None) -> Task:

@@ -9,6 +9,8 @@ from helpers.commands import ok, refused
 from helpers.dialogues import dialogue, write_dialogues
 
 import llmcond
+from llmcond.report.card import heads_card
+from llmcond.runs import open_any_run
 
 ENCODER = ("--dtype", "float32", "--device", "cpu", "--pooling", "mean", "--normalize")
 FEW = ("--set", "epochs=2", "batch_size=64")
@@ -70,7 +72,6 @@ def test_a_run_is_of_one_data_set_read_in_one_way(capsys, data, model, own, tmp_
     [
         ("similarity", "a", "b", "--condition", "c"),
         ("analyse",),
-        ("push", "ada/heads"),
         ("complete", "--relation", "r", "--head-entity", "e"),
     ],
 )
@@ -96,6 +97,10 @@ def test_heads_are_chosen_by_the_lowest_average_rank(capsys, own):
     scores = {name: row["dev_average_rank"] for name, row in rows.items()}
     (taken,) = (name for name, row in rows.items() if row["taken"])
     assert scores[taken] == min(scores.values())
+    ok(capsys, "heads", "--run", own, "--default", taken)
+    card = heads_card(open_any_run(own))  # as it is pushed where the encoder is the hub's
+    assert f"`load_dialogue` takes `{taken}`" in card
+    assert f"| no | 32 | {scores[taken]:.1f} |" in card
     again = ok(capsys, "fit-head", "--run", own, "--head", "rank", *FEW, "--name", "again")
     assert (again["n_train"], again["n_dev"]) == (40, 16)
     assert again["dev_average_rank"] == scores["rank@separate"]

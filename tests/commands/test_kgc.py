@@ -67,7 +67,6 @@ def test_a_run_is_of_one_task_and_one_graph(capsys, own, graph, model, tmp_path)
     [
         ("similarity", "a", "b", "--condition", "c"),
         ("analyse",),
-        ("push", "ada/heads"),
         ("embed", "FILE", "--out", "x.npy"),
     ],
 )

@@ -57,6 +57,15 @@ def test_its_figures_are_those_of_evaluate(capsys, trained):
     assert [entry["epoch"] for entry in record["fit"]["curve"]] == [1, 2]
 
 
+def test_it_has_a_card_and_is_not_pushed_as_its_graph_would_not_be(capsys, trained):
+    card = (trained / "README.md").read_text()
+    scores = json.loads((trained / "training.json").read_text())["summary"]["scores"]
+    assert "| split | queries | MRR | 95 % interval |" in card
+    assert f"| dev | {scores[0]['n']} | {100 * scores[0]['mrr']:.1f} |" in card
+    assert 'llmcond.load_completer("FOLDER")' in card
+    assert "data, which is never pushed" in refused(capsys, "push", "ada/graph", "--run", trained)
+
+
 def test_done_is_done_and_other_settings_are_told(capsys, trained, graph, model):
     again = words(graph, model, trained, "--head", "hypernet-full")
     before = (trained / "training.json").read_text()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from helpers.checkpoints import put_into_hub_cache
 from helpers.commands import ok, refused
+from helpers.dialogues import write_dialogues
 from huggingface_hub import constants
 
 import llmcond
@@ -336,6 +337,24 @@ def test_what_arrives_is_all_that_others_need(request, hub, capsys, tmp_path, ki
     assert hub.files()["README.md"] == (folder / "README.md").read_bytes()
     downloaded = hub.download(tmp_path / "tuned")
     np.testing.assert_array_equal(similarity(downloaded), expected)
+
+
+def test_of_dialogues_what_arrives_replies_without_their_data(hub, base, capfd, tmp_path):
+    dialogues, folder = write_dialogues(tmp_path / "secret"), tmp_path / "run"
+    train(base, dialogues, folder, "--task", "dialogue", "--merge", "--head", "weighted")
+    done = ok(capfd, "push", REPO, "--run", folder)
+    assert set(done["files"]) == ACCOUNTS | WHOLE | heads_of("weighted@separate")
+    assert str(tmp_path).encode() not in b"".join(hub.files().values())
+    card = hub.files()["README.md"].decode()
+    assert "average rank" in card
+    assert 'llmcond.load_dialogue("FOLDER")' in card
+
+    def replies(run):
+        model = llmcond.load_dialogue(run, device="cpu")
+        pool = model.candidates(["two men ?", "sad", "the park on red"])
+        return model.top(model.start(["two men play", "sad"]), pool)
+
+    assert replies(hub.download(tmp_path / "tuned")) == replies(folder)
 
 
 def test_of_a_frozen_encoder_heads_and_its_name_arrive(
