@@ -161,16 +161,18 @@ class TrainBar(_Bar):
     """A progress bar for training: steps, the loss, and the best score on dev.
 
     What the score is called in records and in words: ``key`` and ``score``; ``show`` writes it.
+    Without a ``key`` nothing is scored.
     """
 
     def __init__(
         self,
-        key: str,
+        key: str | None,
         score: str,
         show: Callable[[float], str],
         clock: Callable[[], float] = time.monotonic,
+        name: str = "training",
     ) -> None:
-        super().__init__("training", clock=clock)
+        super().__init__(name, clock=clock)
         self._key, self._score, self._written = key, score, show
         self._shown = 0
 
@@ -181,10 +183,10 @@ class TrainBar(_Bar):
         self._show(detail, completed=done.step, total=steps)
         for entry in done.curve[self._shown :]:
             if entry["step"] == done.step:
-                score = entry[self._key]
-                shown = "undefined" if score is None else self._written(score)
-                log.info(
-                    f"step {entry['step']:,}, epoch {entry['epoch']}: loss {entry['loss']:.4f}, "
-                    f"dev {self._score} {shown}"
-                )
+                said = f"step {entry['step']:,}, epoch {entry['epoch']}: loss {entry['loss']:.4f}"
+                if self._key is not None:
+                    score = entry[self._key]
+                    shown = "undefined" if score is None else self._written(score)
+                    said += f", dev {self._score} {shown}"
+                log.info(said)
         self._shown = len(done.curve)

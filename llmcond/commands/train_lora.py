@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from llmcond.commands.base import verb
 from llmcond.commands.shared import data_options
 from llmcond.commands.training import Training
+from llmcond.finetune.settings import StageSettings
 from llmcond.workflows.options import HeadChoice
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainLora(HeadChoice, Training):
+class TrainLora(HeadChoice, StageSettings, Training):
     """Train an encoder's adapters and a head together; stopped, the same command goes on."""
 
     example: ClassVar[str] = "llmcond train-lora --model minilm --head none --run runs/tuned"
@@ -32,6 +33,7 @@ class TrainLora(HeadChoice, Training):
             data=data,
             choice=self.part(HeadChoice),
             settings=self.tune_settings(),
+            last_stage=self.part(StageSettings),
         )
 
 

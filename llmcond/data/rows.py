@@ -127,6 +127,35 @@ def split_keys(
     return split
 
 
+def fold_of_pair(rows: Rows, folds: int, seed: int) -> NDArray[np.int64]:
+    """Return (n,) which of ``folds`` parts of like size each row is in, all of a pair in one.
+
+    The seed and the sentences themselves decide.
+    """
+    keys = rows.pair_keys()
+    order = sorted(range(len(keys)), key=lambda i: digest_text(str(seed), *keys[i]))
+    fold = np.empty(len(keys), dtype=np.int64)
+    fold[order] = np.arange(len(keys)) % folds
+    return np.asarray(fold[rows.pair])
+
+
+def join_rows(parts: Sequence[Rows]) -> Rows:
+    """Return rows that have the same columns as one, in their order."""
+    first = parts[0]
+    texts: dict[str, Any] = {
+        name: [text for rows in parts for text in rows.texts[name]] for name in first.texts
+    }
+    own = {name: texts.pop(name) for name in ("sentence1", "sentence2", "condition")}
+    return replace(
+        first,
+        **own,
+        extra=texts,
+        rating=np.concatenate([rows.rating for rows in parts]),
+        number=np.concatenate([rows.number for rows in parts]),
+        file=" and ".join(dict.fromkeys(rows.file for rows in parts)),
+    )
+
+
 def leaked_pairs(rows: Rows, train: Rows) -> int:
     """Count the sentence pairs of ``rows`` that occur in ``train`` too."""
     return len(set(rows.pair_keys()) & set(train.pair_keys()))

@@ -18,7 +18,7 @@ from torch import Tensor
 from llmcond.arrays import Positions
 from llmcond.encoders.engine.engine import OutOfMemoryError, is_out_of_memory
 from llmcond.errors import LlmcondError, UserError
-from llmcond.finetune.base import R, TrainedModel
+from llmcond.finetune.base import R, Shared, TrainedModel
 from llmcond.finetune.order import Order
 from llmcond.finetune.settings import TuneSettings, usual_rate
 from llmcond.finetune.state import STATE, Progress, StateFolder
@@ -39,10 +39,14 @@ class Trainer(Generic[R]):
         settings: TuneSettings,
         accelerator: Accelerator,
         state: StateFolder,
+        start: Mapping[str, Tensor] | None = None,
+        pace: float = 1.0,
     ) -> None:
         """Prepare a training, and go on where an earlier one was stopped.
 
-        Rows of ``dev`` choose the weights; without them the last ones are kept.
+        Rows of ``dev`` choose the weights; without them the last ones are kept. The first ones are
+        those of the model, or ``start``, by their names; all learning rates are multiplied by
+        ``pace``.
 
         Raises:
             UserError: it was begun with other settings, or has too few rows.
@@ -52,7 +56,9 @@ class Trainer(Generic[R]):
         self._accelerator, self._state, self._seed = accelerator, state, model.seed
         self._order = Order(model.groups(train), settings, self._seed, accelerator.num_processes)
         self.steps = self._order.steps * settings.epochs
-        self._weights = model.trained()
+        self._weights, self._pace = model.trained(), pace
+        if start is not None:
+            _copy(start, "", self._weights)
         self._average = (
             {name: value.detach().clone() for name, value in self._weights.items()}
             if settings.ema_decay
@@ -73,6 +79,7 @@ class Trainer(Generic[R]):
         groups: dict[tuple[float, float], list[Tensor]] = {}
         for name, value in self._weights.items():
             rate, decay = rates if name.startswith("encoder.") else of_head
+            rate *= self._pace
             # Biases and gains do not decay.
             groups.setdefault((rate, decay if value.ndim > 1 else 0.0), []).append(value)
         return [
@@ -215,10 +222,10 @@ class Trainer(Generic[R]):
         )
 
     def _evaluate(self, epoch: int) -> None:
-        progress = self.progress
+        progress, shared = self.progress, over_processes(self._accelerator)
         weights = self._average or self._weights
         with _borrowed(self._weights, self._average):
-            found = None if self._dev is None else self.model.score(self._dev, self._shared)
+            found = None if self._dev is None else self.model.score(self._dev, shared)
         loss = progress.loss / max(1, progress.losses)
         entry = {"step": progress.step, "epoch": epoch, "loss": loss, self.model.on_dev: found}
         curve = (*progress.curve, entry)
@@ -230,11 +237,15 @@ class Trainer(Generic[R]):
         done = progress.step >= self.steps or since >= self._settings.early_stopping_patience
         self.progress = replace(progress, curve=curve, loss=0.0, losses=0, done=done)
 
-    def _shared(
-        self, n: int, compute: Callable[[Positions], NDArray[np.float32]]
-    ) -> NDArray[np.float32]:
-        """Compute (n, k) values of n things, each process those of a share."""
-        accelerator = self._accelerator
+    def keep_best(self) -> None:
+        """Put the weights of the best evaluation into the model."""
+        _copy(self._state.best(), "", self._weights)
+
+
+def over_processes(accelerator: Accelerator) -> Shared:
+    """Return what computes (n, k) values of n things, each process those of a share."""
+
+    def shared(n: int, compute: Callable[[Positions], NDArray[np.float32]]) -> NDArray[np.float32]:
         count = accelerator.num_processes
         # As many for each process: the last ones are computed twice.
         mine = np.arange(accelerator.process_index, -(-n // count) * count, count) % n
@@ -247,9 +258,7 @@ class Trainer(Generic[R]):
         values: NDArray[np.float32] = parts[:n].cpu().numpy()
         return values
 
-    def keep_best(self) -> None:
-        """Put the weights of the best evaluation into the model."""
-        _copy(self._state.best(), "", self._weights)
+    return shared
 
 
 def _copy(tensors: Mapping[str, Tensor], prefix: str, into: Mapping[str, Tensor]) -> None:

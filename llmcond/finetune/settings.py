@@ -17,6 +17,7 @@ from llmcond.schedules import scheduled
 _LARGEST = 1_000_000
 Count = Annotated[int, Ge(1), Le(_LARGEST)]
 Share = Annotated[float, Ge(0), Lt(1)]
+_STAGE = "last stage"
 
 #: Settings by the names that recipes and records had before -> their names now.
 _RENAMED = {
@@ -125,3 +126,50 @@ class TuneSettings:
     def to_json(self) -> dict[str, Any]:
         """Return the settings as records keep them."""
         return {**asdict(self), "target": list(self.target)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSettings:
+    """A last stage of training, on dev's rows as well; all else is as in the training before.
+
+    Where ratings of train were made by a language model and those of dev by people, it brings more
+    than further steps on train do. Nothing is left to choose its length by: folds of dev tell.
+
+    Attributes:
+        then_share: of train's sentence pairs.
+        then_weight: how often each row of dev is taken.
+        then_learning_rate: of the encoder; None: half of what it was. The head's falls alike.
+        folds: parts of dev, by sentence pair; 0: none. Each is predicted by a stage on the others,
+            from the same weights.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    then: Literal["dev"] | None = option(
+        None, help="train on dev too when training has ended; dev is no score then", group=_STAGE
+    )
+    then_share: Annotated[float, Ge(0), Le(1)] = option(
+        0.15, help="share of train's sentence pairs that stay in", metavar="SHARE", group=_STAGE
+    )
+    then_weight: Count = option(
+        2, help="how often dev's rows are taken in an epoch", metavar="W", group=_STAGE
+    )
+    then_learning_rate: Annotated[float, Gt(0), Le(100)] | None = option(
+        None,
+        help="of the encoder (default: half of --learning-rate)",
+        metavar="LR",
+        group=_STAGE,
+    )
+    then_epochs: Count = option(1, help="of that stage", metavar="N", group=_STAGE)
+    folds: Annotated[int, Ge(0), Le(_LARGEST)] = option(
+        0,
+        help="say what the stage brings, by so many folds of dev: a stage without each",
+        metavar="K",
+        group=_STAGE,
+    )
+
+    def pace(self, settings: TuneSettings) -> float:
+        """Return what learning rates are multiplied by, against the training before."""
+        if self.then_learning_rate is None:
+            return 0.5
+        return self.then_learning_rate / settings.learning_rate

@@ -90,9 +90,9 @@ class StateFolder:
         found = differences(record["made_of"], self._made_of)
         if found:
             raise UserError(
-                f"{self.folder.parent} holds a training that was begun with other settings: "
-                f"{'; '.join(found)}. Give the same to go on, name another --run, or delete "
-                f"{self.folder} to begin anew."
+                f"{self.folder} holds a training that was begun with other settings: "
+                f"{'; '.join(found)}. Give the same to go on, name another --run, or delete it "
+                "to begin anew."
             )
         values = record["progress"]
         return Progress(**{**values, "curve": tuple(values["curve"])}), tensors

@@ -90,7 +90,16 @@ def model_card(
     how += ", merged into its weights" if merged and not full else ""
     weights = summary["weights"]
     on_dev = summary["dev_spearman" if kind == "rated" else "dev_score"]
-    chosen = "Nothing on dev chose" if on_dev is None else "Dev chose"
+    chosen = "Nothing on dev chose"
+    if summary.get("dev_spearman_before", on_dev) is not None:
+        chosen = "Dev chose"
+    then, stage = summary.get("then"), ""
+    if then is not None:
+        stage = (
+            f" A last stage of {then['steps']:,} steps was on dev as well, each row "
+            f"{then['weight']} times, and {100 * then['share']:g} % of train: dev is no score of "
+            "these weights."
+        )
     headings = ["split", own.rows]
     for metric in metrics:
         headings += [metric.heading] if metric.secondary else [metric.heading, "95 % interval"]
@@ -110,7 +119,7 @@ def model_card(
         scores=[_scores(row, metrics) for row in scores],
         note=(
             f"{factors_text(metrics)}Intervals are over {own.groups}. {chosen} the weights, "
-            f"those of step {summary['best_step']:,} of {summary['steps']:,}."
+            f"those of step {summary['best_step']:,} of {summary['steps']:,}.{stage}"
         ),
         prompts=prompts,
         training={
@@ -119,6 +128,7 @@ def model_card(
             **{key: made_of[key] for key in ("objective", "subtract") if key in made_of},
             "head": recipe,
             "seed": summary["seed"],
+            **({} if then is None else {"trained_on": summary["trained_on"], "then": then}),
             "base": base["weights"],
             "versions": account["versions"],
         },

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from llmcond.evaluation.folds import Folded
 from llmcond.evaluation.paired import LEAST_PAIRS
 from llmcond.evaluation.results import Result
-from llmcond.metrics import Estimate, Metric, finite, number
+from llmcond.metrics import METRICS, Estimate, Metric, finite, number
 
 MINUS = "\N{MINUS SIGN}"
 #: What intervals are, in every title.
@@ -20,6 +21,17 @@ def estimate_text(metric: Metric, estimate: Estimate) -> str:
     if finite(estimate.low) is None:
         return metric.show(estimate.value)
     return f"{metric.show(estimate.value)} {interval_text(metric, estimate.low, estimate.high)}"
+
+
+def folds_text(found: Folded) -> str:
+    """Return what training on dev brings, by its folds, in a line."""
+    metric, own = METRICS["spearman"], found.difference
+    return (
+        f"{found.folds} folds of dev, each predicted without it ({found.n:,} rows): "
+        f"{metric.heading} {estimate_text(metric, found.trained)}; with no row of dev "
+        f"{estimate_text(metric, found.without)}; difference {metric.show(own.value, signed=True)} "
+        f"({range_text(metric, own.low, own.high, signed=True)})"
+    )
 
 
 def extreme(metric: Metric) -> str:
@@ -55,11 +67,17 @@ def caveats(results: Sequence[Result]) -> str:
         )
     if chosen and first.split == "dev":
         return f"{text} Dev chose the epochs of fitted heads: their figures are optimistic."
-    return f"{text} Epochs were chosen on dev." if chosen else text
+    text = f"{text} Epochs were chosen on dev." if chosen else text
+    with_dev = [own.name for own in results if _trained_on_dev(own)]
+    return f"{text} Trained on dev as well: {', '.join(with_dev)}." if with_dev else text
 
 
 def _chosen_on_dev(result: Result) -> bool:
     return any(fit.get("selected_on") == "dev" for fit in result.fits)
+
+
+def _trained_on_dev(result: Result) -> bool:
+    return any("dev" in fit.get("trained_on", ()) for fit in result.fits)
 
 
 def factors_text(metrics: Sequence[Metric]) -> str:

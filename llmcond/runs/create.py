@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -70,7 +71,12 @@ def create_run(
 
 @overload
 def complete_run(
-    folder: Path, resolved: ResolvedEncoder, data: Data, task: Task, cross: Orders | None = None
+    folder: Path,
+    resolved: ResolvedEncoder,
+    data: Data,
+    task: Task,
+    cross: Orders | None = None,
+    trained_on: Sequence[str] = ("train",),
 ) -> Run: ...
 
 
@@ -92,14 +98,17 @@ def complete_run(
     data: Data,
     task: AnyTask[Any],
     cross: Orders | None = None,
+    trained_on: Sequence[str] = ("train",),
 ) -> OpenedRun:
     """Make a run of the folder that holds its encoder; ``run.json`` comes last.
 
-    ``cross`` are the orders of a cross-encoder; None: the encoder is none.
+    ``cross`` are the orders of a cross-encoder; None: the encoder is none. ``trained_on`` are the
+    splits whose rows the encoder was trained on.
     """
     manifest = _manifest(HERE, resolved, data, "float16", task)
     if cross is not None:
         manifest["cross_encoder"] = {"orders": cross}
+    manifest["trained_on"] = list(trained_on)
     data.save(folder)
     write_json(folder / "run.json", manifest)
     return run_of(folder, manifest)

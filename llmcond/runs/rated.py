@@ -30,6 +30,11 @@ class RatedExamples(Examples):
         self.run = run
         self._features = Features(run)
 
+    @property
+    def _dev_scores(self) -> bool:
+        """Return whether a score on dev says anything: the encoder was not trained on it."""
+        return "dev" not in self.run.trained_on
+
     def dim(self, view: View) -> int:
         """See :class:`Examples`."""
         return self._features.rated(view, "train").dim
@@ -39,7 +44,7 @@ class RatedExamples(Examples):
         train, dev = self.run.rows("train").rated, self.run.rows("dev").rated
         return {
             "n_train": int(train.sum()),
-            "n_dev": int(dev.sum()),
+            "n_dev": int(dev.sum()) if self._dev_scores else 0,
             "n_dropped": int((~train).sum()),
         }
 
@@ -47,11 +52,14 @@ class RatedExamples(Examples):
         self, recipe: Recipe, view: View, seed: int, on_epoch: OnEpoch, device: str
     ) -> FittedHead:
         """See :class:`Examples`."""
-        train, dev = (self._features.rated(view, split) for split in ("train", "dev"))
-        return fit_recipe(recipe, train, dev if len(dev) else None, seed, on_epoch, device)
+        dev = self._features.rated(view, "dev") if self._dev_scores else None
+        train = self._features.rated(view, "train")
+        return fit_recipe(recipe, train, dev or None, seed, on_epoch, device)
 
     def on_dev(self, head: FittedHead, view: View) -> float:
         """See :class:`Examples`."""
+        if not self._dev_scores:
+            return math.nan
         return _score(head, self._features.rated(view, "dev"))
 
     def scored(self, split: str) -> Rows:

@@ -67,6 +67,7 @@ class Manifest:
     prompts: Mapping[str, _Extracted]
     task: str | None = None
     cross_encoder: _CrossEncoder | None = None
+    trained_on: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

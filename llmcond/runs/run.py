@@ -129,6 +129,11 @@ class AnyRun(ABC):
         return orders
 
     @property
+    def trained_on(self) -> tuple[str, ...]:
+        """Return the splits of its own data that the run's encoder was trained on, as recorded."""
+        return tuple(self.manifest.get("trained_on", ()))
+
+    @property
     def encoder_name(self) -> str:
         """Return the name of the run's encoder, for messages."""
         return str(self.manifest["encoder"]["name"])
@@ -227,6 +232,20 @@ class AnyRun(ABC):
     @abstractmethod
     def default_split(self) -> str:
         """Return the split that is scored where none is named."""
+
+    def scored_split(self, split: str | None) -> str:
+        """Return the split that is scored: the one that was named, or the usual one.
+
+        Raises:
+            UserError: the run's encoder was trained on dev, so that nothing is scored there.
+        """
+        split = split or self.default_split()
+        if split == "dev" and split in self.trained_on:
+            raise UserError(
+                f"the encoder of {self.folder} was trained on dev, so that nothing is scored "
+                "there. Give --split test."
+            )
+        return split
 
     # -- prompts -------------------------------------------------------------------------------
 
@@ -488,6 +507,8 @@ class Run(AnyRun):
     def default_split(self) -> str:
         """Return ``test`` if it has rated rows, else ``dev``: figures on dev chose the epoch."""
         data = self.manifest["data"]
+        if "dev" in self.trained_on:
+            return "test"
         return "test" if data["rows"].get("test", 0) > data["unrated"].get("test", 0) else "dev"
 
 
@@ -656,7 +677,12 @@ def _is_vacant(folder: Path) -> bool:
 
 
 def dev_score(record: Mapping[str, Any], metric: str = Run.dev_metric) -> float | None:
-    """Return the score on dev that a head's or a fit's record holds; None where it has none."""
+    """Return the score on dev that a head's or a fit's record holds; None where it has none.
+
+    What was trained on dev has none, whatever chose its weights before.
+    """
+    if "dev" in record["fit"].get("trained_on", ()):
+        return None
     key = f"dev_{metric}"
     if key in record:
         found = [record[key]]

@@ -88,7 +88,7 @@ def analyse(
     if unknown:
         raise UserError(f"there is no analysis {unknown[0]!r}. There are {', '.join(ANALYSES)}.")
     run = open_run(run_folder)
-    split = split or run.default_split()
+    split = run.scored_split(split)
     rows = run.rows(split)
     rated = np.flatnonzero(rows.rated)[:MOST_VECTORS]
     if not len(rated):

@@ -116,7 +116,7 @@ def compare_prompts(
     extract(model, options, run_folder, data, paths, task=task)
     run = open_any_run(run_folder)
     metrics = choose_metrics(run.task.metrics, asked.metric)
-    split = asked.split or run.default_split()
+    split = run.scored_split(asked.split)
     rows = examples_of(run).scored(split)
     counts = Counts.of(rows)
     if counts.n_pairs < FEW_PAIRS:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmcond.config import build
 from llmcond.data.datasets import DataOptions
+from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderOptions
 from llmcond.encoders.spec import Orders
 from llmcond.errors import UserError
@@ -37,6 +38,7 @@ from llmcond.workflows.training import (
 )
 
 if TYPE_CHECKING:
+    from llmcond.encoders.engine.tokenizing import InputTokenizer
     from llmcond.finetune.build import Trainable
 
 
@@ -125,8 +127,8 @@ class _CrossJob(RatedJob):
 
     def parts(self, trainable: Trainable) -> Parts:
         rated, dev = self.dataset.splits["train"], self.rated_dev()
-        rows = CrossInputs.of(rated, self.orders, trainable.tokenizer)
-        scored = None if dev is None else CrossInputs.of(dev, self.orders, trainable.tokenizer)
+        rows = self.inputs(rated, trainable.tokenizer)
+        scored = None if dev is None else self.inputs(dev, trainable.tokenizer)
         if rows.n_cut:
             log.info(
                 f"{rows.n_cut:,} rows of train are longer than {self.resolved.identity.max_length} "
@@ -135,6 +137,10 @@ class _CrossJob(RatedJob):
         mean = float(rows.rating.mean())
         model = CrossModel(trainable.engine, self.head_settings, self.seed, mean)
         return Parts(model, rows, scored)
+
+    def inputs(self, rows: Rows, tokenizer: InputTokenizer) -> CrossInputs:
+        """See :class:`RatedJob`."""
+        return CrossInputs.of(rows, self.orders, tokenizer)
 
     def keep(self, head: FittedHead) -> Kept:
         resolved = resolve_trained(self)

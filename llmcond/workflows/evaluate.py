@@ -73,6 +73,8 @@ def evaluate(
             found = work(run, heads, split, dialogue, metrics, device)
         return Results(found.rows)
     computed = choose_metrics(run.task.metrics, metrics)
+    if "dev" in run.trained_on:
+        log.info(f"the encoder of {run.folder} was trained on dev as well as on train")
     if predictions is not None:
         check_output(predictions, (".csv",), [data.source, run.manifest["data"]["source"]])
     if report is not None:
@@ -120,7 +122,7 @@ def _rows(run: Run, data: DataOptions, split: str | None) -> tuple[Rows, str]:
         return rows, split
     if data.columns or data.scale:
         raise UserError("columns and rating range belong to --data, which was not given.")
-    split = split or run.default_split()
+    split = run.scored_split(split)
     return run.rows(split), split
 
 

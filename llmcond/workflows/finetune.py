@@ -18,6 +18,7 @@ from llmcond.errors import UserError
 from llmcond.features.view import View, view_of
 from llmcond.finetune.inputs import RatedInputs
 from llmcond.finetune.model import HeadPlan, TunedModel
+from llmcond.finetune.settings import StageSettings
 from llmcond.heads import FittedHead, Recipe, load_head, load_recipe
 from llmcond.heads.objectives import ObjectiveSettings, check_contrasts
 from llmcond.heads.recipes import parse_settings
@@ -28,11 +29,12 @@ from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import predict
 from llmcond.runs.run import fitted_on
 from llmcond.runs.trials import check_seed, sized
-from llmcond.tasks import RankingTask, find_task
+from llmcond.tasks import RankingTask, Task, find_task
 from llmcond.tasks.dialogue import Dialogue
 from llmcond.workflows.extract import check_prompts
 from llmcond.workflows.finetune_dialogues import train_dialogues
 from llmcond.workflows.finetune_queries import train_queries
+from llmcond.workflows.last_stage import stage_settings, stage_splits
 from llmcond.workflows.options import HeadChoice
 from llmcond.workflows.training import (
     Kept,
@@ -51,6 +53,7 @@ from llmcond.workflows.training import (
 )
 
 if TYPE_CHECKING:
+    from llmcond.encoders.engine.tokenizing import InputTokenizer
     from llmcond.finetune.build import Trainable
 
 
@@ -63,6 +66,7 @@ def train_lora(
     settings: Mapping[str, Any],
     merge: bool = False,
     task: str | None = None,
+    last_stage: StageSettings = StageSettings(),
 ) -> Trained:
     """Train an encoder's adapters, or all of its weights, and a head behind it.
 
@@ -77,7 +81,13 @@ def train_lora(
         LlmcondError: the encoder cannot be loaded or trained.
     """
     check_seed(choice.seed)
+    stage = stage_settings(last_stage)
     ranking = find_task(task)
+    if stage is not None and not isinstance(ranking, Task):
+        raise UserError(
+            f"--then {stage.then} is for rated pairs, whose dev rows are rated by people, and the "
+            f"task {ranking.name} has none. Leave it out."
+        )
     given = model, options, run_folder, data, choice, settings, merge
     if isinstance(ranking, RankingTask):
         return train_queries(*given, ranking)
@@ -87,12 +97,15 @@ def train_lora(
     tuning = tune_settings(settings, plan.recipe)
     chosen_task = rated_task(task)
     dataset = rated_dataset(chosen_task, replace(data, extra=fields_of(plan.prompts)))
+    if stage is not None:
+        stage_splits(dataset, stage)  # told before training rather than after it
     resolved = resolve_trainable(model, options, tuning, merge)
     plan, view = _with_prompts(plan, resolved)
     own = {
         **made_of(resolved, dataset, plan.prompts, plan.recipe, choice, tuning, merge),
         "subtract": plan.subtract,
         "objective": asdict(plan.objective),
+        **({} if stage is None else {"then": asdict(stage)}),
     }
     return train(
         _HeadJob(
@@ -108,6 +121,7 @@ def train_lora(
             made_of=own,
             plan=plan,
             view=view,
+            stage=stage,
         )
     )
 
@@ -125,17 +139,23 @@ class _HeadJob(RatedJob):
         dims = dim * len(view.prompts), dim if view.conditioned else 0
         if plan.start is None:
             plan = replace(plan, recipe=sized(plan.recipe, None, dims[0]))
-        train = RatedInputs.of(splits["train"], view, trainable.tokenizer)
+        train = self.inputs(splits["train"], trainable.tokenizer)
         dev = self.rated_dev()
         counts = check_contrasts(train.pair, train.rating, plan.objective)
         if counts:
             log.info(f"contrastive pairs: {counts['n_contrastive_pairs']:,} in {len(train):,} rows")
-        scored = None if dev is None else RatedInputs.of(dev, view, trainable.tokenizer)
+        scored = None if dev is None else self.inputs(dev, trainable.tokenizer)
         return Parts(TunedModel(trainable.engine, plan, dims), train, scored)
+
+    def inputs(self, rows: Rows, tokenizer: InputTokenizer) -> RatedInputs:
+        """See :class:`RatedJob`."""
+        return RatedInputs.of(rows, self.view, tokenizer)
 
     def keep(self, head: FittedHead) -> Kept:
         resolved, view = resolve_trained(self), self.view
-        run = complete_run(self.folder, resolved, self.dataset, self.task)
+        run = complete_run(
+            self.folder, resolved, self.dataset, self.task, trained_on=self.trained_on
+        )
         kept = keep_head(run, resolved, head, self.plan.recipe, view)
         saved = run.load_head(kept.name)
 

@@ -63,7 +63,7 @@ def sweep(  # noqa: PLR0913 - each is a choice of the user, by keyword
     run = open_any_run(run_folder)
     if workers is not None and workers < 1:
         raise UserError(f"workers is {workers}; it must be at least 1.")
-    split = split or run.default_split()
+    split = run.scored_split(split)
     rows = examples_of(run).scored(split)
     subtract = run.subtracts if subtract is None else subtract
     trials = list(_grid(run, heads, vary, prompts, subtract, changes or {}, seeds))

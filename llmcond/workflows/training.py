@@ -21,7 +21,7 @@ from llmcond.errors import UserError
 from llmcond.evaluation.results import Result
 from llmcond.features.view import View
 from llmcond.files import check_writable, read_json, write_json, write_text
-from llmcond.finetune.settings import TuneSettings, renamed, usual_rate
+from llmcond.finetune.settings import StageSettings, TuneSettings, renamed, usual_rate
 from llmcond.finetune.state import Progress, StateFolder, differences
 from llmcond.heads import Recipe, load_recipe, save_head
 from llmcond.heads.base import Fitted
@@ -53,9 +53,14 @@ from llmcond.tasks import AnyTask, Data, RankingTask, Task, find_task
 from llmcond.tasks.dialogue import Dialogue
 from llmcond.workflows.evaluate import evaluate
 from llmcond.workflows.extract import read_data
+from llmcond.workflows.last_stage import Staged, run_stage, stage_splits
 from llmcond.workflows.options import HeadChoice
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import Tensor
+
+    from llmcond.encoders.engine.tokenizing import InputTokenizer
     from llmcond.finetune.base import TrainedModel
     from llmcond.finetune.build import Trainable
 
@@ -167,6 +172,17 @@ class Job:
         """Return the model, and the rated rows of train and dev as it takes them."""
         raise NotImplementedError
 
+    def last_stage(
+        self,
+        model: Any,
+        tokenizer: InputTokenizer,
+        start: Mapping[str, Tensor],
+        accelerator: Accelerator,
+        made_of: Mapping[str, Any],
+    ) -> Staged | None:
+        """Train the model further from its best weights, ``start``; None: it is not asked for."""
+        return None
+
     def keep(self, head: Any) -> Kept:
         """Make the folder, which holds the encoder, a run, and put the head into it."""
         raise NotImplementedError
@@ -202,15 +218,58 @@ class RankingJob(Job):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatedJob(Job):
-    """What is trained on rated rows."""
+    """What is trained on rated rows.
+
+    Attributes:
+        stage: the last stage, on dev as well; None: there is none.
+    """
 
     task: Task
     dataset: Dataset
+    stage: StageSettings | None = None
+
+    def inputs(self, rows: Rows, tokenizer: InputTokenizer) -> Any:
+        """Return the rated rows of a table as the model takes them."""
+        raise NotImplementedError
+
+    @property
+    def trained_on(self) -> tuple[str, ...]:
+        """Return the splits whose rows decide the weights by their loss."""
+        return ("train",) if self.stage is None else ("train", "dev")
 
     def rated_dev(self) -> Rows | None:
         """Return dev; None if it has no rated rows, and the last weights are kept."""
         dev = self.dataset.splits.get("dev")
         return dev if dev is not None and dev.rated.any() else None
+
+    def last_stage(
+        self,
+        model: Any,
+        tokenizer: InputTokenizer,
+        start: Mapping[str, Tensor],
+        accelerator: Accelerator,
+        made_of: Mapping[str, Any],
+    ) -> Staged | None:
+        """See :class:`Job`."""
+        if self.stage is None:
+            return None
+        from llmcond.finetune.stage import LastStage
+
+        train, dev = stage_splits(self.dataset, self.stage)
+        return run_stage(
+            LastStage(
+                model=model,
+                inputs=lambda rows: self.inputs(rows, tokenizer),
+                train=train,
+                dev=dev,
+                settings=self.settings,
+                stage=self.stage,
+                start=start,
+                accelerator=accelerator,
+                folder=self.folder / STATE,
+                made_of=made_of,
+            )
+        )
 
 
 # -- what is asked for -------------------------------------------------------------------------
@@ -472,7 +531,9 @@ def _train(job: Job) -> dict[str, Any]:
     if parts.dev is None:
         log.info(f"no {job.unit} of dev to score: the last weights are kept")
     made_of = {**job.made_of, "processes": accelerator.num_processes}
-    state = StateFolder(job.folder / STATE, made_of)
+    # The last stage may be another: what comes before it is the same.
+    before = {key: value for key, value in made_of.items() if key != "then"}
+    state = StateFolder(job.folder / STATE, before)
     trainer = Trainer(parts.model, parts.train, parts.dev, settings, accelerator, state)
     n_trained, n_all = trainable.counts()
     n_head = sum(value.numel() for value in parts.model.head.parameters())
@@ -491,8 +552,12 @@ def _train(job: Job) -> dict[str, Any]:
         trainer.run(bar.on_step)
     accelerator.wait_for_everyone()
     progress, head = trainer.progress, None
+    trainer.keep_best()
+    del trainer
+    accelerator.free_memory()
+    staged = job.last_stage(parts.model, trainable.tokenizer, state.best(), accelerator, made_of)
+    accelerator.wait_for_everyone()  # each has read what the first one deletes at the end
     if accelerator.is_main_process:
-        trainer.keep_best()
         name, cross = where_model(job.model, resolved), job.cross
         save_encoder(trainable, name, job.folder, merge=job.merge, cross=cross)
         head = parts.model.fitted(
@@ -501,23 +566,30 @@ def _train(job: Job) -> dict[str, Any]:
                 "selected_on": None if progress.best_score is None else "dev",
                 "n_parameters": n_head,
                 "curve": list(progress.curve),
+                **({} if staged is None else staged.record),
             }
         )
     # What is written is loaded again, and both may be too much for a GPU.
-    del trainable, trainer, parts
+    del trainable, parts
     accelerator.free_memory()
-    summary = {} if head is None else _finish(job, head, progress, weights, on_dev)
+    summary = {} if head is None else _finish(job, head, progress, weights, on_dev, staged)
     accelerator.wait_for_everyone()
     return summary
 
 
 def _finish(
-    job: Job, head: Fitted, progress: Progress, weights: Mapping[str, int], on_dev: str
+    job: Job,
+    head: Fitted,
+    progress: Progress,
+    weights: Mapping[str, int],
+    on_dev: str,
+    staged: Staged | None,
 ) -> dict[str, Any]:
     """Write head, scores and card; the account of the training comes last."""
     from llmcond.finetune.save import hub_name
 
     folder, base, kept = job.folder, job.resolved, job.keep(head)
+    score, best = progress.best_score, progress.best_step
     summary = {
         "run": str(folder),
         "encoder": base.checkpoint.name,
@@ -526,15 +598,18 @@ def _finish(
         "seed": job.seed,
         "weights": weights,
         "steps": progress.step,
-        "best_step": progress.best_step,
-        on_dev: progress.best_score,
+        "best_step": best,
+        on_dev: score if staged is None else None,
         "seconds": round(progress.seconds, 1),
+        # That score was of the weights before.
+        **({} if staged is None else {**staged.record, f"{on_dev}_before": score}),
         "scores": [result.to_json() for result in kept.scores],
     }
     account = {
         "format": FORMAT,
         "summary": summary,
         "curve": head.fit.record["curve"],
+        **({} if staged is None else {"then_curve": staged.curve}),
         "made_of": job.made_of,
         "base": {
             "model": job.model,
@@ -554,8 +629,9 @@ def _finish(
             f"{estimate_text(result.primary, result.main)} on {result.counts.n:,} {job.scored}"
         )
     log.info(
-        f"{kept.name}: step {progress.best_step:,} of {progress.step:,}, trained in "
-        f"{duration(progress.seconds)} -> {folder}"
+        f"{kept.name}: step {best:,} of {progress.step:,}"
+        + ("" if staged is None else f" and {staged.steps:,} of the last stage, with dev")
+        + f", trained in {duration(progress.seconds)} -> {folder}"
     )
     return summary
 
@@ -575,7 +651,7 @@ def scores_of(
     """Return what a predictor scores on dev and test, as ``evaluate`` gives it."""
     found: list[Result] = []
     for split in ("dev", "test"):
-        if split in run.splits and run.rows(split).rated.any():
+        if split in run.splits and run.rows(split).rated.any() and split not in run.trained_on:
             rows = run.rows(split)
             found += results_of([predictor], [predicted(rows)], rows, split, task=run.task.name)
     return found
