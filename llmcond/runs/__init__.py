@@ -1,23 +1,10 @@
 """A run's folder: its manifest, data, features, heads, and what predicts from them."""
 
 from llmcond.runs.create import RunExistsError, complete_run, create_run, where_model
-from llmcond.runs.run import (
-    AnyRun,
-    DialogueRun,
-    OpenedRun,
-    RankingRun,
-    Run,
-    Saved,
-    SavedHead,
-    SavedQueryHead,
-    SavedRoles,
-    dev_score,
-    head_name,
-    head_record,
-    open_any_run,
-    open_run,
-    run_exists,
-)
+from llmcond.runs.open import open_any_run, open_run, run_exists
+from llmcond.runs.run import AnyRun, head_record
+from llmcond.runs.saved import Saved, SavedHead, SavedQueryHead, SavedRoles, dev_score, head_name
+from llmcond.runs.task_runs import DialogueRun, OpenedRun, RankingRun, Run
 
 __all__ = [
     "AnyRun",

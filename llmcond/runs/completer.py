@@ -19,9 +19,10 @@ from llmcond.heads import joint_keys
 from llmcond.prompts import Prompt
 from llmcond.runs.embedder import choose_head
 from llmcond.runs.extraction import LazyEncoder
+from llmcond.runs.open import open_any_run
 from llmcond.runs.predictors import AnyPredictor
 from llmcond.runs.ranking import QueryExamples
-from llmcond.runs.run import RankingRun, open_any_run
+from llmcond.runs.task_runs import RankingRun
 from llmcond.runs.terms import GraphTerms
 from llmcond.tasks.graph import Graph, Texts, both_directions
 

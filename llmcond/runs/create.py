@@ -12,16 +12,10 @@ from llmcond.encoders.spec import Orders
 from llmcond.errors import DiskFullError, UserError, is_disk_full
 from llmcond.features.store import StoreDtype
 from llmcond.files import remove_stale, temporary_sibling, write_json
+from llmcond.runs.manifest import FORMAT, HERE
+from llmcond.runs.open import run_of
 from llmcond.runs.provenance import provenance
-from llmcond.runs.run import (
-    FORMAT,
-    HERE,
-    DialogueRun,
-    OpenedRun,
-    RankingRun,
-    Run,
-    run_of,
-)
+from llmcond.runs.task_runs import DialogueRun, OpenedRun, RankingRun, Run
 from llmcond.tasks import AnyTask, Data, RankingTask, Task
 from llmcond.tasks.dialogue import Dialogue
 

@@ -20,8 +20,9 @@ from llmcond.heads import FittedHead, load_head
 from llmcond.records import check_record
 from llmcond.runs.comparing import Comparing, Vectors
 from llmcond.runs.extraction import LazyEncoder
+from llmcond.runs.open import open_run
 from llmcond.runs.records import TrainedOn
-from llmcond.runs.run import Run, open_run
+from llmcond.runs.task_runs import Run
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder

@@ -23,7 +23,7 @@ from llmcond.prompts import Prompt
 from llmcond.prompts.utterances import UtteranceInputs
 from llmcond.runs.examples import Examples
 from llmcond.runs.predictors import AnyPredictor, Zeroshot
-from llmcond.runs.run import DialogueRun
+from llmcond.runs.task_runs import DialogueRun
 
 
 def no_head(dim: int) -> FittedRoles:

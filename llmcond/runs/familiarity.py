@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmcond.runs.embedder import Embedder, unit_length
-from llmcond.runs.run import Run
+from llmcond.runs.task_runs import Run
 
 #: A condition is unfamiliar if its nearest one of training is further away than that of this share
 #: of the conditions of training, each compared with the others.

@@ -6,7 +6,7 @@ from llmcond.runs.dialogues import DialogueExamples
 from llmcond.runs.examples import Examples
 from llmcond.runs.ranking import QueryExamples
 from llmcond.runs.rated import RatedExamples
-from llmcond.runs.run import DialogueRun, OpenedRun, RankingRun
+from llmcond.runs.task_runs import DialogueRun, OpenedRun, RankingRun
 
 
 def examples_of(run: OpenedRun) -> Examples:

@@ -20,7 +20,9 @@ from llmcond.log import log
 from llmcond.metrics import DEFAULT, Metric
 from llmcond.prompts import Prompt
 from llmcond.runs.cross import CrossEncoder
-from llmcond.runs.run import AnyRun, Run, Saved, SavedHead, StaleHeadError, head_name
+from llmcond.runs.run import AnyRun
+from llmcond.runs.saved import Saved, SavedHead, StaleHeadError, head_name
+from llmcond.runs.task_runs import Run
 from llmcond.tasks import DEFAULT_TASK
 
 #: Rows compared at a time.

@@ -21,7 +21,7 @@ from llmcond.log import log, log_to_terminal
 from llmcond.plugins import load, loaded
 from llmcond.prompts import Prompt
 from llmcond.runs.extraction import LazyEncoder
-from llmcond.runs.run import open_any_run
+from llmcond.runs.open import open_any_run
 from llmcond.system import processes
 
 _JOIN_SECONDS = 60

@@ -22,7 +22,7 @@ from llmcond.prompts import Prompt
 from llmcond.prompts.queries import QueryInputs
 from llmcond.runs.examples import Examples
 from llmcond.runs.predictors import AnyPredictor, Zeroshot, zeroshots
-from llmcond.runs.run import RankingRun
+from llmcond.runs.task_runs import RankingRun
 from llmcond.tasks import QueryTexts
 
 #: Queries of dev that choose an epoch, at most.

@@ -17,7 +17,7 @@ from llmcond.prompts import Prompt
 from llmcond.runs.examples import Examples
 from llmcond.runs.features import Features
 from llmcond.runs.predictors import AnyPredictor, Zeroshot, check_scorable, predict, zeroshots
-from llmcond.runs.run import Run
+from llmcond.runs.task_runs import Run
 
 
 class RatedExamples(Examples):

@@ -22,7 +22,8 @@ from llmcond.prompts.utterances import UtteranceInputs
 from llmcond.runs.dialogues import no_head
 from llmcond.runs.embedder import choose_head
 from llmcond.runs.extraction import LazyEncoder
-from llmcond.runs.run import DialogueRun, open_any_run
+from llmcond.runs.open import open_any_run
+from llmcond.runs.task_runs import DialogueRun
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder

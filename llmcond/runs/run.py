@@ -2,7 +2,8 @@
 
 ``run.json`` says which encoder, data and prompts; the data lies beside it, rows by split in
 ``rows.parquet``; ``features/`` is the store; ``heads/`` the fitted heads. A run belongs to one
-encoder and one data set for good; prompts and heads are added to it.
+encoder and one data set for good; prompts and heads are added to it. Here is what all runs have;
+``task_runs.py`` has those of each kind of task.
 """
 
 from __future__ import annotations
@@ -12,84 +13,33 @@ import tempfile
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, cast
 
 from filelock import FileLock
 
 from llmcond.config import bundled_names, check_name
-from llmcond.data.datasets import DataOptions, Dataset, RatingScale
-from llmcond.data.rows import Rows
+from llmcond.data.datasets import DataOptions, Dataset
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
-from llmcond.encoders.resolve import no_embeddings
 from llmcond.encoders.spec import Orders
-from llmcond.errors import LlmcondError, UserError, listed, nearest
-from llmcond.evaluation.results import default_name
+from llmcond.errors import UserError, nearest
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import View
-from llmcond.files import (
-    check_format,
-    check_writable,
-    read_json,
-    write_json,
-)
-from llmcond.heads import (
-    FittedHead,
-    FittedQueryHead,
-    FittedRoles,
-    load_head,
-    load_query_head,
-    load_roles_head,
-)
-from llmcond.heads.base import Fitted
+from llmcond.files import check_writable, read_json, write_json
 from llmcond.log import log
 from llmcond.metrics import metric_of
 from llmcond.prompts import Prompt, prompt_from_json
 from llmcond.prompts.inputs import PromptInputs, SplitInputs
 from llmcond.prompts.queries import QueryInputs
 from llmcond.prompts.utterances import UtteranceInputs
-from llmcond.records import check_record
+from llmcond.runs.manifest import HERE, read_manifest
 from llmcond.runs.provenance import provenance
-from llmcond.runs.records import FittedOn, Manifest, TaskManifest
-from llmcond.tasks import AnyTask, Data, QueryData, RankingTask, Task, find_task
+from llmcond.runs.saved import H_co, Saved, StaleHeadError, dev_score, fitted_on
+from llmcond.tasks import AnyTask, Data, RankingTask, find_task
 from llmcond.tasks.dialogue import Dialogue
 from llmcond.tasks.dialogues import Dialogues
-
-FORMAT = 1
-#: What ``run.json`` calls an encoder that lies in the run's own folder, wherever that is.
-HERE = "."
-
-
-H_co = TypeVar("H_co", bound=Fitted, covariant=True)
-
-
-@dataclass(frozen=True)
-class Saved(Generic[H_co]):
-    """A fitted head of a run, with what it was fitted on.
-
-    ``name`` is its folder's, unique in the run, and ``record`` everything that head.json holds.
-    """
-
-    name: str
-    head: H_co
-    view: View
-    record: Mapping[str, Any]
-
-    @property
-    def recipe(self) -> str:
-        """Return the name of the recipe it was fitted by."""
-        return str(self.record["recipe"]["name"])
-
-
-SavedHead = Saved[FittedHead]
-SavedQueryHead = Saved[FittedQueryHead]
-SavedRoles = Saved[FittedRoles]
-
-
-class StaleHeadError(UserError):
-    """A head was fitted on features of another encoder, prompt or setting than the run's."""
 
 
 class AnyRun(ABC):
@@ -182,7 +132,7 @@ class AnyRun(ABC):
         if self.manifest["encoder"]["model"] in (model, HERE):
             return
         with FileLock(self.folder / ".lock"):
-            self.manifest = _read_manifest(self.folder)
+            self.manifest = read_manifest(self.folder)
             self.manifest["encoder"]["model"] = model
             write_json(self.folder / "run.json", self.manifest)
 
@@ -324,7 +274,7 @@ class AnyRun(ABC):
     def record_prompt(self, prompt: Prompt, extraction: Mapping[str, Any]) -> None:
         """Record in the manifest that a prompt's features were extracted."""
         with FileLock(self.folder / ".lock"):
-            self.manifest = _read_manifest(self.folder)
+            self.manifest = read_manifest(self.folder)
             known = self.manifest["prompts"].get(prompt.name)
             if known and known["prompt"] == prompt.to_json() and not extraction["n_computed"]:
                 return  # nothing is new, so what made it has not changed either
@@ -372,7 +322,7 @@ class AnyRun(ABC):
         if name not in names:
             raise UserError(f"{self.folder} has no head {name!r}. {nearest(name, names)}")
         with FileLock(self.folder / ".lock"):
-            self.manifest = {**_read_manifest(self.folder), "default_head": name}
+            self.manifest = {**read_manifest(self.folder), "default_head": name}
             write_json(self.folder / "run.json", self.manifest)
 
     def head_record(self, name: str) -> dict[str, Any]:
@@ -455,247 +405,6 @@ def inputs_of(task: AnyTask[Any], data: Data, prompt: Prompt) -> PromptInputs:
     if isinstance(task, Dialogue):
         return UtteranceInputs(cast(Dialogues, data).texts, prompt)
     return SplitInputs(cast(Dataset, data).splits.values(), prompt)
-
-
-class Run(AnyRun):
-    """A run of rated rows."""
-
-    kind, dev_metric, subtracts = "rated", "spearman", True
-
-    @property
-    def task(self) -> Task:
-        """Return the run's task; errors as of :class:`AnyRun`."""
-        return cast(Task, super().task)
-
-    @property
-    def splits(self) -> list[str]:
-        """Return the names of the run's splits."""
-        return list(self.manifest["data"]["rows"])
-
-    @property
-    def scale(self) -> RatingScale:
-        """Return the rating scale that the data was read by."""
-        return RatingScale(**self.manifest["data"]["scale"])
-
-    @property
-    def read_by(self) -> DataOptions:
-        """Return how the data was read, without where it was."""
-        data, extra = self.manifest["data"], tuple(self.rows("train").extra)
-        return DataOptions(None, data["columns"], data["scale"], data["split_seed"], extra)
-
-    def rows(self, split: str) -> Rows:
-        """Return the rows of a split.
-
-        Raises:
-            UserError: the run has none of that name, or its rows cannot be read.
-            LlmcondError: its rows are not those that run.json counts.
-        """
-        splits = cast(Dataset, self.data).splits
-        if split not in splits:
-            raise UserError(f"{self.folder} has no {split} split; it has {', '.join(self.splits)}.")
-        return splits[split]
-
-    def load_head(self, name: str) -> SavedHead:
-        """Load a head that compares pairs; see :class:`AnyRun`."""
-        return self._loaded(name, load_head(self.head_folder(name)))
-
-    @property
-    def has_rows(self) -> bool:
-        """Return whether its rows are there; what others were given of a run has none."""
-        return (self.folder / "rows.parquet").is_file()
-
-    def default_split(self) -> str:
-        """Return ``test`` if it has rated rows, else ``dev``: figures on dev chose the epoch."""
-        data = self.manifest["data"]
-        if "dev" in self.trained_on:
-            return "test"
-        return "test" if data["rows"].get("test", 0) > data["unrated"].get("test", 0) else "dev"
-
-
-class _UnratedRun(AnyRun):
-    """A run whose examples are right answers, not ratings."""
-
-    #: Candidates have no condition, and what is left of a query would lie elsewhere.
-    subtracts = False
-
-    @property
-    def splits(self) -> list[str]:
-        """Return the names of the run's splits."""
-        found: Mapping[str, Any] = cast(Any, self.data).splits
-        return list(found)
-
-    def default_split(self) -> str:
-        """Return ``test`` if there is one, else ``dev``."""
-        return "test" if "test" in self.splits else "dev"
-
-
-class RankingRun(_UnratedRun):
-    """A run of queries against candidates."""
-
-    kind, dev_metric, own_command = "ranking", "mrr", "complete"
-
-    @property
-    def task(self) -> RankingTask[Any]:
-        """Return the run's task; errors as of :class:`AnyRun`."""
-        return cast(RankingTask[Any], super().task)
-
-    @property
-    def queries(self) -> QueryData:
-        """Return its data set, see :attr:`data`."""
-        return cast(QueryData, self.data)
-
-    @property
-    def read_by(self) -> DataOptions:
-        """Return how the data was read: in the only way there is."""
-        return DataOptions()
-
-    def load_head(self, name: str) -> SavedQueryHead:
-        """Load a head that ranks candidates; see :class:`AnyRun`."""
-        return self._loaded(name, load_query_head(self.head_folder(name)))
-
-
-class DialogueRun(_UnratedRun):
-    """A run of dialogues."""
-
-    kind, dev_metric, own_command = "dialogue", "average_rank", "reply"
-
-    @property
-    def task(self) -> Dialogue:
-        """Return the run's task; errors as of :class:`AnyRun`."""
-        return cast(Dialogue, super().task)
-
-    @property
-    def dialogues(self) -> Dialogues:
-        """Return its data set, see :attr:`data`."""
-        return cast(Dialogues, self.data)
-
-    @property
-    def read_by(self) -> DataOptions:
-        """Return how the data was read, without where it was."""
-        data = self.manifest["data"]
-        return DataOptions(split_seed=data["split_seed"], drop_leaks=data["drop_leaks"])
-
-    def load_head(self, name: str) -> SavedRoles:
-        """Load a head that maps utterances to their roles; see :class:`AnyRun`."""
-        return self._loaded(name, load_roles_head(self.head_folder(name)))
-
-
-OpenedRun = Run | RankingRun | DialogueRun
-#: The run of each kind of task, see :class:`AnyTask`.
-_KINDS: Mapping[str, type[OpenedRun]] = {own.kind: own for own in (Run, RankingRun, DialogueRun)}
-
-
-def run_of(folder: Path, manifest: dict[str, Any]) -> OpenedRun:
-    """Return the run of a folder, by what its run.json holds."""
-    return _KINDS[_kind(folder, manifest)](folder, manifest)
-
-
-def _kind(folder: Path, manifest: Mapping[str, Any]) -> str:
-    """Return the kind of a run's task, which older versions did not name."""
-    kind = manifest.get("kind", "ranking" if manifest.get("ranking") else "rated")
-    if kind not in _KINDS:
-        raise LlmcondError(
-            f"{folder / 'run.json'} has kind = {kind!r}, none of {', '.join(_KINDS)}; it was "
-            "damaged, or a newer version wrote it."
-        )
-    return str(kind)
-
-
-def open_run(folder: Path, *, cross: bool = False) -> Run:
-    """Open a run of rated rows; with ``cross`` it may be a cross-encoder's, without embeddings.
-
-    Raises:
-        UserError: as :func:`open_any_run`, or a run of queries against candidates.
-    """
-    run = open_any_run(folder, cross=cross)
-    if not isinstance(run, Run):
-        raise UserError(
-            f"{folder} is a run of the task {run.manifest['task']}, which ranks candidates; this "
-            "is for rated pairs of sentences. It takes extract, fit-head, evaluate, sweep, "
-            f"compare-prompts, heads and {run.own_command}."
-        )
-    return run
-
-
-def open_any_run(folder: Path, *, cross: bool = False) -> OpenedRun:
-    """Open a run, whatever its task; with ``cross`` it may be that of a cross-encoder.
-
-    Raises:
-        UserError: nothing there, a folder that is no run, one written by a newer version, or one
-            of a cross-encoder.
-    """
-    if _is_vacant(folder):
-        others = sorted(str(path.parent) for path in folder.parent.glob("*/run.json"))
-        named = (
-            f"There are {listed(others)}: name one by --run; or extract" if others else "Extract"
-        )
-        raise UserError(
-            f"there is no run at {folder}. {named} features first: llmcond extract --model MODEL "
-            f"--run {folder}"
-        )
-    if not (folder / "run.json").is_file():
-        raise UserError(
-            f"{folder} is not a run of llmcond (it has no run.json). Name another --run; nothing "
-            "in it was touched."
-        )
-    run = run_of(folder, _read_manifest(folder))
-    if run.cross is not None and not cross:
-        raise no_embeddings(folder)
-    return run
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    manifest = read_json(folder / "run.json")
-    check_format(manifest, FORMAT, str(folder))
-    schema = Manifest if _kind(folder, manifest) == "rated" else TaskManifest
-    check_record(manifest, schema, str(folder / "run.json"), "Extract into a new --run.")
-    return manifest
-
-
-def fitted_on(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return what head.json records, once what its features were is seen to be there.
-
-    Raises:
-        LlmcondError: it was damaged.
-    """
-    if "prompt" in record:  # as written before heads could have several
-        record = {**record, "prompts": [record["prompt"]]}
-    check_record(record, FittedOn, where, "Fit it again.")
-    return dict(record)
-
-
-def run_exists(folder: Path) -> bool:
-    """Return whether a run is at ``folder``; errors as of :func:`open_any_run` if anything else."""
-    if _is_vacant(folder):
-        return False
-    open_any_run(folder)
-    return True
-
-
-def _is_vacant(folder: Path) -> bool:
-    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-
-
-def dev_score(record: Mapping[str, Any], metric: str = Run.dev_metric) -> float | None:
-    """Return the score on dev that a head's or a fit's record holds; None where it has none.
-
-    What was trained on dev has none, whatever chose its weights before.
-    """
-    if "dev" in record["fit"].get("trained_on", ()):
-        return None
-    key = f"dev_{metric}"
-    if key in record:
-        found = [record[key]]
-    else:  # as written before it had one of its own: the best epoch's
-        found = [entry.get(key) for entry in record["fit"].get("curve") or ()]
-    scores = (score for score in found if isinstance(score, float))
-    return cast(float | None, metric_of(metric).best(scores, default=None))
-
-
-def head_name(recipe: str, view: View) -> str:
-    """Return the name that a head has in a run unless the user gives one."""
-    plain = not view.subtract and view.features not in ("separate", "alone")
-    return default_name(recipe, [prompt.name for prompt in view.prompts], plain)
 
 
 def head_record(run: AnyRun, view: View, recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from llmcond.prompts import fields_of, load_prompt, prompt_from_json
 from llmcond.runs import complete_run
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import predict
-from llmcond.runs.run import fitted_on
+from llmcond.runs.saved import fitted_on
 from llmcond.runs.trials import check_seed, sized
 from llmcond.tasks import RankingTask, Task, find_task
 from llmcond.tasks.dialogue import Dialogue

@@ -39,7 +39,7 @@ from llmcond.heads.storage import weights_of
 from llmcond.log import log
 from llmcond.report.card import KINDS, heads_card
 from llmcond.runs import OpenedRun, RankingRun, open_any_run
-from llmcond.runs.run import HERE
+from llmcond.runs.manifest import HERE
 from llmcond.version import __version__
 from llmcond.workflows.training import RECORD, STATE
 

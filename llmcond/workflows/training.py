@@ -47,7 +47,7 @@ from llmcond.runs.extraction import LazyEncoder, extract_prompt, extraction_reco
 from llmcond.runs.kinds import examples_of
 from llmcond.runs.predictors import Predictor, results_of
 from llmcond.runs.provenance import provenance
-from llmcond.runs.run import fitted_on
+from llmcond.runs.saved import fitted_on
 from llmcond.runs.trials import sized
 from llmcond.tasks import AnyTask, Data, RankingTask, Task, find_task
 from llmcond.tasks.dialogue import Dialogue

@@ -1,0 +1,85 @@
+"""Opening a run, whatever its task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmcond.encoders.resolve import no_embeddings
+from llmcond.errors import LlmcondError, UserError, listed
+from llmcond.runs.manifest import kind_of, read_manifest
+from llmcond.runs.task_runs import DialogueRun, OpenedRun, RankingRun, Run
+
+#: The run of each kind of task, see :class:`AnyTask`.
+_KINDS: Mapping[str, type[OpenedRun]] = {own.kind: own for own in (Run, RankingRun, DialogueRun)}
+
+
+def run_of(folder: Path, manifest: dict[str, Any]) -> OpenedRun:
+    """Return the run of a folder, by what its run.json holds.
+
+    Raises:
+        LlmcondError: a kind of task that there is not.
+    """
+    kind = kind_of(manifest)
+    if kind not in _KINDS:
+        raise LlmcondError(
+            f"{folder / 'run.json'} has kind = {kind!r}, none of {', '.join(_KINDS)}; it was "
+            "damaged, or a newer version wrote it."
+        )
+    return _KINDS[kind](folder, manifest)
+
+
+def open_run(folder: Path, *, cross: bool = False) -> Run:
+    """Open a run of rated rows; with ``cross`` it may be a cross-encoder's, without embeddings.
+
+    Raises:
+        UserError: as :func:`open_any_run`, or a run of queries against candidates.
+    """
+    run = open_any_run(folder, cross=cross)
+    if not isinstance(run, Run):
+        raise UserError(
+            f"{folder} is a run of the task {run.manifest['task']}, which ranks candidates; this "
+            "is for rated pairs of sentences. It takes extract, fit-head, evaluate, sweep, "
+            f"compare-prompts, heads and {run.own_command}."
+        )
+    return run
+
+
+def open_any_run(folder: Path, *, cross: bool = False) -> OpenedRun:
+    """Open a run, whatever its task; with ``cross`` it may be that of a cross-encoder.
+
+    Raises:
+        UserError: nothing there, a folder that is no run, one written by a newer version, or one
+            of a cross-encoder.
+    """
+    if _is_vacant(folder):
+        others = sorted(str(path.parent) for path in folder.parent.glob("*/run.json"))
+        named = (
+            f"There are {listed(others)}: name one by --run; or extract" if others else "Extract"
+        )
+        raise UserError(
+            f"there is no run at {folder}. {named} features first: llmcond extract --model MODEL "
+            f"--run {folder}"
+        )
+    if not (folder / "run.json").is_file():
+        raise UserError(
+            f"{folder} is not a run of llmcond (it has no run.json). Name another --run; nothing "
+            "in it was touched."
+        )
+    run = run_of(folder, read_manifest(folder))
+    if run.cross is not None and not cross:
+        raise no_embeddings(folder)
+    return run
+
+
+def run_exists(folder: Path) -> bool:
+    """Return whether a run is at ``folder``; errors as of :func:`open_any_run` if anything else."""
+    if _is_vacant(folder):
+        return False
+    open_any_run(folder)
+    return True
+
+
+def _is_vacant(folder: Path) -> bool:
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))

@@ -1,0 +1,79 @@
+"""A fitted head in a run's folder: its name, and what ``head.json`` says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+from llmcond.errors import UserError
+from llmcond.evaluation.results import default_name
+from llmcond.features.view import View
+from llmcond.heads import FittedHead, FittedQueryHead, FittedRoles
+from llmcond.heads.base import Fitted
+from llmcond.metrics import metric_of
+from llmcond.records import check_record
+from llmcond.runs.records import FittedOn
+
+H_co = TypeVar("H_co", bound=Fitted, covariant=True)
+
+
+@dataclass(frozen=True)
+class Saved(Generic[H_co]):
+    """A fitted head of a run, with what it was fitted on.
+
+    ``name`` is its folder's, unique in the run, and ``record`` everything that head.json holds.
+    """
+
+    name: str
+    head: H_co
+    view: View
+    record: Mapping[str, Any]
+
+    @property
+    def recipe(self) -> str:
+        """Return the name of the recipe it was fitted by."""
+        return str(self.record["recipe"]["name"])
+
+
+SavedHead = Saved[FittedHead]
+SavedQueryHead = Saved[FittedQueryHead]
+SavedRoles = Saved[FittedRoles]
+
+
+class StaleHeadError(UserError):
+    """A head was fitted on features of another encoder, prompt or setting than the run's."""
+
+
+def head_name(recipe: str, view: View) -> str:
+    """Return the name that a head has in a run unless the user gives one."""
+    plain = not view.subtract and view.features not in ("separate", "alone")
+    return default_name(recipe, [prompt.name for prompt in view.prompts], plain)
+
+
+def fitted_on(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return what head.json records, once what its features were is seen to be there.
+
+    Raises:
+        LlmcondError: it was damaged.
+    """
+    if "prompt" in record:  # as written before heads could have several
+        record = {**record, "prompts": [record["prompt"]]}
+    check_record(record, FittedOn, where, "Fit it again.")
+    return dict(record)
+
+
+def dev_score(record: Mapping[str, Any], metric: str) -> float | None:
+    """Return the score on dev that a head's or a fit's record holds; None where it has none.
+
+    What was trained on dev has none, whatever chose its weights before.
+    """
+    if "dev" in record["fit"].get("trained_on", ()):
+        return None
+    key = f"dev_{metric}"
+    if key in record:
+        found = [record[key]]
+    else:  # as written before it had one of its own: the best epoch's
+        found = [entry.get(key) for entry in record["fit"].get("curve") or ()]
+    scores = (score for score in found if isinstance(score, float))
+    return cast(float | None, metric_of(metric).best(scores, default=None))

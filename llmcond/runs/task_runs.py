@@ -1,0 +1,142 @@
+"""A run of each kind of task: rated rows, queries against candidates, dialogues."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from llmcond.data.datasets import DataOptions, Dataset, RatingScale
+from llmcond.data.rows import Rows
+from llmcond.errors import UserError
+from llmcond.heads import load_head, load_query_head, load_roles_head
+from llmcond.runs.run import AnyRun
+from llmcond.runs.saved import SavedHead, SavedQueryHead, SavedRoles
+from llmcond.tasks import QueryData, RankingTask, Task
+from llmcond.tasks.dialogue import Dialogue
+from llmcond.tasks.dialogues import Dialogues
+
+
+class Run(AnyRun):
+    """A run of rated rows."""
+
+    kind, dev_metric, subtracts = "rated", "spearman", True
+
+    @property
+    def task(self) -> Task:
+        """Return the run's task; errors as of :class:`AnyRun`."""
+        return cast(Task, super().task)
+
+    @property
+    def splits(self) -> list[str]:
+        """Return the names of the run's splits."""
+        return list(self.manifest["data"]["rows"])
+
+    @property
+    def scale(self) -> RatingScale:
+        """Return the rating scale that the data was read by."""
+        return RatingScale(**self.manifest["data"]["scale"])
+
+    @property
+    def read_by(self) -> DataOptions:
+        """Return how the data was read, without where it was."""
+        data, extra = self.manifest["data"], tuple(self.rows("train").extra)
+        return DataOptions(None, data["columns"], data["scale"], data["split_seed"], extra)
+
+    def rows(self, split: str) -> Rows:
+        """Return the rows of a split.
+
+        Raises:
+            UserError: the run has none of that name, or its rows cannot be read.
+            LlmcondError: its rows are not those that run.json counts.
+        """
+        splits = cast(Dataset, self.data).splits
+        if split not in splits:
+            raise UserError(f"{self.folder} has no {split} split; it has {', '.join(self.splits)}.")
+        return splits[split]
+
+    def load_head(self, name: str) -> SavedHead:
+        """Load a head that compares pairs; see :class:`AnyRun`."""
+        return self._loaded(name, load_head(self.head_folder(name)))
+
+    @property
+    def has_rows(self) -> bool:
+        """Return whether its rows are there; what others were given of a run has none."""
+        return (self.folder / "rows.parquet").is_file()
+
+    def default_split(self) -> str:
+        """Return ``test`` if it has rated rows, else ``dev``: figures on dev chose the epoch."""
+        data = self.manifest["data"]
+        if "dev" in self.trained_on:
+            return "test"
+        return "test" if data["rows"].get("test", 0) > data["unrated"].get("test", 0) else "dev"
+
+
+class _UnratedRun(AnyRun):
+    """A run whose examples are right answers, not ratings."""
+
+    #: Candidates have no condition, and what is left of a query would lie elsewhere.
+    subtracts = False
+
+    @property
+    def splits(self) -> list[str]:
+        """Return the names of the run's splits."""
+        found: Mapping[str, Any] = cast(Any, self.data).splits
+        return list(found)
+
+    def default_split(self) -> str:
+        """Return ``test`` if there is one, else ``dev``."""
+        return "test" if "test" in self.splits else "dev"
+
+
+class RankingRun(_UnratedRun):
+    """A run of queries against candidates."""
+
+    kind, dev_metric, own_command = "ranking", "mrr", "complete"
+
+    @property
+    def task(self) -> RankingTask[Any]:
+        """Return the run's task; errors as of :class:`AnyRun`."""
+        return cast(RankingTask[Any], super().task)
+
+    @property
+    def queries(self) -> QueryData:
+        """Return its data set, see :attr:`data`."""
+        return cast(QueryData, self.data)
+
+    @property
+    def read_by(self) -> DataOptions:
+        """Return how the data was read: in the only way there is."""
+        return DataOptions()
+
+    def load_head(self, name: str) -> SavedQueryHead:
+        """Load a head that ranks candidates; see :class:`AnyRun`."""
+        return self._loaded(name, load_query_head(self.head_folder(name)))
+
+
+class DialogueRun(_UnratedRun):
+    """A run of dialogues."""
+
+    kind, dev_metric, own_command = "dialogue", "average_rank", "reply"
+
+    @property
+    def task(self) -> Dialogue:
+        """Return the run's task; errors as of :class:`AnyRun`."""
+        return cast(Dialogue, super().task)
+
+    @property
+    def dialogues(self) -> Dialogues:
+        """Return its data set, see :attr:`data`."""
+        return cast(Dialogues, self.data)
+
+    @property
+    def read_by(self) -> DataOptions:
+        """Return how the data was read, without where it was."""
+        data = self.manifest["data"]
+        return DataOptions(split_seed=data["split_seed"], drop_leaks=data["drop_leaks"])
+
+    def load_head(self, name: str) -> SavedRoles:
+        """Load a head that maps utterances to their roles; see :class:`AnyRun`."""
+        return self._loaded(name, load_roles_head(self.head_folder(name)))
+
+
+OpenedRun = Run | RankingRun | DialogueRun
