@@ -213,13 +213,15 @@ def _in_bfloat16(module: HeadModule, n_parameters: int, device: torch.device) ->
         if precision == "bfloat16":
             raise UserError("this head multiplies in float32 only; leave out precision=bfloat16.")
         return False
-    if precision == "auto" and n_parameters >= _LARGE:
-        return has_bfloat16(device)
-    return bool(precision == "bfloat16")
+    if precision == "auto" and n_parameters < _LARGE:
+        return False
+    return in_bfloat16(precision, device)
 
 
-def has_bfloat16(device: torch.device) -> bool:
-    """Return whether a device multiplies in bfloat16 natively."""
+def in_bfloat16(precision: str, device: torch.device) -> bool:
+    """Return whether to multiply in bfloat16; ``auto``: where a device does that natively."""
+    if precision != "auto":
+        return precision == "bfloat16"
     if device.type == "cuda":
         # Before compute capability 8.0 GPUs emulate it.
         return torch.cuda.get_device_capability(device)[0] >= 8

@@ -13,7 +13,7 @@ from torch import Tensor
 from llmcond.arrays import Positions
 from llmcond.errors import UserError
 from llmcond.heads.contrastive import Masked, Queue
-from llmcond.heads.fit import best_epoch, check_memory, has_bfloat16, spread_seeds
+from llmcond.heads.fit import best_epoch, check_memory, in_bfloat16, spread_seeds
 from llmcond.heads.module import finished_copy, seeded
 from llmcond.heads.pairs import DevScore, Fit, OnEpoch
 from llmcond.heads.queries import FittedQueryHead, QueryArrays, QueryFeatures
@@ -113,9 +113,7 @@ class _Fitting:
         module.to(self.device)
         optimiser = self._optimiser()
         steps = -(-len(self._triples) // settings.batch_size)
-        precise = settings.precision
-        in_bfloat16 = precise == "bfloat16" or (precise == "auto" and has_bfloat16(self.device))
-        module.multiply_in_bfloat16(in_bfloat16)
+        module.multiply_in_bfloat16(in_bfloat16(settings.precision, self.device))
 
         def train(epoch: int) -> float:
             return self._run_epoch(optimiser, steps, epoch - 1)
@@ -126,7 +124,7 @@ class _Fitting:
                 **chosen,
                 "n_parameters": n_parameters,
                 "steps_per_epoch": steps,
-                "precision": "bfloat16" if in_bfloat16 else "float32",
+                "precision": "bfloat16" if module.in_bfloat16 else "float32",
                 "temperature": 1 / module.scale,
                 "curve": curve,
             }

@@ -15,7 +15,7 @@ from torch import Tensor
 from llmcond.arrays import Array, MatrixLike, Positions, as_matrix
 from llmcond.errors import UserError
 from llmcond.heads.base import Fitted
-from llmcond.heads.fit import best_epoch, check_memory, has_bfloat16
+from llmcond.heads.fit import best_epoch, check_memory, in_bfloat16
 from llmcond.heads.module import finished_copy, seeded
 from llmcond.heads.pairs import DevScore, Fit, OnEpoch
 from llmcond.heads.query_fit import SCORE
@@ -191,10 +191,7 @@ class _Fitting:
             fused=True,
         )
         steps = -(-len(self._windows) // settings.batch_size)
-        precise = settings.precision
-        module.in_bfloat16 = precise == "bfloat16" or (
-            precise == "auto" and has_bfloat16(self.device)
-        )
+        module.in_bfloat16 = in_bfloat16(settings.precision, self.device)
 
         def train(epoch: int) -> float:
             return self._run_epoch(optimiser, steps, epoch - 1)
