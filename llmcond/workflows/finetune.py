@@ -23,11 +23,10 @@ from llmcond.heads import FittedHead, Recipe, load_head, load_recipe
 from llmcond.heads.objectives import ObjectiveSettings, check_contrasts
 from llmcond.heads.recipes import parse_settings
 from llmcond.log import log
-from llmcond.prompts import fields_of, load_prompt, prompt_from_json
+from llmcond.prompts import fields_of, load_prompt
 from llmcond.runs import complete_run
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import predict
-from llmcond.runs.saved import fitted_on
 from llmcond.runs.trials import check_seed, sized
 from llmcond.tasks import RankingTask, Task, find_task
 from llmcond.tasks.dialogue import Dialogue
@@ -43,6 +42,7 @@ from llmcond.workflows.training import (
     Trained,
     keep_head,
     made_of,
+    named_head,
     rated_dataset,
     rated_task,
     resolve_trainable,
@@ -167,34 +167,21 @@ class _HeadJob(RatedJob):
 
 
 def _plan(choice: HeadChoice) -> HeadPlan:
-    start = None
-    subtract, prompts = bool(choice.subtract), [load_prompt(name) for name in choice.prompt]
-    if choice.start is not None:
-        if choice.head is not None or choice.dim is not None:
-            raise UserError(
-                "a head that was fitted has its kind and size already: with --start, leave out "
-                "--head and --dim."
-            )
-        start, record = load_head(choice.start)
-        if start.family.reads_pairs:
-            raise UserError(
-                f"{choice.start} is the head of a cross-encoder, which has no embeddings. Start "
-                "from a head that fit-head or train-lora made."
-            )
-        where = str(choice.start / "head.json")
-        record = fitted_on(record, where)
-        prompts = prompts or [prompt_from_json(own, where) for own in record["prompts"]]
-        subtract = record["subtract"] if choice.subtract is None else choice.subtract
-        about: dict[str, Any] = {
-            key: record["recipe"][key] for key in ("name", "description", "source")
-        }
-        recipe = Recipe(**about, kind=start.kind, family=start.family, settings=start.settings)
-    elif choice.head is not None:
-        recipe = load_recipe(choice.head)
-    else:
-        raise UserError("no head was named. Give --head (none: nothing behind the encoder).")
+    recipe, prompts, start, record = named_head(choice, None, _load)
+    subtract = record.get("subtract", False) if choice.subtract is None else choice.subtract
     recipe, objective = _changed(recipe, dict(choice.set or {}), choice.dim)
-    return HeadPlan(recipe, objective, choice.seed, tuple(prompts), subtract, start)
+    return HeadPlan(recipe, objective, choice.seed, prompts, subtract, start)
+
+
+def _load(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
+    """Read a head that has embeddings, and its record."""
+    start, record = load_head(folder)
+    if start.family.reads_pairs:
+        raise UserError(
+            f"{folder} is the head of a cross-encoder, which has no embeddings. Start from a head "
+            "that fit-head or train-lora made."
+        )
+    return start, record
 
 
 def _changed(

@@ -287,6 +287,41 @@ def tune_settings(given: Mapping[str, Any], recipe: Recipe | None = None) -> Tun
     return build(TuneSettings, values, "training")
 
 
+def named_head(
+    choice: HeadChoice, task: str | None, load: Callable[[Path], tuple[F, dict[str, Any]]]
+) -> tuple[Recipe, tuple[Prompt, ...], F | None, dict[str, Any]]:
+    """Return the recipe that was named, the prompts, the head to start from, and its record.
+
+    With a head to start from they are its own, unless prompts were named; ``load`` reads it. The
+    record is empty where there is none.
+
+    Raises:
+        UserError: no head, or two.
+    """
+    prompts = tuple(load_prompt(name) for name in choice.prompt)
+    if choice.start is None:
+        if choice.head is None:
+            raise UserError("no head was named. Give --head (none: nothing behind the encoder).")
+        return load_recipe(choice.head, task), prompts, None, {}
+    if choice.head is not None or choice.dim is not None:
+        raise UserError(
+            "a head that was fitted has its kind and size already: with --start, leave out "
+            "--head and --dim."
+        )
+    start, record = load(choice.start)
+    where = str(choice.start / "head.json")
+    record = fitted_on(record, where)
+    prompts = prompts or tuple(prompt_from_json(own, where) for own in record["prompts"])
+    recipe = replace(
+        load_recipe("none", task),
+        **{key: record["recipe"][key] for key in ("name", "description", "source")},
+        kind=start.kind,
+        family=start.family,
+        settings=start.settings,
+    )
+    return recipe, prompts, start, record
+
+
 def chosen_head(
     choice: HeadChoice,
     task: str,
@@ -309,29 +344,7 @@ def chosen_head(
             f"nothing is subtracted in the task {task}: what is ranked has no condition. Leave out "
             "--subtract."
         )
-    prompts = tuple(load_prompt(name) for name in choice.prompt)
-    start = None
-    if choice.start is not None:
-        if choice.head is not None or choice.dim is not None:
-            raise UserError(
-                "a head that was fitted has its kind and size already: with --start, leave out "
-                "--head and --dim."
-            )
-        start, record = load(choice.start)
-        where = str(choice.start / "head.json")
-        record = fitted_on(record, where)
-        prompts = prompts or tuple(prompt_from_json(own, where) for own in record["prompts"])
-        recipe = replace(
-            load_recipe("none", task),
-            **{key: record["recipe"][key] for key in ("name", "description", "source")},
-            kind=start.kind,
-            family=start.family,
-            settings=start.settings,
-        )
-    elif choice.head is not None:
-        recipe = load_recipe(choice.head, task)
-    else:
-        raise UserError("no head was named. Give --head (none: nothing behind the encoder).")
+    recipe, prompts, start, _ = named_head(choice, task, load)
     if choice.set:
         recipe = recipe.with_settings(recipe.parse_changes(dict(choice.set), "--set"), "--set")
     if choice.dim is not None:
