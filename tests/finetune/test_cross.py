@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from helpers import checkpoints
 from helpers.commands import ok, refused
+from helpers.training import resumed
 
 import llmcond
 from llmcond import plugins
@@ -81,25 +83,13 @@ def trainer_of(tiny, data, folder, orders="both", **settings):
     return Trainer(model, rows, dev, tuning, Accelerator(cpu=True), state)
 
 
-class Stopped(Exception):  # noqa: N818 - it stands for a kill
-    pass
-
-
 def test_stopped_after_any_step_it_ends_bit_equal(tiny, data, tmp_path):
     settings = {"epochs": 2, "adapter_dropout": 0.1, "gradient_accumulation_steps": 2}
     whole = trainer_of(tiny, data, tmp_path / "whole", **settings)
     whole.run(lambda *_: None)
     expected = {name: value.clone() for name, value in whole.model.trained().items()}
     for stop in (2, 5, 7):
-
-        def interrupt(progress, steps, loss, stop=stop):
-            if progress.step == stop:
-                raise Stopped
-
-        with pytest.raises(Stopped):
-            trainer_of(tiny, data, tmp_path / str(stop), **settings).run(interrupt)
-        torch.rand(stop)  # another process has other random numbers
-        again = trainer_of(tiny, data, tmp_path / str(stop), **settings)
+        again = resumed(partial(trainer_of, tiny, data, tmp_path / str(stop), **settings), stop)
         assert again.progress.step == max(s for s in (0, 3, 4, 6) if s < stop)
         again.run(lambda *_: None)
         assert again.progress.curve == whole.progress.curve

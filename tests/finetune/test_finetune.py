@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from accelerate import Accelerator
 from helpers import checkpoints
 from helpers.commands import ok, refused
 from helpers.processes import Command
+from helpers.training import resumed, stop_after
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModel
@@ -147,10 +149,6 @@ def trainer_of(tiny, data, folder, dropout=0.1, **settings):
     return Trainer(model, train, dev, tuning, Accelerator(cpu=True), state)
 
 
-class Stopped(Exception):  # noqa: N818 - it stands for a kill
-    pass
-
-
 @pytest.mark.parametrize(("average", "first"), [(0.0, 1), (0.9, 2)])
 def test_stopped_after_any_step_it_ends_bit_equal(tiny, data, tmp_path, average, first):
     settings = {
@@ -165,16 +163,8 @@ def test_stopped_after_any_step_it_ends_bit_equal(tiny, data, tmp_path, average,
     assert whole.steps == 8
 
     for stop in range(first, whole.steps + 1, 2):
-
-        def interrupt(progress, steps, loss, stop=stop):
-            if progress.step == stop:
-                raise Stopped
-
         folder = tmp_path / str(stop)
-        with pytest.raises(Stopped):
-            trainer_of(tiny, data, folder, **settings).run(interrupt)
-        torch.rand(stop)  # another process has other random numbers
-        again = trainer_of(tiny, data, folder, **settings)
+        again = resumed(partial(trainer_of, tiny, data, folder, **settings), stop)
         assert again.progress.step == max(s for s in (0, 3, 4, 6) if s < stop)
         again.run(lambda *_: None)
         assert again.progress.curve == whole.progress.curve
@@ -255,12 +245,7 @@ def test_other_settings_are_each_named(train, tmp_path):
 
 
 def test_an_unfinished_training_is_not_gone_on_with_otherwise(tiny, data, tmp_path):
-    def stop(progress, *_):
-        if progress.step == 4:
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        trainer_of(tiny, data, tmp_path / "t", epochs=2).run(stop)
+    stop_after(trainer_of(tiny, data, tmp_path / "t", epochs=2), 4)
     with pytest.raises(
         UserError, match=r"settings\.epochs: 3, not 2; settings\.ema_decay: 0\.9, not 0"
     ):

@@ -1,9 +1,12 @@
 """An encoder trained on dialogues, with a head that maps roles: its loss, its score, resumption."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from helpers.training import resumed
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.errors import UserError
@@ -98,10 +101,6 @@ def test_the_score_is_the_average_rank_on_dev(tiny, name):
     assert model.score(dev, alone) == pytest.approx(np.mean(means), abs=1e-6)
 
 
-class Stopped(Exception):  # noqa: N818 - it stands for a kill
-    pass
-
-
 def trainer_of(tiny, folder, name="weighted", changes=(), **settings):
     tuning = TuneSettings(rank=4, **{"batch_size": 12, "checkpoint_steps": 2, **settings})
     model, train, dev = parts_of(tiny, name, tuning=tuning, **dict(changes))
@@ -119,15 +118,9 @@ def test_stopped_after_any_step_it_ends_bit_equal(tiny, tmp_path, name, changes)
     assert whole.steps == 6
     expected = {key: value.clone() for key, value in whole.model.trained().items()}
     for stop in (1, 5):  # before the first checkpoint, and after one within an epoch
-
-        def interrupt(progress, steps, loss, stop=stop):
-            if progress.step == stop:
-                raise Stopped
-
-        with pytest.raises(Stopped):
-            trainer_of(tiny, tmp_path / str(stop), name, changes, **settings).run(interrupt)
-        torch.rand(stop)  # another process has other random numbers
-        again = trainer_of(tiny, tmp_path / str(stop), name, changes, **settings)
+        again = resumed(
+            partial(trainer_of, tiny, tmp_path / str(stop), name, changes, **settings), stop
+        )
         assert again.progress.step == stop - 1
         again.run(lambda *_: None)
         assert again.progress.curve == whole.progress.curve

@@ -1,11 +1,13 @@
 """An encoder trained on a graph, with a head that maps queries: its loss, its score, resumption."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from helpers.training import resumed
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.errors import UserError
@@ -153,10 +155,6 @@ def test_a_sample_of_dev_is_scored_among_a_sample_of_entities(tiny, monkeypatch)
     assert 0 < whole <= 1
 
 
-class Stopped(Exception):  # noqa: N818 - it stands for a kill
-    pass
-
-
 def trainer_of(tiny, folder, name="hypernet-full", changes=(), **settings):
     trainable, tuning = trainable_of(tiny, **settings)
     train, dev = inputs_of(trainable)
@@ -176,15 +174,9 @@ def test_stopped_after_any_step_it_ends_bit_equal(tiny, tmp_path, name, changes)
     expected = {key: value.clone() for key, value in whole.model.head.state_dict().items()}
     expected |= {key: value.clone() for key, value in whole.model.trained().items()}
     for stop in (1, 3, 5):
-
-        def interrupt(progress, steps, loss, stop=stop):
-            if progress.step == stop:
-                raise Stopped
-
-        with pytest.raises(Stopped):
-            trainer_of(tiny, tmp_path / str(stop), name, changes, **settings).run(interrupt)
-        torch.rand(stop)  # another process has other random numbers
-        again = trainer_of(tiny, tmp_path / str(stop), name, changes, **settings)
+        again = resumed(
+            partial(trainer_of, tiny, tmp_path / str(stop), name, changes, **settings), stop
+        )
         assert again.progress.step < stop
         again.run(lambda *_: None)
         assert again.progress.curve == whole.progress.curve

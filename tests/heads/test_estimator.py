@@ -10,7 +10,6 @@ import warnings
 import numpy as np
 import pytest
 import sklearn
-import torch
 from joblib.externals.loky import get_reusable_executor
 from scipy.stats import spearmanr
 from sklearn.base import clone
@@ -30,6 +29,9 @@ from sklearn.utils.estimator_checks import check_estimator
 from llmcond.errors import UserError
 from llmcond.heads import FittedHead, PairArrays, fit_recipe, load_head, load_recipe, save_head
 from llmcond.heads.estimator import Head
+
+# Products this small are slower on two threads, much slower where the cores are shared.
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 DIM, DIM_C, ROWS = 6, 3, 80
 SHORT = {"epochs": 2, "batch_size": 32}
@@ -53,15 +55,6 @@ RECIPES = {
     "whitening": {},
 }
 UNSUPERVISED = ["ica", "none", "pca", "random", "whitening"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Products this small are slower on two threads, much slower where the cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def rated(n, seed, n_condition=0):

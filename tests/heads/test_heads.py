@@ -16,16 +16,10 @@ import llmcond.heads.storage
 from llmcond.errors import LlmcondError, UserError
 from llmcond.heads import PairArrays, cosine, fit_recipe, load_head, load_recipe, save_head
 
+# Products this small are slower on two threads, much slower where the cores are shared.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DIM = 24
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Products this small are slower on two threads, much slower where the cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def planted(n, seed):
