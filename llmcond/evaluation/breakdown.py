@@ -39,7 +39,7 @@ def rating_span(rating: Floats) -> tuple[Floats, Floats]:
 
 
 def rank_error(similarity: NDArray[np.floating], rating: Floats) -> Floats:
-    """Return how far each row is out of place: from its place to the span of its rating.
+    """Return (n,) how far each row is out of place: from its place to the span of its rating.
 
     It is a share of all places, signed: above 0, the row is predicted more alike than its rating
     says. 0 everywhere is a perfect order. Unlike a difference of prediction and rating it compares
@@ -51,7 +51,7 @@ def rank_error(similarity: NDArray[np.floating], rating: Floats) -> Floats:
 
 
 def chance_error(rating: Floats) -> Floats:
-    """Return the absolute rank error that each row has in the mean over all random orders.
+    """Return (n,) the absolute rank error of each row in the mean over all random orders.
 
     Rows of the lowest and the highest rating are further off by chance than those in the middle,
     so that an error means little without it.
@@ -79,7 +79,7 @@ class Groups:
     count: NDArray[np.int64]
 
     def mean(self, values: NDArray[np.floating]) -> Floats:
-        """Return the mean of each group's values that are not NaN; NaN where it has none."""
+        """Return (g,) the mean of each group's values (n,); NaN ones do not count, none is NaN."""
         known = ~np.isnan(values)
         total = np.bincount(self.index[known], values[known], minlength=len(self.label))
         counted = np.bincount(self.index[known], minlength=len(self.label))
@@ -118,7 +118,7 @@ class Level:
 
 
 def calibration(similarity: NDArray[np.floating], rating: Floats) -> list[Level]:
-    """Return what is predicted at each rating, ratings in ascending order.
+    """Return what is predicted, (n,), at each rating, (n,), ratings in ascending order.
 
     More than a few distinct ratings are put into classes of equal width.
     """

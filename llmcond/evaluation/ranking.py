@@ -143,7 +143,7 @@ class _Variant:
     def compared(
         self, scores: Array, first: int, above: Positions, level: Positions
     ) -> tuple[Positions, Positions]:
-        """Return how many scores of a tile are above, and level with, that of each answer.
+        """Return (m,) how many of a tile's scores (m, t) are above, and level with, each answer's.
 
         ``above`` and ``level`` are those without this term.
         """
@@ -256,7 +256,7 @@ class _Candidates:
         self._last: tuple[int, Array] | None = None
 
     def read(self, first: int) -> Array:
-        """Return the vectors of a tile, which stay in memory until another one is read."""
+        """Return a tile's vectors, (t, k), which stay in memory until another one is read."""
         if self._last is None or self._last[0] != first:
             # Pages of the tile before would count as memory in use.
             self.vectors.release()

@@ -84,7 +84,7 @@ class RatedInputs:
         return lambda prompt, part: take(self.columns[prompt.name, part, side])
 
     def arrays(self, vectors: NDArray[np.float32]) -> PairArrays:
-        """Return all rows as a head takes them, given the vector of each distinct input."""
+        """Return all rows as a head takes them, given each distinct input's vector, (u, dim)."""
         reader = partial(self._reader, take=partial(Gathered, vectors))
         first, second = self.conditioned
         return PairArrays(
@@ -103,7 +103,7 @@ class RatedInputs:
         return embed_routed(engine, [self.items[i] for i in which], tokens, self.queries)
 
     def used(self, rows: Positions) -> Positions:
-        """Return the distinct inputs of some rows."""
+        """Return the distinct inputs, (u,), of some rows (m,)."""
         return np.unique(np.concatenate([column[rows] for column in self.columns.values()]))
 
     def batch(self, rows: Positions, used: Positions, vectors: Tensor) -> Batch:

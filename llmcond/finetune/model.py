@@ -107,7 +107,7 @@ class TunedModel(RatedModel[RatedInputs]):
         return self.fitted().similarity(pairs.first, pairs.second, pairs.condition)
 
     def encode(self, inputs: RatedInputs, which: Positions) -> NDArray[np.float32]:
-        """Return the vectors of some distinct inputs, without dropout and gradients."""
+        """Return (u, dim) the vectors of distinct inputs (u,), without dropout and gradients."""
         if not inputs.queries:
             return self.vectors([inputs.tokens[i] for i in which])
         was = self.training

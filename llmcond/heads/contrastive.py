@@ -178,6 +178,6 @@ class Queue:
         return torch.cat([vectors for _, vectors in self._kept])
 
     def add(self, entities: Positions, vectors: Tensor) -> None:
-        """Put in a batch, and drop the oldest one above the number of batches."""
+        """Put in a batch, (k,) and (k, dim), and drop the oldest one above their number."""
         if self._batches:
             self._kept = [*self._kept, (entities, vectors.detach())][-self._batches :]

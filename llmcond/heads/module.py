@@ -138,13 +138,13 @@ class HeadModule(nn.Module):
             self.add_weight(f"{name}_bias", (out,), into)
 
     def affine(self, name: str, values: Tensor) -> Tensor:
-        """Apply a layer of :meth:`add_layer`: values W^T, and the bias if it has one."""
+        """Apply a layer of :meth:`add_layer`: (n, a) W^T, and the bias if it has one."""
         product = self.product(values, self.get_parameter(name))
         bias: Tensor | None = getattr(self, f"{name}_bias", None)
         return product if bias is None else product + bias
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return x W^T, in bfloat16 where fitting asks for it."""
+        """Return x W^T, (n, b) of (n, a) and (b, a), in bfloat16 where fitting asks for it."""
         if self.in_bfloat16:
             return (x.bfloat16() @ weight.bfloat16().T).to(weight.dtype)
         return x.to(weight.dtype) @ weight.T

@@ -80,7 +80,7 @@ class QueryFeatures:
         self._entities = UnitRows(arrays.entities)
 
     def with_joint(self, joint: MatrixLike, joint_of: Positions) -> QueryFeatures:
-        """Return the same entities and relations with other joint features."""
+        """Return the same entities and relations with other joint features (j, d) of keys (j,)."""
         found = copy.copy(self)
         found.arrays = replace(self.arrays, joint=joint, joint_of=joint_of)
         found.__dict__.pop("_joint", None)

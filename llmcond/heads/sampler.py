@@ -26,7 +26,7 @@ class GroupSampler:
         return rows, np.flatnonzero(np.diff(rank[rows], prepend=-1, append=len(rank)))
 
     def batches(self, permutation: Positions, size: int) -> Iterator[Positions]:
-        """Yield batches of at most ``size`` rows, cut where the next group would not fit.
+        """Yield batches of at most ``size`` rows, (b,), cut where the next group would not fit.
 
         A group larger than ``size`` is a batch of its own.
         """
