@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmcond.data.datasets import Problems
-from llmcond.data.readers import SUFFIXES, open_source, read_records
+from llmcond.data.readers import SUFFIXES, open_source, read_lines, read_records, suffix_of
 from llmcond.errors import UserError
 from llmcond.log import log
 
@@ -26,7 +26,7 @@ def read_candidates(path: Path) -> list[str]:
             f"{path} is no file. Expected candidates: a text file, one a line, or a table with a "
             f"column {_COLUMN}."
         )
-    texts = _column(path) if path.suffix.lower() in SUFFIXES else _lines(path)
+    texts = _column(path) if suffix_of(str(path)) in SUFFIXES else _lines(path)
     if len(texts) < 2:
         raise UserError(
             f"{path} holds {len(texts)} candidates; at least 2 are needed to choose between."
@@ -38,14 +38,9 @@ def read_candidates(path: Path) -> list[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} cannot be read."
-        ) from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
+    # Whatever its name ends in: a list of texts has no format to tell.
+    source = open_source(str(path), (suffix_of(str(path)),))
+    lines = read_lines(source, source.files[0])
     return [line.strip() for line in lines if line.strip()]
 
 

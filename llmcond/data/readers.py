@@ -125,7 +125,7 @@ def open_source(given: Any, suffixes: Sequence[str] = SUFFIXES) -> Source:
         filesystem, path = fsspec.core.url_to_fs(name)
         info = filesystem.info(path)
         if info["type"] != "directory":
-            if _suffix(path) not in suffixes:
+            if suffix_of(path) not in suffixes:
                 raise UserError(f"{name} is not {files_of(suffixes)}.")
             return Source(name, filesystem, [path], None)
         listed = sorted(str(found) for found in filesystem.find(path, maxdepth=2))
@@ -167,7 +167,8 @@ class MissingColumnError(UserError):
         self.found = found
 
 
-def _suffix(path: str) -> str:
+def suffix_of(path: str) -> str:
+    """Return what says a file's format, in lower case: ``.csv`` of ``Rows.CSV.gz``."""
     return PurePosixPath(path.lower().removesuffix(".gz")).suffix
 
 
@@ -175,7 +176,7 @@ def _splits(name: str, paths: Sequence[str], suffixes: Sequence[str]) -> dict[st
     found: dict[str, list[str]] = {}
     for path in paths:
         match = _SPLIT_TOKEN.search(PurePosixPath(path).name)
-        if match is not None and _suffix(path) in suffixes:
+        if match is not None and suffix_of(path) in suffixes:
             found.setdefault(_SPLIT_NAMES[match[1].lower()], []).append(path)
     if not found:
         raise UserError(
@@ -206,7 +207,7 @@ def read_records(source: Source, file: str, columns: Sequence[str]) -> Iterator[
         yield from _read_memory(source.tables[file], columns)
         return
     name, empty = PurePosixPath(file).name, True
-    reader = _READERS.get(_suffix(file), _read_csv)
+    reader = _READERS.get(suffix_of(file), _read_csv)
     with _reading(source, file) as stream:
         for record in reader(stream, name, columns):
             empty = False
@@ -295,7 +296,7 @@ def _read_csv(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator[
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     text, reader = _text(stream, newline=""), None
     try:
-        delimiter = "\t" if _suffix(name) == ".tsv" else _delimiter(text, columns)
+        delimiter = "\t" if suffix_of(name) == ".tsv" else _delimiter(text, columns)
         reader = csv.DictReader(text, delimiter=delimiter, strict=True)
         header = reader.fieldnames
         if not header:
