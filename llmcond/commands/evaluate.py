@@ -38,7 +38,9 @@ class Evaluate(
         None, metavar="SRC", help=f"score other rows: {DATA}; a single file is scored whole"
     )
     predictions: Path | None = option(
-        None, metavar="FILE.csv", help="write each row's predicted similarities"
+        None,
+        metavar="FILE.csv",
+        help="write what is predicted of each row: its similarity, or its answer's rank",
     )
     report: Path | None = option(
         None, metavar="FILE.html", help="a page to read: charts, texts, settings"

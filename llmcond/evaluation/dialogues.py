@@ -8,7 +8,7 @@ scores them is a callable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal, Protocol
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from llmcond.arrays import MatrixLike, as_matrix
 from llmcond.data.datasets import Problems
+from llmcond.data.queries import QueryRows
 from llmcond.data.readers import MissingColumnError, Source, open_source, read_records
 from llmcond.errors import UserError, brief
 from llmcond.evaluation.ranking import Part, Ranks, measure_each, ranks_among
@@ -483,6 +484,41 @@ def queries_of(asked: Sequence[Asked]) -> Queries:
     dialogue = np.concatenate([one.dialogue for one in asked])
     stratum = np.repeat(np.arange(len(asked)), [len(one.dialogue) for one in asked])
     return Queries(dialogue, "dialogues", stratum)
+
+
+def query_rows(
+    data: Dialogues, split: str, asked: Sequence[NextQueries] | Sequence[PlanQueries]
+) -> QueryRows:
+    """Return queries as readers see them: their dialogue and place in it, and the nearest turns.
+
+    ``turn_before`` the last one is empty where there is a single one. Goals have
+    columns where there are goals.
+    """
+    ids = data.of(split).ids
+    columns: dict[str, list[str]] = {}
+
+    def add(name: str, texts: Iterable[str]) -> None:
+        columns.setdefault(name, []).extend(texts)
+
+    for one in asked:
+        n, last = len(one.dialogue), one.contexts[:, -1]
+        before = one.contexts[:, -2].tolist() if one.history > 1 else [None] * n
+        add("dialogue", (ids[i] for i in one.dialogue.tolist()))
+        add("history", [str(one.history)] * n)
+        if isinstance(one, PlanQueries):
+            add("distance", [str(one.distance)] * n)
+            add("goal", (data.texts[i] for i in one.goals.tolist()))
+            answers = one.candidates[:, 0]
+        else:
+            answers = one.candidates[one.answer]
+        add("turn_before", ("" if i is None else data.texts[i] for i in before))
+        add("last_turn", (data.texts[i] for i in last.tolist()))
+        add("answer", (data.texts[i] for i in answers.tolist()))
+    heading: list[str] = [name for name in ("dialogue", "history", "distance") if name in columns]
+    shown = ("turn_before", "last_turn", "answer", "goal")
+    texts: list[str] = [name for name in shown if name in columns]
+    ordered = {name: columns[name] for name in [*heading, *texts]}
+    return QueryRows(ordered, heading, texts, by="history")
 
 
 def figures(

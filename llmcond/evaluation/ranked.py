@@ -3,22 +3,60 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from llmcond.data.queries import QueryRows
 from llmcond.evaluation.ranking import Part
-from llmcond.evaluation.results import Result
-from llmcond.metrics import finite
+from llmcond.evaluation.results import Result, Results
+from llmcond.metrics import Floats, finite
 from llmcond.options import Ties
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankedResult(Result):
-    """What one system scores on the queries of a split.
+class QueryResult(Result):
+    """How one system ranks the answers of a split's queries.
 
     Attributes:
         ties: how an answer ranks among candidates of its score.
+    """
+
+    ties: Ties = "realistic"
+
+    @property
+    @abstractmethod
+    def variant(self) -> tuple[str, str]:
+        """Return what tells it from others of its head and prompt: of what kind, and which."""
+
+    @property
+    @abstractmethod
+    def grouped(self) -> Mapping[str, Mapping[str, Part]]:
+        """Return figures of some of the queries: by what they are parted, the part, its own."""
+
+
+Q_co = TypeVar("Q_co", bound=QueryResult, covariant=True)
+
+
+@dataclass(frozen=True)
+class RankedResults(Results[Q_co]):
+    """Results of rankings, and the ranks behind them.
+
+    Attributes:
+        ranks: of each result (m,) the ranks of the queries' right answers.
+        queries: the m queries.
+    """
+
+    ranks: Sequence[Floats]
+    queries: QueryRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedResult(QueryResult):
+    """What one system scores on the queries of a split.
+
+    Attributes:
         added: what scores had added, or candidates left out, by the names of options; values are
             those of options, and nothing where it was not asked for.
         neighbours: whether the head reads entities with their neighbours in train.
@@ -26,7 +64,6 @@ class RankedResult(Result):
         by_category, by_relation: of queries by relation, where asked for.
     """
 
-    ties: Ties = "realistic"
     added: Mapping[str, Any] = field(default_factory=dict)
     neighbours: bool = False
     parts: Mapping[str, Part] = field(default_factory=dict)
@@ -53,30 +90,38 @@ class RankedResult(Result):
         }
 
     @property
-    def terms(self) -> str:
-        """Return what scores were made of besides embeddings, for tables."""
+    def variant(self) -> tuple[str, str]:
+        """Return what scores were made of besides embeddings."""
         named = {
             "neighbours": "neighbours" if self.neighbours else "",
             "reverse": "reversed edge" if self.added.get("reverse") else "",
             "rerank": f"hops {self.added['rerank']}" if self.added.get("rerank") else "",
             "exclude_head": "head left out" if self.added.get("exclude_head") else "",
         }
-        return ", ".join(text for text in named.values() if text)
+        return "with", ", ".join(text for text in named.values() if text)
+
+    @property
+    def grouped(self) -> Mapping[str, Mapping[str, Part]]:
+        """See :class:`QueryResult`."""
+        found = {
+            "part": self.parts,
+            "category of relations": self.by_category,
+            "relation": self.by_relation,
+        }
+        return {name: parts for name, parts in found.items() if parts}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DialogueResult(Result):
+class DialogueResult(QueryResult):
     """How one system ranks the next turns of a split's dialogues.
 
     Attributes:
-        ties: how an answer ranks among candidates of its score.
         score: how dialogues are compared with candidates.
         candidates: what is ranked: ``same-depth``, ``all``, or the name of a file.
         median_rank: of all queries.
         by_history: of queries with so many turns before them.
     """
 
-    ties: Ties = "realistic"
     score: str = ""
     candidates: str = ""
     median_rank: float = math.nan
@@ -91,20 +136,28 @@ class DialogueResult(Result):
             "by_history": {name: part.to_json() for name, part in self.by_history.items()},
         }
 
+    @property
+    def variant(self) -> tuple[str, str]:
+        """Return how dialogues are compared with candidates."""
+        return "score", self.score
+
+    @property
+    def grouped(self) -> Mapping[str, Mapping[str, Part]]:
+        """See :class:`QueryResult`."""
+        return {"number of turns before": self.by_history}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanResult(Result):
+class PlanResult(QueryResult):
     """How one system ranks turns that lead to a goal; figures are means over cells.
 
     Attributes:
-        ties: how an answer ranks among candidates of its score.
         score: ``plan`` (equation 4), or without a goal that of next turns.
         plan: where the other candidates are from.
         goal: whether the goal is known, or the context only.
         cells: of queries by turns before them, and from them to the goal: ``2+1``.
     """
 
-    ties: Ties = "realistic"
     score: str = ""
     plan: str = ""
     goal: bool = True
@@ -117,6 +170,16 @@ class PlanResult(Result):
             **_ranked_json(self, about),
             "cells": {name: part.to_json() for name, part in self.cells.items()},
         }
+
+    @property
+    def variant(self) -> tuple[str, str]:
+        """Return whether the goal is known."""
+        return "goal", "known" if self.goal else "context only"
+
+    @property
+    def grouped(self) -> Mapping[str, Mapping[str, Part]]:
+        """See :class:`QueryResult`."""
+        return {"turns before + turns to the goal": self.cells}
 
 
 def _ranked_json(result: Result, about: Mapping[str, Any]) -> dict[str, Any]:

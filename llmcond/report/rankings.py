@@ -53,7 +53,7 @@ def ranking_table(results: Sequence[RankedResult], run: object) -> Table:
         for pair in found:
             own = (result.parts[name].metrics[primary.name].value for name in pair)
             cells.append(" / ".join(map(primary.show, own)))
-        table.add_row(*identity_cells(result, result.title), plain(result.terms), *cells)
+        table.add_row(*identity_cells(result, result.title), plain(result.variant[1]), *cells)
     return table
 
 
@@ -95,9 +95,8 @@ def plan_table(results: Sequence[PlanResult], run: object) -> Table:
     table.add_column("goal", no_wrap=True)
     add_figures(table, *(metric.heading for metric in metrics))
     for result in results:
-        goal = "known" if result.goal else "context only"
         cells = identity_cells(result, _title(result))[:2]
-        table.add_row(*cells, goal, *_cells(result, metrics))
+        table.add_row(*cells, result.variant[1], *_cells(result, metrics))
     return table
 
 

@@ -11,7 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.arrays import Array, Concatenated, Matrix, MatrixLike, Positions, as_matrix
-from llmcond.evaluation.dialogues import NextQueries, next_queries, queries_of, rank_next
+from llmcond.data.queries import QueryRows
+from llmcond.evaluation.dialogues import (
+    NextQueries,
+    next_queries,
+    queries_of,
+    query_rows,
+    rank_next,
+)
 from llmcond.evaluation.results import Queries
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import View
@@ -24,6 +31,7 @@ from llmcond.prompts.utterances import UtteranceInputs
 from llmcond.runs.examples import Examples
 from llmcond.runs.predictors import AnyPredictor, Zeroshot
 from llmcond.runs.task_runs import DialogueRun
+from llmcond.tasks.dialogues import Dialogues
 
 
 def no_head(dim: int) -> FittedRoles:
@@ -83,10 +91,14 @@ class DialogueExamples(Examples):
     run: DialogueRun
 
     def __init__(
-        self, run: DialogueRun, further: Sequence[str] = (), store: FeatureStore | None = None
+        self,
+        run: DialogueRun,
+        data: Dialogues | None = None,
+        further: Sequence[str] = (),
+        store: FeatureStore | None = None,
     ) -> None:
-        """Prepare a run, with ``further`` texts of which ``store`` has the features as well."""
-        self.run, self.data, self.unit = run, run.dialogues, run.task.unit
+        """Prepare a run, or other ``data``, and ``further`` texts; ``store`` has their features."""
+        self.run, self.data, self.unit = run, data or run.dialogues, run.task.unit
         self.texts = [*self.data.texts, *further]
         self._store = store or run.store()
         self._read: dict[tuple[str, ...], Matrix] = {}
@@ -147,6 +159,10 @@ class DialogueExamples(Examples):
     def scored(self, split: str) -> Queries:
         """See :class:`Examples`: the next turns of a split, by the dialogues they are of."""
         return queries_of(self._queries(split))
+
+    def rows(self, split: str) -> QueryRows:
+        """See :class:`Examples`."""
+        return query_rows(self.data, split, self._queries(split))
 
     def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
         """See :class:`Examples`: the rank of each query's answer, of ties the mean one."""

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcond.data.queries import QueryRows
+from llmcond.data.rows import Rows
 from llmcond.evaluation.results import Scored
 from llmcond.features.view import View
 from llmcond.heads import Recipe
@@ -53,6 +55,10 @@ class Examples(ABC):
         Raises:
             UserError: no such split, or nothing in it to compare with.
         """
+
+    @abstractmethod
+    def rows(self, split: str) -> Rows | QueryRows:
+        """Return the examples of a split as readers see them."""
 
     @abstractmethod
     def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:

@@ -11,9 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.arrays import Array, Concatenated, Gathered, Matrix, MatrixLike, Positions
+from llmcond.data.queries import QueryRows
 from llmcond.errors import UserError
 from llmcond.evaluation.ranking import Ranks, Term, rank
 from llmcond.evaluation.results import Queries
+from llmcond.features.store import FeatureStore
 from llmcond.features.view import Part, View
 from llmcond.heads import FittedQueryHead, QueryFeatures, Recipe, fit_queries
 from llmcond.heads.pairs import DevScore, OnEpoch
@@ -23,7 +25,7 @@ from llmcond.prompts.queries import QueryInputs
 from llmcond.runs.examples import Examples
 from llmcond.runs.predictors import AnyPredictor, Zeroshot, zeroshots
 from llmcond.runs.task_runs import RankingRun
-from llmcond.tasks import QueryTexts
+from llmcond.tasks import QueryData, QueryTexts
 
 #: Queries of dev that choose an epoch, at most.
 _DEV_QUERIES = 1_000
@@ -34,9 +36,15 @@ class QueryExamples(Examples):
 
     run: RankingRun
 
-    def __init__(self, run: RankingRun) -> None:
-        self.run, self.data, self.unit = run, run.queries, run.task.unit
-        self._store = run.store()
+    def __init__(
+        self,
+        run: RankingRun,
+        data: QueryData | None = None,
+        store: FeatureStore | None = None,
+    ) -> None:
+        """Prepare a run, or other ``data`` on its candidates; ``store`` has the features."""
+        self.run, self.data, self.unit = run, data or run.queries, run.task.unit
+        self._store = store or run.store()
         self._features: dict[View, QueryFeatures] = {}
         self._inputs: dict[str, QueryInputs] = {}
         self._read: dict[tuple[str, str], Matrix] = {}
@@ -135,6 +143,10 @@ class QueryExamples(Examples):
             raise UserError(f"{self.run.folder} has no {split} split; it has {has}.")
         n, n_examples = len(self.data.queries(split)), len(self.data.splits[split])
         return Queries(np.arange(n) % n_examples, self.unit)
+
+    def rows(self, split: str) -> QueryRows:
+        """See :class:`Examples`."""
+        return self.run.task.rows(self.data, split)
 
     def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
         """See :class:`Examples`: the rank of each query's answer, of ties the mean one."""

@@ -68,6 +68,10 @@ class RatedExamples(Examples):
         check_scorable(rows, self.run, other=False)
         return rows
 
+    def rows(self, split: str) -> Rows:
+        """See :class:`Examples`."""
+        return self.run.rows(split)
+
     def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
         """See :class:`Examples`: the similarity of all rows, unrated ones included."""
         return predict(predictor, self._features.pairs(predictor.view, split))

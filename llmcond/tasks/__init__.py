@@ -1,11 +1,12 @@
 """Tasks: how a data set is read, what of it is encoded under a condition, and how it is scored."""
 
-from llmcond.tasks.base import DEFAULT_TASK, TASKS, AnyTask, Data, find_task
+from llmcond.tasks.base import DEFAULT_TASK, OTHERS, TASKS, AnyTask, Data, find_task
 from llmcond.tasks.ranking import QueryData, QueryTexts, RankingTask
 from llmcond.tasks.rated import Task
 
 __all__ = [
     "DEFAULT_TASK",
+    "OTHERS",
     "TASKS",
     "AnyTask",
     "Data",

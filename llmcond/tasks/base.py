@@ -21,6 +21,8 @@ TASKS = {
     "kgc": "llmcond.tasks.kgc:Kgc",
     "dialogue": "llmcond.tasks.dialogue:Dialogue",
 }
+#: The split of a data set that holds examples which are not its own.
+OTHERS = "other"
 #: The task of runs that name none, such as those of before there were others.
 DEFAULT_TASK = next(iter(TASKS))
 

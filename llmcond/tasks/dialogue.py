@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from llmcond.data.datasets import DataOptions
 from llmcond.errors import UserError
 from llmcond.tasks.base import AnyTask
-from llmcond.tasks.dialogues import Dialogues, read_dialogues
+from llmcond.tasks.dialogues import Dialogues, read_dialogues, with_others
 
 
 class Dialogue(AnyTask[Dialogues]):
@@ -26,6 +26,10 @@ class Dialogue(AnyTask[Dialogues]):
 
     def read(self, data: DataOptions) -> Dialogues:
         """Return dialogues; see :func:`llmcond.tasks.dialogues.read_dialogues`."""
+        self._check_options(data)
+        return read_dialogues(data.source, data.drop_leaks, data.split_seed or 0)
+
+    def _check_options(self, data: DataOptions) -> None:
         if data.columns or data.scale:
             raise UserError(
                 "--columns, --rating-range and --unrated are of rated rows, and the task "
@@ -36,7 +40,17 @@ class Dialogue(AnyTask[Dialogues]):
                 f"the template names the column {data.extra[0]!r}, and the task {self.name} has "
                 "utterances only. Name another --prompt."
             )
-        return read_dialogues(data.source, data.drop_leaks, data.split_seed or 0)
+
+    def with_others(
+        self, dataset: Dialogues, data: DataOptions, split: str | None
+    ) -> tuple[Dialogues, str]:
+        """Return a data set with other dialogues; see :func:`llmcond.tasks.dialogues.with_others`.
+
+        Raises:
+            UserError: options of rated rows, or what is wrong in them.
+        """
+        self._check_options(data)
+        return with_others(dataset, data.source, split)
 
     def load(self, folder: Path, record: Mapping[str, Any]) -> Dialogues:
         """Return the dialogues of a run."""

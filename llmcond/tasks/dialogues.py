@@ -26,11 +26,14 @@ from llmcond.data.readers import (
     open_source,
     read_lines,
     read_records,
+    suffix_of,
 )
 from llmcond.data.rows import split_keys
 from llmcond.errors import UserError, brief, first_line
 from llmcond.files import digest_bytes, digest_text, replacing
+from llmcond.log import log
 from llmcond.progress import ReadBar
+from llmcond.tasks.base import OTHERS
 
 Positions = NDArray[np.int64]
 
@@ -257,6 +260,51 @@ def read_dialogues(source: Any = None, drop_leaks: bool = False, split_seed: int
     return replace(found, split_seed=split_seed, drop_leaks=drop_leaks)
 
 
+def with_others(data: Dialogues, source: Any, split: str | None = None) -> tuple[Dialogues, str]:
+    """Return a data set with a further split, :data:`OTHERS`, of dialogues from elsewhere.
+
+    Their utterances that the data set lacks come after its own texts. Those that are in train, or
+    share much with it, are told of; see :func:`read_dialogues`.
+
+    Args:
+        data: it.
+        source: a file, of which all dialogues count, a folder, or rows in memory.
+        split: of a folder; None: test, or dev where it has none.
+
+    Returns:
+        It, and what results call the split: the one asked for, or of a file test.
+
+    Raises:
+        UserError: as :func:`read_dialogues`, or a folder without that split.
+    """
+    opened = open_source(source, (_TEXT_SUFFIX, *SUFFIXES))
+    files = opened.files
+    if opened.splits is not None:
+        split = split or ("test" if "test" in opened.splits else "dev")
+        if split not in opened.splits:
+            has = ", ".join(opened.splits)
+            raise UserError(f"{opened.name} has no {split} file; it has {has}.")
+        files = opened.splits[split]
+    notes: list[str] = []
+    read = _read(opened, files, "", notes)
+    for note in notes:
+        log.info(f"{opened.name}: {note}")
+    train = data.of("train")
+    texts = ([data.texts[k] for k in train.of(i)] for i in range(len(train)))
+    held = _Held.of(_Read("", own) for own in texts)
+    leaked = sum(held.leak(one) for one in read)
+    if leaked:
+        log.warning(
+            f"{leaked:,} of {len(read):,} dialogues of {opened.name} are in the run's train, or "
+            f"share more than {LEAK_SHARE:.0%} of their long utterances with it"
+        )
+    number = {text: i for i, text in enumerate(data.texts)}
+    turns = _numbered_turns(read, number)
+    split = split or "test"
+    log.info(f"scoring all {len(turns):,} dialogues of {opened.name}, as {split}")
+    return replace(data, texts=tuple(number), splits={**data.splits, OTHERS: turns}), split
+
+
 @dataclass(frozen=True)
 class _Read:
     """A dialogue as it was read."""
@@ -275,15 +323,16 @@ def _numbered(
 ) -> Dialogues:
     """Return the data set of dialogues as they were read."""
     number: dict[str, int] = {}
-    turns = {
-        name: Turns.of_lists(
-            [[number.setdefault(text, len(number)) for text in one.texts] for one in splits[name]],
-            [one.id for one in splits[name]],
-        )
-        for name in SPLITS
-        if name in splits
-    }
+    turns = {name: _numbered_turns(splits[name], number) for name in SPLITS if name in splits}
     return Dialogues(source, tuple(number), turns, tuple(notes))
+
+
+def _numbered_turns(read: Sequence[_Read], number: dict[str, int]) -> Turns:
+    """Return dialogues as positions of texts; those that ``number`` lacks are added to it."""
+    return Turns.of_lists(
+        [[number.setdefault(text, len(number)) for text in one.texts] for one in read],
+        [one.id for one in read],
+    )
 
 
 def _divided(
@@ -323,8 +372,7 @@ def _read(source: Source, files: Sequence[str], split: str, notes: list[str]) ->
     found: list[_Read] = []
     for file in files:
         problems = Problems(PurePosixPath(file).name)
-        suffix = PurePosixPath(file.lower().removesuffix(".gz")).suffix
-        read = _read_text if suffix == _TEXT_SUFFIX else _read_table
+        read = _read_text if suffix_of(file) == _TEXT_SUFFIX else _read_table
         with ReadBar(problems.file) as bar:
             found += read(source, file, len(found), problems, bar.count, notes)
         problems.raise_if_any()

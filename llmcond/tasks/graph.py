@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 from llmcond.data.datasets import SPLITS, Problems
 from llmcond.errors import UserError, first_line, listed
 from llmcond.files import digest_bytes, digest_text, replacing
+from llmcond.log import log
+from llmcond.tasks.base import OTHERS
 
 Triples = NDArray[np.int32]
 Numbers = NDArray[np.integer[Any]]
@@ -328,6 +330,55 @@ def read_graph(source: str | Path | None = None) -> Graph:
     return replace(graph, notes=(*notes, *_oddities(graph)))
 
 
+def with_others(graph: Graph, source: Any, split: str | None = None) -> tuple[Graph, str]:
+    """Return a graph with a further split, :data:`OTHERS`, of triples from elsewhere.
+
+    Args:
+        graph: whose entities and relations they are of, named by their ids.
+        source: a file of triples, all of which count; or a folder of them, see :func:`read_graph`.
+        split: of a folder; None: test, or dev where it has none.
+
+    Returns:
+        It, and what results call the split: the one asked for, or of a file test.
+
+    Raises:
+        UserError: no such file, or a triple of an entity or relation that the graph lacks.
+    """
+    folder = Path(source)
+    path: Path | None = folder
+    if folder.is_dir():
+        found = {name: _find(folder, names) for name, names in _SPLIT_FILES.items()}
+        split = split or ("test" if found["test"] else "dev")
+        path = found[split]
+    if path is None or not path.is_file() or path.suffix not in _SUFFIXES:
+        lacks = f"has no {split} file" if folder.is_dir() else "is no file of triples"
+        raise UserError(
+            f"{source} {lacks}. Expected head, relation, tail a line, by tabs, as .tsv or .txt; or "
+            "a folder with such files of train, valid (or dev) and test."
+        )
+    lines = {OTHERS: _triples(path)}
+    for column, kind in enumerate((graph.entities, graph.relations)):
+        known = dict.fromkeys(kind.ids)
+        what = "relations" if column else "entities"
+        _check_known(lines, {OTHERS: path}, column, known, what, "the run's graph")
+    entities, relations = (
+        {key: i for i, key in enumerate(own.ids)} for own in (graph.entities, graph.relations)
+    )
+    triples = np.array(
+        list(dict.fromkeys((entities[h], relations[r], entities[t]) for h, r, t in lines[OTHERS])),
+        dtype=np.int32,
+    )
+    twice = len(lines[OTHERS]) - len(triples)
+    if twice:
+        log.info(f"{path.name}: triples that are there before, counted once: {twice:,}")
+    leaked = int(Known(graph.splits["train"], graph.n_entities).contains(triples).sum())
+    if leaked:
+        log.warning(f"{leaked:,} of {len(triples):,} triples of {path.name} are in the run's train")
+    split = split or "test"
+    log.info(f"scoring all {len(triples):,} triples of {path.name}, as {split}")
+    return replace(graph, splits={**graph.splits, OTHERS: triples}), split
+
+
 def _numbered(
     name: str,
     entities: Mapping[str, tuple[str, str]],
@@ -499,8 +550,9 @@ def _check_known(
     column: int,
     table: Mapping[str, object] | None,
     kind: str,
+    holder: str = "",
 ) -> None:
-    """Raise a UserError that lists ids of triples which a table lacks."""
+    """Raise a UserError that lists ids of triples which a table lacks, or another ``holder``."""
     if table is None:
         return
     for split, own in lines.items():
@@ -510,10 +562,11 @@ def _check_known(
         if lacking and path is not None:
             rows = sum(any(row[i] in lacking for i in at) for row in own)
             first = next(n for n, row in _fields(path) if any(row[i] in lacking for i in at))
+            remedy = "Extract them into a new --run" if holder else "Add them to the table"
             raise UserError(
-                f"{path.name} has {kind} that the table of {kind} lacks, {len(lacking):,} in all: "
-                f"{listed(list(lacking), 5)} (triples: {rows:,}, the first in row {first}). Add "
-                "them to the table, or remove the triples."
+                f"{path.name} has {kind} that {holder or f'the table of {kind}'} lacks, "
+                f"{len(lacking):,} in all: {listed(list(lacking), 5)} (triples: {rows:,}, the "
+                f"first in row {first}). {remedy}, or remove the triples."
             )
 
 

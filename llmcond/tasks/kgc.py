@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from llmcond.arrays import MatrixLike
 from llmcond.data.datasets import DataOptions
+from llmcond.data.queries import QueryRows
 from llmcond.errors import UserError
 from llmcond.heads import QueryArrays, joint_keys
-from llmcond.tasks.graph import Graph, Known, both_directions, read_graph
+from llmcond.tasks.graph import Graph, Known, both_directions, read_graph, with_others
 from llmcond.tasks.ranking import QueryTexts, RankingTask
 
 
@@ -28,13 +29,41 @@ class Kgc(RankingTask[Graph]):
 
     def read(self, data: DataOptions) -> Graph:
         """Return a graph; see :func:`llmcond.tasks.graph.read_graph`."""
+        self._check(data)
+        return read_graph(data.source)
+
+    def with_others(
+        self, dataset: Graph, data: DataOptions, split: str | None
+    ) -> tuple[Graph, str]:
+        """See :class:`RankingTask` and :func:`llmcond.tasks.graph.with_others`."""
+        self._check(data)
+        return with_others(dataset, data.source, split)
+
+    def _check(self, data: DataOptions) -> None:
+        """Raise a UserError for options of other tasks, or for what is no path."""
         self.check_options(data)
         if data.source is not None and not isinstance(data.source, str | Path):
             raise UserError(
                 f"data is {type(data.source).__name__}; the task {self.name} reads a folder with "
                 "train, valid and test triples, and texts of entities and relations."
             )
-        return read_graph(data.source)
+
+    def rows(self, dataset: Graph, split: str) -> QueryRows:
+        """Return a split's queries by the ids of entities and relations, and by their texts."""
+        entities, relations = dataset.entities, dataset.relations
+        head, relation, answer = dataset.queries(split).T.tolist()
+        n, asked = dataset.n_relations, [*relations.texts, *relations.inverse]
+        columns = {
+            "direction": ["forward" if r < n else "backward" for r in relation],
+            "head": [entities.ids[i] for i in head],
+            "relation": [relations.ids[r % n] for r in relation],
+            "answer": [entities.ids[i] for i in answer],
+            "head_text": [entities.texts[i] for i in head],
+            "relation_text": [asked[r] for r in relation],
+            "answer_text": [entities.texts[i] for i in answer],
+        }
+        texts = ("head_text", "answer_text")
+        return QueryRows(columns, ("relation_text",), texts, by="relation_text")
 
     def load(self, folder: Path, record: Mapping[str, Any]) -> Graph:
         """Return the graph of a run."""

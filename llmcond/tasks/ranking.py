@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from llmcond.arrays import MatrixLike
 from llmcond.data.datasets import DataOptions
+from llmcond.data.queries import QueryRows
 from llmcond.errors import UserError
 from llmcond.tasks.base import AnyTask, Data
 
@@ -104,6 +105,40 @@ class RankingTask(AnyTask[Q]):
             joint: (m, d) features of sentences under conditions, for heads that take those.
             asked: (m, 2) which sentence and condition each of these is of.
         """
+
+    def rows(self, dataset: Q, split: str) -> QueryRows:
+        """Return a split's queries as readers see them: of their texts, unless it says more."""
+        texts = self.texts(dataset)
+        sources = (texts.sentences, texts.conditions, texts.candidates)
+        columns = {
+            name: [source[i] for i in own.tolist()]
+            for name, source, own in zip(
+                ("sentence", "condition", "answer"), sources, dataset.queries(split).T, strict=True
+            )
+        }
+        return QueryRows(columns, ("condition",), ("sentence", "answer"), by="condition")
+
+    def with_others(self, dataset: Q, data: DataOptions, split: str | None) -> tuple[Q, str]:
+        """Return a data set with a further split, :data:`OTHERS`, of queries from elsewhere.
+
+        They are of the data set's own sentences, conditions and candidates; their answers are known
+        as all others are.
+
+        Args:
+            dataset: it.
+            data: where they are.
+            split: which one of a folder; None: test, or dev where it has none.
+
+        Returns:
+            It, and what results call the split.
+
+        Raises:
+            UserError: the task reads none, or what is wrong in them.
+        """
+        raise UserError(
+            f"--data: the task {self.name} reads no queries besides a run's own. Leave it out, or "
+            "write with_others() for the task."
+        )
 
     def check_options(self, data: DataOptions) -> None:
         """Raise a UserError for options of rated rows, or of dialogues."""

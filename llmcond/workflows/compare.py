@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from llmcond.config import bundled_names
 from llmcond.data.datasets import DataOptions
+from llmcond.data.queries import QueryRows
 from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import UserError, nearest
@@ -27,13 +28,13 @@ from llmcond.metrics import choose_metrics
 from llmcond.prompts import Prompt, fields_of, load_prompt
 from llmcond.report.comparisons import FEW_PAIRS, summary
 from llmcond.report.page import Page, check_page, page_of, write_page
-from llmcond.runs import AnyRun, OpenedRun, Run, open_any_run, run_exists
+from llmcond.runs import AnyRun, OpenedRun, open_any_run, run_exists
 from llmcond.runs.kinds import examples_of
 from llmcond.runs.predictors import unscored
 from llmcond.runs.provenance import provenance
 from llmcond.runs.run import inputs_of
 from llmcond.runs.trials import Outcome, Trial, check_seeds, run_trials
-from llmcond.tasks import AnyTask, Task
+from llmcond.tasks import AnyTask
 from llmcond.tasks.dialogue import Dialogue
 from llmcond.workflows.extract import (
     check_named_once,
@@ -95,11 +96,6 @@ def compare_prompts(
     check_seeds(asked.seeds)
     existing = open_any_run(run_folder) if run_exists(run_folder) else None
     chosen_task = task_of(existing, task)
-    if report is not None and not isinstance(chosen_task, Task):
-        raise UserError(
-            f"--report is a page of rated pairs, and the task {chosen_task.name} ranks candidates. "
-            "Leave it out; --json and --format have the figures."
-        )
     asked = replace(asked, heads=asked.heads or chosen_task.heads)
     recipes = _recipes(asked.heads, asked.set or {}, chosen_task.name)
     named = [load_prompt(name) for name in asked.prompts]
@@ -138,9 +134,8 @@ def compare_prompts(
     if report is not None:
         similarity = {one.result.name: one.similarity.mean(axis=0) for one in systems}
         made = {**asdict(asked), "task": task, "seconds": round(time.monotonic() - began, 1)}
-        assert isinstance(run, Run) and isinstance(rows, Rows)  # noqa: PT018, S101 - was checked
-        write_page(_page(run, rows, comparison, similarity, made), report)
-        log.info(f"report -> {report}")
+        shown = examples_of(run).rows(split)
+        write_page(_page(run, shown, comparison, similarity, made), report)
     record = {**comparison.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "compare-prompts.json", record)
     if asked.keep:
@@ -278,8 +273,8 @@ def _fitted_systems(
 
 
 def _page(
-    run: Run,
-    rows: Rows,
+    run: OpenedRun,
+    rows: Rows | QueryRows,
     comparison: Comparison,
     similarity: Mapping[str, NDArray[np.float32]],
     made: Mapping[str, Any],

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ from llmcond.data.datasets import DataOptions
 from llmcond.data.rows import Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.conditions import seen_unseen
+from llmcond.evaluation.ranked import RankedResults
 from llmcond.evaluation.results import Result, Results, best_first
 from llmcond.features.store import FeatureStore
 from llmcond.files import check_output, replacing
@@ -25,7 +26,7 @@ from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import SplitInputs
 from llmcond.report.format import estimate_text, extreme
 from llmcond.report.page import check_page, page_of, write_page
-from llmcond.runs import OpenedRun, RankingRun, Run, SavedHead, open_any_run
+from llmcond.runs import DialogueRun, OpenedRun, RankingRun, Run, SavedHead, open_any_run
 from llmcond.runs.cross import CrossEncoder, load_cross_encoder
 from llmcond.runs.extraction import LazyEncoder, extract_prompt
 from llmcond.runs.features import RowFeatures
@@ -62,23 +63,25 @@ def evaluate(
         UserError: no run, no such head or split, no rated rows.
     """
     run = open_any_run(run_folder, cross=True)
-    _check_options(run, ranking, dialogue)
-    if not isinstance(run, Run):
-        _check_unrated(run, data, predictions, report)
-        found: Results[Any]
-        if isinstance(run, RankingRun):
-            found = evaluate_ranking(run, heads, split, ranking, metrics)
-        else:
-            work = evaluate_plans if dialogue.plans else evaluate_dialogues
-            found = work(run, heads, split, dialogue, metrics, device)
-        return Results(found.rows)
-    computed = choose_metrics(run.task.metrics, metrics)
-    if "dev" in run.trained_on:
-        log.info(f"the encoder of {run.folder} was trained on dev as well as on train")
+    _check_options(run, data, ranking, dialogue)
     if predictions is not None:
         check_output(predictions, (".csv",), [data.source, run.manifest["data"]["source"]])
     if report is not None:
         check_page(report)
+    if not isinstance(run, Run):
+        found: RankedResults[Any]
+        if isinstance(run, RankingRun):
+            found = evaluate_ranking(run, heads, split, ranking, metrics, data, device)
+        else:
+            work = evaluate_plans if dialogue.plans else evaluate_dialogues
+            found = work(run, heads, split, dialogue, metrics, data, device)
+        options = dialogue if isinstance(run, DialogueRun) else ranking
+        asked = {**asdict(options), "data": data.source, "heads": list(heads)}
+        _tell_ranks(found, run, asked, predictions, report)
+        return Results(found.rows)
+    computed = choose_metrics(run.task.metrics, metrics)
+    if "dev" in run.trained_on:
+        log.info(f"the encoder of {run.folder} was trained on dev as well as on train")
     fitted, prompts = _chosen(run, heads)
     rows, split = _rows(run, data, split)
     other = data.source is not None
@@ -95,7 +98,6 @@ def evaluate(
     similarity = {one.name: own for one, own in zip(predictors, predicted, strict=True)}
     if predictions is not None:
         _write_predictions(predictions, rows, similarity)
-        log.info(f"predictions for {len(rows):,} rows -> {predictions}")
     results = results_of(predictors, predicted, rows, split, computed, task=run.task.name)
     results = _by_condition(results, predictors, predicted, rows, run)
     if report is not None:
@@ -106,12 +108,38 @@ def evaluate(
             best,
             similarity,
             title=f"Evaluation: {run.encoder_name}",
-            summary=_summary(best, rows),
+            summary=_summary(best, rows.file),
             settings={"heads": [one.name for one in predictors if one.head is not None]},
         )
         write_page(page, report)
-        log.info(f"report -> {report}")
     return results
+
+
+def _tell_ranks(
+    found: RankedResults[Any],
+    run: OpenedRun,
+    asked: Mapping[str, Any],
+    predictions: Path | None,
+    report: Path | None,
+) -> None:
+    """Write a ranking's files: each query's ranks, and a page."""
+    ranks = {one.name: own for one, own in zip(found, found.ranks, strict=True)}
+    if predictions is not None:
+        numbers = ("row", range(1, len(found.queries) + 1))
+        shown = ((name, [f"{rank:g}" for rank in own]) for name, own in ranks.items())
+        _write_table(predictions, [numbers, *found.queries.columns.items(), *shown], "queries")
+    if report is not None:
+        best = best_first(found)
+        page = page_of(
+            run,
+            found.queries,
+            best,
+            ranks,
+            title=f"Evaluation: {run.encoder_name}",
+            summary=_summary(best, str(asked["data"] or run.manifest["data"]["source"])),
+            settings=asked,
+        )
+        write_page(page, report)
 
 
 def _rows(run: Run, data: DataOptions, split: str | None) -> tuple[Rows, str]:
@@ -120,14 +148,20 @@ def _rows(run: Run, data: DataOptions, split: str | None) -> tuple[Rows, str]:
         rows, split = run.task.read_split(data.like(run.read_by), split)
         log.info(f"scoring all {len(rows):,} rows of {rows.file}, as {split}")
         return rows, split
-    if data.columns or data.scale:
-        raise UserError("columns and rating range belong to --data, which was not given.")
     split = run.scored_split(split)
     return run.rows(split), split
 
 
-def _check_options(run: OpenedRun, *options: TiesOption) -> None:
+def _check_options(run: OpenedRun, data: DataOptions, *options: TiesOption) -> None:
     """Raise a UserError for options of another kind of task than the run's."""
+    if data.columns or data.scale:
+        if not isinstance(run, Run):
+            raise UserError(
+                f"--columns, --rating-range and --unrated are of rated pairs, and {run.folder} is "
+                f"a run of the task {run.task.name}, which ranks candidates. Leave them out."
+            )
+        if data.source is None:
+            raise UserError("columns and rating range belong to --data, which was not given.")
     own = {f.name for one in options if one.of[0] == run.task.kind for f in fields(one)}
     for one in options:
         for item in fields(one):
@@ -137,24 +171,6 @@ def _check_options(run: OpenedRun, *options: TiesOption) -> None:
                     f"--{item.name.replace('_', '-')} is of {what}, and {run.folder} is a run of "
                     f"the task {run.task.name}. Leave it out."
                 )
-
-
-def _check_unrated(
-    run: OpenedRun, data: DataOptions, predictions: Path | None, report: Path | None
-) -> None:
-    """Raise a UserError for options of rated rows."""
-    given = {
-        "--data": data.source is not None,
-        "--columns, --rating-range or --unrated": bool(data.columns or data.scale),
-        "--predictions": predictions is not None,
-        "--report": report is not None,
-    }
-    for option, asked in given.items():
-        if asked:
-            raise UserError(
-                f"{option} is of rated pairs, and {run.folder} is a run of the task "
-                f"{run.task.name}, which ranks candidates. Leave it out."
-            )
 
 
 def _chosen(run: Run, names: Sequence[str]) -> tuple[list[SavedHead], list[Prompt]]:
@@ -205,8 +221,8 @@ def _by_condition(
     return Results(tuple(found))
 
 
-def _summary(best: Results[Result], rows: Rows) -> list[str]:
-    """Return what the page says first."""
+def _summary(best: Results[Result], source: str) -> list[str]:
+    """Return what the page says first; ``source`` is where examples are from."""
     first = best[0]
     if not first.counts.n:
         raise UserError("there are no ratings to report on; leave out --report.")
@@ -222,8 +238,8 @@ def _summary(best: Results[Result], rows: Rows) -> list[str]:
             "than chance is not tested here; compare-prompts tests it for prompts."
         )
     summary.append(
-        f"{len(best):,} systems, on {first.counts.n:,} rated rows of {first.counts.n_pairs:,} "
-        f"sentence pairs of {rows.file}. Intervals are 95 %, over sentence pairs."
+        f"{len(best):,} systems, on {first.counts.text} of {source}. Intervals are 95 %, over "
+        f"{first.counts.groups}."
     )
     return summary
 
@@ -231,12 +247,19 @@ def _summary(best: Results[Result], rows: Rows) -> list[str]:
 def _write_predictions(
     path: Path, rows: Rows, similarity: Mapping[str, NDArray[np.float32]]
 ) -> None:
+    rating = ["" if np.isnan(value) else f"{value:g}" for value in rows.rating]
+    predicted = ((name, [f"{value:.6f}" for value in own]) for name, own in similarity.items())
+    columns = [("row", rows.number), *rows.texts.items(), ("rating", rating), *predicted]
+    _write_table(path, columns, "rows")
+
+
+def _write_table(path: Path, columns: Sequence[tuple[str, Iterable[Any]]], unit: str) -> None:
+    """Write columns of as many values each as CSV, complete or not at all."""
+    headings, values = zip(*columns, strict=True)
+    table = list(zip(*values, strict=True))
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
         # With its own line ends only it quotes carriage returns within texts.
         writer = csv.writer(SimpleNamespace(write=lambda row: stream.write(f"{row[:-2]}\n")))
-        writer.writerow(["row", *rows.texts, "rating", *similarity])
-        for i in range(len(rows)):
-            rating = "" if np.isnan(rows.rating[i]) else f"{rows.rating[i]:g}"
-            texts = [column[i] for column in rows.texts.values()]
-            predicted = [f"{column[i]:.6f}" for column in similarity.values()]
-            writer.writerow([rows.number[i], *texts, rating, *predicted])
+        writer.writerow(headings)
+        writer.writerows(table)
+    log.info(f"predictions for {len(table):,} {unit} -> {path}")

@@ -10,18 +10,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.arrays import Positions
+from llmcond.data.datasets import DataOptions
 from llmcond.evaluation.graph import parts, rank_rule, relation_parts
-from llmcond.evaluation.ranked import RankedResult
+from llmcond.evaluation.ranked import RankedResult, RankedResults
 from llmcond.evaluation.ranking import Part, measure_each
-from llmcond.evaluation.results import Counts, Results
+from llmcond.evaluation.results import Counts
 from llmcond.log import log
 from llmcond.metrics import Floats, Metric, choose_metrics
 from llmcond.options import Ties
+from llmcond.prompts import Prompt
+from llmcond.prompts.queries import QueryInputs
 from llmcond.runs import RankingRun
+from llmcond.runs.extraction import LazyEncoder, extract_prompt
 from llmcond.runs.predictors import AnyPredictor, asked_for, unscored
 from llmcond.runs.ranking import QueryExamples
 from llmcond.runs.terms import GraphTerms
-from llmcond.tasks import QueryData
+from llmcond.tasks import OTHERS
 from llmcond.tasks.graph import Graph
 from llmcond.workflows.options import RankingOptions
 
@@ -35,32 +39,50 @@ def evaluate_ranking(
     split: str | None,
     options: RankingOptions,
     metrics: Sequence[str] = (),
-) -> Results[RankedResult]:
+    data: DataOptions = DataOptions(),
+    device: str = "auto",
+) -> RankedResults[RankedResult]:
     """Rank the answers of a split by a run's heads, by zero-shot, and by the reversed edge alone.
 
     Arguments as in :func:`llmcond.workflows.evaluate.evaluate`.
     """
-    examples, split = QueryExamples(run), split or run.default_split()
-    rows = examples.scored(split)
     computed = choose_metrics(run.task.metrics, metrics)
     fitted, prompts = asked_for(run, heads)
+    # What it is called in results is another thing where data is not the run's own.
+    examples, own, split = _examples(run, data, split, prompts, device)
+    rows = examples.scored(own)
     plain = [one for prompt in prompts for one in examples.zeroshots(prompt)]
     predictors: list[AnyPredictor] = [*plain, *fitted]
     terms = GraphTerms(examples, options.rerank, options.reverse, options.exclude_head)
     ties = options.ties or "realistic"
     log.info(f"ranking {len(rows.pair):,} queries of {split} by {len(predictors)} systems")
     described = [_described(one, run, split, ties, terms.to_json()) for one in predictors]
-    systems = [examples.ranks(one, split, terms.of(one), terms.exclude_head) for one in predictors]
+    systems = [examples.ranks(one, own, terms.of(one), terms.exclude_head) for one in predictors]
     if terms.context is not None:
         # What takes no training stands together.
         described.insert(len(plain), _rule(run, split, ties))
-        by_rule = rank_rule(terms.context, examples.data.queries(split), examples.known)
+        by_rule = rank_rule(terms.context, examples.data.queries(own), examples.known)
         systems.insert(len(plain), by_rule)
     counted = [replace(one, counts=Counts.of(rows)) for one in described]
-    ranks = [own.of(ties)[None] for own in systems]
+    ranks = [one.of(ties) for one in systems]
+    graph = examples.data if isinstance(examples.data, Graph) else None
     by_relation = options.by_relation
-    scored = _with_figures(counted, ranks, rows.pair, examples.data, computed, by_relation)
-    return Results(tuple(scored))
+    scored = _with_figures(counted, ranks, rows.pair, graph, own, computed, by_relation)
+    return RankedResults(tuple(scored), ranks, examples.rows(own))
+
+
+def _examples(
+    run: RankingRun, data: DataOptions, split: str | None, prompts: Sequence[Prompt], device: str
+) -> tuple[QueryExamples, str, str]:
+    """Return what is scored: the examples, their split, and what results call it."""
+    if data.source is None:
+        split = split or run.default_split()
+        return QueryExamples(run), split, split
+    found, split = run.task.with_others(run.queries, data, split)
+    store, encoder = run.store_for_others(), LazyEncoder(run.resolve_encoder(device))
+    for prompt in prompts:
+        extract_prompt(store, encoder, prompt, QueryInputs(run.task.texts(found), prompt))
+    return QueryExamples(run, found, store), OTHERS, split
 
 
 def _described(
@@ -94,24 +116,26 @@ def _with_figures(
     results: Sequence[RankedResult],
     ranks: Sequence[Floats],
     group: Positions,
-    data: QueryData,
+    graph: Graph | None,
+    split: str,
     metrics: Sequence[Metric],
     by_relation: bool,
 ) -> list[RankedResult]:
     """Return results with their figures, of all queries and of each part."""
+    seeded = [own[None] for own in ranks]
 
     def figures(chosen: NDArray[np.bool_]) -> list[Part]:
-        return measure_each(ranks, group, metrics, chosen=chosen)
+        return measure_each(seeded, group, metrics, chosen=chosen)
 
-    overall, split = measure_each(ranks, group, metrics), results[0].split
+    overall = measure_each(seeded, group, metrics)
     by_part: dict[str, list[Part]] = {}
     grouped: list[tuple[str, list[Part]]] = []
     n_categories = 0
-    if isinstance(data, Graph):
-        by_part = {name: figures(chosen) for name, chosen in parts(data, split).items()}
+    if graph is not None:
+        by_part = {name: figures(chosen) for name, chosen in parts(graph, split).items()}
         if by_relation:
-            grouped = [(name, figures(chosen)) for name, chosen in relation_parts(data, split)]
-            n_categories = len(grouped) - data.n_relations
+            grouped = [(name, figures(chosen)) for name, chosen in relation_parts(graph, split)]
+            n_categories = len(grouped) - graph.n_relations
     return [
         replace(
             one,

@@ -1,14 +1,16 @@
 """Dialogues by the commands, on a few of them and a small encoder."""
 
+import csv
 import json
 import shutil
 
 import numpy as np
 import pytest
-from helpers.commands import ok, refused
+from helpers.commands import embedded, ok, refused
 from helpers.dialogues import dialogue, write_dialogues
 
 import llmcond
+from llmcond import cli
 from llmcond.report.card import heads_card
 from llmcond.runs import open_any_run
 
@@ -179,12 +181,15 @@ def test_pools_ties_and_histories_are_chosen(capsys, dialogue_run, tmp_path):
         (("--plan", "random"), "need dialogues of 10 turns"),
         (("--plan", "nowhere.jsonl"), "'nowhere.jsonl'; expected retrieved"),
         (("--exclude-head",), "--exclude-head is of knowledge graphs"),
-        (("--predictions", "x.csv"), "--predictions is of rated pairs"),
+        (("--generate", "x", "--data", "DATA"), "--generate keeps what it makes"),
+        (("--rating-range", "1", "5"), "of rated pairs"),
+        (("--data", "DATA/train.jsonl", "--history", "9"), "a history of 9 turns"),
         (("--split", "train2"), "Legal: train, dev, test"),
         (("--head", "c3l-released"), "no fitted head 'c3l-released'"),
     ],
 )
-def test_what_makes_no_sense_is_refused(capsys, dialogue_run, asked, words):
+def test_what_makes_no_sense_is_refused(capsys, data, dialogue_run, asked, words):
+    asked = [text.replace("DATA", str(data)) for text in asked]
     assert words in refused(capsys, "evaluate", "--run", dialogue_run, *asked)
 
 
@@ -194,6 +199,57 @@ def test_options_of_dialogues_are_of_dialogues_only(capsys, tiny_run):
     assert "--plan is of dialogues" in refused(
         capsys, "evaluate", "--run", tiny_run, "--plan", "random"
     )
+
+
+def test_each_query_is_told_with_its_ranks(capsys, dialogue_run, tmp_path):
+    ranks, page = tmp_path / "ranks.csv", tmp_path / "page.html"
+    command = ("evaluate", "--run", dialogue_run, "--head", "rank", "--predictions", ranks)
+    results = ok(capsys, *command, "--history", "1-3", "--report", page)["results"]
+    with ranks.open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [row["row"] for row in rows] == [str(i) for i in range(1, results[0]["n"] + 1)]
+    first = next(row for row in rows if row["history"] == "3")
+    number = 56 + int(first["dialogue"]) - 1
+    assert [first[key] for key in ("turn_before", "last_turn", "answer")] == dialogue(number)[1:4]
+    assert {row["turn_before"] for row in rows if row["history"] == "1"} == {""}
+    data = embedded(page)
+    assert data["texts"][data["rows"]["heading"][rows.index(first)]] == (
+        f"dialogue {first['dialogue']}, history 3"
+    )
+    for one in results:
+        own = [float(row[one["name"]]) for row in rows]
+        assert np.mean(own) == pytest.approx(one["average_rank_micro"])
+        assert {own["name"]: own["rank"] for own in data["systems"]}[one["name"]] == own
+    plan = (*command, "--plan", "same-depth", "--history", "2", "--distance", "2")
+    (_, _, _, goal) = ok(capsys, *plan, "--report", page)["results"]
+    with ranks.open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert np.mean([float(row[goal["name"]]) <= 5 for row in rows]) == goal["hits@5"]
+    number = 56 + int(rows[0]["dialogue"]) - 1
+    assert (rows[0]["distance"], rows[0]["goal"]) == ("2", dialogue(number)[4])
+    assert "By turns before + turns to the goal" in page.read_text()
+
+
+def test_dialogues_from_elsewhere_are_ranked_as_the_runs_own(capsys, data, own, tmp_path):
+    command = ("evaluate", "--run", own, "--history", "2-4")
+    usual = ok(capsys, *command)
+    assert ok(capsys, *command, "--data", data / "test.txt") == usual
+    assert ok(capsys, *command, "--data", data) == usual
+    plan = ("evaluate", "--run", own, "--history", "2", "--distance", "1", "--plan", "retrieved")
+    assert ok(capsys, *plan, "--data", data / "test.txt") == ok(capsys, *plan)
+    new = tmp_path / "new.jsonl"
+    turns = [[*dialogue(0)[:2], "hat", "coat"], ["two men walk", "sad", "red hat"], dialogue(4)]
+    new.write_text("".join(f"{json.dumps({'utterances': one})}\n" for one in turns))
+    pool = tmp_path / "pool.txt"
+    pool.write_text("hat\ncoat\nred hat\nblue hat\n" + "\n".join(dialogue(4)))
+    assert cli.run([*map(str, command[:3]), "--data", str(new), "--candidates", str(pool)]) == 0
+    said = capsys.readouterr().err
+    assert "separate: 5 of 5 inputs encoded" in said
+    assert f"warning: 1 of 3 dialogues of {new} are in the run's train" in said
+    assert "ranking 5 next turns of test" in said
+    assert ok(capsys, *command[:3], "--data", new, "--split", "dev")["results"][0]["split"] == "dev"
+    said = refused(capsys, *command, "--data", new)
+    assert "of 3 the longest have 7 and 4 turns" in said
 
 
 @pytest.mark.parametrize("pool", ["retrieved", "same-depth", "random"])
@@ -245,6 +301,13 @@ def test_prompts_are_compared_over_dialogues(capsys, own, model, tmp_path):
     assert against["value"] == pytest.approx(
         rows["rank@said"]["average_rank"] - rows["rank@separate"]["average_rank"]
     )
-    assert "ranks candidates" in refused(capsys, *command, "--report", "page.html")
+    ok(capsys, *command, "--report", tmp_path / "page.html")
+    page = embedded(tmp_path / "page.html")
+    # The lowest rank is the best one, and comes first.
+    assert page["chosen"] == [
+        min(rows, key=lambda name: rows[name]["average_rank"]),
+        "none@separate",
+    ]
+    assert page["conditions"]["better"] == "below"
     said = refused(capsys, *command[:-2], "concat-sent-cond")
     assert said.endswith("in the task dialogue. Prompts that do: separate.")

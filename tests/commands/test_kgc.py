@@ -1,11 +1,12 @@
 """Knowledge-graph completion by the commands, on a small graph and a small encoder."""
 
+import csv
 import json
 import shutil
 
 import numpy as np
 import pytest
-from helpers.commands import ok, refused
+from helpers.commands import embedded, ok, refused
 from helpers.graphs import write_graph
 
 import llmcond
@@ -165,6 +166,60 @@ def test_what_the_graph_tells_is_named_in_every_row(capsys, fitted):
     assert rows[2]["mrr"] != plain["mrr"]
 
 
+def test_each_query_is_told_with_its_ranks(capsys, fitted, tmp_path):
+    files = ("--predictions", tmp_path / "ranks.csv", "--report", tmp_path / "page.html")
+    results = ok(capsys, "evaluate", "--run", fitted, "--by-relation", *files)["results"]
+    with (tmp_path / "ranks.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    about = ["row", "direction", "head", "relation", "answer"]
+    texts = ["head_text", "relation_text", "answer_text"]
+    assert list(rows[0]) == [*about, *texts, *(one["name"] for one in results)]
+    asked = [[row[key] for key in (*about[1:], "relation_text")] for row in (rows[0], rows[7])]
+    assert asked == [
+        ["forward", "p05", "_sits_with", "p01", "people"],
+        ["backward", "p01", "_sits_with", "p05", "inverse people"],
+    ]
+    data = embedded(tmp_path / "page.html")
+    ranks = {one["name"]: one["rank"] for one in data["systems"]}
+    by_relation = data["conditions"]
+    place = [data["texts"][i] for i in by_relation["text"]].index("inverse people")
+    for number, one in enumerate(sorted(results, key=lambda one: -one["mrr"])):
+        own = np.array([float(row[one["name"]]) for row in rows])
+        assert (1 / own).mean() == pytest.approx(one["mrr"])
+        assert ranks[one["name"]] == own.tolist()
+        mine = [row["relation_text"] == "inverse people" for row in rows]
+        expected = 100 * (1 / own[mine]).mean()
+        assert by_relation["figure"][number][place] == pytest.approx(expected, abs=0.051)
+    said = (tmp_path / "page.html").read_text()
+    for heading in ("By part", "By category of relations", "By relation", "inverse people"):
+        assert heading in said
+
+
+def test_triples_from_elsewhere_are_ranked_as_the_runs_own(capsys, graph, own, tmp_path):
+    fit = ("fit-head", "--run", own, "--head", "linear", "--set", "epochs=1", "batch_size=16")
+    ok(capsys, *fit)
+    command = ("evaluate", "--run", own, "--exclude-head", "--reverse")
+    usual = ok(capsys, *command)
+    assert ok(capsys, *command, "--data", graph / "test.tsv") == usual
+    assert ok(capsys, *command, "--data", graph) == usual
+    assert ok(capsys, *command, "--data", graph, "--split", "dev") == ok(
+        capsys, *command, "--split", "dev"
+    )
+    # Nobody asked before where activities are: bi-encoders need new inputs, and both are answers.
+    new = tmp_path / "new.tsv"
+    new.write_text("d0\t_is_at\tl0\nd0\t_is_at\tl1\nd0\t_is_at\tl1\np00\t_is_at\tl0\n")
+    results = ok(capsys, *command, "--data", new)["results"]
+    assert {row["n"] for row in results} == {6}
+    assert all(row["mrr"] > 0 for row in results)
+    assert cli.run([str(one) for one in (*command, "--data", new)]) == 0
+    said = capsys.readouterr().err
+    assert "new.tsv: triples that are there before, counted once: 1" in said
+    assert "warning: 1 of 3 triples of new.tsv are in the run's train" in said
+    new.write_text("d0\t_is_at\tl9\np77\t_is_at\tl0\n")
+    said = refused(capsys, *command, "--data", new)
+    assert "entities that the run's graph lacks, 2 in all: 'l9', 'p77' (triples: 2" in said
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
@@ -174,12 +229,16 @@ def test_what_the_graph_tells_is_named_in_every_row(capsys, fitted):
         (("--ties", "kind"), "Legal: realistic, optimistic, pessimistic"),
         (("--split", "train2"), "Legal: train, dev, test"),
         (("--head", "mlp"), "no fitted head 'mlp'"),
-        (("--predictions", "x.csv"), "--predictions is of rated pairs"),
-        (("--report", "x.html"), "--report is of rated pairs"),
+        (("--predictions", "x.txt"), "ends in .txt"),
+        (("--report", "x.csv"), "name an .html or .htm file"),
         (("--rating-range", "1", "5"), "of rated pairs"),
+        (("--data", "GRAPH", "--rating-range", "1", "5"), "of rated pairs"),
+        (("--data", "GRAPH/entities.tsv"), "2 columns; expected head, relation and tail"),
+        (("--data", "GRAPH", "--drop-leaks"), "unrecognized arguments: --drop-leaks"),
     ],
 )
-def test_what_makes_no_sense_is_refused(capsys, fitted, asked, words):
+def test_what_makes_no_sense_is_refused(capsys, fitted, graph, asked, words):
+    asked = [text.replace("GRAPH", str(graph)) for text in asked]
     assert words in refused(capsys, "evaluate", "--run", fitted, *asked)
 
 
@@ -203,7 +262,7 @@ def test_a_sweep_ranks_and_resumes(capsys, own, tmp_path):
     assert ok(capsys, *command) == done
 
 
-def test_prompts_are_compared_over_queries(capsys, own, graph, model):
+def test_prompts_are_compared_over_queries(capsys, own, model, tmp_path):
     command = ("compare-prompts", "--model", model, "--run", own, *ENCODER, "--heads", "linear")
     command += ("--prompts", "concat-sent-cond", "concat-cond-sent", "control-no-condition")
     command += ("--seeds", "1", "--set", "epochs=2", "batch_size=16", "--workers", "1")
@@ -213,7 +272,13 @@ def test_prompts_are_compared_over_queries(capsys, own, graph, model):
     difference = rows["linear@concat-cond-sent+c"]["difference"]["mrr"]
     assert difference["low"] <= difference["value"] <= difference["high"]
     assert "dev_mrr" in ok(capsys, "heads", "--run", own)["heads"][0]
-    assert "ranks candidates" in refused(capsys, *command, "--report", "page.html")
+    page = tmp_path / "page.html"
+    assert ok(capsys, *command, "--baseline", "concat-sent-cond", "--report", page) == found
+    data = embedded(page)
+    assert {one["name"] for one in data["systems"]} == set(rows)
+    said = page.read_text()
+    assert "Each system is compared with the baseline" in said
+    assert "Figures by part" not in said  # figures of parts are evaluate's
 
 
 def test_a_triple_is_completed_by_name_or_id(capsys, fitted):

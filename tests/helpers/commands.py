@@ -1,6 +1,8 @@
 """Run commands in this process, as a user would."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +26,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert len(lines) == 1
     assert "Traceback" not in captured.err
     return lines[0].removeprefix("llmcond: error: ")
+
+
+def embedded(page: Path) -> dict:
+    """Return what a page of results holds for its script."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text())
+    return json.loads(found[1])

@@ -11,10 +11,12 @@ from math import nan
 import numpy as np
 import pytest
 
+from llmcond.data.queries import QueryRows
 from llmcond.data.rows import Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.breakdown import rank_error
 from llmcond.evaluation.paired import Difference
+from llmcond.evaluation.ranking import Part
 from llmcond.evaluation.results import ComparedResult, Counts
 from llmcond.metrics import METRICS, Estimate
 from llmcond.report.format import probability, range_text
@@ -295,6 +297,34 @@ class Parsed(HTMLParser):
         return json.loads(self.scripts[0])
 
 
+def ranked(page):
+    """A page of ranks, of two heads, with hostile texts."""
+    random, n = np.random.default_rng(0), 60
+    texts = [HOSTILE[i % len(HOSTILE)] for i in range(n)]
+    columns = {"condition": [f"{text} {i % 9}" for i, text in enumerate(texts)], "sentence": texts}
+    rows = QueryRows(
+        {**columns, "answer": texts}, ("condition",), ("sentence", "answer"), "condition"
+    )
+    metrics = {name: Estimate(0.4, 0.3, 0.5) for name in ("mrr", "hits@1")}
+    given = {"metrics": metrics, "seed_sd": {}, "split": "test"}
+    results = [result(name, 0.0, head=name, **given) for name in ("linear", "mlp")]
+    parts = [
+        {"forward": Part(30, metrics), "<b>": Part(0, dict.fromkeys(metrics, Estimate(nan)))}
+    ] * 2
+    return Page(
+        "Ranks",
+        [],
+        results,
+        rows,
+        similarity={one.name: random.integers(1, 2_000, n) / 1.0 for one in results},
+        parts={
+            "part": parts,
+            "relation": [{f"r{i}": one["forward"] for i in range(20)} for one in parts],
+        },
+        dev_metric="mrr",
+    )
+
+
 def written(page, folder):
     path = folder / "page.html"
     write_page(page, path)
@@ -524,6 +554,7 @@ def files(page, tmp_path_factory):
         "undefined": undefined(page),
         "partial": partial(page),
         "plain": plain(page),
+        "ranked": ranked(page),
     }
     for name, one in pages.items():
         write_page(one, folder / f"{name}.html")
@@ -656,6 +687,20 @@ def test_tables_are_sorted_by_keyboard(browser, files):
             table.locator("tbody tr").first.locator("td").first.inner_text() == "concat-cond-sent"
         )
         assert table.locator("[aria-sort=ascending]").count() == 1
+
+
+def test_a_browser_shows_ranks(browser, files):
+    with opened(browser, files / "ranked.html", 390, "dark") as tab:
+        assert tab.locator("#parts thead th").all_inner_texts()[:3] == ["system", "forward", "<b>"]
+        assert tab.locator("#parts tbody").last.locator("tr").count() == 20
+        far = tab.locator("#disagreements li").first.inner_text()
+        one, other = (float(rank) for rank in re.findall(r"rank ([\d.]+)", far))
+        better = "A" if one < other else "B"
+        assert f"{better} ranks the answer higher" in far
+        tab.get_by_label("Ranks the answer higher").select_option("B")
+        assert "A ranks the answer higher" not in tab.locator("#disagreements").inner_text()
+        tab.locator("[data-numbers=hits] summary").click()
+        assert "100.0" in tab.locator("[data-numbers=hits] tbody").inner_text()
 
 
 def test_other_ways_and_conditions_can_be_looked_at(browser, files):

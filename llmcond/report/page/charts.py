@@ -157,6 +157,28 @@ def calibration() -> dict[str, Any]:
     return _finished(chart, "Mean prediction and quartiles at each rating.", 280)
 
 
+def hits() -> dict[str, Any]:
+    """Return a chart of the share of answers that rank first, second, and so on at most.
+
+    The page gives it ``points`` (series A or B, name, k, share).
+    """
+    colour, shape = _series("series:N", ("A", "B"))
+    tooltip = [
+        alt.Tooltip("name:N", title="system"),
+        alt.Tooltip("k:Q", title="among the first", format=",~f"),
+        alt.Tooltip("share:Q", format=".1%"),
+    ]
+    base = alt.Chart(alt.NamedData(name="points")).encode(
+        x=alt.X("k:Q", title="rank", scale=alt.Scale(type="log")).axis(grid=False, format="~s"),
+        y=alt.Y("share:Q", title="answers that rank so high").axis(format="%"),
+        color=colour,
+        tooltip=tooltip,
+    )
+    joined = base.mark_line(strokeWidth=2, aria=False)
+    points = base.mark_point(filled=True, size=60, opacity=1, aria=False).encode(shape=shape)
+    return _finished(alt.layer(joined, points), "Share of answers by the most that they rank.", 280)
+
+
 def curves(measure: str, title: str) -> dict[str, Any]:
     """Return a chart of a measure against epochs.
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcond.data.queries import QueryRows
+from llmcond.data.rows import Rows
 from llmcond.evaluation.breakdown import (
     by_condition,
     calibration,
@@ -18,7 +20,8 @@ from llmcond.evaluation.breakdown import (
     rank_share,
     rating_span,
 )
-from llmcond.metrics import Floats, finite, number
+from llmcond.heads.query_fit import SCORE
+from llmcond.metrics import Floats, finite, metric_of, number
 from llmcond.report.format import range_text
 from llmcond.report.page import charts
 from llmcond.report.page.gather import Page
@@ -32,52 +35,122 @@ def embedded(page: Page) -> dict[str, Any]:
     """Return what the page's script needs, as JSON has it; every text is there once."""
     curves = _curves(page)
     data: dict[str, Any] = {"config": charts.CONFIG, "charts": {}, "curves": curves}
-    data["primary"] = page.results[0].primary.heading
+    data |= {"primary": page.results[0].primary.heading, "ranked": page.ranked}
     data |= {"systems": [], "chosen": (None, None), "conditions": None}
     if page.systems:
         texts: dict[str, int] = {}
-        data["scale"] = list(page.scale)
-        errors = {name: _errors(page, name) for name in page.systems}
-        data["systems"] = [_system(page, name, error) for name, error in errors.items()]
-        data["chosen"] = page.chosen()
-        data["rows"] = {
-            "number": page.rows.number.tolist(),
-            "rating": _on_scale(page, page.rows.rating),
-            **{
-                key: [texts.setdefault(text, len(texts)) for text in getattr(page.rows, key)]
-                for key in ("sentence1", "sentence2", "condition")
-            },
-        }
-        rated = page.rows.rated
-        if rated.any():
-            data["conditions"] = _conditions(page, rated, texts, list(errors.values()))
-        # For each rating the places that its rows take in a perfect order.
-        places = (_rounded(1000 * end, 0) for end in rating_span(page.rows.rating[rated]))
-        spans = zip(_on_scale(page, page.rows.rating[rated]), *places, strict=True)
-        data["spans"] = [list(span) for span in dict.fromkeys(spans)]
-        data["texts"] = list(texts)
-        data["charts"] |= {"scatter": charts.scatter(), "levels": charts.calibration()}
+        rows = page.rows
+        if isinstance(rows, QueryRows):
+            drawn = _ranked(page, rows, texts)
+        else:
+            drawn = _rated(page, rows, texts)
+        data["charts"] |= drawn.pop("charts")
+        data |= {**drawn, "chosen": page.chosen(), "texts": list(texts)}
     epochs = [epoch for curve in curves for seed in curve["seeds"] for epoch in seed]
-    for place, name, title in ((1, "loss", "loss"), (2, "dev", "Spearman on dev × 100")):
+    metric = metric_of(page.dev_metric)
+    data["dev"] = f"{metric.heading} on dev"
+    scale = "" if metric.factor == 1 else f" × {metric.factor:g}"
+    for place, name, title in ((1, "loss", "loss"), (2, "dev", f"{data['dev']}{scale}")):
         if any(epoch[place] is not None for epoch in epochs):
             data["charts"][name] = charts.curves(name, title)
     return data
 
 
-def _system(page: Page, name: str, error: Floats) -> dict[str, Any]:
-    similarity = np.asarray(page.similarity[name], dtype=np.float64)
-    there, rated = np.isfinite(similarity), ~np.isnan(error)
-    place = np.full(len(similarity), np.nan)
-    place[there] = rank_share(similarity[there])
+def _rated(page: Page, rows: Rows, texts: dict[str, int]) -> dict[str, Any]:
+    """Return what is drawn of rated rows; texts are added to ``texts``, with their numbers."""
+    errors = {name: _errors(page, rows, name) for name in page.systems}
+    columns = {"condition": "condition", "sentence1": "sentence 1", "sentence2": "sentence 2"}
+    rated = rows.rated
+    # For each rating the places that its rows take in a perfect order.
+    places = (_rounded(1000 * end, 0) for end in rating_span(rows.rating[rated]))
+    spans = zip(_on_scale(page, rows.rating[rated]), *places, strict=True)
+    return {
+        "scale": list(page.scale),
+        "systems": [_system(page, rows, name, error) for name, error in errors.items()],
+        "columns": list(columns.items()),
+        "rows": {
+            "number": rows.number.tolist(),
+            "rating": _on_scale(page, rows.rating),
+            **{key: _numbered(getattr(rows, key), texts) for key in reversed(columns)},
+        },
+        "conditions": (
+            _conditions(page, rows, rated, texts, list(errors.values())) if rated.any() else None
+        ),
+        "spans": [list(span) for span in dict.fromkeys(spans)],
+        "charts": {"scatter": charts.scatter(), "levels": charts.calibration()},
+    }
+
+
+def _ranked(page: Page, rows: QueryRows, texts: dict[str, int]) -> dict[str, Any]:
+    """Return what is drawn of ranks; texts are added to ``texts``, with their numbers."""
+    ranks = {name: np.asarray(page.similarity[name], dtype=np.float64) for name in page.systems}
+    lowest = max(own.max() for own in ranks.values())
+    steps = [k * 10**power for power in range(8) for k in (1, 2, 3, 5) if k * 10**power < lowest]
+    systems = [
+        {
+            "name": name,
+            "score": _score(page, name),
+            "rank": _rounded(own, 2),
+            # From the first to the last rank of all, of which tenfold ones are as far apart.
+            "place": _rounded(1000 * np.log(own) / (np.log(lowest) or 1), 0),
+            "hits": [[k, round(float((own <= k).mean()), 4)] for k in [*steps, float(lowest)]],
+        }
+        for name, own in ranks.items()
+    ]
+    metric, by = page.results[0].primary, by_condition(rows.columns[rows.by])
+    one = rows.by.removesuffix("_text")
+    return {
+        "systems": systems,
+        "columns": [("heading", "asked"), *((key, _label(key)) for key in rows.texts)],
+        "rows": {
+            "number": list(range(1, len(rows) + 1)),
+            "heading": _numbered(rows.headings, texts),
+            **{key: _numbered(rows.columns[key], texts) for key in rows.texts},
+        },
+        "conditions": metric.by_row
+        and {
+            "what": [one, f"{one.removesuffix('y')}ies" if one.endswith("y") else f"{one}s"],
+            "text": _numbered(by.label, texts),
+            "n": by.count.tolist(),
+            "figure": [
+                _rounded(metric.factor * by.mean(metric.by_row(own)), metric.decimals)
+                for own in ranks.values()
+            ],
+            "decimals": metric.decimals,
+            "better": "above" if metric.higher_is_better else "below",
+        },
+        "charts": {"hits": charts.hits()},
+    }
+
+
+def _label(column: str) -> str:
+    return column.removesuffix("_text").replace("_", " ")
+
+
+def _numbered(column: Sequence[str], texts: dict[str, int]) -> list[int]:
+    """Return texts as their numbers; new ones get the next."""
+    return [texts.setdefault(text, len(texts)) for text in column]
+
+
+def _score(page: Page, name: str) -> str:
+    """Return a system's main figure with its interval."""
     result = next(result for result in page.results if result.name == name)
     metric, found = result.primary, result.main
     bounds = minus(range_text(metric, found.low, found.high))
     score = f"{metric.heading} {minus(metric.show(found.value))}"
-    levels = calibration(similarity[rated], page.rows.rating[rated])
+    return f"{score} ({bounds})" if bounds else score
+
+
+def _system(page: Page, rows: Rows, name: str, error: Floats) -> dict[str, Any]:
+    similarity = np.asarray(page.similarity[name], dtype=np.float64)
+    there, rated = np.isfinite(similarity), ~np.isnan(error)
+    place = np.full(len(similarity), np.nan)
+    place[there] = rank_share(similarity[there])
+    levels = calibration(similarity[rated], rows.rating[rated])
     ratings = _on_scale(page, np.array([level.rating for level in levels]))
     return {
         "name": name,
-        "score": f"{score} ({bounds})" if bounds else score,
+        "score": _score(page, name),
         "similarity": _rounded(similarity, 4),
         "place": _rounded(1000 * place, 0),
         "error": _rounded(1000 * error, 0),
@@ -88,24 +161,27 @@ def _system(page: Page, name: str, error: Floats) -> dict[str, Any]:
     }
 
 
-def _errors(page: Page, name: str) -> Floats:
+def _errors(page: Page, rows: Rows, name: str) -> Floats:
     """Return (n,) the rank errors of a system; NaN where a row is unrated or not predicted."""
     similarity = np.asarray(page.similarity[name], dtype=np.float64)
-    rated = np.isfinite(similarity) & page.rows.rated
+    rated = np.isfinite(similarity) & rows.rated
     error = np.full(len(similarity), np.nan)
-    error[rated] = rank_error(similarity[rated], page.rows.rating[rated])
+    error[rated] = rank_error(similarity[rated], rows.rating[rated])
     return error
 
 
 def _conditions(
-    page: Page, rated: NDArray[np.bool_], texts: dict[str, int], errors: Sequence[Floats]
+    page: Page,
+    rows: Rows,
+    rated: NDArray[np.bool_],
+    texts: dict[str, int],
+    errors: Sequence[Floats],
 ) -> dict[str, Any]:
-    groups = by_condition(
-        [text for text, kept in zip(page.rows.condition, rated, strict=True) if kept]
-    )
-    rating = page.rows.rating[rated]
+    groups = by_condition([text for text, kept in zip(rows.condition, rated, strict=True) if kept])
+    rating = rows.rating[rated]
     return {
-        "text": [texts.setdefault(label, len(texts)) for label in groups.label],
+        "what": ["condition", "conditions"],
+        "text": _numbered(groups.label, texts),
         "n": groups.count.tolist(),
         "rating": _on_scale(page, groups.mean(rating), 2),
         "chance": _rounded(1000 * groups.mean(chance_error(rating)), 0),
@@ -117,7 +193,9 @@ def _curves(page: Page) -> list[dict[str, Any]]:
     found = []
     for result in page.results:
         curves = [
-            [_epoch(epoch) for epoch in fit["curve"]] for fit in result.fits if fit.get("curve")
+            [_epoch(epoch, page) for epoch in fit["curve"]]
+            for fit in result.fits
+            if fit.get("curve")
         ]
         if any(epoch[1:] != [None, None] for curve in curves for epoch in curve):
             same = len(result.seeds) == len(curves)
@@ -126,9 +204,12 @@ def _curves(page: Page) -> list[dict[str, Any]]:
     return found
 
 
-def _epoch(epoch: Mapping[str, Any]) -> list[float | None]:
-    loss, dev = (np.array([epoch[key]], np.float64) for key in ("loss", "dev_spearman"))
-    return [epoch["epoch"], *_rounded(loss, 5), *_rounded(100 * dev, 5)]
+def _epoch(epoch: Mapping[str, Any], page: Page) -> list[float | None]:
+    # Heads that rank know no metric.
+    key = SCORE if SCORE in epoch else f"dev_{page.dev_metric}"
+    loss, dev = (np.array([epoch[name]], np.float64) for name in ("loss", key))
+    factor = metric_of(page.dev_metric).factor
+    return [epoch["epoch"], *_rounded(loss, 5), *_rounded(factor * dev, 5)]
 
 
 def _on_scale(page: Page, rating: Floats, digits: int = 4) -> list[Any]:
@@ -162,11 +243,14 @@ def by_head(page: Page) -> tuple[dict[str, Any], Legend] | None:
     heads = list(dict.fromkeys(result.head for result in defined))
     rows = []
     used: Counter[tuple[str, str]] = Counter()
-    for result in defined:
-        about = "minus c" if result.subtract else "c kept"
-        about += ", control" if result.control else ""
-        about += ", baseline" if result.name in page.baselines else ""
-        label = f"{result.prompt}\n{about}"
+    for i, result in enumerate(page.results):
+        if finite(result.main.value) is None:
+            continue
+        about = [("c kept", "minus c")[result.subtract]] if page.subtracts else []
+        about += [page.variants[1][i]] if page.variants else []
+        about += ["control"] if result.control else []
+        about += ["baseline"] if result.name in page.baselines else []
+        label = f"{result.prompt or result.name}\n{', '.join(filter(None, about))}"
         # Several fits of one head and template stand beside each other, too.
         slot = heads.index(result.head) + len(heads) * used[label, result.head]
         used[label, result.head] += 1

@@ -12,12 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.arrays import as_matrix
+from llmcond.data.queries import QueryRows
 from llmcond.data.rows import Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.isotropy import MOST_VECTORS, measure_isotropy
+from llmcond.evaluation.ranked import QueryResult
+from llmcond.evaluation.ranking import Part
 from llmcond.evaluation.results import ComparedResult, Result
 from llmcond.prompts import Prompt
-from llmcond.runs import Run
+from llmcond.runs import OpenedRun, Run
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import zeroshots
 from llmcond.runs.provenance import provenance
@@ -31,26 +34,33 @@ class Page:
         title: of the page.
         summary: sentences in plain words, the most important first.
         results: one for each system, best first, all of the same metrics; names are unique.
-        rows: what was scored, n of them.
+        rows: what was scored, n of them: rated rows, or queries whose answers were ranked.
         scale: the lowest and the highest rating as the data has them.
         similarity: for each result's name (n,) predictions, in the mean over seeds; NaN where
-            there is none.
+            there is none. Of queries they are ranks.
         isotropy: for each set of vectors name, head, prompt, subtract, mean_cosine, std_cosine and
             partition_ratio.
         made: what made the page, as nested JSON.
         baseline: the name of the result that comes first of those that others are compared with;
             None: nothing is compared.
+        variants: what tells results of one head and prompt from each other: of what kind, and of
+            each result which; None: nothing.
+        parts: figures of some of the rows: by what they are parted, of each result by part.
+        dev_metric: what heads are chosen by on dev.
     """
 
     title: str
     summary: Sequence[str]
     results: Sequence[ComparedResult]
-    rows: Rows
+    rows: Rows | QueryRows
     scale: tuple[float, float] = (0.0, 1.0)
     similarity: Mapping[str, NDArray[np.floating]] = field(default_factory=dict)
     isotropy: Sequence[Mapping[str, Any]] = ()
     made: Mapping[str, Any] = field(default_factory=dict)
     baseline: str | None = None
+    variants: tuple[str, Sequence[str]] | None = None
+    parts: Mapping[str, Sequence[Mapping[str, Part]]] = field(default_factory=dict)
+    dev_metric: str = "spearman"
 
     def __post_init__(self) -> None:
         # As of recipes of one name from different folders.
@@ -58,6 +68,16 @@ class Page:
         twice = [name for name, count in names.items() if count > 1]
         if twice:
             raise UserError(f"{len(twice)} names occur more than once, such as {twice[0]!r}.")
+
+    @property
+    def ranked(self) -> bool:
+        """Return whether answers were ranked, and nothing was rated."""
+        return isinstance(self.rows, QueryRows)
+
+    @property
+    def subtracts(self) -> bool:
+        """Return whether it says something that the unconditional vector is subtracted, or not."""
+        return not self.ranked or any(result.subtract for result in self.results)
 
     @cached_property
     def systems(self) -> list[str]:
@@ -84,8 +104,8 @@ class Page:
 
 
 def page_of(
-    run: Run,
-    rows: Rows,
+    run: OpenedRun,
+    rows: Rows | QueryRows,
     results: Sequence[Result],
     similarity: Mapping[str, NDArray[np.floating]],
     *,
@@ -96,7 +116,7 @@ def page_of(
 ) -> Page:
     """Return the page of some results of a run, arguments as the attributes of :class:`Page`.
 
-    The rows are in the run's store; ``settings`` are what was asked for.
+    Rated rows are in the run's store; ``settings`` are what was asked for.
 
     Raises:
         UserError: two results have one name.
@@ -104,6 +124,7 @@ def page_of(
     names = dict.fromkeys(name for result in results for name in result.prompts)
     prompts = [run.prompt(name) for name in names]
     manifest = run.manifest
+    ranked = [one for one in results if isinstance(one, QueryResult)]
     return Page(
         title=title,
         summary=summary,
@@ -111,9 +132,9 @@ def page_of(
             one if isinstance(one, ComparedResult) else ComparedResult.of(one) for one in results
         ],
         rows=rows,
-        scale=(run.scale.low, run.scale.high),
+        scale=(run.scale.low, run.scale.high) if isinstance(run, Run) else (0.0, 1.0),
         similarity=similarity,
-        isotropy=_isotropy(run, prompts, rows),
+        isotropy=_isotropy(run, prompts, rows) if isinstance(rows, Rows) else (),
         made={
             "encoder": manifest["encoder"],
             "store_dtype": manifest["store_dtype"],
@@ -123,10 +144,21 @@ def page_of(
             **provenance(),
         },
         baseline=baseline,
+        variants=_variants(ranked),
+        parts={
+            kind: [one.grouped[kind] for one in ranked]
+            for kind in (ranked[0].grouped if ranked else ())
+        },
+        dev_metric=run.dev_metric,
     )
 
 
-def _isotropy(run: Run, prompts: Sequence[Prompt], rows: Rows) -> list[dict[str, Any]]:
+def _variants(results: Sequence[QueryResult]) -> tuple[str, Sequence[str]] | None:
+    texts = [result.variant[1] for result in results]
+    return (results[0].variant[0], texts) if any(texts) else None
+
+
+def _isotropy(run: OpenedRun, prompts: Sequence[Prompt], rows: Rows) -> list[dict[str, Any]]:
     """Return the isotropy of every prompt's features, with and without subtraction."""
     rated, store = np.flatnonzero(rows.rated)[:MOST_VECTORS], run.store()
     found = []

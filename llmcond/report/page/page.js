@@ -49,7 +49,8 @@
   }
 
   const trimmed = (value, digits) => (value === null ? "–" : String(Number(value.toFixed(digits))));
-  const counted = (n, what) => `${n.toLocaleString("en")} ${what}${n === 1 ? "" : "s"}`;
+  const counted = (n, [one, several]) => `${n.toLocaleString("en")} ${n === 1 ? one : several}`;
+  const UNIT = data.ranked ? ["query", "queries"] : ["row", "rows"];
 
   // -- theme ------------------------------------------------------------------------------------
 
@@ -224,6 +225,7 @@
   // -- rows -------------------------------------------------------------------------------------
 
   const text = (key, i) => data.texts[data.rows[key][i]];
+  const entry = (i, place) => passage(text(data.columns[place][0], i));
 
   if (data.systems.length) {
     const letters = data.chosen[1] === null ? ["A"] : ["A", "B"];
@@ -231,20 +233,23 @@
     const state = Object.fromEntries(letters.map((letter, i) => [letter, index.get(data.chosen[i])]));
     const system = (letter) => data.systems[state[letter]];
     const everyRow = data.rows.number.map((_, i) => i);
-    const [low, high] = data.scale;
-    const distinct = [...new Set(data.rows.rating.filter((r) => r !== null))].sort((a, b) => a - b);
+    const [low, high] = data.scale ?? [0, 1];
+    const rating = (i) => (data.ranked ? null : data.rows.rating[i]);
+    const distinct = [...new Set((data.rows.rating ?? []).filter((r) => r !== null))].sort((a, b) => a - b);
     const gap = Math.min(...distinct.slice(1).map((r, i) => r - distinct[i]), high - low);
     // The same for a row in every picture.
     const spread = (i) => (distinct.length > 21 ? 0 : (((i * 2654435761) >>> 0) / 2 ** 32 - 0.5) * 0.6 * gap);
 
-    const textColumns = [["condition", "condition"], ["sentence1", "sentence 1"], ["sentence2", "sentence 2"]].map(
-      ([key, label]) => ({ label, text: true, value: (i) => text(key, i), show: (i) => passage(text(key, i)) }));
+    const textColumns = data.columns.map(
+      ([key, label], place) => ({ label, text: true, value: (i) => text(key, i), show: (i) => entry(i, place) }));
+    const said = (letter, i, digits) => (data.ranked ? trimmed(system(letter).rank[i], 2) : number(system(letter).similarity[i], digits));
+    const predicted = (letter, i) => (data.ranked ? system(letter).rank : system(letter).similarity)[i];
 
     numbers.set("scatter", () => {
-      const table = bigTable("Predictions of each row", [
-        { label: "row", value: (i) => data.rows.number[i] },
-        { label: "rating", value: (i) => data.rows.rating[i], show: (i) => trimmed(data.rows.rating[i], 3) },
-        ...letters.map((letter) => ({ label: letter, value: (i) => system(letter).similarity[i], show: (i) => number(system(letter).similarity[i], 4) })),
+      const table = bigTable(`Predictions of each ${UNIT[0]}`, [
+        { label: UNIT[0], value: (i) => data.rows.number[i] },
+        ...(data.ranked ? [] : [{ label: "rating", value: rating, show: (i) => trimmed(rating(i), 3) }]),
+        ...letters.map((letter) => ({ label: letter, value: (i) => predicted(letter, i), show: (i) => said(letter, i, 4) })),
         ...textColumns,
       ]);
       table.set(everyRow);
@@ -264,7 +269,24 @@
       return table.element;
     });
 
+    const hits = () => letters.flatMap((letter) => system(letter).hits.map(([k, share]) => ({ series: letter, name: system(letter).name, k, share })));
+    numbers.set("hits", () => {
+      const table = bigTable("Answers by rank", [
+        { label: "system", text: true, value: (point) => point.name },
+        { label: "among the first", value: (point) => point.k },
+        { label: "answers in %", value: (point) => point.share, show: (point) => number(100 * point.share, 1) },
+      ], 100);
+      table.set(hits());
+      return table.element;
+    });
+
     const updates = [];
+
+    function ranks() {
+      draw("hits", "hits", { points: hits() });
+      refresh("hits");
+      refresh("scatter");
+    }
 
     function charts() {
       const all = levels();
@@ -278,7 +300,9 @@
       refresh("scatter");
       refresh("levels");
     }
-    if (data.conditions) updates.push(charts, conditions());
+    if (data.ranked) updates.push(ranks);
+    else if (data.conditions) updates.push(charts);
+    if (data.conditions) updates.push(conditions());
     if (letters.length > 1) updates.push(disagreements());
 
     function update() {
@@ -301,21 +325,25 @@
     function conditions() {
       const found = data.conditions;
       const share = (value) => (value === null ? null : value / 10);
-      const error = (letter) => (i) => share(found.error[state[letter]][i]);
+      const digits = found.decimals ?? 1;
+      const error = (letter) => (i) => (data.ranked ? found.figure[state[letter]][i] : share(found.error[state[letter]][i]));
       const difference = (i) => {
         const [a, b] = [error("A")(i), error("B")(i)];
         return a === null || b === null ? null : a - b;
       };
       const columns = [
-        { label: "condition", text: true, value: (i) => data.texts[found.text[i]], show: (i) => passage(data.texts[found.text[i]]) },
-        { label: "rows", value: (i) => found.n[i] },
-        { label: "mean rating", value: (i) => found.rating[i], show: (i) => number(found.rating[i], 2) },
-        { label: "by chance", value: (i) => share(found.chance[i]), show: (i) => number(share(found.chance[i]), 1) },
-        ...letters.map((letter) => ({ label: letters.length > 1 ? letter : "out of place", value: error(letter), show: (i) => number(error(letter)(i), 1) })),
+        { label: found.what[0], text: true, value: (i) => data.texts[found.text[i]], show: (i) => passage(data.texts[found.text[i]]) },
+        { label: UNIT[1], value: (i) => found.n[i] },
+        ...(data.ranked ? [] : [
+          { label: "mean rating", value: (i) => found.rating[i], show: (i) => number(found.rating[i], 2) },
+          { label: "by chance", value: (i) => share(found.chance[i]), show: (i) => number(share(found.chance[i]), 1) },
+        ]),
+        ...letters.map((letter) => ({ label: letters.length > 1 ? letter : data.ranked ? data.primary : "out of place", value: error(letter), show: (i) => number(error(letter)(i), digits) })),
       ];
-      if (letters.length > 1) columns.push({ label: "A minus B", hint: "below 0: A is nearer to the ratings", value: difference, show: (i) => number(difference(i), 1, true) });
-      const table = bigTable("Rank errors by condition", columns, 15);
-      const [label, input] = search("Search conditions");
+      const hint = data.ranked ? `${found.better} 0: A ranks answers higher` : "below 0: A is nearer to the ratings";
+      if (letters.length > 1) columns.push({ label: "A minus B", hint, value: difference, show: (i) => number(difference(i), digits, true) });
+      const table = bigTable(data.ranked ? `${data.primary} by ${found.what[0]}` : "Rank errors by condition", columns, 15);
+      const [label, input] = search(`Search ${found.what[1]}`);
       const least = make("select", {}, ...[1, 2, 3, 5, 10, 20].map((n) => make("option", { value: n }, String(n))));
       const many = found.n.filter((n) => n >= 3).length;
       least.value = many >= 5 ? 3 : 1;
@@ -323,12 +351,12 @@
       function fill() {
         const wanted = input.value.trim().toLowerCase();
         const kept = found.n.map((_, i) => i).filter((i) => found.n[i] >= Number(least.value) && data.texts[found.text[i]].toLowerCase().includes(wanted));
-        count.textContent = `${kept.length.toLocaleString("en")} of ${counted(found.n.length, "condition")}`;
+        count.textContent = `${kept.length.toLocaleString("en")} of ${counted(found.n.length, found.what)}`;
         table.set(kept);
       }
       input.addEventListener("input", fill);
       least.addEventListener("change", fill);
-      at("conditions").append(make("div", { class: "tools" }, label, make("label", {}, "Rows, at least", least), count), table.element);
+      at("conditions").append(make("div", { class: "tools" }, label, make("label", {}, data.ranked ? "Queries, at least" : "Rows, at least", least), count), table.element);
       table.sort(1, "descending");
       return fill;
     }
@@ -341,20 +369,20 @@
       const list = make("ul", { class: "cards" });
       let shown = SIZE;
       const more = make("button", { type: "button", class: "further", onclick: () => { shown += 2 * SIZE; fill(); } }, "Show more");
-      const band = new Map(data.spans.map(([rating, first, last]) => [rating, [first, last]]));
+      const band = new Map((data.spans ?? []).map(([rating, first, last]) => [rating, [first, last]]));
 
       const closer = (i) => {
-        const [a, b] = ["A", "B"].map((letter) => system(letter).error[i]);
+        const [a, b] = ["A", "B"].map((letter) => (data.ranked ? system(letter).rank : system(letter).error)[i]);
         if (a === null || b === null || Math.abs(a) === Math.abs(b)) return "";
         return Math.abs(a) < Math.abs(b) ? "A" : "B";
       };
       function matches(i, wanted) {
         if (nearer.value && closer(i) !== nearer.value) return false;
-        return !wanted || ["condition", "sentence1", "sentence2"].some((key) => text(key, i).toLowerCase().includes(wanted));
+        return !wanted || data.columns.some(([key]) => text(key, i).toLowerCase().includes(wanted));
       }
       function strip(i) {
         const box = make("div", { class: "strip", "aria-hidden": "true" });
-        const span = band.get(data.rows.rating[i]);
+        const span = band.get(rating(i));
         if (span) {
           const [first, last] = span;
           const part = make("div", { class: "band" });
@@ -371,32 +399,37 @@
       }
       function figures(i) {
         const one = (name, said) => make("div", {}, make("dt", {}, ...name), make("dd", {}, said));
-        const place = (letter) => `${number(system(letter).similarity[i], 3)}, at ${Math.round(system(letter).place[i] / 10)} %`;
-        return make("dl", { class: "figures" }, one(["rating"], trimmed(data.rows.rating[i], 3)), ...letters.map((letter) => one([swatch(letter), letter], place(letter))));
+        const place = (letter) => (data.ranked ? `rank ${said(letter, i)}` : `${said(letter, i, 3)}, at ${Math.round(system(letter).place[i] / 10)} %`);
+        const first = data.ranked ? [] : [one(["rating"], trimmed(rating(i), 3))];
+        return make("dl", { class: "figures" }, ...first, ...letters.map((letter) => one([swatch(letter), letter], place(letter))));
       }
       function card(i) {
         const near = closer(i);
-        const row = make("span", { class: "detail" }, `row ${data.rows.number[i]}`);
-        const said = near ? `${near} is nearer to the rating` : data.rows.rating[i] === null ? "unrated" : "both are as near to the rating";
-        const condition = make("div", { class: "condition" }, passage(text("condition", i)));
+        const row = make("span", { class: "detail" }, `${UNIT[0]} ${data.rows.number[i]}`);
+        const verdict = data.ranked ? (near ? `${near} ranks the answer higher` : "both rank the answer alike")
+          : near ? `${near} is nearer to the rating` : rating(i) === null ? "unrated" : "both are as near to the rating";
+        const condition = make("div", { class: "condition" }, entry(i, 0));
+        // What a text is would else have to be guessed.
+        const texts = data.columns.slice(1).map(([key, label], place) => ({ label, place: place + 1, there: text(key, i) })).filter((one) => one.there)
+          .map((one) => make("div", {}, ...(data.ranked ? [make("span", { class: "detail" }, one.label)] : []), entry(i, one.place)));
         return make("li", { class: "card" },
           make("header", {}, condition, row),
-          make("div", { class: "texts" }, passage(text("sentence1", i)), passage(text("sentence2", i))),
-          strip(i), figures(i), make("span", { class: "detail" }, said));
+          make("div", { class: "texts" }, ...texts),
+          strip(i), figures(i), make("span", { class: "detail" }, verdict));
       }
       function fill() {
         const wanted = input.value.trim().toLowerCase();
         const apart = (i) => Math.abs(system("A").place[i] - system("B").place[i]);
         const there = everyRow.filter((i) => system("A").place[i] !== null && system("B").place[i] !== null && matches(i, wanted));
         there.sort((a, b) => apart(b) - apart(a) || a - b);
-        count.textContent = counted(there.length, "row");
+        count.textContent = counted(there.length, UNIT);
         list.replaceChildren(...there.slice(0, shown).map(card));
         more.hidden = there.length <= shown;
       }
       const again = () => { shown = SIZE; fill(); };
       input.addEventListener("input", again);
       nearer.addEventListener("change", again);
-      at("disagreements").append(make("div", { class: "tools" }, label, make("label", {}, "Nearer to the rating", nearer), count), list, more);
+      at("disagreements").append(make("div", { class: "tools" }, label, make("label", {}, data.ranked ? "Ranks the answer higher" : "Nearer to the rating", nearer), count), list, more);
       return again;
     }
   }
@@ -425,7 +458,7 @@
         { label: "seed", value: (row) => row.seed },
         { label: "epoch", value: (row) => row.epoch },
         { label: "loss", value: (row) => row.loss, show: (row) => number(row.loss, 4) },
-        { label: "Spearman on dev", value: (row) => row.dev, show: (row) => number(row.dev, 1) },
+        { label: data.dev, value: (row) => row.dev, show: (row) => number(row.dev, 1) },
       ], 50);
       table.set(points(Number(select.value)));
       return table.element;

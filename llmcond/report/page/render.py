@@ -10,10 +10,11 @@ from pathlib import Path
 
 from llmcond.errors import UserError
 from llmcond.files import check_output, replacing
+from llmcond.log import log
 from llmcond.metrics import metric_of
 from llmcond.report.format import factors_text
 from llmcond.report.page.gather import Page
-from llmcond.report.page.tables import difference_table, isotropy_table, main_table
+from llmcond.report.page.tables import difference_table, isotropy_table, main_table, parts_table
 
 _FOLDER = Path(__file__).parent
 _JSON = {"allow_nan": False, "separators": (",", ":")}
@@ -36,6 +37,7 @@ def write_page(page: Page, path: Path) -> None:
     content = _render(page).encode("utf-8", "backslashreplace")
     with replacing(path) as temporary:
         temporary.write_bytes(content)
+    log.info(f"report -> {path}")
 
 
 def _render(page: Page) -> str:
@@ -67,8 +69,9 @@ def _render(page: Page) -> str:
         counts=dict.fromkeys(counted),
         primary=page.results[0].primary,
         factors=factors_text([metric_of(name) for name in page.results[0].metrics]),
-        results=main_table(page.results, page.baselines),
+        results=main_table(page),
         differences=difference_table(page.results if page.baselines else ()),
+        parts={kind: parts_table(kind, page.results, own) for kind, own in page.parts.items()},
         heads=heads and heads[1],
         isotropy=isotropy and (isotropy_table(page.isotropy), isotropy[1], len(isotropy[0])),
         data=data,

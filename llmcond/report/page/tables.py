@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmcond.evaluation.paired import Difference
+from llmcond.evaluation.ranking import Part
 from llmcond.evaluation.results import ComparedResult
 from llmcond.metrics import Estimate, Metric, finite, metric_of, number
 from llmcond.report.format import MINUS, probability, range_text
+from llmcond.report.page.gather import Page
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +80,9 @@ def known(low: float, high: float) -> tuple[float | None, float | None]:
     return (None, None) if None in ends else ends
 
 
-def main_table(results: Sequence[ComparedResult], baselines: Mapping[str, ComparedResult]) -> Table:
-    """Return the results, a row each, with the columns that say something about any of them.
-
-    ``baselines`` are by name those that others are compared with; empty: nothing is compared.
-    """
+def main_table(page: Page) -> Table:
+    """Return the results, a row each, with the columns that say something about any of them."""
+    results, baselines = page.results, page.baselines
     subtracted = "whether the unconditional vector is subtracted"
     columns: list[tuple[Column, Sequence[Cell]]] = [
         (
@@ -98,11 +98,13 @@ def main_table(results: Sequence[ComparedResult], baselines: Mapping[str, Compar
             ],
         ),
         (Column("template", numeric=False), [_text(r.prompt) for r in results]),
-        (
-            Column("minus c", subtracted, numeric=False),
-            [_text("yes" if r.subtract else "no") for r in results],
-        ),
     ]
+    if page.subtracts:
+        cells = [_text("yes" if r.subtract else "no") for r in results]
+        columns.append((Column("minus c", subtracted, numeric=False), cells))
+    if page.variants:
+        kind, texts = page.variants
+        columns.append((Column(kind, numeric=False), [_text(text or "–") for text in texts]))
     metrics = [metric_of(name) for name in results[0].metrics]
     compared_with = [baselines.get(r.against or "") for r in results]
     # Secondary ones come last.
@@ -212,6 +214,33 @@ def difference_table(results: Sequence[ComparedResult]) -> Table:
             )
             rows.append(row)
     return Table(columns, rows)
+
+
+#: More parts than that are rows, and systems columns.
+_MOST_PARTS = 12
+
+
+def parts_table(
+    kind: str, results: Sequence[ComparedResult], parts: Sequence[Mapping[str, Part]]
+) -> Table:
+    """Return the main figure of each result on some of the rows, all drawn on one axis.
+
+    Args:
+        kind: what the parts are.
+        results: a row each, or where there are many parts a column.
+        parts: of each result its figures by the name of the part.
+    """
+    metric, first = results[0].primary, parts[0]
+    flat = [own[name].metrics[metric.name] for own in parts for name in first]
+    cells = _intervals(metric, flat, [None] * len(flat))
+    rows = [cells[i : i + len(first)] for i in range(0, len(cells), len(first))]
+    if len(first) <= _MOST_PARTS:
+        headings = (Column(name, f"{part.n:,} queries") for name, part in first.items())
+        named = [(_text(one.name), *own) for one, own in zip(results, rows, strict=True)]
+        return Table((Column("system", numeric=False), *headings), named)
+    columns = (Column(kind, numeric=False), Column("queries"), *(Column(r.name) for r in results))
+    transposed = zip(first.items(), zip(*rows, strict=True), strict=True)
+    return Table(columns, [(_text(name), _count(one.n), *own) for (name, one), own in transposed])
 
 
 def isotropy_table(rows: Sequence[Mapping[str, Any]]) -> Table:
