@@ -346,12 +346,14 @@ def with_others(graph: Graph, source: Any, split: str | None = None) -> tuple[Gr
     """
     folder = Path(source)
     path: Path | None = folder
+    chosen: list[str] = []
     if folder.is_dir():
         found = {name: _find(folder, names) for name, names in _SPLIT_FILES.items()}
-        split = split or ("test" if found["test"] else "dev")
-        path = found[split]
+        chosen = [split] if split else ["test", "dev"]
+        split = next((name for name in chosen if found[name]), None)
+        path = found[split] if split else None
     if path is None or not path.is_file() or path.suffix not in _SUFFIXES:
-        lacks = f"has no {split} file" if folder.is_dir() else "is no file of triples"
+        lacks = f"has no {' or '.join(chosen)} file" if folder.is_dir() else "is no file of triples"
         raise UserError(
             f"{source} {lacks}. Expected head, relation, tail a line, by tabs, as .tsv or .txt; or "
             "a folder with such files of train, valid (or dev) and test."
