@@ -380,7 +380,7 @@ class AnyRun(ABC):
             matches = [name] if name in known else [k for k in known if self._recipe_of(k) == name]
             if not matches:
                 fitted = f"fitted: {', '.join(known)}" if known else "none is fitted yet"
-                recipes = bundled_names("heads", self.task.name)
+                recipes = bundled_names("heads", self.task.recipes)
                 # Of a default name, RECIPE@PROMPT, the recipe is what to fit.
                 recipe = next((r for r in recipes if name == r or name.startswith(f"{r}@")), None)
                 fit = f"Fit it: llmcond fit-head --head {recipe} --run {self.folder}"

@@ -64,6 +64,7 @@ class AnyTask(ABC, Generic[D]):
         prompt: the template that is taken where none is named; None: the one that suits the
             encoder.
         heads: recipes that are compared where none are named.
+        recipes: the bundled task whose recipes it has by name; None: those of rated pairs.
     """
 
     name: ClassVar[str]
@@ -71,6 +72,7 @@ class AnyTask(ABC, Generic[D]):
     metrics: ClassVar[Sequence[str]]
     prompt: ClassVar[str | None] = None
     heads: ClassVar[Sequence[str]] = ("linear", "mlp")
+    recipes: ClassVar[str | None] = None
 
     @abstractmethod
     def read(self, data: DataOptions) -> D:

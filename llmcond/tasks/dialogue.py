@@ -23,6 +23,7 @@ class Dialogue(AnyTask[Dialogues]):
     #: An utterance is rendered by itself, as a sentence without its condition is.
     prompt: ClassVar[str | None] = "separate"
     heads = ("c3l-released", "rank")
+    recipes: ClassVar[str | None] = "dialogue"
 
     def read(self, data: DataOptions) -> Dialogues:
         """Return dialogues; see :func:`llmcond.tasks.dialogues.read_dialogues`."""

@@ -76,6 +76,7 @@ class RankingTask(AnyTask[Q]):
     #: What messages call its examples.
     unit: ClassVar[str] = "examples"
     metrics: ClassVar[Sequence[str]] = METRICS
+    recipes: ClassVar[str | None] = "kgc"
     #: Nothing is encoded for each pair of sentence and condition, which are many.
     prompt: ClassVar[str | None] = "separate"
 

@@ -97,7 +97,7 @@ def compare_prompts(
     existing = open_any_run(run_folder) if run_exists(run_folder) else None
     chosen_task = task_of(existing, task)
     asked = replace(asked, heads=asked.heads or chosen_task.heads)
-    recipes = _recipes(asked.heads, asked.set or {}, chosen_task.name)
+    recipes = _recipes(asked.heads, asked.set or {}, chosen_task.recipes)
     named = [load_prompt(name) for name in asked.prompts]
     _check_different(named)
     resolved = resolve(model, options)
@@ -143,7 +143,7 @@ def compare_prompts(
     return comparison
 
 
-def _recipes(heads: Sequence[str], changes: Mapping[str, str], task: str) -> list[Recipe]:
+def _recipes(heads: Sequence[str], changes: Mapping[str, str], task: str | None) -> list[Recipe]:
     recipes = [load_recipe(name, task) for name in dict.fromkeys(heads) if name != "none"]
     changed = []
     unknown = set(changes)

@@ -208,7 +208,7 @@ class _Scored:
         by = asked_for(run, heads)
         ties = options.ties or "realistic"
         if data.source is None:
-            split = split or run.default_split()
+            split = run.scored_split(split)
             return cls(run, run.dialogues, split, split, ties, *by, device)
         found, split = run.task.with_others(run.dialogues, data, split)
         return cls(run, found, OTHERS, split, ties, *by, device)

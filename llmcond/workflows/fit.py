@@ -77,7 +77,7 @@ def fit_head(
     """
     run = open_any_run(run_folder)
     check_seed(seed)
-    recipe = load_recipe(head, run.task.name)
+    recipe = load_recipe(head, run.task.recipes)
     recipe = recipe.with_settings(recipe.parse_changes(dict(changes or {}), "--set"), "--set")
     subtract = run.subtracts if subtract is None else subtract
     view = view_of(recipe, prompts_for(run, recipe, prompt), subtract)

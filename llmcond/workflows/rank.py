@@ -76,7 +76,7 @@ def _examples(
 ) -> tuple[QueryExamples, str, str]:
     """Return what is scored: the examples, their split, and what results call it."""
     if data.source is None:
-        split = split or run.default_split()
+        split = run.scored_split(split)
         return QueryExamples(run), split, split
     found, split = run.task.with_others(run.queries, data, split)
     store, encoder = run.store_for_others(), LazyEncoder(run.resolve_encoder(device))

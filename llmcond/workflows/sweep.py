@@ -101,7 +101,7 @@ def _grid(
     if twice:
         raise UserError(f"{twice[0]} is both varied and set. Give it once.")
     for head, names in itertools.product(dict.fromkeys(heads), dict.fromkeys(prompts)):
-        recipe = load_recipe(head, run.task.name)
+        recipe = load_recipe(head, run.task.recipes)
         recipe = recipe.with_settings(recipe.parse_changes(dict(changes), "--set"), "--set")
         for values in itertools.product(*vary.values()):
             varied = recipe.parse_changes(dict(zip(vary, values, strict=True)), "--vary")

@@ -42,6 +42,8 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys, forgotten):
                 shown = capsys.readouterr()
                 if "kendall" in line:
                     assert "kendall" in shown.out
+                if "complete" in line:
+                    assert "cider" in shown.out
         else:
             forgotten()
             home = {}
@@ -49,8 +51,12 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys, forgotten):
                 exec(Path(name).read_text(), home)  # the page's own text
             exec(text, home)
             assert -1 <= home["results"][0].metrics["spearman"].value <= 1
-    assert len(names) == 7
-    for refused in ("runs/answers", "runs/largest"):
+    assert len(names) == 9
+    ranks = Path("ranks.csv").read_text(encoding="utf-8").splitlines()
+    # Three dishes of test, two columns that are asked of each from both sides.
+    assert len(ranks) == 1 + 3 * 2 * 2
+    assert ranks[1].split(",")[1:5] == ["forward", "chestnut soup", "drink", "cider"]
+    for refused in ("runs/answers", "runs/largest", "runs/menus"):
         forgotten()
         assert run(["evaluate", "--head", "none", "--run", refused]) == 2
         assert "--plugin" in capsys.readouterr().err
