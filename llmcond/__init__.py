@@ -11,6 +11,7 @@ from llmcond.version import __version__
 
 if TYPE_CHECKING:
     from llmcond.commands.analyse import analyse
+    from llmcond.commands.annotate import annotate
     from llmcond.commands.bench import bench
     from llmcond.commands.compare_prompts import compare_prompts
     from llmcond.commands.complete import complete
@@ -51,6 +52,7 @@ __all__ = [
     "UserError",
     "__version__",
     "analyse",
+    "annotate",
     "bench",
     "compare_prompts",
     "complete",

@@ -33,6 +33,7 @@ COMMANDS = {
     "reply": "reply:Reply",
     "similarity": "similarity:Similarity",
     "embed": "embed:Embed",
+    "annotate": "annotate:Annotate",
     "models": "models:ListModels",
     "prompts": "prompts:Prompts",
     "prompts show": "prompts:ShowPrompt",

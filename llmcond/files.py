@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import os
@@ -12,7 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
 from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full
 
@@ -81,6 +83,15 @@ def write_text(path: Path, text: str) -> None:
     """Write ``text`` as UTF-8, atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="\n")
+
+
+def csv_writer(stream: IO[str]) -> Any:
+    """Return a writer of CSV rows to a stream that was opened with ``newline=""``.
+
+    Its lines end in a line feed. With its own line ends only it quotes carriage returns within
+    texts, so these are taken off behind it.
+    """
+    return csv.writer(SimpleNamespace(write=lambda row: stream.write(f"{row[:-2]}\n")))
 
 
 def check_output(path: Path, suffixes: Sequence[str], inputs: Iterable[Any] = ()) -> None:

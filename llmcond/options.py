@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from llmcond.errors import UserError
+
 _KEY = "option"
 
 #: How a right answer ranks among candidates of the same score: in the middle, first or last.
@@ -48,3 +50,9 @@ def option_of(field: dataclasses.Field[Any]) -> Option | None:
     """Return what :func:`option` said of a field; None for fields that are no options."""
     found: Option | None = field.metadata.get(_KEY)
     return found
+
+
+def check_seed(seed: int) -> None:
+    """Raise a UserError unless every library which draws random numbers takes a seed."""
+    if not 0 <= seed < 2**32:
+        raise UserError(f"the seed is {seed}; it must be at least 0 and below 2^32.")

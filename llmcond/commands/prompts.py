@@ -17,13 +17,17 @@ from llmcond.workflows.options import Split
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts(Command):
-    """List the bundled prompts, or show the inputs that one gives for a row."""
+    """List the bundled prompts, or show the inputs that one gives for a row.
+
+    Those of encoders come first, and then those that `annotate` asks a language model.
+    """
 
     example: ClassVar[str] = "llmcond prompts show concat-sent-cond --row 3 --model minilm"
     formats: ClassVar[bool] = True
 
     def execute(self) -> dict[str, Any]:
         """List."""
+        from llmcond.annotation.template import bundled_templates
         from llmcond.prompts import load_prompt
 
         rows = []
@@ -33,7 +37,7 @@ class Prompts(Command):
                 for name in ("instruction", "context", "text", "router"):
                     about[f"{prefix}{name}"] = getattr(part, name)
             rows.append({**about, "source": prompt.source})
-        return {"prompts": rows}
+        return {"prompts": rows, "annotate": [own.to_json() for own in bundled_templates()]}
 
     def show(self, result: dict[str, Any], form: str) -> None:
         """Print a table; in a terminal without the texts, which ``prompts show`` has."""
@@ -41,6 +45,7 @@ class Prompts(Command):
 
         brief = ("name", "description") if form == "table" else ()
         show(listing(result["prompts"], brief), form)
+        show(listing(result["annotate"], ("name", "kind", "description")), form)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ DEV_FRACTION = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The names that a file's columns have."""
+    """The names that a file's columns have; without one of labels, ``label`` is empty."""
 
     sentence1: str = "sentence1"
     sentence2: str = "sentence2"
@@ -252,6 +252,16 @@ def read_rows(
     return _read_rows(opened, opened.splits[wanted], columns, scale, extra), wanted
 
 
+def read_pairs(
+    source: Any, split: str, columns: Columns = Columns(), scale: RatingScale = RatingScale()
+) -> Rows:
+    """Read rows as :func:`read_rows` does; all are unrated where no column has ratings."""
+    try:
+        return read_rows(source, split, columns, scale)[0]
+    except MissingColumnError:
+        return read_rows(source, split, replace(columns, label=""), scale)[0]
+
+
 def _complete(splits: dict[str, Rows], source: str, seed: int) -> tuple[dict[str, Rows], str]:
     """Return splits with a dev split, in their order, and a note if it was made."""
     if "train" not in splits:
@@ -271,7 +281,8 @@ def _read_rows(
     scale: RatingScale,
     extra: Sequence[str],
 ) -> Rows:
-    wanted = {**asdict(columns), **{name: name for name in extra}}
+    named = {key: column for key, column in asdict(columns).items() if column}
+    wanted = {**named, **{name: name for name in extra}}
     texts: dict[str, list[str]] = {key: [] for key in wanted if key != "label"}
     ratings: list[float] = []
     # Texts that occur again, as sentences under several conditions do, are kept once.
@@ -285,7 +296,8 @@ def _read_rows(
                     text = problems.text(number, wanted[key], record[wanted[key]])
                     column.append(same.setdefault(text, text))
                 try:
-                    ratings.append(scale.to_unit(record[wanted["label"]]))
+                    label = record[wanted["label"]] if "label" in wanted else scale.unrated
+                    ratings.append(scale.to_unit(label))
                 except ValueError as error:
                     problems.add(number, f"{wanted['label']} {error}")
         problems.raise_if_any()

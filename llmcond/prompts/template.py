@@ -320,35 +320,46 @@ def _check_router(part: Part, source: str) -> None:
 
 
 def _placeholders(part: Part, source: str, known: Sequence[str]) -> set[str]:
+    advice = ' Other columns of the data are named first: fields = ["COLUMN"].'
     found: set[str] = set()
     for key, template in part.templates.items():
-        try:
-            fields = list(Formatter().parse(template))
-        except ValueError as error:
-            raise UserError(
-                f"{source} {key}: {error}. Write {{{{ and }}}} for braces that are text."
-            ) from error
-        for _, name, spec, conversion in fields:
-            if name is None:
-                continue
-            if name in known and (spec or conversion):
-                written = f"{name}{'!' if conversion else ''}{conversion or ''}"
-                written += f":{spec}" if spec else ""
-                raise UserError(
-                    f"{source} {key} has {{{written}}}, but texts are put in as they are; write "
-                    f"{{{name}}}."
-                )
-            if name not in known:
-                legal = ", ".join(f"{{{one}}}" for one in known)
-                raise UserError(
-                    f"{source} {key} has the unknown placeholder {{{name}}}. "
-                    f"{nearest(name, known)} Legal: {legal}. Other columns of the data are named "
-                    'first: fields = ["COLUMN"].'
-                )
-            found.add(name)
+        found |= placeholders(template, f"{source} {key}", known, advice)
     _check_router(part, source)
     if part.instruction and part.context is not None:
         raise UserError(f"{source} has both an instruction and a context; give one of them.")
     if not part.text.strip():
         raise UserError(f"{source} text is empty: there is nothing to encode.")
+    return found
+
+
+def placeholders(template: str, source: str, known: Sequence[str], advice: str = "") -> set[str]:
+    """Return the names that a text has in braces.
+
+    Raises:
+        UserError: a brace that is not closed, a name that is not ``known``, or one with a format;
+            it ends in ``advice`` for an unknown one.
+    """
+    try:
+        fields = list(Formatter().parse(template))
+    except ValueError as error:
+        raise UserError(
+            f"{source}: {error}. Write {{{{ and }}}} for braces that are text."
+        ) from error
+    found: set[str] = set()
+    for _, name, spec, conversion in fields:
+        if name is None:
+            continue
+        if name in known and (spec or conversion):
+            written = f"{name}{'!' if conversion else ''}{conversion or ''}"
+            written += f":{spec}" if spec else ""
+            raise UserError(
+                f"{source} has {{{written}}}, but texts are put in as they are; write {{{name}}}."
+            )
+        if name not in known:
+            legal = ", ".join(f"{{{one}}}" for one in known)
+            raise UserError(
+                f"{source} has the unknown placeholder {{{name}}}. {nearest(name, known)} "
+                f"Legal: {legal}.{advice}"
+            )
+        found.add(name)
     return found

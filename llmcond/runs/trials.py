@@ -28,6 +28,7 @@ from llmcond.heads.pairs import OnEpoch
 from llmcond.heads.storage import FitRecord
 from llmcond.log import log
 from llmcond.metrics import Metric, choose_metrics, finite, metric_of
+from llmcond.options import check_seed
 from llmcond.progress import EVERY_SECONDS, FitBar
 from llmcond.records import RECORD, check_record
 from llmcond.runs import AnyRun, OpenedRun, Saved, dev_score, head_name, open_any_run
@@ -143,12 +144,6 @@ class Outcome:
         if similarity is not None and len(similarity) != n:
             return None
         return cls(figures, record["dim"], record["fit"], dev_score(record, dev_metric), similarity)
-
-
-def check_seed(seed: int) -> None:
-    """Raise a UserError unless every library which draws random numbers takes a seed."""
-    if not 0 <= seed < 2**32:
-        raise UserError(f"the seed is {seed}; it must be at least 0 and below 2^32.")
 
 
 def check_seeds(seeds: int) -> None:

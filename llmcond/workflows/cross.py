@@ -18,10 +18,10 @@ from llmcond.heads import FittedHead, save_head
 from llmcond.heads.recipes import parse_settings
 from llmcond.heads.regression import RegressionSettings
 from llmcond.log import log
+from llmcond.options import check_seed
 from llmcond.runs import complete_run
 from llmcond.runs.cross import KIND, NAME, load_cross_encoder
 from llmcond.runs.run import origin_record
-from llmcond.runs.trials import check_seed
 from llmcond.tasks import Task
 from llmcond.workflows.training import (
     Kept,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ from llmcond.evaluation.conditions import seen_unseen
 from llmcond.evaluation.ranked import RankedResults
 from llmcond.evaluation.results import Result, Results, best_first
 from llmcond.features.store import FeatureStore
-from llmcond.files import check_output, replacing
+from llmcond.files import check_output, csv_writer, replacing
 from llmcond.log import log
 from llmcond.metrics import choose_metrics, metric_of
 from llmcond.prompts import Prompt
@@ -258,8 +256,7 @@ def _write_table(path: Path, columns: Sequence[tuple[str, Iterable[Any]]], unit:
     headings, values = zip(*columns, strict=True)
     table = list(zip(*values, strict=True))
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
-        # With its own line ends only it quotes carriage returns within texts.
-        writer = csv.writer(SimpleNamespace(write=lambda row: stream.write(f"{row[:-2]}\n")))
+        writer = csv_writer(stream)
         writer.writerow(headings)
         writer.writerows(table)
     log.info(f"predictions for {len(table):,} {unit} -> {path}")

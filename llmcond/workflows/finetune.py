@@ -23,11 +23,12 @@ from llmcond.heads import FittedHead, Recipe, load_head, load_recipe
 from llmcond.heads.objectives import ObjectiveSettings, check_contrasts
 from llmcond.heads.recipes import parse_settings
 from llmcond.log import log
+from llmcond.options import check_seed
 from llmcond.prompts import fields_of, load_prompt
 from llmcond.runs import complete_run
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import predict
-from llmcond.runs.trials import check_seed, sized
+from llmcond.runs.trials import sized
 from llmcond.tasks import RankingTask, Task, find_task
 from llmcond.tasks.dialogue import Dialogue
 from llmcond.workflows.extract import check_prompts

@@ -14,11 +14,12 @@ from llmcond.files import check_writable
 from llmcond.heads import Recipe, load_recipe, save_head
 from llmcond.log import log
 from llmcond.metrics import Estimate, finite, metric_of
+from llmcond.options import check_seed
 from llmcond.progress import FitBar
 from llmcond.runs import OpenedRun, head_name, head_record, open_any_run
 from llmcond.runs.features import prompts_for
 from llmcond.runs.kinds import examples_of
-from llmcond.runs.trials import Outcome, Trial, check_seed, sized
+from llmcond.runs.trials import Outcome, Trial, sized
 
 
 @dataclass(frozen=True)

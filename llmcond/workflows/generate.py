@@ -13,9 +13,9 @@ from filelock import FileLock
 from llmcond.errors import UserError, first_line
 from llmcond.files import digest_files, digest_text
 from llmcond.log import log
+from llmcond.options import check_seed
 from llmcond.progress import CountBar
 from llmcond.runs import DialogueRun
-from llmcond.runs.trials import check_seed
 from llmcond.system import choose_device
 
 #: As Triple-Encoders (ACL 2024) sampled from DialoGPT, but for the length: released code's.

@@ -42,7 +42,8 @@ def test_it_is_the_installed_package_that_answers(installed):
 
 @pytest.mark.parametrize("kind", ["prompts", "heads"])
 def test_bundled_files_are_those_of_the_repository(installed, kind):
-    listed = json.loads(run_there(installed, "-m", "llmcond", kind, "--json"))[kind]
+    found = json.loads(run_there(installed, "-m", "llmcond", kind, "--json"))
+    listed = [row for rows in found.values() for row in rows]
     paths = list((ROOT / kind).rglob("*.toml"))  # those of a task are in a folder of its own
     assert sorted(row["name"] for row in listed) == sorted(path.stem for path in paths)
     for path in paths:

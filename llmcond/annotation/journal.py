@@ -1,0 +1,97 @@
+"""Answers as they came, a line each: what was answered is never asked again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+from filelock import FileLock, Timeout
+
+from llmcond.annotation.server import Answer
+from llmcond.errors import LlmcondError, UserError
+from llmcond.records import RECORD, check_record
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What each line holds at least."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    key: str
+    text: str
+    tokens_in: int | None
+    tokens_out: int | None
+    seconds: float
+
+
+class Journal:
+    """The file of answers, as a context that no other process enters; it is made when needed.
+
+    Raises:
+        UserError: another process writes it, or it cannot be written.
+        LlmcondError: a line of it was damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
+        self._answers: dict[str, Answer] = {}
+
+    def __enter__(self) -> Self:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire()
+        except Timeout as error:
+            raise UserError(
+                f"another process writes {self.path}. Wait for it, or name another --out."
+            ) from error
+        try:
+            self._read()
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._lock.release()
+
+    def _read(self) -> None:
+        if not self.path.is_file():
+            return
+        text = self.path.read_bytes()
+        whole = text.rfind(b"\n") + 1
+        for number, line in enumerate(text[:whole].split(b"\n")[:-1], 1):
+            source = f"{self.path} line {number}"
+            try:
+                values = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise LlmcondError(f"{source} was damaged. Remove the line.") from error
+            if not isinstance(values, dict):
+                raise LlmcondError(f"{source} holds no object; it was damaged. Remove the line.")
+            check_record(values, Line, source, "Remove the line.")
+            counted = values["tokens_in"], values["tokens_out"]
+            self._answers[values["key"]] = Answer(values["text"], *counted, values["seconds"])
+        if whole < len(text):  # the line that was being written when a process was killed
+            os.truncate(self.path, whole)
+
+    def get(self, key: str) -> Answer | None:
+        """Return an answer; None if the question was not answered yet."""
+        return self._answers.get(key)
+
+    def add(self, key: str, answer: Answer, about: Mapping[str, Any]) -> None:
+        """Store an answer, with what a reader may want to know about its question."""
+        line = json.dumps({"key": key, **about, **asdict(answer)}, ensure_ascii=False)
+        with self.path.open("a", encoding="utf-8", newline="\n") as stream:
+            stream.write(f"{line}\n")
+        self._answers[key] = answer

@@ -1,0 +1,278 @@
+"""Rate sentence pairs under conditions by a language model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmcond.annotation.asking import Asker, Forecast, Prices, Question
+from llmcond.annotation.journal import Journal
+from llmcond.annotation.proposals import offers, proposed_rows
+from llmcond.annotation.server import Answer, ServerSettings
+from llmcond.annotation.template import SCALE, Template, load_template, read_proposal, read_rating
+from llmcond.data.candidates import text_file
+from llmcond.data.datasets import Columns, DataOptions, RatingScale, read_pairs, read_rows
+from llmcond.data.rows import Rows
+from llmcond.errors import UserError
+from llmcond.evaluation.agreement import Agreement, agreement
+from llmcond.files import check_output, csv_writer, replacing
+from llmcond.log import log
+from llmcond.metrics import Floats
+from llmcond.options import check_seed
+from llmcond.progress import duration
+
+#: Questions of each kind that are asked to measure what one takes.
+_FEW = 3
+#: Questions that are asked without asking the user, where there is no terminal to ask on.
+_UNASKED = 100
+
+
+@dataclass(frozen=True)
+class Annotated:
+    """What was rated and written.
+
+    Attributes:
+        out: the file.
+        model: that rated.
+        prompt: name of the template.
+        rows: written.
+        ill_defined: of them, those that are.
+        unanswered: rows left out, as no answer to them can be read.
+        questions: asked by this call; others were answered before.
+        tokens_in, tokens_out, cost: of these; None: unknown.
+        agreement: with the ratings that the rows had; None: they had none.
+    """
+
+    out: Path
+    model: str
+    prompt: str
+    rows: int
+    ill_defined: int
+    unanswered: int
+    questions: int
+    tokens_in: int | None
+    tokens_out: int | None
+    cost: float | None
+    agreement: Agreement | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        agreed = None if self.agreement is None else self.agreement.to_json()
+        return {**vars(self), "out": str(self.out), "agreement": agreed}
+
+
+def annotate(  # noqa: PLR0913 - each is a choice of the user, by keyword
+    data: DataOptions,
+    out: Path,
+    server: ServerSettings,
+    *,
+    prompt: str = "rate",
+    samples: int = 1,
+    split: str | None = None,
+    rows: int | None = None,
+    propose: int | None = None,
+    propose_prompt: str = "propose",
+    text: str | None = None,
+    seed: int = 0,
+    concurrency: int = 4,
+    prices: Prices = Prices(),
+    yes: bool = False,
+) -> Annotated:
+    """Write a file of rows rated by a language model, which ``extract`` reads.
+
+    Answers are stored beside it as they come, in ``NAME.answers.jsonl``: a call that was stopped
+    goes on there. Arguments as in :class:`llmcond.commands.annotate.Annotate`.
+
+    Raises:
+        UserError: options, data or a template that is wrong, a server that refuses, or the user
+            does not agree to what it will take.
+        LlmcondError: the server fails.
+    """
+    server.check()
+    check_seed(seed)
+    _check(samples, rows, concurrency, prices)
+    check_output(out, (".csv",), [data.source])
+    rate = load_template(prompt, "rate")
+    if propose is None:
+        if text is not None:
+            raise UserError("--text is of --propose, which was not given.")
+        pairs = _read(data, split, rows, seed)
+        offered, asks = [], []
+    else:
+        _check_propose(data, split, rows)
+        template = load_template(propose_prompt, "propose")
+        offered = offers(_texts(data.source, text), propose, seed)
+        asks = [
+            Question(template, own.values, partial(read_proposal, offered=len(own.others)))
+            for own in offered
+        ]
+    with Journal(out.with_suffix(".answers.jsonl")) as journal:
+        asker = Asker(server, journal, seed, concurrency)
+        asker.ask(asks[:_FEW])
+        asker.check_readable(asks[:_FEW])
+
+        def known() -> Rows:
+            if propose is None:
+                return pairs
+            found = proposed_rows(offered, [asker.value(ask) for ask in asks])
+            return found.take(np.arange(min(propose, len(found))))
+
+        first = _questions(rate, known(), samples)
+        asker.ask(first[:_FEW])
+        asker.check_readable(first[:_FEW])
+        total = samples * (len(known()) if propose is None else propose)
+        rated = len(first) - len(asker.missing(first))
+        left = [(len(asker.missing(asks)), asks[:_FEW]), (total - rated, first[:_FEW])]
+        _agree(asker.forecast(left, prices), server, yes)
+        asker.ask(asks)
+        found = known()
+        questions = _questions(rate, found, samples)
+        asker.ask(questions)
+    if propose is not None and len(found) < propose:
+        log.info(
+            f"{len(found):,} of {propose:,} rows were proposed; the others had no fitting text"
+        )
+    values = [asker.value(one) for one in questions]
+    given = [
+        [one for one in values[start : start + samples] if one is not None]
+        for start in range(0, len(values), samples)
+    ]
+    answered = np.array([bool(own) for own in given], dtype=np.bool_)
+    kept, given = found.take(answered), [own for own in given if own]
+    model = np.array([_mean(own) for own in given])
+    _write(out, kept, model, given)
+    unanswered = int((~answered).sum())
+    tokens_in, tokens_out = (_total(asker.asked, name) for name in ("tokens_in", "tokens_out"))
+    result = Annotated(
+        out=out,
+        model=server.model,
+        prompt=rate.name,
+        rows=len(kept),
+        ill_defined=int(np.isnan(model).sum()),
+        unanswered=unanswered,
+        questions=len(asker.asked),
+        tokens_in=tokens_in,
+        tokens_out=tokens_out,
+        cost=prices.cost(tokens_in, tokens_out),
+        agreement=agreement(kept, model) if kept.rated.any() else None,
+    )
+    log.info(f"{result.rows:,} rows, {result.ill_defined:,} of them ill-defined -> {out}")
+    if unanswered:
+        log.warning(
+            f"{unanswered:,} rows are left out: none of the answers to them can be read "
+            f"({journal.path}). Another --seed asks again."
+        )
+    return result
+
+
+def _check(samples: int, rows: int | None, concurrency: int, prices: Prices) -> None:
+    counts = {"samples": samples, "concurrency": concurrency, "rows": 1 if rows is None else rows}
+    for name, value in counts.items():
+        if value < 1:
+            raise UserError(f"--{name} is {value}; it must be at least 1.")
+    for name, price in (("price-in", prices.tokens_in), ("price-out", prices.tokens_out)):
+        if price is not None and not 0 <= price < float("inf"):
+            raise UserError(f"--{name} is {price:g}; it must be at least 0.")
+
+
+def _check_propose(data: DataOptions, split: str | None, rows: int | None) -> None:
+    given = {
+        "--columns, --rating-range or --unrated": data.columns or data.scale,
+        "--split": split,
+        "--rows": rows,
+    }
+    for option, value in given.items():
+        if value:
+            raise UserError(f"{option} is of rows that are there; --propose makes them from texts.")
+
+
+def _read(data: DataOptions, split: str | None, most: int | None, seed: int) -> Rows:
+    """Return the rows that are to be rated: all, or so many drawn by the seed, in their order."""
+    columns, scale = Columns(**data.columns), RatingScale(**data.scale)
+    if "label" in data.columns:
+        rows, _ = read_rows(data.source, split or "train", columns, scale)
+    else:
+        rows = read_pairs(data.source, split or "train", columns, scale)
+    if most is None or most >= len(rows):
+        return rows
+    return rows.take(np.sort(np.random.default_rng(seed).permutation(len(rows))[:most]))
+
+
+def _texts(source: Any, column: str | None) -> list[str]:
+    if isinstance(source, str | Path):
+        return text_file(Path(source), "texts", column or "text")
+    if isinstance(source, Sequence) and all(isinstance(one, str) for one in source):
+        return [one for one in source if one.strip()]
+    raise UserError("--propose takes texts: a file of them, or from Python a list of strings.")
+
+
+def _questions(template: Template, rows: Rows, samples: int) -> list[Question]:
+    """Return the questions of each row, all samples of a row together."""
+    names = ("sentence1", "sentence2", "condition")
+    texts = [dict(zip(names, own, strict=True)) for own in zip(*_columns(rows), strict=True)]
+    return [
+        Question(template, own, read_rating, sample) for own in texts for sample in range(samples)
+    ]
+
+
+def _columns(rows: Rows) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
+    return rows.sentence1, rows.sentence2, rows.condition
+
+
+def _agree(forecast: Forecast, server: ServerSettings, yes: bool) -> None:
+    """Tell what is left to ask, and ask the user; a UserError if the answer is no."""
+    if not forecast.questions:
+        return
+    log.info(
+        f"to ask: {forecast.text}, {duration(forecast.seconds)}; {server.model} at "
+        f"{server.endpoint}"
+    )
+    if yes:
+        return
+    stored = "what was answered is stored"
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        if forecast.questions > _UNASKED:
+            raise UserError(
+                f"{forecast.questions:,} questions are to be asked, and there is no terminal to "
+                f"agree on. Say --yes (from Python: yes=True); {stored}."
+            )
+        return
+    sys.stderr.write("Go on? [y/N] ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise UserError(f"not agreed to; {stored}, and the same command goes on.")
+
+
+def _mean(ratings: Sequence[float]) -> float:
+    """Return the mean of a row's ratings; NaN where more than half find it ill-defined."""
+    rated = [one for one in ratings if not np.isnan(one)]
+    return float(np.mean(rated)) if 2 * len(rated) >= len(ratings) else float("nan")
+
+
+def _label(rating: float) -> str:
+    """Return a rating as files have it: 1 to 5, -1 for what is ill-defined."""
+    scaled = SCALE.unrated if np.isnan(rating) else SCALE.low + rating * (SCALE.high - SCALE.low)
+    return f"{scaled:.4g}"
+
+
+def _total(answers: Sequence[Answer], name: str) -> int | None:
+    """Return how many tokens answers took together; None where the server does not tell."""
+    counts = [getattr(answer, name) for answer in answers]
+    return None if None in counts else sum(counts)
+
+
+def _write(path: Path, rows: Rows, model: Floats, given: Sequence[Sequence[float]]) -> None:
+    human = bool(rows.rated.any())
+    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv_writer(stream)
+        header = [*rows.texts, "label", "answers"]
+        writer.writerow([*header, "human"] if human else header)
+        for i, texts in enumerate(zip(*_columns(rows), strict=True)):
+            row = [*texts, _label(model[i]), " ".join(map(_label, given[i]))]
+            writer.writerow([*row, _label(rows.rating[i])] if human else row)

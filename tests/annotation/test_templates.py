@@ -1,0 +1,104 @@
+"""Templates of questions, and how answers are read."""
+
+import math
+
+import pytest
+
+from llmcond.annotation.template import (
+    Proposal,
+    bundled_templates,
+    load_template,
+    read_proposal,
+    read_rating,
+)
+from llmcond.config import bundled
+from llmcond.errors import UserError
+
+VALUES = {"sentence1": "one {x}", "sentence2": "two", "condition": "{sentence1}"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "rating"),
+    [
+        ('{"rating": "4"}', 0.75),
+        ('{"rating": 4}', 0.75),
+        ('{"answer1": "two {men}", "answer2": "none", "rating": "1"}', 0),
+        ('```json\n{"rating": "5"}\n```', 1),
+        ('{"rating": "2"} No, I was wrong: {"rating": "3"}', 0.5),
+        ('<think>{"rating": "1"}? Rather more.</think>{"rating": "5"}', 1),
+        ('{"rating": "ill-defined"}', math.nan),
+        ('{"rating": -1}', math.nan),
+        ("Rating: 4", 0.75),
+        ("**Rating**: 4/5", 0.75),
+        ("The similarity is 2.", 0.25),
+        ("3", 0.5),
+        ("**3.5**", 0.625),
+        ("Ill-defined.", math.nan),
+        ("Rating (1-5): none", None),
+        ('{"rating": "6"}', None),
+        ('{"rating": null}', None),
+        ('{"rating": true}', None),
+        ('{"score": "4"}', 0.75),
+        ("I rate 2 of these 4 sentences", None),
+        ("{" * 30_000, None),
+        ("", None),
+    ],
+)
+def test_a_rating_is_read(answer, rating):
+    found = read_rating(answer)
+    assert found == pytest.approx(rating, nan_ok=True) if rating is not None else found is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "proposal"),
+    [
+        ('{"partner": 2, "alike": " a  b", "different": "c"}', Proposal(1, ("a b", "c"))),
+        ('{"partner": 0, "alike": "", "different": ""}', Proposal(None, ("", ""))),
+        ('{"partner": 4, "alike": "a", "different": "b"}', None),
+        ('{"partner": "x", "alike": "a", "different": "b"}', None),
+        ('{"partner": 1, "alike": "", "different": "b"}', None),
+        ('{"partner": 1, "alike": 3, "different": "b"}', None),
+        ("the second", None),
+    ],
+)
+def test_a_proposal_is_read(answer, proposal):
+    assert read_proposal(answer, 3) == proposal
+
+
+def test_texts_are_put_in_as_they_are():
+    template = load_template("answer-then-compare", "rate")
+    system, user = template.messages(VALUES)
+    assert (system["role"], user["role"]) == ("system", "user")
+    assert "Sentence 1: one {x}\n" in user["content"]
+    assert "Condition: {sentence1}\n" in user["content"]
+    assert '"answer1": ...' in user["content"]
+
+
+def test_bundled_templates_differ_and_say_where_they_are_from():
+    found = bundled_templates()
+    assert {one.name for one in found} >= {"rate", "answer-then-compare", "propose"}
+    assert len({one.digest for one in found}) == len(found)
+    assert all(one.description and one.source for one in found)
+    assert all(load_template(one.name, one.kind) == one for one in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("{condition}", "it"), "question lacks the placeholder {condition}"),
+        (("{condition}", "{aspect}"), "unknown placeholder {aspect}"),
+        (("{condition}", "{condition!r}"), "write {condition}"),
+        (("{condition}", "{condition} {"), "for braces that are text"),
+        (('kind = "rate"', 'kind = "rank"'), "'kind' is 'rank'"),
+        (('kind = "rate"', 'kind = "rate"\nfirst = ["rating"]'), "first has 'rating'"),
+        (('kind = "rate"', 'kind = "rate"\nname = "x"'), "a prompt is named by its file"),
+        (('kind = "rate"', 'kind = "rate"\nbefore = []'), "unknown key 'before'"),
+    ],
+)
+def test_a_wrong_template_is_told(tmp_path, change, words):
+    path = tmp_path / "mine.toml"
+    text = (bundled("prompts", "annotate") / "rate.toml").read_text()
+    path.write_text(text.replace(*change))
+    with pytest.raises(UserError, match=r"mine\.toml") as caught:
+        load_template(str(path), "rate")
+    assert words in str(caught.value)
