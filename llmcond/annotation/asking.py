@@ -57,7 +57,7 @@ class Forecast:
     def text(self) -> str:
         """Return it for people, without the time."""
         if self.tokens_in is None or self.tokens_out is None:
-            told = "tokens unknown, as the server does not count them"
+            told = "tokens unknown"
         else:
             told = f"about {self.tokens_in:,} tokens in and {self.tokens_out:,} out"
         cost = "" if self.cost is None else f", cost about {self.cost:.3g}"
@@ -84,13 +84,14 @@ class Asker:
     """Asks a server what a journal does not hold.
 
     Attributes:
+        settings: which model is asked, and how.
         asked: answers that were got since it was made.
     """
 
     def __init__(
         self, settings: ServerSettings, journal: Journal, seed: int, concurrency: int
     ) -> None:
-        self._settings, self._journal = settings, journal
+        self.settings, self._journal = settings, journal
         self._seed, self._concurrency = seed, concurrency
         self._server: Server | None = None
         self.asked: list[Answer] = []
@@ -128,14 +129,14 @@ class Asker:
         """
         while missing := self.missing(questions):
             if self._server is None:
-                self._server = Server(self._settings)
+                self._server = Server(self.settings)
                 self._server.reach()
             ask = partial(self._ask, self._server)
             with CountBar("asking") as bar:
                 answered = ask_all(ask, missing, min(self._concurrency, len(missing)))
                 for number, (question, answer) in enumerate(answered, 1):
                     about = {
-                        "model": self._settings.model,
+                        "model": self.settings.model,
                         "prompt": question.template.name,
                         "asked": dict(question.values),
                         "sample": question.sample,
@@ -150,7 +151,7 @@ class Asker:
             said = self._journal.get(self._key(questions[0]))
             shown = brief(said.text if said else "", 200)
             raise UserError(
-                f"no answer of {self._settings.model} to the first {len(questions)} questions can "
+                f"no answer of {self.settings.model} to the first {len(questions)} questions can "
                 f"be read; the first one is {shown}. Try another --model or --prompt; what was "
                 f"asked and said is in {self._journal.path}."
             )
@@ -162,18 +163,19 @@ class Asker:
         for count, alike in left:
             stored = [self._journal.get(self._key(question)) for question in alike]
             known = [answer for answer in stored if answer is not None]
-            if not known or not count:
+            if not count:
                 continue
             total += count
-            seconds += count * sum(answer.seconds for answer in known) / len(known)
+            seconds += count * sum(answer.seconds for answer in known) / max(1, len(known))
             for i, name in enumerate(("tokens_in", "tokens_out")):
-                counted = [getattr(answer, name) for answer in known]
-                before = tokens[i]
-                unknown = before is None or None in counted
-                tokens[i] = None if unknown else before + count * sum(counted) / len(counted)
+                counted, before = [getattr(answer, name) for answer in known], tokens[i]
+                if before is None or not counted or None in counted:
+                    tokens[i] = None
+                else:
+                    tokens[i] = before + count * sum(counted) / len(counted)
         seconds /= self._concurrency
-        if self._settings.per_minute:
-            seconds = max(seconds, 60 * total / self._settings.per_minute)
+        if self.settings.per_minute:
+            seconds = max(seconds, 60 * total / self.settings.per_minute)
         rounded = [None if one is None else round(one) for one in tokens]
         return Forecast(total, rounded[0], rounded[1], prices.cost(*tokens), seconds)
 
@@ -184,7 +186,7 @@ class Asker:
 
     def _key(self, question: Question) -> str:
         """Identify all that decides an answer."""
-        body = json.dumps(dict(self._settings.request), sort_keys=True)
+        body = json.dumps(dict(self.settings.request), sort_keys=True)
         number = f"{self._seed} {question.sample} {question.attempt}"
-        own = (self._settings.model, body, number, question.template.digest)
+        own = (self.settings.model, body, number, question.template.digest)
         return digest_text(*own, *question.values.values())

@@ -13,7 +13,7 @@ import numpy as np
 
 from llmcond.annotation.asking import Asker, Forecast, Prices, Question
 from llmcond.annotation.journal import Journal
-from llmcond.annotation.proposals import offers, proposed_rows
+from llmcond.annotation.proposals import Offer, offers, proposed_rows
 from llmcond.annotation.server import Answer, ServerSettings
 from llmcond.annotation.template import SCALE, Template, load_template, read_proposal, read_rating
 from llmcond.data.candidates import text_file
@@ -67,6 +67,30 @@ class Annotated:
         return {**vars(self), "out": str(self.out), "agreement": agreed}
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What is rated.
+
+    Attributes:
+        wanted: rows.
+        pairs: they, where they are there.
+        offered: else the texts that a model is to pair, and the questions that ask for it.
+        asks: those questions.
+    """
+
+    wanted: int
+    pairs: Rows | None = None
+    offered: Sequence[Offer] = ()
+    asks: Sequence[Question] = ()
+
+    def rows(self, asker: Asker) -> Rows:
+        """Return the rows, as far as they are known: those of proposals that were answered."""
+        if self.pairs is not None:
+            return self.pairs
+        found = proposed_rows(self.offered, [asker.value(ask) for ask in self.asks])
+        return found.take(np.arange(min(self.wanted, len(found))))
+
+
 def annotate(  # noqa: PLR0913 - each is a choice of the user, by keyword
     data: DataOptions,
     out: Path,
@@ -86,8 +110,8 @@ def annotate(  # noqa: PLR0913 - each is a choice of the user, by keyword
 ) -> Annotated:
     """Write a file of rows rated by a language model, which ``extract`` reads.
 
-    Answers are stored beside it as they come, in ``NAME.answers.jsonl``: a call that was stopped
-    goes on there. Arguments as in :class:`llmcond.commands.annotate.Annotate`.
+    Answers are stored beside it as they come, in ``NAME.answers``, a JSON object a line: a call
+    that was stopped goes on there. Arguments as in :class:`llmcond.commands.annotate.Annotate`.
 
     Raises:
         UserError: options, data or a template that is wrong, a server that refuses, or the user
@@ -103,41 +127,22 @@ def annotate(  # noqa: PLR0913 - each is a choice of the user, by keyword
         if text is not None:
             raise UserError("--text is of --propose, which was not given.")
         pairs = _read(data, split, rows, seed)
-        offered, asks = [], []
+        plan = _Plan(len(pairs), pairs)
     else:
         _check_propose(data, split, rows)
         template = load_template(propose_prompt, "propose")
-        offered = offers(_texts(data.source, text), propose, seed)
-        asks = [
-            Question(template, own.values, partial(read_proposal, offered=len(own.others)))
-            for own in offered
-        ]
-    with Journal(out.with_suffix(".answers.jsonl")) as journal:
+        plan = _proposing(template, _texts(data.source, text), propose, seed)
+    with Journal(out.with_suffix(".answers")) as journal:
         asker = Asker(server, journal, seed, concurrency)
-        asker.ask(asks[:_FEW])
-        asker.check_readable(asks[:_FEW])
-
-        def known() -> Rows:
-            if propose is None:
-                return pairs
-            found = proposed_rows(offered, [asker.value(ask) for ask in asks])
-            return found.take(np.arange(min(propose, len(found))))
-
-        first = _questions(rate, known(), samples)
-        asker.ask(first[:_FEW])
-        asker.check_readable(first[:_FEW])
-        total = samples * (len(known()) if propose is None else propose)
-        rated = len(first) - len(asker.missing(first))
-        left = [(len(asker.missing(asks)), asks[:_FEW]), (total - rated, first[:_FEW])]
-        _agree(asker.forecast(left, prices), server, yes)
-        asker.ask(asks)
-        found = known()
+        _measure(asker, plan, rate, samples, prices, yes)
+        asker.ask(plan.asks)
+        found = plan.rows(asker)
         questions = _questions(rate, found, samples)
         asker.ask(questions)
-    if propose is not None and len(found) < propose:
-        log.info(
-            f"{len(found):,} of {propose:,} rows were proposed; the others had no fitting text"
-        )
+    if not len(found):
+        raise UserError(f"{server.model} pairs none of the texts; name another, or other texts.")
+    if len(found) < plan.wanted:
+        log.info(f"{len(found):,} of {plan.wanted:,} rows were proposed; other texts did not fit")
     values = [asker.value(one) for one in questions]
     given = [
         [one for one in values[start : start + samples] if one is not None]
@@ -148,8 +153,14 @@ def annotate(  # noqa: PLR0913 - each is a choice of the user, by keyword
     model = np.array([_mean(own) for own in given])
     _write(out, kept, model, given)
     unanswered = int((~answered).sum())
+    log.info(f"{len(kept):,} rows, {int(np.isnan(model).sum()):,} of them ill-defined -> {out}")
+    if unanswered:
+        log.warning(
+            f"{unanswered:,} rows are left out: none of the answers to them can be read "
+            f"({journal.path}). Another --seed asks again."
+        )
     tokens_in, tokens_out = (_total(asker.asked, name) for name in ("tokens_in", "tokens_out"))
-    result = Annotated(
+    return Annotated(
         out=out,
         model=server.model,
         prompt=rate.name,
@@ -162,13 +173,35 @@ def annotate(  # noqa: PLR0913 - each is a choice of the user, by keyword
         cost=prices.cost(tokens_in, tokens_out),
         agreement=agreement(kept, model) if kept.rated.any() else None,
     )
-    log.info(f"{result.rows:,} rows, {result.ill_defined:,} of them ill-defined -> {out}")
-    if unanswered:
-        log.warning(
-            f"{unanswered:,} rows are left out: none of the answers to them can be read "
-            f"({journal.path}). Another --seed asks again."
-        )
-    return result
+
+
+def _proposing(template: Template, texts: Sequence[str], wanted: int, seed: int) -> _Plan:
+    offered = offers(texts, wanted, seed)
+    asks = [
+        Question(template, own.values, partial(read_proposal, offered=len(own.others)))
+        for own in offered
+    ]
+    return _Plan(wanted, None, offered, asks)
+
+
+def _measure(
+    asker: Asker, plan: _Plan, rate: Template, samples: int, prices: Prices, yes: bool
+) -> None:
+    """Ask a few questions of each kind, tell what the others will take, and ask the user.
+
+    Raises:
+        UserError: none of the few answers can be read, or the user does not agree.
+    """
+    few = plan.asks[:_FEW]
+    asker.ask(few)
+    asker.check_readable(few)
+    questions = _questions(rate, plan.rows(asker), samples)
+    first = questions[:_FEW]
+    asker.ask(first)
+    asker.check_readable(first)
+    rated = len(questions) - len(asker.missing(questions))
+    left = [(len(asker.missing(plan.asks)), few), (samples * plan.wanted - rated, first)]
+    _agree(asker.forecast(left, prices), asker.settings, yes)
 
 
 def _check(samples: int, rows: int | None, concurrency: int, prices: Prices) -> None:
