@@ -121,6 +121,7 @@ class Server:
             http_client=openai.DefaultHttpxClient(event_hooks={"request": [pace]}),
         )
         self._structured: bool | None = None
+        self._failure: LlmcondError | None = None
         self._deciding = Lock()
 
     def reach(self) -> None:
@@ -151,6 +152,8 @@ class Server:
             LlmcondError: it fails, after all retries.
         """
         with self._deciding:
+            if self._failure is not None:  # of the first question, for which others waited
+                raise self._failure
             if self._structured is None:
                 return self._decide(template, values, seed)
         try:
@@ -160,16 +163,18 @@ class Server:
 
     def _decide(self, template: Template, values: Mapping[str, str], seed: int) -> Answer:
         try:
-            answer = self._answer(template, values, seed, True)
-        except _RefusedError as refused:
-            answer = self._answer(template, values, seed, False)
-            self._structured = False
-            log.info(
-                "the server takes no schema of answers, which are read from plain text: "
-                f"{brief(str(refused), 200)}"
-            )
-            return answer
-        self._structured = True
+            try:
+                answer, structured = self._answer(template, values, seed, True), True
+            except _RefusedError as refused:
+                answer, structured = self._answer(template, values, seed, False), False
+                log.info(
+                    "the server takes no schema of answers, which are read from plain text: "
+                    f"{brief(str(refused), 200)}"
+                )
+        except LlmcondError as error:
+            self._failure = error
+            raise
+        self._structured = structured
         return answer
 
     def _answer(
