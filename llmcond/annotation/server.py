@@ -24,6 +24,7 @@ from llmcond.log import log
 KEY = "OPENAI_API_KEY"
 #: Keys as hosted servers make them, of which some repeat a part in their messages.
 _LIKE_A_KEY = re.compile(r"\bsk-[\w*.…-]{4,}")
+_KEPT = "What was answered is stored, and the same command goes on."
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 T = TypeVar("T")
@@ -194,11 +195,19 @@ class Server:
             )
         except self._errors.OpenAIError as error:
             raise self._told(error) from None  # the client's own error holds the request
-        except ValueError:  # what came is no JSON
-            said = None
+        except ValueError:
+            said = "what is no JSON"
         seconds = time.monotonic() - began
-        text = _text(said).replace(self._key or "\0", "***")
-        return Answer(text, *_tokens(said), round(seconds, 3))
+        try:
+            text = str(said.choices[0].message.content or "")
+        except (AttributeError, IndexError, TypeError):  # a page, a list, or an error as an answer
+            raise LlmcondError(
+                f"{self._settings.endpoint} answers, but not as the chat protocol has it: "
+                f"{self._safe(brief(str(said), 200))}. {_KEPT}"
+            ) from None
+        text = text.replace(self._key or "\0", "***")
+        whole = text.encode("utf-8", "replace").decode("utf-8")  # no halves of surrogate pairs
+        return Answer(whole, *_tokens(said), round(seconds, 3))
 
     def _told(self, error: Any) -> LlmcondError:
         """Return an error of the client's as ours, without the key."""
@@ -214,10 +223,12 @@ class Server:
             )
         if isinstance(error, errors.BadRequestError | errors.UnprocessableEntityError):
             return _RefusedError(f"{where} refuses the question: {message}")
-        tried = f"tried {self._settings.retries + 1:,} times"
+        response = getattr(error, "response", None)
+        wait = None if response is None else response.headers.get("retry-after")
+        waits = f"It asks to wait {self._safe(wait)} s. " if wait and wait.isdigit() else ""
         return LlmcondError(
-            f"{where} fails ({tried}, with --timeout {self._settings.timeout:g}): {message} What "
-            "was answered is stored, and the same command goes on."
+            f"{where} fails (--retries {self._settings.retries}, --timeout "
+            f"{self._settings.timeout:g}): {message.rstrip('.')}. {waits}{_KEPT}"
         )
 
     def _models(self) -> str:
@@ -253,15 +264,6 @@ class _Pace:
             self._next = at + self._apart
         if at > now:
             time.sleep(at - now)
-
-
-def _text(said: Any) -> str:
-    """Return the text of a completion; empty where it has none, whatever it is."""
-    try:
-        text = str(said.choices[0].message.content or "")
-    except (AttributeError, IndexError, TypeError):
-        return ""
-    return text.encode("utf-8", "replace").decode("utf-8")  # no halves of surrogate pairs
 
 
 def _tokens(said: Any) -> tuple[int | None, int | None]:

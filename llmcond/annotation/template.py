@@ -43,6 +43,7 @@ _PLAIN = re.compile(
     r"(?:rating|score|similarity)\W{0,4}(?:[:=]|\bis\b)\W{0,6}?(-?\d+(?:\.\d+)?|ill.?defined)",
     re.IGNORECASE,
 )
+_OPENS = re.compile(r'\{\s*"')
 #: Characters of an answer that are looked through, the last ones: a model may ramble on.
 _MOST = 8_000
 
@@ -155,16 +156,16 @@ def _final(answer: str) -> str:
 
 def _object(text: str, field: str) -> dict[str, Any] | None:
     """Return the last JSON object within a text that has a field; None if there is none."""
-    found, decoder = None, json.JSONDecoder()
-    at = text.find("{")
-    while at >= 0:
+    found, decoder, end = None, json.JSONDecoder(), 0
+    for opens in _OPENS.finditer(text):
+        if opens.start() < end:  # within an object that was read
+            continue
         try:
-            value, end = decoder.raw_decode(text, at)
+            value, end = decoder.raw_decode(text, opens.start())
         except (ValueError, RecursionError):
-            value, end = None, at + 1
+            continue
         if isinstance(value, dict) and field in value:
             found = value
-        at = text.find("{", end)
     return found
 
 

@@ -28,6 +28,7 @@ ROWS = [
 ]
 #: What a server says with an error so that it is asked again at once.
 SOON = {"Retry-After": "0.01"}
+JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(autouse=True)
@@ -186,12 +187,30 @@ def test_a_server_that_breaks_down_loses_no_answer(many, capsys):
         code = run([str(one) for one in arguments(path, server, "--retries", 1)])
     error = capsys.readouterr().err.splitlines()[-1]
     assert code == 1
-    assert "tried 2 times" in error
+    assert "fails (--retries 1, --timeout 60)" in error
     assert "goes on" in error
     assert not Path("rated.csv").exists()
     with ChatServer() as server:
         assert ok(capsys, *arguments(path, server))["questions"] == len(server.bodies) == 8
     assert len(written()) == 20
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (Fault(200, body="<html>A page</html>"), "<html>A page"),
+        (Fault(200, body='{"choices": [', headers=JSON), "no JSON"),
+        (Fault(200, body='{"choices": []}', headers=JSON), "not as the chat protocol has it"),
+        (Fault(200, body='{"error": {"message": "no quota"}}', headers=JSON), "no quota"),
+        (Fault(429, headers={"Retry-After": "500"}), "It asks to wait 500 s."),
+        (Fault(418, text="a teapot"), "a teapot"),
+    ],
+)
+def test_what_is_no_answer_is_not_kept_as_one(pairs, capsys, fault, words):
+    with ChatServer(trouble=lambda *_: fault) as server:
+        assert run([str(one) for one in arguments(pairs, server)]) == 1
+    assert words in capsys.readouterr().err.splitlines()[-1]
+    assert not Path("rated.answers").exists()
 
 
 def test_nonsense_is_asked_again_and_left_out_where_there_is_nothing_else(many, capsys):

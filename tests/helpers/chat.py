@@ -24,11 +24,13 @@ class Fault:
         status: of HTTP; 0: the connection is dropped.
         seconds: to wait before.
         text: said as the model's answer with status 200, else as the error's message.
+        body: sent as it is, whatever the protocol says; empty: the answer or the error.
     """
 
     status: int = 500
     seconds: float = 0
     text: str = "out of order"
+    body: str = ""
     headers: dict[str, str] = field(default_factory=dict)
 
 
@@ -120,16 +122,20 @@ class _Handler(BaseHTTPRequestHandler):
         if not fault.status:
             self.close_connection = True
             self.connection.close()
+        elif fault.body:
+            self._send(fault.status, fault.body.encode(), fault.headers)
         elif fault.status == 200:
             self._say(200, _completion(body, fault.text))
         else:
             self._say(fault.status, {"error": {"message": fault.text}}, fault.headers)
 
     def _say(self, status: int, value: Any, headers: Mapping[str, str] = MappingProxyType({})):
-        data = json.dumps(value).encode()
+        json_headers = {"Content-Type": "application/json", **headers}
+        self._send(status, json.dumps(value).encode(), json_headers)
+
+    def _send(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
         self.send_response(status)
-        sent = {"Content-Type": "application/json", "Content-Length": str(len(data))}
-        for name, text in {**sent, **headers}.items():
+        for name, text in {"Content-Length": str(len(data)), **headers}.items():
             self.send_header(name, text)
         self.end_headers()
         self.wfile.write(data)
