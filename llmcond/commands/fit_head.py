@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, ClassVar
 from llmcond.commands.base import verb
 from llmcond.commands.shared import InRun, WithDevice
 from llmcond.options import option
+from llmcond.workflows.options import DevOptions
 
 if TYPE_CHECKING:
     from llmcond.workflows.fit import FittedResult
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitHead(InRun, WithDevice):
+class FitHead(InRun, WithDevice, DevOptions):
     """Fit a head on a run's training features, and keep it in the run."""
 
     example: ClassVar[str] = "llmcond fit-head --head mlp --dim 256 --set epochs=50"
@@ -47,7 +48,8 @@ class FitHead(InRun, WithDevice):
         """Fit and save."""
         from llmcond.workflows.fit import fit_head
 
-        return self.call(fit_head, run_folder=self.run, changes=self.set)
+        dev = self.part(DevOptions)
+        return self.call(fit_head, run_folder=self.run, changes=self.set, with_dev=dev)
 
 
 fit_head = verb(FitHead)

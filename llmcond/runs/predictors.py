@@ -57,8 +57,15 @@ def zeroshots(prompt: Prompt) -> list[Zeroshot]:
     return [Zeroshot(View((prompt,), subtract)) for subtract in options]
 
 
-def fitted_heads(run: AnyRun, names: Sequence[str]) -> list[Saved[Any]]:
-    """Return the heads named, or all that fit the run's features; zero-shot comes anyway."""
+def fitted_heads(run: AnyRun, names: Sequence[str], split: str | None = None) -> list[Saved[Any]]:
+    """Return the heads named, or all that fit the run's features; zero-shot comes anyway.
+
+    ``split`` is what they are scored on, of the run's own data: heads that were fitted on dev are
+    not scored there.
+
+    Raises:
+        UserError: no such head, or one that was named and is not scored there.
+    """
     if names:
         wanted = [name for name in names if name != "none"]
         found = run.find_heads(wanted) if wanted else []
@@ -69,16 +76,26 @@ def fitted_heads(run: AnyRun, names: Sequence[str]) -> list[Saved[Any]]:
                 found.append(run.load_head(name))
             except StaleHeadError as error:
                 log.info(f"left out: {error}")
-    return [head for head in found if not head.head.is_identity]
+    with_dev = [head.name for head in found if split == "dev" and "dev" in head.trained_on]
+    if with_dev and names:
+        raise UserError(
+            f"the head {with_dev[0]} was fitted on dev, so that it is not scored there. Give "
+            "--split test, or leave it out."
+        )
+    if with_dev:
+        log.info(f"left out: {', '.join(with_dev)}, fitted on dev, which is scored here")
+    return [head for head in found if not head.head.is_identity and head.name not in with_dev]
 
 
-def asked_for(run: AnyRun, names: Sequence[str]) -> tuple[list[Saved[Any]], list[Prompt]]:
+def asked_for(
+    run: AnyRun, names: Sequence[str], split: str | None = None
+) -> tuple[list[Saved[Any]], list[Prompt]]:
     """Return the heads that are scored, and the prompts of which zero-shot is.
 
     Raises:
-        UserError: no such head, or a run without features.
+        UserError: as :func:`fitted_heads`, or a run without features.
     """
-    fitted = fitted_heads(run, names)
+    fitted = fitted_heads(run, names, split)
     prompts = list({p.name: p for head in fitted for p in head.view.prompts}.values())
     if not fitted or not names:
         prompts = list(run.prompts().values())
@@ -87,10 +104,17 @@ def asked_for(run: AnyRun, names: Sequence[str]) -> tuple[list[Saved[Any]], list
     return fitted, prompts
 
 
-def check_scorable(rows: Rows, run: Run, other: bool, predictions: bool = False) -> None:
-    """Check that rows have ratings; warn of pairs in ``other`` rows that the run trained on.
+def check_scorable(
+    rows: Rows,
+    run: Run,
+    other: bool,
+    predictions: bool = False,
+    heads: Sequence[Saved[Any]] = (),
+) -> None:
+    """Check that rows have ratings; warn of pairs in ``other`` rows that were trained on.
 
-    Where predictions are to be written, rows without a rating have their use: a hidden test.
+    That is train, and dev where the run's encoder or one of ``heads`` was trained on it. Where
+    predictions are to be written, rows without a rating have their use: a hidden test.
 
     Raises:
         UserError: no row is rated.
@@ -99,9 +123,14 @@ def check_scorable(rows: Rows, run: Run, other: bool, predictions: bool = False)
         raise UserError(
             f"none of the {len(rows):,} rows of {rows.file} is rated; there is nothing to score."
         )
-    leaked = leaked_pairs(rows, run.rows("train")) if other else 0
-    if leaked:
-        log.warning(f"{leaked:,} sentence pairs of {rows.file} are in the run's train split")
+    with_dev = any("dev" in own for own in (run.trained_on, *(head.trained_on for head in heads)))
+    for split in (("train", "dev") if with_dev else ("train",)) if other else ():
+        leaked = leaked_pairs(rows, run.rows(split))
+        if leaked:
+            log.warning(
+                f"{leaked:,} sentence pairs of {rows.file} are in the run's {split} split"
+                + (", which was trained on" if split == "dev" else "")
+            )
 
 
 def unscored(

@@ -36,7 +36,14 @@ from llmcond.prompts.queries import QueryInputs
 from llmcond.prompts.utterances import UtteranceInputs
 from llmcond.runs.manifest import HERE, read_manifest
 from llmcond.runs.provenance import provenance
-from llmcond.runs.saved import H_co, Saved, StaleHeadError, dev_score, fitted_on
+from llmcond.runs.saved import (
+    H_co,
+    Saved,
+    StaleHeadError,
+    dev_score,
+    fitted_on,
+    fitted_splits,
+)
 from llmcond.tasks import AnyTask, Data, RankingTask, find_task
 from llmcond.tasks.dialogue import Dialogue
 from llmcond.tasks.dialogues import Dialogues
@@ -300,7 +307,7 @@ class AnyRun(ABC):
         """Return the head that is taken where none is named, and why; None where none is fitted.
 
         It is the one that the user chose, else the one with the best score on dev, else the one
-        that was fitted last.
+        that was fitted last. What was fitted on dev has no score there.
         """
         names = self.head_names()
         if not names:
@@ -310,11 +317,14 @@ class AnyRun(ABC):
         metric = metric_of(self.dev_metric)
         scores = {name: dev_score(self.head_record(name), metric.name) for name in names}
         scored = {name: score for name, score in scores.items() if score is not None}
+        on_dev = {name for name in names if "dev" in fitted_splits(self.head_record(name))}
         if not scored:
-            return names[-1], "fitted last"
+            return names[-1], "fitted last" + (", on dev too" if names[-1] in on_dev else "")
         best = metric.best(scored, key=scored.__getitem__)
         others = f" of {len(names)} heads" if len(names) > 1 else ""
-        return best, f"best{others} on dev, {metric.heading} {metric.show(scored[best])}"
+        unscored = f"; fitted on dev, so without a score there: {', '.join(sorted(on_dev))}"
+        why = f"best{others} on dev, {metric.heading} {metric.show(scored[best])}"
+        return best, why + (unscored if on_dev else "")
 
     def set_default_head(self, name: str) -> None:
         """Record which head is taken where none is named; a UserError if there is no such one."""

@@ -35,6 +35,11 @@ class Saved(Generic[H_co]):
         """Return the name of the recipe it was fitted by."""
         return str(self.record["recipe"]["name"])
 
+    @property
+    def trained_on(self) -> tuple[str, ...]:
+        """Return the splits that it was fitted on, as recorded."""
+        return fitted_splits(self.record)
+
 
 SavedHead = Saved[FittedHead]
 SavedQueryHead = Saved[FittedQueryHead]
@@ -63,12 +68,17 @@ def fitted_on(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     return dict(record)
 
 
+def fitted_splits(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the splits that a head was fitted on, as head.json records them."""
+    return tuple(record["fit"].get("trained_on", ("train",)))
+
+
 def dev_score(record: Mapping[str, Any], metric: str) -> float | None:
     """Return the score on dev that a head's or a fit's record holds; None where it has none.
 
     What was trained on dev has none, whatever chose its weights before.
     """
-    if "dev" in record["fit"].get("trained_on", ()):
+    if "dev" in fitted_splits(record):
         return None
     key = f"dev_{metric}"
     if key in record:

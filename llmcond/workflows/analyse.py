@@ -93,7 +93,7 @@ def analyse(
     rated = np.flatnonzero(rows.rated)[:MOST_VECTORS]
     if not len(rated):
         raise UserError(f"none of the {len(rows):,} rows of {split} is rated; nothing to analyse.")
-    fitted = fitted_heads(run, heads)
+    fitted = fitted_heads(run, heads, split)
     prompts = {p.name: p for head in fitted for p in head.view.prompts} or run.prompts()
     plain = [zeroshot for prompt in prompts.values() for zeroshot in zeroshots(prompt)]
     predictors: list[Predictor] = [*plain, *fitted]

@@ -80,10 +80,10 @@ def evaluate(
     computed = choose_metrics(run.task.metrics, metrics)
     if "dev" in run.trained_on:
         log.info(f"the encoder of {run.folder} was trained on dev as well as on train")
-    fitted, prompts = _chosen(run, heads)
     rows, split = _rows(run, data, split)
     other = data.source is not None
-    check_scorable(rows, run, other, predictions=predictions is not None)
+    fitted, prompts = _chosen(run, heads, None if other else split)
+    check_scorable(rows, run, other, predictions=predictions is not None, heads=fitted)
     predictors: list[Predictor | CrossEncoder]
     if run.cross:
         cross = load_cross_encoder(run_folder, device=device)
@@ -171,7 +171,9 @@ def _check_options(run: OpenedRun, data: DataOptions, *options: TiesOption) -> N
                 )
 
 
-def _chosen(run: Run, names: Sequence[str]) -> tuple[list[SavedHead], list[Prompt]]:
+def _chosen(
+    run: Run, names: Sequence[str], split: str | None
+) -> tuple[list[SavedHead], list[Prompt]]:
     """Return the heads that are scored, and the prompts of which zero-shot is."""
     if run.cross:
         if names:
@@ -179,7 +181,7 @@ def _chosen(run: Run, names: Sequence[str]) -> tuple[list[SavedHead], list[Promp
                 f"{run.folder} holds a cross-encoder, which is scored by itself. Leave out --head."
             )
         return [], []
-    return asked_for(run, names)
+    return asked_for(run, names, split)
 
 
 def _by_prompts(prompts: Sequence[Prompt], fitted: Sequence[SavedHead]) -> list[Predictor]:

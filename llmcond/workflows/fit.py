@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llmcond.errors import UserError
 from llmcond.features.view import View, view_of
 from llmcond.files import check_writable
-from llmcond.heads import Recipe, load_recipe, save_head
+from llmcond.heads import FittedHead, Recipe, load_recipe, save_head
 from llmcond.log import log
 from llmcond.metrics import Estimate, finite, metric_of
 from llmcond.options import check_seed
 from llmcond.progress import FitBar
-from llmcond.runs import OpenedRun, head_name, head_record, open_any_run
+from llmcond.report.format import folds_text
+from llmcond.runs import OpenedRun, Run, head_name, head_record, open_any_run
 from llmcond.runs.features import prompts_for
 from llmcond.runs.kinds import examples_of
 from llmcond.runs.trials import Outcome, Trial, sized
+from llmcond.runs.with_dev import WithDev
+from llmcond.workflows.options import DevOptions
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ def fit_head(
     changes: Mapping[str, str] | None = None,
     name: str | None = None,
     device: str = "auto",
+    with_dev: DevOptions = DevOptions(),
 ) -> FittedResult:
     """Fit a head on a run's training features and save it in the run.
 
@@ -78,6 +83,12 @@ def fit_head(
     """
     run = open_any_run(run_folder)
     check_seed(seed)
+    dev = with_dev if with_dev.check() else None
+    if dev is not None and not isinstance(run, Run):
+        raise UserError(
+            f"--with dev is for rated pairs, whose dev rows are rated by people, and {run_folder} "
+            f"is a run of the task {run.task.name}. Leave it out."
+        )
     recipe = load_recipe(head, run.task.recipes)
     recipe = recipe.with_settings(recipe.parse_changes(dict(changes or {}), "--set"), "--set")
     subtract = run.subtracts if subtract is None else subtract
@@ -86,7 +97,7 @@ def fit_head(
     if reserved and not recipe.is_identity:
         raise UserError(f"{name!r} would be taken for zero-shot. Give the head another --name.")
     name = name or head_name(recipe.name, view)
-    return fit_and_save(run, recipe, view, name, dim, seed, device)
+    return fit_and_save(run, recipe, view, name, dim, seed, device, dev)
 
 
 def fit_and_save(
@@ -97,8 +108,12 @@ def fit_and_save(
     dim: int | None,
     seed: int,
     device: str,
+    dev: DevOptions | None = None,
 ) -> FittedResult:
-    """Fit a recipe on a view of a run's training features, and save it in the run."""
+    """Fit a recipe on a view of a run's training features, and save it in the run.
+
+    ``dev`` says how dev is fitted on too; None: it is not.
+    """
     folder = run.head_folder(name)
     check_writable(folder / "head.json")
     examples, metric = examples_of(run), metric_of(run.dev_metric)
@@ -106,7 +121,11 @@ def fit_and_save(
     recipe = sized(recipe, dim, examples.dim(view))
     began = time.monotonic()
     with FitBar(score=metric.heading, show=metric.show) as bar:
-        fitted = examples.fit(recipe, view, seed, bar.on_epoch, device)
+        if dev is None or not isinstance(run, Run):
+            fitted = examples.fit(recipe, view, seed, bar.on_epoch, device)
+        else:
+            both = WithDev(run, recipe, view, seed, device, dev.weight, bar.on_epoch)
+            fitted = _fit_with_dev(both, dev.folds)
     seconds, record = time.monotonic() - began, fitted.fit.record
     for text in fitted.fit.notes:
         log.info(text)
@@ -114,15 +133,18 @@ def fit_and_save(
     if "n_contrastive_pairs" in record:
         n_pairs = record["n_contrastive_pairs"]
         log.info(f"contrastive pairs: {n_pairs:,} in {counts['n_train']:,} rows")
-    on_dev = examples.on_dev(fitted, view)
+    on_dev = math.nan if dev else examples.on_dev(fitted, view)
     made = {**head_record(run, view, recipe.to_json()), "counts": counts}
     save_head(fitted, folder, {**made, f"dev_{metric.name}": finite(on_dev)})
     epoch = f", epoch {record['best_epoch']}" if "best_epoch" in record else ""
     chosen = " chosen on dev" if record["selected_on"] == "dev" else ""
+    score = f"dev {metric.heading} {metric.show(on_dev)}"
+    if dev is not None:
+        unit = f"rows of train and {counts['n_dev']:,} of dev, {dev.weight} times,"
+        score = "no score on dev, which it was fitted on"
     log.info(
         f"{name}{' (replaced)' if replaced else ''}: {fitted.dim_in} -> {fitted.dim_out} "
-        f"dimensions on {counts['n_train']:,} {unit} in {seconds:.1f} s{epoch}{chosen}"
-        f"; dev {metric.heading} {metric.show(on_dev)}"
+        f"dimensions on {counts['n_train']:,} {unit} in {seconds:.1f} s{epoch}{chosen}; {score}"
     )
     return FittedResult(
         name=name,
@@ -138,6 +160,21 @@ def fit_and_save(
         metrics={metric.name: Estimate(on_dev)},
         seconds=seconds,
     )
+
+
+def _fit_with_dev(both: WithDev, folds: int) -> FittedHead:
+    """Fit on train and dev; told and recorded by folds what dev brings, where that is asked for."""
+    log.info(
+        f"dev is fitted on too, so it chooses no epoch: all {both.recipe.settings.epochs:,} of the "
+        "recipe are taken (--set epochs=N)"
+    )
+    if not folds:
+        return both.fit()
+    folded = both.folds(folds)
+    log.info(folds_text(folded))
+    head = both.fit()
+    record = {**head.fit.record, "folds": folded.to_json()}
+    return replace(head, fit=replace(head.fit, record=record))
 
 
 def keep_best(run: OpenedRun, done: Iterable[tuple[Trial, Outcome]], device: str = "auto") -> None:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from llmcond.errors import UserError
 from llmcond.options import Ties, option
 
 Split = Literal["train", "dev", "test"]
 _HEAD = "head and inputs"
+_WITH_DEV = "fitting on dev as well"
 _RANKING = "ranking, of tasks that rank candidates"
 _GRAPH = "ranking, of knowledge graphs (task kgc)"
 _DIALOGUE = "ranking, of dialogues (task dialogue)"
@@ -224,6 +226,44 @@ class CompareOptions(WithSplit, WithMetrics, WithTrials):
         "dialogues c3l-released rank)",
     )
     plain: bool = option(False, help="fit heads without subtraction as well")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevOptions:
+    """What heads are fitted on besides train."""
+
+    with_split: Literal["dev"] | None = option(
+        None,
+        flag="--with",
+        help="fit on dev too, for all epochs of the recipe; dev is no score of the head then",
+        group=_WITH_DEV,
+    )
+    weight: int = option(
+        3, metavar="W", help="how often dev's rows are taken in an epoch", group=_WITH_DEV
+    )
+    folds: int = option(
+        0,
+        metavar="K",
+        help="say what dev brings, by so many folds of it: a head without each",
+        group=_WITH_DEV,
+    )
+
+    def check(self) -> bool:
+        """Return whether dev is fitted on.
+
+        Raises:
+            UserError: a value out of its range, or an option of it without ``with_split``.
+        """
+        if self.with_split is None:
+            for name in ("weight", "folds"):
+                if getattr(self, name) != getattr(DevOptions, name):
+                    raise UserError(f"--{name} is of fitting on dev. Add --with dev.")
+            return False
+        if self.weight < 1:
+            raise UserError(f"--weight is {self.weight}; it must be at least 1.")
+        if self.folds < 0 or self.folds == 1:
+            raise UserError(f"--folds is {self.folds}; expected 2 or more, or 0 for none.")
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)
