@@ -9,14 +9,14 @@ from llmcond.commands.base import verb
 from llmcond.commands.shared import data_options
 from llmcond.commands.training import Training
 from llmcond.finetune.settings import StageSettings
-from llmcond.workflows.options import HeadChoice
+from llmcond.workflows.options import HeadChoice, TeacherOptions
 
 if TYPE_CHECKING:
     from llmcond.workflows.training import Trained
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainLora(HeadChoice, StageSettings, Training):
+class TrainLora(HeadChoice, StageSettings, TeacherOptions, Training):
     """Train an encoder's adapters and a head together; stopped, the same command goes on."""
 
     example: ClassVar[str] = "llmcond train-lora --model minilm --head none --run runs/tuned"
@@ -34,6 +34,7 @@ class TrainLora(HeadChoice, StageSettings, Training):
             choice=self.part(HeadChoice),
             settings=self.tune_settings(),
             last_stage=self.part(StageSettings),
+            taught=self.part(TeacherOptions),
         )
 
 

@@ -100,6 +100,14 @@ def model_card(
             f"{then['weight']} times, and {100 * then['share']:g} % of train: dev is no score of "
             "these weights."
         )
+    elif "dev" in summary.get("trained_on", ()):
+        stage = " The teacher was trained on dev: dev is no score of these weights."
+    taught = made_of.get("teacher")
+    if taught is not None:
+        stage += (
+            f" Beside train's rows, {taught['rows']:,} were trained on that another model rated: "
+            "sentence pairs of train under conditions of other rows."
+        )
     headings = ["split", own.rows]
     for metric in metrics:
         headings += [metric.heading] if metric.secondary else [metric.heading, "95 % interval"]
@@ -128,7 +136,8 @@ def model_card(
             **{key: made_of[key] for key in ("objective", "subtract") if key in made_of},
             "head": recipe,
             "seed": summary["seed"],
-            **({} if then is None else {"trained_on": summary["trained_on"], "then": then}),
+            **{key: summary[key] for key in ("trained_on", "then") if key in summary},
+            **({} if taught is None else {"teacher": taught}),
             "base": base["weights"],
             "versions": account["versions"],
         },

@@ -35,7 +35,8 @@ from llmcond.workflows.extract import check_prompts
 from llmcond.workflows.finetune_dialogues import train_dialogues
 from llmcond.workflows.finetune_queries import train_queries
 from llmcond.workflows.last_stage import stage_settings, stage_splits
-from llmcond.workflows.options import HeadChoice
+from llmcond.workflows.options import HeadChoice, TeacherOptions
+from llmcond.workflows.teacher import find_teacher
 from llmcond.workflows.training import (
     Kept,
     Parts,
@@ -68,6 +69,7 @@ def train_lora(
     merge: bool = False,
     task: str | None = None,
     last_stage: StageSettings = StageSettings(),
+    taught: TeacherOptions = TeacherOptions(),
 ) -> Trained:
     """Train an encoder's adapters, or all of its weights, and a head behind it.
 
@@ -84,10 +86,10 @@ def train_lora(
     check_seed(choice.seed)
     stage = stage_settings(last_stage)
     ranking = find_task(task)
-    if stage is not None and not isinstance(ranking, Task):
+    if not isinstance(ranking, Task) and (stage or taught != TeacherOptions()):
+        option = f"--then {stage.then}" if stage else "--teacher"
         raise UserError(
-            f"--then {stage.then} is for rated pairs, whose dev rows are rated by people, and the "
-            f"task {ranking.name} has none. Leave it out."
+            f"{option} is for rated pairs, and the task {ranking.name} has none. Leave it out."
         )
     given = model, options, run_folder, data, choice, settings, merge
     if isinstance(ranking, RankingTask):
@@ -100,6 +102,12 @@ def train_lora(
     dataset = rated_dataset(chosen_task, replace(data, extra=fields_of(plan.prompts)))
     if stage is not None:
         stage_splits(dataset, stage)  # told before training rather than after it
+    teacher = find_teacher(taught.teacher, taught.teacher_rows, dataset)
+    if teacher is not None and stage is not None and stage.folds and teacher.knows_dev(dataset):
+        raise UserError(
+            f"the teacher {taught.teacher} was trained on dev, so that folds of dev say nothing. "
+            "Leave out --folds."
+        )
     resolved = resolve_trainable(model, options, tuning, merge)
     plan, view = _with_prompts(plan, resolved)
     own = {
@@ -107,6 +115,7 @@ def train_lora(
         "subtract": plan.subtract,
         "objective": asdict(plan.objective),
         **({} if stage is None else {"then": asdict(stage)}),
+        **({} if teacher is None else {"teacher": dict(teacher.record)}),
     }
     return train(
         _HeadJob(
@@ -123,6 +132,7 @@ def train_lora(
             plan=plan,
             view=view,
             stage=stage,
+            teacher=teacher,
         )
     )
 
@@ -135,12 +145,12 @@ class _HeadJob(RatedJob):
     view: View
 
     def parts(self, trainable: Trainable) -> Parts:
-        plan, splits, view = self.plan, self.dataset.splits, self.view
+        plan, view = self.plan, self.view
         dim = trainable.engine.dim
         dims = dim * len(view.prompts), dim if view.conditioned else 0
         if plan.start is None:
             plan = replace(plan, recipe=sized(plan.recipe, None, dims[0]))
-        train = self.inputs(splits["train"], trainable.tokenizer)
+        train = self.inputs(self.taught_train(), trainable.tokenizer)
         dev = self.rated_dev()
         counts = check_contrasts(train.pair, train.rating, plan.objective)
         if counts:

@@ -22,8 +22,8 @@ class Staged:
     """How a last stage went.
 
     Attributes:
-        record: ``trained_on``, the splits of which rows were trained on, and ``then``: the stage's
-            settings, steps and seconds, and, where they were asked for, its ``folds``.
+        record: ``then``: the stage's settings, steps and seconds, and, where they were asked for,
+            its ``folds``.
         curve: an entry for each epoch: its loss.
     """
 
@@ -94,4 +94,4 @@ def run_stage(last: LastStage[Any]) -> Staged:
         **found,
     }
     curve = [{key: own[key] for key in ("step", "epoch", "loss")} for own in progress.curve]
-    return Staged({"trained_on": ["train", "dev"], "then": then}, curve)
+    return Staged({"then": then}, curve)

@@ -12,6 +12,7 @@ from llmcond.options import Ties, option
 
 Split = Literal["train", "dev", "test"]
 _HEAD = "head and inputs"
+_TEACHER = "distilling"
 _WITH_DEV = "fitting on dev as well"
 _RANKING = "ranking, of tasks that rank candidates"
 _GRAPH = "ranking, of knowledge graphs (task kgc)"
@@ -264,6 +265,22 @@ class DevOptions:
         if self.folds < 0 or self.folds == 1:
             raise UserError(f"--folds is {self.folds}; expected 2 or more, or 0 for none.")
         return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherOptions:
+    """Which run rates further rows to train on, and how many."""
+
+    teacher: Path | None = option(
+        None,
+        metavar="RUN",
+        help="train on further rows too: train's sentence pairs under conditions of other rows, "
+        "rated by this run's head",
+        group=_TEACHER,
+    )
+    teacher_rows: int | None = option(
+        None, metavar="N", help="how many (default: as many as train has)", group=_TEACHER
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from llmcond.config import build
 from llmcond.data.datasets import DataOptions, Dataset
-from llmcond.data.rows import Rows
+from llmcond.data.rows import Rows, join_rows
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.loading.quantization import require
 from llmcond.errors import UserError
@@ -55,6 +55,7 @@ from llmcond.workflows.evaluate import evaluate
 from llmcond.workflows.extract import read_data
 from llmcond.workflows.last_stage import Staged, run_stage, stage_splits
 from llmcond.workflows.options import HeadChoice
+from llmcond.workflows.teacher import Teacher
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -172,6 +173,15 @@ class Job:
         """Return the model, and the rated rows of train and dev as it takes them."""
         raise NotImplementedError
 
+    @property
+    def trained_on(self) -> tuple[str, ...]:
+        """Return the splits that decide the weights by their rows' loss, also by a teacher's."""
+        return ("train",)
+
+    def about(self) -> dict[str, Any]:
+        """Return what else the account says of what was trained on."""
+        return {} if self.trained_on == ("train",) else {"trained_on": list(self.trained_on)}
+
     def last_stage(
         self,
         model: Any,
@@ -222,11 +232,13 @@ class RatedJob(Job):
 
     Attributes:
         stage: the last stage, on dev as well; None: there is none.
+        teacher: rates further rows that are trained on; None: there are none.
     """
 
     task: Task
     dataset: Dataset
     stage: StageSettings | None = None
+    teacher: Teacher | None = None
 
     def inputs(self, rows: Rows, tokenizer: InputTokenizer) -> Any:
         """Return the rated rows of a table as the model takes them."""
@@ -234,11 +246,36 @@ class RatedJob(Job):
 
     @property
     def trained_on(self) -> tuple[str, ...]:
-        """Return the splits whose rows decide the weights by their loss."""
-        return ("train",) if self.stage is None else ("train", "dev")
+        """See :class:`Job`."""
+        return ("train", "dev") if self.stage is not None or self._dev_is_known else ("train",)
+
+    @property
+    def _dev_is_known(self) -> bool:
+        """Return whether the teacher has seen dev, which then says nothing of what it teaches."""
+        return self.teacher is not None and self.teacher.knows_dev(self.dataset)
+
+    def about(self) -> dict[str, Any]:
+        """See :class:`Job`; the teacher as people know it."""
+        own = Job.about(self)
+        return own if self.teacher is None else {**own, "teacher": self.teacher.about()}
+
+    def taught_train(self) -> Rows:
+        """Return train, and beside it what the teacher rates, if there is one."""
+        train = self.dataset.splits["train"]
+        if self.teacher is None:
+            return train
+        from accelerate import PartialState
+
+        with PartialState().main_process_first():  # the others read what it leaves
+            folder, device = self.folder / STATE, self.resolved.device
+            taught = self.teacher.rate(train, self.seed, folder, device)
+        return join_rows([train.take(train.rated), taught])
 
     def rated_dev(self) -> Rows | None:
         """Return dev; None if it has no rated rows, and the last weights are kept."""
+        if self._dev_is_known:
+            log.info("the teacher was trained on dev, which chooses nothing then")
+            return None
         dev = self.dataset.splits.get("dev")
         return dev if dev is not None and dev.rated.any() else None
 
@@ -579,6 +616,7 @@ def _train(job: Job) -> dict[str, Any]:
                 "selected_on": None if progress.best_score is None else "dev",
                 "n_parameters": n_head,
                 "curve": list(progress.curve),
+                **job.about(),
                 **({} if staged is None else staged.record),
             }
         )
@@ -614,6 +652,7 @@ def _finish(
         "best_step": best,
         on_dev: score if staged is None else None,
         "seconds": round(progress.seconds, 1),
+        **job.about(),
         # That score was of the weights before.
         **({} if staged is None else {**staged.record, f"{on_dev}_before": score}),
         "scores": [result.to_json() for result in kept.scores],
