@@ -87,7 +87,7 @@ class PlainLoop:
         resolved = encoder.resolved
         config = load_config(resolved.checkpoint, resolved.identity.attention)
         self.tokenizer = load_tokenizer(resolved.checkpoint, config)
-        self.network: Any = encoder._model.network
+        self.network: Any = encoder.engine.model.network
 
     def tokens(self, inputs: list[EncoderInput]) -> int:
         """Count the tokens of the inputs."""
@@ -124,7 +124,7 @@ class PlainLoop:
 
 
 def _weights(encoder: Encoder) -> int:
-    network = encoder._model.network
+    network = encoder.engine.model.network
     tensors = [*network.parameters(), *network.buffers()]
     extra = [
         value

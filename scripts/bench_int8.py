@@ -275,7 +275,7 @@ def race(int8: Forward, bfloat16: Forward, threads: int, rounds: int) -> dict[st
 def run(rows: int, layers: int | None, rounds: int) -> dict[str, Any]:
     """Make the schemes and measure them."""
     encoder = load_encoder("minilm", dtype="float32", device="cpu")
-    network = encoder._model.network
+    network = encoder.engine.model.network
     network.encoder.layer = network.encoder.layer[:layers]
     judged, others = make_texts(rows)
     moments = measure_moments(network, make_batches(encoder, others))

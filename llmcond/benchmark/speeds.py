@@ -159,7 +159,7 @@ class _Loaded:
     @contextmanager
     def unfolded(self) -> Iterator[None]:
         """Have the latent block as the original has it for a block."""
-        network: Any = self.encoder._model.network
+        network: Any = self.encoder.engine.model.network
         folded = network.latent_attention_model
         network.latent_attention_model = self.whole.to(folded.scores.weight.device)  # type: ignore[union-attr]
         try:
@@ -205,7 +205,7 @@ def release(device: str) -> None:
 def _load(resolved: ResolvedEncoder) -> _Loaded:
     began = time.perf_counter()
     encoder = Encoder(resolved)
-    network: Any = encoder._model.network
+    network: Any = encoder.engine.model.network
     whole: nn.Module | None = getattr(network, "latent_attention_model", None)
     if whole is not None:
         folded: Any = copy.deepcopy(whole)
@@ -261,7 +261,7 @@ def _ways(loaded: _Loaded) -> Iterator[_Way]:
         yield own("padded", partial(ways, engine, packs=False))
     if loaded.whole is not None:
         yield own("packed, not folded", loaded.unfolded)
-    network = encoder._model.network
+    network = encoder.engine.model.network
     plain = loaded.unfolded if loaded.whole is not None else nullcontext
     if any(isinstance(module, PrepackedLinear) for module in network.modules()):
         # Ours is laid out for products, which a plain one is not.

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from llmcond.encoders.engine.csr import CsrQuery
-from llmcond.encoders.engine.engine import OutOfMemoryError, Route, n_routes, try_engine
+from llmcond.encoders.engine.engine import Engine, OutOfMemoryError, Route, n_routes, try_engine
 from llmcond.encoders.engine.routing import grouped, routers_of, routes_of, unrouted
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens, check_inputs
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
@@ -103,8 +103,6 @@ class Encoder:
         config = load_config(resolved.checkpoint, resolved.identity.attention)
         tokenizer = load_tokenizer(resolved.checkpoint, config)
         self._tokenizer = InputTokenizer(tokenizer, resolved.identity, resolved.checkpoint.name)
-        self._model = load_model(resolved, config)
-        self.dim = self._model.dim
         # bitsandbytes keeps what it is at in the layers themselves.
         exclusive = resolved.identity.quantize != "none"
         self.concurrency = Concurrency.of(resolved.device, exclusive=exclusive)
@@ -112,7 +110,13 @@ class Encoder:
         # A fast tokenizer is one object in Rust, which refuses a second borrower.
         self._tokenizing = threading.Lock()
         threads, pad_id = self.concurrency.threads, self._tokenizer.pad_id
-        self.engine = try_engine(self._model, resolved, pad_id, threads)
+        #: One for each member of an ensemble.
+        self._engines = [
+            try_engine(load_model(member, config), member, pad_id, threads)
+            for member in resolved.each_member()
+        ]
+        self.engine = self._engines[0]
+        self.dim = sum(engine.dim for engine in self._engines)
 
     @property
     def name(self) -> str:
@@ -322,11 +326,32 @@ class Encoder:
     def _run(
         self, rows: Sequence[Tokens], routes: Sequence[Route] = (), *, queries: bool = False
     ) -> tuple[list[NDArray[np.float32]], int]:
-        """Return (1, dim) for each row, or (routes, dim), and how many tokens were computed."""
+        """Return (1, dim) for each row, or (routes, dim), and how many tokens were computed.
+
+        Of an ensemble, members' vectors stand side by side. They are of length 1, so that over
+        sqrt(N) what they make is too, and its cosine is the mean of theirs.
+        """
+        if len(self._engines) == 1:
+            return self._run_by(self.engine, rows, routes, queries=queries)
+        if routes or queries:
+            raise UserError(f"{self.name} is an ensemble, which takes no routers.")
+        each = [self._run_by(engine, rows) for engine in self._engines]
+        parts = zip(*(vectors for vectors, _ in each), strict=True)
+        scale = np.float32(1 / np.sqrt(len(each)))
+        return [np.hstack(own) * scale for own in parts], sum(computed for _, computed in each)
+
+    def _run_by(
+        self,
+        engine: Engine,
+        rows: Sequence[Tokens],
+        routes: Sequence[Route] = (),
+        *,
+        queries: bool = False,
+    ) -> tuple[list[NDArray[np.float32]], int]:
         found: list[Any] = [None] * len(rows)
         computed = 0
         try:
-            for done in self.engine.run(rows, check_cancelled, routes, queries=queries):
+            for done in engine.run(rows, check_cancelled, routes, queries=queries):
                 counts = [n_routes(routes[row]) if routes else 1 for row in done.inputs]
                 parts = np.split(done.vectors, np.cumsum(counts)[:-1])
                 for row, vectors in zip(done.inputs, parts, strict=True):

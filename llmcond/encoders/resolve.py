@@ -73,6 +73,13 @@ class ResolvedEncoder:
         exact = self.identity.attention == "causal" and self.identity.pooling == "last"
         return self.options.share_prefixes and exact
 
+    def each_member(self) -> list[ResolvedEncoder]:
+        """Return the encoders of an ensemble, each with its adapter; of others the encoder."""
+        return [
+            replace(self, checkpoint=replace(self.checkpoint, adapter=member, members=()))
+            for member in self.checkpoint.members
+        ] or [self]
+
     @property
     def default_prompt(self) -> str:
         """Return the bundled prompt that suits the model as it is."""

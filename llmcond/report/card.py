@@ -89,19 +89,28 @@ def model_card(
     how = "all of its weights" if full else f"LoRA of rank {settings['rank']}"
     how += ", merged into its weights" if merged and not full else ""
     weights = summary["weights"]
-    on_dev = summary["dev_spearman" if kind == "rated" else "dev_score"]
+    # Of an ensemble, members are alike but for their seeds.
+    one = summary.get("members", [summary])[0]
+    on_dev = one["dev_spearman" if kind == "rated" else "dev_score"]
     chosen = "Nothing on dev chose"
-    if summary.get("dev_spearman_before", on_dev) is not None:
+    if one.get("dev_spearman_before", on_dev) is not None:
         chosen = "Dev chose"
-    then, stage = summary.get("then"), ""
-    if then is not None:
+    then, stage = one.get("then"), ""
+    step = f"those of step {one['best_step']:,} of {one['steps']:,}."
+    if "members" in summary:
+        count = len(summary["members"])
+        how, step = f"{count} times {how}", "of each member by itself."
         stage = (
+            f" Members have seeds of their own; their vectors stand side by side, over {count}^½."
+        )
+    if then is not None:
+        stage += (
             f" A last stage of {then['steps']:,} steps was on dev as well, each row "
             f"{then['weight']} times, and {100 * then['share']:g} % of train: dev is no score of "
             "these weights."
         )
     elif "dev" in summary.get("trained_on", ()):
-        stage = " The teacher was trained on dev: dev is no score of these weights."
+        stage += " The teacher was trained on dev: dev is no score of these weights."
     taught = made_of.get("teacher")
     if taught is not None:
         stage += (
@@ -113,7 +122,7 @@ def model_card(
         headings += [metric.heading] if metric.secondary else [metric.heading, "95 % interval"]
     return _card(
         base["repo"],
-        library_name="llmcond" if full or merged else "peft",
+        library_name="llmcond" if full or merged or "members" in summary else "peft",
         kind=own,
         tags=() if full else ("lora",),
         title=f"A {own.of} encoder",
@@ -127,7 +136,7 @@ def model_card(
         scores=[_scores(row, metrics) for row in scores],
         note=(
             f"{factors_text(metrics)}Intervals are over {own.groups}. {chosen} the weights, "
-            f"those of step {summary['best_step']:,} of {summary['steps']:,}.{stage}"
+            f"{step}{stage}"
         ),
         prompts=prompts,
         training={
@@ -136,7 +145,7 @@ def model_card(
             **{key: made_of[key] for key in ("objective", "subtract") if key in made_of},
             "head": recipe,
             "seed": summary["seed"],
-            **{key: summary[key] for key in ("trained_on", "then") if key in summary},
+            **{key: summary[key] for key in ("trained_on", "then", "members") if key in summary},
             **({} if taught is None else {"teacher": taught}),
             "base": base["weights"],
             "versions": account["versions"],

@@ -31,6 +31,7 @@ from llmcond.runs.predictors import predict
 from llmcond.runs.trials import sized
 from llmcond.tasks import RankingTask, Task, find_task
 from llmcond.tasks.dialogue import Dialogue
+from llmcond.workflows.ensemble import check_ensemble, train_ensemble
 from llmcond.workflows.extract import check_prompts
 from llmcond.workflows.finetune_dialogues import train_dialogues
 from llmcond.workflows.finetune_queries import train_queries
@@ -86,8 +87,11 @@ def train_lora(
     check_seed(choice.seed)
     stage = stage_settings(last_stage)
     ranking = find_task(task)
-    if not isinstance(ranking, Task) and (stage or taught != TeacherOptions()):
-        option = f"--then {stage.then}" if stage else "--teacher"
+    if not isinstance(ranking, Task) and (
+        stage or taught != TeacherOptions() or choice.ensemble != 1
+    ):
+        option = "--ensemble" if choice.ensemble != 1 else "--teacher"
+        option = f"--then {stage.then}" if stage else option
         raise UserError(
             f"{option} is for rated pairs, and the task {ranking.name} has none. Leave it out."
         )
@@ -117,24 +121,27 @@ def train_lora(
         **({} if stage is None else {"then": asdict(stage)}),
         **({} if teacher is None else {"teacher": dict(teacher.record)}),
     }
-    return train(
-        _HeadJob(
-            model=model,
-            resolved=resolved,
-            folder=run_folder,
-            task=chosen_task,
-            dataset=dataset,
-            settings=tuning,
-            head=plan.recipe.name,
-            seed=plan.seed,
-            merge=merge,
-            made_of=own,
-            plan=plan,
-            view=view,
-            stage=stage,
-            teacher=teacher,
-        )
+    check_ensemble(choice.ensemble, plan, resolved, tuning, merge)
+    job = _HeadJob(
+        model=model,
+        resolved=resolved,
+        folder=run_folder,
+        task=chosen_task,
+        dataset=dataset,
+        settings=tuning,
+        head=plan.recipe.name,
+        seed=plan.seed,
+        merge=merge,
+        made_of=own,
+        plan=plan,
+        view=view,
+        stage=stage,
+        teacher=teacher,
     )
+    if choice.ensemble == 1:
+        return train(job)
+    whole = replace(job, made_of={**own, "ensemble": choice.ensemble})
+    return train_ensemble(whole, [job.member(number) for number in range(choice.ensemble)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +150,12 @@ class _HeadJob(RatedJob):
 
     plan: HeadPlan
     view: View
+
+    def member(self, number: int) -> _HeadJob:
+        """Return the same with another seed, for a member of an ensemble."""
+        seed = self.seed + number
+        made = {**self.made_of, "seed": seed}
+        return replace(self, seed=seed, plan=replace(self.plan, seed=seed), made_of=made)
 
     def parts(self, trainable: Trainable) -> Parts:
         plan, view = self.plan, self.view

@@ -316,3 +316,9 @@ class HeadChoice:
         None, help="subtract the unconditional embedding (default: no)", group=_HEAD
     )
     seed: int = option(0, metavar="S", help="seed of everything random")
+    ensemble: int = option(
+        1,
+        metavar="N",
+        help="adapters, trained by seeds S, S+1, ...; their vectors stand side by side",
+        group=_HEAD,
+    )

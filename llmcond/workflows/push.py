@@ -162,6 +162,12 @@ def _pushable(folder: Path) -> tuple[OpenedRun, Tuned | None]:
     if tuned is None or not (folder / RECORD).is_file():
         missing = folder / (TUNED if tuned is None else RECORD)
         raise UserError(f"{missing} is missing, so others could not use it. Train it anew.")
+    if tuned.members > 1:
+        raise UserError(
+            f"{folder} is an ensemble of {tuned.members} adapters, which is not pushed as one. "
+            f"Push a member (--run {folder / 'adapter-0'}), or distil them into one encoder: "
+            f"llmcond train-lora --teacher {folder} --run another one."
+        )
     if tuned.base is not None and _only_here(tuned.base, folder):
         raise UserError(
             f"{folder} is an adapter of {tuned.base}, a folder that nobody else has. Train it with "

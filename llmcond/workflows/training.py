@@ -395,10 +395,15 @@ def chosen_head(
     return recipe, prompts, start
 
 
+def has_router(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> bool:
+    """Return whether a router weighs tokens, inside the encoder or by a prompt."""
+    parts = [part for prompt in prompts for part in (prompt.conditional, prompt.unconditional)]
+    return resolved.identity.router == "csr" or any(part.router for part in parts)
+
+
 def check_unrouted(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None:
     """Raise a UserError for routers, which weigh the tokens of rated rows only."""
-    parts = [part for prompt in prompts for part in (prompt.conditional, prompt.unconditional)]
-    if resolved.identity.router == "csr" or any(part.router for part in parts):
+    if has_router(prompts, resolved):
         raise UserError(
             "routers are trained on rated pairs only. Leave out --router, and name a --prompt "
             "without one, such as separate."
@@ -518,7 +523,7 @@ def resolve_trainable(
 
 def train(job: Job) -> Trained:
     """Train, or go on where the same job was stopped; nothing is done where it has ended."""
-    done = _finished(job.folder, job.made_of)
+    done = finished(job.folder, job.made_of)
     if done is not None:
         log.info(f"{job.folder} is trained already, with the same settings; nothing is done")
         return Trained(done)
@@ -526,7 +531,7 @@ def train(job: Job) -> Trained:
     return Trained(_train(job))
 
 
-def _finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | None:
+def finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the summary of a training that has ended in a folder; None where there is none."""
     if not folder.exists():
         return None
@@ -637,8 +642,6 @@ def _finish(
     staged: Staged | None,
 ) -> dict[str, Any]:
     """Write head, scores and card; the account of the training comes last."""
-    from llmcond.finetune.save import hub_name
-
     folder, base, kept = job.folder, job.resolved, job.keep(head)
     score, best = progress.best_score, progress.best_step
     summary = {
@@ -657,11 +660,29 @@ def _finish(
         **({} if staged is None else {**staged.record, f"{on_dev}_before": score}),
         "scores": [result.to_json() for result in kept.scores],
     }
+    curves = {"curve": head.fit.record["curve"]}
+    if staged is not None:
+        curves["then_curve"] = staged.curve
+    write_account(job, kept, summary, curves)
+    log.info(
+        f"{kept.name}: step {best:,} of {progress.step:,}"
+        + ("" if staged is None else f" and {staged.steps:,} of the last stage, with dev")
+        + f", trained in {duration(progress.seconds)} -> {folder}"
+    )
+    return summary
+
+
+def write_account(
+    job: Job, kept: Kept, summary: Mapping[str, Any], curves: Mapping[str, Any]
+) -> None:
+    """Write the card of a training and its account, which comes last; tell its scores."""
+    from llmcond.finetune.save import hub_name
+
+    folder, base = job.folder, job.resolved
     account = {
         "format": FORMAT,
         "summary": summary,
-        "curve": head.fit.record["curve"],
-        **({} if staged is None else {"then_curve": staged.curve}),
+        **curves,
         "made_of": job.made_of,
         "base": {
             "model": job.model,
@@ -680,12 +701,6 @@ def _finish(
             f"{result.split}: {result.primary.heading} "
             f"{estimate_text(result.primary, result.main)} on {result.counts.n:,} {job.scored}"
         )
-    log.info(
-        f"{kept.name}: step {best:,} of {progress.step:,}"
-        + ("" if staged is None else f" and {staged.steps:,} of the last stage, with dev")
-        + f", trained in {duration(progress.seconds)} -> {folder}"
-    )
-    return summary
 
 
 def resolve_trained(job: Job) -> ResolvedEncoder:

@@ -199,7 +199,7 @@ def test_texts_have_the_lengths_that_they_are_named_by(mistral):
 
 def test_peers_compute_the_same_vectors(mistral):
     inputs = csts_inputs(40, instruct=True)
-    loop = PlainLoop(mistral, mistral._model.network)
+    loop = PlainLoop(mistral, mistral.engine.model.network)
     vectors = mistral.encode(inputs)
     np.testing.assert_allclose(loop.encode(inputs), vectors, atol=1e-5)
     np.testing.assert_allclose(sentence_transformers(loop, mistral)(inputs), vectors, atol=1e-5)

@@ -62,7 +62,7 @@ def test_tokens_without_an_embedding_are_told(tiny_checkpoint, tmp_path):
 
 def test_a_check_counts_the_parameters_and_the_bytes_that_are_loaded(minilm):
     report, _ = check_model("minilm", CPU)
-    network = minilm._model.network
+    network = minilm.engine.model.network
     # The pooler is dropped after loading: it is not used.
     loaded = sum(parameter.numel() for parameter in network.parameters())
     assert report["n_parameters"] == loaded + 384 * 384 + 384

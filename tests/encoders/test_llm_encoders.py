@@ -357,7 +357,7 @@ def given(encoder, items):
         starts = [at for at, position in enumerate(positions) if position == min(positions)]
         rows.extend(ids[start:stop] for start, stop in pairwise([*starts, len(ids)]))
 
-    hook = encoder._model.network.register_forward_pre_hook(note, with_kwargs=True)
+    hook = encoder.engine.model.network.register_forward_pre_hook(note, with_kwargs=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder.engine, "shares", False)
         encoder.encode_counted(items)
@@ -741,14 +741,18 @@ def test_auto_computes_gte_qwen2_in_bfloat16(tmp_path):
     name = "Alibaba-NLP/gte-Qwen2-7B-instruct"
     encoder = load(made.folder, like=name, dtype="auto")
     # Its config.json says float16: that is the type of the weights on disk, not for computing.
-    assert {weight.dtype for weight in encoder._model.network.parameters()} == {torch.bfloat16}
+    assert {weight.dtype for weight in encoder.engine.model.network.parameters()} == {
+        torch.bfloat16
+    }
     expected = Known(name, CASES[name], made, "").vectors(TEXTS)
     assert cosines(encoder.encode(inputs(TEXTS)), expected).min() > 0.99
 
 
 def test_nv_embed_in_bfloat16_is_close_to_float32(nv, fold):
     encoder = load(nv.folder, dtype="bfloat16", fold_latents=fold)
-    assert {weight.dtype for weight in encoder._model.network.parameters()} == {torch.bfloat16}
+    assert {weight.dtype for weight in encoder.engine.model.network.parameters()} == {
+        torch.bfloat16
+    }
     items = [*inputs(TEXTS), *inputs(TEXTS, INSTRUCTION)]
     assert cosines(encoder.encode(items), nv_vectors(nv, items)).min() > 0.99
 
@@ -781,7 +785,7 @@ def dequantised(made, quantize):
 def test_nv_embed_is_quantised_but_for_its_latent_block(nv, fold, quantize):
     pytest.importorskip("bitsandbytes")
     encoder = load(nv.folder, quantize=quantize, fold_latents=fold)
-    network = encoder._model.network
+    network = encoder.engine.model.network
     assert linear_kinds(network.embedding_model) == {QUANTISED[quantize]}
     assert linear_kinds(network.latent_attention_model) == {"Linear"}
     items = [*inputs(TEXTS), *inputs(TEXTS, INSTRUCTION)]
@@ -810,7 +814,7 @@ def test_quantised_simcse_keeps_its_pooler(tmp_path, kind, quantize):
     name = f"princeton-nlp/sup-simcse-{kind}"
     made = checkpoints.make(CASES[name].kind, tmp_path / "model", hidden=64)
     encoder = load(made.folder, like=name, quantize=quantize)
-    network = encoder._model.network
+    network = encoder.engine.model.network
     assert linear_kinds(network.encoder) == {QUANTISED[quantize]}
     assert linear_kinds(network.pooler) == {"Linear"}
     expected = Known(name, CASES[name], dequantised(made, quantize), "")
@@ -826,7 +830,7 @@ def test_quantised_decoder_is_read_from_under_its_head(tmp_path, quantize):
     name = "Alibaba-NLP/gte-Qwen2-7B-instruct"
     made = checkpoints.make("gte-qwen2", tmp_path / "model", hidden=64)
     encoder = load(made.folder, like=name, quantize=quantize)
-    assert linear_kinds(encoder._model.network) == {QUANTISED[quantize]}
+    assert linear_kinds(encoder.engine.model.network) == {QUANTISED[quantize]}
     expected = Known(name, CASES[name], dequantised(made, quantize), "")
     vectors = encoder.encode(inputs(TEXTS, INSTRUCTION))
     assert cosines(vectors, expected.vectors(TEXTS, INSTRUCTION)).min() > 0.99

@@ -362,7 +362,7 @@ def test_error_in_a_worker_is_raised_where_encoding_was_asked_for(encoders, monk
     def fail(module, args, kwargs):
         raise RuntimeError("mat1 and mat2 shapes differ")
 
-    hook = encoder._model.network.register_forward_pre_hook(fail, with_kwargs=True)
+    hook = encoder.engine.model.network.register_forward_pre_hook(fail, with_kwargs=True)
     try:
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
             encoder.encode(items)
@@ -383,7 +383,7 @@ def test_extraction_that_is_given_up_stops_between_batches(encoders):
 
     before = encoder.engine.budget
     encoder.engine.budget = 64
-    hook = encoder._model.network.register_forward_pre_hook(slow, with_kwargs=True)
+    hook = encoder.engine.model.network.register_forward_pre_hook(slow, with_kwargs=True)
     try:
         workers = WorkerThreads(encoder.concurrency)
         results = workers.map(encoder.encode_counted, [[items[0]], items, items])

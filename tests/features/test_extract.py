@@ -533,7 +533,7 @@ def interruptible(checkpoint):
             # So slow that the main thread has its turn, however busy the machine is.
             time.sleep(0.01)
 
-    encoder._model.network.register_forward_pre_hook(count)
+    encoder.engine.model.network.register_forward_pre_hook(count)
     return encoder
 
 

@@ -67,6 +67,7 @@ class Tuned:
         quantize: what the base's weights were quantised to in training.
         base_weights: the base's ``EncoderIdentity.weights`` in training.
         cross: whether it was trained as a cross-encoder.
+        members: adapters of an ensemble, each in a folder of :func:`member_folders`; 1: it is none.
     """
 
     base: str | None
@@ -76,6 +77,12 @@ class Tuned:
     quantize: str
     base_weights: str | None
     cross: bool = False
+    members: int = 1
+
+
+def member_folders(folder: Path, members: int) -> tuple[Path, ...]:
+    """Return where the adapters of an ensemble lie."""
+    return tuple(folder / f"adapter-{number}" for number in range(members))
 
 
 def write_tuned(folder: Path, tuned: Tuned) -> None:
@@ -98,7 +105,8 @@ def read_tuned(folder: Path) -> Tuned | None:
         return None  # a vocabulary, which GPT-2's authors gave this name
     check_format(record, FORMAT, str(path))
     found: dict[str, Any] = {field.name: record.get(field.name) for field in fields(Tuned)}
-    found["cross"] = record.get("cross", False)  # which records have had not from the start
+    # Which records have had not from the start.
+    found |= {"cross": record.get("cross", False), "members": record.get("members", 1)}
     settings, quantize = found["settings"], found["quantize"]
     texts = {name: found[name] for name in ("base", "revision", "like", "base_weights")}
     wrong = {name: value for name, value in texts.items() if not isinstance(value, str | None)}
@@ -110,6 +118,8 @@ def read_tuned(folder: Path) -> Tuned | None:
         wrong["quantize"] = quantize
     if not isinstance(found["cross"], bool):
         wrong["cross"] = found["cross"]
+    if type(found["members"]) is not int or found["members"] < 1:
+        wrong["members"] = found["members"]
     for name, value in wrong.items():
         raise LlmcondError(
             f"{path} has {name} = {value!r}, which training never writes: it was damaged. Copy it "

@@ -6,6 +6,7 @@ told before its weights are downloaded.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from llmcond.encoders.checkpoints.adapter import (
     WEIGHTS,
     Tuned,
     identify,
+    member_folders,
     read_lora,
     read_tuned,
 )
@@ -54,6 +56,7 @@ class Checkpoint:
         folder: where its files lie; of an adapter, those of its base.
         repo: its name on the hub, if that is where it comes from; of an adapter, its base's.
         adapter: the folder of the adapter that is put onto it, if it has one.
+        members: of an ensemble, the folders of its adapters, each put onto a copy; else none.
         stated: what training recorded: settings by their names in ``EncoderOptions``, and
             ``quantize`` where an adapter's base was quantised.
         cross: whether it was trained as a cross-encoder, whose vectors are no embeddings.
@@ -69,6 +72,7 @@ class Checkpoint:
     stated: Mapping[str, Any] = field(default_factory=dict)
     cross: bool = False
     drawn_on: str | None = None
+    members: tuple[Path, ...] = ()
 
     @property
     def weights(self) -> str:
@@ -90,6 +94,9 @@ class Checkpoint:
             deciding |= {self.folder / name for name in names}
             present = [path for path in deciding if path.is_file()]
             own = f"sha256:{digest_files(self.folder, present)}"
+        if self.members:
+            each = [identify(member, self.name, own).split(" ")[0] for member in self.members]
+            return f"sha256:{hashlib.sha256(json.dumps(each).encode()).hexdigest()} on {own}"
         return own if self.adapter is None else identify(self.adapter, self.name, own)
 
     @property
@@ -293,6 +300,10 @@ def _read_folder(
             known = find_model("nvidia/NV-Embed-v2")
         stated, cross = (tuned.settings, tuned.cross) if tuned else ({}, False)
         return Checkpoint(name, folder, known, repo, stated=stated, cross=cross)
+    tuned = None if (folder / CONFIG).is_file() else read_tuned(folder)
+    if tuned is not None and tuned.members > 1:
+        members = member_folders(folder, tuned.members)
+        return replace(_on_base(name, members[0], entry), members=members)
     if not (folder / CONFIG).is_file():
         raise UserError(
             f"{name} has no config.json, so it is no Hugging Face checkpoint that can be loaded. "

@@ -307,7 +307,7 @@ def test_vectors_are_those_of_peft(case):
     # The adapter does something, so a base without it would be found out.
     base = load(case.base, like=case.like)
     assert far(base.encode(inputs()), case.expected) > 0.05
-    network = encoder._model.network
+    network = encoder.engine.model.network
     assert not any("lora" in type(module).__module__ for module in network.modules())
     assert not hasattr(network, "peft_config")
     assert not network.training
@@ -318,7 +318,7 @@ def test_vectors_are_those_of_peft(case):
 def test_vectors_in_bfloat16_are_near_those_in_float32(tuned_minilm):
     encoder = tuned_minilm.load(dtype="bfloat16")
     assert cosines(encoder.encode(inputs()), tuned_minilm.expected).min() > 0.999
-    network = encoder._model.network
+    network = encoder.engine.model.network
     assert {weight.dtype for weight in network.parameters()} == {torch.bfloat16}
 
 
@@ -349,7 +349,7 @@ def test_unfolded_latents_give_the_same_vectors(tmp_path):
 def test_adapter_beside_quantised_weights_is_not_merged(tuned_minilm, quantize, dtype):
     pytest.importorskip("bitsandbytes")
     encoder = tuned_minilm.load(quantize=quantize, dtype=dtype)
-    network = encoder._model.network
+    network = encoder.engine.model.network
     layer = network.encoder.layer[0].attention.self.query
     assert type(layer).__module__ == "peft.tuners.lora.bnb"
     assert layer.lora_A["default"].weight.dtype == getattr(torch, dtype)

@@ -73,10 +73,10 @@ class Plain:
     """Equation 1 of the paper, in eager attention of one text without the engine."""
 
     def __init__(self, encoder):
-        self.network, self.identity = encoder._model.network, encoder.identity
+        self.network, self.identity = encoder.engine.model.network, encoder.identity
         self.tokenizer, self.heavy = (
             encoder._tokenizer,
-            getattr(encoder._model.network, "csr_router", None),
+            getattr(encoder.engine.model.network, "csr_router", None),
         )
         self.causal = self.identity.attention == "causal"
         self.own = []
@@ -170,7 +170,7 @@ def test_alone_is_in_any_batch_is_padded(encoder, monkeypatch):
 
 def released_tri(encoder, item, *, layers):
     """The released tri-encoder, layer by layer."""
-    network, strength = encoder._model.network, encoder.identity.router_strength
+    network, strength = encoder.engine.model.network, encoder.identity.router_strength
     tokens = encoder._tokenizer([EncoderInput("", item.router.text), EncoderInput("", item.text)])
     condition, row = (one.ids for one in tokens)
     with torch.inference_mode():
@@ -195,7 +195,7 @@ def released_tri(encoder, item, *, layers):
 
 def released_bi(encoder, item, *, layers):
     """The released bi-encoder, layer by layer."""
-    network, strength = encoder._model.network, encoder.identity.router_strength
+    network, strength = encoder.engine.model.network, encoder.identity.router_strength
     tokens = encoder._tokenizer([EncoderInput("", item.router.text), EncoderInput("", item.text)])
     condition, row = (one.ids for one in tokens)
     split = len(row) + 1
@@ -251,7 +251,7 @@ def test_the_released_modes_do_not_depend_on_the_batch(mode, tmp_path):
 
 def test_layers_before_the_router_are_computed_once_a_sentence(tmp_path):
     encoder = load("e5-xlm-r", tmp_path, layers=1)
-    blocks = encoder._model.network.encoder.layer
+    blocks = encoder.engine.model.network.encoder.layer
     seen = [[], []]
     for block, sizes in zip(blocks, seen, strict=True):
         block.intermediate.register_forward_hook(
@@ -288,7 +288,7 @@ def test_equal_keys_have_equal_weights(tmp_path):
 @pytest.mark.parametrize("mode", ["paper", "hidden", "heavy", *RELEASED])
 def test_gradients_are_those_of_finite_differences(mode, tmp_path):
     encoder = load("e5-xlm-r", tmp_path, mode)
-    network = encoder._model.network
+    network = encoder.engine.model.network
     items = [
         routed(text, c) for text in ("two dogs run", "the man sits down") for c in CONDITIONS[:2]
     ]

@@ -160,7 +160,7 @@ def test_nothing_is_filled_up(name, loaded):
 def test_inputs_beyond_a_window_are_padded_beside_packed_ones(loaded):
     encoder, window = loaded("gemma-wider"), CASES["gemma-wider"].window
     forwards = []
-    hook = encoder._model.network.register_forward_pre_hook(
+    hook = encoder.engine.model.network.register_forward_pre_hook(
         lambda module, args, kwargs: forwards.append(("packed" in kwargs, kwargs["input_ids"])),
         with_kwargs=True,
     )
@@ -202,7 +202,7 @@ def test_pairs_are_packed_with_their_token_types(make):
         for text in texts
     ]
     types = []
-    hook = encoder._model.network.register_forward_pre_hook(
+    hook = encoder.engine.model.network.register_forward_pre_hook(
         lambda module, args, kwargs: types.append(kwargs.get("token_type_ids")), with_kwargs=True
     )
     found = at_budget(encoder, 200, items)
@@ -356,7 +356,7 @@ def test_padding_token_without_an_embedding_changes_nothing(tmp_path, make, load
     folder = shutil.copytree(make(name), tmp_path / "model")
     checkpoints.change_json(folder / "tokenizer_config.json", pad_token="[NEWPAD]")
     other = load(folder, CASES[name])
-    rows = len(other._model.network.get_input_embeddings().weight)
+    rows = len(other.engine.model.network.get_input_embeddings().weight)
     assert other._tokenizer.pad_id == rows  # one behind the last
     items = mix(encoder, seed=8, n_inputs=15)
     near(padded(other, items).vectors, padded(encoder, items).vectors)
@@ -378,7 +378,7 @@ def test_encoder_with_eager_attention_is_padded(tmp_path, make):
     made = checkpoints.make("mistral", tmp_path / "model")
     checkpoints.change_json(made.folder / "config.json", attn_implementation="eager")
     encoder = load(made.folder, CASES["e5-mistral"])
-    assert encoder._model.network.config._attn_implementation == "eager"
+    assert encoder.engine.model.network.config._attn_implementation == "eager"
     assert not encoder.engine.packs
     items = mix(encoder, seed=6, n_inputs=15)
     expected = load(make("e5-mistral"), CASES["e5-mistral"]).encode_counted(items)
@@ -501,7 +501,7 @@ class Memory:
 
     def __enter__(self):
         self._run = self.encoder.engine.run
-        self._hook = self.encoder._model.network.register_forward_pre_hook(
+        self._hook = self.encoder.engine.model.network.register_forward_pre_hook(
             self._check, with_kwargs=True
         )
         self.encoder.engine.run = self._noted
@@ -573,7 +573,7 @@ def test_batches_that_are_begun_ahead_come_in_their_order(make, loaded, ahead):
             raise cuda_error(begun[-1])
 
     engine.ahead = ahead
-    encoder._model.network.register_forward_pre_hook(begin, with_kwargs=True)
+    encoder.engine.model.network.register_forward_pre_hook(begin, with_kwargs=True)
     rows = encoder._tokenizer(items)
     order, vectors = [], np.empty((len(items), engine.dim), dtype=np.float32)
     for pooled in engine.run(rows):
@@ -748,7 +748,8 @@ def test_prepacked_encoder_gives_the_vectors_of_a_plain_one(make, monkeypatch, n
     monkeypatch.setattr(engine, "can_prepack", lambda dtype: False)
     plain = load(make(name), CASES[name], **options)
     kinds = [
-        {type(part) for part in encoder._model.network.modules()} for encoder in (prepacked, plain)
+        {type(part) for part in encoder.engine.model.network.modules()}
+        for encoder in (prepacked, plain)
     ]
     assert PrepackedLinear in kinds[0]
     assert PrepackedLinear not in kinds[1]
@@ -761,5 +762,5 @@ def test_prepacked_encoder_gives_the_vectors_of_a_plain_one(make, monkeypatch, n
 
 
 def test_float32_is_not_prepacked(loaded):
-    parts = loaded("e5-mistral")._model.network.modules()
+    parts = loaded("e5-mistral").engine.model.network.modules()
     assert not any(isinstance(part, PrepackedLinear) for part in parts)

@@ -67,7 +67,7 @@ def test_all_tokens_are_given_padded_and_packed_alike(tiny_checkpoint, source):
     packed = encoder.encode(INPUTS)
     encoder.engine.packs = False
     np.testing.assert_allclose(encoder.encode(INPUTS), packed, rtol=0, atol=1e-5)
-    hidden = encoder._model.network(torch.tensor([encoder._tokenizer(INPUTS[:1])[0].ids]))
+    hidden = encoder.engine.model.network(torch.tensor([encoder._tokenizer(INPUTS[:1])[0].ids]))
     states = hidden.last_hidden_state[0]
     expected = states[0] + states[-1] - len(states) * states[-1]
     expected = torch.nn.functional.normalize(expected, dim=0)

@@ -71,7 +71,7 @@ def states(encoder, text):
     """The states of a text's tokens, and the mean, first or last of them, without the engine."""
     row = encoder._tokenizer([EncoderInput("", text)])[0]
     with torch.inference_mode():
-        found = encoder._model.network(
+        found = encoder.engine.model.network(
             input_ids=torch.tensor([row.ids]), attention_mask=torch.ones(1, len(row.ids))
         ).last_hidden_state[0]
     pooled = {"cls": found[0], "last": found[row.last - 1]}
@@ -88,7 +88,7 @@ def by_the_equation(encoder, item):
         near = near / near.std(correction=0)
     weights = torch.exp(near / item.router.temperature)
     vector = (weights[:, None] * own).sum(dim=0) / weights.sum()
-    vector = encoder._model.dense(vector)
+    vector = encoder.engine.model.dense(vector)
     return (vector / vector.norm() if encoder.identity.normalize else vector).numpy()
 
 

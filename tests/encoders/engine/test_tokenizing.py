@@ -349,7 +349,7 @@ def calls(encoder):
     """Yield the list of what the encoder gives its network from now on, without packing."""
     seen = []
     packs, encoder.engine.packs = encoder.engine.packs, False
-    handle = encoder._model.network.register_forward_pre_hook(
+    handle = encoder.engine.model.network.register_forward_pre_hook(
         lambda _module, _positional, named: seen.append(named), with_kwargs=True
     )
     yield seen

@@ -209,12 +209,12 @@ def test_pooler_is_needed_only_to_pool_by(bert, pooling, quantize):
 
 
 def test_pooler_that_is_not_used_takes_no_memory(bert):
-    assert load(bert, pooling="mean")._model.network.pooler is None
-    assert load(bert, pooling="pooler")._model.network.pooler is not None
+    assert load(bert, pooling="mean").engine.model.network.pooler is None
+    assert load(bert, pooling="pooler").engine.model.network.pooler is not None
 
 
 def test_network_is_ready_to_encode(bert):
-    network = load(bert, dtype="bfloat16")._model.network
+    network = load(bert, dtype="bfloat16").engine.model.network
     assert not network.training
     assert not any(parameter.requires_grad for parameter in network.parameters())
     assert {parameter.dtype for parameter in network.parameters()} == {torch.bfloat16}
@@ -314,7 +314,7 @@ def test_quantised_weights_are_the_same_from_the_old_format(bert, quantize):
 
 @BOTH
 def test_what_pools_is_not_quantised(bert, quantize):
-    network = load(bert, quantize=quantize, pooling="pooler")._model.network
+    network = load(bert, quantize=quantize, pooling="pooler").engine.model.network
     assert type(network.pooler.dense) is torch.nn.Linear
     assert type(network.encoder.layer[0].output.dense) is not torch.nn.Linear
 
