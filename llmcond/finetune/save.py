@@ -25,13 +25,20 @@ _OURS = {"format": "pt"}
 
 
 def save_encoder(
-    trainable: Trainable, model: str, folder: Path, *, merge: bool, cross: bool = False
+    trainable: Trainable,
+    model: str,
+    folder: Path,
+    *,
+    merge: bool,
+    cross: bool = False,
+    dev_of: str | None = None,
 ) -> None:
     """Write what was trained of an encoder, so that the folder can be named as a model.
 
     Its base is found by ``model``: an alias, a hub name, or an absolute path. With ``merge``
     adapters are added to the weights, and all of those are written. ``cross`` is whether it was
-    trained as a cross-encoder, so that nobody takes its vectors for embeddings.
+    trained as a cross-encoder, so that nobody takes its vectors for embeddings; ``dev_of`` the
+    digest of the data whose dev rows it was trained on, so that it is not scored on them.
     """
     resolved = trainable.resolved
     whole = trainable.adapted is None or merge
@@ -57,6 +64,7 @@ def save_encoder(
         quantize=identity.quantize,
         base_weights=identity.weights,
         cross=cross,
+        dev_of=dev_of,
     )
     write_tuned(folder, tuned)
 

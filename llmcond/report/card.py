@@ -110,7 +110,7 @@ def model_card(
             "these weights."
         )
     elif "dev" in summary.get("trained_on", ()):
-        stage += " The teacher was trained on dev: dev is no score of these weights."
+        stage += " What it learned from was trained on dev: dev is no score of these weights."
     taught = made_of.get("teacher")
     if taught is not None:
         stage += (

@@ -102,7 +102,7 @@ def complete_run(
     manifest = _manifest(HERE, resolved, data, "float16", task)
     if cross is not None:
         manifest["cross_encoder"] = {"orders": cross}
-    manifest["trained_on"] = list(trained_on)
+    manifest["trained_on"] = list(dict.fromkeys([*trained_on, *manifest.get("trained_on", ())]))
     data.save(folder)
     write_json(folder / "run.json", manifest)
     return run_of(folder, manifest)
@@ -133,6 +133,8 @@ def _manifest(
             "assumed": list(resolved.assumed),
         },
         "store_dtype": store_dtype,
+        # Elsewhere, by a training on the same data.
+        **({"trained_on": ["train", "dev"]} if resolved.checkpoint.dev_of == data.digest else {}),
         "data": data.to_json(),
         "prompts": {},
         **provenance(),

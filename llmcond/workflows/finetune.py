@@ -107,12 +107,13 @@ def train_lora(
     if stage is not None:
         stage_splits(dataset, stage)  # told before training rather than after it
     teacher = find_teacher(taught.teacher, taught.teacher_rows, dataset)
-    if teacher is not None and stage is not None and stage.folds and teacher.knows_dev(dataset):
-        raise UserError(
-            f"the teacher {taught.teacher} was trained on dev, so that folds of dev say nothing. "
-            "Leave out --folds."
-        )
     resolved = resolve_trainable(model, options, tuning, merge)
+    known = resolved.checkpoint.dev_of == dataset.digest
+    if stage and stage.folds and (known or (teacher and teacher.knows_dev(dataset))):
+        raise UserError(
+            f"{model if known else f'the teacher {taught.teacher}'} was trained on dev, so that "
+            "folds of dev say nothing. Leave out --folds."
+        )
     plan, view = _with_prompts(plan, resolved)
     own = {
         **made_of(resolved, dataset, plan.prompts, plan.recipe, choice, tuning, merge),

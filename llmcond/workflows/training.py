@@ -251,7 +251,9 @@ class RatedJob(Job):
 
     @property
     def _dev_is_known(self) -> bool:
-        """Return whether the teacher has seen dev, which then says nothing of what it teaches."""
+        """Return whether the teacher or the encoder has seen dev, which then says nothing."""
+        if self.resolved.checkpoint.dev_of == self.dataset.digest:
+            return True
         return self.teacher is not None and self.teacher.knows_dev(self.dataset)
 
     def about(self) -> dict[str, Any]:
@@ -274,7 +276,7 @@ class RatedJob(Job):
     def rated_dev(self) -> Rows | None:
         """Return dev; None if it has no rated rows, and the last weights are kept."""
         if self._dev_is_known:
-            log.info("the teacher was trained on dev, which chooses nothing then")
+            log.info("the encoder or its teacher was trained on dev, which chooses nothing then")
             return None
         dev = self.dataset.splits.get("dev")
         return dev if dev is not None and dev.rated.any() else None
@@ -614,7 +616,8 @@ def _train(job: Job) -> dict[str, Any]:
     accelerator.wait_for_everyone()  # each has read what the first one deletes at the end
     if accelerator.is_main_process:
         name, cross = where_model(job.model, resolved), job.cross
-        save_encoder(trainable, name, job.folder, merge=job.merge, cross=cross)
+        dev_of = job.dataset.digest if "dev" in job.trained_on else None
+        save_encoder(trainable, name, job.folder, merge=job.merge, cross=cross, dev_of=dev_of)
         head = parts.model.fitted(
             {
                 "best_step": progress.best_step,

@@ -158,6 +158,20 @@ def test_nothing_is_scored_or_chosen_on_dev(staged, tmp_path, capsys):
     assert done["best_epoch"] == 3
 
 
+def test_its_encoder_is_not_scored_on_dev_in_another_run_either(command, staged, tmp_path, capsys):
+    data = command[command.index("--data") + 1]
+    given = ["--model", staged, "--data", data, "--run", tmp_path / "other", "--dtype", "float32"]
+    ok(capsys, "extract", *given)
+    assert "was trained on dev" in refused(
+        capsys, "evaluate", "--run", tmp_path / "other", "--split", "dev"
+    )
+    with Path(data).open() as lines:
+        (tmp_path / "rows.csv").write_text("".join(list(lines)[:-4]))
+    given[3], given[5] = tmp_path / "rows.csv", tmp_path / "third"
+    ok(capsys, "extract", *given)
+    ok(capsys, "evaluate", "--run", tmp_path / "third", "--split", "dev")
+
+
 def test_another_stage_is_another_training(command, staged, capsys):
     said = refused(capsys, *command, "--then-epochs", 2, "--run", staged)
     assert "then.then_epochs: 2, not 1" in said

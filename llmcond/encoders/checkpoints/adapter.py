@@ -54,6 +54,10 @@ _HEADS = re.compile(r"(lm_head|embed_out|score|cls|classifier|qa_outputs)\.")
 _HEADS_AND_POOLER = re.compile(rf"{_HEADS.pattern}|(\w+\.)?pooler\.")
 
 
+#: The fields of :class:`Tuned` that are texts, or None.
+_TEXTS = ("base", "revision", "like", "base_weights", "dev_of")
+
+
 @dataclass(frozen=True, slots=True)
 class Tuned:
     """What training records of an encoder, so that it is used as it was trained.
@@ -67,6 +71,7 @@ class Tuned:
         quantize: what the base's weights were quantised to in training.
         base_weights: the base's ``EncoderIdentity.weights`` in training.
         cross: whether it was trained as a cross-encoder.
+        dev_of: digest of the data whose dev rows it was trained on; None: of none.
         members: adapters of an ensemble, each in a folder of :func:`member_folders`; 1: it is none.
     """
 
@@ -77,6 +82,7 @@ class Tuned:
     quantize: str
     base_weights: str | None
     cross: bool = False
+    dev_of: str | None = None
     members: int = 1
 
 
@@ -108,7 +114,7 @@ def read_tuned(folder: Path) -> Tuned | None:
     # Which records have had not from the start.
     found |= {"cross": record.get("cross", False), "members": record.get("members", 1)}
     settings, quantize = found["settings"], found["quantize"]
-    texts = {name: found[name] for name in ("base", "revision", "like", "base_weights")}
+    texts = {name: found[name] for name in _TEXTS}
     wrong = {name: value for name, value in texts.items() if not isinstance(value, str | None)}
     if isinstance(settings, dict):
         wrong |= {key: value for key, value in settings.items() if not _is_setting(key, value)}

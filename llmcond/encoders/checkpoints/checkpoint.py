@@ -60,6 +60,7 @@ class Checkpoint:
         stated: what training recorded: settings by their names in ``EncoderOptions``, and
             ``quantize`` where an adapter's base was quantised.
         cross: whether it was trained as a cross-encoder, whose vectors are no embeddings.
+        dev_of: digest of the data whose dev rows it was trained on; None: of none.
         drawn_on: the device that random weights are drawn on, for benchmarks: it has no files of
             them. None: they are read.
     """
@@ -71,6 +72,7 @@ class Checkpoint:
     adapter: Path | None = None
     stated: Mapping[str, Any] = field(default_factory=dict)
     cross: bool = False
+    dev_of: str | None = None
     drawn_on: str | None = None
     members: tuple[Path, ...] = ()
 
@@ -298,8 +300,10 @@ def _read_folder(
         config = {} if known else read_settings(folder / "config.json", {})
         if config.get("model_type") == "nvembed":  # which no other model has
             known = find_model("nvidia/NV-Embed-v2")
-        stated, cross = (tuned.settings, tuned.cross) if tuned else ({}, False)
-        return Checkpoint(name, folder, known, repo, stated=stated, cross=cross)
+        found = Checkpoint(name, folder, known, repo)
+        if tuned is None:
+            return found
+        return replace(found, stated=tuned.settings, cross=tuned.cross, dev_of=tuned.dev_of)
     tuned = None if (folder / CONFIG).is_file() else read_tuned(folder)
     if tuned is not None and tuned.members > 1:
         members = member_folders(folder, tuned.members)
@@ -352,7 +356,8 @@ def _on_base(name: str, folder: Path, entry: KnownModel | None) -> Checkpoint:
     if tuned is not None and tuned.quantize != "none":
         stated["quantize"] = tuned.quantize
     cross = base.cross or (tuned is not None and tuned.cross)
-    return replace(base, name=name, adapter=folder, stated=stated, cross=cross)
+    dev_of = tuned.dev_of if tuned and tuned.dev_of else base.dev_of
+    return replace(base, name=name, adapter=folder, stated=stated, cross=cross, dev_of=dev_of)
 
 
 def _recorded(tuned: Tuned | None, folder: Path) -> KnownModel | None:
