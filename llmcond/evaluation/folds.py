@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcond.data.rows import Rows
 from llmcond.evaluation.paired import Difference, differences, resample
 from llmcond.metrics import METRICS, Estimate, finite
 
 
 @dataclass(frozen=True, slots=True)
-class Folded:
-    """Predictions of dev's rows by what was not trained on them, against those without dev.
+class Gain:
+    """The scores of some rows without dev and with it.
 
     Attributes:
-        folds: how many parts; all rows of a sentence pair are in one.
         n, n_pairs: rated rows, and their sentence pairs.
         without: Spearman where no row of dev was trained on.
-        trained: Spearman where all parts but the row's own were, all parts taken together.
+        trained: Spearman where all folds but the row's own were, all folds taken together.
         difference: ``trained`` less ``without``, on the same rows.
     """
 
-    folds: int
     n: int
     n_pairs: int
     without: Estimate
@@ -32,25 +32,17 @@ class Folded:
     difference: Difference
 
     @classmethod
-    def of(
-        cls,
-        folds: int,
-        without: NDArray[np.floating],
-        trained: NDArray[np.floating],
-        rating: NDArray[np.float64],
-        pair: NDArray[np.int64],
-    ) -> Folded:
-        """Compare predictions, (n,) each, of rated rows and their sentence pairs, (n,)."""
+    def of(cls, without: NDArray[np.floating], trained: NDArray[np.floating], rows: Rows) -> Gain:
+        """Compare predictions, (n,) each, of rated rows."""
         metric = METRICS["spearman"]
-        found = resample([without[None], trained[None]], rating, pair, [metric])
+        found = resample([without[None], trained[None]], rows.rating, rows.pair, [metric])
         before, after = (found.estimates(i)[metric.name] for i in (0, 1))
         difference = differences(found, {0: [1]})[1][metric.name]
-        return cls(folds, len(rating), len(np.unique(pair)), before, after, difference)
+        return cls(len(rows), len(rows.pair_keys()), before, after, difference)
 
     def to_json(self) -> dict[str, Any]:
         """Return what records and ``--json`` have."""
         return {
-            "folds": self.folds,
             "n": self.n,
             "n_pairs": self.n_pairs,
             **{
@@ -66,3 +58,43 @@ class Folded:
             },
             "p": finite(self.difference.p),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """Predictions of dev's rows by what was not trained on them, against those without dev.
+
+    Attributes:
+        folds: how many parts of like size; all rows of a sentence pair are in one.
+        gain: of all rated rows.
+        by_condition: of rows whose condition train has (``seen``), and of the others (``unseen``);
+            those that there are.
+    """
+
+    folds: int
+    gain: Gain
+    by_condition: Mapping[str, Gain]
+
+    @classmethod
+    def of(
+        cls,
+        folds: int,
+        without: NDArray[np.floating],
+        trained: NDArray[np.floating],
+        dev: Rows,
+        train: Rows,
+    ) -> Folded:
+        """Compare predictions, (n,) each, of dev's rated rows; ``train`` is what was trained on."""
+        known = set(train.condition)
+        seen = np.array([text in known for text in dev.condition], dtype=np.bool_)
+        parts = {
+            name: Gain.of(without[rows], trained[rows], dev.take(rows))
+            for name, rows in (("seen", seen), ("unseen", ~seen))
+            if rows.any()
+        }
+        return cls(folds, Gain.of(without, trained, dev), parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what records and ``--json`` have."""
+        parts = {name: own.to_json() for name, own in self.by_condition.items()}
+        return {"folds": self.folds, **self.gain.to_json(), "by_condition": parts}

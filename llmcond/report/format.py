@@ -25,12 +25,19 @@ def estimate_text(metric: Metric, estimate: Estimate) -> str:
 
 def folds_text(found: Folded) -> str:
     """Return what training on dev brings, by its folds, in a line."""
-    metric, own = METRICS["spearman"], found.difference
+    metric, gain = METRICS["spearman"], found.gain
+    parts = [
+        f"; {gain.n:,} rows of {name} conditions {metric.show(gain.trained.value)}, "
+        f"{metric.show(gain.without.value)}"
+        for name, gain in found.by_condition.items()
+    ]
     return (
-        f"{found.folds} folds of dev, each predicted without it ({found.n:,} rows): "
-        f"{metric.heading} {estimate_text(metric, found.trained)}; with no row of dev "
-        f"{estimate_text(metric, found.without)}; difference {metric.show(own.value, signed=True)} "
-        f"({range_text(metric, own.low, own.high, signed=True)})"
+        f"{found.folds} folds of dev, each predicted without it ({gain.n:,} rows): "
+        f"{metric.heading} {estimate_text(metric, gain.trained)}; with no row of dev "
+        f"{estimate_text(metric, gain.without)}; difference "
+        f"{metric.show(gain.difference.value, signed=True)} "
+        f"({range_text(metric, gain.difference.low, gain.difference.high, signed=True)})"
+        f"{''.join(parts)}"
     )
 
 

@@ -82,7 +82,7 @@ class WithDev:
             held = fold == number
             head = self._fit(dev.take(~held))
             trained[held] = self._predicted(head, dev.take(held))
-        return Folded.of(count, without, trained, dev.rating, dev.pair)
+        return Folded.of(count, without, trained, dev, self.run.rows("train"))
 
     @property
     def _dev(self) -> Rows:

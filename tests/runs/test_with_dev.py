@@ -9,6 +9,7 @@ from helpers.commands import ok, refused
 
 from llmcond import cli
 from llmcond.data.rows import join_rows
+from llmcond.evaluation.folds import Folded
 from llmcond.features.view import View
 from llmcond.files import digest_file
 from llmcond.heads import load_recipe
@@ -57,9 +58,9 @@ def test_a_fold_is_predicted_by_heads_that_have_not_seen_it(run):
     opened.data.splits["dev"] = dev = replace(dev, rating=drawn)
     both = WithDev(opened, recipe, View((opened.prompt(None),), True), 0, "cpu", 8, lambda *_: None)
     folded = both.folds(3)
-    assert (folded.folds, folded.n, folded.n_pairs) == (3, 12, 6)
+    assert (folded.folds, folded.gain.n, folded.gain.n_pairs) == (3, 12, 6)
     seen = spearman(both._predicted(both.fit(), dev), drawn)
-    assert seen > folded.trained.value + 0.3
+    assert seen > folded.gain.trained.value + 0.3
 
 
 def test_the_same_command_gives_the_same_bits_and_says_dev(run, capsys):
@@ -128,3 +129,16 @@ def test_a_head_without_ratings_is_refused(run, capsys):
     given = "--head pca --dim 4 --with dev"
     said = refused(capsys, "fit-head", "--run", run, *given.split())
     assert "the head pca learns nothing from ratings" in said
+
+
+def test_rows_of_new_conditions_are_told_apart(run):
+    train, dev = (open_run(run).rows(split) for split in ("train", "dev"))
+    new = np.arange(len(dev)) % 3 == 0
+    texts = [f"new {text}" if own else text for text, own in zip(dev.condition, new, strict=True)]
+    without, trained = np.random.default_rng(0).random((2, len(dev)))
+    folded = Folded.of(2, without, trained, replace(dev, condition=texts), train)
+    assert folded.gain.trained.value == pytest.approx(spearman(trained, dev.rating))
+    for name, rows in (("seen", ~new), ("unseen", new)):
+        gain = folded.by_condition[name]
+        assert gain.n == rows.sum()
+        assert gain.without.value == pytest.approx(spearman(without[rows], dev.rating[rows]))
