@@ -52,7 +52,7 @@ def train_dialogues(
         UserError: wrong input, or a head of another task.
         LlmcondError: the encoder cannot be loaded or trained.
     """
-    recipe, prompts, start = chosen_head(choice, task.name, load_roles_head, check_turns)
+    recipe, prompts, start = chosen_head(choice, task, load_roles_head, check_turns)
     tuning = tune_settings(settings, recipe)
     dataset = read_data(task, data)
     resolved = resolve_trainable(model, options, tuning, merge)

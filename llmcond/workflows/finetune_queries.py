@@ -52,7 +52,7 @@ def train_queries(
         UserError: wrong input, or a head with settings that are of cached features only.
         LlmcondError: the encoder cannot be loaded or trained.
     """
-    recipe, prompts, start = chosen_head(choice, task.name, load_query_head, check_recipe)
+    recipe, prompts, start = chosen_head(choice, task, load_query_head, check_recipe)
     tuning = tune_settings(settings, recipe)
     dataset = read_data(task, data)
     if not isinstance(dataset, Graph):

@@ -327,12 +327,17 @@ def tune_settings(given: Mapping[str, Any], recipe: Recipe | None = None) -> Tun
 
 
 def named_head(
-    choice: HeadChoice, task: str | None, load: Callable[[Path], tuple[F, dict[str, Any]]]
+    choice: HeadChoice, recipes: str | None, load: Callable[[Path], tuple[F, dict[str, Any]]]
 ) -> tuple[Recipe, tuple[Prompt, ...], F | None, dict[str, Any]]:
     """Return the recipe that was named, the prompts, the head to start from, and its record.
 
-    With a head to start from they are its own, unless prompts were named; ``load`` reads it. The
-    record is empty where there is none.
+    With a head to start from they are its own, unless prompts were named. The record is empty where
+    there is none.
+
+    Args:
+        choice: what the user named.
+        recipes: the task whose recipes are meant; None: those of rated pairs.
+        load: reads a head that was fitted, and its record.
 
     Raises:
         UserError: no head, or two.
@@ -341,7 +346,7 @@ def named_head(
     if choice.start is None:
         if choice.head is None:
             raise UserError("no head was named. Give --head (none: nothing behind the encoder).")
-        return load_recipe(choice.head, task), prompts, None, {}
+        return load_recipe(choice.head, recipes), prompts, None, {}
     if choice.head is not None or choice.dim is not None:
         raise UserError(
             "a head that was fitted has its kind and size already: with --start, leave out "
@@ -352,7 +357,7 @@ def named_head(
     record = fitted_on(record, where)
     prompts = prompts or tuple(prompt_from_json(own, where) for own in record["prompts"])
     recipe = replace(
-        load_recipe("none", task),
+        load_recipe("none", recipes),
         **{key: record["recipe"][key] for key in ("name", "description", "source")},
         kind=start.kind,
         family=start.family,
@@ -363,7 +368,7 @@ def named_head(
 
 def chosen_head(
     choice: HeadChoice,
-    task: str,
+    task: AnyTask[Any],
     load: Callable[[Path], tuple[F, dict[str, Any]]],
     check: Callable[[Recipe], None],
 ) -> tuple[Recipe, tuple[Prompt, ...], F | None]:
@@ -380,10 +385,10 @@ def chosen_head(
     """
     if choice.subtract:
         raise UserError(
-            f"nothing is subtracted in the task {task}: what is ranked has no condition. Leave out "
-            "--subtract."
+            f"nothing is subtracted in the task {task.name}: what is ranked has no condition. "
+            "Leave out --subtract."
         )
-    recipe, prompts, start, _ = named_head(choice, task, load)
+    recipe, prompts, start, _ = named_head(choice, task.recipes, load)
     if choice.set:
         recipe = recipe.with_settings(recipe.parse_changes(dict(choice.set), "--set"), "--set")
     if choice.dim is not None:
@@ -391,8 +396,8 @@ def chosen_head(
     check(recipe)
     if len(prompts) > 1:
         raise UserError(
-            f"in the task {task} an encoder is trained with one prompt, and {len(prompts)} were "
-            "named. Give one --prompt."
+            f"in the task {task.name} an encoder is trained with one prompt, and {len(prompts)} "
+            "were named. Give one --prompt."
         )
     return recipe, prompts, start
 
