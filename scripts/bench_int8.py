@@ -257,10 +257,10 @@ def compare(
 
 
 @torch.inference_mode()
-def race(int8: Forward, bfloat16: Forward, threads: int, rounds: int) -> dict[str, Any]:
-    """Time both in turns, since the machine may be busy; return the median of the ratios."""
+def race(int8: Forward, bfloat16: Forward, words: int, threads: int, rounds: int) -> dict[str, Any]:
+    """Time both in turns on random words, as the machine may be busy; return the median ratio."""
     torch.set_num_threads(threads)
-    ids = torch.randint(1_000, 20_000, (51, 20), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(words, (51, 20), generator=torch.Generator().manual_seed(0))
     ratios = []
     for _ in range(rounds + 2):
         stamps = [time.perf_counter()]
@@ -292,7 +292,8 @@ def run(rows: int, layers: int | None, rounds: int) -> dict[str, Any]:
         "the same, weights by GPTQ: scheme A, on int8 kernels": scheme_a,
     }
     accuracy = compare(forwards, encoder, stock(network), judged)
-    speed = [race(scheme_a, bfloat16, threads, rounds) for threads in (1, 2)]
+    words = network.config.vocab_size
+    speed = [race(scheme_a, bfloat16, words, threads, rounds) for threads in (1, 2)]
     cpu = torch.backends.cpu.get_cpu_capability()
     return {"torch": torch.__version__, "cpu": cpu, "accuracy": accuracy, "speed": speed}
 

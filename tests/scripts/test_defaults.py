@@ -9,11 +9,16 @@ from types import SimpleNamespace
 import pytest
 from helpers.paths import ROOT
 
+from llmcond import load_encoder
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: Script -> sizes, and a word of what it prints.
 SCRIPTS = {
-    "bench_cross": ("--rows 8 --dev-rows 6 --batch-size 4 --rounds 1", "| llmcond, one order |"),
+    "bench_cross": (
+        "--model {tiny} --rows 8 --dev-rows 6 --batch-size 4 --rounds 1",
+        "| llmcond, one order |",
+    ),
     "bench_dialogue": (
         "--candidates 30 --turns 3 --dim 4 --share 0.01 --rounds 1",
         "| average |",
@@ -26,15 +31,17 @@ SCRIPTS = {
     ),
     "bench_int8": ("--rows 20 --layers 1 --rounds 1", "| threads |"),
     "bench_kgc": (
-        "--queries 4 --encode 8 --single 2 --rounds 1",
+        "--model {tiny} --queries 4 --encode 8 --single 2 --rounds 1",
         "| hypernet, its matrices",
     ),
     "bench_ranking": ("--entities 30 --triples 5 --train 20 --dim 4", "| sort of all scores |"),
-    "bench_routed": ("--sentences 2 --conditions 1 2 --rows 4 --rounds 1", "| routed |"),
-    "bench_scale": ("--sizes 8 --rounds 1", "8 inputs: "),
+    "bench_routed": (
+        "--model {tiny} --data {rows} --sentences 2 --conditions 1 2 --rows 4 --rounds 1",
+        "| routed |",
+    ),
+    "bench_scale": ("--model {tiny} --sizes 8 --rounds 1", "8 inputs: "),
     "bench_train": ("--batch-size 2 --steps 1 --rounds 1", "| llmcond |"),
     "demo": ("--data {rows} --run {tmp}/run", '"spearman_zero_shot"'),
-    "house": ("", "llmcond"),
     "make_wide_minilm": ("{tmp}/wide --copies 1", " weights -> "),
     "simulate_comparison": ("--trials 2 --resamples 9 --truth 99 --pairs 30", "accuracy"),
 }
@@ -42,7 +49,7 @@ SCRIPTS = {
 NEEDS = {"bench_cross": "datasets"}
 #: What has tests of its own, or is imported by scripts.
 OTHERS = {
-    *("fuzz", "bench_inputs", "bench_process", "reproduce"),
+    *("fuzz", "house", "bench_inputs", "bench_process", "reproduce"),
     *("make_sample", "make_sample_graph", "make_dialogues"),
 }
 #: What needs data that is not shipped.
@@ -54,8 +61,13 @@ def test_every_script_is_here():
     assert scripts == {*SCRIPTS, *OTHERS, *PAPERS}
 
 
+@pytest.fixture(scope="module")
+def tiny(tiny_checkpoint):
+    return str(tiny_checkpoint(hidden=64))  # the least that every head of the scripts takes
+
+
 @pytest.fixture
-def in_this_process(monkeypatch):
+def in_this_process(monkeypatch, tiny):
     """Let threads take the place of processes, which would import everything anew."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
@@ -64,17 +76,20 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(import_module("bench_extract"), "PRODUCT", 64)
     for name, size in (("WIDE", 64), ("NARROW", 8), ("DIM", 64)):
         monkeypatch.setattr(import_module("bench_fit"), name, size)
+    monkeypatch.setattr(
+        import_module("bench_int8"), "load_encoder", lambda _, **how: load_encoder(tiny, **how)
+    )
     for name in ("bench_encoders", "bench_fit", "bench_scale"):
         monkeypatch.setattr(import_module(name), "alone", lambda function, *given: function(*given))
 
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_runs(name, tmp_path, write_rows, small_rows, monkeypatch, capsys):
+def test_a_script_runs(name, tiny, tmp_path, write_rows, small_rows, monkeypatch, capsys):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     sizes, said = SCRIPTS[name]
-    given = sizes.format(tmp=tmp_path, rows=write_rows(small_rows[:24]))
+    given = sizes.format(tmp=tmp_path, tiny=tiny, rows=write_rows(small_rows[:24]))
     monkeypatch.setattr("sys.argv", [name, *given.split()])
     assert import_module(name).main() in (None, 0)
     assert said in capsys.readouterr().out
