@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers.commands import ok, refused
+from helpers.processes import Command
 
 import llmcond.config
 from llmcond.cli import run
@@ -472,19 +473,14 @@ def test_what_ends_a_sweep_loses_no_fit(capsys, monkeypatch, two_prompts, own, t
 def test_a_killed_sweep_keeps_complete_fits_and_goes_on(capsys, own, fits):
     vary = ("--head", "small.toml", "--vary", "dim=2,4", "--seeds", "8", "--set", "epochs=20")
     arguments = ("sweep", "--run", str(own), "--prompt", J, "--workers", "1", *vary)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "llmcond", *arguments],
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    process = Command(own.parent / "printed", arguments).process
     try:
         latest = time.monotonic() + 240
         while len(list((own / "sweep").glob("*.json"))) < 2 and time.monotonic() < latest:
             time.sleep(0.01)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
     done = len(kept(own))
     assert 2 <= done < 16
     assert all(result["n"] == 12 for result in kept(own).values())

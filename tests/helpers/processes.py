@@ -25,6 +25,7 @@ class Command:
 
     Attributes:
         process: that it runs in, to wait for and to kill.
+        stdout, stderr: the files that it prints into.
     """
 
     def __init__(
@@ -35,16 +36,17 @@ class Command:
         first: Callable[[], None] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._files = folder / "stdout", folder / "stderr"
+        self.stdout, self.stderr = folder / "stdout", folder / "stderr"
+        self.stderr.touch()
         values = [str(argument) for argument in arguments]
-        given = (values, dict(environment), first, *self._files)
+        given = (values, dict(environment), first, self.stdout, self.stderr)
         self.process = FORKING.Process(target=_run, args=given)
         self.process.start()
 
     def finish(self) -> tuple[int | None, str, str]:
         """Wait for its end; return exit status, standard output and standard error."""
         self.process.join(180)
-        out, err = (file.read_text(encoding="utf-8") for file in self._files)
+        out, err = (file.read_text(encoding="utf-8") for file in (self.stdout, self.stderr))
         return self.process.exitcode, out, err
 
 
