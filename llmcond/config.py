@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from llmcond.bundled import bundled, bundled_names
 from llmcond.errors import UserError, brief, did_you_mean, nearest
 
 T = TypeVar("T")
@@ -85,18 +86,6 @@ def _legal_keys(cls: Any, location: list[str]) -> list[str]:
     return [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
 
 
-def bundled(kind: str, task: str | None = None) -> Path:
-    """Return the folder of bundled ``prompts`` or ``heads``, or of those of a task's own.
-
-    They stand at the repository's top level, and are copied into the package when a wheel is built.
-    """
-    package = Path(__file__).resolve().parent
-    installed = package / "_bundled" / kind
-    folder = installed if installed.is_dir() else package.parent / kind
-    own = task is not None and re.fullmatch(r"\w+", task) and (folder / task).is_dir()
-    return folder / str(task) if own else folder
-
-
 def find_toml(name_or_file: str, kind: str, task: str | None = None) -> Path:
     """Return the TOML file that a name (``mlp``) or a path (``my/head.toml``) stands for.
 
@@ -134,8 +123,3 @@ def check_name(name: str, what: str, joiners: str = "") -> str:
             "beginning with a letter or digit."
         )
     return name
-
-
-def bundled_names(kind: str, task: str | None = None) -> list[str]:
-    """Return the names of the bundled ``prompts`` or ``heads``, or a task's own, sorted."""
-    return sorted(path.stem for path in bundled(kind, task).glob("*.toml"))

@@ -32,7 +32,7 @@ from typing import Any, Final
 
 import psutil
 
-from llmcond.config import bundled
+from llmcond.bundled import bundled
 from llmcond.system import processes
 
 #: An input takes a second at most, but on a busy machine.

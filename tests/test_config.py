@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import pytest
 from helpers.paths import ROOT
 
-from llmcond.config import STRICT, build, bundled_names, find_toml, read_toml
+from llmcond.bundled import bundled_names
+from llmcond.config import STRICT, build, find_toml, read_toml
 from llmcond.errors import UserError
 from llmcond.heads.recipes import load_recipe
 from llmcond.prompts import load_prompt

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
-from llmcond.config import STRICT, build, bundled_names, find_toml, read_toml
+from llmcond.bundled import bundled_names
+from llmcond.config import STRICT, build, find_toml, read_toml
 from llmcond.data.datasets import RatingScale
 from llmcond.errors import UserError
 from llmcond.files import digest_text

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from llmcond.commands.base import verb
-from llmcond.commands.shared import WithHead, check_source
+from llmcond.commands.shared import WithEmbedder, check_source
 from llmcond.data.readers import FILES
 from llmcond.options import option
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Embed(WithHead):
+class Embed(WithEmbedder):
     """Write an embedding for each row of a file."""
 
     example: ClassVar[str] = (
@@ -45,7 +45,7 @@ class Embed(WithHead):
         check_source(self.source)
         from llmcond.workflows.embed import embed_file
 
-        return self.call(embed_file, run_folder=self.run)
+        return self.call(embed_file, run_folder=self.folder())
 
 
 embed = verb(Embed)

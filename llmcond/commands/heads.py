@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from llmcond.bundled import bundled_names
 from llmcond.commands.base import Command
-from llmcond.config import bundled_names
 from llmcond.errors import UserError
 from llmcond.options import option
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from llmcond.bundled import bundled_names
 from llmcond.commands.base import Command
 from llmcond.commands.shared import DATA, WithColumns, WithEncoderSettings, data_options
-from llmcond.config import bundled_names
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import UserError, printable
 from llmcond.options import option

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from llmcond.bundled import DEFAULT_RUN, PRETRAINED
 from llmcond.commands.base import Command
 from llmcond.data.readers import SOURCE
 from llmcond.encoders import EncoderOptions
@@ -24,7 +25,7 @@ DATA = f"{SOURCE} (from Python also a pandas or Arrow table, or a list of dicts)
 class InRun(Command):
     """A command that works on a run."""
 
-    run: Path = option(Path("runs/default"), metavar="DIR", help="folder of this piece of work")
+    run: Path = option(DEFAULT_RUN, metavar="DIR", help="folder of this piece of work")
 
 
 def check_source(source: Any) -> None:
@@ -106,8 +107,8 @@ class WithDevice(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithHead(InRun, WithDevice):
-    """A command that embeds texts by a run's encoder and one of its heads."""
+class HeadOptions(WithDevice):
+    """Which of a run's heads a command takes."""
 
     head: str | None = option(
         None, metavar="NAME", help="a fitted head (default: the last one; none: zero-shot)"
@@ -115,6 +116,32 @@ class WithHead(InRun, WithDevice):
     prompt: str | None = option(
         None, metavar="NAME", help="for zero-shot (default: the run's only one)"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithHead(InRun, HeadOptions):
+    """A command that works by a run's encoder and one of its heads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithEmbedder(HeadOptions):
+    """A command that embeds texts under conditions, where there is no run too."""
+
+    run: Path | None = option(
+        None,
+        metavar="DIR",
+        help=f"folder of a piece of work (default: {DEFAULT_RUN}, or where that is not there, the "
+        f"bundled model {PRETRAINED})",
+    )
+    model: str | None = option(
+        None, metavar="NAME", help=f"a bundled model instead of a run: {PRETRAINED}"
+    )
+
+    def folder(self) -> Path:
+        """Return the folder of the run or of the model; see :func:`usual_run`."""
+        from llmcond.runs.usual import usual_run
+
+        return usual_run(self.run, self.model)
 
 
 @dataclass(frozen=True, kw_only=True)

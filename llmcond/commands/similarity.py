@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from llmcond.commands.shared import WithHead
+from llmcond.commands.shared import WithEmbedder
 from llmcond.errors import UserError
 from llmcond.options import option
 
@@ -30,7 +30,7 @@ class Similarities:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Similarity(WithHead):
+class Similarity(WithEmbedder):
     """Compare two sentences under conditions."""
 
     example: ClassVar[str] = (
@@ -50,18 +50,18 @@ class Similarity(WithHead):
         from llmcond.runs.familiarity import unfamiliar
 
         n = len(self.condition)
-        texts = [self.sentence1] * n, [self.sentence2] * n, self.condition
-        if open_run(self.run, cross=True).cross:
+        texts, folder = ([self.sentence1] * n, [self.sentence2] * n, self.condition), self.folder()
+        if open_run(folder, cross=True).cross:
             if self.head or self.prompt:
                 raise UserError(
-                    f"{self.run} holds a cross-encoder, which has neither heads nor prompts. Leave "
+                    f"{folder} holds a cross-encoder, which has neither heads nor prompts. Leave "
                     "out --head and --prompt."
                 )
-            loaded = cross.load_cross_encoder(self.run, device=self.device)
+            loaded = cross.load_cross_encoder(folder, device=self.device)
             values = loaded.similarity(*texts)
             return Similarities(self.condition, values.tolist(), cross.describe(loaded))
-        embedder = load_embedder(self.run, self.head, prompt=self.prompt, device=self.device)
-        for text, nearest in unfamiliar(open_run(self.run), embedder, self.condition).items():
+        embedder = load_embedder(folder, self.head, prompt=self.prompt, device=self.device)
+        for text, nearest in unfamiliar(open_run(folder), embedder, self.condition).items():
             log.warning(
                 f"the condition {text!r} is unlike those that {embedder.name} was fitted on (the "
                 f"nearest is {nearest!r}); what it gives may mean little (--head none: zero-shot)"

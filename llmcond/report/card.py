@@ -12,7 +12,7 @@ from typing import Any
 from llmcond.encoders import find_model
 from llmcond.metrics import METRICS, Estimate, Metric, metric_of
 from llmcond.prompts import Prompt
-from llmcond.report.format import factors_text, range_text
+from llmcond.report.format import estimate_text, factors_text, range_text
 from llmcond.runs import OpenedRun, dev_score
 
 
@@ -109,6 +109,8 @@ def model_card(
             f"{then['weight']} times, and {100 * then['share']:g} % of train: dev is no score of "
             "these weights."
         )
+        if "folds" in then:
+            stage += f" {_folds(then['folds'])}"
     elif "dev" in summary.get("trained_on", ()):
         stage += " What it learned from was trained on dev: dev is no score of these weights."
     taught = made_of.get("teacher")
@@ -135,8 +137,8 @@ def model_card(
         headings=headings,
         scores=[_scores(row, metrics) for row in scores],
         note=(
-            f"{factors_text(metrics)}Intervals are over {own.groups}. {chosen} the weights, "
-            f"{step}{stage}"
+            f"{factors_text(metrics)}Intervals are over {own.groups}. " * bool(scores)
+            + f"{chosen} the weights, {step}{stage}"
         ),
         prompts=prompts,
         training={
@@ -150,6 +152,20 @@ def model_card(
             "base": base["weights"],
             "versions": account["versions"],
         },
+    )
+
+
+def _folds(found: Mapping[str, Any]) -> str:
+    """Return what folds of dev say of a last stage, as their record has it."""
+    metric = METRICS["spearman"]
+    with_dev, without = (
+        estimate_text(metric, Estimate.of_json(own["spearman"], own["spearman_ci"]))
+        for own in (found["trained"], found["without"])
+    )
+    return (
+        f"Of {found['folds']} folds of dev, each predicted by a stage that had none of it, the "
+        f"{metric.heading} is {with_dev}, and {without} before the stage (95 % intervals over "
+        "sentence pairs)."
     )
 
 

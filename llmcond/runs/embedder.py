@@ -28,6 +28,7 @@ from llmcond.runs import (
 )
 from llmcond.runs.comparing import Comparing, Vectors, checked_texts, one_text
 from llmcond.runs.extraction import LazyEncoder
+from llmcond.runs.usual import usual_run
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder
@@ -139,7 +140,7 @@ def unit_length(vectors: Vectors, head: FittedHead | None) -> Vectors:
 
 
 def load_embedder(
-    run: str | Path = "runs/default",
+    run: str | Path | None = None,
     head: str | None = None,
     *,
     prompt: str | None = None,
@@ -149,7 +150,8 @@ def load_embedder(
     """Load a run's encoder with one of its heads.
 
     Args:
-        run: the run's folder, or what was downloaded of one that was pushed.
+        run: the run's folder, what was downloaded of one that was pushed, or ``minilm-csts``, the
+            bundled model. None: see :func:`usual_run`.
         head: a fitted head's name, or its recipe's if that is fitted once. ``none``: zero-shot.
             None: the run's default (``llmcond heads --run RUN --default NAME``), else the head with
             the best score on dev, or zero-shot if there is none.
@@ -163,7 +165,7 @@ def load_embedder(
             an encoder that has changed.
         LlmcondError: the encoder cannot be loaded.
     """
-    opened = open_run(Path(run))
+    opened = open_run(usual_run(run))
     chosen = choose_head(opened, head, prompt)
     view = View((opened.prompt(prompt),)) if chosen is None else chosen.view
     view.check_texts()

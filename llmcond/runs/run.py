@@ -20,7 +20,8 @@ from typing import Any, ClassVar, cast
 
 from filelock import FileLock
 
-from llmcond.config import bundled_names, check_name
+from llmcond.bundled import bundled_names, pretrained
+from llmcond.config import check_name
 from llmcond.data.datasets import DataOptions, Dataset
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
 from llmcond.encoders.spec import Orders
@@ -102,10 +103,15 @@ class AnyRun(ABC):
     def store_for_others(self) -> FeatureStore:
         """Open the run's feature store to add the features of other texts.
 
-        Where the run cannot be written, they go into an empty store that does not last.
+        Where the run cannot be written, or is a bundled model, they go into an empty store that
+        does not last.
         """
         store = self.store()
         try:
+            if self.folder == pretrained(self.folder.name):
+                raise UserError(
+                    "a bundled model keeps none. For those, make a run: llmcond extract"
+                )
             check_writable(store.folder / "store.json")
         except UserError as error:
             log.info(f"the features of these texts are not kept: {error}")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.config import bundled_names
+from llmcond.bundled import bundled_names
 from llmcond.data.datasets import DataOptions
 from llmcond.data.queries import QueryRows
 from llmcond.data.rows import Rows

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmcond.config import bundled_names
+from llmcond.bundled import bundled_names
 from llmcond.data.datasets import DataOptions, Dataset
 from llmcond.data.rows import leaked_pairs
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve

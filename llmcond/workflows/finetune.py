@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.config import build, bundled_names
+from llmcond.bundled import bundled_names
+from llmcond.config import build
 from llmcond.data.datasets import DataOptions
 from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderOptions, ResolvedEncoder

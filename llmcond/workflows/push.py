@@ -91,11 +91,6 @@ def push_to_hub(
     with tempfile.TemporaryDirectory(prefix="llmcond-push-") as temporary:
         staged = Path(temporary)
         _stage(run, tuned, staged)
-        card = run.folder / CARD
-        path = _PATH.search(card.read_text(encoding="utf-8")) if card.is_file() else None
-        if path is not None:
-            log.info(f"{card} is pushed as it is, and names {path[0]}")
-        _check_no_paths(staged, run.folder)
         files = sorted(path.relative_to(staged).as_posix() for path in _files(staged))
         size = sum((staged / name).stat().st_size for name in files)
         log.info(f"uploading {len(files)} files ({gib(size)}) to {repo}")
@@ -197,6 +192,11 @@ def _token(repo: str, revision: str | None) -> str:
 # -- what is pushed ----------------------------------------------------------------------------
 
 
+def stage_run(run_folder: Path, staged: Path) -> None:
+    """Lay out in an empty folder what :func:`push_to_hub` uploads of a run; raises as that does."""
+    _stage(*_pushable(run_folder), staged)
+
+
 def _stage(run: OpenedRun, tuned: Tuned | None, staged: Path) -> None:
     """Lay out what is pushed in a folder; files with paths in them are written anew."""
     folder = run.folder
@@ -222,8 +222,12 @@ def _stage(run: OpenedRun, tuned: Tuned | None, staged: Path) -> None:
         account(TUNED)
     if (folder / CARD).is_file():
         _place(folder, CARD, staged)
+        path = _PATH.search((folder / CARD).read_text(encoding="utf-8"))
+        if path is not None:
+            log.info(f"{folder / CARD} is taken as it is, and names {path[0]}")
     elif not tuned:
         write_text(staged / CARD, heads_card(open_any_run(staged)))  # which has no paths any more
+    _check_no_paths(staged, folder)
 
 
 def _stage_encoder(run: OpenedRun, tuned: Tuned, staged: Path) -> dict[str, str]:

@@ -23,8 +23,8 @@ from transformers import AutoModel
 
 import llmcond
 from llmcond import plugins
+from llmcond.bundled import bundled_names
 from llmcond.cli import run
-from llmcond.config import bundled_names
 from llmcond.data.datasets import read_dataset
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.errors import UserError

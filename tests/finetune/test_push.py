@@ -591,12 +591,12 @@ def test_a_card_that_names_a_folder_is_told(hub, whole, base, capfd):
     card = whole / "README.md"
     assert str(base) not in card.read_text()
     push_to_hub(whole, REPO)
-    assert "is pushed as it is" not in capfd.readouterr().err
+    assert "is taken as it is" not in capfd.readouterr().err
     before = card.read_text()
     card.write_text(f"{before}\nSee {base} for more.\n")
     push_to_hub(whole, REPO)
     card.write_text(before)
-    assert f"is pushed as it is, and names {base}" in capfd.readouterr().err
+    assert f"is taken as it is, and names {base}" in capfd.readouterr().err
 
 
 # -- refused -----------------------------------------------------------------------------------

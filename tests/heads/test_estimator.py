@@ -189,7 +189,7 @@ def test_fitted_head_equals_that_of_fit_recipe(conditioned, name):
 
 
 def test_every_bundled_recipe_is_tried():
-    from llmcond.config import bundled_names
+    from llmcond.bundled import bundled_names
 
     # Hyper-CL's recipes by encoder are hypernet-released with other numbers.
     others = [name for name in bundled_names("heads") if not name.startswith("hypercl-")]

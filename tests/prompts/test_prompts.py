@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llmcond
+from llmcond.bundled import bundled_names
 from llmcond.cli import run
-from llmcond.config import bundled_names
 from llmcond.data.datasets import read_dataset
 from llmcond.data.rows import Rows
 from llmcond.encoders.spec import EncoderIdentity, EncoderInput, Router

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from llmcond.bundled import bundled_names
 from llmcond.cli import run
-from llmcond.config import bundled_names
 from llmcond.data.datasets import read_dataset
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder

@@ -51,6 +51,14 @@ def test_bundled_files_are_those_of_the_repository(installed, kind):
         assert shipped.read_bytes() == path.read_bytes()
 
 
+def test_the_bundled_model_is_there(installed):
+    paths = [path for path in (ROOT / "models").rglob("*") if path.is_file()]
+    assert paths
+    for path in paths:
+        shipped = installed / "llmcond" / "_bundled" / path.relative_to(ROOT)
+        assert shipped.read_bytes() == path.read_bytes()
+
+
 def test_the_sample_is_there(installed):
     code = (
         "from llmcond.data.datasets import read_dataset\n"

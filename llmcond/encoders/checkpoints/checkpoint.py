@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from llmcond.bundled import pretrained
 from llmcond.encoders.checkpoints.adapter import (
     CONFIG,
     TUNED,
@@ -129,6 +130,8 @@ def find_checkpoint(
     if known not in (None, entry):
         raise UserError(f"{name_or_path} is known by name; it cannot be taken as {like}.")
     folder = Path(name_or_path).expanduser()
+    if not folder.is_dir():
+        folder = pretrained(name_or_path) or folder
     if known is None and folder.is_dir():
         if revision is not None:
             raise UserError(

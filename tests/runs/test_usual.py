@@ -1,0 +1,97 @@
+"""The bundled model is taken where there is no run, and can be made again by its command."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+from helpers.commands import ok, refused
+from helpers.paths import ROOT
+
+import llmcond
+from llmcond.bundled import PRETRAINED, bundled, pretrained
+from llmcond.cli import run
+from llmcond.files import digest_file
+from llmcond.runs.usual import usual_run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def files():
+    return {str(path): path.stat().st_mtime_ns for path in bundled("models").rglob("*")}
+
+
+def test_its_files_are_small_and_belong_together():
+    folder = pretrained(PRETRAINED)
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 5 * 2**20
+    (head,) = (folder / "heads").iterdir()
+    record = json.loads((head / "head.json").read_text())
+    assert record["weights_sha256"] == digest_file(head / "head.safetensors")
+    # What the adapter's weights are called is made of their digest.
+    assert (
+        llmcond.load_embedder(PRETRAINED).encoder.identity.weights
+        == (json.loads((folder / "run.json").read_text())["encoder"]["identity"]["weights"])
+    )
+
+
+def test_without_a_run_it_compares_and_embeds(capsys, tmp_path):
+    before = files()
+    texts = ["Two women read a book at the beach.", "Two women cook at night."]
+    compared = ok(
+        capsys, "similarity", *texts, "--condition", "the number of people", "--condition",
+        "the activity",
+    )  # fmt: skip
+    number, activity = (row["similarity"] for row in compared["similarities"])
+    assert number > activity + 0.3
+    Path("texts.csv").write_text("sentence\n" + "\n".join(texts), encoding="utf-8")
+    out = tmp_path / "vectors.npy"
+    ok(capsys, "embed", "texts.csv", "--condition-text", "the activity", "--out", out)
+    named = llmcond.load_embedder(PRETRAINED).similarity(*texts, "the activity")
+    assert named == pytest.approx(activity, abs=1e-5)
+    assert files() == before
+
+
+def test_it_says_that_it_is_taken(capfd):
+    assert run(["similarity", "a man", "a dog", "--condition", "size"]) == 0
+    assert capfd.readouterr().err.startswith("there is no run, so this is by the bundled model")
+
+
+def test_what_is_named_is_what_is_taken(tmp_path, capsys):
+    assert usual_run(None) == usual_run(PRETRAINED) == usual_run(None, PRETRAINED)
+    (tmp_path / PRETRAINED).mkdir()
+    assert usual_run(PRETRAINED) == Path(PRETRAINED)
+    own = Path("runs/default")
+    own.mkdir(parents=True)
+    assert usual_run(None) != own  # nothing is in it
+    (own / "run.json").write_text("{}")
+    with pytest.raises(llmcond.LlmcondError):
+        usual_run(None)  # a run that is damaged is not passed over
+    asked = "similarity", "a man", "a dog", "--condition", "size"
+    assert "give one of them" in refused(capsys, *asked, "--run", "x", "--model", PRETRAINED)
+    assert "llmcond extract --model minilm" in refused(capsys, *asked, "--model", "minilm")
+    assert "there is no run at x" in refused(capsys, *asked, "--run", "x")
+
+
+def test_it_can_be_trained_and_laid_out_again(
+    write_rows, small_rows, monkeypatch, capsys, tmp_path
+):
+    data, made = write_rows(small_rows[:48]), tmp_path / "again"
+    trained = ok(
+        capsys, "train-lora", "--model", "minilm", "--dtype", "float32", "--data", data, "--head",
+        "none", "--prompt", "concat-cond-sent", "--rank", "1", "--epochs", "1", "--then", "dev",
+        "--run", made,
+    )  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["make_pretrained", str(made), "--out", str(tmp_path / "out")])
+    runpy.run_path(str(ROOT / "scripts" / "make_pretrained.py"), run_name="__main__")
+    there = tmp_path / "out" / PRETRAINED
+    assert {path.name for path in there.iterdir()} == {
+        path.name for path in pretrained(PRETRAINED).iterdir()
+    }
+    embedder = llmcond.load_embedder(there)
+    assert embedder.name == trained["head"]
+    assert str(tmp_path) not in "".join(path.read_text() for path in there.rglob("*.json"))
