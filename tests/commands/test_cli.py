@@ -458,7 +458,7 @@ def test_a_reader_that_leaves_is_no_error():
         (["extract", "--model", "minilm", "--instruction-format", "{text}"], "{instruction}"),
         (["fit-head", "--head", "mlp"], "llmcond extract --model"),
         (["evaluate"], "llmcond extract --model"),
-        (["similarity", "a", "b", "--condition", "c"], "llmcond extract --model"),
+        (["similarity", "a", "b", "--condition", "c", "--run", "x"], "llmcond extract --model"),
         (["embed", "x.csv", "--out", "x.npy"], "x.csv does not exist"),
         (["evaluate", "--data", "x.csv"], "x.csv does not exist"),
     ],

@@ -50,7 +50,7 @@ NEEDS = {"bench_cross": "datasets"}
 #: What has tests of its own, or is imported by scripts.
 OTHERS = {
     *("fuzz", "house", "bench_inputs", "bench_process", "reproduce"),
-    *("make_sample", "make_sample_graph", "make_dialogues"),
+    *("make_sample", "make_sample_graph", "make_dialogues", "make_pretrained"),
 }
 #: What needs data that is not shipped.
 PAPERS = {"reproduce_case", "reproduce_hypercl"}
