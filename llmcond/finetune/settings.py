@@ -163,7 +163,7 @@ class StageSettings:
     then_epochs: Count = option(1, help="of that stage", metavar="N", group=_STAGE)
     folds: Annotated[int, Ge(0), Le(_LARGEST)] = option(
         0,
-        help="say what the stage brings, by so many folds of dev: a stage without each",
+        help="K-fold cross-validation over the sentence pairs of dev: what the stage brings",
         metavar="K",
         group=_STAGE,
     )

@@ -27,8 +27,8 @@ def folds_text(found: Folded) -> str:
     """Return what training on dev brings, by its folds, in a line."""
     metric, gain = METRICS["spearman"], found.gain
     parts = [
-        f"; {gain.n:,} rows of {name} conditions {metric.show(gain.trained.value)}, "
-        f"{metric.show(gain.without.value)}"
+        f"; {name} conditions ({gain.n:,} rows) {metric.show(gain.trained.value)}, with no row of "
+        f"dev {metric.show(gain.without.value)}"
         for name, gain in found.by_condition.items()
     ]
     return (

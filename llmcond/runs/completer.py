@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.arrays import Dense, Matrix, MatrixLike
+from llmcond.bundled import DEFAULT_RUN
 from llmcond.errors import UserError, did_you_mean
 from llmcond.evaluation.ranking import Term, rank, top
 from llmcond.features.view import Part
@@ -190,7 +191,7 @@ class Completer:
 
 
 def load_completer(
-    run: str | Path = "runs/default",
+    run: str | Path = DEFAULT_RUN,
     head: str | None = None,
     *,
     prompt: str | None = None,

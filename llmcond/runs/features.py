@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.arrays import Array
+from llmcond.bundled import DEFAULT_RUN
 from llmcond.data.rows import Rows
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import Part, Read, View, view_of
@@ -108,7 +109,7 @@ class PairFeatures(NamedTuple):
 
 
 def load_features(
-    run: str | Path = "runs/default",
+    run: str | Path = DEFAULT_RUN,
     head: str = "linear",
     *,
     split: str = "train",

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as save_tensors
 
 from llmcond.arrays import Array
+from llmcond.bundled import DEFAULT_RUN
 from llmcond.errors import UserError, first_line
 from llmcond.files import digest_bytes, digest_text, replacing
 from llmcond.heads import FittedRoles, Score, State
@@ -269,7 +270,7 @@ def _best(scores: Array, pool: Candidates, k: int) -> list[Reply]:
 
 
 def load_dialogue(
-    run: str | Path = "runs/default",
+    run: str | Path = DEFAULT_RUN,
     head: str | None = None,
     *,
     prompt: str | None = None,

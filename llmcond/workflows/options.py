@@ -245,7 +245,7 @@ class DevOptions:
     folds: int = option(
         0,
         metavar="K",
-        help="say what dev brings, by so many folds of it: a head without each",
+        help="K-fold cross-validation over the sentence pairs of dev: what training on it brings",
         group=_WITH_DEV,
     )
 
@@ -274,8 +274,8 @@ class TeacherOptions:
     teacher: Path | None = option(
         None,
         metavar="RUN",
-        help="train on further rows too: train's sentence pairs under conditions of other rows, "
-        "rated by this run's head",
+        help="distil another run: train on further rows too, train's sentence pairs under the "
+        "conditions of other rows, labelled by its head",
         group=_TEACHER,
     )
     teacher_rows: int | None = option(
@@ -319,6 +319,6 @@ class HeadChoice:
     ensemble: int = option(
         1,
         metavar="N",
-        help="adapters, trained by seeds S, S+1, ...; their vectors stand side by side",
+        help="train N adapters with seeds S, S+1, ...; their embeddings are concatenated",
         group=_HEAD,
     )
