@@ -20,7 +20,7 @@ from llmcond.workflows.fit import fit_head
 def results(csts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], dict]:
     data, run = (tmp_path_factory.mktemp("csts") / name for name in ("data", "run"))
     data.mkdir()
-    for name, n in (("train", 400), ("dev", 350)):
+    for name, n in (("train", 800), ("dev", 350)):
         pd.read_csv(csts / f"{name}.csv").head(n).to_csv(data / f"{name}.csv", index=False)
     # As CASE subtracts, from a prompt that has both in one text.
     prompts = ["concat-sent-cond"]
@@ -37,10 +37,10 @@ def test_subtraction_helps_zero_shot(results):
 
 
 def test_an_mlp_learns_what_zero_shot_lacks(results):
-    """It gave a Spearman of 0.42, where zero-shot has 0.11."""
+    """It gave a Spearman of 0.48, where zero-shot has 0.11, and an accuracy of 0.74."""
     mlp = results["mlp", True]
-    assert mlp["spearman"] > 0.35
-    assert mlp["accuracy"] > 0.68
+    assert mlp["spearman"] > 0.4
+    assert mlp["accuracy"] > 0.7
 
 
 def test_unrated_rows_are_dropped_and_counted(results):

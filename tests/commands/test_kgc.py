@@ -290,7 +290,7 @@ def test_a_triple_is_completed_by_name_or_id(capsys, fitted):
     assert [row["rank"] for row in rows] == [1, 2, 3]
     assert rows[0]["score"] >= rows[1]["score"] >= rows[2]["score"]
     assert "p01" not in {row["id"] for row in rows}
-    by_name = (*command, "--head-entity", "two men, number 0", "--relation", "_sits_with")
+    by_name = (*command, "--head-entity", "two men, red coat", "--relation", "_sits_with")
     every = ok(capsys, *by_name, "-k", "99", "--no-filtered")["results"]
     assert {row["id"] for row in every if row["known"]} == {"p04"}
     assert len(every) == 23

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from helpers import checkpoints
 from helpers.commands import ok, refused
-from helpers.training import resumed
+from helpers.training import on_cpu, resumed
 
 import llmcond
 from llmcond import plugins
@@ -80,7 +79,7 @@ def trainer_of(tiny, data, folder, orders="both", **settings):
     rows, dev = (CrossInputs.of(splits[s], orders, trainable.tokenizer) for s in ("train", "dev"))
     model = CrossModel(trainable.engine, RegressionSettings(), 5, float(rows.rating.mean()))
     state = StateFolder(folder, {"settings": tuning.to_json()})
-    return Trainer(model, rows, dev, tuning, Accelerator(cpu=True), state)
+    return Trainer(model, rows, dev, tuning, on_cpu(), state)
 
 
 def test_stopped_after_any_step_it_ends_bit_equal(tiny, data, tmp_path):

@@ -12,11 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from helpers import checkpoints
 from helpers.commands import ok, refused
 from helpers.processes import Command
-from helpers.training import resumed, stop_after
+from helpers.training import on_cpu, resumed, stop_after
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModel
@@ -146,7 +145,7 @@ def trainer_of(tiny, data, folder, dropout=0.1, **settings):
     objective = ObjectiveSettings(info_nce=1.0)
     model = TunedModel(trainable.engine, HeadPlan(recipe, objective, 5), (32, 32))
     state = StateFolder(folder, {"settings": tuning.to_json()})
-    return Trainer(model, train, dev, tuning, Accelerator(cpu=True), state)
+    return Trainer(model, train, dev, tuning, on_cpu(), state)
 
 
 @pytest.mark.parametrize(("average", "first"), [(0.0, 1), (0.9, 2)])

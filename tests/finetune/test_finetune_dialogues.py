@@ -5,8 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
-from helpers.training import resumed
+from helpers.training import on_cpu, resumed
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.errors import UserError
@@ -105,7 +104,7 @@ def trainer_of(tiny, folder, name="weighted", changes=(), **settings):
     tuning = TuneSettings(rank=4, **{"batch_size": 12, "checkpoint_steps": 2, **settings})
     model, train, dev = parts_of(tiny, name, tuning=tuning, **dict(changes))
     state = StateFolder(folder, {"settings": tuning.to_json()})
-    return Trainer(model, train, dev, tuning, Accelerator(cpu=True), state)
+    return Trainer(model, train, dev, tuning, on_cpu(), state)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
-from helpers.training import resumed
+from helpers.training import on_cpu, resumed
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.errors import UserError
@@ -160,7 +159,7 @@ def trainer_of(tiny, folder, name="hypernet-full", changes=(), **settings):
     train, dev = inputs_of(trainable)
     model = QueryModel(trainable.engine, recipe(name, **dict(changes)), train, 5)
     state = StateFolder(folder, {"settings": tuning.to_json()})
-    return Trainer(model, train, dev, tuning, Accelerator(cpu=True), state)
+    return Trainer(model, train, dev, tuning, on_cpu(), state)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from llmcond.tasks.graph import Graph, Texts
 PEOPLE = ("two men", "three women", "children", "two dogs")
 PLACES = ("park", "beach", "kitchen", "street")
 DEEDS = ("ride", "play", "read", "sit")
+#: Words that the small encoders of tests know, so that no two texts are the same to them.
+COATS = ("red", "blue", "green", "rain")
 #: Of person i: where he is, what he does, and who he sits with.
 RELATIONS = {"_is_at": "the place", "_does": "the activity", "_sits_with": "people"}
 
@@ -16,7 +18,7 @@ RELATIONS = {"_is_at": "the place", "_does": "the activity", "_sits_with": "peop
 def write_graph(folder: Path) -> Path:
     """Write a graph of 24 entities and three relations, with every split."""
     folder.mkdir(parents=True, exist_ok=True)
-    people = {f"p{i:02}": f"{PEOPLE[i % 4]}, number {i}" for i in range(16)}
+    people = {f"p{i:02}": f"{PEOPLE[i % 4]}, {COATS[i // 4]} coat" for i in range(16)}
     entities = {**people, **{f"l{i}": text for i, text in enumerate(PLACES)}}
     entities |= {f"d{i}": text for i, text in enumerate(DEEDS)}
     triples = []

@@ -4,8 +4,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from llmcond.finetune.loop import Trainer
+
+
+def on_cpu() -> Accelerator:
+    """Return what computes in float32, whatever precision an earlier training of a process had."""
+    AcceleratorState._reset_state()
+    return Accelerator(cpu=True)
 
 
 class _Stopped(Exception):  # noqa: N818 - it stands for a kill
