@@ -146,7 +146,7 @@ class Server:
         """Return what the model says to a question.
 
         The first question of all decides whether answers are asked for by their schema: a server
-        that refuses it is asked without.
+        that refuses it, or breaks down at it, is asked without.
 
         Raises:
             UserError: it refuses the key, the model or the request.
@@ -166,7 +166,7 @@ class Server:
         try:
             try:
                 answer, structured = self._answer(template, values, seed, True), True
-            except _RefusedError as refused:
+            except (_RefusedError, _BrokenError) as refused:
                 answer, structured = self._answer(template, values, seed, False), False
                 log.info(
                     "the server takes no schema of answers, which are read from plain text: "
@@ -226,7 +226,8 @@ class Server:
         response = getattr(error, "response", None)
         wait = None if response is None else response.headers.get("retry-after")
         waits = f"It asks to wait {self._safe(wait)} s. " if wait and wait.isdigit() else ""
-        return LlmcondError(
+        broken = _BrokenError if isinstance(error, errors.InternalServerError) else LlmcondError
+        return broken(
             f"{where} fails (--retries {self._settings.retries}, --timeout "
             f"{self._settings.timeout:g}): {message.rstrip('.')}. {waits}{_KEPT}"
         )
@@ -248,6 +249,10 @@ class Server:
 
 class _RefusedError(UserError):
     """The server takes this question for a wrong one."""
+
+
+class _BrokenError(LlmcondError):
+    """The server answers 5xx, which some do to a schema that they cannot take."""
 
 
 class _Pace:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
 
+from llmcond.bundled import PRETRAINED
 from llmcond.commands.shared import WithEncoderSettings
 from llmcond.encoders import EncoderOptions
 from llmcond.encoders.known import MODELS, PADDING_SIDE, default_prompt
@@ -35,7 +36,7 @@ class Models:
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
         if self.report is None:
-            return {"models": list(self.rows)}
+            return {"models": list(self.rows), "bundled": [PRETRAINED]}
         return {**self.report, "problem": str(self.problem) if self.problem else None}
 
 
@@ -71,9 +72,14 @@ class ListModels(WithEncoderSettings):
 
             show_checkup(result.report)
         else:
+            from llmcond.log import log
             from llmcond.report.terminal import listing, show, width
 
             show(listing(models_in_brief(width())), form)
+            log.info(
+                f"bundled, trained on C-STS: {PRETRAINED} (minilm with a LoRA adapter), which is "
+                "taken where texts are embedded and there is no run"
+            )
 
     def failed(self, result: Models) -> LlmcondError | None:
         """Return what makes the command fail after its result is printed."""

@@ -237,15 +237,18 @@ def test_a_model_that_says_nothing_readable_is_stopped_at_once(many, capsys):
     assert "'<html>'" in line
 
 
-def test_a_server_without_schemas_is_asked_in_plain_text(pairs, capsys):
+@pytest.mark.parametrize(
+    "fault", [Fault(400, text="no response_format here"), Fault(500, headers=SOON)]
+)
+def test_a_server_without_schemas_is_asked_in_plain_text(pairs, capsys, fault):
     def plain(body, _):
-        return Fault(400, text="no response_format here") if "response_format" in body else None
+        return fault if "response_format" in body else None
 
     def prose(body):
         return f"Let me think {{about}} it.\n\n**Rating:** {json.loads(answer(body))['rating']}"
 
     with ChatServer(prose, plain) as server:
-        ok(capsys, *arguments(pairs, server))
+        ok(capsys, *arguments(pairs, server, "--retries", 0))
         bodies = server.bodies
     assert [row["label"] for row in written()] == ["5", "3", "1", "-1"]
     assert sum("response_format" in body for body in bodies) == 1

@@ -266,6 +266,12 @@ def test_listings(capsys, command):
     assert all(row["name"] in out for row in rows)
 
 
+def test_the_bundled_model_is_listed_apart(capsys):
+    assert ok(capsys, "models")["bundled"] == ["minilm-csts"]
+    assert run(["models"]) == 0
+    assert "minilm-csts" in capsys.readouterr().err
+
+
 def test_an_artefact_says_what_made_it(capsys, own_run):
     ok(capsys, "fit-head", "--head", "mlp", "--run", own_run, "--set", "epochs=2", "--seed", "7")
     record = json.loads((own_run / "heads/mlp@concat-sent-cond/head.json").read_text())
