@@ -287,7 +287,7 @@ def _rounds_in_4bit(bench: Bench) -> bool:
         return False
     from bitsandbytes.functional import has_avx512bf16
 
-    return bool(has_avx512bf16())
+    return bool(has_avx512bf16())  # type: ignore[no-untyped-call]
 
 
 def dequantized(module: nn.Module) -> Tensor | None:

@@ -13,7 +13,7 @@ from llmcond.encoders.spec import Orders
 from llmcond.options import option
 
 if TYPE_CHECKING:
-    from llmcond.workflows.training import Trained
+    from llmcond.workflows.account import Trained
 
 
 @dataclass(frozen=True, kw_only=True)

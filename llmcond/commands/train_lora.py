@@ -12,7 +12,7 @@ from llmcond.finetune.settings import StageSettings
 from llmcond.workflows.options import HeadChoice, TeacherOptions
 
 if TYPE_CHECKING:
-    from llmcond.workflows.training import Trained
+    from llmcond.workflows.account import Trained
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,19 +23,9 @@ from llmcond.runs import complete_run
 from llmcond.runs.cross import KIND, NAME, load_cross_encoder
 from llmcond.runs.run import origin_record
 from llmcond.tasks import Task
-from llmcond.workflows.training import (
-    Kept,
-    Parts,
-    RatedJob,
-    Trained,
-    rated_dataset,
-    rated_task,
-    resolve_trainable,
-    resolve_trained,
-    scores_of,
-    train,
-    tune_settings,
-)
+from llmcond.workflows.account import Trained
+from llmcond.workflows.trainable import rated_dataset, rated_task, resolve_trainable, tune_settings
+from llmcond.workflows.training import Kept, Parts, RatedJob, resolve_trained, scores_of, train
 
 if TYPE_CHECKING:
     from llmcond.encoders.engine.tokenizing import InputTokenizer

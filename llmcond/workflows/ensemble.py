@@ -21,15 +21,9 @@ from llmcond.heads import FittedHead, load_head
 from llmcond.heads.pairs import Fit
 from llmcond.log import log
 from llmcond.progress import duration
-from llmcond.workflows.training import (
-    STATE,
-    RatedJob,
-    Trained,
-    finished,
-    has_router,
-    train,
-    write_account,
-)
+from llmcond.workflows.account import STATE, Trained, finished
+from llmcond.workflows.trainable import has_router
+from llmcond.workflows.training import RatedJob, train, write_account
 
 #: What the account of an ensemble tells of each member.
 _TOLD = ("seed", "steps", "best_step", "dev_spearman", "dev_spearman_before", "then")

@@ -32,6 +32,7 @@ from llmcond.runs.predictors import predict
 from llmcond.runs.trials import sized
 from llmcond.tasks import RankingTask, Task, find_task
 from llmcond.tasks.dialogue import Dialogue
+from llmcond.workflows.account import Trained, made_of
 from llmcond.workflows.ensemble import check_ensemble, train_ensemble
 from llmcond.workflows.extract import check_prompts
 from llmcond.workflows.finetune_dialogues import train_dialogues
@@ -39,21 +40,21 @@ from llmcond.workflows.finetune_queries import train_queries
 from llmcond.workflows.last_stage import stage_settings, stage_splits
 from llmcond.workflows.options import HeadChoice, TeacherOptions
 from llmcond.workflows.teacher import find_teacher
-from llmcond.workflows.training import (
-    Kept,
-    Parts,
-    RatedJob,
-    Trained,
-    keep_head,
-    made_of,
+from llmcond.workflows.trainable import (
     named_head,
     rated_dataset,
     rated_task,
     resolve_trainable,
+    tune_settings,
+)
+from llmcond.workflows.training import (
+    Kept,
+    Parts,
+    RatedJob,
+    keep_head,
     resolve_trained,
     scores_of,
     train,
-    tune_settings,
 )
 
 if TYPE_CHECKING:

@@ -18,19 +18,16 @@ from llmcond.prompts import load_prompt
 from llmcond.prompts.utterances import UtteranceInputs
 from llmcond.tasks.dialogue import Dialogue
 from llmcond.tasks.dialogues import Dialogues
+from llmcond.workflows.account import Trained, made_of
 from llmcond.workflows.extract import check_prompts, read_data
 from llmcond.workflows.options import HeadChoice
-from llmcond.workflows.training import (
-    Parts,
-    RankingJob,
-    Trained,
+from llmcond.workflows.trainable import (
     check_unrouted,
     chosen_head,
-    made_of,
     resolve_trainable,
-    train,
     tune_settings,
 )
+from llmcond.workflows.training import Parts, RankingJob, train
 
 if TYPE_CHECKING:
     from llmcond.finetune.build import Trainable

@@ -41,7 +41,7 @@ from llmcond.report.card import KINDS, heads_card
 from llmcond.runs import OpenedRun, RankingRun, open_any_run
 from llmcond.runs.manifest import HERE
 from llmcond.version import __version__
-from llmcond.workflows.training import RECORD, STATE
+from llmcond.workflows.account import RECORD, STATE
 
 MANIFEST, CARD = "run.json", "README.md"
 

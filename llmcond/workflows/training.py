@@ -1,36 +1,31 @@
-"""Training an encoder, whatever stands behind it: checks, the loop, and the account of it."""
+"""Training an encoder, whatever stands behind it: the loop, and what is kept of it."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.config import build
-from llmcond.data.datasets import DataOptions, Dataset
+from llmcond.data.datasets import Dataset
 from llmcond.data.rows import Rows, join_rows
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
-from llmcond.encoders.loading.quantization import require
-from llmcond.errors import UserError
 from llmcond.evaluation.results import Result
 from llmcond.features.view import View
-from llmcond.files import check_writable, read_json, write_json, write_text
-from llmcond.finetune.settings import StageSettings, TuneSettings, renamed, usual_rate
-from llmcond.finetune.state import Progress, StateFolder, differences
-from llmcond.heads import Recipe, load_recipe, save_head
+from llmcond.files import check_writable, write_json, write_text
+from llmcond.finetune.settings import StageSettings, TuneSettings
+from llmcond.finetune.state import Progress, StateFolder
+from llmcond.heads import Recipe, save_head
 from llmcond.heads.base import Fitted
 from llmcond.log import log
-from llmcond.metrics import Estimate, finite
+from llmcond.metrics import finite
 from llmcond.progress import TrainBar, duration
-from llmcond.prompts import Prompt, load_prompt, prompt_from_json
-from llmcond.records import RECORD as RECORDED
-from llmcond.records import read_record
+from llmcond.prompts import Prompt
 from llmcond.report.card import model_card
 from llmcond.report.format import estimate_text
 from llmcond.runs import (
@@ -39,7 +34,6 @@ from llmcond.runs import (
     complete_run,
     head_name,
     head_record,
-    open_any_run,
     where_model,
 )
 from llmcond.runs.cross import CrossEncoder
@@ -47,14 +41,11 @@ from llmcond.runs.extraction import LazyEncoder, extract_prompt, extraction_reco
 from llmcond.runs.kinds import examples_of
 from llmcond.runs.predictors import Predictor, results_of
 from llmcond.runs.provenance import provenance
-from llmcond.runs.saved import fitted_on
-from llmcond.runs.trials import sized
-from llmcond.tasks import AnyTask, Data, RankingTask, Task, find_task
+from llmcond.tasks import AnyTask, Data, RankingTask, Task
 from llmcond.tasks.dialogue import Dialogue
+from llmcond.workflows.account import FORMAT, RECORD, STATE, Trained, finished
 from llmcond.workflows.evaluate import evaluate
-from llmcond.workflows.extract import read_data
 from llmcond.workflows.last_stage import Staged, run_stage, stage_splits
-from llmcond.workflows.options import HeadChoice
 from llmcond.workflows.teacher import Teacher
 
 if TYPE_CHECKING:
@@ -64,61 +55,6 @@ if TYPE_CHECKING:
     from llmcond.encoders.engine.tokenizing import InputTokenizer
     from llmcond.finetune.base import TrainedModel
     from llmcond.finetune.build import Trainable
-
-F = TypeVar("F", bound=Fitted)
-
-#: Of the folder's own account of the training.
-FORMAT = 1
-RECORD, STATE = "training.json", "training"
-
-
-@dataclass(frozen=True)
-class _MadeOf:
-    settings: Mapping[str, Any]
-    head: Mapping[str, Any]
-    objective: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Summary:
-    scores: Sequence[Mapping[str, Any]] = ()
-
-
-@dataclass(frozen=True)
-class _Account:
-    """What the account of a training holds, as far as it is read."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORDED
-
-    made_of: _MadeOf
-    summary: _Summary
-
-
-@dataclass(frozen=True)
-class Trained:
-    """An encoder that was trained, with its head: the run, the head's name, steps and scores."""
-
-    record: Mapping[str, Any]
-
-    @property
-    def run(self) -> Path:
-        """Return the folder of the run, which is the encoder's too."""
-        return Path(self.record["run"])
-
-    @property
-    def metrics(self) -> dict[str, Estimate]:
-        """Return the scores on test if there is one, else on dev; empty without rated rows."""
-        scores = self.record.get("scores", ())[-1:]
-        return {
-            name: Estimate.of_json(row[name], row[f"{name}_ci"])
-            for row in scores
-            for name in row
-            if f"{name}_ci" in row
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
-        return dict(self.record)
 
 
 @dataclass(frozen=True)
@@ -311,134 +247,6 @@ class RatedJob(Job):
         )
 
 
-# -- what is asked for -------------------------------------------------------------------------
-
-
-def tune_settings(given: Mapping[str, Any], recipe: Recipe | None = None) -> TuneSettings:
-    """Return the settings that were given, else those of a recipe, else the defaults."""
-    usual: dict[str, Any] = {}
-    if recipe is not None:
-        usual = renamed(recipe.finetune)
-        build(TuneSettings, usual, f"{recipe.path}: [finetune]")
-    values = {**usual, **renamed(given)}
-    if isinstance(values.get("rank"), int):
-        values.setdefault("learning_rate", usual_rate(values["rank"]))
-    return build(TuneSettings, values, "training")
-
-
-def named_head(
-    choice: HeadChoice, recipes: str | None, load: Callable[[Path], tuple[F, dict[str, Any]]]
-) -> tuple[Recipe, tuple[Prompt, ...], F | None, dict[str, Any]]:
-    """Return the recipe that was named, the prompts, the head to start from, and its record.
-
-    With a head to start from they are its own, unless prompts were named. The record is empty where
-    there is none.
-
-    Args:
-        choice: what the user named.
-        recipes: the task whose recipes are meant; None: those of rated pairs.
-        load: reads a head that was fitted, and its record.
-
-    Raises:
-        UserError: no head, or two.
-    """
-    prompts = tuple(load_prompt(name) for name in choice.prompt)
-    if choice.start is None:
-        if choice.head is None:
-            raise UserError("no head was named. Give --head (none: nothing behind the encoder).")
-        return load_recipe(choice.head, recipes), prompts, None, {}
-    if choice.head is not None or choice.dim is not None:
-        raise UserError(
-            "a head that was fitted has its kind and size already: with --start, leave out "
-            "--head and --dim."
-        )
-    start, record = load(choice.start)
-    where = str(choice.start / "head.json")
-    record = fitted_on(record, where)
-    prompts = prompts or tuple(prompt_from_json(own, where) for own in record["prompts"])
-    recipe = replace(
-        load_recipe("none", recipes),
-        **{key: record["recipe"][key] for key in ("name", "description", "source")},
-        kind=start.kind,
-        family=start.family,
-        settings=start.settings,
-    )
-    return recipe, prompts, start, record
-
-
-def chosen_head(
-    choice: HeadChoice,
-    task: AnyTask[Any],
-    load: Callable[[Path], tuple[F, dict[str, Any]]],
-    check: Callable[[Recipe], None],
-) -> tuple[Recipe, tuple[Prompt, ...], F | None]:
-    """Return the recipe, the prompts that were named or that ``start`` was fitted on, and that.
-
-    Args:
-        choice: what the user named.
-        task: whose recipes are meant, one without rated pairs.
-        load: reads a head of that task that was fitted, and its record.
-        check: raises a UserError for a recipe that cannot be trained with an encoder.
-
-    Raises:
-        UserError: no head, or two, one that cannot be trained, several prompts, or subtraction.
-    """
-    if choice.subtract:
-        raise UserError(
-            f"nothing is subtracted in the task {task.name}: what is ranked has no condition. "
-            "Leave out --subtract."
-        )
-    recipe, prompts, start, _ = named_head(choice, task.recipes, load)
-    if choice.set:
-        recipe = recipe.with_settings(recipe.parse_changes(dict(choice.set), "--set"), "--set")
-    if choice.dim is not None:
-        recipe = sized(recipe, choice.dim, choice.dim)
-    check(recipe)
-    if len(prompts) > 1:
-        raise UserError(
-            f"in the task {task.name} an encoder is trained with one prompt, and {len(prompts)} "
-            "were named. Give one --prompt."
-        )
-    return recipe, prompts, start
-
-
-def has_router(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> bool:
-    """Return whether a router weighs tokens, inside the encoder or by a prompt."""
-    parts = [part for prompt in prompts for part in (prompt.conditional, prompt.unconditional)]
-    return resolved.identity.router == "csr" or any(part.router for part in parts)
-
-
-def check_unrouted(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None:
-    """Raise a UserError for routers, which weigh the tokens of rated rows only."""
-    if has_router(prompts, resolved):
-        raise UserError(
-            "routers are trained on rated pairs only. Leave out --router, and name a --prompt "
-            "without one, such as separate."
-        )
-
-
-def made_of(
-    resolved: ResolvedEncoder,
-    dataset: Data,
-    prompts: Sequence[Prompt],
-    recipe: Recipe,
-    choice: HeadChoice,
-    settings: TuneSettings,
-    merge: bool,
-) -> dict[str, Any]:
-    """Return all that decides the weights of an encoder and its head, for the record."""
-    return {
-        "encoder": resolved.identity.to_json(),
-        "data": dataset.digest,
-        "prompts": {prompt.name: prompt.digest for prompt in prompts},
-        "head": {"kind": recipe.kind, **asdict(recipe.settings)},
-        "start": choice.start and read_json(choice.start / "head.json")["weights_sha256"],
-        "seed": choice.seed,
-        "settings": settings.to_json(),
-        "merge": merge,
-    }
-
-
 def extract_trained(run: OpenedRun, resolved: ResolvedEncoder, prompts: Sequence[Prompt]) -> None:
     """Extract a run's features by the encoder that was trained into it."""
     log.info(f"encoder -> {run.folder}; its features:")
@@ -470,64 +278,6 @@ def keep_head(
     return Kept(name, {"prompt": view.name}, card=card)
 
 
-def rated_task(name: str | None) -> Task:
-    """Return a task by its name; a UserError unless it has rated pairs."""
-    task = find_task(name)
-    if not isinstance(task, Task):
-        raise UserError(
-            f"the task {task.name} ranks candidates, and this trains on rated pairs of sentences. "
-            "Leave out --task, or train an encoder of each text: llmcond train-lora."
-        )
-    return task
-
-
-def rated_dataset(task: Task, data: DataOptions) -> Dataset:
-    """Read a data set whose rows of train are rated.
-
-    Raises:
-        UserError: they are not, or all alike.
-    """
-    dataset = read_data(task, data)
-    train = dataset.splits["train"]
-    if int(train.rated.sum()) < 2:
-        raise UserError(
-            f"{train.file} has {int(train.rated.sum())} rated rows among its {len(train):,}; "
-            "training needs pairs of sentences with ratings. Name another --data, or its label "
-            "column: --columns label=COLUMN"
-        )
-    if len(set(train.rating[train.rated].tolist())) < 2:
-        raise UserError(
-            f"all rated rows of {train.file} have the same rating, so there is nothing to learn."
-        )
-    return dataset
-
-
-def resolve_trainable(
-    model: str, options: EncoderOptions, settings: TuneSettings, merge: bool
-) -> ResolvedEncoder:
-    """Find an encoder that can be trained by some settings.
-
-    Raises:
-        UserError: it cannot, or the packages that train are not installed.
-    """
-    if options.long_texts == "windows":
-        raise UserError(
-            "windows are for frozen encoders: training reads each text once. Leave out "
-            "--long-texts windows, or shorten the texts."
-        )
-    resolved = resolve(model, options)
-    for assumption in resolved.assumed:
-        log.info(f"assumed: {assumption}")
-    require("training an encoder", "accelerate", "peft", extra="lora")
-    from llmcond.finetune.build import check_trainable
-
-    check_trainable(resolved, settings, merge)
-    return resolved
-
-
-# -- the training ------------------------------------------------------------------------------
-
-
 def train(job: Job) -> Trained:
     """Train, or go on where the same job was stopped; nothing is done where it has ended."""
     done = finished(job.folder, job.made_of)
@@ -536,49 +286,6 @@ def train(job: Job) -> Trained:
         return Trained(done)
     check_writable(job.folder / STATE / "state.safetensors")
     return Trained(_train(job))
-
-
-def finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the summary of a training that has ended in a folder; None where there is none."""
-    if not folder.exists():
-        return None
-    if not folder.is_dir():
-        raise UserError(f"{folder} is a file; name a folder with --run.")
-    if (folder / RECORD).is_file():
-        record = read_record(folder / RECORD, _Account, "Train into a new --run.")
-        shutil.rmtree(folder / STATE, ignore_errors=True)  # left by a kill at the very end
-        kinds = ["orders" in own for own in (record["made_of"], made_of)]
-        if kinds[0] != kinds[1]:
-            here = "a cross-encoder" if kinds[0] else "an encoder with its head"
-            raise UserError(f"{folder} holds {here}, which is another thing. Name another --run.")
-        found = differences(_upgraded(record["made_of"]), made_of)
-        if found:
-            raise UserError(
-                f"{folder} holds an encoder that was trained with other settings: "
-                f"{'; '.join(found)}. Name another --run."
-            )
-        summary: dict[str, Any] = record["summary"]
-        return {**summary, "run": str(folder)}
-    if (folder / "run.json").is_file() and not (folder / STATE).is_dir():
-        name = open_any_run(folder, cross=True).encoder_name
-        raise UserError(
-            f"{folder} holds features of {name}, frozen. A trained encoder is another one: name "
-            "another --run."
-        )
-    other = [path.name for path in folder.iterdir() if path.name not in {STATE, ".lock"}]
-    if other and not (folder / STATE).is_dir():
-        raise UserError(f"{folder} holds other files ({other[0]}). Name another --run.")
-    return None
-
-
-def _upgraded(made_of: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an older version recorded by the names that settings have now."""
-    upgraded = {**made_of, "settings": renamed(made_of.get("settings", {}))}
-    added = {"objective": "", "objective_weight": 1.0}
-    for part in ("head", "objective"):
-        if "mse" in made_of.get(part, {}):
-            upgraded[part] = {**added, **made_of[part]}
-    return upgraded
 
 
 def _train(job: Job) -> dict[str, Any]:

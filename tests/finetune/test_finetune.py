@@ -39,7 +39,7 @@ from llmcond.finetune.state import BEST, STATE, StateFolder, differences
 from llmcond.heads import load_recipe
 from llmcond.heads.objectives import ObjectiveSettings, contrast_groups
 from llmcond.prompts import load_prompt
-from llmcond.workflows.training import tune_settings
+from llmcond.workflows.trainable import tune_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
