@@ -107,17 +107,18 @@ class AnyRun(ABC):
         does not last.
         """
         store = self.store()
-        try:
-            if self.folder == pretrained(self.folder.name):
-                raise UserError(
-                    "a bundled model keeps none. For those, make a run: llmcond extract"
-                )
-            check_writable(store.folder / "store.json")
-        except UserError as error:
-            log.info(f"the features of these texts are not kept: {error}")
-            folder = Path(tempfile.mkdtemp(prefix="llmcond-"))
-            store = FeatureStore(folder, self.identity, store.dtype)
-            weakref.finalize(store, shutil.rmtree, folder, ignore_errors=True)
+        if self.folder == pretrained(self.folder.name):
+            why = "a bundled model keeps none. For those, make a run: llmcond extract"
+        else:
+            try:
+                check_writable(store.folder / "store.json")
+                return store
+            except UserError as error:
+                why = str(error)
+        log.info(f"the features of these texts are not kept: {why}")
+        folder = Path(tempfile.mkdtemp(prefix="llmcond-"))
+        store = FeatureStore(folder, self.identity, store.dtype)
+        weakref.finalize(store, shutil.rmtree, folder, ignore_errors=True)
         return store
 
     def resolve_encoder(
