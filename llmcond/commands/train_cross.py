@@ -10,6 +10,7 @@ from llmcond.commands.base import verb
 from llmcond.commands.shared import data_options
 from llmcond.commands.training import Training
 from llmcond.encoders.spec import Orders
+from llmcond.finetune.settings import StageSettings
 from llmcond.options import option
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainCross(Training):
+class TrainCross(StageSettings, Training):
     """Train a cross-encoder: it reads both sentences and the condition at once, and rates them.
 
     It compares two texts, and has no embeddings. Stopped, the same command goes on.
@@ -49,6 +50,7 @@ class TrainCross(Training):
             data=data,
             settings=self.tune_settings(),
             changes=self.set,
+            last_stage=self.part(StageSettings),
         )
 
 

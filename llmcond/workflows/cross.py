@@ -14,6 +14,7 @@ from llmcond.encoders import EncoderOptions
 from llmcond.encoders.spec import Orders
 from llmcond.errors import UserError
 from llmcond.finetune.cross import CrossInputs, CrossModel
+from llmcond.finetune.settings import StageSettings
 from llmcond.heads import FittedHead, save_head
 from llmcond.heads.recipes import parse_settings
 from llmcond.heads.regression import RegressionSettings
@@ -24,6 +25,7 @@ from llmcond.runs.cross import KIND, NAME, load_cross_encoder
 from llmcond.runs.run import origin_record
 from llmcond.tasks import Task
 from llmcond.workflows.account import Trained
+from llmcond.workflows.last_stage import check_folds, stage_settings, stage_splits
 from llmcond.workflows.trainable import rated_dataset, rated_task, resolve_trainable, tune_settings
 from llmcond.workflows.training import Kept, Parts, RatedJob, resolve_trained, scores_of, train
 
@@ -32,17 +34,19 @@ if TYPE_CHECKING:
     from llmcond.finetune.build import Trainable
 
 
-def train_cross(
+def train_cross(  # noqa: PLR0913 - each is a choice of the user, by keyword
     model: str,
     options: EncoderOptions,
     run_folder: Path,
     data: DataOptions,
     settings: Mapping[str, Any],
+    *,
     changes: Mapping[str, str] | None = None,
     orders: Orders = "both",
     seed: int = 0,
     merge: bool = False,
     task: str | None = None,
+    last_stage: StageSettings = StageSettings(),
 ) -> Trained:
     """Train an encoder, by adapters or whole, to rate [sentence1; sentence2; condition].
 
@@ -56,15 +60,19 @@ def train_cross(
         LlmcondError: the encoder cannot be loaded or trained.
     """
     check_seed(seed)
+    stage = stage_settings(last_stage)
     tuning = tune_settings(settings)
     given = parse_settings(RegressionSettings, dict(changes or {}), "--set", "a cross-encoder")
     head = build(RegressionSettings, given, "--set")
     chosen = rated_task(task)
     _check_sides(chosen, orders)
     dataset = rated_dataset(chosen, data)
+    if stage is not None:
+        stage_splits(dataset, stage)  # told before training rather than after it
     # A linear layer reads the length of a vector too, unless the user asks for unit length.
     options = replace(options, normalize=bool(options.normalize))
     resolved = resolve_trainable(model, options, tuning, merge)
+    check_folds(stage, model, resolved, dataset)
     if resolved.identity.router == "csr":
         raise UserError(
             "a cross-encoder reads the condition in its sequence, so that a router would have "
@@ -89,7 +97,9 @@ def train_cross(
                 "seed": seed,
                 "settings": tuning.to_json(),
                 "merge": merge,
+                **({} if stage is None else {"then": asdict(stage)}),
             },
+            stage=stage,
             head_settings=head,
             orders=orders,
         )
@@ -134,7 +144,9 @@ class _CrossJob(RatedJob):
 
     def keep(self, head: FittedHead) -> Kept:
         resolved = resolve_trained(self)
-        run = complete_run(self.folder, resolved, self.dataset, self.task, self.orders)
+        run = complete_run(
+            self.folder, resolved, self.dataset, self.task, self.orders, self.trained_on
+        )
         save_head(head, run.head_folder(NAME), origin_record(run))
         log.info(f"encoder -> {self.folder}; its scores:")
         cross = load_cross_encoder(self.folder, device=resolved.device)

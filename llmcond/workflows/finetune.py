@@ -37,7 +37,7 @@ from llmcond.workflows.ensemble import check_ensemble, train_ensemble
 from llmcond.workflows.extract import check_prompts
 from llmcond.workflows.finetune_dialogues import train_dialogues
 from llmcond.workflows.finetune_queries import train_queries
-from llmcond.workflows.last_stage import stage_settings, stage_splits
+from llmcond.workflows.last_stage import check_folds, stage_settings, stage_splits
 from llmcond.workflows.options import HeadChoice, TeacherOptions
 from llmcond.workflows.teacher import find_teacher
 from llmcond.workflows.trainable import (
@@ -110,12 +110,8 @@ def train_lora(
         stage_splits(dataset, stage)  # told before training rather than after it
     teacher = find_teacher(taught.teacher, taught.teacher_rows, dataset)
     resolved = resolve_trainable(model, options, tuning, merge)
-    known = resolved.checkpoint.dev_of == dataset.digest
-    if stage and stage.folds and (known or (teacher and teacher.knows_dev(dataset))):
-        raise UserError(
-            f"{model if known else f'the teacher {taught.teacher}'} was trained on dev, so that "
-            "folds of dev say nothing. Leave out --folds."
-        )
+    knowing = [f"the teacher {taught.teacher}"] if teacher and teacher.knows_dev(dataset) else []
+    check_folds(stage, model, resolved, dataset, *knowing)
     plan, view = _with_prompts(plan, resolved)
     own = {
         **made_of(resolved, dataset, plan.prompts, plan.recipe, choice, tuning, merge),

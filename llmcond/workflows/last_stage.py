@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from llmcond.config import build
 from llmcond.data.datasets import Dataset
 from llmcond.data.rows import Rows
+from llmcond.encoders import ResolvedEncoder
 from llmcond.errors import UserError
 from llmcond.finetune.settings import StageSettings
 from llmcond.log import log
@@ -73,6 +74,25 @@ def stage_splits(dataset: Dataset, stage: StageSettings) -> tuple[Rows, Rows]:
             f"{stage.folds} folds. Lower --folds."
         )
     return train.take(train.rated), dev
+
+
+def check_folds(
+    stage: StageSettings | None,
+    model: str,
+    resolved: ResolvedEncoder,
+    dataset: Dataset,
+    *knowing: str,
+) -> None:
+    """Raise a UserError for folds of dev where it says nothing, as the encoder has seen it.
+
+    ``model`` is the encoder's name, and ``knowing`` are others that have seen dev.
+    """
+    known = [model] if resolved.checkpoint.dev_of == dataset.digest else []
+    if stage is not None and stage.folds and (known or knowing):
+        raise UserError(
+            f"{[*known, *knowing][0]} was trained on dev, so that folds of dev say nothing. Leave "
+            "out --folds."
+        )
 
 
 def run_stage(last: LastStage[Any]) -> Staged:

@@ -410,3 +410,12 @@ def test_a_damaged_folder_is_told(cross, tiny, tmp_path):
     checkpoints.change_json(folder / "run.json", cross_encoder={"orders": "any"})
     with pytest.raises(LlmcondError, match=r"cross_encoder.orders = 'any'.* it was damaged"):
         llmcond.load_cross_encoder(folder)
+
+
+def test_it_has_a_last_stage_on_dev_too(train, tmp_path, capsys):
+    summary = train("staged", "--epochs", 1, "--then", "dev", "--folds", 2)
+    assert summary["trained_on"] == ["train", "dev"]
+    assert summary["then"]["folds"]["folds"] == 2
+    assert [scores["split"] for scores in summary["scores"]] == ["test"]
+    line = refused(capsys, "evaluate", "--run", "staged", "--split", "dev")
+    assert "was trained on dev" in line
