@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from llmcond.commands.complete import complete
     from llmcond.commands.embed import embed
     from llmcond.commands.evaluate import evaluate
+    from llmcond.commands.export import export
     from llmcond.commands.extract import extract
     from llmcond.commands.fit_head import fit_head
     from llmcond.commands.push import push
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from llmcond.encoders.spec import EncoderInput
     from llmcond.errors import LlmcondError, UserError
     from llmcond.heads.estimator import Head
+    from llmcond.integrations.sentence_transformers import load_sentence_transformer
     from llmcond.plugins import register
     from llmcond.runs.completer import Completer, Completion, load_completer
     from llmcond.runs.cross import CrossEncoder, load_cross_encoder
@@ -58,6 +60,7 @@ __all__ = [
     "complete",
     "embed",
     "evaluate",
+    "export",
     "extract",
     "fit_head",
     "load_completer",
@@ -66,6 +69,7 @@ __all__ = [
     "load_embedder",
     "load_encoder",
     "load_features",
+    "load_sentence_transformer",
     "push",
     "register",
     "reply",
@@ -95,6 +99,7 @@ _HOMES = {
     "load_embedder": "llmcond.runs.embedder",
     "load_encoder": "llmcond.encoders.encoder",
     "load_features": "llmcond.runs.features",
+    "load_sentence_transformer": "llmcond.integrations.sentence_transformers",
     "register": "llmcond.plugins",
 }
 

@@ -33,6 +33,7 @@ COMMANDS = {
     "reply": "reply:Reply",
     "similarity": "similarity:Similarity",
     "embed": "embed:Embed",
+    "export": "export:Export",
     "annotate": "annotate:Annotate",
     "models": "models:ListModels",
     "prompts": "prompts:Prompts",

@@ -57,6 +57,37 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def making(folder: Path) -> Iterator[Path]:
+    """Yield a temporary sibling of ``folder`` that becomes it when the block succeeds.
+
+    There is nothing at ``folder``, or a folder without anything in it. On any error it is as it
+    was.
+
+    Raises:
+        DiskFullError: the disk has no room.
+        UserError: the folder cannot be made.
+    """
+    temporary: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Not tempfile, whose folders are their owner's alone, whatever the umask.
+        made = temporary_sibling(folder)
+        made.mkdir()
+        temporary = made
+        remove_stale(temporary, folder)
+        yield temporary
+        # Atomic, also over an empty folder that the user made beforehand.
+        temporary.rename(folder)
+    except OSError as error:
+        if is_disk_full(error):
+            raise DiskFullError(f"the disk is full: {folder} could not be made.") from error
+        raise UserError(f"cannot make {folder}: {error.strerror or error}.") from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
 def temporary_sibling(path: Path) -> Path:
     """Return a new name beside ``path`` for what is to take its place."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}")

@@ -7,13 +7,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from torch import Tensor
-
 from llmcond.encoders.checkpoints.adapter import CONFIG, ROUTER, WEIGHTS, Tuned, write_tuned
-from llmcond.encoders.checkpoints.checkpoint import settings_files, weight_files
+from llmcond.encoders.checkpoints.checkpoint import settings_files
+from llmcond.encoders.checkpoints.weights import all_weights
 from llmcond.encoders.known import find_model
-from llmcond.encoders.loading.architecture import build_on_meta, load_config
 from llmcond.encoders.options import MODEL_SETTINGS
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.files import read_json, replacing, write_json
@@ -49,7 +46,9 @@ def save_encoder(
         for path in settings_files(origin):
             with replacing(folder / path.relative_to(origin)) as target:
                 shutil.copyfile(path, target)
-        write_tensors(folder / "model.safetensors", _weights(trainable), _OURS)
+        write_tensors(
+            folder / "model.safetensors", all_weights(trainable.network, resolved.checkpoint), _OURS
+        )
     else:
         _save_adapter(trainable, model, folder)
     router = getattr(trainable.network, "csr_router", None)
@@ -94,18 +93,3 @@ def _save_adapter(trainable: Trainable, model: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         config.save_pretrained(temporary)
         write_json(folder / CONFIG, read_json(Path(temporary) / CONFIG))
-
-
-def _weights(trainable: Trainable) -> dict[str, Tensor]:
-    """Return all weights by the names of the architecture.
-
-    What was multiplied out when it was loaded is as the base has it: nothing there is trained.
-    """
-    checkpoint, state = trainable.resolved.checkpoint, dict(trainable.network.state_dict())
-    names = build_on_meta(load_config(checkpoint)).state_dict().keys()
-    found = {name: state[name] for name in names if name in state}
-    for path in weight_files(checkpoint.folder):
-        with safe_open(path, framework="pt", backend="pread") as file:
-            for name in (names - found.keys()) & set(file.keys()):
-                found[name] = file.get_tensor(name)
-    return found

@@ -10,7 +10,7 @@ import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 
-from llmcond.heads.module import ACTIVATIONS, HeadModule
+from llmcond.heads.module import ACTIVATIONS, DenseLayer, HeadModule
 from llmcond.heads.settings import Activation, SizedSettings, SizeOrNone
 
 
@@ -60,6 +60,15 @@ class Mlp(HeadModule):
             for begin, sign in ((0, 1.0), (n, -1.0)):
                 first[begin : begin + n] = sign * torch.eye(n)
                 second[:, begin : begin + n] = sign * torch.eye(settings.dim, n)
+
+    def dense_layers(self, condition: Tensor | None) -> list[DenseLayer]:
+        """See :class:`HeadModule`."""
+        settings = self.settings
+        names = [f"weight{number}" for number in range(1, settings.depth + 1)]
+        last = settings.activation if settings.last == "same" else "none"
+        behind = [settings.activation] * (settings.depth - 1) + [last]
+        layers = zip(names, behind, strict=True)
+        return [DenseLayer(self.get_parameter(name), None, f) for name, f in layers]
 
     def forward(self, x: Tensor, condition: Any = None, which: Any = None) -> Tensor:
         """Return embeddings, (m, dim)."""

@@ -6,8 +6,10 @@ A head of a user's own is a subclass of :class:`HeadModule` in a file of his, na
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -51,6 +53,20 @@ class Batch(NamedTuple):
         pinned = [None if part is None else part.pin_memory() for part in self]
         moved = [None if part is None else part.to(device, non_blocking=True) for part in pinned]
         return Batch(*moved)  # type: ignore[arg-type]
+
+
+class DenseLayer(NamedTuple):
+    """A linear layer with what stands behind it: f(x W^T + b).
+
+    Attributes:
+        weight: (out, in).
+        bias: (out,); None: there is none.
+        activation: f, one of ``ACTIVATIONS``.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    activation: str = "none"
 
 
 class HeadModule(nn.Module):
@@ -125,6 +141,29 @@ class HeadModule(nn.Module):
         That is W_c, (u, dim, k), or the factors whose product it is, (u, a, b) each, in float32.
         """
         raise NotImplementedError
+
+    def dense_layers(self, condition: Tensor | None) -> list[DenseLayer] | None:
+        """Return the layers that a fitted head is under one condition, (1, dim_condition).
+
+        None where it is no such layers. Heads of one linear layer, with the activation of their
+        settings behind it or none, are found out; a subclass of several layers names them.
+        """
+        twin, activation = self, getattr(self.settings, "activation", "none")
+        if activation != "none":
+            twin = copy.copy(self)
+            twin.settings = replace(self.settings, activation="none")
+        given = None if condition is None else torch.zeros(self.dim_in + 2, dtype=torch.int64)
+        # Nothing, each dimension by itself, and a vector to try the layer on.
+        tried = torch.linspace(-1, 1, self.dim_in)
+        x = torch.cat([torch.zeros(1, self.dim_in), torch.eye(self.dim_in), tried[None]])
+        with torch.inference_mode():
+            found = twin(x, condition, given)
+            bias, weight = found[0], (found[1:-1] - found[0]).T.contiguous()
+            layer = DenseLayer(weight, bias if bias.any() else None, activation)
+            wanted = self(x, condition, given)[-1]
+            made = ACTIVATIONS[activation](tried @ weight.T + bias)
+        close = torch.allclose(made, wanted, rtol=1e-3, atol=1e-5 * float(wanted.abs().max()))
+        return [layer] if close else None
 
     def add_weight(self, name: str, shape: tuple[int, ...], fan_in: int) -> None:
         """Register a parameter, drawn from U(-1/sqrt(fan_in), 1/sqrt(fan_in)), biases alike."""

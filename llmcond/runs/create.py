@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
 
 from llmcond.encoders import ResolvedEncoder, find_model
 from llmcond.encoders.spec import Orders
-from llmcond.errors import DiskFullError, UserError, is_disk_full
+from llmcond.errors import UserError
 from llmcond.features.store import StoreDtype
-from llmcond.files import remove_stale, temporary_sibling, write_json
+from llmcond.files import making, write_json
 from llmcond.runs.manifest import FORMAT, HERE
 from llmcond.runs.open import run_of
 from llmcond.runs.provenance import provenance
@@ -39,27 +38,14 @@ def create_run(
         UserError: the folder cannot be written, or the disk is full.
     """
     manifest = _manifest(where_model(model, resolved), resolved, data, store_dtype, task)
-    temporary: Path | None = None
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        # Not tempfile, whose folders are their owner's alone, whatever the umask.
-        made = temporary_sibling(folder)
-        made.mkdir()
-        temporary = made
-        remove_stale(temporary, folder)
-        data.save(temporary)
-        write_json(temporary / "run.json", manifest)
-        # Atomic, also over an empty folder that the user made beforehand.
-        temporary.rename(folder)
-    except OSError as error:
-        if is_disk_full(error):
-            raise DiskFullError(f"the disk is full: {folder} could not be made.") from error
-        if (folder / "run.json").is_file():
+        with making(folder) as temporary:
+            data.save(temporary)
+            write_json(temporary / "run.json", manifest)
+    except UserError as error:
+        if isinstance(error.__cause__, OSError) and (folder / "run.json").is_file():
             raise RunExistsError(f"{folder} was made by another process just now.") from error
-        raise UserError(f"cannot make {folder}: {error.strerror or error}.") from error
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return run_of(folder, manifest)
 
 

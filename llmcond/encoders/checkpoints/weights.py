@@ -21,7 +21,7 @@ from llmcond.encoders.checkpoints.checkpoint import (
     weight_files,
 )
 from llmcond.encoders.engine.csr import HeavyRouter
-from llmcond.encoders.loading.architecture import build_on_meta, network_class
+from llmcond.encoders.loading.architecture import build_on_meta, load_config, network_class
 from llmcond.encoders.loading.device import TORCH_DTYPES
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.errors import LlmcondError, UserError, first_line
@@ -86,6 +86,21 @@ def read_network(resolved: ResolvedEncoder, config: Any, arguments: dict[str, An
             "wrong."
         )
     return network
+
+
+def all_weights(network: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Return all weights of a loaded network, by the names of its architecture.
+
+    What was left out or multiplied out when it was loaded is as the checkpoint has it.
+    """
+    state = dict(network.state_dict())
+    names = build_on_meta(load_config(checkpoint)).state_dict().keys()
+    found = {name: state[name] for name in names if name in state}
+    for path in weight_files(checkpoint.folder):
+        with safe_open(path, framework="pt", backend="pread") as file:
+            for name in (names - found.keys()) & set(file.keys()):
+                found[name] = file.get_tensor(name)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Fitted embedders as models of other libraries."""

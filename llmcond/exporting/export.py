@@ -1,0 +1,304 @@
+"""Writing an embedder as a model of sentence-transformers, and trying it out before it is there."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import shlex
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from llmcond.encoders.checkpoints.checkpoint import read_settings
+from llmcond.encoders.loading.architecture import quiet
+from llmcond.encoders.spec import Dtype
+from llmcond.errors import LlmcondError, UserError, brief
+from llmcond.exporting.card import write_card
+from llmcond.exporting.modules import (
+    NotPlainError,
+    Plain,
+    check_plain,
+    plain,
+    reads_both_ways,
+    write_modules,
+)
+from llmcond.exporting.run import copy_run
+from llmcond.exporting.tokenizers import TEXTS
+from llmcond.files import making, write_json
+from llmcond.runs.comparing import Vectors
+from llmcond.runs.embedder import Embedder, describe, load_embedder
+
+#: Who chooses the condition: nobody any more, the caller among some, or the caller any.
+Chooses = Literal["fixed", "prompt_name", "task", "any"]
+#: What an export may differ from llmcond by, in vectors of length 1.
+_TOLERANCE: Mapping[Dtype, float] = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 3e-3}
+#: Of an export that llmcond itself computes.
+_MODULE = "llmcond.integrations.sentence_transformers.ConditionalEmbedder"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        conditions: that it has; empty: any.
+        chosen_by: ``fixed``, the one condition; an argument of ``encode`` that names one of
+            several, ``task`` or ``prompt_name``; or ``any``: ``condition``, where llmcond is.
+        modules: of sentence-transformers, in their order.
+        dtype: that its weights are in.
+        difference: the largest of a component of a vector of length 1 to what llmcond computes
+            in that type; None: sentence-transformers is not installed, so it was not tried out.
+        notes: what whoever uses it must know, in sentences.
+        about: the embedder that it was made of.
+    """
+
+    out: Path
+    conditions: Sequence[str]
+    chosen_by: Chooses
+    modules: Sequence[str]
+    dtype: Dtype
+    dim: int
+    difference: float | None
+    notes: Sequence[str]
+    about: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        return {**asdict(self), "out": str(self.out)}
+
+
+def export_model(
+    run_folder: Path,
+    out: Path,
+    condition: Sequence[str] = (),
+    *,
+    head: str | None = None,
+    prompt: str | None = None,
+    device: str = "auto",
+) -> Exported:
+    """Write an embedder as a folder that sentence-transformers loads.
+
+    Arguments as in :class:`llmcond.commands.export.Export`.
+
+    Raises:
+        UserError: ``out`` is there, or the embedder has no form in the modules of
+            sentence-transformers under these conditions.
+        LlmcondError: what was written gives other vectors; nothing is left of it.
+    """
+    _check(out, condition)
+    conditions = list(dict.fromkeys(condition))
+    embedder = load_embedder(run_folder, head, prompt=prompt, device=device)
+    try:
+        with warnings.catch_warnings():
+            # One of the texts that it is tried out on is cut on purpose.
+            warnings.filterwarnings("ignore", r"\d+ of \d+ inputs are longer", UserWarning)
+            if not conditions:
+                return _write_any(run_folder, out, embedder)
+            check_plain(embedder)
+            return _write_plain(run_folder, out, embedder, conditions)
+    except NotPlainError as error:
+        each = "Export each condition by itself, or leave" if len(conditions) > 1 else "Leave"
+        raise UserError(
+            f"{embedder.encoder.name} with the head {embedder.name} cannot be made of modules of "
+            f"sentence-transformers alone: {error}. {each} out --condition: that export takes any "
+            "condition, where llmcond is installed."
+        ) from error
+
+
+def _check(out: Path, conditions: Sequence[str]) -> None:
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out} is there already. Name another --out, or take it away.")
+    for text in conditions:
+        if not text.strip():
+            raise UserError("--condition is empty; give a text.")
+
+
+# -- one condition, or several -----------------------------------------------------------------
+
+
+def _write_plain(run: Path, out: Path, embedder: Embedder, conditions: Sequence[str]) -> Exported:
+    ran = embedder.encoder.identity.dtype
+    usual = embedder.encode(TEXTS, conditions[0]) if ran != _stored(embedder) else None
+    embedder = _as_stored(embedder)
+    dtype, about = embedder.encoder.identity.dtype, {**describe(embedder), "dtype": ran}
+    made, tokenizer = plain(embedder, conditions)
+    chosen_by = _chosen_by(made)
+    wanted = {one: embedder.encode(TEXTS, one) for one in conditions}
+    dim, resolved = embedder.dim, embedder.encoder.resolved
+    notes = _notes(embedder, made, chosen_by)
+    if usual is not None:
+        far = float(np.abs(usual - wanted[conditions[0]]).max())
+        notes.append(
+            f"The weights are {dtype}, as the checkpoint's are; llmcond computed the run in {ran}, "
+            f"which moves a component of a vector by up to {far:.0e}."
+        )
+    view = embedder.view
+    del embedder  # its weights are read once more
+    gc.collect()
+    with making(out) as folder:
+        modules = write_modules(folder, resolved, tokenizer, made, route=chosen_by == "task")
+        leads = made.leads if any(made.leads.values()) else {}
+        names = {"default": leads[conditions[0]]} if chosen_by == "fixed" and leads else dict(leads)
+        _write_settings(folder, names, "default" if chosen_by == "fixed" and leads else None)
+        found = Exported(out, conditions, chosen_by, modules, dtype, dim, None, notes, about)
+        write_card(folder, found, resolved.checkpoint, view, _command(run, found))
+        if _installed():
+            got = _loaded(folder, chosen_by, conditions)
+            found = replace(found, difference=_compare(got, wanted, dtype))
+    return found
+
+
+def _stored(embedder: Embedder) -> Dtype:
+    """Return the type that a checkpoint's weights are stored in."""
+    config = read_settings(embedder.encoder.resolved.checkpoint.folder / "config.json", {})
+    stored = config.get("dtype", config.get("torch_dtype"))
+    return stored if stored in _TOLERANCE else "float32"
+
+
+def _as_stored(embedder: Embedder) -> Embedder:
+    """Return an embedder that computes in the type that its checkpoint's weights are stored in."""
+    from llmcond.encoders.encoder import Encoder
+
+    resolved, dtype = embedder.encoder.resolved, _stored(embedder)
+    if resolved.identity.dtype == dtype:
+        return embedder
+    identity = replace(resolved.identity, dtype=dtype)
+    return replace(embedder, encoder=Encoder(replace(resolved, identity=identity)))
+
+
+def _chosen_by(made: Plain) -> Chooses:
+    """Return how a condition is chosen.
+
+    Raises:
+        NotPlainError: each would need an encoder of its own.
+    """
+    if len(made.around) == 1:
+        return "fixed"
+    tokens = {(tuple(one.before), tuple(one.after)) for one in made.around.values()}
+    leads = set(made.leads.values())
+    if len(tokens) == 1 and leads == {""}:
+        return "task"
+    if len(tokens) == 1 and made.one is not None:
+        return "prompt_name"
+    raise NotPlainError(
+        "each of several conditions would be an encoder, as it is read together with the texts"
+    )
+
+
+def _notes(embedder: Embedder, made: Plain, chosen_by: Chooses) -> list[str]:
+    notes = []
+    layers = [layer for own in made.layers.values() for layer in own]
+    biased = any(layer.bias is not None or layer.activation in ("gelu", "tanh") for layer in layers)
+    if chosen_by == "task":
+        notes.append(
+            "The condition is chosen by a Router, which sentence-transformers has from version 5 "
+            "on; other servers (text-embeddings-inference, vLLM) have none: export one condition "
+            "for those."
+        )
+    elif layers and biased and embedder.encoder.identity.normalize:
+        notes.append(
+            "A Normalize stands before the head's layers, which text-embeddings-inference leaves "
+            "out there: its vectors would be others. Serve it by sentence-transformers, or by "
+            "llmcond serve."
+        )
+    if any(made.leads.values()):
+        notes.append(
+            "The condition is put in front of texts by a prompt of sentence-transformers; a server "
+            "that does not read config_sentence_transformers.json must be given that prompt."
+        )
+    if reads_both_ways(embedder.encoder.resolved):
+        notes.append(
+            "Tokens attend in both directions by is_causal in config.json, which transformers "
+            "heeds from version 5 on; other servers may not."
+        )
+    return notes
+
+
+def _write_settings(folder: Path, prompts: Mapping[str, str], default: str | None) -> None:
+    write_json(
+        folder / "config_sentence_transformers.json",
+        {"prompts": prompts, "default_prompt_name": default, "similarity_fn_name": "cosine"},
+    )
+
+
+# -- any condition -----------------------------------------------------------------------------
+
+
+def _write_any(run: Path, out: Path, embedder: Embedder) -> Exported:
+    wanted = {"the place": embedder.encode(TEXTS, "the place")}
+    dtype, dim = embedder.encoder.identity.dtype, embedder.dim
+    modules, notes = [_MODULE.rpartition(".")[2]], []
+    with making(out) as folder:
+        copy_run(run, embedder, folder)
+        write_json(folder / "modules.json", [{"idx": 0, "name": "0", "path": "", "type": _MODULE}])
+        _write_settings(folder, {}, None)
+        notes.append(
+            "llmcond.load_sentence_transformer loads it; sentence-transformers itself does with "
+            "trust_remote_code=True, its word for modules of other packages (llmcond's here, no "
+            "code lies in the folder)."
+        )
+        found = Exported(out, [], "any", modules, dtype, dim, None, notes, describe(embedder))
+        checkpoint = embedder.encoder.resolved.checkpoint
+        write_card(folder, found, checkpoint, embedder.view, _command(run, found))
+        if _installed():
+            got = _loaded(folder, "any", list(wanted))
+            found = replace(found, difference=_compare(got, wanted, dtype))
+    return found
+
+
+# -- trying it out -----------------------------------------------------------------------------
+
+
+def _installed() -> bool:
+    return importlib.util.find_spec("sentence_transformers") is not None
+
+
+def _loaded(folder: Path, chosen_by: Chooses, conditions: Sequence[str]) -> dict[str, Vectors]:
+    """Return what sentence-transformers makes of the texts under each condition."""
+    given: list[dict[str, str]] = (
+        [{}]
+        if chosen_by == "fixed"
+        else [{"condition" if chosen_by == "any" else chosen_by: one} for one in conditions]
+    )
+    with quiet():
+        if chosen_by == "any":
+            from llmcond.integrations.sentence_transformers import load_sentence_transformer
+
+            model = load_sentence_transformer(folder)
+        else:
+            from sentence_transformers import SentenceTransformer
+
+            model = SentenceTransformer(str(folder), device="cpu")
+        found = [model.encode(list(TEXTS), show_progress_bar=False, **own) for own in given]
+    return dict(zip(conditions, found, strict=True))
+
+
+def _compare(got: Mapping[str, Vectors], wanted: Mapping[str, Vectors], dtype: Dtype) -> float:
+    """Return the largest difference.
+
+    Raises:
+        LlmcondError: it is more than rounding.
+    """
+    far = 0.0
+    for condition, vectors in wanted.items():
+        own = np.abs(got[condition].astype(np.float32) - vectors).max(axis=1)
+        if not own.max() <= _TOLERANCE[dtype]:
+            raise LlmcondError(
+                f"the export gives other vectors than llmcond under {condition!r}: that of "
+                f"{brief(TEXTS[int(own.argmax())])} differs by {own.max():.1e}, which is more than "
+                "rounding. Nothing was written; leave out --condition instead."
+            )
+        far = max(far, float(own.max()))
+    return far
+
+
+def _command(run: Path, found: Exported) -> str:
+    """Return the command that made an export, without paths of this machine."""
+    words = ["llmcond", "export", "--format", "sentence-transformers", "--out", found.out.name]
+    words += ["--run", run.name, "--head", str(found.about["head"])]
+    words += [word for one in found.conditions for word in ("--condition", one)]
+    return shlex.join(words)
