@@ -25,7 +25,7 @@ from llmcond.prompts import Prompt
 from llmcond.runs.embedder import Embedder
 
 #: The pooling modules of sentence-transformers, by our names.
-_POOLINGS = {"cls": "cls_token", "mean": "mean_tokens", "last": "lasttoken"}
+_POOLINGS = {"cls": "cls_token", "mean": "mean_tokens", "last": "lasttoken", "pooler": "cls_token"}
 #: Its settings in the form that other servers read as well.
 _MODES = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens",
           "lasttoken")  # fmt: skip
@@ -243,6 +243,9 @@ def _write_network(folder: Path, resolved: ResolvedEncoder) -> list[DenseLayer]:
         DenseLayer(linear.weight, linear.bias, kinds[type(behind)])
         for linear, behind in zip(own[::2], own[1::2], strict=True)
     ]
+    if identity.pooling == "pooler":
+        pooler = loaded.network.pooler.dense
+        dense = [DenseLayer(pooler.weight, pooler.bias, "tanh"), *dense]
     dtype = identity.dtype
     write_tensors(
         folder / "model.safetensors",
@@ -263,8 +266,9 @@ def _as(value: Tensor, dtype: str) -> Tensor:
 
 def reads_both_ways(resolved: ResolvedEncoder) -> bool:
     """Return whether it is a decoder whose tokens attend to those behind them, too."""
-    kind = read_settings(resolved.checkpoint.folder / "config.json", {}).get("model_type")
-    return resolved.identity.attention == "bidirectional" and kind not in encoder_types()
+    config = read_settings(resolved.checkpoint.folder / "config.json", {})
+    own = config.get("use_bidirectional_attention") or config.get("model_type") in encoder_types()
+    return resolved.identity.attention == "bidirectional" and not own
 
 
 def _write_dense(folder: Path, layer: DenseLayer) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcond.encoders.engine.tokenizing import InputTokenizer
-from llmcond.files import write_json
+from llmcond.files import write_json, write_text
 from llmcond.prompts.template import Part
 
 #: What an export is tried out on: beginnings and ends of several kinds, and one text that is cut.
@@ -95,8 +95,7 @@ def write_tokenizer(
             for name, ids in pieces.items()
         ],
     )
-    folder.mkdir(exist_ok=True)
-    backend.save(str(folder / "tokenizer.json"))
+    write_text(folder / "tokenizer.json", backend.to_str(pretty=True))
     special = {k: v for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)}
     special.setdefault("pad_token", tokenizer.eos_token or tokenizer.unk_token)
     write_json(

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from helpers import checkpoints
 from helpers.commands import ok, refused
 
 import llmcond
@@ -129,6 +130,28 @@ def test_the_card_says_what_made_it(exported, fitted):
     assert "task='the place'" in card
     assert "llmcond export --format sentence-transformers" in card
     assert str(fitted.parents[1]) not in card
+
+
+def test_the_bundled_model(tmp_path):
+    # Its adapter is added to the weights, and its conditions are prompts: any condition can be one.
+    made = llmcond.export(model="minilm-csts", out=tmp_path / "out", condition=CONDITIONS[:2])
+    assert (made.chosen_by, made.dtype) == ("prompt_name", "float32")
+    assert made.difference < 1e-5
+    own = json.loads((made.out / "config_sentence_transformers.json").read_text())
+    assert own["prompts"] == {one: f"{one} " for one in CONDITIONS[:2]}
+
+
+def test_a_decoder_with_an_instruction(tmp_path, write_rows, small_rows):
+    # Its condition stands behind the sentence, its instruction in front of that.
+    tiny = checkpoints.make("qwen", tmp_path / "tiny")
+    like = EncoderOptions(dtype="float32", device="cpu", like="Qwen/Qwen3-Embedding-0.6B")
+    data = DataOptions(str(write_rows(small_rows)))
+    extract(str(tiny.folder), like, tmp_path / "run", data, ["cond"])
+    made = export(tmp_path / "run", tmp_path / "out", "none", "the place")
+    assert made.difference < 1e-5
+    own = json.loads((made.out / "config_sentence_transformers.json").read_text())
+    assert own["default_prompt_name"] == "default"
+    assert "config_sentence_transformers.json must be given" in " ".join(made.notes)
 
 
 def test_any_condition(fitted, tmp_path):
