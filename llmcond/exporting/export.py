@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import shlex
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -94,13 +96,10 @@ def export_model(
     conditions = list(dict.fromkeys(condition))
     embedder = load_embedder(run_folder, head, prompt=prompt, device=device)
     try:
-        with warnings.catch_warnings():
-            # One of the texts that it is tried out on is cut on purpose.
-            warnings.filterwarnings("ignore", r"\d+ of \d+ inputs are longer", UserWarning)
-            if not conditions:
-                return _write_any(run_folder, out, embedder)
-            check_plain(embedder)
-            return _write_plain(run_folder, out, embedder, conditions)
+        if not conditions:
+            return _write_any(run_folder, out, embedder)
+        check_plain(embedder)
+        return _write_plain(run_folder, out, embedder, conditions)
     except NotPlainError as error:
         each = "Export each condition by itself, or leave" if len(conditions) > 1 else "Leave"
         raise UserError(
@@ -124,11 +123,11 @@ def _check(out: Path, conditions: Sequence[str]) -> None:
 def _write_plain(run: Path, out: Path, embedder: Embedder, conditions: Sequence[str]) -> Exported:
     ran, dtype = embedder.encoder.identity.dtype, _exported_type(embedder)
     about = {**describe(embedder), "dtype": ran}
-    usual = embedder.encode(TEXTS, conditions[0]) if ran != dtype else None
+    usual = _tried(embedder, conditions[0]) if ran != dtype else None
     embedder = _computed_in(embedder, dtype)
     made, tokenizer = plain(embedder, conditions)
     chosen_by = _chosen_by(made)
-    wanted = {one: embedder.encode(TEXTS, one) for one in conditions}
+    wanted = {one: _tried(embedder, one) for one in conditions}
     dim, resolved = embedder.dim, embedder.encoder.resolved
     notes = _notes(embedder, made, chosen_by)
     if usual is not None:
@@ -233,7 +232,7 @@ def _write_settings(folder: Path, prompts: Mapping[str, str], default: str | Non
 
 
 def _write_any(run: Path, out: Path, embedder: Embedder) -> Exported:
-    wanted = {"the place": embedder.encode(TEXTS, "the place")}
+    wanted = {"the place": _tried(embedder, "the place")}
     dtype, dim = embedder.encoder.identity.dtype, embedder.dim
     modules, notes = [_MODULE.rpartition(".")[2]], []
     with making(out) as folder:
@@ -257,6 +256,19 @@ def _write_any(run: Path, out: Path, embedder: Embedder) -> Exported:
 # -- trying it out -----------------------------------------------------------------------------
 
 
+@contextmanager
+def _cutting() -> Iterator[None]:
+    """Say nothing of cut texts: one of those that an export is tried out on is to be cut."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"\d+ of \d+ inputs are longer", UserWarning)
+        yield
+
+
+def _tried(embedder: Embedder, condition: str) -> Vectors:
+    with _cutting():
+        return embedder.encode(TEXTS, condition)
+
+
 def _installed() -> bool:
     return importlib.util.find_spec("sentence_transformers") is not None
 
@@ -268,7 +280,9 @@ def _loaded(folder: Path, chosen_by: Chooses, conditions: Sequence[str]) -> dict
         if chosen_by == "fixed"
         else [{"condition" if chosen_by == "any" else chosen_by: one} for one in conditions]
     )
-    with quiet():
+    # Where peft is, it imports bitsandbytes, which warns of faster kernels.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    with quiet(), _cutting():
         if chosen_by == "any":
             from llmcond.integrations.sentence_transformers import load_sentence_transformer
 

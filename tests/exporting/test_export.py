@@ -132,15 +132,6 @@ def test_the_card_says_what_made_it(exported, fitted):
     assert str(fitted.parents[1]) not in card
 
 
-def test_the_bundled_model(tmp_path):
-    # Its adapter is added to the weights, and its conditions are prompts: any condition can be one.
-    made = llmcond.export(model="minilm-csts", out=tmp_path / "out", condition=CONDITIONS[:2])
-    assert (made.chosen_by, made.dtype) == ("prompt_name", "float32")
-    assert made.difference < 1e-5
-    own = json.loads((made.out / "config_sentence_transformers.json").read_text())
-    assert own["prompts"] == {one: f"{one} " for one in CONDITIONS[:2]}
-
-
 def test_a_decoder_with_an_instruction(tmp_path, write_rows, small_rows):
     # Its condition stands behind the sentence, its instruction in front of that.
     tiny = checkpoints.make("qwen", tmp_path / "tiny")
