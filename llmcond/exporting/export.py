@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import logging
 import shlex
@@ -136,16 +135,13 @@ def _write_plain(run: Path, out: Path, embedder: Embedder, conditions: Sequence[
             f"The weights are {dtype}; llmcond computes this run in {ran}, by which a component of "
             f"a vector differs by up to {far:.0e}."
         )
-    view = embedder.view
-    del embedder  # its weights are read once more
-    gc.collect()
     with making(out) as folder:
         modules = write_modules(folder, resolved, tokenizer, made, route=chosen_by == "task")
         leads = made.leads if any(made.leads.values()) else {}
         names = {"default": leads[conditions[0]]} if chosen_by == "fixed" and leads else dict(leads)
         _write_settings(folder, names, "default" if chosen_by == "fixed" and leads else None)
         found = Exported(out, conditions, chosen_by, modules, dtype, dim, None, notes, about)
-        write_card(folder, found, resolved.checkpoint, view, _command(run, found))
+        write_card(folder, found, resolved.checkpoint, embedder.view, _command(run, found))
         if _installed():
             got = _loaded(folder, chosen_by, conditions)
             found = replace(found, difference=_compare(got, wanted, dtype))
