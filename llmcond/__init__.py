@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from llmcond.commands.analyse import analyse
     from llmcond.commands.annotate import annotate
     from llmcond.commands.bench import bench
+    from llmcond.commands.cluster import cluster
     from llmcond.commands.compare_prompts import compare_prompts
     from llmcond.commands.complete import complete
     from llmcond.commands.embed import embed
@@ -56,6 +57,7 @@ __all__ = [
     "analyse",
     "annotate",
     "bench",
+    "cluster",
     "compare_prompts",
     "complete",
     "embed",

@@ -33,6 +33,7 @@ COMMANDS = {
     "reply": "reply:Reply",
     "similarity": "similarity:Similarity",
     "embed": "embed:Embed",
+    "cluster": "cluster:Cluster",
     "export": "export:Export",
     "annotate": "annotate:Annotate",
     "models": "models:ListModels",

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from llmcond.data.datasets import Problems
-from llmcond.data.readers import SUFFIXES, open_source, read_lines, read_records, suffix_of
+from llmcond.data.readers import (
+    SUFFIXES,
+    open_source,
+    read_lines,
+    read_records,
+    suffix_of,
+)
 from llmcond.errors import UserError
 from llmcond.log import log
+from llmcond.progress import ReadBar
 
 
 def read_candidates(path: Path) -> list[str]:
@@ -57,3 +67,51 @@ def _column(path: Path, name: str) -> list[str]:
     texts = [problems.text(number, name, row[name]) for number, row in enumerate(rows, 1)]
     problems.raise_if_any()
     return [text.strip() for text in texts]
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """Texts, with further columns as they are, and the name of the file for messages."""
+
+    texts: list[str]
+    file: str
+    columns: Mapping[str, list[Any]] = field(default_factory=dict)
+
+
+def read_collection(given: Any, column: str = "text", others: Sequence[str] = ()) -> Collection:
+    """Return the texts of a file or of rows in memory, with further columns.
+
+    Args:
+        given: a table, a text file, one a line, or in memory a table or a list of texts.
+        column: where the texts of a table are.
+        others: further columns of it.
+
+    Raises:
+        UserError: as of :func:`text_file`, a folder, or further columns of a text file.
+        MissingColumnError: no such column.
+    """
+    if isinstance(given, list | tuple) and all(isinstance(one, str) for one in given):
+        given = [{column: text} for text in given]
+    elif isinstance(given, str | Path) and not str(given).startswith("hf://"):
+        path = Path(given).expanduser()
+        if path.is_file() and suffix_of(str(path)) not in SUFFIXES:
+            if others:
+                raise UserError(
+                    f"{path} is read as a text file, one text a line, and has no column "
+                    f"{others[0]!r}. Name a table."
+                )
+            return Collection(text_file(path, "texts"), path.name)
+    source = open_source(given)
+    if source.splits is not None:
+        raise UserError(f"{source.name} is a folder; name one file.")
+    file = source.files[0]
+    found = Collection([], Path(file).name, {name: [] for name in others})
+    problems = Problems(found.file)
+    with ReadBar(found.file) as bar:
+        records = read_records(source, file, list(dict.fromkeys([column, *others])))
+        for number, record in enumerate(bar.count(records), 1):
+            found.texts.append(problems.text(number, column, record[column]))
+            for name, values in found.columns.items():
+                values.append(record[name])
+    problems.raise_if_any()
+    return found

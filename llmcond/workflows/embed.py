@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from llmcond.data.datasets import Texts, read_texts
-from llmcond.encoders.spec import InputError
+from llmcond.encoders.spec import EncoderInput, InputError
 from llmcond.errors import UserError
 from llmcond.features.view import Part, View
 from llmcond.files import check_output, replacing
@@ -46,6 +46,65 @@ class Embedded:
         return {**asdict(self), "out": str(self.out)}
 
 
+class Embeddings:
+    """Embeddings of texts of a user's own by a run, whose store keeps what was encoded.
+
+    What was interrupted goes on where it stopped, and a second head encodes nothing.
+
+    Attributes:
+        view: what is encoded of a text and its condition.
+        head_name: the head's; ``none``: zero-shot.
+    """
+
+    def __init__(self, run_folder: Path, head: str | None, prompt: str | None, device: str) -> None:
+        run = open_run(run_folder)
+        self._chosen = choose_head(run, head, prompt)
+        self.view = self._chosen.view if self._chosen else View((run.prompt(prompt),))
+        self.view.check_texts()
+        self.head_name = self._chosen.name if self._chosen else "none"
+        self.encoder = LazyEncoder(run.resolve_encoder(device))
+        self._store = run.store_for_others()
+
+    def extract(self, rows: Sequence[tuple[str, str]], file: str) -> None:
+        """Encode what the store lacks for (sentence, condition) rows of a file so named.
+
+        Raises:
+            UserError: the encoder gave NaN or infinity, with the row that made it.
+        """
+        inputs = self.view.inputs(rows)
+        try:
+            extract_inputs(self._store, self.encoder, self.view.name, inputs)
+        except InputError as error:
+            number = 1 + list(inputs).index(error.item) // len(self.view.needed())
+            raise UserError(f"row {number} of {file}: {error}") from error
+
+    def blocks(self, rows: Sequence[tuple[str, str]], normalize: bool = True) -> Iterator[Vectors]:
+        """Yield the embeddings of rows that were extracted, some at a time."""
+        head = self._chosen.head if self._chosen else None
+        for start in range(0, len(rows), _BLOCK):
+            part = rows[start : start + _BLOCK]
+
+            def read(prompt: Prompt, side: Part, part: Sequence[Any] = part) -> Matrix:
+                return self._store.lookup([getattr(prompt, side).render(*row) for row in part])
+
+            features = self.view.sentence(read)
+            if head is None:
+                found = features.read()
+            else:
+                found = head.transform(features, self.view.condition(read))
+            yield unit_length(found, head) if normalize else found
+
+    def of(self, rows: Sequence[tuple[str, str]]) -> Vectors:
+        """Return (n, k) all embeddings of rows that were extracted, of unit L2 norm."""
+        return np.concatenate(list(self.blocks(rows)))
+
+    def alone(self, texts: Sequence[str]) -> Vectors:
+        """Return (n, d) the encoder's own vectors of texts, without a condition or a head."""
+        inputs = [EncoderInput("", text) for text in texts]
+        extract_inputs(self._store, self.encoder, "texts alone", inputs)
+        return unit_length(self._store.lookup(inputs).read(), None)
+
+
 def embed_file(  # noqa: PLR0913 - each is a choice of the user, by keyword
     run_folder: Path,
     source: str,
@@ -68,51 +127,28 @@ def embed_file(  # noqa: PLR0913 - each is a choice of the user, by keyword
     Arguments as in :class:`llmcond.commands.embed.Embed`.
     """
     check_output(out, (".parquet", ".npy"), [source, run_folder / "rows.parquet"])
-    run = open_run(run_folder)
-    chosen = choose_head(run, head, prompt)
-    view = chosen.view if chosen else View((run.prompt(prompt),))
+    embeddings = Embeddings(run_folder, head, prompt, device)
     taken = sorted({"sentence", "condition", "embedding"} & set(keep))
     if keep and (taken or out.suffix != ".parquet"):
         wrong = f"{taken[0]!r} is written anyway" if taken else f"{out} holds vectors only"
         raise UserError(f"--keep: {wrong}. Name other columns, and a .parquet file.")
     texts = read_texts(source, sentence, condition, condition_text, keep)
     rows = list(zip(texts.sentences, texts.conditions, strict=True))
-    inputs, store = view.inputs(rows), run.store_for_others()
-    encoder = LazyEncoder(run.resolve_encoder(device))
-    try:
-        extract_inputs(store, encoder, view.name, inputs)
-    except InputError as error:
-        number = 1 + list(inputs).index(error.item) // len(view.needed())
-        raise UserError(f"row {number} of {texts.file}: {error}") from error
-
-    def blocks() -> Iterator[Vectors]:
-        for start in range(0, len(rows), _BLOCK):
-            part = rows[start : start + _BLOCK]
-
-            def read(prompt: Prompt, side: Part, part: Sequence[Any] = part) -> Matrix:
-                return store.lookup([getattr(prompt, side).render(*row) for row in part])
-
-            features = view.sentence(read)
-            if chosen is None:
-                found = features.read()
-            else:
-                found = chosen.head.transform(features, view.condition(read))
-            yield unit_length(found, chosen.head if chosen else None) if normalize else found
-
-    vectors = blocks()
+    embeddings.extract(rows, texts.file)
+    vectors = embeddings.blocks(rows, normalize)
     first = next(vectors)
     dim = first.shape[1]
     write = _write_parquet if out.suffix == ".parquet" else _write_npy
     with replacing(out) as temporary:
         write(temporary, texts, dim, chain([first], vectors))
-    name = chosen.name if chosen else "none"
+    name = embeddings.head_name
     log.info(f"{len(rows):,} embeddings of {dim} dimensions by {name} -> {out}")
-    return Embedded(out, len(rows), dim, name, view.name)
+    return Embedded(out, len(rows), dim, name, embeddings.view.name)
 
 
 def _write_parquet(path: Path, texts: Texts, dim: int, blocks: Iterable[Vectors]) -> None:
     text, vector, start = pa.string(), pa.list_(pa.float32(), dim), 0
-    kept = {name: _column(values) for name, values in texts.kept.items()}
+    kept = {name: column_of(values) for name, values in texts.kept.items()}
     types = {name: column.type for name, column in kept.items()}
     schema = pa.schema({**types, "sentence": text, "condition": text, "embedding": vector})
     with pq.ParquetWriter(path.absolute(), schema) as writer:
@@ -126,7 +162,8 @@ def _write_parquet(path: Path, texts: Texts, dim: int, blocks: Iterable[Vectors]
             start = stop
 
 
-def _column(values: Sequence[Any]) -> Any:
+def column_of(values: Sequence[Any]) -> Any:
+    """Return values as an Arrow array, as texts where they are of several types."""
     try:
         return pa.array(values)
     except (pa.ArrowException, OverflowError):  # values of several types

@@ -52,20 +52,6 @@
   const counted = (n, [one, several]) => `${n.toLocaleString("en")} ${n === 1 ? one : several}`;
   const UNIT = data.ranked ? ["query", "queries"] : ["row", "rows"];
 
-  // -- theme ------------------------------------------------------------------------------------
-
-  const theme = at("theme");
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  const isDark = () => (document.documentElement.dataset.theme || (dark.matches ? "dark" : "light")) === "dark";
-  const nameTheme = () => { theme.textContent = isDark() ? "Light theme" : "Dark theme"; };
-  theme.addEventListener("click", () => {
-    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-    nameTheme();
-  });
-  dark.addEventListener("change", nameTheme);
-  nameTheme();
-  theme.hidden = false;
-
   // -- tables that are wider than the screen -----------------------------------------------------
 
   // Nothing else on a phone shows that there are further columns.

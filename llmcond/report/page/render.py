@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from llmcond.errors import UserError
 from llmcond.files import check_output, replacing
@@ -33,38 +34,21 @@ def check_page(path: Path) -> None:
 
 def write_page(page: Page, path: Path) -> None:
     """Write a page of results, complete in itself, to a path that :func:`check_page` lets pass."""
-    # Half of a surrogate pair is no character; it is written out instead of ending the run.
-    content = _render(page).encode("utf-8", "backslashreplace")
-    with replacing(path) as temporary:
-        temporary.write_bytes(content)
-    log.info(f"report -> {path}")
-
-
-def _render(page: Page) -> str:
-    import jinja2
-    from markupsafe import Markup
-
     from llmcond.report.page.charts import libraries
     from llmcond.report.page.data import by_head, embedded, isotropy_charts
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.policies["json.dumps_kwargs"] = _JSON
-    environment.tests["nested"] = _nested
-    environment.filters["plain"] = _plain
     data, heads, isotropy = embedded(page), by_head(page), isotropy_charts(page)
     if heads:
         data["charts"]["heads"] = heads[0]
     if isotropy:
         data["charts"] |= {f"isotropy-{i}": chart for i, chart in enumerate(isotropy[0])}
     counted = (f"{one.split}: {one.counts.text}" for one in page.results)
-    scripts = [_script(libraries()), _script((_FOLDER / "page.js").read_text("utf-8"))]
-    text = environment.get_template("page.html.j2").render(
+    write_html(
+        path,
+        _FOLDER / "page.html.j2",
+        [libraries(), (_FOLDER / "page.js").read_text("utf-8")],
+        "",
+        data,
         page=page,
         counts=dict.fromkeys(counted),
         primary=page.results[0].primary,
@@ -74,12 +58,48 @@ def _render(page: Page) -> str:
         parts={kind: parts_table(kind, page.results, own) for kind, own in page.parts.items()},
         heads=heads and heads[1],
         isotropy=isotropy and (isotropy_table(page.isotropy), isotropy[1], len(isotropy[0])),
-        data=data,
-        policy=_policy(scripts),
-        style=Markup((_FOLDER / "page.css").read_text("utf-8")),  # noqa: S704
-        scripts=[Markup(script) for script in scripts],  # noqa: S704
     )
-    return text.lstrip() + "\n"
+
+
+def write_html(
+    path: Path, template: Path, scripts: Sequence[str], style: str, data: object, **values: Any
+) -> None:
+    """Write a page that asks for nothing: its scripts and styles, and no others, are in it.
+
+    Args:
+        path: of the page.
+        template: of Jinja; what it sets in is escaped.
+        scripts: beside the one of the button ``theme``.
+        style: CSS beside that of all pages.
+        data: what scripts read, as JSON.
+        values: what the template takes beside ``data``, ``policy``, ``style`` and ``scripts``.
+    """
+    import jinja2
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(template.parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = _JSON
+    environment.tests["nested"] = _nested
+    environment.filters["plain"] = _plain
+    own = [_script(text) for text in ((_FOLDER / "theme.js").read_text("utf-8"), *scripts)]
+    text = environment.get_template(template.name).render(
+        **values,
+        data=data,
+        policy=_policy(own),
+        style=Markup((_FOLDER / "page.css").read_text("utf-8") + style),  # noqa: S704
+        scripts=[Markup(script) for script in own],  # noqa: S704
+    )
+    # Half of a surrogate pair is no character; it is written out instead of ending the run.
+    content = f"{text.lstrip()}\n".encode("utf-8", "backslashreplace")
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+    log.info(f"report -> {path}")
 
 
 def _policy(scripts: Sequence[str]) -> str:

@@ -1,0 +1,1 @@
+"""Clusters of texts: how they are found, guided, named, scored and drawn."""

@@ -1,0 +1,256 @@
+(() => {
+  "use strict";
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const at = (id) => document.getElementById(id);
+  const canvas = at("canvas");
+  const pen = canvas.getContext("2d");
+  const n = data.texts.length;
+  const lower = data.texts.map((text) => text.toLowerCase());
+  // Those of the page's colours that are far apart; then the next shape.
+  const COLOURS = [1, 2, 3, 4, 5, 7].map((i) => `var(--series-${i})`);
+  const NOISE = -1;
+  const MARGIN = 14;
+  const still = matchMedia("(prefers-reduced-motion: reduce)");
+
+  // Texts become text nodes and nothing else, whatever they hold.
+  function make(tag, attributes = {}, ...children) {
+    const element = document.createElement(tag);
+    for (const [key, value] of Object.entries(attributes)) {
+      if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+      else if (value !== null && value !== undefined) element.setAttribute(key, value);
+    }
+    element.append(...children);
+    return element;
+  }
+
+  let system = 0;       // which clustering is shown
+  let alone = null;     // the cluster that is shown alone
+  let found = null;     // which texts the search finds; null: nothing is searched
+  let current = null;   // the text that is read
+  const colours = new Map();
+  let where = Float64Array.from(data.shown[0].places);
+  let from = where, began = 0, moving = 0;
+
+  const own = () => data.shown[system];
+  const hue = (cluster) => (cluster === NOISE ? "var(--muted)" : COLOURS[cluster % COLOURS.length]);
+  const colourOf = (cluster) => colours.get(hue(cluster));
+  const shapeOf = (cluster) => (cluster === NOISE ? 3 : Math.floor(cluster / COLOURS.length) % 3);
+  const nameOf = (cluster) => own().clusters.find(([number]) => number === cluster)?.[1] || "";
+  const called = (cluster) => (cluster === NOISE ? "in no cluster" : `cluster ${cluster}${nameOf(cluster) ? `: ${nameOf(cluster)}` : ""}`);
+  const visible = (i) => (alone === null || own().labels[i] === alone) && (found === null || found[i]);
+
+  // -- drawing ----------------------------------------------------------------------------------
+
+  function readColours() {
+    // A colour that depends on the theme is resolved where it is used, not where it is declared.
+    const probe = make("i", { hidden: "" });
+    document.body.append(probe);
+    for (const name of [...COLOURS, "var(--muted)", "var(--ink)"]) {
+      probe.style.color = name;
+      colours.set(name, getComputedStyle(probe).color);
+    }
+    probe.remove();
+  }
+
+  function outline(path, shape, x, y, r) {
+    if (shape === 1) path.rect(x - r * 0.9, y - r * 0.9, 1.8 * r, 1.8 * r);
+    else if (shape === 2) {
+      path.moveTo(x, y - 1.2 * r);
+      path.lineTo(x + 1.15 * r, y + r);
+      path.lineTo(x - 1.15 * r, y + r);
+      path.closePath();
+    } else {
+      path.moveTo(x + r, y);
+      path.arc(x, y, shape === 3 ? r * 0.7 : r, 0, 2 * Math.PI);
+    }
+  }
+
+  let width = 0, height = 0;
+  const size = () => Math.max(2, Math.min(5, Math.sqrt((width * height) / n) / 5));
+  const spot = (i) => [
+    width / 2 + (where[2 * i] / data.steps - 0.5) * (width - 2 * MARGIN),
+    height / 2 + (where[2 * i + 1] / data.steps - 0.5) * (height - 2 * MARGIN),
+  ];
+
+  function draw() {
+    const ratio = devicePixelRatio || 1;
+    width = canvas.clientWidth;
+    height = canvas.clientHeight;
+    if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+      canvas.width = Math.round(width * ratio);
+      canvas.height = Math.round(height * ratio);
+    }
+    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    pen.clearRect(0, 0, width, height);
+    const r = size();
+    // What is not looked for stays behind, faint.
+    for (const front of [false, true]) {
+      const paths = new Map();
+      for (let i = 0; i < n; i++) {
+        if (visible(i) !== front) continue;
+        const cluster = own().labels[i];
+        if (!paths.has(cluster)) paths.set(cluster, new Path2D());
+        outline(paths.get(cluster), shapeOf(cluster), ...spot(i), front && found ? r * 1.3 : r);
+      }
+      pen.globalAlpha = front ? 0.8 : 0.12;
+      for (const [cluster, path] of paths) {
+        pen.fillStyle = colourOf(cluster);
+        pen.fill(path);
+      }
+    }
+    pen.globalAlpha = 1;
+    if (current !== null) {
+      const path = new Path2D();
+      outline(path, shapeOf(own().labels[current]), ...spot(current), r * 1.6);
+      pen.fillStyle = colourOf(own().labels[current]);
+      pen.fill(path);
+      pen.lineWidth = 2;
+      pen.strokeStyle = colours.get("var(--ink)");
+      pen.stroke(path);
+    }
+  }
+
+  function step(now) {
+    const share = Math.min(1, (now - began) / 900);
+    const eased = share < 0.5 ? 4 * share ** 3 : 1 - (2 - 2 * share) ** 3 / 2;
+    const to = own().places;
+    where = Float64Array.from(to, (value, i) => from[i] + (value - from[i]) * eased);
+    draw();
+    moving = share < 1 ? requestAnimationFrame(step) : 0;
+    canvas.dataset.moving = String(share < 1);
+  }
+
+  function move() {
+    cancelAnimationFrame(moving);
+    from = where;
+    began = still.matches ? -Infinity : performance.now();
+    step(performance.now());
+  }
+
+  // -- reading ----------------------------------------------------------------------------------
+
+  const tooltip = at("tooltip");
+  function read(i, pointer = null) {
+    current = i;
+    at("text").textContent = i === null ? "–" : data.texts[i];
+    at("of").textContent = i === null ? "" : called(own().labels[i]);
+    tooltip.hidden = pointer === null || i === null;
+    if (!tooltip.hidden) {
+      tooltip.replaceChildren(make("p", { class: "clamped", dir: "auto" }, data.texts[i]), called(own().labels[i]));
+      const box = tooltip.getBoundingClientRect();
+      tooltip.style.left = `${Math.max(4, Math.min(pointer.clientX + 14, innerWidth - box.width - 4))}px`;
+      const below = pointer.clientY + 18;
+      tooltip.style.top = `${below + box.height > innerHeight ? Math.max(4, pointer.clientY - box.height - 12) : below}px`;
+    }
+    draw();
+  }
+
+  function nearest(x, y, most) {
+    let best = null, least = most * most;
+    for (let i = 0; i < n; i++) {
+      if (!visible(i)) continue;
+      const [a, b] = spot(i);
+      const apart = (a - x) ** 2 + (b - y) ** 2;
+      if (apart <= least) [best, least] = [i, apart];
+    }
+    return best;
+  }
+
+  function point(event) {
+    const box = canvas.getBoundingClientRect();
+    const i = nearest(event.clientX - box.left, event.clientY - box.top, event.pointerType === "mouse" ? 12 : 24);
+    if (i !== null || event.type === "pointerdown") read(i, event.pointerType === "mouse" ? event : null);
+    else tooltip.hidden = true;
+  }
+  canvas.addEventListener("pointermove", point);
+  canvas.addEventListener("pointerdown", point);
+  canvas.addEventListener("pointerleave", () => { tooltip.hidden = true; });
+
+  const WAYS = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1] };
+  canvas.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") read(null);
+    const way = WAYS[event.key];
+    if (!way) return;
+    event.preventDefault();
+    if (current === null || !visible(current)) {
+      read(nearest(width / 2, height / 2, Infinity));
+      return;
+    }
+    // The next text in that direction: sideways counts double.
+    const [x, y] = spot(current);
+    let best = null, least = Infinity;
+    for (let i = 0; i < n; i++) {
+      if (i === current || !visible(i)) continue;
+      const [a, b] = spot(i);
+      const along = (a - x) * way[0] + (b - y) * way[1];
+      const aside = Math.abs((a - x) * way[1] + (b - y) * way[0]);
+      if (along > 0.01 && aside <= along && along + 2 * aside < least) [best, least] = [i, along + 2 * aside];
+    }
+    if (best !== null) read(best);
+  });
+
+  // -- what is shown ----------------------------------------------------------------------------
+
+  const SVG = "http://www.w3.org/2000/svg";
+  function swatch(cluster) {
+    const svg = document.createElementNS(SVG, "svg");
+    const mark = document.createElementNS(SVG, "path");
+    const d = ["M5,0A5,5 0 1 1 -5,0A5,5 0 1 1 5,0", "M-4.5,-4.5H4.5V4.5H-4.5Z", "M0,-6L5.75,5H-5.75Z", "M3.5,0A3.5,3.5 0 1 1 -3.5,0A3.5,3.5 0 1 1 3.5,0"];
+    svg.setAttribute("class", "swatch");
+    svg.setAttribute("viewBox", "-8 -8 16 16");
+    svg.setAttribute("aria-hidden", "true");
+    svg.style.color = hue(cluster);
+    mark.setAttribute("d", d[shapeOf(cluster)]);
+    svg.append(mark);
+    return svg;
+  }
+
+  function choose(cluster) {
+    alone = alone === cluster ? null : cluster;
+    for (const button of at("legend").querySelectorAll("button")) {
+      button.setAttribute("aria-pressed", String(Number(button.dataset.cluster) === alone));
+    }
+    count();
+  }
+
+  function legend() {
+    at("legend").replaceChildren(...own().clusters.map(([cluster, name, texts]) => make("li", {},
+      make("button", { type: "button", "aria-pressed": "false", "data-cluster": cluster, onclick: () => choose(cluster) },
+        swatch(cluster),
+        make("span", {}, make("b", {}, cluster === NOISE ? "in no cluster" : cluster), " ", make("bdi", {}, name)),
+        make("span", { class: "size" }, texts.toLocaleString("en"))))));
+  }
+
+  function count() {
+    let seen = 0;
+    for (let i = 0; i < n; i++) seen += visible(i);
+    at("count").textContent = `${seen.toLocaleString("en")} of ${n.toLocaleString("en")} texts`;
+    draw();
+  }
+
+  function show(next) {
+    system = next;
+    alone = null;
+    legend();
+    count();
+    read(current);
+    move();
+  }
+
+  at("search").addEventListener("input", (event) => {
+    const wanted = event.target.value.trim().toLowerCase();
+    found = wanted ? lower.map((text) => text.includes(wanted)) : null;
+    count();
+  });
+  at("switch").append(...data.shown.map((one, i) => make("label", {},
+    make("input", { type: "radio", name: "shown", value: i, ...(i ? {} : { checked: "" }), onchange: () => show(i) }),
+    make("span", { dir: "auto" }, one.title))));
+
+  const again = () => { readColours(); draw(); };
+  new MutationObserver(again).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+  new ResizeObserver(draw).observe(canvas);
+  readColours();
+  legend();
+  count();
+})();

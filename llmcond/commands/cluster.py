@@ -1,0 +1,88 @@
+"""``llmcond cluster``: group texts under conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from llmcond.commands.base import verb
+from llmcond.commands.shared import WithEmbedder, check_source
+from llmcond.data.readers import FILES
+from llmcond.options import option
+
+if TYPE_CHECKING:
+    from llmcond.clustering.result import Clustered
+
+
+def _clusters(text: str) -> int | str:
+    """Return a number as one; what the others mean is for the work to say."""
+    return int(text) if text.isdecimal() else text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster(WithEmbedder):
+    """Group texts under a condition, or under several, side by side."""
+
+    example: ClassVar[str] = (
+        "llmcond cluster texts.csv --condition 'the topic' --out clusters.csv --report map.html"
+    )
+    formats: ClassVar[bool] = True
+
+    texts: Any = option(
+        flag="",
+        metavar="TEXTS",
+        help=f"{FILES}, or a text file, one a line (from Python also a list of texts, or a table)",
+    )
+    out: Path = option(metavar="FILE", help=".parquet or .csv: each text with its clusters")
+    condition: Sequence[str] = option(
+        (), metavar="TEXT", repeat=True, help="what texts are compared by; may be repeated"
+    )
+    text: str | None = option(None, metavar="COL", help="column of the texts (default: text)")
+    keep: Sequence[str] = option((), metavar="COL", help="further columns to write, such as an id")
+    clusters: int | Literal["auto"] = option(
+        "auto",
+        metavar="K",
+        parse=_clusters,
+        help="how many by K-means; auto: as many as give the highest silhouette, or as the guide "
+        "has labels",
+    )
+    method: Literal["kmeans", "hdbscan"] = option(
+        "kmeans", help="hdbscan finds how many there are, and leaves out what is in none"
+    )
+    min_cluster_size: int | None = option(
+        None, metavar="N", help="of hdbscan (default: one text in 100, and 5 at least)"
+    )
+    guide: Any = option(
+        None,
+        metavar="SRC",
+        help="a few labelled texts, columns text (or as --text says) and label, that say what "
+        "clusters are wanted",
+    )
+    labels: Sequence[str] = option(
+        (),
+        metavar="COL",
+        help="known labels, which clusters are scored against: a column, or one for each condition",
+    )
+    report: Path | None = option(
+        None, metavar="FILE.html", help="a page with a map of the texts, to look around in"
+    )
+    seed: int = option(0, metavar="S", help="of K-means, of what is drawn, and of the map")
+
+    def execute(self) -> Clustered:
+        """Cluster."""
+        check_source(self.texts)
+        check_source(self.guide)
+        from llmcond.workflows.cluster import cluster
+
+        return self.call(cluster, run_folder=self.folder())
+
+    def show(self, result: Clustered, form: str) -> None:
+        """Print the clusters, and how well they agree with known labels."""
+        from llmcond.clustering.tables import show_clusters
+
+        show_clusters(result, form)
+
+
+cluster = verb(Cluster)

@@ -1,0 +1,345 @@
+"""Group the texts of a file under conditions: a table, figures and a page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from llmcond.clustering.describe import describe
+from llmcond.clustering.guide import guided
+from llmcond.clustering.methods import CLEAR, Labels, Vectors, choose_k, hdbscan, kmeans
+from llmcond.clustering.page import Drawing, write_page
+from llmcond.clustering.result import Clustered, Clustering
+from llmcond.clustering.scores import score
+from llmcond.data.candidates import Collection, read_collection
+from llmcond.data.readers import MissingColumnError
+from llmcond.errors import UserError, brief
+from llmcond.files import check_output, csv_writer, replacing
+from llmcond.log import log
+from llmcond.options import check_seed
+from llmcond.workflows.embed import Embeddings, column_of
+
+Method = Literal["kmeans", "hdbscan"]
+
+
+def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
+    run_folder: Path,
+    texts: Any,
+    out: Path,
+    condition: Sequence[str] = (),
+    *,
+    text: str | None = None,
+    keep: Sequence[str] = (),
+    clusters: int | str = "auto",
+    method: Method = "kmeans",
+    min_cluster_size: int | None = None,
+    guide: Any = None,
+    labels: Sequence[str] = (),
+    report: Path | None = None,
+    seed: int = 0,
+    head: str | None = None,
+    prompt: str | None = None,
+    device: str = "auto",
+) -> Clustered:
+    """Write a table of texts with their clusters under each condition.
+
+    Arguments as in :class:`llmcond.commands.cluster.Cluster`.
+
+    Raises:
+        UserError: options, texts, a guide or labels that are wrong.
+        LlmcondError: the encoder fails.
+    """
+    check_output(out, (".parquet", ".csv"), [texts, guide])
+    if report is not None:
+        check_output(report, (".html", ".htm"))
+    check_seed(seed)
+    _check_conditions(condition, guide is not None, labels)
+    find = _Finder.of(method, clusters, min_cluster_size, seed)
+    columns, column = _columns(condition, keep, text or "text"), text or "text"
+    found = _read(texts, column, [*keep, *labels], "Name one of them (--text COL for the texts).")
+    distinct = find.check(found)
+    guide_read = None if guide is None else _read_guide(guide, column, found)
+    known = _known(found, labels, guide_read)
+    if guide_read is not None and find.k is None and method == "kmeans":
+        find = replace(find, k=len(set(guide_read.columns["label"])))
+
+    given = Embeddings(run_folder, head, prompt, device)
+    rows = [*found.texts, *(guide_read.texts if guide_read else ())]
+    given.extract([(one, asked) for asked in condition for one in rows], found.file)
+    drawing = None if report is None else Drawing(found.texts, seed)
+    made: list[Clustering] = []
+    for asked in condition or (None,):
+        vectors = given.alone(rows) if asked is None else given.of([(r, asked) for r in rows])
+        if guide_read is not None:
+            own, theirs = vectors[: len(found.texts)], vectors[len(found.texts) :]
+            vectors = guided(own, theirs, guide_read.columns["label"])
+        made.append(find.clustering(asked, vectors, found.texts))
+        if drawing is not None:
+            drawing.add(made[-1], vectors)
+    if labels:
+        plain = given.alone(found.texts)
+        beside = [find.again(one.k)(plain)[0] for one in made]
+        columns_known = labels if len(labels) > 1 else [labels[0]] * len(made)
+        made = [
+            replace(one, scores=score(one.labels, other, known[name], name))
+            for one, other, name in zip(made, beside, columns_known, strict=True)
+        ]
+        if drawing is not None and condition:
+            drawing.add(Clustering(None, beside[0], describe(found.texts, plain, beside[0])), plain)
+    result = Clustered(
+        out=out,
+        report=report,
+        file=found.file,
+        texts=len(found.texts),
+        distinct=distinct,
+        encoder=given.encoder.resolved.checkpoint.name,
+        prompt=given.view.name,
+        head=given.head_name,
+        method=method,
+        seed=seed,
+        guide=None if guide_read is None else dict(Counter(guide_read.columns["label"])),
+        clusterings=made,
+    )
+    _write(
+        out, {column: found.texts, **{name: found.columns[name] for name in keep}}, made, columns
+    )
+    log.info(f"{len(found.texts):,} texts in {_counted(made)} -> {out}")
+    if drawing is not None and report is not None:
+        write_page(result, drawing, report)
+    return result
+
+
+# -- what was asked for ------------------------------------------------------------------------
+
+
+def _check_conditions(condition: Sequence[str], guided: bool, labels: Sequence[str]) -> None:
+    if not condition and not guided:
+        raise UserError(
+            "there is neither --condition nor --guide; say what texts are compared by, such as "
+            "--condition 'the topic'."
+        )
+    if any(not one.strip() for one in condition):
+        raise UserError("--condition is empty; give a text.")
+    twice = [one for one, n in Counter(condition).items() if n > 1]
+    if twice:
+        raise UserError(f"--condition {brief(twice[0])} is given twice; give it once.")
+    if guided and len(condition) > 1:
+        raise UserError(
+            f"--guide says what clusters are wanted, and there are {len(condition)} conditions. "
+            "Give one --condition, or none, and another command for another guide."
+        )
+    if len(labels) > 1 and len(labels) != len(condition):
+        raise UserError(
+            f"--labels names {len(labels)} columns, and there are {len(condition)} times "
+            "--condition; name one column, or one for each condition."
+        )
+
+
+def _columns(condition: Sequence[str], keep: Sequence[str], text: str) -> list[tuple[str, str]]:
+    """Return what the columns of each condition's clusters and of their names are called."""
+    ends = [f" ({one})" for one in condition] if len(condition) > 1 else [""]
+    found = [(f"cluster{end}", f"name{end}") for end in ends]
+    taken = {text, *(name for pair in found for name in pair)}
+    double = [name for name in keep if name in taken] or [
+        name for name, n in Counter(keep).items() if n > 1
+    ]
+    if double:
+        raise UserError(
+            f"--keep {double[0]}: a column of that name is written anyway; leave it out."
+        )
+    if any(text in pair for pair in found):
+        raise UserError(
+            f"--text {text}: a column of that name is written for the clusters. Rename it."
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _Finder:
+    """How clusters are found.
+
+    Attributes:
+        k: how many by K-means; None: chosen.
+        least: texts that make a cluster of HDBSCAN; None: one in 100, and 5 at least.
+    """
+
+    method: Method
+    k: int | None
+    least: int | None
+    seed: int
+
+    @classmethod
+    def of(cls, method: Method, clusters: int | str, least: int | None, seed: int) -> _Finder:
+        """Return what options ask for; a UserError for those that do not go together."""
+        k = None if clusters == "auto" else clusters
+        if k is not None and (not isinstance(k, int) or isinstance(k, bool)):
+            raise UserError(f"--clusters is {brief(k)}; give a number, or auto.")
+        if k is not None and method == "hdbscan":
+            raise UserError(
+                "--clusters is for kmeans; hdbscan finds how many there are (--min-cluster-size "
+                "says how large they are at least)."
+            )
+        if least is not None and method == "kmeans":
+            raise UserError("--min-cluster-size is for --method hdbscan; kmeans takes --clusters.")
+        if k is not None and k < 2:
+            raise UserError(f"--clusters is {k}; it must be at least 2: one would hold all texts.")
+        if least is not None and least < 2:
+            raise UserError(f"--min-cluster-size is {least}; it must be at least 2.")
+        return cls(method, k, least, seed)
+
+    def again(self, k: int) -> _Finder:
+        """Return what finds as many clusters of other vectors, if it is told how many."""
+        return replace(self, k=k) if self.method == "kmeans" else self
+
+    def check(self, found: Collection) -> int:
+        """Return how many texts differ; a UserError where there are too few."""
+        n, distinct = len(found.texts), len(set(found.texts))
+        if n > distinct:
+            log.info(f"{found.file}: {n - distinct:,} of {n:,} texts repeat an earlier one; kept")
+        least = max(2, self.k or self.least or 2)
+        if distinct < least:
+            option = "--clusters" if self.k else "--min-cluster-size" if self.least else ""
+            asked = f"{option} is {least}" if option else "clusters take 2 at least"
+            raise UserError(
+                f"{found.file} holds {distinct} distinct text{'s' * (distinct > 1)}, and {asked}. "
+                f"{'Ask for fewer, or give more texts.' if option else 'Give more texts.'}"
+            )
+        return distinct
+
+    def __call__(self, vectors: Vectors) -> tuple[Labels, Mapping[int, float]]:
+        """Return (n,) clusters of n vectors, and the scores of every K that was tried."""
+        if self.method == "hdbscan":
+            least = self.least or max(5, len(vectors) // 100)
+            return hdbscan(vectors, min(least, len(vectors))), {}
+        k, tried = (self.k, {}) if self.k else choose_k(vectors, self.seed)
+        distinct = len(np.unique(vectors, axis=0))
+        if distinct < k:
+            raise UserError(
+                f"the texts have {distinct} distinct vectors, and --clusters is {k}. Ask for "
+                "fewer, or give more texts."
+            )
+        return kmeans(vectors, k, self.seed), tried
+
+    def clustering(
+        self, condition: str | None, vectors: Vectors, texts: Sequence[str]
+    ) -> Clustering:
+        """Return the clusters of n vectors, those of texts under a condition."""
+        labels, tried = self(vectors)
+        found = Clustering(condition, labels, describe(texts, vectors, labels), tried)
+        if tried and max(tried.values()) <= CLEAR:
+            log.info(
+                f"{found.title}: {found.k} clusters have a silhouette of {tried[found.k]:.2f}, so "
+                "they are not clearly apart; try other numbers too (--clusters K)"
+            )
+        if self.method == "hdbscan":
+            noise = int((labels < 0).sum())
+            log.info(
+                f"{found.title}: {found.k} clusters; {noise:,} of {len(labels):,} texts are in none"
+            )
+        return found
+
+
+def _read(given: Any, column: str, others: Sequence[str], advice: str) -> Collection:
+    try:
+        return read_collection(given, column, list(dict.fromkeys(others)))
+    except MissingColumnError as error:
+        raise UserError(f"{error.found} {advice}") from error
+
+
+def _read_guide(given: Any, column: str, among: Collection) -> Collection:
+    """Return the labelled texts of a guide; those that are not among the others are told."""
+    guide = _read(given, column, ["label"], f"A guide has the columns {column} and label.")
+    labels: dict[str, str] = {}
+    for number, (text, value) in enumerate(
+        zip(guide.texts, guide.columns["label"], strict=True), 1
+    ):
+        where = f"row {number} of {guide.file}"
+        if value is None or not str(value).strip():
+            raise UserError(f"{where}: label is empty. Mend or remove it and try again.")
+        label = str(value).strip()
+        if labels.setdefault(text, label) != label:
+            raise UserError(
+                f"{where}: {brief(text)} is labelled {brief(label)}, and {brief(labels[text])} "
+                "before. Keep one of them."
+            )
+    if len(set(labels.values())) < 2:
+        raise UserError(
+            f"{guide.file} has one label, {brief(next(iter(labels.values())))}; a guide shows what "
+            "sets clusters apart, by texts of two labels at least."
+        )
+    others = len(labels.keys() - set(among.texts))
+    if others:
+        log.info(
+            f"{guide.file}: {others:,} of {len(labels):,} labelled texts are not in {among.file}; "
+            "they guide too, and are in no cluster"
+        )
+    return Collection(list(labels), guide.file, {"label": list(labels.values())})
+
+
+def _known(
+    found: Collection, names: Sequence[str], guide: Collection | None
+) -> dict[str, list[str | None]]:
+    """Return the known labels of each column; None where there is none, or the guide has the text.
+
+    What the guide was told would be no test.
+    """
+    told = set(guide.texts) if guide else set()
+    known = {}
+    for name in names:
+        values = [
+            None if value is None or not str(value).strip() or text in told else str(value)
+            for text, value in zip(found.texts, found.columns[name], strict=True)
+        ]
+        classes = {value for value in values if value is not None}
+        if len(classes) < 2:
+            beside = " beside the guide's texts" if told else ""
+            raise UserError(
+                f"--labels {name}: {found.file} has {len(classes)} different labels{beside}; at "
+                "least 2 are needed to compare with."
+            )
+        known[name] = values
+    return known
+
+
+# -- what is written ---------------------------------------------------------------------------
+
+
+def _counted(made: Sequence[Clustering]) -> str:
+    if len(made) == 1:
+        return f"{made[0].k} clusters"
+    return ", ".join(f"{one.k} clusters by {one.title}" for one in made)
+
+
+def _write(
+    out: Path,
+    table: dict[str, Sequence[Any]],
+    made: Sequence[Clustering],
+    columns: Sequence[tuple[str, str]],
+) -> None:
+    """Write a table of texts, with columns for the clusters of each condition and their names."""
+    for one, (number, name) in zip(made, columns, strict=True):
+        names = {own.cluster: own.name for own in one.clusters}
+        table |= {number: one.labels.tolist(), name: [names[i] for i in one.labels.tolist()]}
+    write = _write_parquet if out.suffix.lower() == ".parquet" else _write_csv
+    with replacing(out) as temporary:
+        write(temporary, table)
+
+
+def _write_parquet(path: Path, table: Mapping[str, Sequence[Any]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = {name: column_of(values) for name, values in table.items()}
+    pq.write_table(pa.table(columns), path.absolute())
+
+
+def _write_csv(path: Path, table: Mapping[str, Sequence[Any]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv_writer(stream)
+        writer.writerow(table)
+        writer.writerows(zip(*table.values(), strict=True))
