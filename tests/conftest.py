@@ -3,11 +3,13 @@
 import csv
 import gc
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -87,6 +89,19 @@ def one_thread() -> Iterator[None]:
 def minilm() -> Encoder:
     """The real all-MiniLM-L6-v2, in float32 on the CPU."""
     return load_encoder("minilm", dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """An installed Chromium or Chrome."""
+    library = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+    pytest.importorskip("axe_playwright_python", reason="axe is not installed")
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        pytest.skip("no Chromium or Chrome is installed")
+    with library.sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=found)
 
 
 @pytest.fixture(scope="session")

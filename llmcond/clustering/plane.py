@@ -39,7 +39,8 @@ def _places(vectors: Vectors, before: Places | None, seed: int) -> Places:
     if kept < 2:
         vectors = np.repeat(vectors, 2, axis=1)
         kept = 2
-    points = PCA(kept, random_state=seed).fit_transform(vectors)
+    with np.errstate(invalid="ignore"):  # of equal vectors no component explains a share
+        points = PCA(kept, random_state=seed).fit_transform(vectors)
     start = points[:, :2] if before is None else before - before.mean(axis=0)
     # As its authors advise: small, so that far-apart points can still pass each other.
     start = 1e-4 * start / (start.std() or 1.0)

@@ -10,6 +10,7 @@ from typing import Any
 from llmcond.data.datasets import Problems
 from llmcond.data.readers import (
     SUFFIXES,
+    MissingColumnError,
     open_source,
     read_lines,
     read_records,
@@ -107,11 +108,15 @@ def read_collection(given: Any, column: str = "text", others: Sequence[str] = ()
     file = source.files[0]
     found = Collection([], Path(file).name, {name: [] for name in others})
     problems = Problems(found.file)
-    with ReadBar(found.file) as bar:
-        records = read_records(source, file, list(dict.fromkeys([column, *others])))
-        for number, record in enumerate(bar.count(records), 1):
-            found.texts.append(problems.text(number, column, record[column]))
-            for name, values in found.columns.items():
-                values.append(record[name])
+    try:
+        with ReadBar(found.file) as bar:
+            records = read_records(source, file, list(dict.fromkeys([column, *others])))
+            for number, record in enumerate(bar.count(records), 1):
+                found.texts.append(problems.text(number, column, record[column]))
+                for name, values in found.columns.items():
+                    values.append(record[name])
+    except MissingColumnError as error:
+        advice = "Name the column of the texts: --text COL."
+        raise MissingColumnError(error.found, advice) from error
     problems.raise_if_any()
     return found

@@ -70,7 +70,8 @@ def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
 
     given = Embeddings(run_folder, head, prompt, device)
     rows = [*found.texts, *(guide_read.texts if guide_read else ())]
-    given.extract([(one, asked) for asked in condition for one in rows], found.file)
+    if condition:
+        given.extract([(one, asked) for asked in condition for one in rows], found.file)
     drawing = None if report is None else Drawing(found.texts, seed)
     made: list[Clustering] = []
     for asked in condition or (None,):

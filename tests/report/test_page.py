@@ -1,15 +1,12 @@
 """The page of results: what it holds, that nothing of it runs or asks, and how browsers see it."""
 
-import json
 import re
-import shutil
-from contextlib import contextmanager
 from dataclasses import replace
-from html.parser import HTMLParser
 from math import nan
 
 import numpy as np
 import pytest
+from helpers.pages import DRAWN, HOSTILE, Parsed, faults, opened, sideways
 
 from llmcond.data.queries import QueryRows
 from llmcond.data.rows import Rows
@@ -31,17 +28,6 @@ COMMON = ("The number of people.", "the activity", "The place", "The age of the 
 RARE = ("the colour of the {}", "what the {} is made of", "how far away the {} is", "the {} itself")
 THINGS = "coat hat dog ball street lake newspaper bicycle window table horse umbrella".split()
 TEMPLATES = ("pair-cond", "concat-sent-cond", "concat-cond-sent", "question-then-sentence")
-
-HOSTILE = (
-    "<script>alert(1)</script>",
-    "</script><script>document.title = 'run'</script><!-- <script>",
-    "<img src=x onerror=alert(1)> &amp; \u2028 \u2029 \x00 {{ 7 * 7 }} ${7 * 7} \\u003c",
-    "\N{FAMILY} 👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301 — ﷽ and a family on the beach 🏖️",
-    "امرأتان تقرأان كتابًا على الشاطئ في المساء.",
-    "\u202eright to left, never closed",
-    "wordwithoutanyspace" * 105,
-    "A long story of a dog, and of its owner. " * 50,
-)
 
 
 def result(name, spearman, head="mlp", prompt="pair-cond", **given):
@@ -261,42 +247,6 @@ def plain(page):
     )
 
 
-class Parsed(HTMLParser):
-    """What of a page a browser would take for elements, attributes, scripts and text."""
-
-    VOID = ("meta", "link", "input", "br")
-
-    def __init__(self, source):
-        super().__init__(convert_charrefs=True)
-        self.elements, self.scripts, self.text, self.open = [], [], [], []
-        self.feed(source)
-        self.close()
-        self.said = " ".join(" ".join(self.text).split())
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] == "script":
-            self.scripts[-1] += data
-        elif self.open and self.open[-1] != "style":
-            self.text.append(data)
-
-    def all(self, tag):
-        return [attributes for name, attributes in self.elements if name == tag]
-
-    @property
-    def data(self):
-        return json.loads(self.scripts[0])
-
-
 def ranked(page):
     """A page of ranks, of two heads, with hostile texts."""
     random, n = np.random.default_rng(0), 60
@@ -372,7 +322,7 @@ def test_nothing_is_fetched_and_no_script_runs_but_the_pages_own(parsed):
     assert policy["http-equiv"] == "Content-Security-Policy"
     assert "default-src 'none'" in policy["content"]
     assert "unsafe-eval" not in policy["content"]
-    assert len(re.findall("'sha256-[^']+'", policy["content"])) == 2
+    assert len(re.findall("'sha256-[^']+'", policy["content"])) == 3
     for _, attributes in parsed.elements:
         assert "src" not in attributes
         assert not any(name.startswith("on") for name in attributes)
@@ -428,7 +378,7 @@ def test_embedded_numbers_are_those_of_the_rows(page, parsed):
 
 def test_hostile_texts_are_texts(page, tmp_path):
     source = written(hostile(page), tmp_path)
-    assert len(source.scripts) == 3
+    assert len(source.scripts) == 4
     assert len(source.all("style")) == 1
     assert not source.all("img")
     assert set(HOSTILE) <= set(source.data["texts"])
@@ -534,18 +484,6 @@ def test_figures_are_written_for_people():
 
 
 @pytest.fixture(scope="module")
-def browser():
-    library = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
-    pytest.importorskip("axe_playwright_python", reason="axe is not installed")
-    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        pytest.skip("no Chromium or Chrome is installed")
-    with library.sync_playwright() as playwright:
-        yield playwright.chromium.launch(executable_path=found)
-
-
-@pytest.fixture(scope="module")
 def files(page, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     pages = {
@@ -559,49 +497,6 @@ def files(page, tmp_path_factory):
     for name, one in pages.items():
         write_page(one, folder / f"{name}.html")
     return folder
-
-
-DRAWN = "[...document.querySelectorAll('[data-chart]')].every(box => box.querySelector('svg'))"
-
-
-@contextmanager
-def opened(browser, path, width=1_280, scheme="light"):
-    """A page in a browser; at the end, it must have complained of nothing and asked for nothing."""
-    complaints, asked = [], []
-    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    try:
-        tab = context.new_page()
-        tab.set_default_timeout(15_000)
-        tab.on("console", lambda message: complaints.append(message.text))
-        tab.on("pageerror", lambda error: complaints.append(str(error)))
-        tab.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
-        tab.on("request", lambda request: asked.append(request.url))
-        tab.goto(path.as_uri())
-        tab.wait_for_function(DRAWN)
-        yield tab
-        assert complaints == []
-        assert asked == [path.as_uri()]
-    finally:
-        context.close()
-
-
-def sideways(tab):
-    """How far the page scrolls sideways, and what reaches out of it unless it has a scroll box."""
-    return tab.evaluate(
-        """() => {
-            const width = document.documentElement.clientWidth;
-            const out = [...document.querySelectorAll("body *")].filter((e) =>
-                e.getBoundingClientRect().right > width + 1 && !e.closest(".scroll"));
-            return [document.documentElement.scrollWidth - width, out.map((e) => e.outerHTML)];
-        }"""
-    )
-
-
-def faults(tab):
-    from axe_playwright_python.sync_playwright import Axe
-
-    found = Axe().run(tab).response["violations"]
-    return [fault for fault in found if fault["impact"] in ("serious", "critical")]
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1_280, "light")])

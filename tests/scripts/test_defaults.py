@@ -1,5 +1,6 @@
 """Every script runs as its first lines have it, here with tiny sizes."""
 
+import json
 import os
 from importlib import import_module
 from multiprocessing.dummy import Pipe
@@ -15,6 +16,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: Script -> sizes, and a word of what it prints.
 SCRIPTS = {
+    "bench_clusters": (
+        "--model {tiny} --data {classes} --guides 6 --seeds 1",
+        "| minilm-csts | language |",
+    ),
     "bench_cross": (
         "--model {tiny} --rows 8 --dev-rows 6 --batch-size 4 --rounds 1",
         "| llmcond, one order |",
@@ -67,6 +72,19 @@ def tiny(tiny_checkpoint):
 
 
 @pytest.fixture
+def classes(tmp_path, small_rows):
+    """A folder of texts with classes of three kinds."""
+    folder = tmp_path / "classes"
+    folder.mkdir()
+    texts = [row[0] for row in small_rows[:48:2]]
+    for step, kind in enumerate(("topic", "style", "language"), 1):
+        labels = [i // step % 3 for i in range(len(texts))]
+        (folder / f"{kind}-labels.json").write_text(json.dumps({"labels": labels}))
+        (folder / f"{kind}-data.json").write_text(json.dumps({"texts": texts}))
+    return folder
+
+
+@pytest.fixture
 def in_this_process(monkeypatch, tiny):
     """Let threads take the place of processes, which would import everything anew."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
@@ -85,11 +103,12 @@ def in_this_process(monkeypatch, tiny):
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_runs(name, tiny, tmp_path, write_rows, small_rows, monkeypatch, capsys):
+def test_a_script_runs(name, tiny, tmp_path, write_rows, small_rows, classes, monkeypatch, capsys):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     sizes, said = SCRIPTS[name]
-    given = sizes.format(tmp=tmp_path, tiny=tiny, rows=write_rows(small_rows[:24]))
+    rows = write_rows(small_rows[:24])
+    given = sizes.format(tmp=tmp_path, tiny=tiny, rows=rows, classes=classes)
     monkeypatch.setattr("sys.argv", [name, *given.split()])
     assert import_module(name).main() in (None, 0)
     assert said in capsys.readouterr().out

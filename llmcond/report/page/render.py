@@ -87,7 +87,7 @@ def write_html(
     environment.policies["json.dumps_kwargs"] = _JSON
     environment.tests["nested"] = _nested
     environment.filters["plain"] = _plain
-    own = [_script(text) for text in ((_FOLDER / "theme.js").read_text("utf-8"), *scripts)]
+    own = [_script(text) for text in (*scripts, (_FOLDER / "theme.js").read_text("utf-8"))]
     text = environment.get_template(template.name).render(
         **values,
         data=data,

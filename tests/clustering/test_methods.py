@@ -1,0 +1,156 @@
+"""Clusters of vectors: how many, which, what they are called, and how they are scored and drawn."""
+
+import numpy as np
+import pytest
+from sklearn.metrics import adjusted_rand_score, v_measure_score
+
+from llmcond.clustering.describe import describe
+from llmcond.clustering.guide import guided
+from llmcond.clustering.methods import (
+    CLEAR,
+    NOISE,
+    SAMPLE,
+    by_size,
+    choose_k,
+    hdbscan,
+    kmeans,
+    sample,
+)
+from llmcond.clustering.plane import places
+from llmcond.clustering.scores import score
+
+
+def blobs(sizes, apart=6.0, dim=8, seed=0):
+    """Points around centres, the first so many around the first, and whose they are."""
+    random = np.random.default_rng(seed)
+    centres = apart * np.eye(max(dim, len(sizes)))[: len(sizes), :]
+    truth = np.repeat(np.arange(len(sizes)), sizes)
+    points = centres[truth] + random.normal(size=(len(truth), centres.shape[1]))
+    return points.astype(np.float32), truth
+
+
+@pytest.mark.parametrize("k", [2, 3, 5, 15])
+def test_k_is_that_of_clusters_that_are_apart(k):
+    points, truth = blobs([40] * k, apart=12, dim=16)
+    chosen, scores = choose_k(points, 0)
+    assert chosen == k
+    assert scores[k] > CLEAR
+    assert v_measure_score(truth, kmeans(points, k, 0)) == pytest.approx(1)
+
+
+def test_two_halves_of_a_cloud_are_not_taken_for_clusters():
+    points = np.random.default_rng(0).normal(size=(300, 20)).astype(np.float32)
+    points[:, 0] *= 2
+    chosen, scores = choose_k(points, 0)
+    assert max(scores, key=scores.get) == 2
+    assert scores[2] < CLEAR
+    assert chosen > 2
+
+
+def test_few_points_have_few_clusters():
+    assert choose_k(np.eye(2, dtype=np.float32), 0) == (2, {2: 0.0})
+    repeated = np.repeat(np.eye(3, dtype=np.float32), 20, axis=0)
+    assert choose_k(repeated, 0)[0] == 2
+
+
+def test_the_same_seed_gives_the_same_clusters_the_largest_first():
+    points, _ = blobs([20, 50, 30], apart=2)
+    first, again = kmeans(points, 3, 7), kmeans(points, 3, 7)
+    assert first.tolist() == again.tolist()
+    assert np.bincount(first).tolist() == sorted(np.bincount(first), reverse=True)
+    assert by_size(np.array([5, NOISE, NOISE, NOISE, 2, 2])).tolist() == [1, -1, -1, -1, 0, 0]
+
+
+def test_hdbscan_leaves_out_what_is_in_none():
+    points, truth = blobs([40, 60], apart=12)
+    far = np.full((1, points.shape[1]), 99, np.float32)
+    labels = hdbscan(np.concatenate([points, far]), 10)
+    assert labels[-1] == NOISE
+    assert adjusted_rand_score(truth, labels[:-1]) > 0.9
+    assert hdbscan(np.random.default_rng(0).uniform(size=(20, 8)), 15).tolist() == [NOISE] * 20
+
+
+def test_a_sample_is_drawn_where_there_are_many():
+    assert sample(5, 9, 0).tolist() == [0, 1, 2, 3, 4]
+    drawn = sample(5 * SAMPLE, SAMPLE, 1)
+    assert len(set(drawn.tolist())) == SAMPLE
+    assert drawn.tolist() == sorted(drawn) == sample(5 * SAMPLE, SAMPLE, 1).tolist()
+
+
+def test_a_guide_finds_what_is_wanted_not_what_is_most_apart():
+    random = np.random.default_rng(0)
+    wanted, other = random.integers(2, size=(2, 400))
+    # The wanted direction is small beside another one.
+    points = random.normal(scale=0.05, size=(400, 16)).astype(np.float32)
+    points[:, 0] += 0.3 * wanted
+    points[:, 1] += 1.0 * other
+    assert v_measure_score(wanted, kmeans(points, 2, 0)) < 0.05
+    labels = ["yes" if one else "no" for one in wanted[:60]]
+    found = guided(points, points[:60], labels)
+    assert found.shape == (400, 2)
+    assert v_measure_score(wanted[60:], kmeans(found, 2, 0)[60:]) > 0.9
+
+
+def test_names_are_what_sets_a_cluster_apart():
+    texts = ["the dog ran in the park", "a dog barks in the park", "a cat sleeps in the park"] * 4
+    texts += ["the cat purrs in the park"]
+    labels = np.array([0, 0, 1] * 4 + [1])
+    vectors = np.eye(2, dtype=np.float32)[labels] + np.arange(13)[:, None] * [0.001, 0]
+    first, second = describe(texts, vectors, labels)
+    assert first.name.startswith("dog, ")
+    assert second.name.startswith("cat, ")
+    assert not any(one.name.startswith(("park", "the")) for one in (first, second))
+    assert (first.size, second.size) == (8, 5)
+    # The one in the middle of its cluster, and each text once.
+    assert second.typical[0] == "a cat sleeps in the park"
+    assert len(second.typical) == 2
+
+
+def test_what_is_in_no_cluster_comes_last_and_has_no_name():
+    found = describe(["a b", "? !", "…"], np.eye(3), np.array([NOISE, 0, 0]))
+    assert [one.cluster for one in found] == [0, NOISE]
+    assert [one.name for one in found] == ["", ""]
+    assert (found[1].size, found[1].typical) == (1, ())
+
+
+def test_scores_are_those_of_scikit_learn_with_intervals_around_them():
+    random = np.random.default_rng(0)
+    truth = random.integers(4, size=300)
+    good = np.where(random.random(300) < 0.8, truth, random.integers(4, size=300))
+    bad = random.integers(4, size=300)
+    labels = [None if i < 20 else f"l{label}" for i, label in enumerate(truth)]
+    found = score(good, bad, labels, "topic")
+    assert (found.n, found.classes) == (280, 4)
+    own = found.own["v_measure"]
+    assert own.value == pytest.approx(v_measure_score(truth[20:], good[20:]))
+    assert found.own["ari"].value == pytest.approx(adjusted_rand_score(truth[20:], good[20:]))
+    assert own.low < own.value < own.high < own.value + 0.15
+    assert found.difference["v_measure"].low > 0.2
+    values = found.to_json()
+    assert values["plain_ari"] == pytest.approx(adjusted_rand_score(truth[20:], bad[20:]))
+    assert values["minus_plain_ari"] == pytest.approx(values["ari"] - values["plain_ari"])
+
+
+def test_a_map_keeps_neighbours_and_begins_where_the_last_one_ended():
+    points, truth = blobs([25, 25], apart=12)
+    first, again, other = places([points, points, points[::-1].copy()], 0)
+    assert first.min() >= 0
+    assert first.max() <= 1
+    centres = [first[truth == i].mean(axis=0) for i in (0, 1)]
+    spread = max(first[truth == i].std() for i in (0, 1))
+    assert np.linalg.norm(centres[0] - centres[1]) > 2 * spread
+    moved = [np.linalg.norm(first - one, axis=1).mean() for one in (again, other)]
+    assert moved[0] < moved[1]
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (3, 4), (4, 1), (6, 3)])
+def test_a_map_of_little_is_a_map(shape):
+    found = places([np.random.default_rng(0).normal(size=shape).astype(np.float32)], 0)[0]
+    assert found.shape == (shape[0], 2)
+    assert np.isfinite(found).all()
+    assert len(np.unique(found, axis=0)) == shape[0]
+
+
+def test_equal_vectors_have_a_map():
+    found = places([np.ones((8, 3), np.float32)], 0)[0]
+    assert np.isfinite(found).all()

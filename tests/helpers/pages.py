@@ -1,0 +1,95 @@
+"""Pages as a parser and as a browser see them, and texts that would do harm if they could."""
+
+import json
+from contextlib import contextmanager
+from html.parser import HTMLParser
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "</script><script>document.title = 'run'</script><!-- <script>",
+    "<img src=x onerror=alert(1)> &amp; \u2028 \u2029 \x00 {{ 7 * 7 }} ${7 * 7} \\u003c",
+    "\N{FAMILY} 👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301 — ﷽ and a family on the beach 🏖️",
+    "امرأتان تقرأان كتابًا على الشاطئ في المساء.",
+    "\u202eright to left, never closed",
+    "wordwithoutanyspace" * 105,
+    "A long story of a dog, and of its owner. " * 50,
+)
+
+
+class Parsed(HTMLParser):
+    """What of a page a browser would take for elements, attributes, scripts and text."""
+
+    VOID = ("meta", "link", "input", "br")
+
+    def __init__(self, source):
+        super().__init__(convert_charrefs=True)
+        self.elements, self.scripts, self.text, self.open = [], [], [], []
+        self.feed(source)
+        self.close()
+        self.said = " ".join(" ".join(self.text).split())
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "script":
+            self.scripts[-1] += data
+        elif self.open and self.open[-1] != "style":
+            self.text.append(data)
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    @property
+    def data(self):
+        return json.loads(self.scripts[0])
+
+
+DRAWN = "[...document.querySelectorAll('[data-chart]')].every(box => box.querySelector('svg'))"
+
+
+@contextmanager
+def opened(browser, path, width=1_280, scheme="light"):
+    """A page in a browser; at the end, it must have complained of nothing and asked for nothing."""
+    complaints, asked = [], []
+    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    try:
+        tab = context.new_page()
+        tab.set_default_timeout(15_000)
+        tab.on("console", lambda message: complaints.append(message.text))
+        tab.on("pageerror", lambda error: complaints.append(str(error)))
+        tab.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.goto(path.as_uri())
+        tab.wait_for_function(DRAWN)
+        yield tab
+        assert complaints == []
+        assert asked == [path.as_uri()]
+    finally:
+        context.close()
+
+
+def sideways(tab):
+    """How far the page scrolls sideways, and what reaches out of it unless it has a scroll box."""
+    return tab.evaluate(
+        """() => {
+            const width = document.documentElement.clientWidth;
+            const out = [...document.querySelectorAll("body *")].filter((e) =>
+                e.getBoundingClientRect().right > width + 1 && !e.closest(".scroll"));
+            return [document.documentElement.scrollWidth - width, out.map((e) => e.outerHTML)];
+        }"""
+    )
+
+
+def faults(tab):
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(tab).response["violations"]
+    return [fault for fault in found if fault["impact"] in ("serious", "critical")]
