@@ -250,6 +250,10 @@
   new MutationObserver(again).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
   new ResizeObserver(draw).observe(canvas);
+  const wide = new ResizeObserver((entries) => {
+    for (const { target } of entries) target.classList.toggle("wide", target.scrollWidth > target.clientWidth);
+  });
+  document.querySelectorAll(".scroll").forEach((box) => wide.observe(box));
   readColours();
   legend();
   count();

@@ -19,6 +19,8 @@ SAMPLE = 2_000
 CLEAR = 0.25
 #: K-means is started so often, and the tightest clustering kept; fewer times where K is chosen.
 _STARTS, _STARTS_OF_CHOICE = 10, 2
+#: Principal components that HDBSCAN works on.
+_KEPT = 5
 #: So few vectors are clustered by one thread: see :mod:`llmcond.evaluation.clusters`.
 _FEW = 2_000
 
@@ -62,13 +64,20 @@ def _candidates() -> list[int]:
 def hdbscan(vectors: Vectors, least: int) -> Labels:
     """Return (n,) the cluster of each of n vectors by HDBSCAN, ``NOISE`` where it is in none.
 
+    It works on ``_KEPT`` principal components: in hundreds of dimensions hardly anything is dense,
+    so that most texts are in no cluster, and 10,000 take a minute.
+
     Args:
         vectors: (n, d).
         least: vectors that make a cluster.
     """
     from sklearn.cluster import HDBSCAN
+    from sklearn.decomposition import PCA
 
-    return by_size(HDBSCAN(min_cluster_size=least, copy=True).fit_predict(vectors))
+    kept = min(_KEPT, *vectors.shape)
+    with np.errstate(invalid="ignore"):  # of equal vectors no component explains a share
+        points = PCA(kept, random_state=0).fit_transform(vectors)
+    return by_size(HDBSCAN(min_cluster_size=least, copy=True).fit_predict(points))
 
 
 def by_size(labels: NDArray[Any]) -> Labels:

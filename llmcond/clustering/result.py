@@ -64,7 +64,6 @@ class Clustered:
         texts, distinct: how many, and how many of them differ.
         guide: labels of the guide -> how many texts of it have each; None: there is no guide.
         clusterings: one for each condition.
-        plain: of the texts by themselves, where known labels are there to compare with.
     """
 
     out: Path
@@ -79,12 +78,11 @@ class Clustered:
     seed: int
     guide: Mapping[str, int] | None
     clusterings: Sequence[Clustering]
-    plain: Sequence[Clustering] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
-        values = {key: value for key, value in vars(self).items() if key != "plain"}
-        return values | {
+        return {
+            **vars(self),
             "out": str(self.out),
             "report": None if self.report is None else str(self.report),
             "clusterings": [one.to_json() for one in self.clusterings],

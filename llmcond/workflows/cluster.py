@@ -70,12 +70,13 @@ def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
 
     given = Embeddings(run_folder, head, prompt, device)
     rows = [*found.texts, *(guide_read.texts if guide_read else ())]
-    if condition:
-        given.extract([(one, asked) for asked in condition for one in rows], found.file)
     drawing = None if report is None else Drawing(found.texts, seed)
     made: list[Clustering] = []
     for asked in condition or (None,):
-        vectors = given.alone(rows) if asked is None else given.of([(r, asked) for r in rows])
+        if asked is None:
+            vectors = given.alone(rows)
+        else:
+            vectors = given.of([(one, asked) for one in rows], found.file)
         if guide_read is not None:
             own, theirs = vectors[: len(found.texts)], vectors[len(found.texts) :]
             vectors = guided(own, theirs, guide_read.columns["label"])
@@ -85,11 +86,7 @@ def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
     if labels:
         plain = given.alone(found.texts)
         beside = [find.again(one.k)(plain)[0] for one in made]
-        columns_known = labels if len(labels) > 1 else [labels[0]] * len(made)
-        made = [
-            replace(one, scores=score(one.labels, other, known[name], name))
-            for one, other, name in zip(made, beside, columns_known, strict=True)
-        ]
+        made = _scored(made, beside, known, labels)
         if drawing is not None and condition:
             drawing.add(Clustering(None, beside[0], describe(found.texts, plain, beside[0])), plain)
     result = Clustered(
@@ -305,6 +302,20 @@ def _known(
             )
         known[name] = values
     return known
+
+
+def _scored(
+    made: Sequence[Clustering],
+    plain: Sequence[Labels],
+    known: Mapping[str, list[str | None]],
+    names: Sequence[str],
+) -> list[Clustering]:
+    """Return clusterings with their scores, and those of clusters of plain embeddings."""
+    columns = names if len(names) > 1 else [names[0]] * len(made)
+    return [
+        replace(one, scores=score(one.labels, other, known[name], name))
+        for one, other, name in zip(made, plain, columns, strict=True)
+    ]
 
 
 # -- what is written ---------------------------------------------------------------------------

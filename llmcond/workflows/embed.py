@@ -94,8 +94,13 @@ class Embeddings:
                 found = head.transform(features, self.view.condition(read))
             yield unit_length(found, head) if normalize else found
 
-    def of(self, rows: Sequence[tuple[str, str]]) -> Vectors:
-        """Return (n, k) all embeddings of rows that were extracted, of unit L2 norm."""
+    def of(self, rows: Sequence[tuple[str, str]], file: str) -> Vectors:
+        """Return (n, k) the embeddings of rows of a file so named, of unit L2 norm.
+
+        Raises:
+            UserError: as of :meth:`extract`.
+        """
+        self.extract(rows, file)
         return np.concatenate(list(self.blocks(rows)))
 
     def alone(self, texts: Sequence[str]) -> Vectors:
