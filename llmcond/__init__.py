@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from llmcond.runs.embedder import Embedder, load_embedder
     from llmcond.runs.features import load_features
     from llmcond.runs.replies import Candidates, DialogueModel, Talk, load_dialogue
+    from llmcond.search.hits import Hits
+    from llmcond.search.index import Index
     from llmcond.tasks import Task
 
 __all__ = [
@@ -49,6 +51,8 @@ __all__ = [
     "Encoder",
     "EncoderInput",
     "Head",
+    "Hits",
+    "Index",
     "LlmcondError",
     "Talk",
     "Task",
@@ -91,6 +95,8 @@ _HOMES = {
     "Encoder": "llmcond.encoders.encoder",
     "EncoderInput": "llmcond.encoders.spec",
     "Head": "llmcond.heads.estimator",
+    "Hits": "llmcond.search.hits",
+    "Index": "llmcond.search.index",
     "LlmcondError": "llmcond.errors",
     "Talk": "llmcond.runs.replies",
     "Task": "llmcond.tasks",

@@ -170,12 +170,17 @@ def load_embedder(
     view = View((opened.prompt(prompt),)) if chosen is None else chosen.view
     view.check_texts()
     resolved = opened.resolve_encoder(device, max_tokens_per_batch)
+    return make_embedder(LazyEncoder(resolved)(), view, chosen)
+
+
+def make_embedder(encoder: Encoder, view: View, chosen: SavedHead | None) -> Embedder:
+    """Return an encoder with a head of its run, or zero-shot, as one object."""
     if chosen is None:
-        return Embedder(LazyEncoder(resolved)(), view)
+        return Embedder(encoder, view)
     cache = ConditionCache(chosen.head) if chosen.head.generates_matrices else None
     data = chosen.record["data"]["source"]
     fitted_on = "the bundled sample" if data == "sample" else str(data)
-    return Embedder(LazyEncoder(resolved)(), view, chosen.head, chosen.name, cache, fitted_on)
+    return Embedder(encoder, view, chosen.head, chosen.name, cache, fitted_on)
 
 
 @overload

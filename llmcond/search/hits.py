@@ -1,0 +1,47 @@
+"""What a search found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Hits:
+    """The texts nearest to a query under a condition, best first.
+
+    Attributes:
+        query: what was searched for.
+        conditions: its conditions with their weights.
+        rows: a dictionary for each hit: ``rank`` from 1, ``score``, ``text``, ``id``, and the other
+            columns; with ``explain`` also its score under each condition and under none.
+        searched: texts that were compared: all, or those that a filter lets through.
+        exact: whether all of these were compared under the condition; else only the nearest of them
+            by their embeddings without it.
+    """
+
+    query: str
+    conditions: Mapping[str, float]
+    rows: Sequence[Mapping[str, Any]]
+    searched: int
+    exact: bool = True
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        return {
+            "results": [dict(row) for row in self.rows],
+            "query": self.query,
+            "conditions": dict(self.conditions),
+            "searched": self.searched,
+            "exact": self.exact,
+        }
+
+    def to_pandas(self) -> Any:
+        """Return the hits as a data frame."""
+        import pandas as pd  # type: ignore[import-untyped,unused-ignore]
+
+        return pd.DataFrame([dict(row) for row in self.rows])

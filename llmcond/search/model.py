@@ -1,0 +1,93 @@
+"""What makes the vectors of an index: an encoder, a prompt and a head, and how they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from llmcond.bundled import pretrained
+from llmcond.errors import UserError
+from llmcond.features.view import View
+from llmcond.runs import Run, SavedHead, open_run
+from llmcond.runs.embedder import Embedder, choose_head, make_embedder
+from llmcond.runs.extraction import LazyEncoder
+from llmcond.runs.usual import usual_run
+from llmcond.search.projection import Sources
+
+
+@dataclass(frozen=True)
+class Model:
+    """A run with one of its heads, or zero-shot. The encoder is loaded when it is needed."""
+
+    run: Run
+    saved: SavedHead | None
+    view: View
+    device: str
+
+    @classmethod
+    def find(
+        cls,
+        run: str | Path | None,
+        model: str | None,
+        head: str | None,
+        prompt: str | None,
+        device: str,
+    ) -> Model:
+        """Return what the arguments of :func:`load_embedder` name.
+
+        Raises:
+            UserError: no such run or head, or a head whose embeddings are not compared by cosine.
+        """
+        opened = open_run(usual_run(run, model))
+        saved = choose_head(opened, head, prompt)
+        view = View((opened.prompt(prompt),)) if saved is None else saved.view
+        view.check_texts()
+        if saved is not None and not saved.head.compares_by_cosine:
+            raise UserError(
+                f"the head {saved.name} compares embeddings in a way of its own, and an index "
+                "compares by cosine. Choose another --head."
+            )
+        return cls(opened, saved, view, device)
+
+    @property
+    def made_by(self) -> dict[str, str]:
+        """Return how it is found again: the arguments of :meth:`find`, as texts."""
+        folder = self.run.folder
+        bundled = folder == pretrained(folder.name)
+        where = {"model": folder.name} if bundled else {"run": str(folder.resolve())}
+        if self.saved is None:
+            return {**where, "head": "none", "prompt": self.view.name}
+        return {**where, "head": self.saved.name}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return everything that decides the vectors."""
+        return {
+            "encoder": self.run.identity.fingerprint,
+            "prompts": {prompt.name: prompt.digest for prompt in self.view.prompts},
+            "subtract": self.view.subtract,
+            "head": None if self.saved is None else str(self.saved.record["weights_sha256"]),
+        }
+
+    def differences(self, recorded: Mapping[str, Any]) -> list[str]:
+        """Return in what it is not what :attr:`identity` was recorded of."""
+        own = self.identity
+        return [name for name in own if own[name] != recorded.get(name)]
+
+    @cached_property
+    def sources(self) -> Sources:
+        """Return the inputs behind its vectors."""
+        return Sources(self.view)
+
+    @cached_property
+    def encoder(self) -> LazyEncoder:
+        """Return its encoder, loaded when it is called."""
+        return LazyEncoder(self.run.resolve_encoder(self.device))
+
+    @cached_property
+    def embedder(self) -> Embedder:
+        """Return it as an embedder, which loads the encoder."""
+        return make_embedder(self.encoder(), self.view, self.saved)
