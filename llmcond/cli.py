@@ -33,6 +33,8 @@ COMMANDS = {
     "reply": "reply:Reply",
     "similarity": "similarity:Similarity",
     "embed": "embed:Embed",
+    "index": "index:IndexTexts",
+    "search": "search:Search",
     "cluster": "cluster:Cluster",
     "export": "export:Export",
     "annotate": "annotate:Annotate",

@@ -184,6 +184,7 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Command]) -> None:
             metavar = keywords.get("metavar", name.upper())
             usage.append(metavar if spec.flag == "" else f"{flag} {metavar}")
         if spec.flag == "":
+            keywords |= {} if required else {"nargs": "?", "default": argparse.SUPPRESS}
             groups[spec.group].add_argument(name, **keywords)
         else:
             keywords |= {"required": True} if required else {"default": argparse.SUPPRESS}

@@ -64,11 +64,13 @@ class Index:
 
     Attributes:
         folder: where it is.
+        written: what became of the texts that were added last by this object.
     """
 
     def __init__(self, folder: Path, model: Model) -> None:
         """Open a folder whose index.json was checked; use :meth:`build` or :meth:`open`."""
         self.folder = folder
+        self.written = Written(0, 0, 0)
         self._model = model
         self._views = Views(folder / "views")
         self._opened = _Opened(Table(folder))
@@ -239,6 +241,7 @@ class Index:
                 self._adopt(Table(self.folder))
             for condition in conditions if self.encodes_pairs else ():
                 self._view(self._opened, condition)
+        self.written = plan.written
         log.info(f"{plan.written.told} -> {self.folder}, {len(self):,} texts")
         return plan.written
 

@@ -1,0 +1,61 @@
+"""``llmcond index``: make an index of texts, or add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from llmcond.commands.shared import WithEmbedder, check_source
+from llmcond.data.readers import FILES
+from llmcond.errors import UserError
+from llmcond.options import option
+
+if TYPE_CHECKING:
+    from llmcond.workflows.index import Indexed
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexTexts(WithEmbedder):
+    """Make an index of texts for searching, or add to the one that is there.
+
+    A text whose id is there replaces that one; the same id with the same text costs nothing, so
+    that the same command goes on where it was stopped.
+    """
+
+    example: ClassVar[str] = "llmcond index texts.csv --out texts.index --condition 'the place'"
+
+    texts: str | None = option(
+        None, flag="", metavar="TEXTS", help=f"{FILES}, or a text file, one text a line"
+    )
+    out: Path = option(metavar="DIR", help="folder of the index")
+    text: str = option("text", metavar="COL", help="column of the texts")
+    id: str | None = option(
+        None, metavar="COL", help="column of their ids (default: made of the texts)"
+    )
+    keep: Sequence[str] = option(
+        (), metavar="COL", help="further columns, to filter by and to show"
+    )
+    condition: Sequence[str] = option(
+        (),
+        metavar="C",
+        repeat=True,
+        help="encode the texts under it now; may be repeated. Only of use where the model encodes "
+        "each text together with the condition: others search under any condition at once",
+    )
+    delete: Sequence[str] = option(
+        (), metavar="ID", help="ids of texts to delete, or a file with one a line"
+    )
+
+    def execute(self) -> Indexed:
+        """Index."""
+        if self.texts is not None:
+            check_source(self.texts)
+        elif not (self.out / "index.json").exists():
+            raise UserError(f"there is no index at {self.out}. Name TEXTS to make one of.")
+        elif not (self.condition or self.delete):
+            raise UserError("there is nothing to do. Name TEXTS, --condition or --delete.")
+        from llmcond.workflows.index import index_texts
+
+        return self.call(index_texts, conditions=self.condition)

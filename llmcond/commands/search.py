@@ -1,0 +1,88 @@
+"""``llmcond search``: find the texts of an index that are nearest to a query."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from llmcond.commands.shared import WithDevice
+from llmcond.errors import UserError
+from llmcond.options import option
+
+if TYPE_CHECKING:
+    from llmcond.search import Hits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search(WithDevice):
+    """Find the texts of an index that are nearest to a query under a condition."""
+
+    example: ClassVar[str] = (
+        "llmcond search texts.index 'Children swim in the sea.' --condition 'the place' -k 5"
+    )
+    formats: ClassVar[bool] = True
+
+    folder: Path = option(flag="", metavar="DIR", help="an index; see llmcond index")
+    query: str = option(flag="", metavar="QUERY", help="a text")
+    condition: Sequence[str] = option(metavar="C", repeat=True, help="may be repeated")
+    weight: Sequence[float] = option(
+        (),
+        metavar="W",
+        repeat=True,
+        help="of each condition: scores are weighted sums of cosines (default: 1 each)",
+    )
+    k: int = option(10, flag="-k", metavar="K", help="hits")
+    where: str | None = option(
+        None,
+        metavar="PREDICATE",
+        help="only texts for which it is true of their columns, as in SQL: \"kind = 'news'\"",
+    )
+    rerank: int | None = option(
+        None,
+        metavar="N",
+        help="where the model encodes each text together with the condition: encode only the N "
+        "texts nearest without it, which is not exact",
+    )
+    explain: bool = option(
+        False, help="show each hit's score under each condition and under none, and its rank there"
+    )
+
+    def execute(self) -> Hits:
+        """Search."""
+        if self.weight and len(self.weight) != len(self.condition):
+            raise UserError(
+                f"there are {len(self.weight)} --weight and {len(self.condition)} --condition; "
+                "give one for each, in their order."
+            )
+        if len(set(self.condition)) < len(self.condition):
+            raise UserError("--condition names a text twice; give it once, with a larger --weight.")
+        weights = self.weight or [1.0] * len(self.condition)
+        from llmcond.search import Index
+
+        index = Index.open(self.folder, device=self.device)
+        return index.search(
+            self.query,
+            dict(zip(self.condition, weights, strict=True)),
+            self.k,
+            where=self.where,
+            rerank=self.rerank,
+            explain=self.explain,
+        )
+
+    def show(self, result: Hits, form: str) -> None:
+        """Print a table."""
+        from llmcond.report.terminal import listing, show
+
+        rows = []
+        for hit in result.rows:
+            explained = hit.get("explain", {})
+            row = {key: value for key, value in hit.items() if key != "explain"}
+            if explained:
+                row |= {f"under {text}": score for text, score in explained["conditions"].items()}
+                row |= {"without": explained["score_without"], "rank": hit["rank"]}
+                row["rank without"] = explained["rank_without"]
+            rows.append(row)
+        if rows:
+            show(listing(rows), form)

@@ -1,0 +1,86 @@
+"""Make an index of a file's texts, or add to it and delete from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llmcond.data.candidates import read_collection, text_file
+from llmcond.search import Index
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """What an index holds, and what became of the texts.
+
+    Attributes:
+        texts: how many it holds.
+        conditions: those that it holds vectors for.
+    """
+
+    out: Path
+    texts: int
+    added: int
+    replaced: int
+    unchanged: int
+    deleted: int
+    conditions: Sequence[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        return {**asdict(self), "out": str(self.out)}
+
+
+def index_texts(  # noqa: PLR0913 - each is a choice of the user, by keyword
+    texts: Any,
+    out: Path,
+    *,
+    text: str = "text",
+    id: str | None = None,  # noqa: A002 - as the column is called
+    keep: Sequence[str] = (),
+    conditions: Sequence[str] = (),
+    delete: Sequence[str] = (),
+    run: Path | None = None,
+    model: str | None = None,
+    head: str | None = None,
+    prompt: str | None = None,
+    device: str = "auto",
+) -> Indexed:
+    """Make an index of a file's texts, or change one; texts are deleted before others are added.
+
+    Arguments as in :class:`llmcond.commands.index.IndexTexts`.
+
+    Raises:
+        UserError: texts, ids or columns that are wrong, or as of :meth:`Index.build`.
+        DiskFullError: no room; the same command goes on.
+    """
+    made_by: dict[str, Any] = {"run": run, "model": model, "head": head, "prompt": prompt}
+    deleted = 0
+    if delete:
+        deleted = Index.build(out, **made_by, device=device).delete(_ids(delete))
+    if texts is None:
+        index = Index.build(out, conditions=conditions, **made_by, device=device)
+    else:
+        others = [*keep, *([id] if id else [])]
+        found = read_collection(texts, text, list(dict.fromkeys(others)))
+        index = Index.build(
+            out,
+            found.texts,
+            ids=found.columns[id] if id else None,
+            columns={name: found.columns[name] for name in keep},
+            conditions=conditions,
+            **made_by,
+            device=device,
+        )
+    done = index.written
+    counts = (done.added, done.replaced, done.unchanged)
+    return Indexed(out, len(index), *counts, deleted, index.conditions)
+
+
+def _ids(given: Sequence[str]) -> list[str]:
+    """Return ids that are named, or those of a file that is."""
+    if len(given) == 1 and Path(given[0]).is_file():
+        return text_file(Path(given[0]), "ids", "id")
+    return list(given)
