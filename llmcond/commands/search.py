@@ -77,12 +77,11 @@ class Search(WithDevice):
 
         rows = []
         for hit in result.rows:
-            explained = hit.get("explain", {})
             row = {key: value for key, value in hit.items() if key != "explain"}
-            if explained:
-                row |= {f"under {text}": score for text, score in explained["conditions"].items()}
-                row |= {"without": explained["score_without"], "rank": hit["rank"]}
-                row["rank without"] = explained["rank_without"]
+            if self.explain:
+                told = hit["explain"]
+                row |= {f"under {text}": score for text, score in told["under"].items()}
+                row |= {"without": told["without"], "rank without": told["rank_without"]}
             rows.append(row)
         if rows:
             show(listing(rows), form)

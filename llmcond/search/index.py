@@ -11,49 +11,33 @@ from __future__ import annotations
 import math
 import shutil
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
-import torch
 from filelock import FileLock, Timeout
-from numpy.typing import NDArray
 
-from llmcond.arrays import Array, Dense, Matrix
-from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError, brief, listed
+from llmcond.features.extract import WINDOW
+from llmcond.features.missing import count_missing
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import ViewInputs
 from llmcond.files import check_format, read_json, write_json
 from llmcond.log import log
+from llmcond.prompts.template import Part
 from llmcond.runs.embedder import Embedder
 from llmcond.runs.extraction import extract_inputs
 from llmcond.search.hits import Hits
 from llmcond.search.model import Model
-from llmcond.search.projection import Encode, Projection
 from llmcond.search.rows import Rows, Written
-from llmcond.search.table import VECTOR, Positions, Table, vectors_of
-from llmcond.search.views import ALONE, Segment, View, Views, view_of
+from llmcond.search.searching import Searched
+from llmcond.search.table import Table
+from llmcond.search.version import Version
+from llmcond.search.views import Views
 
 FORMAT = 1
-#: Conditions whose maps, and views, are kept in memory.
-_KEPT = 64
-#: Scores that are in memory at a time.
-_SCORES = 2**26
-
-Scores = NDArray[np.float32]
-
-
-@dataclass(eq=False)
-class _Opened:
-    """One version of the texts, with those of its views that were opened."""
-
-    table: Table
-    views: OrderedDict[str | None, View] = field(default_factory=OrderedDict)
 
 
 class Index:
@@ -73,11 +57,8 @@ class Index:
         self.written = Written(0, 0, 0)
         self._model = model
         self._views = Views(folder / "views")
-        self._opened = _Opened(Table(folder))
-        self._projections: OrderedDict[str | None, Projection] = OrderedDict()
-        # Always taken in this order.
-        self._writer, self._making = threading.RLock(), threading.RLock()
-        self._file_lock = FileLock(folder / ".lock")
+        self._version = Version(Table(folder), self._views, model)
+        self._writer, self._file_lock = threading.Lock(), FileLock(folder / ".lock")
 
     # -- opening -------------------------------------------------------------------------------
 
@@ -175,7 +156,7 @@ class Index:
         return cls(folder, model)
 
     def __len__(self) -> int:
-        return len(self._opened.table)
+        return len(self._version.table)
 
     def __repr__(self) -> str:
         made = ", ".join(f"{key} {value}" for key, value in self._model.made_by.items())
@@ -184,8 +165,7 @@ class Index:
     @property
     def embedder(self) -> Embedder:
         """Return what it encodes by, loaded when it is first needed."""
-        with self._making:
-            return self._model.embedder
+        return self._model.embedder
 
     @property
     def conditions(self) -> list[str]:
@@ -195,7 +175,7 @@ class Index:
     @property
     def columns(self) -> list[str]:
         """Return the names of its columns besides ``id`` and ``text``."""
-        return self._opened.table.columns
+        return self._version.table.columns
 
     @property
     def encodes_pairs(self) -> bool:
@@ -231,55 +211,55 @@ class Index:
         return self._add(Rows.checked(texts, ids, columns))
 
     def _add(self, rows: Rows, conditions: Sequence[str] = ()) -> Written:
-        with self._writing() as table:
-            plan = rows.against(table)
+        with self._writing():
             conditions = list(dict.fromkeys([*self._lasting(), *map(_condition, conditions)]))
+            plan = rows.against(self._version.table)
             if plan.n_new:
-                self._encode(plan.new_texts, conditions)
+                self._encode(plan.new_texts, self._model.sources.alone, [""])
+                self._encode(plan.new_texts, self._model.sources.joint, conditions)
             if len(plan):
                 plan.write(self._store(), self._model.sources.stored)
-                self._adopt(Table(self.folder))
-            for condition in conditions if self.encodes_pairs else ():
-                self._view(self._opened, condition)
+                self._adopt()
+            self._complete(conditions)
         self.written = plan.written
         log.info(f"{plan.written.told} -> {self.folder}, {len(self):,} texts")
         return plan.written
 
     def delete(self, ids: Sequence[object]) -> int:
-        """Delete texts by their ids, and return how many there were."""
+        """Delete texts by their ids, and return how many of these there were."""
         named = list(dict.fromkeys(map(str, ids)))
-        with self._writing() as table:
+        with self._writing():
+            table = self._version.table
             absent = [named[i] for i in np.flatnonzero(table.find(named) < 0)]
             if absent:
-                log.warning(f"{len(absent):,} ids are not there: {listed(absent, 5)}")
+                log.warning(
+                    f"{len(absent):,} of {len(named):,} ids are not there: {listed(absent, 5)}"
+                )
             if len(absent) < len(named):
-                self._adopt(table.delete(named))
+                table.delete(named)
+                self._adopt()
         count = len(named) - len(absent)
         log.info(f"{count:,} texts deleted; {len(self):,} are left in {self.folder}")
         return count
 
     def prepare(self, conditions: Sequence[str]) -> None:
-        """Make the vectors of all texts under conditions, where they are not there yet.
+        """Encode all texts under conditions, where that is not done yet.
 
-        Only needed where each text is encoded together with the condition (``encodes_pairs``).
+        Only where each text is encoded together with the condition (:attr:`encodes_pairs`); with
+        other models any condition is ready. What others wrote meanwhile is taken up.
 
         Raises:
-            UserError: an empty condition.
+            UserError: an empty condition, or a folder that cannot be written.
             DiskFullError: no room; what was encoded is kept for the next time.
         """
         wanted = list(dict.fromkeys(map(_condition, conditions)))
-        absent = [c for c in wanted if self._absent(self._opened, c)]
-        if self.encodes_pairs and len(absent) > 1:
-            with self._writing() as table:  # all in one go: a text's are encoded together
-                texts = table.take(np.arange(len(table)), ["text"])["text"].to_pylist()
-                self._encode(texts, absent, alone=False)
-                for condition in wanted:
-                    self._view(self._opened, condition)
-        for condition in wanted:
-            self._view(self._opened, condition)
+        if not self.encodes_pairs or not any(len(self._version.absent(one)) for one in wanted):
+            return
+        with self._writing():
+            self._complete(wanted)
 
     @contextmanager
-    def _writing(self) -> Iterator[Table]:
+    def _writing(self) -> Iterator[None]:
         """Be the one writer, with the newest version of the texts."""
         with self._writer:
             try:
@@ -290,23 +270,20 @@ class Index:
             except OSError as error:
                 raise UserError(f"{self.folder} cannot be written: {error.strerror}.") from error
             try:
-                self._refresh()
-                yield self._opened.table
-                if self._file_lock.lock_counter == 1:
-                    shutil.rmtree(self.folder / "encoding", ignore_errors=True)
+                self._adopt()
+                yield
+                shutil.rmtree(self.folder / "encoding", ignore_errors=True)
             finally:
                 self._file_lock.release()
 
-    def _refresh(self) -> None:
+    def _adopt(self) -> None:
+        """Go on with the newest version."""
         newest = Table(self.folder)
-        if not np.array_equal(newest.numbers, self._opened.table.numbers):
-            self._adopt(newest)
-
-    def _adopt(self, table: Table) -> None:
-        self._opened = _Opened(table)
+        if newest.version != self._version.table.version:
+            self._version = Version(newest, self._views, self._model)
 
     def _lasting(self) -> list[str]:
-        """Return the conditions whose vectors must be there for every text."""
+        """Return the conditions that there are to be vectors of every text under."""
         return self.conditions if self.encodes_pairs else []
 
     def _store(self) -> FeatureStore:
@@ -315,141 +292,30 @@ class Index:
         return FeatureStore(self.folder / "encoding", run.identity, run.manifest["store_dtype"])
 
     def _encode(
-        self, texts: Sequence[str], conditions: Sequence[str], *, alone: bool = True
+        self, texts: Sequence[str], parts: Sequence[Part], conditions: Sequence[str]
     ) -> FeatureStore:
-        """Encode texts by themselves and under conditions, as far as that is not done yet."""
-        sources, store = self._model.sources, self._store()
-        if alone and sources.alone:
-            inputs = ViewInputs([(text, "") for text in texts], sources.alone)
-            extract_inputs(store, self._model.encoder, "texts", inputs)
-        if conditions and sources.joint:
-            rows = [(text, condition) for text in texts for condition in conditions]
-            name = "texts under " + listed(conditions, 3)
-            extract_inputs(store, self._model.encoder, name, ViewInputs(rows, sources.joint))
+        """Encode texts under conditions, as far as that is not done yet."""
+        store = self._store()
+        inputs = ViewInputs([(text, under) for text in texts for under in conditions], parts)
+        missing = count_missing(store, inputs, WINDOW)
+        if missing.n_missing:
+            name = f"texts under {listed(conditions, 3)}" if any(conditions) else "texts"
+            extract_inputs(store, self._model.encoder, name, inputs, missing)
         return store
 
-    # -- vectors under a condition -------------------------------------------------------------
-
-    def _projection(self, condition: str | None) -> Projection:
-        with self._making:
-            found = self._projections.get(condition)
-            if found is None:
-                inputs = [] if condition is ALONE else self._model.sources.conditions(condition)
-                vectors = self._encoded(inputs)[:]
-                found = Projection(
-                    self._model.sources,
-                    self._model.saved.head if self._model.saved else None,
-                    condition,
-                    dict(zip(inputs, vectors, strict=True)),
-                )
-                self._projections[condition] = found
-                if len(self._projections) > _KEPT:
-                    self._projections.popitem(last=False)
-            self._projections.move_to_end(condition)
-            return found
-
-    def _encoded(self, inputs: Sequence[EncoderInput]) -> Matrix:
-        """Return the vectors of a few inputs, which are not kept."""
-        if not inputs:
-            return Dense(np.zeros((0, 0), dtype=np.float32))
-        vectors = self.embedder.encoder.encode(inputs)
-        bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
-        if len(bad):
-            raise UserError(f"the encoder gave NaN or infinity for {brief(inputs[bad[0]].text)}.")
-        return Dense(vectors)
-
-    def _queries(self, queries: Sequence[str], condition: str | None) -> Array:
-        """Return unit vectors of queries under a condition, (q, k)."""
-        sources = self._model.sources
-        stored = self._encoded(sources.stored(queries))[:].reshape(len(queries), -1)
-        return self._projection(condition)(queries, stored, self._encoded)
-
-    def _absent(self, opened: _Opened, condition: str | None) -> int:
-        """Return how many texts have no vector under a condition yet."""
-        if condition in opened.views:
-            return 0
-        return len(view_of(self._views.read(condition), opened.table)[1])
-
-    def _view(self, opened: _Opened, condition: str | None, *, prepare: bool = True) -> View:
-        """Return the vectors of all texts under a condition, made where they are not there yet.
-
-        Raises:
-            UserError: they would have to be encoded, and ``prepare`` is False.
-        """
-        found = opened.views.get(condition)
-        if found is not None:
-            return found
-        joint = condition is not ALONE and self.encodes_pairs
-        with self._making:
-            found = opened.views.get(condition)
-            if found is not None:
-                return found
-            segments = self._views.read(condition)
-            found, absent = view_of(segments, opened.table)
-            if len(absent) and not joint:
-                found = self._projected(opened.table, condition, segments, absent)
-            if not (len(absent) and joint):
-                opened.views[condition] = found
-                if len(opened.views) > _KEPT:
-                    opened.views.popitem(last=False)
-                return found
-        if not prepare:
-            raise UserError(
-                f"the index holds no vectors of {len(absent):,} of its {len(opened.table):,} texts "
-                f"under {brief(condition)}, and this model encodes each text together with the "
-                f"condition. Prepare it: llmcond index --out {self.folder} --condition "
-                f"{brief(condition)}. Prepared: {listed(self.conditions)}"
-            )
-        return self._encoded_view(opened, str(condition))
-
-    def _encoded_view(self, opened: _Opened, condition: str) -> View:
-        with self._writing():
-            segments = self._views.read(condition)
-            found, absent = view_of(segments, opened.table)
-            if len(absent):
-                log.info(
-                    f"this model encodes each text together with the condition: {len(absent):,} "
-                    f"texts under {condition!r}, whose vectors are kept"
-                )
-                texts = opened.table.take(absent, ["text"])["text"].to_pylist()
-                store = self._encode(texts, [condition], alone=False)
-                with self._making:
-                    found = self._projected(opened.table, condition, segments, absent, store.lookup)
-        opened.views[condition] = found
-        return found
-
-    def _projected(
-        self,
-        table: Table,
-        condition: str | None,
-        segments: Sequence[Segment],
-        absent: Positions,
-        encode: Encode | None = None,
-    ) -> View:
-        """Make a view of the rows that no segment has, keep it on disk, and return all."""
-        projection = self._projection(condition)
-        columns = [VECTOR] if self._model.sources.alone else []
-        columns += ["text"] if encode else []
-        vectors: NDArray[np.float16] | None = None
-        done = 0
-        for part, rows in table.blocks(absent, columns):
-            texts = rows["text"].to_pylist() if encode else [""] * len(part)
-            made = projection(texts, vectors_of(rows), encode or self._encoded)
-            if vectors is None:
-                vectors = np.empty((len(absent), made.shape[1]), dtype=np.float16)
-            vectors[done : done + len(part)] = made
-            done += len(part)
-        if vectors is None:
-            return view_of(segments, table)[0]
-        segment = Segment(table.numbers[absent], vectors)
-        try:
-            segments = self._views.add(condition, segment, table, lasting=encode is not None)
-        except UserError as error:
-            if encode is not None:
-                raise
-            log.info(f"vectors under {condition!r} are not kept: {error}")
-            segments = [*segments, segment]
-        return view_of(segments, table)[0]
+    def _complete(self, conditions: Sequence[str]) -> None:
+        """Make the vectors of all texts under conditions that each is encoded together with."""
+        version = self._version
+        absent = {c: version.absent(c) for c in conditions} if self.encodes_pairs else {}
+        absent = {condition: own for condition, own in absent.items() if len(own)}
+        if not absent:
+            return
+        # All in one go: what is the same of a text under several conditions is encoded once.
+        positions = np.unique(np.concatenate(list(absent.values())))
+        texts = version.table.take(positions, ["text"])["text"].to_pylist()
+        store = self._encode(texts, self._model.sources.joint, list(absent))
+        for condition in absent:
+            version.view(condition, store.lookup)
 
     # -- searching -----------------------------------------------------------------------------
 
@@ -514,136 +380,23 @@ class Index:
         weights = _weights(condition)
         if k < 1:
             raise UserError(f"k is {k}; it must be at least 1.")
-        opened = self._opened
-        mask = None if where is None else opened.table.matching(where)
-        searched = len(opened.table) if mask is None else int(mask.sum())
-        if searched < k:
-            what = "texts in it" if mask is None else "texts that --where lets through"
-            log.info(f"{searched:,} {what}: fewer than the {k:,} hits asked for, so all are shown")
-        asked = _Search(self, opened, weights, mask, min(k, searched), explain)
-        at_once = max(1, _SCORES // max(1, len(opened.table)))
-        found: list[Hits] = []
-        for start in range(0, len(queries), at_once):
-            part = queries[start : start + at_once]
-            found += asked.exact(part, prepare) if rerank is None else asked.reranked(part, rerank)
+        if prepare and rerank is None:
+            self._prepare_told(list(weights))
+        asked = Searched.of(self._version, weights, k, where, explain)
+        found = asked.exact(queries) if rerank is None else asked.reranked(queries, rerank)
         return found[0] if isinstance(query, str) else found
 
-
-@dataclass(frozen=True)
-class _Search:
-    """Queries under the same conditions.
-
-    Attributes:
-        mask: positions that a filter lets through; None: all.
-        k: hits, no more than there are positions.
-    """
-
-    index: Index
-    opened: _Opened
-    weights: Mapping[str, float]
-    mask: NDArray[np.bool_] | None
-    k: int
-    explain: bool
-
-    @property
-    def searched(self) -> int:
-        return len(self.opened.table) if self.mask is None else int(self.mask.sum())
-
-    def exact(self, queries: Sequence[str], prepare: bool) -> list[Hits]:
-        """Return hits among all texts."""
-        scores = {}
-        for condition in self.weights:
-            scores[condition] = self.scores(queries, condition, prepare)
-        return self.hits(queries, scores, np.arange(len(self.opened.table)))
-
-    def scores(self, queries: Sequence[str], condition: str | None, prepare: bool = True) -> Scores:
-        """Return cosines under one condition, (q, n)."""
-        view = self.index._view(self.opened, condition, prepare=prepare)
-        return view.scores(self.index._queries(queries, condition))
-
-    def reranked(self, queries: Sequence[str], count: int) -> list[Hits]:
-        """Return hits among those nearest without a condition."""
-        index, table = self.index, self.opened.table
-        if not index.encodes_pairs:
-            raise UserError(
-                "--rerank is for models that encode each text together with the condition; this "
-                "one compares every text anyway. Leave it out."
-            )
-        if not index._model.sources.alone:
-            raise UserError(
-                f"--rerank takes texts nearest without a condition, and the prompt "
-                f"{index._model.view.name} encodes none without it. Leave it out, or prepare the "
-                f"condition: llmcond index --out {index.folder} --condition C"
-            )
-        if count < self.k:
-            raise UserError(f"--rerank is {count}, fewer than the {self.k} hits asked for.")
-        hits = []
-        for query in queries:
-            alone = self.scores([query], ALONE)[0]
-            near = self.best(alone, min(count, self.searched))
-            rows = table.take(near, ["text", VECTOR])
-            texts, stored = rows["text"].to_pylist(), vectors_of(rows)
-            scores = {}
-            for condition in self.weights:
-                vectors = index._projection(condition)(texts, stored, index._encoded)
-                scores[condition] = index._queries([query], condition) @ vectors.T
-            hits += self.hits([query], scores, near, exact=len(near) == self.searched)
-        if self.searched > count:
-            log.info(
-                f"of {self.searched:,} texts only the {count:,} nearest without a condition were "
-                "encoded under it: others may be nearer"
-            )
-        return hits
-
-    def best(self, scores: Scores, k: int) -> Positions:
-        """Return the positions of the k best scores, (n,), that the filter lets through."""
-        if self.mask is not None and len(scores) == len(self.mask):
-            scores = np.where(self.mask, scores, -np.inf)
-        found = torch.topk(torch.from_numpy(np.ascontiguousarray(scores)), k).indices.numpy()
-        order: Positions = found[np.lexsort((found, -scores[found]))]
-        return order
-
-    def hits(
-        self,
-        queries: Sequence[str],
-        scores: Mapping[str, Scores],
-        among: Positions,
-        *,
-        exact: bool = True,
-    ) -> list[Hits]:
-        """Return the hits of queries, from scores (q, m) of the positions ``among`` (m,)."""
-        weighted = [weight * scores[condition] for condition, weight in self.weights.items()]
-        total: Scores = np.sum(weighted, axis=0)
-        columns = ["id", "text", *self.opened.table.columns]
-        without = self.scores(queries, ALONE) if self.explain and self._has_alone else None
-        found = []
-        for i, query in enumerate(queries):
-            best = self.best(total[i], self.k) if self.k else np.zeros(0, dtype=np.int64)
-            texts = self.opened.table.take(among[best], columns).to_pylist() if self.k else []
-            rows = []
-            for rank, (place, text) in enumerate(zip(best.tolist(), texts, strict=True), 1):
-                others = {name: _plain(text[name]) for name in columns[2:]}
-                row = {"rank": rank, "score": _rounded(total[i][place]), "text": text["text"]}
-                row |= {"id": text["id"], **others}
-                if self.explain:
-                    own = {name: _rounded(scores[name][i][place]) for name in self.weights}
-                    row["explain"] = {"conditions": own, **self._without(without, i, among[place])}
-                rows.append(row)
-            found.append(Hits(query, dict(self.weights), rows, self.searched, exact))
-        return found
-
-    @property
-    def _has_alone(self) -> bool:
-        return bool(self.index._model.sources.alone)
-
-    def _without(self, scores: Scores | None, i: int, position: int) -> dict[str, Any]:
-        """Return a hit's score and rank without a condition; None where there is no such score."""
-        if scores is None:
-            return {"score_without": None, "rank_without": None}
-        score = scores[i][position]
-        better = scores[i] > score
-        rank = 1 + int((better if self.mask is None else better & self.mask).sum())
-        return {"score_without": _rounded(score), "rank_without": rank}
+    def _prepare_told(self, conditions: Sequence[str]) -> None:
+        if not self.encodes_pairs:
+            return
+        for condition in conditions:
+            absent = len(self._version.absent(condition))
+            if absent:
+                log.info(
+                    "this model encodes each text together with the condition: "
+                    f"{absent:,} texts under {condition!r}, which is kept"
+                )
+        self.prepare(conditions)
 
 
 def _record(folder: Path, model: Model) -> None:
@@ -676,12 +429,3 @@ def _weights(condition: str | Mapping[str, float]) -> dict[str, float]:
     if not any(given.values()):
         raise UserError("all weights are 0, so that no text is nearer than another.")
     return {text: float(weight) for text, weight in given.items()}
-
-
-def _rounded(score: Any) -> float:
-    return round(float(score), 6)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: NaN and infinity are no numbers there."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

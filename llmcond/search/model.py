@@ -15,7 +15,7 @@ from llmcond.runs import Run, SavedHead, open_run
 from llmcond.runs.embedder import Embedder, choose_head, make_embedder
 from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.usual import usual_run
-from llmcond.search.projection import Sources
+from llmcond.search.projection import ALONE, Projections, Sources
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,15 @@ class Model:
     def sources(self) -> Sources:
         """Return the inputs behind its vectors."""
         return Sources(self.view)
+
+    def is_joint(self, condition: str | None) -> bool:
+        """Return whether each text is encoded together with the condition."""
+        return condition is not ALONE and bool(self.sources.joint)
+
+    @cached_property
+    def projections(self) -> Projections:
+        """Return what makes vectors under conditions."""
+        return Projections(self.sources, self.saved.head if self.saved else None, self.encoder)
 
     @cached_property
     def encoder(self) -> LazyEncoder:

@@ -8,24 +8,34 @@ encoding: so it is with heads on separate features.
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.arrays import Array, Dense, Gathered, Matrix
 from llmcond.encoders.spec import EncoderInput
+from llmcond.errors import UserError, brief
 from llmcond.features.view import Part, View
 from llmcond.heads import FittedHead
 from llmcond.prompts import Prompt
 from llmcond.prompts import template as templates
 from llmcond.runs.embedder import unit_length
 
+if TYPE_CHECKING:
+    from llmcond.encoders.encoder import Encoder
+
 #: From inputs to their vectors, (n, dim).
 Encode = Callable[[Sequence[EncoderInput]], Matrix]
+#: In the place of a condition: embeddings without one, e(s) of unit length.
+ALONE = None
+#: Conditions whose projections are kept in memory.
+_KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -66,11 +76,7 @@ class Sources:
 
 
 class Projection:
-    """Makes vectors of texts under one condition.
-
-    Attributes:
-        condition: None: without one, e(s) of unit length.
-    """
+    """Makes vectors of texts under one condition."""
 
     def __init__(
         self,
@@ -80,8 +86,8 @@ class Projection:
         of_condition: dict[EncoderInput, Array],
     ) -> None:
         """``of_condition`` are the vectors, (dim,), of the condition's own inputs."""
-        self.condition, self._sources, self._head = condition, sources, head
-        self._of_condition = of_condition
+        self._sources, self._head = sources, head
+        self._condition, self._of_condition = condition, of_condition
 
     def __call__(self, texts: Sequence[str], stored: NDArray[Any], encode: Encode) -> Array:
         """Return unit vectors, (n, k) float32.
@@ -92,56 +98,99 @@ class Projection:
                 there are none.
             encode: gives the vectors of inputs of texts with the condition.
         """
-        if self.condition is None:
+        if self._condition is ALONE:
             return unit_length(np.asarray(stored, dtype=np.float32), None)
+        condition = self._condition
 
         def read(prompt: Prompt, side: Part) -> Matrix:
             part: templates.Part = getattr(prompt, side)
             if part.placeholders == {"condition"}:
-                vector = self._of_condition[part.render("", str(self.condition))]
+                vector = self._of_condition[part.render("", condition)]
                 return Gathered(vector[None], np.zeros(len(texts), dtype=np.int64))
             if part in self._sources.alone:
                 dim = stored.shape[1] // len(self._sources.alone)
                 start = self._sources.alone.index(part) * dim
                 return Dense(stored[:, start : start + dim])
-            return encode([part.render(text, str(self.condition)) for text in texts])
+            return encode([part.render(text, condition) for text in texts])
 
         features = self._sources.view.sentence(read)
+        if self._matrix is not None:
+            return unit_length(features.read() @ self._matrix, None)
         if self._head is None:
             return unit_length(features.read(), None)
-        of_condition = self._sources.view.condition(read)
-        if of_condition is not None and self._is_matrix:
-            if self._matrix is None:
-                self._matrix = _matrix(self._head, of_condition.read(slice(0, 1)))
-            return unit_length(features.read() @ self._matrix, None)
-        return unit_length(self._head.transform(features, of_condition), self._head)
+        made = self._head.transform(features, self._sources.view.condition(read))
+        return unit_length(made, self._head)
 
-    _matrix: Array | None = None
+    @cached_property
+    def _matrix(self) -> Array | None:
+        """Return what features are multiplied by, where that is all a head does.
 
-    @property
-    def _is_matrix(self) -> bool:
-        """Return whether a condition is one matrix, so that cosines need no more than that."""
-        head = self._head
-        return (
-            head is not None
-            and head.generates_matrices
-            and head.compares_by_cosine
-            and head.settings.activation == "none"
-        )
+        It is M, (dim, r), with r as small as can be, so that x M has the cosines of x W_c. In low
+        rank W_c = W_1 W_2, and with W_2^T = Q R the inner products of x W_1 W_2 are those of
+        x W_1 R^T, of K numbers in the place of k.
+        """
+        head, prompt = self._head, self._sources.view.of_condition()
+        if head is None or prompt is None or not head.generates_matrices:
+            return None
+        if head.settings.activation != "none":
+            return None
+        vector = self._of_condition[prompt.unconditional.render("", str(self._condition))]
+        factors = [factor[0] for factor in head.module.generated_matrices(vector[None])]
+        last = factors[-1]
+        if last.shape[0] < last.shape[1]:
+            upper: Any = np.linalg.qr(last.T.astype(np.float64), mode="r")
+            factors[-1] = upper.T.astype(np.float32)
+        matrix: Array = factors[0]
+        for factor in factors[1:]:
+            matrix = matrix @ factor
+        return matrix
 
 
-def _matrix(head: FittedHead, of_condition: Array) -> Array:
-    """Return M, (dim, r), with r as small as can be, so that e M has the cosines of e W_c.
+class Projections:
+    """The projections of conditions that were asked for, and the queries that they are made of.
 
-    In low rank W_c = W_1 W_2, and with W_2^T = Q R the inner products of e W_1 W_2 are those of
-    e W_1 R^T, of K numbers in the place of k.
+    Several threads may use it.
     """
-    factors = [factor[0] for factor in head.module.generated_matrices(of_condition)]
-    last = factors[-1]
-    if last.shape[0] < last.shape[1]:
-        upper: Any = np.linalg.qr(last.T.astype(np.float64), mode="r")
-        factors[-1] = upper.T.astype(np.float32)
-    matrix: Array = factors[0]
-    for factor in factors[1:]:
-        matrix = matrix @ factor
-    return matrix
+
+    def __init__(
+        self, sources: Sources, head: FittedHead | None, encoder: Callable[[], Encoder]
+    ) -> None:
+        self._sources, self._head, self._encoder = sources, head, encoder
+        self._kept: OrderedDict[str | None, Projection] = OrderedDict()
+        self._lock, self._loading = threading.Lock(), threading.Lock()
+
+    def of(self, condition: str | None) -> Projection:
+        """Return the projection of a condition, whose own inputs are encoded if that is needed."""
+        with self._lock:
+            found = self._kept.get(condition)
+            if found is None:
+                inputs = [] if condition is ALONE else self._sources.conditions(condition)
+                own = dict(zip(inputs, self.encode(inputs)[:], strict=True))
+                found = self._kept[condition] = Projection(
+                    self._sources, self._head, condition, own
+                )
+                if len(self._kept) > _KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(condition)
+            return found
+
+    def queries(self, texts: Sequence[str], condition: str | None) -> Array:
+        """Return unit vectors of queries under a condition, (q, k)."""
+        stored = self.encode(self._sources.stored(texts))[:].reshape(len(texts), -1)
+        return self.of(condition)(texts, stored, self.encode)
+
+    def encode(self, inputs: Sequence[EncoderInput]) -> Matrix:
+        """Return the vectors of a few inputs, which are not kept.
+
+        Raises:
+            UserError: the encoder gave NaN.
+        """
+        if not inputs:
+            return Dense(np.zeros((0, 0), dtype=np.float32))
+        with self._loading:
+            encoder = self._encoder()
+        vectors = encoder.encode(inputs)
+        bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+        if len(bad):
+            raise UserError(f"the encoder gave NaN or infinity for {brief(inputs[bad[0]].text)}.")
+        return Dense(vectors)

@@ -62,6 +62,11 @@ class Table:
         return len(self.numbers)
 
     @property
+    def version(self) -> int:
+        """Return the number of the version; 0: nothing was written yet."""
+        return int(self._dataset.version) if self._dataset else 0
+
+    @property
     def columns(self) -> list[str]:
         """Return the names of the other columns."""
         names = self._dataset.schema.names if self._dataset else []
@@ -136,15 +141,14 @@ class Table:
 
     def first_number(self) -> int:
         """Return the first row number that the next version may give; the writer's lock is held."""
-        version = self._dataset.latest_version if self._dataset else 0
-        return int(version + 1) << _VERSION_BITS
+        return (self.version + 1) << _VERSION_BITS
 
     def schema(self) -> pa.Schema | None:
         """Return its columns with their types; None: there are none yet."""
         return self._dataset.schema if self._dataset else None
 
-    def put(self, rows: Iterable[pa.RecordBatch], schema: pa.Schema, size: int, new: bool) -> Table:
-        """Add rows in one commit, each in the place of one of the same id; return what is then.
+    def put(self, rows: Iterable[pa.RecordBatch], schema: pa.Schema, size: int, new: bool) -> None:
+        """Add rows in one commit, each in the place of one of the same id: a newer version.
 
         ``size`` is about how many bytes they have; ``new`` says that no id is there yet.
 
@@ -161,15 +165,13 @@ class Table:
                 merge = lance.dataset(self._uri).merge_insert("id")
                 merge.when_matched_update_all().when_not_matched_insert_all().execute(reader)
             self._tidy()
-        return Table(self.folder)
 
-    def delete(self, ids: Sequence[str]) -> Table:
-        """Delete rows in one commit; return what is then."""
+    def delete(self, ids: Sequence[str]) -> None:
+        """Delete rows in one commit: a newer version."""
         with self._writing(0):
             merge = lance.dataset(self._uri).merge_insert("id")
             merge.when_matched_delete().execute(pa.table({"id": pa.array(ids, pa.string())}))
             self._tidy()
-        return Table(self.folder)
 
     def _tidy(self) -> None:
         """Keep files few; those of older versions go when nobody reads them any more."""

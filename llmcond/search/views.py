@@ -25,8 +25,6 @@ from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_text, read_json, replacing, write_json
 from llmcond.search.table import Positions, Table
 
-#: A condition of no text's own: embeddings without one.
-ALONE = None
 #: Bytes of views that can be made again at any time, above which the least recently used ones go.
 BUDGET = 2**31
 #: More segments than this are merged.
@@ -95,7 +93,7 @@ class Views:
         self.folder = folder
 
     def _place(self, condition: str | None) -> Path:
-        name = "alone" if condition is ALONE else digest_text(condition, size=12)
+        name = "alone" if condition is None else digest_text(condition, size=12)
         return self.folder / name
 
     def conditions(self) -> list[str]:
@@ -132,6 +130,9 @@ class Views:
         place.mkdir(parents=True, exist_ok=True)
         with FileLock(self.folder / ".lock"):
             names = list(self._record(place)["segments"])
+            segment = _without(segment, [_open(place, name) for name in names])
+            if not len(segment.numbers):
+                return self.read(condition)
             if len(names) >= _SEGMENTS:
                 old = [_open(place, name) for name in names]
                 segment, dropped, names = _merged([*old, segment], table), names, []
@@ -175,6 +176,15 @@ def _write(place: Path, segment: Segment) -> str:
 def _remove(place: Path, name: str) -> None:
     for path in (f"{name}.npy", f"{name}.rows.npy"):
         (place / path).unlink(missing_ok=True)
+
+
+def _without(segment: Segment, others: Sequence[Segment]) -> Segment:
+    """Return a segment without rows that others have, as another process made them meanwhile."""
+    for other in others:
+        new = np.isin(segment.numbers, other.numbers, invert=True)
+        if not new.all():
+            segment = Segment(segment.numbers[new], segment.vectors[new])
+    return segment
 
 
 def _merged(segments: Sequence[Segment], table: Table) -> Segment:

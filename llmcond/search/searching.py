@@ -1,0 +1,190 @@
+"""Queries against one version of an index: scores of all its texts, and the best of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmcond.errors import UserError, brief
+from llmcond.log import log
+from llmcond.search.hits import Hits
+from llmcond.search.projection import ALONE
+from llmcond.search.table import VECTOR, Positions, vectors_of
+from llmcond.search.version import Version
+
+#: Scores that are in memory at a time.
+_SCORES = 2**25
+
+Scores = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Searched:
+    """Where is searched, and by what.
+
+    Attributes:
+        weights: of each condition.
+        mask: which positions a filter lets through; None: all.
+        n: how many these are.
+        k: hits, no more than n.
+        explain: whether hits are explained.
+    """
+
+    version: Version
+    weights: Mapping[str, float]
+    mask: NDArray[np.bool_] | None
+    n: int
+    k: int
+    explain: bool
+
+    @classmethod
+    def of(
+        cls,
+        version: Version,
+        weights: Mapping[str, float],
+        k: int,
+        where: str | None,
+        explain: bool,
+    ) -> Searched:
+        """Return it for at most k hits that a predicate lets through.
+
+        Raises:
+            UserError: the predicate cannot be read.
+        """
+        mask = None if where is None else version.table.matching(where)
+        n = len(version.table) if mask is None else int(mask.sum())
+        if n < k:
+            what = "texts in the index" if mask is None else "texts that the filter lets through"
+            log.info(f"there are {n:,} {what}, fewer than the {k:,} hits asked for: all are shown")
+        return cls(version, weights, mask, n, min(k, n), explain)
+
+    def exact(self, queries: Sequence[str]) -> list[Hits]:
+        """Return the hits of each query among all texts.
+
+        Raises:
+            UserError: texts would have to be encoded under a condition.
+        """
+        everywhere = np.arange(len(self.version.table))
+        at_once = max(1, _SCORES // max(1, len(everywhere)))
+        found: list[Hits] = []
+        for start in range(0, len(queries), at_once):
+            part = queries[start : start + at_once]
+            scores = {condition: self._scores(part, condition) for condition in self.weights}
+            found += self._hits(part, scores, everywhere, exact=True)
+        return found
+
+    def reranked(self, queries: Sequence[str], count: int) -> list[Hits]:
+        """Return the hits of each query among the ``count`` texts nearest without a condition.
+
+        Raises:
+            UserError: texts are not encoded together with conditions, or not without any.
+        """
+        model, table = self.version.model, self.version.table
+        if not model.sources.joint:
+            raise UserError(
+                "--rerank is for models that encode each text together with the condition; this "
+                "one compares every text under any condition. Leave it out."
+            )
+        if not model.sources.alone:
+            raise UserError(
+                f"--rerank takes the texts nearest without a condition, and the prompt "
+                f"{model.view.name} encodes none without one. Leave it out."
+            )
+        if count < self.k:
+            raise UserError(f"--rerank is {count:,}, fewer than the {self.k:,} hits asked for.")
+        hits: list[Hits] = []
+        for query in queries:
+            near = self._best(self._scores([query], ALONE)[0], min(count, self.n), self.mask)
+            rows = table.take(near, ["text", VECTOR])
+            texts, stored, project = rows["text"].to_pylist(), vectors_of(rows), model.projections
+            scores = {
+                condition: project.queries([query], condition)
+                @ project.of(condition)(texts, stored, project.encode).T
+                for condition in self.weights
+            }
+            hits += self._hits([query], scores, near, exact=len(near) == self.n)
+        if self.n > count:
+            log.info(
+                f"of {self.n:,} texts only the {count:,} nearest without a condition were encoded "
+                "under it, so that others may be nearer"
+            )
+        return hits
+
+    def _scores(self, queries: Sequence[str], condition: str | None) -> Scores:
+        """Return the cosines of queries with all texts under a condition, (q, n)."""
+        view = self.version.view(condition)
+        if view is None:
+            absent, n = len(self.version.absent(condition)), len(self.version.table)
+            raise UserError(
+                f"this model encodes each text together with the condition, and {absent:,} of "
+                f"{n:,} texts are not encoded under {brief(condition)} yet. Encode them: llmcond "
+                f"index --out {self.version.table.folder} --condition {brief(condition)}"
+            )
+        return view.scores(self.version.model.projections.queries(queries, condition))
+
+    @staticmethod
+    def _best(scores: Scores, k: int, mask: NDArray[np.bool_] | None = None) -> Positions:
+        """Return the places of the k best scores, (n,); of equal ones the first."""
+        given = scores if mask is None else np.where(mask, scores, -np.inf)
+        found = torch.topk(torch.from_numpy(np.ascontiguousarray(given)), k).indices.numpy()
+        order: Positions = found[np.lexsort((found, -scores[found]))]
+        return order
+
+    def _hits(
+        self,
+        queries: Sequence[str],
+        scores: Mapping[str, Scores],
+        among: Positions,
+        *,
+        exact: bool,
+    ) -> list[Hits]:
+        """Return the hits of queries, from scores (q, m) of the positions ``among``, (m,)."""
+        table = self.version.table
+        columns = ["id", "text", *table.columns]
+        mask = None if self.mask is None else self.mask[among]
+        without = None
+        if self.explain and self.version.model.sources.alone:
+            without = self._scores(queries, ALONE)
+        found = []
+        for i, query in enumerate(queries):
+            total = sum(weight * scores[name][i] for name, weight in self.weights.items())
+            best = self._best(np.asarray(total), self.k, mask) if self.k else among[:0]
+            texts = table.take(among[best], columns).to_pylist() if self.k else []
+            rows: list[dict[str, Any]] = []
+            for place, text in zip(best.tolist(), texts, strict=True):
+                row: dict[str, Any] = {
+                    "rank": len(rows) + 1,
+                    "score": _rounded(np.asarray(total)[place]),
+                }
+                row |= {"text": text["text"], "id": text["id"]}
+                row |= {name: _plain(text[name]) for name in columns[2:]}
+                if self.explain:
+                    own = {name: _rounded(scores[name][i][place]) for name in self.weights}
+                    alone = None if without is None else without[i]
+                    row["explain"] = {"under": own, **self._alone(alone, among[place])}
+                rows.append(row)
+            found.append(Hits(query, dict(self.weights), rows, self.n, exact))
+        return found
+
+    def _alone(self, scores: Scores | None, position: int) -> dict[str, Any]:
+        """Return a hit's score and rank without a condition; None where there is no such score."""
+        if scores is None:
+            return {"without": None, "rank_without": None}
+        better = scores > scores[position]
+        rank = 1 + int((better if self.mask is None else better & self.mask).sum())
+        return {"without": _rounded(scores[position]), "rank_without": rank}
+
+
+def _rounded(score: Any) -> float:
+    return round(float(score), 6)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it: NaN and infinity are no numbers there."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
