@@ -54,7 +54,7 @@ class IndexTexts(WithEmbedder):
             check_source(self.texts)
         elif not (self.out / "index.json").exists():
             raise UserError(f"there is no index at {self.out}. Name TEXTS to make one of.")
-        elif not (self.condition or self.delete):
+        elif not (self.condition or self.delete or self.run):
             raise UserError("there is nothing to do. Name TEXTS, --condition or --delete.")
         from llmcond.workflows.index import index_texts
 

@@ -138,18 +138,20 @@ class Index:
             made_by |= {"run": None, "model": None}
         if "head" in given:
             made_by["prompt"] = None
+        told = ", ".join(f"{key} {value}" for key, value in record["made_by"].items())
         try:
             model = Model.find(**{**made_by, **given}, device=device)
         except UserError as error:
-            told = ", ".join(f"{key} {value}" for key, value in record["made_by"].items())
-            raise UserError(f"{folder} was made with {told}: {error}") from error
+            if "head" in given or "prompt" in given:
+                raise
+            moved = f"If it was moved, say where: llmcond index --out {folder} --run DIR"
+            raise UserError(f"{folder} was made with {told}: {error} {moved}") from error
         differences = model.differences(record["identity"])
         if differences:
-            told = ", ".join(f"{key} {value}" for key, value in record["made_by"].items())
             raise UserError(
-                f"{folder} was made with {told}; what is named now, or what is there by now, has "
-                f"another {' and another '.join(differences)}. Name that one, or make another "
-                "index: llmcond index TEXTS --out DIR"
+                f"{folder} was made with {told}; what is {'named' if given else 'there'} now has "
+                f"another {' and another '.join(differences)}. Name what it was made with, or make "
+                "another index: llmcond index TEXTS --out DIR"
             )
         if model.made_by != record["made_by"]:  # the run was moved
             _record(folder, model)

@@ -67,8 +67,8 @@ class Model:
         """Return everything that decides the vectors."""
         return {
             "encoder": self.run.identity.fingerprint,
-            "prompts": {prompt.name: prompt.digest for prompt in self.view.prompts},
-            "subtract": self.view.subtract,
+            "prompt": {prompt.name: prompt.digest for prompt in self.view.prompts},
+            "subtraction": self.view.subtract,
             "head": None if self.saved is None else str(self.saved.record["weights_sha256"]),
         }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from llmcond.errors import DiskFullError, LlmcondError, UserError, first_line, is_disk_full
+from llmcond.errors import DiskFullError, LlmcondError, UserError, brief, first_line, is_disk_full
 
 NUMBER, VECTOR = "_row", "_vector"
 #: Columns that every index has, or that hits have.
@@ -103,8 +104,9 @@ class Table:
         except (OSError, ValueError) as error:
             known = ", ".join(["id", "text", *self.columns])
             raise UserError(
-                f"--where is {where!r}: {_reason(error)} Columns: {known}. For example: "
-                "--where \"year > 2020 AND kind = 'news'\""
+                f"the filter {brief(where)} cannot be applied: {_reason(error)} It is a predicate "
+                f"as in SQL on the columns {known}, such as \"kind = 'news' AND CAST(year AS INT) "
+                '> 2020" (columns of a .csv file are texts).'
             ) from error
         mask[self.positions(found.to_numpy())] = True
         return mask
@@ -221,7 +223,14 @@ def _reading(folder: Path) -> Iterator[None]:
         ) from error
 
 
+#: What Lance and DataFusion put before a reason.
+_BEFORE = re.compile(
+    "Invalid user input: |Schema error: |Arrow error: |sql parser error: |Not supported: |"
+    "Error resolving filter expression .*?: |Error applying filter expression to batch: "
+)
+
+
 def _reason(error: Exception) -> str:
-    """Return what Lance says of a predicate, without where in its own code it says so."""
-    text = first_line(error).partition(", rust/")[0].partition(", /")[0].rstrip(". ")
-    return f"{text}."
+    """Return why a predicate was refused, without where in its code Lance says so."""
+    said = re.split(r", /|, rust/|\. Valid fields are", first_line(error))[0]
+    return f"{_BEFORE.split(said)[-1].rstrip(' .)')[:200]}."

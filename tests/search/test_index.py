@@ -1,0 +1,453 @@
+"""Indexes give what comparing every text gives, whatever is added, replaced and deleted."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import llmcond
+from llmcond import Index, UserError
+from llmcond.search import views
+
+PEOPLE = ["two men", "three women", "children", "two dogs", "people"]
+PLACES = ["in the park", "at the beach", "in the kitchen", "on the street", "in the rain"]
+TEXTS = [f"{who} {act} {where}" for who in PEOPLE for act in ("play", "sit") for where in PLACES]
+QUERY = "children walk at the beach"
+PLACE, NUMBER = "the place", "the number of people"
+#: Views are kept in half precision.
+CLOSE = 2e-3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one(one_thread: None) -> None:
+    """Vectors of 32 numbers gain nothing from threads."""
+
+
+@pytest.fixture
+def build(tmp_path: Path, heads_run: Path) -> Callable[..., Index]:
+    def make(texts=(), *, head: str = "low", name: str = "index", **given) -> Index:
+        return Index.build(tmp_path / name, texts, run=heads_run, head=head, device="cpu", **given)
+
+    return make
+
+
+def compared(index: Index, texts: list[str], query: str, condition: str) -> np.ndarray:
+    """Return the similarity of every text to a query, without an index."""
+    return index.embedder.similarity([query] * len(texts), texts, condition)
+
+
+def check_against_all(index: Index, texts: list[str], condition: str = PLACE) -> None:
+    hits = index.search(QUERY, condition, len(texts))
+    wanted = dict(zip(texts, compared(index, texts, QUERY, condition).tolist(), strict=True))
+    assert sorted(row["text"] for row in hits.rows) == sorted(texts)
+    assert [row["rank"] for row in hits.rows] == list(range(1, len(texts) + 1))
+    for row in hits.rows:
+        assert row["score"] == pytest.approx(wanted[row["text"]], abs=CLOSE)
+    assert [row["score"] for row in hits.rows] == sorted(
+        (row["score"] for row in hits.rows), reverse=True
+    )
+
+
+# -- every kind of head ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("head", "pairs"),
+    [
+        ("low", False),
+        ("relu", False),
+        ("hadamard", False),
+        ("concat", False),
+        ("own", True),
+        ("linear", True),
+    ],
+)
+def test_scores_are_those_of_every_text_compared(build, head: str, pairs: bool):
+    index = build(TEXTS, head=head)
+    assert index.encodes_pairs is pairs
+    check_against_all(index, TEXTS)
+    check_against_all(index, TEXTS, NUMBER)
+    assert index.conditions == sorted([PLACE, NUMBER])
+
+
+@pytest.mark.parametrize(("prompt", "pairs"), [("separate", False), ("own", True)])
+def test_zero_shot(build, prompt: str, pairs: bool):
+    index = build(TEXTS, head="none", prompt=prompt)
+    assert index.encodes_pairs is pairs
+    check_against_all(index, TEXTS)
+
+
+def test_a_condition_of_low_rank_takes_as_many_numbers_as_its_rank(build, tmp_path: Path):
+    build(TEXTS).search(QUERY, PLACE)
+    vectors = [np.load(path) for path in (tmp_path / "index" / "views").glob("*/*.npy")]
+    assert {own.shape for own in vectors} == {(50,), (50, 4)}
+    norms = np.linalg.norm(next(own for own in vectors if own.ndim == 2).astype(float), axis=1)
+    assert norms == pytest.approx(1, abs=CLOSE)
+
+
+def test_several_conditions_are_a_weighted_sum_of_cosines(build):
+    index = build(TEXTS)
+    parts = [compared(index, TEXTS, QUERY, one) for one in (PLACE, NUMBER)]
+    total = 2 * parts[0] - 0.5 * parts[1]
+    hits = index.search(QUERY, {PLACE: 2, NUMBER: -0.5}, 5)
+    assert [row["score"] for row in hits.rows] == pytest.approx(np.sort(total)[:-6:-1], abs=CLOSE)
+
+
+def test_several_queries_at_once(build, monkeypatch):
+    index = build(TEXTS)
+    alone = [index.search(query, PLACE, 3).rows for query in TEXTS[:5]]
+    monkeypatch.setattr("llmcond.search.searching._SCORES", 100)  # two queries at a time
+    together = index.search(TEXTS[:5], PLACE, 3)
+    assert [[row["id"] for row in hits.rows] for hits in together] == [
+        [row["id"] for row in rows] for rows in alone
+    ]
+    assert index.search([], PLACE) == []
+
+
+# -- adding, replacing, deleting ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", ["relu", "own"])
+def test_any_changes_give_what_an_index_made_at_once_gives(
+    build, heads_run: Path, head: str, monkeypatch
+):
+    """Random changes, through several objects, with segments merged again and again."""
+    monkeypatch.setattr(views, "_SEGMENTS", 2)
+    rng = np.random.default_rng(0)
+    index, held = build(head=head), {}
+    for step in range(12):
+        if held and rng.random() < 0.4:
+            gone = rng.choice(sorted(held), size=min(len(held), 5), replace=False).tolist()
+            assert index.delete([*gone, "never there"]) == len(gone)
+            held = {key: text for key, text in held.items() if key not in gone}
+        else:
+            keys = [str(one) for one in rng.choice(30, size=8, replace=False)]
+            texts = rng.choice(TEXTS, size=8).tolist()
+            index.add(texts, ids=keys)
+            held |= dict(zip(keys, texts, strict=True))
+        if step % 3 == 0:
+            index = Index.open(index.folder, device="cpu")
+        hits = index.search(QUERY, PLACE, 50)
+        assert {row["id"]: row["text"] for row in hits.rows} == held
+        wanted = compared(index, list(held.values()), QUERY, PLACE)
+        scores = {row["id"]: row["score"] for row in hits.rows}
+        assert [scores[key] for key in held] == pytest.approx(wanted, abs=CLOSE)
+    assert not (index.folder / "encoding").exists()
+    place = next((index.folder / "views").glob("*/view.json"))
+    named = json.loads(place.read_text())["segments"]
+    assert len(list(place.parent.glob("*.npy"))) == 2 * len(named) <= 6
+
+
+def test_the_same_texts_again_cost_nothing(build, heads_run: Path, caplog):
+    index = build(TEXTS, conditions=[PLACE], head="own")
+    before = index._version.table.version
+    caplog.clear()
+    again = build(TEXTS, conditions=[PLACE], head="own")
+    assert (again.written.added, again.written.unchanged) == (0, 50)
+    assert again._version.table.version == before
+    assert "encoder" not in vars(again._model)  # not even looked for
+
+
+def test_only_new_texts_are_encoded_and_projected(build, caplog):
+    caplog.set_level("INFO")
+    index = build(TEXTS[:40], conditions=[PLACE], head="linear")
+    caplog.clear()
+    index.add(TEXTS)
+    assert "texts under 'the place': 10 of 10 inputs encoded" in caplog.text
+    segments = views.Views(index.folder / "views").read(PLACE)
+    assert [len(segment.numbers) for segment in segments] == [40, 10]
+
+
+def test_columns_of_a_text_change_without_encoding_it_again(build, caplog):
+    caplog.set_level("INFO")
+    index = build(TEXTS[:3], ids=["a", "b", "c"], columns={"year": [1, 2, 3]})
+    first = index.search(QUERY, PLACE).rows
+    caplog.clear()
+    written = index.add(TEXTS[:3], ids=["a", "b", "c"], columns={"year": [1, 5, 3]})
+    assert (written.replaced, written.unchanged) == (1, 2)
+    assert "encoded" not in caplog.text
+    second = {row["id"]: row for row in index.search(QUERY, PLACE).rows}
+    assert [second[key]["year"] for key in "abc"] == [1, 5, 3]
+    assert {row["id"]: row["score"] for row in first} == {
+        key: row["score"] for key, row in second.items()
+    }
+
+
+def test_readers_go_on_with_the_version_they_opened(build):
+    writer = build(TEXTS[:20], conditions=[PLACE], head="own")
+    reader = Index.open(writer.folder, device="cpu")
+    writer.add(TEXTS[20:30])
+    writer.delete([row["id"] for row in writer.search(QUERY, PLACE, 3).rows])
+    assert len(reader) == 20
+    check_against_all(reader, TEXTS[:20])
+    assert len(Index.open(writer.folder, device="cpu")) == 27
+
+
+def test_many_small_additions_stay_few_files(build, monkeypatch):
+    monkeypatch.setattr("llmcond.search.table._FRAGMENTS", 3)
+    index = build()
+    for start in range(0, 50, 5):
+        index.add(TEXTS[start : start + 5])
+    assert len(index._version.table._dataset.get_fragments()) <= 4
+    check_against_all(index, TEXTS)
+
+
+# -- ids, columns and filters ------------------------------------------------------------------
+
+
+def test_ids_are_made_of_the_texts(build, caplog):
+    caplog.set_level("INFO")
+    index = build([TEXTS[0], TEXTS[1], TEXTS[0]])
+    assert "1 texts repeat others; they are kept" in caplog.text
+    ids = [row["id"] for row in index.search(TEXTS[0], PLACE).rows]
+    assert len(set(ids)) == 3
+    assert ids[1] == f"{ids[0]}-2"
+    assert build([TEXTS[2], TEXTS[0]]).written.unchanged == 1
+
+
+def test_a_filter_lets_only_some_through(build):
+    years = list(range(50))
+    index = build(TEXTS, columns={"year": years, "my kind": ["a", None] * 25})
+    hits = index.search(QUERY, PLACE, 30, where="year >= 40 AND `my kind` = 'a'", explain=True)
+    assert (hits.searched, len(hits)) == (5, 5)
+    assert {row["year"] for row in hits.rows} == {40, 42, 44, 46, 48}
+    assert {row["explain"]["rank_without"] for row in hits.rows} == set(range(1, 6))
+    every = index.search(QUERY, PLACE, 50)
+    inside = [row["id"] for row in every.rows if row["year"] >= 40 and row["my kind"] == "a"]
+    assert [row["id"] for row in hits.rows] == inside
+    assert index.search(QUERY, PLACE, where="year > 99").rows == []
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("year > ", ": Expected: an expression, found: EOF. It is a predicate"),
+        ("nope = 1", "No field named nope. It is"),
+        ("kind > 3", "could not convert to literal of type 'Utf8'. It is"),
+        ("CAST(kind AS INT) > 1", "Cannot cast string"),
+        ("year", "does not return a boolean"),
+        ("", "Expected: an expression"),
+        ("sum(year) > 1", "not implemented"),
+    ],
+)
+def test_a_predicate_that_cannot_be_read_is_told_in_a_line(build, where: str, said: str):
+    index = build(TEXTS[:5], columns={"year": [1, 2, 3, 4, 5], "kind": list("abcde")})
+    with pytest.raises(UserError) as error:
+        index.search(QUERY, PLACE, where=where)
+    assert said in str(error.value)
+    assert "on the columns id, text, year, kind, such as" in str(error.value)
+    assert "rust" not in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_hits_are_rows_of_json_and_of_a_data_frame(build):
+    odd = {"share": [0.5, float("nan"), float("inf")], "tags": [["a"], [], None]}
+    hits = build(TEXTS[:3], ids=[7, 8, 9], columns=odd).search(QUERY, PLACE)
+    found = json.loads(json.dumps(hits.to_json(), allow_nan=False))
+    rows = {row["id"]: row for row in found["results"]}
+    assert rows["7"] == {**rows["7"], "text": TEXTS[0], "share": 0.5, "tags": ["a"]}
+    assert (rows["8"]["share"], rows["9"]["share"], rows["9"]["tags"]) == (None, None, None)
+    assert found["conditions"] == {PLACE: 1.0}
+    assert list(hits.to_pandas()["id"]) == [row["id"] for row in hits.rows]
+
+
+def test_hits_are_explained_by_their_scores_under_each_condition_and_none(build):
+    index = build(TEXTS)
+    hits = index.search(QUERY, {PLACE: 1, NUMBER: 0.5}, 5, explain=True)
+    alone = index.embedder.encoder.encode([*TEXTS, QUERY])
+    alone /= np.linalg.norm(alone, axis=1, keepdims=True)
+    cosines = alone[:-1] @ alone[-1]
+    for row in hits.rows:
+        told, place = row["explain"], TEXTS.index(row["text"])
+        total = told["under"][PLACE] + 0.5 * told["under"][NUMBER]
+        assert row["score"] == pytest.approx(total, abs=1e-5)
+        assert told["without"] == pytest.approx(cosines[place], abs=CLOSE)
+        assert told["rank_without"] == pytest.approx(1 + (cosines > cosines[place]).sum(), abs=1)
+
+
+# -- conditions that texts are encoded with ----------------------------------------------------
+
+
+def test_a_condition_that_is_not_prepared(build, caplog):
+    caplog.set_level("INFO")
+    index = build(TEXTS, head="linear", conditions=[PLACE])
+    assert len(index.search(QUERY, PLACE, prepare=False)) == 10
+    with pytest.raises(UserError, match="50 of 50 texts are not encoded under 'the number of peo"):
+        index.search(QUERY, NUMBER, prepare=False)
+    assert index.conditions == [PLACE]
+    caplog.clear()
+    index.search(QUERY, NUMBER)
+    assert "50 texts under 'the number of people', which is kept" in caplog.text
+    caplog.clear()
+    Index.open(index.folder, device="cpu").search(QUERY, NUMBER, prepare=False)
+    assert caplog.text == ""
+
+
+def test_rerank_encodes_the_texts_nearest_without_a_condition(build, caplog):
+    caplog.set_level("INFO")
+    index = build(TEXTS, head="own")
+    hits = index.search(QUERY, PLACE, 5, rerank=20)
+    assert not hits.exact
+    assert "of 50 texts only the 20 nearest without a condition" in caplog.text
+    near = index.embedder.encoder.encode([*TEXTS, QUERY])
+    near /= np.linalg.norm(near, axis=1, keepdims=True)
+    among = [TEXTS[i] for i in np.argsort(-(near[:-1] @ near[-1]))[:20]]
+    scores = compared(index, among, QUERY, PLACE)
+    best = [among[i] for i in np.argsort(-scores)[:5]]
+    assert {row["text"] for row in hits.rows} == set(best)
+    assert [row["score"] for row in hits.rows] == pytest.approx(np.sort(scores)[:-6:-1], abs=CLOSE)
+    assert index.conditions == []
+    assert index.search(QUERY, PLACE, 5, rerank=50).exact
+
+
+@pytest.mark.parametrize(
+    ("head", "rerank", "said"),
+    [
+        ("low", 20, "compares every text under any condition. Leave it out"),
+        ("linear", 20, "the prompt concat-sent-cond encodes none without one"),
+        ("own", 3, "--rerank is 3, fewer than the 5 hits"),
+    ],
+)
+def test_rerank_where_it_is_of_no_use(build, head: str, rerank: int, said: str):
+    with pytest.raises(UserError, match=said):
+        build(TEXTS[:9], head=head).search(QUERY, PLACE, 5, rerank=rerank)
+
+
+def test_views_are_dropped_above_a_budget_but_not_what_was_encoded(build, monkeypatch):
+    monkeypatch.setattr(views, "BUDGET", 1500)
+    index = build(TEXTS)
+    for condition in (PLACE, NUMBER, "the colour"):
+        index.search(QUERY, condition)
+    assert "the colour" in index.conditions
+    assert len(index.conditions) < 3
+    check_against_all(Index.open(index.folder, device="cpu"), TEXTS)
+    joint = build(TEXTS, head="linear", name="joint", conditions=[PLACE, NUMBER, "the colour"])
+    assert len(joint.conditions) == 3
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"texts": ["a", "  "]}, "row 2: the text is empty"),
+        ({"texts": ["a", 3]}, "row 2: 3 is not a text"),
+        ({"texts": "abc"}, "give a list"),
+        ({"texts": ["a", "b"], "ids": ["x", "x"]}, "'x' is that of row 1 and of row 2"),
+        ({"texts": ["a", "b"], "ids": ["x"]}, "1 ids for 2 texts"),
+        ({"texts": ["a", "b"], "ids": ["x", None]}, "row 2: the id is empty"),
+        ({"texts": ["a"], "columns": {"year": [1, 2]}}, "'year' has 2 values for 1 texts"),
+        ({"texts": ["a"], "columns": {"score": [1]}}, "'score' cannot be kept"),
+        ({"texts": ["a"], "columns": {"_row": [1]}}, "'_row' cannot be kept"),
+        ({"texts": ["a"], "conditions": [" "]}, "condition is empty"),
+        ({"texts": ["a"], "head": "lw"}, "no fitted head 'lw'"),
+    ],
+)
+def test_wrong_texts_make_no_index(build, tmp_path: Path, given: dict, said: str):
+    with pytest.raises(UserError, match=said):
+        build(**given)
+    assert not (tmp_path / "index" / "texts.lance").exists()
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"year": ["x"], "kind": ["y"]}, "'year' is of the type int64 in the index"),
+        ({"year": [1]}, "the columns 'year', and those of the index 'kind', 'year'"),
+        ({"year": [1], "kind": ["y"], "more": [1]}, "Give the same ones"),
+    ],
+)
+def test_other_columns_than_those_that_are_there(build, columns: dict, said: str):
+    index = build(TEXTS[:2], columns={"year": [1, 2], "kind": ["a", "b"]})
+    with pytest.raises(UserError, match=said):
+        index.add(["one more"], columns=columns)
+    index.add(["without any"])
+    assert {row["text"]: row["kind"] for row in index.search(QUERY, PLACE).rows} == {
+        TEXTS[0]: "a",
+        TEXTS[1]: "b",
+        "without any": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"query": " "}, "the query is empty"),
+        ({"query": ["a", ""]}, "the query is empty"),
+        ({"condition": ""}, "the condition is empty"),
+        ({"condition": {}}, "no condition was given"),
+        ({"condition": {PLACE: float("nan")}}, "must be finite"),
+        ({"condition": {PLACE: "2"}}, "not a number"),
+        ({"condition": {PLACE: 0}}, "all weights are 0"),
+        ({"k": 0}, "k is 0; it must be at least 1"),
+    ],
+)
+def test_wrong_queries(build, given: dict, said: str):
+    with pytest.raises(UserError, match=said):
+        build(TEXTS[:2]).search(**{"query": QUERY, "condition": PLACE, **given})
+
+
+def test_an_index_of_another_model_or_head_is_refused(build, heads_run: Path, tmp_path: Path):
+    index = build(TEXTS[:5])
+    with pytest.raises(
+        UserError, match=r"made with run .*, head low; what is named now has another head"
+    ):
+        build(TEXTS, head="relu")
+    with pytest.raises(UserError, match="another prompt and another head"):
+        build(TEXTS, head="none", prompt="own")
+    with pytest.raises(UserError, match=r"was made with run .*, head low: .* no fitted head"):
+        Index.build(index.folder, TEXTS, model="minilm-csts")
+    moved = Path(shutil.copytree(heads_run, tmp_path / "moved"))
+    Index.build(index.folder, run=moved, device="cpu")  # the same, elsewhere
+    assert json.loads((index.folder / "index.json").read_text())["made_by"]["run"] == str(moved)
+    shutil.rmtree(moved / "heads" / "low")
+    shutil.copytree(moved / "heads" / "relu", moved / "heads" / "low")
+    with pytest.raises(UserError, match="what is there now has another head"):
+        Index.open(index.folder)
+    shutil.rmtree(moved)
+    with pytest.raises(UserError, match=r"there is no run .*moved, say where: llmcond index --out"):
+        Index.open(index.folder)
+
+
+def test_folders_that_hold_no_index(build, tmp_path: Path):
+    (tmp_path / "index").mkdir()
+    (tmp_path / "index" / "mine.txt").write_text("x")
+    with pytest.raises(UserError, match="is no index"):
+        build(TEXTS)
+    assert [path.name for path in (tmp_path / "index").iterdir()] == ["mine.txt"]
+    with pytest.raises(UserError, match="is no index"):
+        Index.open(tmp_path / "index")
+    with pytest.raises(UserError, match=r"does not exist\. Make one: llmcond index TEXTS"):
+        Index.open(tmp_path / "nowhere")
+    newer = build(name="newer")
+    record = json.loads((newer.folder / "index.json").read_text())
+    (newer.folder / "index.json").write_text(json.dumps({**record, "format": 99}))
+    with pytest.raises(UserError, match="newer version of llmcond"):
+        Index.open(newer.folder)
+
+
+def test_an_empty_index_finds_nothing(build):
+    assert build().search(QUERY, PLACE).rows == []
+    emptied = build(TEXTS[:2], ids=["a", "b"], name="emptied")
+    emptied.delete(["a", "b"])
+    assert emptied.search(QUERY, PLACE, explain=True).rows == []
+    emptied.add(TEXTS[:3])
+    check_against_all(emptied, TEXTS[:3])
+
+
+def test_long_texts_and_queries_are_cut_and_told(build, caplog):
+    caplog.set_level("INFO")
+    long = " ".join(["beach"] * 200)
+    index = build([long, TEXTS[0]])
+    assert "1 inputs are longer than 64 tokens" in caplog.text
+    with pytest.warns(UserWarning, match="1 of 1 inputs are longer than the 64 tokens"):
+        assert index.search(long, PLACE, 1).rows[0]["text"] == long
+
+
+def test_it_is_public():
+    assert llmcond.Index is Index
+    assert llmcond.Hits.__name__ == "Hits"
