@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from llmcond.arrays import Array, Dense, Gathered, Matrix
@@ -23,6 +24,7 @@ from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError, brief
 from llmcond.features.view import Part, View
 from llmcond.heads import FittedHead
+from llmcond.heads.module import ACTIVATIONS
 from llmcond.prompts import Prompt
 from llmcond.prompts import template as templates
 from llmcond.runs.embedder import unit_length
@@ -114,30 +116,30 @@ class Projection:
             return encode([part.render(text, condition) for text in texts])
 
         features = self._sources.view.sentence(read)
-        if self._matrix is not None:
-            return unit_length(features.read() @ self._matrix, None)
         if self._head is None:
             return unit_length(features.read(), None)
-        made = self._head.transform(features, self._sources.view.condition(read))
+        if self._matrix is None:
+            made = self._head.transform(features, self._sources.view.condition(read))
+        else:
+            activation = ACTIVATIONS[self._head.settings.activation]
+            made = activation(torch.from_numpy(features.read() @ self._matrix)).numpy()
         return unit_length(made, self._head)
 
     @cached_property
     def _matrix(self) -> Array | None:
-        """Return what features are multiplied by, where that is all a head does.
+        """Return what a hypernetwork multiplies features by, made once; None: it is none.
 
-        It is M, (dim, r), with r as small as can be, so that x M has the cosines of x W_c. In low
-        rank W_c = W_1 W_2, and with W_2^T = Q R the inner products of x W_1 W_2 are those of
-        x W_1 R^T, of K numbers in the place of k.
+        Where nothing comes behind, it is M, (dim, r), with r as small as can be, so that x M has
+        the cosines of x W_c. In low rank W_c = W_1 W_2, and with W_2^T = Q R the inner products of
+        x W_1 W_2 are those of x W_1 R^T, of K numbers in the place of k.
         """
         head, prompt = self._head, self._sources.view.of_condition()
         if head is None or prompt is None or not head.generates_matrices:
             return None
-        if head.settings.activation != "none":
-            return None
         vector = self._of_condition[prompt.unconditional.render("", str(self._condition))]
         factors = [factor[0] for factor in head.module.generated_matrices(vector[None])]
         last = factors[-1]
-        if last.shape[0] < last.shape[1]:
+        if head.settings.activation == "none" and last.shape[0] < last.shape[1]:
             upper: Any = np.linalg.qr(last.T.astype(np.float64), mode="r")
             factors[-1] = upper.T.astype(np.float32)
         matrix: Array = factors[0]
@@ -174,10 +176,9 @@ class Projections:
             self._kept.move_to_end(condition)
             return found
 
-    def queries(self, texts: Sequence[str], condition: str | None) -> Array:
-        """Return unit vectors of queries under a condition, (q, k)."""
-        stored = self.encode(self._sources.stored(texts))[:].reshape(len(texts), -1)
-        return self.of(condition)(texts, stored, self.encode)
+    def stored(self, texts: Sequence[str]) -> Array:
+        """Return of queries what is stored of texts, (q, parts * dim)."""
+        return self.encode(self._sources.stored(texts))[:].reshape(len(texts), -1)
 
     def encode(self, inputs: Sequence[EncoderInput]) -> Matrix:
         """Return the vectors of a few inputs, which are not kept.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from llmcond.arrays import Array
 from llmcond.errors import UserError, brief
 from llmcond.log import log
 from llmcond.search.hits import Hits
@@ -22,6 +23,13 @@ from llmcond.search.version import Version
 _SCORES = 2**25
 
 Scores = NDArray[np.float32]
+
+
+class _Encoded(NamedTuple):
+    """A few texts, and what is stored of such without a condition, (n, parts * dim)."""
+
+    texts: Sequence[str]
+    stored: NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,7 @@ class Searched:
         at_once = max(1, _SCORES // max(1, len(everywhere)))
         found: list[Hits] = []
         for start in range(0, len(queries), at_once):
-            part = queries[start : start + at_once]
+            part = self._encoded(queries[start : start + at_once])
             scores = {condition: self._scores(part, condition) for condition in self.weights}
             found += self._hits(part, scores, everywhere, exact=True)
         return found
@@ -100,15 +108,15 @@ class Searched:
             raise UserError(f"--rerank is {count:,}, fewer than the {self.k:,} hits asked for.")
         hits: list[Hits] = []
         for query in queries:
-            near = self._best(self._scores([query], ALONE)[0], min(count, self.n), self.mask)
+            own = self._encoded([query])
+            near = self._best(self._scores(own, ALONE)[0], min(count, self.n), self.mask)
             rows = table.take(near, ["text", VECTOR])
-            texts, stored, project = rows["text"].to_pylist(), vectors_of(rows), model.projections
+            texts = _Encoded(rows["text"].to_pylist(), vectors_of(rows))
             scores = {
-                condition: project.queries([query], condition)
-                @ project.of(condition)(texts, stored, project.encode).T
+                condition: self._under(own, condition) @ self._under(texts, condition).T
                 for condition in self.weights
             }
-            hits += self._hits([query], scores, near, exact=len(near) == self.n)
+            hits += self._hits(own, scores, near, exact=len(near) == self.n)
         if self.n > count:
             log.info(
                 f"of {self.n:,} texts only the {count:,} nearest without a condition were encoded "
@@ -116,7 +124,15 @@ class Searched:
             )
         return hits
 
-    def _scores(self, queries: Sequence[str], condition: str | None) -> Scores:
+    def _encoded(self, texts: Sequence[str]) -> _Encoded:
+        return _Encoded(texts, self.version.model.projections.stored(texts))
+
+    def _under(self, given: _Encoded, condition: str | None) -> Array:
+        """Return the unit vectors of a few texts under a condition, (n, k)."""
+        projections = self.version.model.projections
+        return projections.of(condition)(given.texts, given.stored, projections.encode)
+
+    def _scores(self, queries: _Encoded, condition: str | None) -> Scores:
         """Return the cosines of queries with all texts under a condition, (q, n)."""
         view = self.version.view(condition)
         if view is None:
@@ -126,7 +142,7 @@ class Searched:
                 f"{n:,} texts are not encoded under {brief(condition)} yet. Encode them: llmcond "
                 f"index --out {self.version.table.folder} --condition {brief(condition)}"
             )
-        return view.scores(self.version.model.projections.queries(queries, condition))
+        return view.scores(self._under(queries, condition))
 
     @staticmethod
     def _best(scores: Scores, k: int, mask: NDArray[np.bool_] | None = None) -> Positions:
@@ -138,7 +154,7 @@ class Searched:
 
     def _hits(
         self,
-        queries: Sequence[str],
+        queries: _Encoded,
         scores: Mapping[str, Scores],
         among: Positions,
         *,
@@ -152,7 +168,7 @@ class Searched:
         if self.explain and self.version.model.sources.alone:
             without = self._scores(queries, ALONE)
         found = []
-        for i, query in enumerate(queries):
+        for i, query in enumerate(queries.texts):
             total = sum(weight * scores[name][i] for name, weight in self.weights.items())
             best = self._best(np.asarray(total), self.k, mask) if self.k else among[:0]
             texts = table.take(among[best], columns).to_pylist() if self.k else []
