@@ -13,8 +13,9 @@ import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -27,11 +28,12 @@ from llmcond.features.view import ViewInputs
 from llmcond.files import check_format, read_json, write_json
 from llmcond.log import log
 from llmcond.prompts.template import Part
+from llmcond.records import RECORD, check_record
 from llmcond.runs.embedder import Embedder
 from llmcond.runs.extraction import extract_inputs
 from llmcond.search.hits import Hits
 from llmcond.search.model import Model
-from llmcond.search.rows import Rows, Written
+from llmcond.search.rows import Rows, Written, check_text
 from llmcond.search.searching import Searched
 from llmcond.search.table import Table
 from llmcond.search.version import Version
@@ -132,6 +134,7 @@ class Index:
     def _open(cls, folder: Path, device: str, given: Mapping[str, Any]) -> Index:
         record = read_json(folder / "index.json")
         check_format(record, FORMAT, str(folder))
+        check_record(record, _Record, str(folder / "index.json"), "Make another index.")
         made_by: dict[str, Any] = dict.fromkeys(("run", "model", "head", "prompt"))
         made_by |= record["made_by"]
         if "run" in given or "model" in given:
@@ -214,7 +217,7 @@ class Index:
 
     def _add(self, rows: Rows, conditions: Sequence[str] = ()) -> Written:
         with self._writing():
-            conditions = list(dict.fromkeys([*self._lasting(), *map(_condition, conditions)]))
+            conditions = list(dict.fromkeys([*self._lasting(), *_checked(conditions)]))
             plan = rows.against(self._version.table)
             if plan.n_new:
                 self._encode(plan.new_texts, self._model.sources.alone, [""])
@@ -254,7 +257,7 @@ class Index:
             UserError: an empty condition, or a folder that cannot be written.
             DiskFullError: no room; what was encoded is kept for the next time.
         """
-        wanted = list(dict.fromkeys(map(_condition, conditions)))
+        wanted = list(dict.fromkeys(_checked(conditions)))
         if not self.encodes_pairs or not any(len(self._version.absent(one)) for one in wanted):
             return
         with self._writing():
@@ -298,7 +301,9 @@ class Index:
     ) -> FeatureStore:
         """Encode texts under conditions, as far as that is not done yet."""
         store = self._store()
-        inputs = ViewInputs([(text, under) for text in texts for under in conditions], parts)
+        if not (parts and conditions):
+            return store
+        inputs = ViewInputs(_Pairs(texts, conditions), parts)
         missing = count_missing(store, inputs, WINDOW)
         if missing.n_missing:
             name = f"texts under {listed(conditions, 3)}" if any(conditions) else "texts"
@@ -377,8 +382,7 @@ class Index:
         """
         queries = [query] if isinstance(query, str) else list(query)
         for text in queries:
-            if not isinstance(text, str) or not text.strip():
-                raise UserError("the query is empty; give a text.")
+            check_text(text, "the query")
         weights = _weights(condition)
         if k < 1:
             raise UserError(f"k is {k}; it must be at least 1.")
@@ -401,6 +405,16 @@ class Index:
         self.prepare(conditions)
 
 
+@dataclass(frozen=True)
+class _Record:
+    """What index.json holds."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    made_by: Mapping[Literal["run", "model", "head", "prompt"], str]
+    identity: Mapping[str, Any]
+
+
 def _record(folder: Path, model: Model) -> None:
     write_json(
         folder / "index.json",
@@ -412,10 +426,22 @@ def _is_vacant(folder: Path) -> bool:
     return not any(folder.iterdir())
 
 
-def _condition(text: object) -> str:
-    if not isinstance(text, str) or not text.strip():
-        raise UserError("the condition is empty; give a text.")
-    return text
+class _Pairs(Sequence[tuple[str, str]]):
+    """Each text under each condition, those of a text side by side; made when asked for."""
+
+    def __init__(self, texts: Sequence[str], conditions: Sequence[str]) -> None:
+        self._texts, self._conditions = texts, conditions
+
+    def __len__(self) -> int:
+        return len(self._texts) * len(self._conditions)
+
+    def __getitem__(self, place: Any) -> Any:
+        text, condition = divmod(place, len(self._conditions))
+        return self._texts[text], self._conditions[condition]
+
+
+def _checked(conditions: Sequence[str]) -> list[str]:
+    return [check_text(one, "the condition") for one in conditions]
 
 
 def _weights(condition: str | Mapping[str, float]) -> dict[str, float]:
@@ -423,7 +449,7 @@ def _weights(condition: str | Mapping[str, float]) -> dict[str, float]:
     if not given:
         raise UserError("no condition was given; give one at least.")
     for text, weight in given.items():
-        _condition(text)
+        check_text(text, "the condition")
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             raise UserError(f"the weight of {brief(text)} is {brief(weight)}, not a number.")
         if not math.isfinite(weight):

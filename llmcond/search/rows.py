@@ -65,10 +65,7 @@ class Rows:
             raise UserError("one text was given; give a list of texts.")
         texts = list(texts)
         for number, text in enumerate(texts, 1):
-            if not isinstance(text, str):
-                raise UserError(f"row {number}: {brief(text)} is not a text.")
-            if not text.strip():
-                raise UserError(f"row {number}: the text is empty.")
+            check_text(text, f"row {number}: the text")
         repeated = len(texts) - len(set(texts))
         if repeated:
             log.info(f"{repeated:,} texts repeat others; they are kept")
@@ -214,6 +211,19 @@ class Plan:
         return pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
 
 
+def check_text(text: object, what: str) -> str:
+    """Return a text that can be encoded; a UserError that begins with ``what`` if it is none."""
+    if not isinstance(text, str):
+        raise UserError(f"{what} is {brief(text)}, not a text.")
+    if not text.strip():
+        raise UserError(f"{what} is empty.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{what} holds half of a surrogate pair, which is no character.") from error
+    return text
+
+
 def _made_of(texts: Sequence[str]) -> list[str]:
     """Return an id for each text: a digest, with a number where the text repeats others."""
     seen: Counter[str] = Counter()
@@ -231,8 +241,7 @@ def _checked_ids(ids: Sequence[object], n: int) -> list[str]:
     own = ["" if value is None else str(value) for value in ids]
     rows: dict[str, int] = {}
     for number, value in enumerate(own, 1):
-        if not value.strip():
-            raise UserError(f"row {number}: the id is empty.")
+        check_text(value, f"row {number}: the id")
         if value in rows:
             raise UserError(
                 f"the id {brief(value)} is that of row {rows[value]} and of row {number}; an id "

@@ -214,7 +214,11 @@ def vectors_of(rows: Any) -> NDArray[Any]:
 def _reading(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError) as error:
+    except BaseException as error:
+        # Lance's Rust code panics over some damaged files, by an exception of its own.
+        panics = type(error).__name__ == "PanicException"
+        if not panics and not isinstance(error, (OSError, ValueError, KeyError)):
+            raise
         if is_disk_full(error) or isinstance(error, PermissionError):
             raise
         raise LlmcondError(

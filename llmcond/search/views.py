@@ -103,20 +103,25 @@ class Views:
 
     def _record(self, place: Path) -> dict[str, Any]:
         try:
-            return read_json(place / "view.json")
+            return {"segments": [], **read_json(place / "view.json")}
         except UserError:  # there is none, or it was removed just now
             return {"segments": []}
 
     def read(self, condition: str | None) -> list[Segment]:
         """Return the segments of a view; none where there is no view."""
-        place = self._place(condition)
+        place, problem = self._place(condition), "lacks files"
         for _ in range(3):  # others may merge segments while they are opened
-            with suppress(FileNotFoundError):
+            try:
                 found = [_open(place, name) for name in self._record(place)["segments"]]
-                with suppress(OSError):  # a disk that is only read
-                    os.utime(place / "view.json")
-                return found
-        raise LlmcondError(f"{place} lacks files; delete it, and the same command makes it anew.")
+            except FileNotFoundError:
+                continue
+            except (EOFError, ValueError):
+                problem = "is damaged"
+                break
+            with suppress(OSError):  # a disk that is only read
+                os.utime(place / "view.json")
+            return found
+        raise LlmcondError(f"{place} {problem}. Delete it: it is made anew when it is needed.")
 
     def add(
         self, condition: str | None, segment: Segment, table: Table, *, lasting: bool

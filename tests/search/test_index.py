@@ -1,15 +1,25 @@
 """Indexes give what comparing every text gives, whatever is added, replaced and deleted."""
 
+import importlib
 import json
+import os
+import re
+import resource
 import shutil
+import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from helpers.processes import Command
 
 import llmcond
-from llmcond import Index, UserError
+from llmcond import Index, LlmcondError, UserError
+from llmcond.cli import run
 from llmcond.search import views
 
 PEOPLE = ["two men", "three women", "children", "two dogs", "people"]
@@ -335,7 +345,8 @@ def test_views_are_dropped_above_a_budget_but_not_what_was_encoded(build, monkey
     ("given", "said"),
     [
         ({"texts": ["a", "  "]}, "row 2: the text is empty"),
-        ({"texts": ["a", 3]}, "row 2: 3 is not a text"),
+        ({"texts": ["a", 3]}, "row 2: the text is 3, not a text"),
+        ({"texts": ["a", "\ud800"]}, "row 2: the text holds half of a surrogate pair"),
         ({"texts": "abc"}, "give a list"),
         ({"texts": ["a", "b"], "ids": ["x", "x"]}, "'x' is that of row 1 and of row 2"),
         ({"texts": ["a", "b"], "ids": ["x"]}, "1 ids for 2 texts"),
@@ -378,6 +389,8 @@ def test_other_columns_than_those_that_are_there(build, columns: dict, said: str
     [
         ({"query": " "}, "the query is empty"),
         ({"query": ["a", ""]}, "the query is empty"),
+        ({"query": "\ud800"}, "the query holds half of a surrogate pair"),
+        ({"query": ["a", 1]}, "the query is 1, not a text"),
         ({"condition": ""}, "the condition is empty"),
         ({"condition": {}}, "no condition was given"),
         ({"condition": {PLACE: float("nan")}}, "must be finite"),
@@ -451,3 +464,106 @@ def test_long_texts_and_queries_are_cut_and_told(build, caplog):
 def test_it_is_public():
     assert llmcond.Index is Index
     assert llmcond.Hits.__name__ == "Hits"
+
+
+# -- several at once, kills and damage ---------------------------------------------------------
+
+
+def test_threads_search_while_texts_are_added(build):
+    index = build(TEXTS[:20], conditions=[PLACE], head="own")
+    other = Index.open(index.folder, device="cpu")
+    wanted = [row["id"] for row in other.search(QUERY, PLACE).rows]
+    with ThreadPoolExecutor(3) as pool:
+        adding = [pool.submit(index.add, TEXTS[20 + i : 21 + i]) for i in range(6)]
+        reading = [pool.submit(other.search, QUERY, PLACE) for _ in range(30)]
+        assert all([row["id"] for row in one.result().rows] == wanted for one in reading)
+        assert sum(one.result().added for one in adding) == 6
+    check_against_all(index, TEXTS[:26])
+
+
+def killed_at(module: str, name: str) -> None:
+    """Let a process be killed when it calls a function."""
+    target: Any = importlib.import_module(module)
+    *classes, function = name.split(".")
+    for one in classes:
+        target = getattr(target, one)
+    setattr(target, function, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        ("llmcond.search.rows", "Plan.write"),  # texts are encoded
+        ("llmcond.search.views", "_write"),  # texts are written, their vectors are not
+        ("llmcond.search.views", "write_json"),  # vectors are written, and not named yet
+    ],
+    ids=lambda where: where[1],
+)
+def test_a_kill_loses_nothing_and_leaves_nothing_half(build, tmp_path: Path, where, capsys):
+    index = build(TEXTS[:30], conditions=[PLACE], head="linear")
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
+    arguments = ["index", tmp_path / "texts.txt", "--out", index.folder, "--condition", NUMBER]
+    killed = Command(tmp_path / "killed", arguments, first=partial(killed_at, *where))
+    status, _, err = killed.finish()
+    assert (status, err.count("inputs encoded")) == (-signal.SIGKILL, 2 if "_" in where[1] else 1)
+    found = Index.open(index.folder, device="cpu")
+    assert len(found) == (30 if where[1] == "Plan.write" else 50)
+    if len(found) == 30:
+        check_against_all(found, TEXTS[:30])
+    capsys.readouterr()
+    assert run([str(argument) for argument in arguments]) == 0
+    assert capsys.readouterr().err.count("inputs encoded") == (where[1] == "Plan.write")
+    check_against_all(Index.open(index.folder, device="cpu"), TEXTS)
+    assert not (index.folder / "encoding").exists()
+
+
+def small_files(size: int) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+@pytest.mark.parametrize(
+    ("head", "size", "said"),
+    [
+        ("linear", 2_000, r"encoding/.* cannot grow"),  # vectors while texts are encoded
+        ("low", 9_000, r"the 30 texts in it are as they were"),  # the texts, in one piece
+    ],
+)
+def test_a_full_disk_is_told_in_a_line(build, tmp_path: Path, head: str, size: int, said: str):
+    long = {"note": ["n" * 300] * 50}
+    index = build(TEXTS[:30], columns={"note": long["note"][:30]}, conditions=[PLACE], head=head)
+    others = [{"text": f"{text} {i}", "note": f"{i}" * 200} for i, text in enumerate(TEXTS)]
+    (tmp_path / "texts.json").write_text(json.dumps(others))
+    arguments = ["index", tmp_path / "texts.json", "--out", index.folder, "--keep", "note"]
+    limited = Command(tmp_path / "full", arguments, first=partial(small_files, size))
+    status, _, err = limited.finish()
+    assert status == 2
+    assert re.fullmatch(f"llmcond: error: the disk is full: .*{said}.*", err.splitlines()[-1])
+    check_against_all(Index.open(index.folder, device="cpu"), TEXTS[:30])
+    assert run([str(argument) for argument in arguments]) == 0
+    assert len(Index.open(index.folder, device="cpu")) == 80
+
+
+@pytest.mark.parametrize(
+    ("pattern", "keep", "said"),
+    [
+        ("texts.lance/data/*", 10, "cannot be read: .* if it is damaged, make it anew"),
+        ("texts.lance/_versions/*", 10, "cannot be read: "),
+        ("views/*/*[0-9a-f].npy", 200, "is damaged. Delete it: it is made anew"),
+        ("views/*/*.rows.npy", 0, "is damaged. Delete it"),
+        ("index.json", 0, "is not a readable JSON file"),
+    ],
+)
+def test_damaged_files_are_told_in_a_line(build, pattern: str, keep: int, said: str):
+    folder = build(TEXTS[:9], conditions=[PLACE], head="linear").folder
+    for path in folder.glob(pattern):
+        path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(LlmcondError, match=said):
+        Index.open(folder, device="cpu").search(QUERY, PLACE)
+
+
+def test_a_damaged_record_is_told_in_a_line(build):
+    folder = build(TEXTS[:2]).folder
+    (folder / "index.json").write_text('{"format": 1, "made_by": {"run": 3}}')
+    with pytest.raises(LlmcondError, match=r"it was damaged\. Make another index"):
+        Index.open(folder)

@@ -1,0 +1,100 @@
+"""`llmcond index` and `llmcond search`, as a user runs them."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from helpers.commands import ok, refused
+
+from llmcond.cli import run
+
+ROWS = [("a", "two men play in the park", "2019"), ("b", "children sit at the beach", "2024")]
+ROWS += [("c", "three women walk in the rain", "2025"), ("d", "two dogs play at the beach", "2020")]
+PLACE = ("--condition", "the place")
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.csv"
+    with path.open("w", newline="") as stream:
+        csv.writer(stream).writerows([("id", "text", "year"), *ROWS])
+    return path
+
+
+@pytest.fixture
+def made(tmp_path: Path, texts: Path, heads_run: Path, capsys) -> Path:
+    made_by = ["--run", heads_run, "--head", "low", "--device", "cpu"]
+    out = tmp_path / "index"
+    result = ok(capsys, "index", texts, "--out", out, "--id", "id", "--keep", "year", *made_by)
+    assert (result["texts"], result["added"]) == (4, 4)
+    return out
+
+
+def test_a_file_is_indexed_searched_and_changed(made: Path, texts: Path, capsys, tmp_path: Path):
+    query = ["search", made, "dogs at the beach", *PLACE, "-k", "2"]
+    found = ok(capsys, *query, "--where", "CAST(year AS INT) >= 2020")
+    assert [row["rank"] for row in found["results"]] == [1, 2]
+    assert set(found["results"][0]) == {"rank", "score", "text", "id", "year"}
+    assert found["searched"] == 3
+    (tmp_path / "gone.txt").write_text("a\nd\n")
+    result = ok(capsys, "index", "--out", made, "--delete", tmp_path / "gone.txt")
+    assert (result["deleted"], result["texts"]) == (2, 2)
+    result = ok(capsys, "index", texts, "--out", made, "--id", "id", "--keep", "year")
+    assert [result[name] for name in ("added", "replaced", "unchanged")] == [2, 0, 2]
+    assert result["conditions"] == ["the place"]
+
+
+def test_hits_are_shown_in_a_table(made: Path, capsys):
+    several = [*PLACE, "--condition", "the number of people", "--weight", "1", "--weight", "0.5"]
+    assert run(["search", str(made), "two dogs", *several, "--explain"]) == 0
+    shown = capsys.readouterr().out
+    for text in ("rank", "score", "id", "year", "under the place", "without", "rank without"):
+        assert text in " ".join(shown.split())
+    assert all(row[1].split()[0] in shown for row in ROWS)
+
+
+def test_a_text_file_is_indexed_by_its_lines(tmp_path: Path, heads_run: Path, capsys):
+    (tmp_path / "texts.txt").write_text("".join(f"{row[1]}\n\n" for row in ROWS))
+    given = ["index", tmp_path / "texts.txt", "--out", tmp_path / "index", "--run", heads_run]
+    result = ok(capsys, *given, "--head", "linear", *PLACE)
+    assert (result["texts"], result["conditions"]) == (4, ["the place"])
+    assert ok(capsys, *given, "--head", "linear")["unchanged"] == 4
+
+
+def test_wrong_searches_are_told_in_a_line(made: Path, tmp_path: Path, capsys):
+    search = ["search", made, "dogs"]
+    assert "is no index" in refused(capsys, "search", tmp_path, "dogs", *PLACE)
+    assert "required: --condition" in refused(capsys, *search)
+    assert "the query is empty" in refused(capsys, "search", made, "", *PLACE)
+    assert "k is 0" in refused(capsys, *search, *PLACE, "-k", "0")
+    assert "invalid int value" in refused(capsys, *search, *PLACE, "-k", "x")
+    assert "No field named kind" in refused(capsys, *search, *PLACE, "--where", "kind = 1")
+    assert "2 --weight and 1 --condition" in refused(
+        capsys, *search, *PLACE, "--weight", "1", "--weight", "2"
+    )
+    assert "names a text twice" in refused(capsys, *search, *PLACE, *PLACE)
+    assert "any condition. Leave it out" in refused(capsys, *search, *PLACE, "--rerank", "3")
+
+
+def test_wrong_texts_are_told_in_a_line(made: Path, texts: Path, tmp_path: Path, capsys):
+    def told(*arguments: object) -> str:
+        return refused(capsys, "index", *arguments)
+
+    new = ["--out", tmp_path / "new"]
+    assert "Name TEXTS to make one" in told(*new)
+    assert "does not exist" in told(tmp_path / "none.csv", *new)
+    assert "there is nothing to do" in told("--out", made)
+    assert "has no column 'body'" in told(texts, *new, "--text", "body")
+    assert "has no column 'key'" in told(texts, *new, "--id", "key")
+    double = tmp_path / "double.csv"
+    double.write_text("id,text\nx,one\ny, \nx,two\n")
+    assert "row 2 of double.csv: text is empty" in told(double, *new, "--id", "id")
+    double.write_text("id,text\nx,one\ny,two\nx,three\n")
+    assert "'x' is that of row 1 and of row 3" in told(double, *new, "--id", "id")
+    assert not (tmp_path / "new").exists()
+    assert "another head" in told(texts, "--out", made, "--head", "relu")
+    assert "cannot be kept" in told(texts, "--out", made, "--id", "id", "--keep", "id")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "x.json").write_text(json.dumps({}))
+    assert "is no index" in told(texts, "--out", tmp_path / "folder")
