@@ -389,7 +389,10 @@ class Index:
         if prepare and rerank is None:
             self._prepare_told(list(weights))
         asked = Searched.of(self._version, weights, k, where, explain)
-        found = asked.exact(queries) if rerank is None else asked.reranked(queries, rerank)
+        if not asked.k:
+            found = [Hits(text, weights, [], asked.n) for text in queries]
+        else:
+            found = asked.exact(queries) if rerank is None else asked.reranked(queries, rerank)
         return found[0] if isinstance(query, str) else found
 
     def _prepare_told(self, conditions: Sequence[str]) -> None:

@@ -21,6 +21,8 @@ from llmcond.search.version import Version
 
 #: Scores that are in memory at a time.
 _SCORES = 2**25
+#: Texts beside the best whose scores are computed once more.
+_SPARE = 64
 
 Scores = NDArray[np.float32]
 
@@ -78,13 +80,23 @@ class Searched:
         Raises:
             UserError: texts would have to be encoded under a condition.
         """
-        everywhere = np.arange(len(self.version.table))
-        at_once = max(1, _SCORES // max(1, len(everywhere)))
+        n, joint = len(self.version.table), bool(self.version.model.sources.joint)
+        at_once = max(1, _SCORES // max(1, n))
         found: list[Hits] = []
         for start in range(0, len(queries), at_once):
             part = self._encoded(queries[start : start + at_once])
             scores = {condition: self._scores(part, condition) for condition in self.weights}
-            found += self._hits(part, scores, everywhere, exact=True)
+            for i, query in enumerate(part.texts):
+                own = _Encoded([query], part.stored[i : i + 1])
+                under = {condition: every[i] for condition, every in scores.items()}
+                # Views are in half precision: of the best the scores are computed once more.
+                count = self.k if joint else min(self.n, self.k + _SPARE)
+                near = self._best(self._total(under), count, self.mask)
+                rows = self._rows(near)
+                at = {condition: every[near] for condition, every in under.items()}
+                found.append(
+                    self._hits(own, near, rows, at if joint else self._compared(own, rows))
+                )
         return found
 
     def reranked(self, queries: Sequence[str], count: int) -> list[Hits]:
@@ -93,7 +105,7 @@ class Searched:
         Raises:
             UserError: texts are not encoded together with conditions, or not without any.
         """
-        model, table = self.version.model, self.version.table
+        model = self.version.model
         if not model.sources.joint:
             raise UserError(
                 "--rerank is for models that encode each text together with the condition; this "
@@ -110,13 +122,8 @@ class Searched:
         for query in queries:
             own = self._encoded([query])
             near = self._best(self._scores(own, ALONE)[0], min(count, self.n), self.mask)
-            rows = table.take(near, ["text", VECTOR])
-            texts = _Encoded(rows["text"].to_pylist(), vectors_of(rows))
-            scores = {
-                condition: self._under(own, condition) @ self._under(texts, condition).T
-                for condition in self.weights
-            }
-            hits += self._hits(own, scores, near, exact=len(near) == self.n)
+            rows, exact = self._rows(near), len(near) == self.n
+            hits.append(self._hits(own, near, rows, self._compared(own, rows), exact=exact))
         if self.n > count:
             log.info(
                 f"of {self.n:,} texts only the {count:,} nearest without a condition were encoded "
@@ -144,49 +151,54 @@ class Searched:
             )
         return view.scores(self._under(queries, condition))
 
+    def _rows(self, near: Positions) -> Any:
+        """Return texts with all that is stored of them, as an Arrow table."""
+        alone = [VECTOR] if self.version.model.sources.alone else []
+        return self.version.table.take(near, ["id", "text", *self.version.table.columns, *alone])
+
+    def _compared(self, query: _Encoded, rows: Any) -> dict[str, Scores]:
+        """Return the cosines of a query with a few texts under each condition, (m,)."""
+        given = _Encoded(rows["text"].to_pylist(), vectors_of(rows))
+        return {c: self._under(given, c) @ self._under(query, c)[0] for c in self.weights}
+
+    def _total(self, scores: Mapping[str, Scores]) -> Scores:
+        weighted = [weight * scores[name] for name, weight in self.weights.items()]
+        return np.sum(weighted, axis=0, dtype=np.float32)
+
     @staticmethod
     def _best(scores: Scores, k: int, mask: NDArray[np.bool_] | None = None) -> Positions:
         """Return the places of the k best scores, (n,); of equal ones the first."""
         given = scores if mask is None else np.where(mask, scores, -np.inf)
-        found = torch.topk(torch.from_numpy(np.ascontiguousarray(given)), k).indices.numpy()
+        found = torch.topk(torch.from_numpy(given), k).indices.numpy()
         order: Positions = found[np.lexsort((found, -scores[found]))]
         return order
 
     def _hits(
         self,
-        queries: _Encoded,
+        query: _Encoded,
+        near: Positions,
+        rows: Any,
         scores: Mapping[str, Scores],
-        among: Positions,
         *,
-        exact: bool,
-    ) -> list[Hits]:
-        """Return the hits of queries, from scores (q, m) of the positions ``among``, (m,)."""
-        table = self.version.table
-        columns = ["id", "text", *table.columns]
-        mask = None if self.mask is None else self.mask[among]
-        without = None
+        exact: bool = True,
+    ) -> Hits:
+        """Return the hits of a query among some positions, (m,), by their scores, (m,)."""
+        total, others = self._total(scores), self.version.table.columns
+        best = self._best(total, self.k)
+        texts = rows.select(["id", "text", *others]).take(best).to_pylist()
+        alone = None
         if self.explain and self.version.model.sources.alone:
-            without = self._scores(queries, ALONE)
-        found = []
-        for i, query in enumerate(queries.texts):
-            total = sum(weight * scores[name][i] for name, weight in self.weights.items())
-            best = self._best(np.asarray(total), self.k, mask) if self.k else among[:0]
-            texts = table.take(among[best], columns).to_pylist() if self.k else []
-            rows: list[dict[str, Any]] = []
-            for place, text in zip(best.tolist(), texts, strict=True):
-                row: dict[str, Any] = {
-                    "rank": len(rows) + 1,
-                    "score": _rounded(np.asarray(total)[place]),
-                }
-                row |= {"text": text["text"], "id": text["id"]}
-                row |= {name: _plain(text[name]) for name in columns[2:]}
-                if self.explain:
-                    own = {name: _rounded(scores[name][i][place]) for name in self.weights}
-                    alone = None if without is None else without[i]
-                    row["explain"] = {"under": own, **self._alone(alone, among[place])}
-                rows.append(row)
-            found.append(Hits(query, dict(self.weights), rows, self.n, exact))
-        return found
+            alone = self._scores(query, ALONE)[0]
+        found: list[dict[str, Any]] = []
+        for place, text in zip(best.tolist(), texts, strict=True):
+            row: dict[str, Any] = {"rank": len(found) + 1, "score": _rounded(total[place])}
+            row |= {"text": text["text"], "id": text["id"]}
+            row |= {name: _plain(text[name]) for name in others}
+            if self.explain:
+                own = {name: _rounded(scores[name][place]) for name in self.weights}
+                row["explain"] = {"under": own, **self._alone(alone, near[place])}
+            found.append(row)
+        return Hits(query.texts[0], dict(self.weights), found, self.n, exact)
 
     def _alone(self, scores: Scores | None, position: int) -> dict[str, Any]:
         """Return a hit's score and rank without a condition; None where there is no such score."""
