@@ -163,7 +163,8 @@ class Searched:
 
     def _total(self, scores: Mapping[str, Scores]) -> Scores:
         weighted = [weight * scores[name] for name, weight in self.weights.items()]
-        return np.sum(weighted, axis=0, dtype=np.float32)
+        total: Scores = np.sum(weighted, axis=0, dtype=np.float32)
+        return total
 
     @staticmethod
     def _best(scores: Scores, k: int, mask: NDArray[np.bool_] | None = None) -> Positions:
