@@ -111,13 +111,19 @@ def size_of(folder: Path) -> float:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
 
 
+def memory() -> tuple[float, float]:
+    """Return the MB that this process has of its own, and of files, which others may share."""
+    found = psutil.Process().memory_info()
+    return (found.rss - found.shared) / 1e6, found.shared / 1e6
+
+
 def searched(
     folder: Path, queries: Sequence[str], conditions: Sequence[str], gold: list[list[Any]]
 ) -> dict[str, Any]:
     """Return the figures of an index: each condition is opened cold, and then asked hot."""
     index = Index.open(folder, device="cpu")
     index.embedder.encode(queries[0], "anything")  # loads the encoder
-    before = psutil.Process().memory_info().rss
+    before = memory()
     cold, hot, recalls = [], [], []
     for condition, own in zip(conditions, gold, strict=True):
         hits, *took = timed(partial(index.search, queries[0], condition, K))
@@ -127,7 +133,7 @@ def searched(
             hot.append(took)
             recalls.append(share([row["id"] for row in hits.rows], wanted))
     encoded = [timed(partial(index.embedder.encoder.encode, [q]))[1:] for q in queries]
-    grown = (psutil.Process().memory_info().rss - before) / 1e6
+    own, mapped = (now - then for now, then in zip(memory(), before, strict=True))
 
     def middle(times: Sequence[Sequence[float]]) -> dict[str, float]:
         seconds, cpu = zip(*times, strict=True)
@@ -140,7 +146,8 @@ def searched(
         "hot": middle(hot),
         "encoding a query": middle(encoded),
         "recall": statistics.mean(recalls),
-        "memory_mb": grown,
+        "memory_mb": own,
+        "memory_mapped_mb": mapped,
         "disk_mb": size_of(folder / "texts.lance"),
         "disk_mb_each_condition": views,
     }

@@ -180,9 +180,11 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Command]) -> None:
         keywords = _argument(hint, spec, default)
         required = default is dataclasses.MISSING
         flag = spec.flag or _flag(name)
+        metavar = keywords.get("metavar", name.upper())
         if required:
-            metavar = keywords.get("metavar", name.upper())
             usage.append(metavar if spec.flag == "" else f"{flag} {metavar}")
+        elif spec.flag == "":
+            usage.append(f"[{metavar}]")
         if spec.flag == "":
             keywords |= {} if required else {"nargs": "?", "default": argparse.SUPPRESS}
             groups[spec.group].add_argument(name, **keywords)

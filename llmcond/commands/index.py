@@ -41,8 +41,8 @@ class IndexTexts(WithEmbedder):
         (),
         metavar="C",
         repeat=True,
-        help="encode the texts under it now; may be repeated. Only of use where the model encodes "
-        "each text together with the condition: others search under any condition at once",
+        help="make the vectors of all texts under it now; may be repeated. That saves time where "
+        "the model encodes each text together with the condition",
     )
     delete: Sequence[str] = option(
         (), metavar="ID", help="ids of texts to delete, or a file with one a line"

@@ -248,20 +248,21 @@ class Index:
         return count
 
     def prepare(self, conditions: Sequence[str]) -> None:
-        """Encode all texts under conditions, where that is not done yet.
+        """Make the vectors of all texts under conditions, where they are not there yet.
 
-        Only where each text is encoded together with the condition (:attr:`encodes_pairs`); with
-        other models any condition is ready. What others wrote meanwhile is taken up.
+        That takes long only where each text is encoded together with the condition
+        (:attr:`encodes_pairs`); then what others wrote meanwhile is taken up.
 
         Raises:
             UserError: an empty condition, or a folder that cannot be written.
             DiskFullError: no room; what was encoded is kept for the next time.
         """
         wanted = list(dict.fromkeys(_checked(conditions)))
-        if not self.encodes_pairs or not any(len(self._version.absent(one)) for one in wanted):
-            return
-        with self._writing():
-            self._complete(wanted)
+        if self.encodes_pairs and any(len(self._version.absent(one)) for one in wanted):
+            with self._writing():
+                self._complete(wanted)
+        for condition in wanted:
+            self._version.view(condition)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
