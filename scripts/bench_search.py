@@ -133,7 +133,7 @@ def searched(
             hot.append(took)
             recalls.append(share([row["id"] for row in hits.rows], wanted))
     encoded = [timed(partial(index.embedder.encoder.encode, [q]))[1:] for q in queries]
-    own, mapped = (now - then for now, then in zip(memory(), before, strict=True))
+    private, mapped = (now - then for now, then in zip(memory(), before, strict=True))
 
     def middle(times: Sequence[Sequence[float]]) -> dict[str, float]:
         seconds, cpu = zip(*times, strict=True)
@@ -146,7 +146,7 @@ def searched(
         "hot": middle(hot),
         "encoding a query": middle(encoded),
         "recall": statistics.mean(recalls),
-        "memory_mb": own,
+        "memory_mb": private,
         "memory_mapped_mb": mapped,
         "disk_mb": size_of(folder / "texts.lance"),
         "disk_mb_each_condition": views,

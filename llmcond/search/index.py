@@ -98,7 +98,7 @@ class Index:
             UserError: an index of another model or head, a folder of something else, or as
                 :meth:`add`.
         """
-        rows = Rows.checked(texts, ids, columns)
+        rows, conditions = Rows.checked(texts, ids, columns), _checked(conditions)
         folder = Path(folder)
         given: dict[str, Any] = {"run": run, "model": model, "head": head, "prompt": prompt}
         if (folder / "index.json").exists():
@@ -157,7 +157,7 @@ class Index:
                 "another index: llmcond index TEXTS --out DIR"
             )
         if model.made_by != record["made_by"]:  # the run was moved
-            _record(folder, model)
+            _record(folder, model, record["conditions"])
         return cls(folder, model)
 
     def __len__(self) -> int:
@@ -199,7 +199,7 @@ class Index:
         ids: Sequence[object] | None = None,
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> Written:
-        """Add texts, and encode those that are new under all conditions it was prepared for.
+        """Add texts, and encode them under the conditions that :meth:`prepare` was called with.
 
         A text whose id is there replaces that one; the same id with the same text costs nothing.
 
@@ -217,7 +217,7 @@ class Index:
 
     def _add(self, rows: Rows, conditions: Sequence[str] = ()) -> Written:
         with self._writing():
-            conditions = list(dict.fromkeys([*self._lasting(), *_checked(conditions)]))
+            conditions = self._remembered(conditions)
             plan = rows.against(self._version.table)
             if plan.n_new:
                 self._encode(plan.new_texts, self._model.sources.alone, [""])
@@ -250,16 +250,17 @@ class Index:
     def prepare(self, conditions: Sequence[str]) -> None:
         """Make the vectors of all texts under conditions, where they are not there yet.
 
-        That takes long only where each text is encoded together with the condition
-        (:attr:`encodes_pairs`); then what others wrote meanwhile is taken up.
+        Where each text is encoded together with the condition (:attr:`encodes_pairs`), texts that
+        are added later are encoded under these as well, and what others wrote is taken up.
 
         Raises:
             UserError: an empty condition, or a folder that cannot be written.
             DiskFullError: no room; what was encoded is kept for the next time.
         """
         wanted = list(dict.fromkeys(_checked(conditions)))
-        if self.encodes_pairs and any(len(self._version.absent(one)) for one in wanted):
+        if wanted and self.encodes_pairs:
             with self._writing():
+                self._remembered(wanted)
                 self._complete(wanted)
         for condition in wanted:
             self._version.view(condition)
@@ -288,9 +289,16 @@ class Index:
         if newest.version != self._version.table.version:
             self._version = Version(newest, self._views, self._model)
 
-    def _lasting(self) -> list[str]:
-        """Return the conditions that there are to be vectors of every text under."""
-        return self.conditions if self.encodes_pairs else []
+    def _remembered(self, conditions: Sequence[str]) -> list[str]:
+        """Remember conditions that texts are encoded under when they are added; return all."""
+        if not self.encodes_pairs:
+            return []
+        record = read_json(self.folder / "index.json")
+        known = list(record["conditions"])
+        every = list(dict.fromkeys([*known, *_checked(conditions)]))
+        if every != known:
+            write_json(self.folder / "index.json", {**record, "conditions": every})
+        return every
 
     def _store(self) -> FeatureStore:
         """Return where vectors are until the texts that are encoded are all there."""
@@ -387,8 +395,8 @@ class Index:
         weights = _weights(condition)
         if k < 1:
             raise UserError(f"k is {k}; it must be at least 1.")
-        if prepare and rerank is None:
-            self._prepare_told(list(weights))
+        if prepare and rerank is None and self.encodes_pairs:
+            self._make_ready(list(weights))
         asked = Searched.of(self._version, weights, k, where, explain)
         if not asked.k:
             found = [Hits(text, weights, [], asked.n) for text in queries]
@@ -396,17 +404,19 @@ class Index:
             found = asked.exact(queries) if rerank is None else asked.reranked(queries, rerank)
         return found[0] if isinstance(query, str) else found
 
-    def _prepare_told(self, conditions: Sequence[str]) -> None:
-        if not self.encodes_pairs:
+    def _make_ready(self, conditions: Sequence[str]) -> None:
+        """Encode texts under conditions that a search needs, and say so."""
+        counts = {condition: len(self._version.absent(condition)) for condition in conditions}
+        absent = {condition: count for condition, count in counts.items() if count}
+        if not absent:
             return
-        for condition in conditions:
-            absent = len(self._version.absent(condition))
-            if absent:
-                log.info(
-                    "this model encodes each text together with the condition: "
-                    f"{absent:,} texts under {condition!r}, which is kept"
-                )
-        self.prepare(conditions)
+        for condition, count in absent.items():
+            log.info(
+                f"this model encodes each text together with the condition: {count:,} texts under "
+                f"{condition!r}, which is kept"
+            )
+        with self._writing():
+            self._complete(list(absent))
 
 
 @dataclass(frozen=True)
@@ -417,13 +427,12 @@ class _Record:
 
     made_by: Mapping[Literal["run", "model", "head", "prompt"], str]
     identity: Mapping[str, Any]
+    conditions: Sequence[str]
 
 
-def _record(folder: Path, model: Model) -> None:
-    write_json(
-        folder / "index.json",
-        {"format": FORMAT, "made_by": model.made_by, "identity": model.identity},
-    )
+def _record(folder: Path, model: Model, conditions: Sequence[str] = ()) -> None:
+    record = {"made_by": model.made_by, "identity": model.identity, "conditions": [*conditions]}
+    write_json(folder / "index.json", {"format": FORMAT, **record})
 
 
 def _is_vacant(folder: Path) -> bool:

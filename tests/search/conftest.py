@@ -28,7 +28,7 @@ def heads_run(
     tiny_checkpoint: Callable[..., Path],
     small_rows: list[tuple[str, str, str, int]],
 ) -> Path:
-    """Heads low, relu, hadamard and concat on separate features; own and linear on joint ones."""
+    """Heads low, relu, hadamard, concat on separate features; own, linear on joint ones; both."""
     folder = tmp_path_factory.mktemp("search")
     lines = ["sentence1,sentence2,condition,label"]
     lines += [",".join(str(value) for value in row) for row in small_rows]
@@ -43,8 +43,11 @@ def heads_run(
     fit_head(
         run, "hypernet", prompt="separate", changes={**small, "activation": "relu"}, name="relu"
     )
-    fit_head(run, "hadamard", prompt="separate", changes=ONCE, name="hadamard")
+    two = {**ONCE, "members": "2"}
+    fit_head(run, "hadamard", prompt="separate", changes=two, name="hadamard")
     fit_head(run, "concat", prompt="separate", changes={**ONCE, "dim": "8"}, name="concat")
+    joined = "concat-sent-cond+separate"
+    fit_head(run, "hypernet", prompt=joined, changes={**small, "features": "both"}, name="both")
     fit_head(run, "linear", 8, prompt="own", changes=ONCE, name="own")
     fit_head(run, "linear", 8, prompt="concat-sent-cond", changes=ONCE, name="linear")
     return run

@@ -73,6 +73,7 @@ def check_against_all(index: Index, texts: list[str], condition: str = PLACE) ->
         ("concat", False),
         ("own", True),
         ("linear", True),
+        ("both", True),
     ],
 )
 def test_scores_are_those_of_every_text_compared(build, head: str, pairs: bool):
@@ -292,13 +293,21 @@ def test_a_condition_that_is_not_prepared(build, caplog):
     index.search(QUERY, NUMBER)
     assert "50 texts under 'the number of people', which is kept" in caplog.text
     caplog.clear()
-    Index.open(index.folder, device="cpu").search(QUERY, NUMBER, prepare=False)
+    again = Index.open(index.folder, device="cpu")
+    again.search(QUERY, NUMBER, prepare=False)
     assert caplog.text == ""
+    again.add(["one more"])  # under what was asked for beforehand
+    again.search(QUERY, PLACE, prepare=False)
+    with pytest.raises(UserError, match="1 of 51 texts are not encoded under 'the number of peopl"):
+        again.search(QUERY, NUMBER, prepare=False)
+    again.search(QUERY, NUMBER)
+    assert "1 texts under 'the number of people', which is kept" in caplog.text
 
 
-def test_rerank_encodes_the_texts_nearest_without_a_condition(build, caplog):
+@pytest.mark.parametrize("head", ["own", "both"])
+def test_rerank_encodes_the_texts_nearest_without_a_condition(build, head: str, caplog):
     caplog.set_level("INFO")
-    index = build(TEXTS, head="own")
+    index = build(TEXTS, head=head)
     hits = index.search(QUERY, PLACE, 5, rerank=20)
     assert not hits.exact
     assert "of 50 texts only the 20 nearest without a condition" in caplog.text
