@@ -22,7 +22,7 @@ from llmcond.search.version import Version
 #: Scores that are in memory at a time.
 _SCORES = 2**25
 #: Texts beside the best whose scores are computed once more.
-_SPARE = 16
+_SPARE = 6
 
 Scores = NDArray[np.float32]
 

@@ -61,8 +61,14 @@ class View:
         given = torch.from_numpy(np.ascontiguousarray(queries.T))
         for segment, positions in zip(self.segments, self.positions, strict=True):
             vectors = torch.from_numpy(segment.vectors)
-            parts = [part.float() @ given for part in torch.split(vectors, _ROWS)]
-            own = torch.cat(parts).numpy().T
+            # One buffer for all: to allocate and fault in memory takes longer than the products.
+            wide = torch.empty(min(_ROWS, len(vectors)), vectors.shape[1])
+            scores = torch.empty(len(vectors), len(queries))
+            for start in range(0, len(vectors), _ROWS):
+                part = vectors[start : start + _ROWS]
+                rows = wide[: len(part)].copy_(part)
+                torch.mm(rows, given, out=scores[start : start + len(part)])
+            own = scores.numpy().T
             if positions is None:
                 found = own
             else:
