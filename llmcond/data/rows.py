@@ -221,3 +221,11 @@ def load_rows(path: Path, conditioned: tuple[bool, bool] = (True, True)) -> dict
         positions = np.flatnonzero(split == name)
         found[name] = replace(everything.take(positions), file=columns["file"][positions[0]])
     return found
+
+
+def column_of(values: Sequence[Any]) -> Any:
+    """Return values as an Arrow array, as texts where they are of several types."""
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, OverflowError):  # values of several types
+        return pa.array([None if value is None else str(value) for value in values])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from llmcond.data.rows import column_of
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError, brief, first_line, listed
 from llmcond.features.store import FeatureStore
@@ -82,7 +83,7 @@ class Rows:
                     f"the column {name!r} has {len(values):,} values for {len(texts):,} texts; "
                     "they must be as many."
                 )
-        return cls(texts, own, {name: _arrow(values) for name, values in columns.items()})
+        return cls(texts, own, {name: _arrow(name, values) for name, values in columns.items()})
 
     def against(self, table: Table) -> Plan:
         """Return what is to be done so that a table holds the rows.
@@ -251,11 +252,11 @@ def _checked_ids(ids: Sequence[object], n: int) -> list[str]:
     return own
 
 
-def _arrow(values: Sequence[Any]) -> Any:
+def _arrow(name: str, values: Sequence[Any]) -> Any:
     try:
-        column = pa.array(values)
-    except (pa.ArrowException, OverflowError):  # values of several types
-        column = pa.array([None if value is None else str(value) for value in values])
+        column = column_of(values)
+    except UnicodeEncodeError as error:
+        raise UserError(f"the column {name!r} holds what is no text: {error.reason}.") from error
     return column.cast(pa.string()) if pa.types.is_null(column.type) else column
 
 

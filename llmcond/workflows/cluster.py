@@ -18,11 +18,12 @@ from llmcond.clustering.result import Clustered, Clustering
 from llmcond.clustering.scores import score
 from llmcond.data.candidates import Collection, read_collection
 from llmcond.data.readers import MissingColumnError
+from llmcond.data.rows import column_of
 from llmcond.errors import UserError, brief
 from llmcond.files import check_output, csv_writer, replacing
 from llmcond.log import log
 from llmcond.options import check_seed
-from llmcond.workflows.embed import Embeddings, column_of
+from llmcond.workflows.embed import Embeddings
 
 Method = Literal["kmeans", "hdbscan"]
 

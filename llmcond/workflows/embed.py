@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from llmcond.data.datasets import Texts, read_texts
+from llmcond.data.rows import column_of
 from llmcond.encoders.spec import EncoderInput, InputError
 from llmcond.errors import UserError
 from llmcond.features.view import Part, View
@@ -165,14 +166,6 @@ def _write_parquet(path: Path, texts: Texts, dim: int, blocks: Iterable[Vectors]
             columns = [*own, texts.sentences[start:stop], texts.conditions[start:stop], embedding]
             writer.write_table(pa.table(columns, schema))
             start = stop
-
-
-def column_of(values: Sequence[Any]) -> Any:
-    """Return values as an Arrow array, as texts where they are of several types."""
-    try:
-        return pa.array(values)
-    except (pa.ArrowException, OverflowError):  # values of several types
-        return pa.array([None if value is None else str(value) for value in values])
 
 
 def _write_npy(path: Path, texts: Texts, dim: int, blocks: Iterable[Vectors]) -> None:

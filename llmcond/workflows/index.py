@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from llmcond.data.candidates import read_collection, text_file
+from llmcond.data.readers import MissingColumnError
+from llmcond.errors import UserError
 from llmcond.search import Index
 
 
@@ -64,7 +66,10 @@ def index_texts(  # noqa: PLR0913 - each is a choice of the user, by keyword
         index = Index.build(out, conditions=conditions, **made_by, device=device)
     else:
         others = [*keep, *([id] if id else [])]
-        found = read_collection(texts, text, list(dict.fromkeys(others)))
+        try:
+            found = read_collection(texts, text, list(dict.fromkeys(others)))
+        except MissingColumnError as error:
+            raise UserError(f"{error.found} Say which to read: --text, --id, --keep.") from error
         index = Index.build(
             out,
             found.texts,

@@ -363,6 +363,7 @@ def test_views_are_dropped_above_a_budget_but_not_what_was_encoded(build, monkey
         ({"texts": ["a"], "columns": {"year": [1, 2]}}, "'year' has 2 values for 1 texts"),
         ({"texts": ["a"], "columns": {"score": [1]}}, "'score' cannot be kept"),
         ({"texts": ["a"], "columns": {"_row": [1]}}, "'_row' cannot be kept"),
+        ({"texts": ["a"], "columns": {"kind": ["\ud800"]}}, "'kind' holds what is no text"),
         ({"texts": ["a"], "conditions": [" "]}, "condition is empty"),
         ({"texts": ["a"], "head": "lw"}, "no fitted head 'lw'"),
     ],
