@@ -37,6 +37,7 @@ COMMANDS = {
     "search": "search:Search",
     "cluster": "cluster:Cluster",
     "export": "export:Export",
+    "serve": "serve:Serve",
     "annotate": "annotate:Annotate",
     "models": "models:ListModels",
     "prompts": "prompts:Prompts",

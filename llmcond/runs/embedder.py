@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -31,7 +31,8 @@ from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.usual import usual_run
 
 if TYPE_CHECKING:
-    from llmcond.encoders.encoder import Encoder
+    from llmcond.encoders import EncoderInput
+    from llmcond.encoders.encoder import Encoded, Encoder
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -95,6 +96,34 @@ class Embedder(Comparing):
         # One call encodes them all, so that inputs in common are encoded once.
         distinct = list(dict.fromkeys(self.view.inputs(texts)))
         vectors = self.encoder.encode(distinct, show_progress=show_progress)
+        return self._embedded(texts, distinct, vectors)
+
+    def encode_counted(self, rows: Sequence[tuple[str, str]]) -> Encoded:
+        """Return embeddings of (sentence, condition) rows and their tokens, on the calling thread.
+
+        Embeddings, (n, k), are as the head gives them: :func:`unit_length` normalises them. A row's
+        tokens are those of all its inputs, and it is truncated if one of these is. No warning
+        counts what was cut.
+
+        Raises:
+            UserError: an input that the encoder cannot take, or that it gave NaN for.
+            LlmcondError: out of memory.
+        """
+        inputs = list(self.view.inputs(rows))
+        distinct = list(dict.fromkeys(inputs))
+        encoded = self.encoder.encode_counted(distinct)
+        place = {item: index for index, item in enumerate(distinct)}
+        own = np.array([place[item] for item in inputs]).reshape(len(rows), -1)
+        return replace(
+            encoded,
+            vectors=self._embedded(rows, distinct, encoded.vectors),
+            n_tokens=encoded.n_tokens[own].sum(axis=1),
+            truncated=encoded.truncated[own].any(axis=1),
+        )
+
+    def _embedded(
+        self, texts: Sequence[tuple[str, str]], distinct: Sequence[EncoderInput], vectors: Vectors
+    ) -> Vectors:
         bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
         if len(bad):
             raise UserError(
@@ -123,8 +152,11 @@ class Embedder(Comparing):
     ) -> Vectors:
         # One call encodes both sides, so that inputs in common are encoded once.
         embedded = self._encode([*first, *second], show_progress)
-        compare = cosine if self.head is None else self.head.compare
-        return compare(embedded[: len(first)], embedded[len(first) :])
+        return self.compare(embedded[: len(first)], embedded[len(first) :])
+
+    def compare(self, first: Vectors, second: Vectors) -> Vectors:
+        """Return how similar embeddings, (n, k), are to others row by row, (n,)."""
+        return cosine(first, second) if self.head is None else self.head.compare(first, second)
 
 
 def unit_length(vectors: Vectors, head: FittedHead | None) -> Vectors:

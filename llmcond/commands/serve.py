@@ -1,0 +1,42 @@
+"""``llmcond serve``: embeddings, similarity and search over HTTP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from llmcond.commands.base import verb
+from llmcond.commands.shared import WithEmbedder
+from llmcond.options import option
+from llmcond.serving.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from llmcond.serving.server import Stopped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(WithEmbedder, ServerSettings):
+    """Serve embeddings, similarity and search over HTTP.
+
+    OpenAI's protocol for embeddings, with a condition. There is no encryption: where others than
+    this machine are served, let a proxy do that.
+    """
+
+    example: ClassVar[str] = "llmcond serve --port 8000 --condition 'the activity'"
+
+    index: Path | None = option(
+        None, metavar="DIR", help="a collection to search, as `llmcond index` makes it"
+    )
+    condition: str | None = option(
+        None, metavar="C", help="of requests that name none (default: such are refused)"
+    )
+
+    def execute(self) -> Stopped:
+        """Serve until SIGTERM or Ctrl-C."""
+        from llmcond.serving.server import serve
+
+        return self.call(serve, folder=self.folder(), settings=self.part(ServerSettings))
+
+
+serve = verb(Serve)

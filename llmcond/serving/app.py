@@ -1,0 +1,293 @@
+"""The endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import numpy as np
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from llmcond.encoders.encoder import Encoded
+from llmcond.errors import LlmcondError, UserError, did_you_mean
+from llmcond.runs.comparing import checked_texts
+from llmcond.runs.embedder import Embedder, unit_length
+from llmcond.serving.batching import Batcher, Row
+from llmcond.serving.errors import RequestError, json_response
+from llmcond.serving.metrics import Metrics
+from llmcond.serving.model import ServedModel
+from llmcond.serving.page import page_response
+from llmcond.serving.requests import (
+    EmbeddingsRequest,
+    SearchRequest,
+    SimilarityRequest,
+    Texts,
+    read_request,
+)
+from llmcond.serving.settings import ServerSettings
+from llmcond.version import __version__
+
+T = TypeVar("T")
+
+
+class Endpoints:
+    """What can be asked of one model."""
+
+    def __init__(
+        self, model: ServedModel, batcher: Batcher, metrics: Metrics, settings: ServerSettings
+    ) -> None:
+        self._model, self._batcher, self._metrics = model, batcher, metrics
+        self._most, self._limit = settings.max_client_batch_size, settings.payload_limit
+        self._page = page_response(model, needs_key=settings.api_key_file is not None)
+        self._probe: asyncio.Future[Any] | None = None
+        self._began = int(time.time())
+
+    def app(self) -> FastAPI:
+        """Return them as an application."""
+        options: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
+        app = FastAPI(title="llmcond", version=__version__, **options)
+        for path, told in {
+            "/": self.page,
+            "/healthz": self.healthz,
+            "/readyz": self.readyz,
+            "/metrics": self.metrics,
+            "/v1/models": self.models,
+        }.items():
+            app.add_api_route(path, told, methods=["GET"], response_class=Response)
+        posted: dict[str, tuple[Callable[..., Any], type[BaseModel]]] = {
+            "/v1/embeddings": (self.embeddings, EmbeddingsRequest),
+            "/v1/similarity": (self.similarity, SimilarityRequest),
+            "/v1/search": (self.search, SearchRequest),
+        }
+        for path, (answer, kind) in posted.items():
+            body = {"application/json": {"schema": kind.model_json_schema()}}
+            app.add_api_route(
+                path,
+                answer,
+                methods=["POST"],
+                response_class=Response,
+                openapi_extra={"requestBody": {"required": True, "content": body}},
+            )
+        paths = [route.path for route in app.routes if hasattr(route, "path")]
+
+        async def refuse(_: Request, error: Exception) -> Response:
+            assert isinstance(error, RequestError)  # noqa: S101 - as it is registered below
+            return error.response()
+
+        async def not_found(request: Request, error: Exception) -> Response:
+            status = getattr(error, "status_code", 500)
+            path = request.url.path[:80]
+            if status == 405:
+                allowed = getattr(error, "headers", None) or {}
+                text = (
+                    f"{path} does not take {request.method}, but {allowed.get('Allow', 'others')}."
+                )
+                return RequestError(405, "method_not_allowed", text, headers=allowed).response()
+            near = did_you_mean(path, paths) or f"There are {', '.join(paths)}."
+            return RequestError(status, "not_found", f"there is no {path!r}. {near}").response()
+
+        app.add_exception_handler(RequestError, refuse)
+        app.add_exception_handler(HTTPException, not_found)
+        return app
+
+    # -- what tells of the server ----------------------------------------------------------------
+
+    async def page(self) -> Response:
+        """Return a page to try the others by hand."""
+        return self._page
+
+    async def healthz(self) -> Response:
+        """Tell whether the thread of the model runs."""
+        if not self._batcher.alive:
+            raise RequestError(503, "not_running", "the model's thread has ended.")
+        return json_response({"status": "ok", "model": self._model.name})
+
+    async def readyz(self) -> Response:
+        """Tell whether a text comes through, which is tried; those who ask at once share it."""
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.wrap_future(self._batcher.submit([self._model.ready_row()]))
+        try:
+            await asyncio.wait_for(asyncio.shield(self._probe), 10)
+        except Exception as error:
+            raise RequestError(503, "not_ready", "a text does not come through in 10 s.") from error
+        return json_response({"status": "ready", "model": self._model.name})
+
+    async def metrics(self) -> Response:
+        """Return figures for Prometheus."""
+        return self._metrics.response()
+
+    async def models(self) -> Response:
+        """Return the one model, in the shape of OpenAI's list."""
+        own = {"id": self._model.name, "object": "model", "created": self._began}
+        about = {**own, "owned_by": "llmcond", **self._model.describe()}
+        return json_response({"object": "list", "data": [about]})
+
+    # -- what is asked of the model --------------------------------------------------------------
+
+    async def embeddings(self, request: Request) -> Response:
+        """Return embeddings of texts under conditions, in OpenAI's shape."""
+        asked = await read_request(request, EmbeddingsRequest, self._limit)
+        embedder = self._model.model
+        if not isinstance(embedder, Embedder):
+            raise _not_served("a cross-encoder is served, which has no embeddings: /v1/similarity.")
+        if asked.dimensions not in (None, embedder.dim):
+            raise RequestError(
+                422,
+                "invalid_value",
+                f"dimensions is {asked.dimensions}; embeddings of this model have {embedder.dim}, "
+                "and a part of one is none.",
+                param="dimensions",
+            )
+        texts = [asked.input] if isinstance(asked.input, str) else asked.input
+        rows = self._rows("input", texts, self._condition(asked.condition))
+        encoded = await self._encoded(request, rows, len(texts))
+
+        def response() -> Response:
+            data = [
+                {"object": "embedding", "index": index, "embedding": embedding}
+                for index, embedding in enumerate(
+                    _written(unit_length(encoded.vectors, embedder.head), asked.encoding_format)
+                )
+            ]
+            return json_response(
+                {"object": "list", "model": self._model.name, "data": data, **_usage(encoded)}
+            )
+
+        return await asyncio.to_thread(response)
+
+    async def similarity(self, request: Request) -> Response:
+        """Return how similar pairs of texts are under conditions."""
+        asked = await read_request(request, SimilarityRequest, self._limit)
+        condition = self._condition(asked.condition)
+        given: dict[str, Texts] = {
+            "sentence1": asked.sentence1,
+            "sentence2": asked.sentence2,
+            "condition": condition,
+        }
+        counts = {name: len(own) for name, own in given.items() if not isinstance(own, str)}
+        count = next(iter(counts.values()), 1)
+        if set(counts.values()) - {count}:
+            told = ", ".join(f"{number} in {name}" for name, number in counts.items())
+            raise RequestError(
+                422,
+                "invalid_value",
+                f"there are {told}; they must be as many, or one text for all.",
+                param=[*counts][-1],
+            )
+        one, other = (
+            self._rows(name, [own] * count if isinstance(own, str) else own, condition)
+            for name, own in [*given.items()][:2]
+        )
+        model = self._model.model
+        if isinstance(model, Embedder):
+            encoded = await self._encoded(request, [*one, *other], 2 * count)
+            values = model.compare(encoded.vectors[:count], encoded.vectors[count:])
+        else:
+            joined = [(a, b, c) for (a, c), (b, _) in zip(one, other, strict=True)]
+            encoded = await self._encoded(request, joined, 2 * count)
+            values = encoded.vectors
+        own = {"model": self._model.name, "similarities": values.tolist()}
+        return json_response({**own, **_usage(encoded)})
+
+    async def search(self, request: Request) -> Response:
+        """Return the texts of the index that are nearest to a query under a condition."""
+        asked = await read_request(request, SearchRequest, self._limit)
+        index = self._model.index
+        if index is None:
+            raise _not_served("there is no index to search; start the server with --index DIR.")
+        request.state.texts = 1
+        condition = self._condition(asked.condition)
+        hits = await self._waited(
+            request,
+            self._batcher.call(
+                lambda: index.search(
+                    asked.query, condition, asked.k, where=asked.where, prepare=False
+                )
+            ),
+        )
+        return json_response({"model": self._model.name, **hits.to_json()})
+
+    def _condition(self, given: T | None) -> T | str:
+        """Return a request's condition, or the server's own; a RequestError where neither is."""
+        found = self._model.condition if given is None else given
+        if found is None:
+            raise RequestError(
+                422,
+                "condition_required",
+                'condition is missing: what the texts are embedded under, such as "the place". '
+                "Give one for all texts, or one for each; a server may have a default "
+                "(--condition).",
+                param="condition",
+            )
+        return found
+
+    def _rows(self, name: str, texts: list[str], conditions: Texts) -> list[Row]:
+        """Return texts with their conditions; a RequestError if they are not right."""
+        if not texts:
+            raise RequestError(422, "invalid_value", f"{name} holds no texts.", param=name)
+        if len(texts) > self._most:
+            raise RequestError(
+                413,
+                "too_many_texts",
+                f"{name} has {len(texts):,} texts; at most {self._most:,} are taken at a time "
+                "(--max-client-batch-size).",
+                param=name,
+            )
+        try:
+            return list(checked_texts(texts, conditions))
+        except UserError as error:
+            raise RequestError(422, "invalid_value", f"{name}: {error}", param=name) from None
+
+    async def _encoded(self, request: Request, rows: Sequence[Row], n_texts: int) -> Encoded:
+        request.state.texts = n_texts
+        encoded: Encoded = await self._waited(request, self._batcher.submit(rows))
+        request.state.tokens = int(encoded.n_tokens.sum())
+        return encoded
+
+    async def _waited(self, request: Request, future: Future[Any]) -> Any:
+        """Return what will be there; give it up if the client hangs up or the time is over."""
+        gone = asyncio.ensure_future(_gone(request.receive))
+        result = asyncio.wrap_future(future)
+        try:
+            await asyncio.wait({result, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not result.done():
+                raise ClientDisconnect
+            return result.result()
+        except UserError as error:
+            raise RequestError(422, "invalid_value", str(error)) from None
+        except LlmcondError as error:
+            raise RequestError(500, "model_failed", str(error)) from error
+        finally:
+            gone.cancel()
+            result.cancel()
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _written(vectors: Any, form: str) -> list[Any]:
+    if form == "float":
+        found: list[Any] = vectors.tolist()
+        return found
+    return [base64.b64encode(row.tobytes()).decode() for row in np.asarray(vectors, dtype="<f4")]
+
+
+def _usage(encoded: Encoded) -> dict[str, Any]:
+    """Return the tokens that were read, and how many texts were cut."""
+    tokens = int(encoded.n_tokens.sum())
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"usage": usage, "truncated": int(encoded.truncated.sum())}
+
+
+def _not_served(why: str) -> RequestError:
+    return RequestError(404, "not_served", why)

@@ -1,0 +1,55 @@
+"""Errors of requests, in the shape that clients of OpenAI's protocol read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic_core import to_json
+from starlette.responses import Response
+
+#: What OpenAI's clients are told of a status.
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class RequestError(Exception):
+    """A request that is not answered as it was meant."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Say what was got, what was expected, and what to do, in a line.
+
+        Args:
+            status: of HTTP.
+            code: for programs.
+            message: for people.
+            param: the field that is wrong.
+            headers: of the response.
+        """
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+        self.headers = dict(headers or {})
+
+    def response(self) -> Response:
+        """Return it as a response."""
+        usual = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {
+            "message": " ".join(str(self).split()),
+            "type": _TYPES.get(self.status, usual),
+            "param": self.param,
+            "code": self.code,
+        }
+        return json_response({"error": error}, self.status, self.headers)
+
+
+def json_response(
+    value: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return a value as a response of JSON."""
+    return Response(to_json(value, inf_nan_mode="null"), status, headers, "application/json")

@@ -1,0 +1,74 @@
+"""What a server serves: one model, and what can be asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llmcond.encoders.encoder import Encoded, Encoder
+from llmcond.runs import cross
+from llmcond.runs.cross import CrossEncoder
+from llmcond.runs.embedder import Embedder, describe
+from llmcond.serving.batching import Row
+
+#: Encoded before the first request, and by whoever asks whether the server is ready.
+_READY = "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model with its index, if it has one.
+
+    Attributes:
+        model: what encodes, or compares.
+        condition: of requests that name none; None: they must.
+        index: the collection that is searched.
+    """
+
+    model: Embedder | CrossEncoder
+    condition: str | None = None
+    index: Any = None
+
+    @property
+    def name(self) -> str:
+        """Return what answers call it."""
+        return self.encoder.name
+
+    @property
+    def encoder(self) -> Encoder:
+        """Return its encoder."""
+        return self.model.encoder
+
+    @property
+    def longest(self) -> int:
+        """Return how many tokens a row has at most, once its texts are cut."""
+        inputs = len(self.model.view.needed()) if isinstance(self.model, Embedder) else 1
+        return inputs * self.encoder.identity.max_length
+
+    def encode(self, rows: Sequence[Row]) -> Encoded:
+        """Return embeddings of (sentence, condition) rows, or a cross-encoder's similarities.
+
+        The rows of a cross-encoder are (sentence, sentence, condition), and their tokens are not
+        counted.
+
+        Raises:
+            LlmcondError: as ``encode_counted`` of an embedder, or ``similarity``.
+        """
+        if isinstance(self.model, Embedder):
+            return self.model.encode_counted([(text, condition) for text, condition in rows])
+        similarities = self.model.similarity(*map(list, zip(*rows, strict=True)))
+        none = np.zeros(len(rows), dtype=np.int32)
+        return Encoded(similarities, none, none.astype(bool), 0)
+
+    def ready_row(self) -> Row:
+        """Return a row to try it by."""
+        return (_READY,) * (2 if isinstance(self.model, Embedder) else 3)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what it is made of."""
+        if isinstance(self.model, Embedder):
+            return describe(self.model)
+        return cross.describe(self.model)

@@ -1,0 +1,111 @@
+"""A model, its queue and its endpoints under uvicorn."""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from llmcond.errors import UserError
+from llmcond.runs import cross, open_run
+from llmcond.runs.embedder import load_embedder
+from llmcond.serving.app import Endpoints
+from llmcond.serving.batching import Batcher
+from llmcond.serving.gate import Gate, request_log
+from llmcond.serving.metrics import Metrics
+from llmcond.serving.model import ServedModel
+from llmcond.serving.settings import ServerSettings
+
+#: Forward passes of a batch: inputs of several are sorted by length among each other.
+_PASSES = 2
+
+
+def load_model(
+    folder: Path | None,
+    head: str | None,
+    prompt: str | None,
+    device: str,
+    index: Path | None,
+    condition: str | None,
+) -> ServedModel:
+    """Load what is to be served; arguments and errors as of ``serve``."""
+    if index is not None:
+        raise UserError("--index is not there yet.")
+    assert folder is not None  # noqa: S101
+    if open_run(folder, cross=True).cross:
+        if head or prompt:
+            raise UserError(
+                f"{folder} holds a cross-encoder, which has neither heads nor prompts. Leave out "
+                "--head and --prompt."
+            )
+        return ServedModel(cross.load_cross_encoder(folder, device=device), condition)
+    return ServedModel(load_embedder(folder, head, prompt=prompt, device=device), condition)
+
+
+class Running(uvicorn.Server):
+    """A server of one model.
+
+    Attributes:
+        model: what is served.
+        gate: what every request passes.
+    """
+
+    def __init__(
+        self, model: ServedModel, settings: ServerSettings, keys: Sequence[bytes] = ()
+    ) -> None:
+        """Try the model by a text, and prepare the rest.
+
+        Raises:
+            LlmcondError: it encodes nothing.
+        """
+        self.model, metrics = model, Metrics(model)
+        model.encode([model.ready_row()])
+        tokens = settings.max_batch_tokens or _PASSES * model.encoder.engine.budget
+        self._batcher = Batcher(model.encode, tokens, model.longest, metrics.on_batch)
+        metrics.watch(self._batcher)
+        endpoints = Endpoints(model, self._batcher, metrics, settings)
+        self.gate = Gate(
+            endpoints.app(),
+            self._batcher,
+            metrics,
+            keys,
+            settings.max_concurrent_requests,
+            settings.timeout,
+        )
+        # Requests are logged by the gate, which knows what may be told of them.
+        super().__init__(
+            uvicorn.Config(
+                self.gate,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ws="none",
+                # What was accepted is answered, or late, by then.
+                timeout_graceful_shutdown=math.ceil(settings.timeout) + 1,
+            )
+        )
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer requests that come to a socket until a signal."""
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        request_log.addHandler(handler)
+        request_log.propagate = False
+        request_log.setLevel(logging.INFO)
+        try:
+            super().run(sockets)
+        finally:
+            self._batcher.close()
+            request_log.removeHandler(handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Refuse what comes from now on, and stop; at a second signal at once."""
+        # Not kept, as the base class does: it would end the process by the signal afterwards.
+        self.gate.closing = True
+        self.force_exit = self.should_exit
+        self.should_exit = True

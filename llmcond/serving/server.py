@@ -1,0 +1,103 @@
+"""Running the server, from what is loaded to the last answer."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from llmcond.errors import UserError
+from llmcond.log import log
+from llmcond.progress import duration
+from llmcond.serving.settings import ServerSettings, read_keys
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """What a server has done, once it is stopped."""
+
+    url: str
+    model: str
+    requests: int
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        return asdict(self)
+
+
+def serve(
+    folder: Path | None,
+    *,
+    head: str | None = None,
+    prompt: str | None = None,
+    device: str = "auto",
+    index: Path | None = None,
+    condition: str | None = None,
+    settings: ServerSettings,
+) -> Stopped:
+    """Serve a model until SIGTERM or Ctrl-C, and answer what was accepted before.
+
+    Arguments as in :class:`llmcond.commands.serve.Serve`; ``folder`` is that of the run or the
+    model, or None: the one that the index was made with.
+
+    Raises:
+        UserError: the extra is not installed, an address that cannot be listened on, keys that
+            cannot be read, or as ``load_embedder``, ``load_cross_encoder`` and ``Index.open``.
+        LlmcondError: the model cannot be loaded, or encodes nothing.
+    """
+    settings.check()
+    if condition is not None and not condition.strip():
+        raise UserError("--condition is empty; name one, or leave it out.")
+    if any(find_spec(name) is None for name in ("fastapi", "prometheus_client", "uvicorn")):
+        raise UserError(
+            "the server needs FastAPI, uvicorn and prometheus-client: pip install 'llmcond[serve]'"
+        )
+    keys = () if settings.api_key_file is None else read_keys(settings.api_key_file)
+    with bound(settings.host, settings.port) as listening:
+        from llmcond.serving.running import Running, load_model
+
+        running = Running(
+            load_model(folder, head, prompt, device, index, condition), settings, keys
+        )
+        model, (host, port) = running.model, listening.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        if not keys and not ipaddress.ip_address(host).is_loopback:
+            log.warning(f"whoever reaches {url} can use it; --api-key-file lets only some")
+        began = time.monotonic()
+        log.info(f"serving {model.name} on {url} (a page to try it there; Ctrl-C to stop)")
+        running.run([listening])
+        seconds = time.monotonic() - began
+    log.info(
+        f"stopped after {duration(seconds)} and {running.server_state.total_requests:,} requests"
+    )
+    return Stopped(url, model.name, running.server_state.total_requests, round(seconds, 1))
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Return a socket at an address, which does not listen yet: a client is refused till it does.
+
+    Raises:
+        UserError: no such address, one that is in use, or one that only others may use.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, protocol)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+        except BaseException:
+            found.close()
+            raise
+    except (OSError, UnicodeError) as error:
+        told = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"cannot listen on {host}, port {port}: {told}. Choose another --host or --port."
+        ) from error
+    return found
