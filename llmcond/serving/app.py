@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import FastAPI
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -20,8 +21,8 @@ from llmcond.encoders.encoder import Encoded
 from llmcond.errors import LlmcondError, UserError, did_you_mean
 from llmcond.runs.comparing import checked_texts
 from llmcond.runs.embedder import Embedder, unit_length
-from llmcond.serving.batching import Batcher, Row
-from llmcond.serving.errors import RequestError, json_response
+from llmcond.serving.batching import Batcher, ClosedError, Row
+from llmcond.serving.errors import RequestError, json_response, refusal
 from llmcond.serving.metrics import Metrics
 from llmcond.serving.model import ServedModel
 from llmcond.serving.page import page_response
@@ -79,8 +80,7 @@ class Endpoints:
         paths = [route.path for route in app.routes if hasattr(route, "path")]
 
         async def refuse(_: Request, error: Exception) -> Response:
-            assert isinstance(error, RequestError)  # noqa: S101 - as it is registered below
-            return error.response()
+            return refusal(error).response()
 
         async def not_found(request: Request, error: Exception) -> Response:
             status = getattr(error, "status_code", 500)
@@ -94,7 +94,9 @@ class Endpoints:
             near = did_you_mean(path, paths) or f"There are {', '.join(paths)}."
             return RequestError(status, "not_found", f"there is no {path!r}. {near}").response()
 
-        app.add_exception_handler(RequestError, refuse)
+        # Of any other the framework raises what it was, once this is answered.
+        for kind_of_error in (RequestError, ClientDisconnect, ClosedError, Exception):
+            app.add_exception_handler(kind_of_error, refuse)
         app.add_exception_handler(HTTPException, not_found)
         return app
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pydantic_core import to_json
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+
+from llmcond.serving.batching import ClosedError
+
+#: Status in logs and figures of a request whose client hung up before it was answered.
+GONE = 499
 
 #: What OpenAI's clients are told of a status.
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -46,6 +52,23 @@ class RequestError(Exception):
             "code": self.code,
         }
         return json_response({"error": error}, self.status, self.headers)
+
+
+def refusal(error: Exception) -> RequestError:
+    """Return what a client is told of an error; what is no error of a request is told of no more.
+
+    Its message may hold what somebody else sent.
+    """
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, ClientDisconnect):
+        return RequestError(GONE, "client_gone", "the client hung up.")
+    if isinstance(error, ClosedError):
+        later = {"Retry-After": "1"}
+        return RequestError(503, "closing", "the server is stopping.", headers=later)
+    return RequestError(
+        500, "internal_error", "the server failed; its log tells where, by the X-Request-Id."
+    )
 
 
 def json_response(

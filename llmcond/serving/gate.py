@@ -9,15 +9,16 @@ import math
 import re
 import secrets
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from fastapi import FastAPI
+from starlette.types import Message, Receive, Scope, Send
 
 from llmcond.serving.batching import Batcher, ClosedError
-from llmcond.serving.errors import RequestError
+from llmcond.serving.errors import GONE, RequestError, refusal
 from llmcond.serving.metrics import Metrics
 
 #: A line for each request, without its texts and without its key.
@@ -25,8 +26,6 @@ request_log = logging.getLogger("llmcond.requests")
 
 #: What needs no key: it tells nothing of texts, and takes none.
 _OPEN = ("/", "/healthz", "/readyz")
-#: Status in logs and metrics of a request whose client hung up before it was answered.
-_GONE = 499
 _HEADERS = [
     (b"cache-control", b"no-store"),
     (b"x-content-type-options", b"nosniff"),
@@ -42,7 +41,7 @@ class Gate:
 
     def __init__(
         self,
-        app: ASGIApp,
+        app: FastAPI,
         batcher: Batcher,
         metrics: Metrics,
         keys: Sequence[bytes],
@@ -51,6 +50,8 @@ class Gate:
     ) -> None:
         """Let requests with one of these keys through, so many at a time, for so many seconds."""
         self._app, self._batcher, self._metrics = app, batcher, metrics
+        #: Others may hold anything: they are neither logged nor counted each by itself.
+        self._paths = {getattr(route, "path", "") for route in app.routes}
         self._keys, self._most, self._timeout = keys, most, timeout
         self._in_progress = 0
         self.closing = False
@@ -60,7 +61,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status = time.perf_counter(), _GONE
+        began, status = time.perf_counter(), GONE
         number = _request_id(dict(scope["headers"]).get(b"x-request-id", b""))
 
         async def sending(message: Message) -> None:
@@ -74,37 +75,23 @@ class Gate:
         scope["state"] = facts = dict[str, Any]()
         try:
             await self._pass(scope, receive, sending)
+        except TimeoutError:
+            # Before anything of it was counted, its body was being read.
+            late, limit = 504 if facts else 408, f"{self._timeout:g} s (--timeout)"
+            error = RequestError(late, "timeout", f"this took longer than {limit}.")
+            await error.response()(scope, receive, sending)
         except Exception as error:
-            refused = self._refusal(error, number, reading=not facts)
-            if refused is not None and status == _GONE:
-                await refused.response()(scope, receive, sending)
+            told = refusal(error)
+            if told.code == "internal_error":
+                request_log.error("%s id=%s", _place(error), number)
+            if status == GONE:  # nothing was sent yet
+                await told.response()(scope, receive, sending)
         seconds = time.perf_counter() - began
-        route = getattr(scope.get("route"), "path", "other")
+        route = scope["path"] if scope["path"] in self._paths else "other"
         self._metrics.on_request(route, status, seconds)
-        told = "".join(f" {name}={value}" for name, value in facts.items())
+        given = "".join(f" {name}={value}" for name, value in facts.items())
         request_log.info(
-            "%s %s %d%s ms=%.1f id=%s", scope["method"], route, status, told, 1e3 * seconds, number
-        )
-
-    def _refusal(self, error: Exception, number: str, *, reading: bool) -> RequestError | None:
-        """Return what a client is told of an error; None if it hung up."""
-        if isinstance(error, RequestError):
-            return error
-        if isinstance(error, ClientDisconnect):
-            return None
-        if isinstance(error, ClosedError):
-            return _closing()
-        if isinstance(error, TimeoutError):
-            status, limit = 408 if reading else 504, f"{self._timeout:g} s (--timeout)"
-            return RequestError(status, "timeout", f"this took longer than {limit}.")
-        # Its message may hold what somebody sent.
-        place = error.__traceback__
-        while place is not None and place.tb_next is not None:
-            place = place.tb_next
-        where = f"{place.tb_frame.f_code.co_filename}:{place.tb_lineno}" if place else "?"
-        request_log.error("%s in %s id=%s", type(error).__name__, where, number)
-        return RequestError(
-            500, "internal_error", f"the server failed; its log has more under {number}."
+            "%s %s %d%s ms=%.1f id=%s", scope["method"], route, status, given, 1e3 * seconds, number
         )
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -134,7 +121,7 @@ class Gate:
     @contextmanager
     def _admitted(self) -> Iterator[None]:
         if self.closing:
-            raise _closing()
+            raise ClosedError
         if self._in_progress >= self._most:
             raise RequestError(
                 429,
@@ -152,12 +139,14 @@ class Gate:
             self._metrics.in_progress.set(self._in_progress)
 
 
-def _closing() -> RequestError:
-    return RequestError(503, "closing", "the server is stopping.", headers={"Retry-After": "1"})
-
-
 def _request_id(given: bytes) -> str:
     """Return the id that a client or a proxy gave, if it is one, or a new one."""
     if re.fullmatch(rb"[\w.:-]{1,64}", given, re.ASCII):
         return given.decode()
     return secrets.token_hex(8)
+
+
+def _place(error: Exception) -> str:
+    """Return the kind of an error and where it was raised, without its message."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__} in {last.filename}:{last.lineno}"

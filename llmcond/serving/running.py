@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import socket
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from llmcond.runs import cross, open_run
 from llmcond.runs.embedder import load_embedder
 from llmcond.serving.app import Endpoints
 from llmcond.serving.batching import Batcher
-from llmcond.serving.gate import Gate, request_log
+from llmcond.serving.gate import Gate
 from llmcond.serving.metrics import Metrics
 from llmcond.serving.model import ServedModel
 from llmcond.serving.settings import ServerSettings
@@ -84,6 +83,7 @@ class Running(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 ws="none",
                 # What was accepted is answered, or late, by then.
                 timeout_graceful_shutdown=math.ceil(settings.timeout) + 1,
@@ -92,16 +92,10 @@ class Running(uvicorn.Server):
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer requests that come to a socket until a signal."""
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        request_log.addHandler(handler)
-        request_log.propagate = False
-        request_log.setLevel(logging.INFO)
         try:
             super().run(sockets)
         finally:
             self._batcher.close()
-            request_log.removeHandler(handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Refuse what comes from now on, and stop; at a second signal at once."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,12 +73,27 @@ def serve(
             log.warning(f"whoever reaches {url} can use it; --api-key-file lets only some")
         began = time.monotonic()
         log.info(f"serving {model.name} on {url} (a page to try it there; Ctrl-C to stop)")
-        running.run([listening])
+        with _requests_logged():
+            running.run([listening])
         seconds = time.monotonic() - began
     log.info(
         f"stopped after {duration(seconds)} and {running.server_state.total_requests:,} requests"
     )
     return Stopped(url, model.name, running.server_state.total_requests, round(seconds, 1))
+
+
+@contextmanager
+def _requests_logged() -> Iterator[None]:
+    # Not as other messages are: those are laid out for people, which takes longer than an answer.
+    requests, handler = logging.getLogger("llmcond.requests"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    requests.addHandler(handler)
+    requests.propagate = False
+    requests.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        requests.removeHandler(handler)
 
 
 def bound(host: str, port: int) -> socket.socket:

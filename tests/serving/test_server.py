@@ -4,6 +4,7 @@ import base64
 import http.client
 import json
 import logging
+import re
 import socket
 import threading
 
@@ -121,7 +122,13 @@ WRONG = [
     ("/v1/embeddings", {"condition": PLACE}, 422, "input", "input is missing"),
     ("/v1/embeddings", {**GOOD, "input": []}, 422, "input", "holds no texts"),
     ("/v1/embeddings", {**GOOD, "input": ["a", " "]}, 422, "input", "position 1 is empty"),
-    ("/v1/embeddings", {**GOOD, "input": [1, 2]}, 422, "input", r"input\[0\] should be a valid str"),
+    (
+        "/v1/embeddings",
+        {**GOOD, "input": [1, 2]},
+        422,
+        "input",
+        r"input\[0\] should be a valid str",
+    ),
     ("/v1/embeddings", {**GOOD, "input": 3.5}, 422, "input", "got the number 3.5"),
     ("/v1/embeddings", {**GOOD, "condition": [PLACE]}, 422, "input", "3 sentences and 1 cond"),
     ("/v1/embeddings", {**GOOD, "dimensions": 8}, 422, "dimensions", "this model have 32"),
@@ -140,7 +147,7 @@ WRONG = [
     ("/v1/search", b'{"query": "a", "condition": {"b": NaN}}', 422, "condition", "finite"),
     ("/v1/search", {"query": "a", "condition": PLACE, "k": 0}, 422, "k", "greater than"),
     ("/v1/serach", GOOD, 404, None, "Did you mean '/v1/search'"),
-    ("/healthz", GOOD, 405, None, "takes GET"),
+    ("/healthz", GOOD, 405, None, "not take POST, but GET"),
 ]
 
 
@@ -150,8 +157,7 @@ def test_wrong_requests_are_refused_in_a_line(client, path, body, status, param,
     assert answer.status == status
     assert answer.error["param"] == param
     assert answer.error["type"] == "invalid_request_error"
-    with pytest.raises(AssertionError, match=words):
-        raise AssertionError(answer.error["message"])
+    assert re.search(words, answer.error["message"])
 
 
 def test_other_kinds_of_bodies_are_refused(client):
@@ -174,7 +180,9 @@ def test_other_kinds_of_bodies_are_refused(client):
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4)
+    ),
     max_leaves=8,
 )
 fields = ["input", "condition", "sentence1", "sentence2", "query", "k", "where", "dimensions", "x"]
@@ -186,7 +194,9 @@ bodies = st.one_of(
 paths = st.sampled_from(["/v1/embeddings", "/v1/similarity", "/v1/search"])
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
 @given(path=paths, body=bodies)
 def test_whatever_is_sent_is_answered_without_failing(client, path, body):
     answer = client.post(path, body)
@@ -199,32 +209,36 @@ def test_control_characters_are_characters(client):
     assert np.isfinite(vectors(answer)).all()
 
 
+@pytest.fixture
+def logged(caplog):
+    log = logging.getLogger("llmcond.requests")
+    log.addHandler(caplog.handler)
+    log.setLevel(logging.INFO)
+    yield caplog
+    log.removeHandler(caplog.handler)
+
+
 # -- keys ----------------------------------------------------------------------------------------
 
 
-def test_a_key_is_asked_for_and_never_logged(embedder, caplog):
-    log = logging.getLogger("llmcond.requests")
-    log.addHandler(caplog.handler)
-    try:
-        with served(ServedModel(embedder), (b"s3cret", b"0ther")) as (client, _):
-            for key in ("s3cret", "0ther"):
-                own = f"Bearer {key}"
-                assert client.post("/v1/embeddings", GOOD, Authorization=own).status == 200
-            for wrong in ("Bearer s3cre", "s3cret", "Basic s3cret", "Bearer", "Bearer \xe9"):
-                answer = client.post("/v1/embeddings", GOOD, Authorization=wrong)
-                assert (answer.status, answer.error["type"]) == (401, "authentication_error")
-                assert answer.headers["www-authenticate"] == "Bearer"
-            for path in ("/v1/models", "/metrics", "/openapi.json", "/no/such"):
-                assert client.get(path).status == 401
-            for path in ("/", "/healthz", "/readyz"):
-                assert client.get(path).status == 200
-            given = client.get("/healthz", X_Request_Id="from-a-proxy.7")
-            assert given.headers["x-request-id"] == "from-a-proxy.7"
-            odd = client.get("/healthz", X_Request_Id="not an id; s3cret")
-            assert len(odd.headers["x-request-id"]) == 16
-    finally:
-        log.removeHandler(caplog.handler)
-    told = caplog.text
+def test_a_key_is_asked_for_and_never_logged(embedder, logged):
+    with served(ServedModel(embedder), (b"s3cret", b"0ther")) as (client, _):
+        for key in ("s3cret", "0ther"):
+            own = f"Bearer {key}"
+            assert client.post("/v1/embeddings", GOOD, Authorization=own).status == 200
+        for wrong in ("Bearer s3cre", "s3cret", "Basic s3cret", "Bearer", "Bearer \xe9"):
+            answer = client.post("/v1/embeddings", GOOD, Authorization=wrong)
+            assert (answer.status, answer.error["type"]) == (401, "authentication_error")
+            assert answer.headers["www-authenticate"] == "Bearer"
+        for path in ("/v1/models", "/metrics", "/openapi.json", "/no/such"):
+            assert client.get(path).status == 401
+        for path in ("/", "/healthz", "/readyz"):
+            assert client.get(path).status == 200
+        given = client.get("/healthz", X_Request_Id="from-a-proxy.7")
+        assert given.headers["x-request-id"] == "from-a-proxy.7"
+        odd = client.get("/healthz", X_Request_Id="not an id; s3cret")
+        assert len(odd.headers["x-request-id"]) == 16
+    told = logged.text
     assert "POST /v1/embeddings 200 texts=3 tokens=" in told
     assert "POST /v1/embeddings 401" in told
     assert not any(text in told for text in ("s3cret", "0ther", TEXTS[0], PLACE))
@@ -257,6 +271,14 @@ def held(monkeypatch, embedder):
     found.go.set()
 
 
+def until(client, figure):
+    """Wait until the metrics show a figure."""
+    for _ in range(5_000):
+        if f"{figure}\n" in client.get("/metrics").body.decode():
+            return
+    raise AssertionError(f"the metrics never showed {figure}")
+
+
 def in_thread(function):
     found = []
     thread = threading.Thread(target=lambda: found.append(function()))
@@ -279,7 +301,7 @@ def test_more_requests_than_are_taken_are_told_when_to_come_again(embedder, held
 
 
 def test_what_takes_too_long_is_given_up(embedder, held):
-    with served(ServedModel(embedder), timeout=0.2) as (client, running):
+    with served(ServedModel(embedder), timeout=0.2) as (client, _):
         held.start()
         first = in_thread(lambda: client.post("/v1/embeddings", GOOD))
         held.begun.acquire()
@@ -295,7 +317,7 @@ def test_what_takes_too_long_is_given_up(embedder, held):
 
 
 def test_the_work_of_a_client_that_hangs_up_is_dropped(embedder, held):
-    with served(ServedModel(embedder)) as (client, running):
+    with served(ServedModel(embedder)) as (client, _):
         held.start()
         first = in_thread(lambda: client.post("/v1/embeddings", GOOD))
         held.begun.acquire()
@@ -303,19 +325,14 @@ def test_the_work_of_a_client_that_hangs_up_is_dropped(embedder, held):
         with socket.create_connection(("127.0.0.1", client.port), timeout=60) as gone:
             head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
             gone.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
-            counts = 'llmcond_requests_total{route="/v1/embeddings",status="499"}'
-            while b"llmcond_waiting_texts 3.0" not in client.get("/metrics").body:
-                pass
-        while counts.encode() not in client.get("/metrics").body:
-            pass
+            until(client, "llmcond_waiting_texts 3.0")
+        until(client, 'llmcond_requests_total{route="/v1/embeddings",status="499"} 1.0')
         held.go.set()
         assert first().status == 200
     assert held.rows == 3
 
 
-def test_an_error_of_the_model_fails_one_request_and_tells_nothing(embedder, monkeypatch, caplog):
-    log = logging.getLogger("llmcond.requests")
-    log.addHandler(caplog.handler)
+def test_an_error_of_the_model_fails_one_request_and_tells_nothing(embedder, monkeypatch, logged):
     own = Embedder.encode_counted
 
     def encode_counted(embedder, rows):
@@ -329,9 +346,8 @@ def test_an_error_of_the_model_fails_one_request_and_tells_nothing(embedder, mon
         assert (answer.status, answer.error["type"]) == (500, "server_error")
         assert "secret" not in answer.error["message"]
         assert client.post("/v1/embeddings", GOOD).status == 200
-    log.removeHandler(caplog.handler)
-    assert "ZeroDivisionError in " in caplog.text
-    assert "secret" not in caplog.text
+    assert "ZeroDivisionError in " in logged.text
+    assert "secret" not in logged.text
 
 
 # -- stopping ------------------------------------------------------------------------------------
@@ -342,8 +358,7 @@ def test_what_was_accepted_is_answered_and_nothing_more(embedder, held):
         held.start()
         accepted = [in_thread(lambda: client.post("/v1/embeddings", GOOD)) for _ in range(5)]
         held.begun.acquire()
-        while b"llmcond_requests_in_progress 5.0" not in client.get("/metrics").body:
-            pass
+        until(client, "llmcond_requests_in_progress 5.0")
         running.gate.closing = True
         refused = client.post("/v1/embeddings", GOOD)
         assert (refused.status, refused.error["code"]) == (503, "closing")
