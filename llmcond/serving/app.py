@@ -7,7 +7,7 @@ import base64
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from fastapi import FastAPI
@@ -35,8 +35,6 @@ from llmcond.serving.requests import (
 )
 from llmcond.serving.settings import ServerSettings
 from llmcond.version import __version__
-
-T = TypeVar("T")
 
 
 class Endpoints:
@@ -217,7 +215,7 @@ class Endpoints:
         )
         return json_response({"model": self._model.name, **hits.to_json()})
 
-    def _condition(self, given: T | None) -> T | str:
+    def _condition(self, given: Any) -> Any:
         """Return a request's condition, or the server's own; a RequestError where neither is."""
         found = self._model.condition if given is None else given
         if found is None:
