@@ -26,7 +26,9 @@ class Serve(WithEmbedder, ServerSettings):
     example: ClassVar[str] = "llmcond serve --port 8000 --condition 'the activity'"
 
     index: Path | None = option(
-        None, metavar="DIR", help="a collection to search, as `llmcond index` makes it"
+        None,
+        metavar="DIR",
+        help="a collection to search, which `llmcond index` made; its model is served",
     )
     condition: str | None = option(
         None, metavar="C", help="of requests that name none (default: such are refused)"
@@ -36,7 +38,7 @@ class Serve(WithEmbedder, ServerSettings):
         """Serve until SIGTERM or Ctrl-C."""
         from llmcond.serving.server import serve
 
-        return self.call(serve, folder=self.folder(), settings=self.part(ServerSettings))
+        return self.call(serve, settings=self.part(ServerSettings))
 
 
 serve = verb(Serve)

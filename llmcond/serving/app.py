@@ -209,7 +209,12 @@ class Endpoints:
             request,
             self._batcher.call(
                 lambda: index.search(
-                    asked.query, condition, asked.k, where=asked.where, prepare=False
+                    asked.query,
+                    condition,
+                    asked.k,
+                    where=asked.where,
+                    explain=asked.explain,
+                    prepare=False,
                 )
             ),
         )

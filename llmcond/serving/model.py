@@ -12,6 +12,7 @@ from llmcond.encoders.encoder import Encoded, Encoder
 from llmcond.runs import cross
 from llmcond.runs.cross import CrossEncoder
 from llmcond.runs.embedder import Embedder, describe
+from llmcond.search import Index
 from llmcond.serving.batching import Row
 
 #: Encoded before the first request, and by whoever asks whether the server is ready.
@@ -30,7 +31,7 @@ class ServedModel:
 
     model: Embedder | CrossEncoder
     condition: str | None = None
-    index: Any = None
+    index: Index | None = None
 
     @property
     def name(self) -> str:

@@ -50,6 +50,7 @@ class SearchRequest(_Body):
     condition: str | dict[str, _Weight] | None = None
     k: int = Field(10, ge=1, le=10_000)
     where: str | None = None
+    explain: bool = False
 
 
 async def read_request(request: Request, kind: type[T], limit: int) -> T:

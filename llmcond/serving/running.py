@@ -7,12 +7,15 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from llmcond.errors import UserError
 from llmcond.runs import cross, open_run
 from llmcond.runs.embedder import load_embedder
+from llmcond.runs.usual import usual_run
+from llmcond.search import Index
 from llmcond.serving.app import Endpoints
 from llmcond.serving.batching import Batcher
 from llmcond.serving.gate import Gate
@@ -25,7 +28,8 @@ _PASSES = 2
 
 
 def load_model(
-    folder: Path | None,
+    run: Path | None,
+    model: str | None,
     head: str | None,
     prompt: str | None,
     device: str,
@@ -34,8 +38,14 @@ def load_model(
 ) -> ServedModel:
     """Load what is to be served; arguments and errors as of ``serve``."""
     if index is not None:
-        raise UserError("--index is not there yet.")
-    assert folder is not None  # noqa: S101
+        given: dict[str, Any] = {"run": run, "model": model, "head": head, "prompt": prompt}
+        if any(given.values()) and (index / "index.json").exists():
+            # Without texts it is only opened, and refused where another model made it.
+            found = Index.build(index, **given, device=device)
+        else:
+            found = Index.open(index, device=device)
+        return ServedModel(found.embedder, condition, found)
+    folder = usual_run(run, model)
     if open_run(folder, cross=True).cross:
         if head or prompt:
             raise UserError(

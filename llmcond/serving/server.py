@@ -34,8 +34,9 @@ class Stopped:
 
 
 def serve(
-    folder: Path | None,
     *,
+    run: Path | None = None,
+    model: str | None = None,
     head: str | None = None,
     prompt: str | None = None,
     device: str = "auto",
@@ -45,8 +46,7 @@ def serve(
 ) -> Stopped:
     """Serve a model until SIGTERM or Ctrl-C, and answer what was accepted before.
 
-    Arguments as in :class:`llmcond.commands.serve.Serve`; ``folder`` is that of the run or the
-    model, or None: the one that the index was made with.
+    Arguments as in :class:`llmcond.commands.serve.Serve`.
 
     Raises:
         UserError: the extra is not installed, an address that cannot be listened on, keys that
@@ -64,22 +64,21 @@ def serve(
     with bound(settings.host, settings.port) as listening:
         from llmcond.serving.running import Running, load_model
 
-        running = Running(
-            load_model(folder, head, prompt, device, index, condition), settings, keys
-        )
-        model, (host, port) = running.model, listening.getsockname()[:2]
+        loaded = load_model(run, model, head, prompt, device, index, condition)
+        running = Running(loaded, settings, keys)
+        host, port = listening.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         if not keys and not ipaddress.ip_address(host).is_loopback:
             log.warning(f"whoever reaches {url} can use it; --api-key-file lets only some")
         began = time.monotonic()
-        log.info(f"serving {model.name} on {url} (a page to try it there; Ctrl-C to stop)")
+        log.info(f"serving {loaded.name} on {url} (a page to try it there; Ctrl-C to stop)")
         with _requests_logged():
             running.run([listening])
         seconds = time.monotonic() - began
     log.info(
         f"stopped after {duration(seconds)} and {running.server_state.total_requests:,} requests"
     )
-    return Stopped(url, model.name, running.server_state.total_requests, round(seconds, 1))
+    return Stopped(url, loaded.name, running.server_state.total_requests, round(seconds, 1))
 
 
 @contextmanager

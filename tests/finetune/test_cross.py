@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import checkpoints
 from helpers.commands import ok, refused
+from helpers.serving import served
 from helpers.training import on_cpu, resumed
 
 import llmcond
@@ -25,6 +26,7 @@ from llmcond.finetune.loop import Trainer
 from llmcond.finetune.settings import TuneSettings
 from llmcond.finetune.state import StateFolder
 from llmcond.heads.regression import RegressionSettings
+from llmcond.serving.running import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -167,6 +169,21 @@ def test_its_figures_are_those_of_evaluate_and_of_similarity(cross, tmp_path, ca
     found = llmcond.load_cross_encoder(cross).similarity(*columns)
     np.testing.assert_allclose([float(row["cross"]) for row in rows], found, atol=2e-6)
     assert "cross" in (tmp_path / "page.html").read_text()
+
+
+def test_it_is_served_for_similarity_only(cross):
+    texts = [FIRST, SECOND, "children walk"]
+    model = load_model(cross, None, None, None, "cpu", None, None)
+    asked = {"sentence1": FIRST, "sentence2": texts, "condition": "the place"}
+    with served(model) as (client, _):
+        found = client.post("/v1/similarity", asked).json["similarities"]
+        assert client.get("/readyz").status == 200
+        refused = client.post("/v1/embeddings", {"input": texts, "condition": "the place"})
+    wanted = model.model.similarity([FIRST] * 3, texts, "the place")
+    assert found == pytest.approx(wanted.tolist(), abs=1e-6)
+    assert (refused.status, refused.error["code"]) == (404, "not_served")
+    with pytest.raises(UserError, match="neither heads nor prompts"):
+        load_model(cross, None, "mlp", None, "cpu", None, None)
 
 
 def test_other_rows_are_scored(cross, write_rows, small_rows, capsys):

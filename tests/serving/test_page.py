@@ -1,0 +1,94 @@
+"""The page at the root: complete in itself, and tried in a real browser."""
+
+import base64
+import hashlib
+import re
+import shutil
+
+import pytest
+from helpers.serving import served
+
+from llmcond.search import Index
+from llmcond.serving.model import ServedModel
+
+HOSTILE = "<img src=x onerror=alert(1)> & \u2028 </script><script>alert(2)</script>"
+PLACE = "the place"
+
+
+def test_it_asks_nobody_else_and_runs_its_own_script_only(client):
+    answer = client.get("/")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    text = answer.body.decode()
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = answer.headers["content-security-policy"]
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert not re.findall(r"(?:src|href)=[\"'](?!#|data:)", text)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    library = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        pytest.skip("no Chromium or Chrome is installed")
+    with library.sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=found)
+
+
+def test_a_browser_compares_embeds_and_searches_with_a_key(browser, tiny_run, tmp_path):
+    from axe_playwright_python.sync_playwright import Axe
+
+    texts = ["two men play", HOSTILE, "children read"]
+    index = Index.build(tmp_path / "i", texts, conditions=[PLACE], run=tiny_run, device="cpu")
+    complaints = []
+    tab = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme="dark")
+    tab.set_default_timeout(15_000)
+    tab.on("pageerror", lambda error: complaints.append(str(error)))
+    tab.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
+    model = ServedModel(index.embedder, None, index)
+    with served(model, (b"k3y",), api_key_file=tmp_path) as (client, _):
+        tab.goto(client.url)
+        compare, embed, search = (
+            tab.locator(f"#{name}") for name in ("similarity", "embeddings", "search")
+        )
+        compare.get_by_role("button").click()
+        assert "needs a key" in compare.get_by_role("alert").inner_text()
+        tab.get_by_label("API key").fill("k3y")
+        compare.get_by_label("Second text").fill(HOSTILE)
+        compare.get_by_label("Conditions").fill(f"{PLACE}\n{HOSTILE}")
+        compare.get_by_role("button").click()
+        shown = compare.locator("tbody tr")
+        shown.nth(1).wait_for()
+        wanted = index.embedder.similarity("A man rides a horse along the beach.", HOSTILE, PLACE)
+        assert shown.nth(0).locator("td").nth(1).inner_text() == f"{wanted:.3f}"
+        assert not compare.get_by_role("alert").is_visible()
+        compare.get_by_text("The request, for curl").click()
+        assert "$KEY" in compare.locator("pre").inner_text()
+        assert "k3y" not in compare.locator("pre").inner_text()
+        embed.get_by_label("Texts").fill("two men\nchildren\ntwo men")
+        embed.get_by_role("button").click()
+        embed.locator("tbody tr").nth(2).wait_for()
+        assert embed.locator("tbody tr").nth(0).locator("td").nth(3).inner_text() == "1.000"
+        search.get_by_label("Query").fill("two men play")
+        search.get_by_label("Condition").fill(PLACE)
+        search.get_by_label("Query").press("Tab")
+        search.get_by_label("Condition").press("Enter")
+        search.locator("li").nth(2).wait_for()
+        assert search.locator("li").nth(0).locator(".text").inner_text() == "two men play"
+        assert search.locator("img").count() == 0
+        search.get_by_label("Condition").fill("the mood")
+        search.get_by_role("button").click()
+        search.get_by_role("alert").wait_for()
+        assert "Prepare it" in search.get_by_role("alert").inner_text()
+        assert tab.evaluate("document.documentElement.scrollWidth") == 390
+        found = Axe().run(tab).response["violations"]
+        assert [one for one in found if one["impact"] in ("serious", "critical")] == []
+    compare.get_by_role("button").click()
+    compare.get_by_role("alert").wait_for()
+    assert compare.get_by_role("alert").inner_text() == "The server does not answer."
+    assert complaints == []
+    tab.close()
