@@ -80,6 +80,9 @@
     return answer;
   };
 
+  // The key's form is sent nowhere: it lets browsers see where a password belongs.
+  document.querySelector("form.key")?.addEventListener("submit", (event) => event.preventDefault());
+
   for (const form of document.querySelectorAll("form[data-path]")) {
     const { path } = form.dataset;
     const find = (selector) => form.parentElement.querySelector(selector);

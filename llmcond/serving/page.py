@@ -36,6 +36,7 @@ def page_response(model: ServedModel, *, needs_key: bool) -> Response:
         about=model.describe(),
         embeds=isinstance(model.model, Embedder),
         searches=model.index is not None,
+        conditions=model.index.conditions if model.index else [],
         condition=model.condition,
         needs_key=needs_key,
         style=Markup(style),  # noqa: S704

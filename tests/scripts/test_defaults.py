@@ -44,6 +44,10 @@ SCRIPTS = {
         "--model {tiny} --data {rows} --sentences 2 --conditions 1 2 --rows 4 --rounds 1",
         "| routed |",
     ),
+    "bench_serve": (
+        "--model {tiny} --data {rows} --texts 4 --clients 2 --sizes 1 --malformed 40 --requests 20",
+        "| llmcond, one call |",
+    ),
     "bench_scale": ("--model {tiny} --sizes 8 --rounds 1", "8 inputs: "),
     "bench_train": ("--batch-size 2 --steps 1 --rounds 1", "| llmcond |"),
     "demo": ("--data {rows} --run {tmp}/run", '"spearman_zero_shot"'),
@@ -51,7 +55,7 @@ SCRIPTS = {
     "simulate_comparison": ("--trials 2 --resamples 9 --truth 99 --pairs 30", "accuracy"),
 }
 #: What the peer of a script needs beside itself.
-NEEDS = {"bench_cross": "datasets"}
+NEEDS = {"bench_cross": "datasets", "bench_serve": "sentence_transformers"}
 #: What has tests of its own, or is imported by scripts.
 OTHERS = {
     *("fuzz", "house", "bench_inputs", "bench_process", "reproduce"),
@@ -90,7 +94,8 @@ def in_this_process(monkeypatch, tiny):
     monkeypatch.syspath_prepend(ROOT / "scripts")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     threads = SimpleNamespace(get_context=lambda _: SimpleNamespace(Process=Thread, Pipe=Pipe))
-    monkeypatch.setattr(import_module("bench_extract"), "multiprocessing", threads)
+    for name in ("bench_extract", "bench_serve"):
+        monkeypatch.setattr(import_module(name), "multiprocessing", threads)
     monkeypatch.setattr(import_module("bench_extract"), "PRODUCT", 64)
     for name, size in (("WIDE", 64), ("NARROW", 8), ("DIM", 64)):
         monkeypatch.setattr(import_module("bench_fit"), name, size)
