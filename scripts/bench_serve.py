@@ -33,6 +33,7 @@ from fuzz import TEXTS, VALUES, change_bytes
 
 from llmcond.data.datasets import read_dataset
 from llmcond.encoders.encoder import Encoded, load_encoder
+from llmcond.encoders.spec import Dtype
 from llmcond.features.view import View
 from llmcond.prompts import load_prompt
 from llmcond.runs.embedder import Embedder
@@ -60,7 +61,7 @@ class PeerModel(ServedModel):
         return Encoded(vectors, none, none.astype(bool), 0)
 
 
-def serve(kind: str, model: str, dtype: str, rows: list[Row], pipe: Connection) -> None:
+def serve(kind: str, model: str, dtype: Dtype, rows: list[Row], pipe: Connection) -> None:
     """Serve until something comes through the pipe; tell the rate of one call, and the port."""
     view = View((load_prompt("concat-cond-sent"),), subtract=False)
     encoder = load_encoder(model, dtype=dtype, device="cpu")
@@ -92,7 +93,7 @@ def serve(kind: str, model: str, dtype: str, rows: list[Row], pipe: Connection) 
 class Server:
     """A server in a process of its own, as a context."""
 
-    def __init__(self, kind: str, model: str, dtype: str, rows: list[Row]) -> None:
+    def __init__(self, kind: str, model: str, dtype: Dtype, rows: list[Row]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=serve, args=(kind, model, dtype, rows, other))
@@ -115,7 +116,7 @@ class Server:
 
 def request(path: str, body: bytes, kind: str = "application/json") -> bytes:
     """Return a request as it is sent."""
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
@@ -240,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
     data = read_dataset(given.data).splits["train"]
-    own = [*zip(data.sentence1, data.condition, strict=True)]
+    own: list[Row] = [*zip(data.sentence1, data.condition, strict=True)]
     own += [*zip(data.sentence2, data.condition, strict=True)]
     rows = [own[i % len(own)] for i in range(given.texts)]
     found: dict[str, Any] = {"texts": len(rows), "one_call": {}, "rates": {}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import logging
 import math
 import re
@@ -13,10 +14,12 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
+from llmcond.errors import brief
 from llmcond.serving.batching import Batcher, ClosedError
 from llmcond.serving.errors import GONE, RequestError, refusal
 from llmcond.serving.metrics import Metrics
@@ -47,12 +50,19 @@ class Gate:
         keys: Sequence[bytes],
         most: int,
         timeout: float,
+        local: bool,
     ) -> None:
-        """Let requests with one of these keys through, so many at a time, for so many seconds."""
+        """Let requests with one of these keys through, so many at a time, for so many seconds.
+
+        ``local``: it listens to this machine only. Without keys, a name that leads here is refused
+        then: a page of anybody, in a browser on this machine, could have it lead here (DNS
+        rebinding), and would read what it likes.
+        """
         self._app, self._batcher, self._metrics = app, batcher, metrics
         #: Others may hold anything: they are neither logged nor counted each by itself.
         self._paths = {getattr(route, "path", "") for route in app.routes}
         self._keys, self._most, self._timeout = keys, most, timeout
+        self._checks_host = local and not keys
         self._in_progress = 0
         self.closing = False
 
@@ -95,8 +105,11 @@ class Gate:
         )
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        if self._checks_host:
+            _check_host(headers.get(b"host", b"").decode("latin-1"))
         if scope["path"] not in _OPEN:
-            self._check_key(dict(scope["headers"]).get(b"authorization", b""))
+            self._check_key(headers.get(b"authorization", b""))
         if scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -137,6 +150,20 @@ class Gate:
         finally:
             self._in_progress -= 1
             self._metrics.in_progress.set(self._in_progress)
+
+
+def _check_host(given: str) -> None:
+    try:
+        name = urlsplit(f"//{given}").hostname or ""
+        if name != "localhost":
+            ipaddress.ip_address(name)
+    except ValueError:
+        raise RequestError(
+            403,
+            "host",
+            "this server has no keys and answers as localhost or by an address, not as "
+            f"{brief(given)}. Give it keys: --api-key-file",
+        ) from None
 
 
 def _request_id(given: bytes) -> str:

@@ -25,6 +25,8 @@ from llmcond.serving.settings import ServerSettings
 
 #: Forward passes of a batch: inputs of several are sorted by length among each other.
 _PASSES = 2
+#: Where only this machine can reach a server.
+_LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 def load_model(
@@ -85,6 +87,7 @@ class Running(uvicorn.Server):
             keys,
             settings.max_concurrent_requests,
             settings.timeout,
+            local=settings.host in _LOCAL,
         )
         # Requests are logged by the gate, which knows what may be told of them.
         super().__init__(

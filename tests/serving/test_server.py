@@ -244,6 +244,16 @@ def test_a_key_is_asked_for_and_never_logged(embedder, logged):
     assert not any(text in told for text in ("s3cret", "0ther", TEXTS[0], PLACE))
 
 
+def test_without_keys_it_answers_as_this_machine_only(client, embedder):
+    for host in ("localhost", "LocalHost:8000", "127.0.0.1:1", "[::1]:8000", "10.0.0.1"):
+        assert client.get("/healthz", Host=host).status == 200
+    for host in ("example.org", "localhost.example.org:8000", "127.0.0.1.example.org", ""):
+        answer = client.get("/healthz", Host=host)
+        assert (answer.status, answer.error["code"]) == (403, "host")
+    with served(ServedModel(embedder), (b"k3y",)) as (other, _):
+        assert other.get("/healthz", Host="example.org").status == 200
+
+
 # -- too much, too late, and hanging up ----------------------------------------------------------
 
 
@@ -309,7 +319,7 @@ def test_what_takes_too_long_is_given_up(embedder, held):
         assert (late.status, late.error["code"]) == (504, "timeout")
         assert first().status == 504
         with socket.create_connection(("127.0.0.1", client.port), timeout=60) as slow:
-            head = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: 90\r\n"
+            head = b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Length: 90\r\n"
             slow.sendall(head + b"Content-Type: application/json\r\n\r\n{")
             assert slow.recv(12) == b"HTTP/1.1 408"
         held.go.set()
@@ -323,8 +333,9 @@ def test_the_work_of_a_client_that_hangs_up_is_dropped(embedder, held):
         held.begun.acquire()
         body = json.dumps(GOOD).encode()
         with socket.create_connection(("127.0.0.1", client.port), timeout=60) as gone:
-            head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
-            gone.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+            head = b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n"
+            kind = b"Content-Type: application/json\r\n\r\n"
+            gone.sendall(head % len(body) + kind + body)
             until(client, "llmcond_waiting_texts 3.0")
         until(client, 'llmcond_requests_total{route="/v1/embeddings",status="499"} 1.0')
         held.go.set()
