@@ -141,8 +141,11 @@ async def load(port: int, waiting: list[bytes], clients: int) -> list[float]:
         while waiting:
             writer.write(waiting.pop())
             began = time.perf_counter()
-            if await answer(reader) != 200:
-                raise SystemExit("bench_serve: a request was not answered with 200")
+            status = await answer(reader)
+            if status != 200:
+                raise SystemExit(
+                    f"bench_serve: request {len(took):,} was answered {status}, not 200"
+                )
             took.append(time.perf_counter() - began)
         writer.close()
 

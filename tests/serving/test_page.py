@@ -83,7 +83,7 @@ def test_a_browser_compares_embeds_and_searches_with_a_key(browser, tiny_run, tm
         search.get_by_label("Condition").fill("the mood")
         search.get_by_role("button").click()
         search.get_by_role("alert").wait_for()
-        assert "Prepare it" in search.get_by_role("alert").inner_text()
+        assert "Encode them: llmcond index" in search.get_by_role("alert").inner_text()
         assert tab.evaluate("document.documentElement.scrollWidth") == 390
         found = Axe().run(tab).response["violations"]
         assert [one for one in found if one["impact"] in ("serious", "critical")] == []
