@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from llmcond.commands.fit_head import fit_head
     from llmcond.commands.push import push
     from llmcond.commands.reply import reply
+    from llmcond.commands.serve import serve
     from llmcond.commands.sweep import sweep
     from llmcond.commands.train_cross import train_cross
     from llmcond.commands.train_lora import train_lora
@@ -79,6 +80,7 @@ __all__ = [
     "push",
     "register",
     "reply",
+    "serve",
     "sweep",
     "train_cross",
     "train_lora",
