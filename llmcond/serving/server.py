@@ -71,6 +71,7 @@ def serve(
         if not keys and not ipaddress.ip_address(host).is_loopback:
             log.warning(f"whoever reaches {url} can use it; --api-key-file lets only some")
         began = time.monotonic()
+        listening.listen()  # whoever reads the next line and comes at once waits until it serves
         log.info(f"serving {loaded.name} on {url} (a page to try it there; Ctrl-C to stop)")
         with _requests_logged():
             running.run([listening])

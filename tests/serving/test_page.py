@@ -3,9 +3,7 @@
 import base64
 import hashlib
 import re
-import shutil
 
-import pytest
 from helpers.serving import served
 
 from llmcond.search import Index
@@ -26,17 +24,6 @@ def test_it_asks_nobody_else_and_runs_its_own_script_only(client):
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     assert not re.findall(r"(?:src|href)=[\"'](?!#|data:)", text)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    library = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
-    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        pytest.skip("no Chromium or Chrome is installed")
-    with library.sync_playwright() as playwright:
-        yield playwright.chromium.launch(executable_path=found)
 
 
 def test_a_browser_compares_embeds_and_searches_with_a_key(browser, tiny_run, tmp_path):
