@@ -21,7 +21,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from llmcond.errors import UserError, brief, listed
-from llmcond.features.extract import WINDOW
+from llmcond.features.extract import COUNTED_FIRST, WINDOW
 from llmcond.features.missing import count_missing
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import ViewInputs
@@ -101,16 +101,18 @@ class Index:
         rows, conditions = Rows.checked(texts, ids, columns), _checked(conditions)
         folder = Path(folder)
         given: dict[str, Any] = {"run": run, "model": model, "head": head, "prompt": prompt}
-        if (folder / "index.json").exists():
-            index = cls._open(folder, device, {k: v for k, v in given.items() if v is not None})
+        given = {name: value for name, value in given.items() if value is not None}
+        made = (folder / "index.json").exists()
+        if made and not (given and Table(folder).version == 0):
+            index = cls._open(folder, device, given)
         else:
-            if folder.exists() and not (folder.is_dir() and _is_vacant(folder)):
+            if not made and folder.exists() and not (folder.is_dir() and _is_vacant(folder)):
                 raise UserError(
                     f"{folder} is no index (it has no index.json). Name another folder; nothing in "
                     "it was touched."
                 )
             found = Model.find(**given, device=device)
-            _record(folder, found)
+            _record(folder, found)  # of one that nothing was written into, another
             index = cls(folder, found)
         if len(rows):
             index._add(rows, conditions)
@@ -313,8 +315,9 @@ class Index:
         if not (parts and conditions):
             return store
         inputs = ViewInputs(_Pairs(texts, conditions), parts)
-        missing = count_missing(store, inputs, WINDOW)
-        if missing.n_missing:
+        few = len(inputs) <= COUNTED_FIRST
+        missing = count_missing(store, inputs, WINDOW) if few else None
+        if missing is None or missing.n_missing:
             name = f"texts under {listed(conditions, 3)}" if any(conditions) else "texts"
             extract_inputs(store, self._model.encoder, name, inputs, missing)
         return store

@@ -30,11 +30,11 @@ class Model:
     @classmethod
     def find(
         cls,
-        run: str | Path | None,
-        model: str | None,
-        head: str | None,
-        prompt: str | None,
-        device: str,
+        run: str | Path | None = None,
+        model: str | None = None,
+        head: str | None = None,
+        prompt: str | None = None,
+        device: str = "auto",
     ) -> Model:
         """Return what the arguments of :func:`load_embedder` name.
 

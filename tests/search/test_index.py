@@ -455,6 +455,7 @@ def test_folders_that_hold_no_index(build, tmp_path: Path):
 
 def test_an_empty_index_finds_nothing(build):
     assert build().search(QUERY, PLACE).rows == []
+    check_against_all(build(TEXTS[:3], head="relu"), TEXTS[:3])  # nothing was made with the other
     emptied = build(TEXTS[:2], ids=["a", "b"], name="emptied")
     emptied.delete(["a", "b"])
     assert emptied.search(QUERY, PLACE, explain=True).rows == []
