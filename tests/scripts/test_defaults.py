@@ -1,5 +1,6 @@
 """Every script runs as its first lines have it, here with tiny sizes."""
 
+import csv
 import json
 import os
 from importlib import import_module
@@ -11,6 +12,10 @@ import pytest
 from helpers.paths import ROOT
 
 from llmcond import load_encoder
+from llmcond.data.datasets import DataOptions
+from llmcond.encoders import EncoderOptions
+from llmcond.workflows.extract import extract
+from llmcond.workflows.fit import fit_head
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,6 +48,10 @@ SCRIPTS = {
     "bench_routed": (
         "--model {tiny} --data {rows} --sentences 2 --conditions 1 2 --rows 4 --rounds 1",
         "| routed |",
+    ),
+    "bench_search": (
+        "--run {run} --head hypernet --sizes 40 --conditions 2 --queries 2 --no-peers",
+        "recall: 1.0",
     ),
     "bench_serve": (
         "--model {tiny} --data {rows} --texts 4 --clients 2 --sizes 1 --malformed 40 --requests 20",
@@ -88,6 +97,19 @@ def classes(tmp_path, small_rows):
     return folder
 
 
+@pytest.fixture(scope="module")
+def separate(tiny, small_rows, tmp_path_factory):
+    """A run with a head on separate features."""
+    folder = tmp_path_factory.mktemp("separate")
+    with (folder / "rows.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows([("sentence1", "sentence2", "condition", "label")])
+        csv.writer(stream).writerows(small_rows)
+    data, options = DataOptions(str(folder / "rows.csv")), EncoderOptions(pooling="mean")
+    extract(tiny, options, folder / "run", data, ["separate"])
+    fit_head(folder / "run", "hypernet", changes={"epochs": "1", "dim": "8", "rank": "4"})
+    return folder / "run"
+
+
 @pytest.fixture
 def in_this_process(monkeypatch, tiny):
     """Let threads take the place of processes, which would import everything anew."""
@@ -108,12 +130,14 @@ def in_this_process(monkeypatch, tiny):
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_runs(name, tiny, tmp_path, write_rows, small_rows, classes, monkeypatch, capsys):
+def test_a_script_runs(
+    name, tiny, tmp_path, write_rows, small_rows, classes, separate, monkeypatch, capsys
+):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     sizes, said = SCRIPTS[name]
     rows = write_rows(small_rows[:24])
-    given = sizes.format(tmp=tmp_path, tiny=tiny, rows=rows, classes=classes)
+    given = sizes.format(tmp=tmp_path, tiny=tiny, rows=rows, classes=classes, run=separate)
     monkeypatch.setattr("sys.argv", [name, *given.split()])
     assert import_module(name).main() in (None, 0)
     assert said in capsys.readouterr().out
