@@ -309,32 +309,32 @@ class Index:
 
     def _encode(
         self, texts: Sequence[str], parts: Sequence[Part], conditions: Sequence[str]
-    ) -> FeatureStore:
+    ) -> None:
         """Encode texts under conditions, as far as that is not done yet."""
-        store = self._store()
         if not (parts and conditions):
-            return store
-        inputs = ViewInputs(_Pairs(texts, conditions), parts)
+            return
+        store, inputs = self._store(), ViewInputs(_Pairs(texts, conditions), parts)
         few = len(inputs) <= COUNTED_FIRST
         missing = count_missing(store, inputs, WINDOW) if few else None
         if missing is None or missing.n_missing:
             name = f"texts under {listed(conditions, 3)}" if any(conditions) else "texts"
             extract_inputs(store, self._model.encoder, name, inputs, missing)
-        return store
 
     def _complete(self, conditions: Sequence[str]) -> None:
         """Make the vectors of all texts under conditions that each is encoded together with."""
         version = self._version
-        absent = {c: version.absent(c) for c in conditions} if self.encodes_pairs else {}
-        absent = {condition: own for condition, own in absent.items() if len(own)}
-        if not absent:
-            return
-        # All in one go: what is the same of a text under several conditions is encoded once.
-        positions = np.unique(np.concatenate(list(absent.values())))
-        texts = version.table.take(positions, ["text"])["text"].to_pylist()
-        store = self._encode(texts, self._model.sources.joint, list(absent))
-        for condition in absent:
-            version.view(condition, store.lookup)
+        alike: dict[bytes, list[str]] = {}
+        for condition in conditions if self.encodes_pairs else ():
+            absent = version.absent(condition)
+            if len(absent):
+                alike.setdefault(absent.tobytes(), []).append(condition)
+        for places, own in alike.items():
+            # In one go: what is the same of a text under several conditions is encoded once.
+            rows = version.table.take(np.frombuffer(places, dtype=np.int64), ["text"])
+            self._encode(rows["text"].to_pylist(), self._model.sources.joint, own)
+        lookup = self._store().lookup if alike else None
+        for condition in [one for own in alike.values() for one in own]:
+            version.view(condition, lookup)
 
     # -- searching -----------------------------------------------------------------------------
 

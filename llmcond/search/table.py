@@ -67,7 +67,7 @@ class Table:
         """Return the number of the version; 0: nothing was written yet."""
         return int(self._dataset.version) if self._dataset else 0
 
-    @property
+    @cached_property
     def columns(self) -> list[str]:
         """Return the names of the other columns."""
         names = self._dataset.schema.names if self._dataset else []

@@ -172,6 +172,19 @@ def test_only_new_texts_are_encoded_and_projected(build, caplog):
     assert [len(segment.numbers) for segment in segments] == [40, 10]
 
 
+def test_each_condition_is_encoded_for_the_texts_that_lack_it(build, caplog):
+    caplog.set_level("INFO")
+    index = build(TEXTS[:40], conditions=[PLACE], head="linear")
+    index.search(QUERY, NUMBER)
+    caplog.clear()
+    build(TEXTS, conditions=[PLACE, NUMBER, "the colour"], head="linear")
+    done = [record.message for record in caplog.records if "inputs encoded" in record.message]
+    assert [text.partition(" inputs")[0].rpartition(": ")[2] for text in done] == [
+        "30 of 30",  # new texts, under all three
+        "40 of 50",  # all others, under the colour
+    ]
+
+
 def test_columns_of_a_text_change_without_encoding_it_again(build, caplog):
     caplog.set_level("INFO")
     index = build(TEXTS[:3], ids=["a", "b", "c"], columns={"year": [1, 2, 3]})
