@@ -20,7 +20,7 @@ from typing import Any, ClassVar, cast
 
 from filelock import FileLock
 
-from llmcond.bundled import bundled_names, pretrained
+from llmcond.bundled import PRETRAINED, bundled_names, pretrained
 from llmcond.config import check_name
 from llmcond.data.datasets import DataOptions, Dataset
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
@@ -402,6 +402,8 @@ class AnyRun(ABC):
                 recipe = next((r for r in recipes if name == r or name.startswith(f"{r}@")), None)
                 fit = f"Fit it: llmcond fit-head --head {recipe} --run {self.folder}"
                 remedy = fit if recipe else nearest(name, [*known, *recipes])
+                if self.folder == pretrained(self.folder.name):
+                    remedy = "Heads are fitted in a run: llmcond extract --model " + PRETRAINED
                 raise UserError(f"{self.folder} has no fitted head {name!r} ({fitted}). {remedy}")
             chosen += matches
         return list(dict.fromkeys(chosen))

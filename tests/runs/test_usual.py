@@ -98,3 +98,10 @@ def test_it_can_be_trained_and_laid_out_again(
     embedder = llmcond.load_embedder(there)
     assert embedder.name == trained["head"]
     assert str(tmp_path) not in "".join(path.read_text() for path in there.rglob("*.json"))
+
+
+def test_nobody_is_sent_to_fit_a_head_into_it(capsys):
+    given = ("--model", PRETRAINED, "--head", "mlp", "--condition", "the place")
+    line = refused(capsys, "similarity", "a man", "a dog", *given)
+    assert f"llmcond extract --model {PRETRAINED}" in line
+    assert "fit-head" not in line
