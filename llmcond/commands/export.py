@@ -12,7 +12,7 @@ from llmcond.commands.shared import WithEmbedder
 from llmcond.options import option
 
 if TYPE_CHECKING:
-    from llmcond.exporting.export import Exported
+    from llmcond.exporting.exported import Exported
 
 
 @dataclass(frozen=True, kw_only=True)

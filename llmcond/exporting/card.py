@@ -13,7 +13,7 @@ from llmcond.report.card import code, fenced
 from llmcond.system import versions
 
 if TYPE_CHECKING:
-    from llmcond.exporting.export import Exported
+    from llmcond.exporting.exported import Exported
 
 _TEXTS = '["A man rides a horse.", "A girl cycles."]'
 

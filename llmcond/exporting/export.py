@@ -8,9 +8,8 @@ import shlex
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from llmcond.encoders.loading.architecture import quiet
 from llmcond.encoders.spec import Dtype
 from llmcond.errors import LlmcondError, UserError, brief
 from llmcond.exporting.card import write_card
+from llmcond.exporting.exported import Chooses, Exported
 from llmcond.exporting.modules import (
     NotPlainError,
     Plain,
@@ -33,44 +33,11 @@ from llmcond.files import making, write_json
 from llmcond.runs.comparing import Vectors
 from llmcond.runs.embedder import Embedder, describe, load_embedder
 
-#: Who chooses the condition: nobody any more, the caller among some, or the caller any.
-Chooses = Literal["fixed", "prompt_name", "task", "any"]
 #: How far vectors of length 1 may be from llmcond's, by the type they are computed in. In 16 bit
 #: rounding is that large where an almost equal vector was subtracted.
 _FAR: Mapping[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.1}
 #: Of an export that llmcond itself computes.
 _MODULE = "llmcond.integrations.sentence_transformers.ConditionalEmbedder"
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What was written.
-
-    Attributes:
-        conditions: that it has; empty: any.
-        chosen_by: ``fixed``, the one condition; an argument of ``encode`` that names one of
-            several, ``task`` or ``prompt_name``; or ``any``: ``condition``, where llmcond is.
-        modules: of sentence-transformers, in their order.
-        dtype: that its weights are in.
-        difference: the largest of a component of a vector of length 1 to what llmcond computes
-            in that type; None: sentence-transformers is not installed, so it was not tried out.
-        notes: what whoever uses it must know, in sentences.
-        about: the embedder that it was made of.
-    """
-
-    out: Path
-    conditions: Sequence[str]
-    chosen_by: Chooses
-    modules: Sequence[str]
-    dtype: Dtype
-    dim: int
-    difference: float | None
-    notes: Sequence[str]
-    about: Mapping[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
-        return {**asdict(self), "out": str(self.out)}
 
 
 def export_model(
