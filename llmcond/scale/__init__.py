@@ -1,0 +1,1 @@
+"""Extraction on several machines."""
