@@ -46,7 +46,7 @@ class Index:
     """A collection of texts, searched under any condition; make one with :meth:`build`.
 
     Searches are exact: every text is compared. Several threads may search at once, also while texts
-    are added; other processes go on with the version that they opened.
+    are added; other processes go on with the version that they opened, until they :meth:`refresh`.
 
     Attributes:
         folder: where it is.
@@ -290,6 +290,22 @@ class Index:
         newest = Table(self.folder)
         if newest.version != self._version.table.version:
             self._version = Version(newest, self._views, self._model)
+
+    def refresh(self) -> None:
+        """Go on with what other processes have written since it was opened; cheap if that is none.
+
+        Where each text is encoded together with the condition, it goes on as it was until the
+        texts that were added are encoded under the conditions of :meth:`prepare`.
+        """
+        # A writer of this process has the newest version anyway.
+        if self._version.table.is_newest or not self._writer.acquire(blocking=False):
+            return
+        try:
+            newest = Version(Table(self.folder), self._views, self._model)
+            if not any(len(newest.absent(condition)) for condition in self._remembered(())):
+                self._version = newest
+        finally:
+            self._writer.release()
 
     def _remembered(self, conditions: Sequence[str]) -> list[str]:
         """Remember conditions that texts are encoded under when they are added; return all."""

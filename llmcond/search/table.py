@@ -53,7 +53,7 @@ class Table:
         self._uri = str(folder.absolute() / "texts.lance")
         self._dataset: Any = None
         self.numbers: Positions = np.zeros(0, dtype=np.int64)
-        if any((folder / "texts.lance" / "_versions").glob("*.manifest")):
+        if _is_written(folder):
             with _reading(folder):
                 self._dataset = lance.dataset(self._uri)
                 found = self._dataset.to_table(columns=[NUMBER])[NUMBER]
@@ -66,6 +66,14 @@ class Table:
     def version(self) -> int:
         """Return the number of the version; 0: nothing was written yet."""
         return int(self._dataset.version) if self._dataset else 0
+
+    @property
+    def is_newest(self) -> bool:
+        """Return whether nobody has written a newer version since."""
+        if self._dataset is None:
+            return not _is_written(self.folder)
+        with _reading(self.folder):
+            return bool(self._dataset.latest_version == self._dataset.version)
 
     @cached_property
     def columns(self) -> list[str]:
@@ -208,6 +216,10 @@ def vectors_of(rows: Any) -> NDArray[Any]:
     column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     found: NDArray[Any] = column.flatten().to_numpy(zero_copy_only=False)
     return found.reshape(len(rows), -1)
+
+
+def _is_written(folder: Path) -> bool:
+    return any((folder / "texts.lance" / "_versions").glob("*.manifest"))
 
 
 @contextmanager

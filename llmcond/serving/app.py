@@ -21,6 +21,7 @@ from llmcond.encoders.encoder import Encoded
 from llmcond.errors import LlmcondError, UserError, did_you_mean
 from llmcond.runs.comparing import checked_texts
 from llmcond.runs.embedder import Embedder, unit_length
+from llmcond.search import Hits
 from llmcond.serving.batching import Batcher, ClosedError, Row
 from llmcond.serving.errors import RequestError, json_response, refusal
 from llmcond.serving.metrics import Metrics
@@ -205,19 +206,19 @@ class Endpoints:
             raise _not_served("there is no index to search; start the server with --index DIR.")
         request.state.texts = 1
         condition = self._condition(asked.condition)
-        hits = await self._waited(
-            request,
-            self._batcher.call(
-                lambda: index.search(
-                    asked.query,
-                    condition,
-                    asked.k,
-                    where=asked.where,
-                    explain=asked.explain,
-                    prepare=False,
-                )
-            ),
-        )
+
+        def find() -> Hits:
+            index.refresh()
+            return index.search(
+                asked.query,
+                condition,
+                asked.k,
+                where=asked.where,
+                explain=asked.explain,
+                prepare=False,
+            )
+
+        hits = await self._waited(request, self._batcher.call(find))
         return json_response({"model": self._model.name, **hits.to_json()})
 
     def _condition(self, given: Any) -> Any:

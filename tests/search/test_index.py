@@ -208,6 +208,22 @@ def test_readers_go_on_with_the_version_they_opened(build):
     assert len(reader) == 20
     check_against_all(reader, TEXTS[:20])
     assert len(Index.open(writer.folder, device="cpu")) == 27
+    reader.refresh()
+    assert len(reader) == 27
+    check_against_all(reader, [row["text"] for row in writer.search(QUERY, PLACE, 27).rows])
+
+
+def test_a_reader_waits_until_added_texts_are_encoded_with_prepared_conditions(build, monkeypatch):
+    writer = build(TEXTS[:4], conditions=[PLACE], head="linear")
+    reader = Index.open(writer.folder, device="cpu")
+    monkeypatch.setattr(Index, "_complete", lambda *_: None)  # the writer is killed before
+    writer.add(TEXTS[4:6])
+    reader.refresh()
+    assert len(reader.search(QUERY, PLACE, prepare=False).rows) == 4
+    monkeypatch.undo()
+    writer.prepare([PLACE])
+    reader.refresh()
+    assert len(reader.search(QUERY, PLACE, prepare=False).rows) == 6
 
 
 def test_many_small_additions_stay_few_files(build, monkeypatch):

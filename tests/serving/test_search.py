@@ -59,6 +59,17 @@ def test_what_the_index_refuses_is_told(searched, changes, words):
     assert words in answer.error["message"]
 
 
+def test_texts_that_are_added_meanwhile_are_found(folder, searched, tiny_run):
+    client, _ = searched
+    text = "an old man sleeps"
+    columns = {"year": [2024]}
+    writer = Index.build(folder, [text], ids=["new"], columns=columns, run=tiny_run, device="cpu")
+    asked = {"query": text, "condition": PLACE, "k": 9}
+    assert "new" in [hit["id"] for hit in client.post("/v1/search", asked).json["results"]]
+    writer.delete(["new"])
+    assert "new" not in [hit["id"] for hit in client.post("/v1/search", asked).json["results"]]
+
+
 def test_an_index_is_served_by_its_own_model_only(folder, tiny_run, tmp_path):
     found = load_model(tiny_run, None, "none", None, "cpu", folder, PLACE)
     assert found.index is not None
