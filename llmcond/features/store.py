@@ -11,20 +11,24 @@ behind the others, and merging small files keeps their order.
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import shutil
 import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import lance
 import numpy as np
 import pyarrow as pa
 from filelock import FileLock, Timeout
+from lance.file import LanceFileReader
+from lance.fragment import FragmentMetadata, write_fragments
 from lance.optimize import Compaction
 from numpy.typing import NDArray
 
@@ -64,6 +68,22 @@ _SPARE_BYTES = 2**18
 _UNREADABLE = (OSError, ValueError, KeyError)
 #: Others hold a lock for milliseconds.
 _POLL_SECONDS = 0.005
+#: What claims of those who write fragments begin with.
+_WRITING = "writing-"
+
+
+class Fragment(NamedTuple):
+    """Rows in a file that no version of a store names yet.
+
+    Attributes:
+        metadata: of Lance's fragment, as JSON.
+        keys: of its rows, in their order, 16 bytes each.
+        dim: numbers in a vector.
+    """
+
+    metadata: str
+    keys: bytes
+    dim: int
 
 
 class FeatureStore:
@@ -189,28 +209,132 @@ class FeatureStore:
         Raises:
             DiskFullError: no room; what was stored before is kept.
         """
+        with self._telling(), self._committing():
+            self._catch_up()
+            fresh = self.missing(inputs)
+            if fresh:
+                self._commit(
+                    self._table(
+                        [inputs[i] for i in fresh],
+                        vectors[fresh],
+                        n_tokens[fresh],
+                        truncated[fresh],
+                    )
+                )
+                self._tidy()
+        return len(fresh)
+
+    def write_fragment(
+        self,
+        inputs: Sequence[EncoderInput],
+        vectors: NDArray[np.float32],
+        n_tokens: NDArray[np.int32],
+        truncated: NDArray[np.bool_],
+    ) -> Fragment:
+        """Write n distinct inputs, n at least 1, into a file that :meth:`add_fragments` adds.
+
+        To be called while someone, perhaps in another process, is :meth:`writing`. Arguments and
+        errors as of :meth:`append`.
+        """
+        with self._telling():
+            table = self._table(inputs, vectors, n_tokens, truncated)
+            self._check_room(table)
+            known = self._dataset is not None
+            written = write_fragments(table, self._uri, mode="append" if known else "overwrite")
+        keys = b"".join(table["key"].to_pylist())
+        return Fragment(json.dumps(written[0].to_json()), keys, vectors.shape[1])
+
+    def add_fragments(self, fragments: Sequence[Fragment]) -> int:
+        """Add the rows of fragments in one commit, but for those that are there by now; count them.
+
+        Raises:
+            DiskFullError: no room; what was stored before is kept.
+        """
+        with self._telling(), self._committing():
+            self._catch_up()
+            whole, tables, added = [], [], KeyIndex()
+            for fragment in fragments:
+                fresh = (self._index.find(fragment.keys) < 0) & (added.find(fragment.keys) < 0)
+                if fresh.all():
+                    whole.append(FragmentMetadata.from_json(fragment.metadata))
+                elif fresh.any():
+                    tables.append(self._rows_of(fragment).filter(pa.array(fresh)))
+                if fresh.any():
+                    keys = np.frombuffer(fragment.keys, dtype=f"V{KEY_BYTES}")
+                    added.add(keys[fresh].tobytes())
+            if whole:
+                if self._dataset is None:
+                    self._commit(_schema(fragments[0].dim, self.dtype).empty_table())
+                operation, version = lance.LanceOperation.Append(whole), self._dataset.version
+                self._adopt(
+                    lance.LanceDataset.commit(self._dataset, operation, read_version=version)
+                )
+            if tables:
+                self._commit(pa.concat_tables(tables))
+            if len(added):
+                self._tidy()
+        return len(added)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Let fragments be written, here or elsewhere, until the block ends.
+
+        Until then nobody removes files that no version names. Those that a kill left before are
+        removed first, unless somebody else is writing some.
+        """
+        with ExitStack() as stack:
+            with self._telling(), self._committing():
+                self._catch_up()
+                if self._dataset is not None:
+                    self._clean(lance.dataset(self._uri))
+                stack.enter_context(self.claim(f"{_WRITING}{uuid.uuid4().hex}"))
+            yield
+
+    def _is_being_written(self) -> bool:
+        """Return whether someone writes fragments; the commit lock is held."""
+        for path in (self.folder / "claims").glob(f"{_WRITING}*.lock"):
+            with self.claim(path.stem) as free:  # which a kill has left, and takes it away
+                if not free:
+                    return True
+        return False
+
+    def _clean(self, dataset: Any) -> None:
+        """Remove old versions, and what no version names if nobody else can be at it."""
+        dataset.cleanup_old_versions(
+            retain_versions=_KEPT_VERSIONS, delete_unverified=not self._is_being_written()
+        )
+
+    def _rows_of(self, fragment: Fragment) -> pa.Table:
+        metadata = FragmentMetadata.from_json(fragment.metadata)
+        return LanceFileReader(f"{self._uri}/data/{metadata.files[0].path}").read_all().to_table()
+
+    def _table(
+        self,
+        inputs: Sequence[EncoderInput],
+        vectors: NDArray[np.float32],
+        n_tokens: NDArray[np.int32],
+        truncated: NDArray[np.bool_],
+    ) -> pa.Table:
+        schema = _schema(vectors.shape[1], self.dtype)
+        flat = pa.array(self.cast(vectors).reshape(-1), _ARROW[self.dtype])
+        keys = [
+            item.key_when_cut if cut else item.key
+            for item, cut in zip(inputs, truncated.tolist(), strict=True)
+        ]
+        columns = [
+            pa.array(keys, _KEY),
+            pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1]),
+            pa.array(n_tokens, pa.int32()),
+            pa.array(truncated, pa.bool_()),
+        ]
+        return pa.table(columns, schema)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Make the folder, and tell what the disk says as it is told to people."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with self._committing():
-                self._catch_up()
-                fresh = self.missing(inputs)
-                if fresh:
-                    stored = self.cast(vectors[fresh])
-                    flat = pa.array(stored.reshape(-1), _ARROW[self.dtype])
-                    columns = {
-                        "key": pa.array(
-                            [
-                                inputs[i].key_when_cut if truncated[i] else inputs[i].key
-                                for i in fresh
-                            ],
-                            _KEY,
-                        ),
-                        "vector": pa.FixedSizeListArray.from_arrays(flat, stored.shape[1]),
-                        "n_tokens": pa.array(n_tokens[fresh], pa.int32()),
-                        "truncated": pa.array(truncated[fresh], pa.bool_()),
-                    }
-                    self._commit(pa.table(columns))
-                    self._tidy()
+            yield
         except Exception as error:
             if is_disk_full(error):
                 raise DiskFullError(
@@ -220,16 +344,18 @@ class FeatureStore:
             if isinstance(error, PermissionError):
                 raise UserError(f"{self.folder} cannot be written: {error.strerror}.") from error
             raise
-        return len(fresh)
+
+    def _check_room(self, table: pa.Table) -> None:
+        # Lance commits a file whose very end could not be written: better not to begin.
+        if shutil.disk_usage(self.folder).free < 2 * table.nbytes + _SPARE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _commit(self, table: pa.Table) -> None:
         description = self.folder / "store.json"
         if not description.exists():
             identity = self.identity.to_json()
             write_json(description, {"format": FORMAT, "dtype": self.dtype, "encoder": identity})
-        # Lance commits a file whose very end could not be written: better not to begin.
-        if shutil.disk_usage(self.folder).free < 2 * table.nbytes + _SPARE_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._check_room(table)
         if self._dataset is None:
             self._adopt(lance.write_dataset(table, self._uri, mode="create"))
         else:
@@ -243,8 +369,7 @@ class FeatureStore:
             return
         # A handle of its own, since merging changes it; a new one also starts with empty caches.
         dataset = lance.dataset(self._uri)
-        # Nobody else writes now: what no version names is what a kill left.
-        dataset.cleanup_old_versions(retain_versions=_KEPT_VERSIONS, delete_unverified=True)
+        self._clean(dataset)
         vector = dataset.schema.field("vector").type
         rows = sum(fragment.physical_rows for fragment in fragments[-count:])
         size = rows * vector.list_size * vector.value_type.bit_width // 8
@@ -279,13 +404,13 @@ class FeatureStore:
             part = places[start : start + _READ_ROWS]
             block = self._stored(part)
             if table is None:
-                table = self._table((len(places), block.shape[1]))
+                table = self._room_for((len(places), block.shape[1]))
             table[start : start + len(part)] = block
         if table is None:
             table = np.zeros((0, 0), dtype=self.dtype)
         return Gathered(table, index.reshape(-1))
 
-    def _table(self, shape: tuple[int, int]) -> NDArray[Any]:
+    def _room_for(self, shape: tuple[int, int]) -> NDArray[Any]:
         size = math.prod(shape) * np.dtype(self.dtype).itemsize
         if size <= _IN_MEMORY:
             return np.empty(shape, dtype=self.dtype)
@@ -358,6 +483,12 @@ def _without_panic(attempt: Callable[[], _Read]) -> Callable[[], _Read]:
             raise ValueError(str(error)) from error
 
     return guarded
+
+
+def _schema(dim: int, dtype: StoreDtype) -> pa.Schema:
+    vector = pa.list_(_ARROW[dtype], dim)
+    columns = {"key": _KEY, "vector": vector, "n_tokens": pa.int32(), "truncated": pa.bool_()}
+    return pa.schema(columns)
 
 
 def _key_bytes(keys: Any) -> Any:

@@ -6,6 +6,7 @@ from llmcond.encoders import EncoderInput
 
 INPUTS = [EncoderInput("", f"text {i}") for i in range(20)]
 VECTORS = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
+N_TOKENS, TRUNCATED = np.arange(20, dtype=np.int32), np.arange(20) % 3 == 0
 
 
 def append(store, chosen=range(20), vectors=VECTORS):
@@ -13,6 +14,6 @@ def append(store, chosen=range(20), vectors=VECTORS):
     return store.append(
         [INPUTS[i] for i in chosen],
         vectors[chosen],
-        np.arange(20, dtype=np.int32)[chosen],
-        (np.arange(20) % 3 == 0)[chosen],
+        N_TOKENS[chosen],
+        TRUNCATED[chosen],
     )
