@@ -102,6 +102,7 @@ def extract(
     by_prefix: bool = False,
     window: int = WINDOW,
     missing: Missing | None = None,
+    execute: Execute | None = None,
 ) -> Extraction:
     """Encode the inputs that ``store`` lacks and commit them chunk by chunk.
 
@@ -119,6 +120,7 @@ def extract(
         window: inputs that are ordered together.
         missing: what of the inputs was counted as missing, for the progress; None: counted now, or
             where there are very many beside the encoding.
+        execute: carries the plan out elsewhere, in place of threads that call the encoder.
 
     Raises:
         InputError: the encoder gave NaN or infinity; the good ones of its chunk are stored.
@@ -134,9 +136,12 @@ def extract(
         if progress and missing.n_missing:
             progress.start(missing.n_missing, missing.n_characters)
 
-    def load_shown() -> InputEncoder:
+    def show_begun() -> None:
         if progress and (missing is None or not missing.n_missing):
             progress.start(None, None)
+
+    def load_shown() -> InputEncoder:
+        show_begun()
         return load()
 
     work = Plan(inputs, store, chunk, window, by_prefix)
@@ -145,8 +150,11 @@ def extract(
             show(missing)
         elif size and progress:
             stack.enter_context(counting(store, inputs, window, show))
-        threads = stack.enter_context(closing(_Threads(load_shown, store)))
-        n_computed, n_tokens = _execute(work, threads, progress)
+        if execute is None:
+            threads = stack.enter_context(closing(_Threads(load_shown, store)))
+            n_computed, n_tokens = _execute(work, threads, progress)
+        else:
+            n_computed, n_tokens = execute(work, progress, show_begun)
     n_inputs, n_truncated = work.counts()
     return Extraction(n_inputs, n_computed, n_truncated, n_tokens, time.monotonic() - began)
 
@@ -161,14 +169,15 @@ class _Unit:
     """Routers that are computed together, by the thread that is the first to need one of them."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        self._texts, self._lock = texts, threading.Lock()
+        self.texts = tuple(texts)
+        self._lock = threading.Lock()
         self._found: Queries | None = None
 
     def queries(self, encoder: InputEncoder) -> Queries:
         """Return the routers."""
         with self._lock:
             if self._found is None:
-                self._found = encoder.queries(self._texts)
+                self._found = encoder.queries(self.texts)
             return self._found
 
 
@@ -178,13 +187,17 @@ class _Routers:
 
     units: Mapping[str, _Unit]
 
+    def needed(self, inputs: Sequence[EncoderInput]) -> list[_Unit]:
+        """Return the units that some of the window's inputs need."""
+        texts = (item.router.text if item.router else item.text for item in inputs)
+        return list(dict.fromkeys(self.units[text] for text in texts if text in self.units))
+
     def encode(self, encoder: InputEncoder, inputs: Sequence[EncoderInput]) -> Encoded:
         """Return the vectors of some of the window's inputs."""
         if not self.units:
             return encoder.encode_counted(inputs)
-        texts = (item.router.text if item.router else item.text for item in inputs)
         queries: dict[str, Query] = {}
-        for unit in dict.fromkeys(self.units[text] for text in texts if text in self.units):
+        for unit in self.needed(inputs):
             queries |= unit.queries(encoder)
         return encoder.encode_counted(inputs, queries)
 
@@ -218,6 +231,33 @@ class WorkPart(NamedTuple):
 
     inputs: list[EncoderInput]
     routers: _Routers
+
+    def lacking(self, store: FeatureStore) -> SentPart:
+        """Return what a store lacks of it, for another process."""
+        inputs = [self.inputs[i] for i in store.missing(self.inputs)]
+        return SentPart(inputs, [unit.texts for unit in self.routers.needed(inputs)])
+
+
+class SentPart(NamedTuple):
+    """Inputs that another process encodes, and the texts of routers that it computes together."""
+
+    inputs: list[EncoderInput]
+    routers: list[tuple[str, ...]]
+
+
+class SentParts:
+    """Encodes parts that were sent, as they would be where they came from; keeps their routers."""
+
+    def __init__(self, encoder: InputEncoder) -> None:
+        self._encoder, self._units = encoder, dict[tuple[str, ...], _Unit]()
+
+    def encode(self, part: SentPart) -> Encoded:
+        """Return the vectors of a part; safe to call from several threads."""
+        if len(self._units) * _UNIT > _MAX_ROUTERS:
+            self._units = {}
+        units = [self._units.setdefault(texts, _Unit(texts)) for texts in part.routers]
+        routers = _Routers({text: unit for unit in units for text in unit.texts})
+        return routers.encode(self._encoder, part.inputs)
 
 
 @dataclass(eq=False)
@@ -271,6 +311,11 @@ class Plan:
         self._awaited = [asked[i] for i in np.flatnonzero(places < 0)]
 
 
+#: Carries a plan out, showing how far it is; what it calls before anything is encoded shows that.
+#: Returns how many inputs were added, and their tokens.
+Execute = Callable[[Plan, Progress | None, Callable[[], None]], tuple[int, int]]
+
+
 @dataclass(frozen=True, slots=True)
 class Committed:
     """What became of a part: inputs encoded, of them added, their characters and tokens."""
@@ -312,14 +357,18 @@ def commit(
             encoded.truncated[good],
         )
         if not finite.all():
-            item = todo[int(np.argmin(finite))]
-            raise InputError(
-                item,
-                f"the encoder gave NaN or infinity for {item.text[:80]!r}. Try --dtype float32 or "
-                f"bfloat16, or --store-dtype float32 if vectors overflow {store.dtype}.",
-            )
+            raise not_finite(todo[int(np.argmin(finite))], store.dtype)
         characters = sum(item.size for item in todo)
         return Committed(len(todo), added, characters, int(encoded.n_tokens.sum()))
+
+
+def not_finite(item: EncoderInput, dtype: str) -> InputError:
+    """Return what is said of an input whose vector cannot be stored in a type."""
+    return InputError(
+        item,
+        f"the encoder gave NaN or infinity for {item.text[:80]!r}. Try --dtype float32 or "
+        f"bfloat16, or --store-dtype float32 if vectors overflow {dtype}.",
+    )
 
 
 class _Threads:

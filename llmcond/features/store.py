@@ -92,8 +92,13 @@ class FeatureStore:
     Several threads may use one object, several objects and processes one folder.
     """
 
-    def __init__(self, root: Path, identity: EncoderIdentity, dtype: StoreDtype) -> None:
-        """Open the store below ``root``, or start an empty one; nothing is written yet."""
+    def __init__(
+        self, root: Path, identity: EncoderIdentity, dtype: StoreDtype, *, only_write: bool = False
+    ) -> None:
+        """Open the store below ``root``, or start an empty one; nothing is written yet.
+
+        With ``only_write`` it serves :meth:`write_fragment` alone, and no keys are read.
+        """
         self.folder = root / f"{identity.fingerprint}-{dtype}"
         self.identity = identity
         self.dtype = dtype
@@ -109,7 +114,10 @@ class FeatureStore:
         description = self.folder / "store.json"
         if description.exists():
             check_format(read_json(description), FORMAT, str(self.folder))
-        self.refresh()
+        if not only_write:
+            self.refresh()
+        elif self._is_written():
+            self._dataset = lance.dataset(self._uri)
 
     def __len__(self) -> int:
         with self._known:
@@ -122,12 +130,15 @@ class FeatureStore:
     def _catch_up(self) -> None:
         with self._known:
             if self._dataset is None:
-                # A folder without a manifest is what a kill before the first commit leaves.
-                newer = any((self.folder / "vectors.lance" / "_versions").glob("*.manifest"))
+                newer = self._is_written()
             else:
                 newer = self._dataset.latest_version != self._dataset.version
             if newer:
                 self._adopt(lance.dataset(self._uri))
+
+    def _is_written(self) -> bool:
+        # A folder without a manifest is what a kill before the first commit leaves.
+        return any((self.folder / "vectors.lance" / "_versions").glob("*.manifest"))
 
     def _anew(self, attempt: Callable[[], _Read]) -> _Read:
         self._catch_up()
@@ -255,6 +266,8 @@ class FeatureStore:
             whole, tables, added = [], [], KeyIndex()
             for fragment in fragments:
                 fresh = (self._index.find(fragment.keys) < 0) & (added.find(fragment.keys) < 0)
+                if fresh.any():
+                    self._check_visible(fragment)
                 if fresh.all():
                     whole.append(FragmentMetadata.from_json(fragment.metadata))
                 elif fresh.any():
@@ -305,8 +318,18 @@ class FeatureStore:
         )
 
     def _rows_of(self, fragment: Fragment) -> pa.Table:
-        metadata = FragmentMetadata.from_json(fragment.metadata)
-        return LanceFileReader(f"{self._uri}/data/{metadata.files[0].path}").read_all().to_table()
+        return LanceFileReader(self._file_of(fragment)).read_all().to_table()
+
+    def _file_of(self, fragment: Fragment) -> str:
+        return f"{self._uri}/data/{FragmentMetadata.from_json(fragment.metadata).files[0].path}"
+
+    def _check_visible(self, fragment: Fragment) -> None:
+        path = Path(self._file_of(fragment))
+        if not path.exists():
+            raise UserError(
+                f"another machine wrote {path}, which this one does not see. All of them must "
+                "see the same folder."
+            )
 
     def _table(
         self,
