@@ -103,13 +103,20 @@ class ReadBar(_Bar):
 
     def __init__(self, file: str, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(f"reading {file}", visible=False, clock=clock)
+        self._rows = 0
 
     def count(self, rows: Iterable[T]) -> Iterator[T]:
         """Yield rows as they are read, and show how many there were."""
-        for number, row in enumerate(rows, 1):
-            if number % _SHOWN_ROWS == 0:
-                self._show(f"{number:,} rows", visible=True)
+        for row in rows:
+            self.add(1)
             yield row
+
+    def add(self, rows: int) -> None:
+        """Show that so many more were read."""
+        shown = self._rows // _SHOWN_ROWS
+        self._rows += rows
+        if self._rows // _SHOWN_ROWS > shown:
+            self._show(f"{self._rows:,} rows", visible=True)
 
 
 class FitBar(_Bar):

@@ -4,34 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, ClassVar
 
 from llmcond.commands.base import verb
 from llmcond.commands.shared import WithEmbedder, check_source
 from llmcond.data.readers import FILES
+from llmcond.errors import UserError
 from llmcond.options import option
 
 if TYPE_CHECKING:
     from llmcond.workflows.embed import Embedded
 
+_FILES = (".parquet", ".npy")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Embed(WithEmbedder):
-    """Write an embedding for each row of a file."""
+    """Write an embedding for each row of a file, or of more than fits in memory.
+
+    What --out names decides: a file, whose texts are read at once, or a folder or Lance dataset,
+    which is written bit by bit.
+    """
 
     example: ClassVar[str] = (
         "llmcond embed texts.csv --out vectors.parquet --condition-text 'the activity'"
     )
 
-    source: str = option(flag="", metavar="SRC", help=FILES)
-    out: Path = option(metavar="FILE", help=".parquet or .npy")
+    source: str = option(
+        flag="",
+        metavar="SRC",
+        help=f"{FILES}; for --out FOLDER a folder of .parquet files, one of them, or a .lance "
+        "dataset, also by URI (s3://BUCKET/PATH)",
+    )
+    out: str | Path = option(
+        metavar="OUT",
+        help=".parquet or .npy file, or FOLDER: a folder (Parquet files) or a .lance dataset, also "
+        "by URI; the same command goes on with it where it stopped",
+    )
     sentence: str = option("sentence", metavar="COL", help="column of the sentences")
     condition: str | None = option(
         None, metavar="COL", help="column of the conditions (default: condition)"
     )
     keep: Sequence[str] = option(
-        (), metavar="COL", help="further columns to write to a .parquet file, such as an id"
+        (),
+        metavar="COL",
+        help="further columns to write, such as an id (of a file; default: none, or for --out "
+        "FOLDER all)",
     )
     condition_text: str | None = option(
         None, metavar="TEXT", help="one condition for every row, instead of a column"
@@ -43,9 +62,26 @@ class Embed(WithEmbedder):
     def execute(self) -> Embedded:
         """Embed."""
         check_source(self.source)
+        if is_streamed(self.out):
+            from llmcond.workflows.embed_stream import embed_stream
+
+            return self.call(embed_stream, run_folder=self.folder(), out=str(self.out))
         from llmcond.workflows.embed import embed_file
 
-        return self.call(embed_file, run_folder=self.folder())
+        return self.call(embed_file, run_folder=self.folder(), out=Path(self.out))
+
+
+def is_streamed(out: str | Path) -> bool:
+    """Return whether what is written is a folder or a Lance dataset, not one file."""
+    name = str(out)
+    suffix = PurePath(name).suffix.lower()
+    if suffix in _FILES:
+        if "://" in name:
+            raise UserError(
+                f"{name}: one file is written on this machine only. Name a folder or .lance there."
+            )
+        return False
+    return suffix in ("", ".lance") or name.endswith("/") or "://" in name or Path(name).is_dir()
 
 
 embed = verb(Embed)

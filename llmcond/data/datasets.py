@@ -363,6 +363,21 @@ class Texts:
     kept: Mapping[str, list[Any]] = field(default_factory=dict)
 
 
+def condition_column(condition: str | None, condition_text: str | None) -> str | None:
+    """Return the column that conditions are in; None where one text is that of every row.
+
+    Raises:
+        UserError: both are given, or an empty text.
+    """
+    if condition is not None and condition_text is not None:
+        raise UserError("both --condition and --condition-text are given; give one of them.")
+    if condition_text is None:
+        return condition or "condition"
+    if not condition_text.strip():
+        raise UserError("--condition-text is empty; give a text.")
+    return None
+
+
 def read_texts(
     source: str,
     sentence: str,
@@ -378,25 +393,21 @@ def read_texts(
     Raises:
         UserError: a folder, a missing column, an empty file or an empty text.
     """
-    if condition is not None and condition_text is not None:
-        raise UserError("both --condition and --condition-text are given; give one of them.")
-    if condition_text is not None and not condition_text.strip():
-        raise UserError("--condition-text is empty; give a text.")
+    column = condition_column(condition, condition_text)
     opened = open_source(source)
     if opened.splits is not None:
         raise UserError(f"{source} is a folder; name one file.")
     file = opened.files[0]
-    column = condition or "condition"
     texts = Texts([], [], Path(file).name, {name: [] for name in keep})
     problems = Problems(texts.file)
-    wanted = [sentence, *([column] if condition_text is None else []), *keep]
+    wanted = [sentence, *([column] if column else []), *keep]
     same: dict[str, str] = {}
     try:
         with ReadBar(texts.file) as bar:
             for number, record in enumerate(bar.count(read_records(opened, file, wanted)), 1):
                 texts.sentences.append(problems.text(number, sentence, record[sentence]))
-                given = record[column] if condition_text is None else condition_text
-                text = problems.text(number, column, given)
+                given = record[column] if column else condition_text
+                text = problems.text(number, column or "condition", given)
                 texts.conditions.append(same.setdefault(text, text))
                 for name, values in texts.kept.items():
                     values.append(record[name])

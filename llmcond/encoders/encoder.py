@@ -202,9 +202,15 @@ class Encoder:
         return vectors
 
     def encode_counted(
-        self, inputs: Sequence[EncoderInput], queries: Queries | None = None
+        self,
+        inputs: Sequence[EncoderInput],
+        queries: Queries | None = None,
+        *,
+        threads: bool = False,
     ) -> Encoded:
         """Return vectors with the tokens and the truncation of each input, on the calling thread.
+
+        Or by all ``threads`` that the encoder is best run by: the vectors are the same.
 
         A function of its arguments alone: how inputs are batched depends on nothing else, but where
         memory runs out. Safe to call from several threads. ``queries`` are the inputs' routers, and
@@ -215,7 +221,8 @@ class Encoder:
             UserError: an instruction, a context or a router that the encoder cannot take.
             LlmcondError: out of memory.
         """
-        return self._encode(inputs, map, queries=queries)
+        several = threads and self.concurrency.threads > 1
+        return self._encode(inputs, self._threads.map if several else map, queries=queries)
 
     def queries(self, texts: Iterable[str], map_units: _Map = map) -> Queries:
         """Return what routers of these texts are, each computed once.

@@ -96,7 +96,7 @@ class Embedder(Comparing):
         # One call encodes them all, so that inputs in common are encoded once.
         distinct = list(dict.fromkeys(self.view.inputs(texts)))
         vectors = self.encoder.encode(distinct, show_progress=show_progress)
-        return self._embedded(texts, distinct, vectors)
+        return self.embedded(texts, distinct, vectors)
 
     def encode_counted(self, rows: Sequence[tuple[str, str]]) -> Encoded:
         """Return embeddings of (sentence, condition) rows and their tokens, on the calling thread.
@@ -116,14 +116,21 @@ class Embedder(Comparing):
         own = np.array([place[item] for item in inputs]).reshape(len(rows), -1)
         return replace(
             encoded,
-            vectors=self._embedded(rows, distinct, encoded.vectors),
+            vectors=self.embedded(rows, distinct, encoded.vectors),
             n_tokens=encoded.n_tokens[own].sum(axis=1),
             truncated=encoded.truncated[own].any(axis=1),
         )
 
-    def _embedded(
+    def embedded(
         self, texts: Sequence[tuple[str, str]], distinct: Sequence[EncoderInput], vectors: Vectors
     ) -> Vectors:
+        """Return embeddings, (n, k), of (sentence, condition) rows as the head gives them.
+
+        ``vectors``, (m, d), are the encoder's of the ``distinct`` inputs of the rows.
+
+        Raises:
+            UserError: one of them is NaN or infinity.
+        """
         bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
         if len(bad):
             raise UserError(

@@ -36,7 +36,7 @@ Vectors = NDArray[np.float32]
 class Embedded:
     """What was written: ``rows`` embeddings of size ``dim``; head ``none`` is zero-shot."""
 
-    out: Path
+    out: Path | str
     rows: int
     dim: int
     head: str

@@ -1,0 +1,459 @@
+"""Texts that do not fit in memory: a folder of Parquet files or a Lance dataset, read in ranges.
+
+Either may be a URI of an object store, whose credentials come from the environment.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyarrow import fs
+
+from llmcond.data.datasets import Problems
+from llmcond.data.places import open_place
+from llmcond.errors import LlmcondError, UserError, brief, did_you_mean, first_line, listed
+from llmcond.files import digest_text
+from llmcond.progress import ReadBar
+
+#: Rows that are read at a time where a whole part is.
+_BATCH_ROWS = 16_384
+#: Parts that are surveyed at a time: an object store answers late, and many at once.
+_AT_ONCE = 8
+_UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError)
+#: Columns that are written beside those that are kept.
+TAKEN = ("sentence", "condition", "embedding")
+_NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
+
+
+class Part(NamedTuple):
+    """A file, or a fragment of a Lance dataset.
+
+    Attributes:
+        name: unique within its source.
+        state: what changes when its content does.
+        rows: how many it has.
+    """
+
+    name: str
+    state: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What is read of each row.
+
+    Attributes:
+        condition: the column of the conditions; None where one text is that of every row.
+        keep: further columns, in types that hold those of all parts.
+    """
+
+    sentence: str
+    condition: str | None
+    keep: pa.Schema
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Return the kept columns, and those of texts behind them."""
+        texts = dict.fromkeys(name for name in (self.sentence, self.condition) if name)
+        others = [name for name in texts if name not in self.keep.names]
+        return pa.schema([*self.keep, *(pa.field(name, pa.string()) for name in others)])
+
+
+class TextSource(ABC):
+    """Rows in parts, each read in ranges. Make one with :func:`open_texts`.
+
+    Attributes:
+        name: as records call it: a URI, or a path from the root.
+    """
+
+    name: str
+
+    @abstractmethod
+    def states(self) -> dict[str, str]:
+        """Return the state of each part by its name, in order."""
+
+    @abstractmethod
+    def schema(self, part: str) -> pa.Schema:
+        """Return the columns of a part."""
+
+    @abstractmethod
+    def batches(self, part: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Yield all rows of a part, some at a time."""
+
+    @abstractmethod
+    def rows(self, part: str, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
+        """Return rows of a part."""
+
+    def where(self, part: str) -> str:
+        """Return what messages call a part."""
+        return f"{part} of {self.name}"
+
+    def read(self, part: str, start: int, stop: int, columns: Columns) -> pa.Table:
+        """Return rows of a part in the types of ``columns.schema``.
+
+        Raises:
+            LlmcondError: they cannot be read, or are not there any more.
+        """
+        schema, where = columns.schema, self.where(part)
+        with _reading(where):
+            found = self.rows(part, start, stop, schema.names).select(schema.names).cast(schema)
+        if len(found) != stop - start:
+            raise LlmcondError(f"{where} has fewer rows than when it was checked: it was changed.")
+        return found
+
+    def survey(self, part: str, texts: Sequence[str]) -> tuple[int, pa.Schema]:
+        """Return how many rows a part has, and its columns; all its texts are there.
+
+        Raises:
+            UserError: a text is null or empty, with its row; no such column, or it has no texts.
+        """
+        where = self.where(part)
+        with _reading(where):
+            schema = self.schema(part)
+        _check_texts(where, schema, texts)
+        problems, rows = Problems(where), 0
+        with _reading(where):
+            for batch in self.batches(part, texts):
+                for name in texts:
+                    for index in pc.indices_nonzero(_absent(batch.column(name))).to_pylist():
+                        problems.add(rows + index + 1, f"{name} is empty")
+                rows += len(batch)
+        problems.raise_if_any()
+        return rows, schema
+
+
+def open_texts(name: str, version: int | None = None) -> TextSource:
+    """Open a Parquet file, a folder of them, or a Lance dataset (its name ends in ``.lance``).
+
+    ``version`` is that of the dataset; None: the newest.
+
+    Raises:
+        UserError: nothing there, or something else.
+    """
+    filesystem, root = open_place(name)
+    uri = name if "://" in name else str(Path(name).expanduser().absolute())
+    if root.rstrip("/").endswith(".lance"):
+        return LanceRows(uri, version)
+    with _reading(name):
+        kind = filesystem.get_file_info(root).type
+    if kind == fs.FileType.File and root.endswith(".parquet"):
+        path = PurePosixPath(root)
+        return ParquetFiles(uri, filesystem, str(path.parent), path.name)
+    if kind != fs.FileType.Directory:
+        wrong = "does not exist" if kind == fs.FileType.NotFound else "is of another format"
+        raise UserError(
+            f"{name} {wrong}. To write a folder or .lance, name a .parquet file, a folder of them, "
+            "or a .lance dataset."
+        )
+    return ParquetFiles(uri, filesystem, root)
+
+
+def survey(
+    source: TextSource,
+    parts: Sequence[str],
+    texts: Sequence[str],
+    keep: Sequence[str],
+    kept: pa.Schema | None = None,
+) -> tuple[list[Part], pa.Schema]:
+    """Return parts with their rows, and what is kept of their columns, in types that hold all.
+
+    All texts are read, and nothing else. ``keep`` empty: all columns but those of texts. ``kept``
+    is what is kept of parts before.
+
+    Raises:
+        UserError: as of :meth:`TextSource.survey`; a part that lacks a column, or has it in a type
+            of another kind than those before; a column of a name that is taken.
+    """
+    states, found = source.states(), []
+    threads = ThreadPoolExecutor(_AT_ONCE)
+    try:
+        surveyed = threads.map(partial(source.survey, texts=texts), parts)
+        with ReadBar(source.name) as bar:
+            for part, (rows, schema) in zip(parts, surveyed, strict=True):
+                found.append(Part(part, states[part], rows))
+                kept = _kept(source.where(part), schema, texts, keep, kept)
+                bar.add(rows)
+    finally:
+        threads.shutdown(cancel_futures=True)
+    return found, pa.schema([]) if kept is None else kept
+
+
+class ParquetFiles(TextSource):
+    """Parquet files below a folder in the order of their names, or ``only`` one of them.
+
+    What a path says of all its rows (``lang=en/1.parquet``) is a column of texts.
+    """
+
+    def __init__(self, name: str, filesystem: Any, root: str, only: str = "") -> None:
+        self.name, self._filesystem, self._root, self._only = name, filesystem, root, only
+        self._open: _Forward | None = None
+
+    def states(self) -> dict[str, str]:
+        """Return size and time of change of each file."""
+        return self._states
+
+    @cached_property
+    def _states(self) -> dict[str, str]:
+        with _reading(self.name):
+            infos: Any = [self._filesystem.get_file_info(f"{self._root}/{self._only}")]
+            if not self._only:
+                selector = fs.FileSelector(self._root, recursive=True)
+                infos = self._filesystem.get_file_info(selector)
+        found = {}
+        for info in sorted(infos, key=lambda info: str(info.path)):
+            inner = info.path.removeprefix(self._root).lstrip("/")
+            hidden = any(part.startswith((".", "_")) for part in PurePosixPath(inner).parts)
+            if info.type == fs.FileType.File and inner.endswith(".parquet") and not hidden:
+                found[inner] = f"{info.size}-{info.mtime_ns}"
+        if not found:
+            raise UserError(f"{self.name} is a folder without .parquet files.")
+        return found
+
+    def where(self, part: str) -> str:
+        """Return the file."""
+        return self.name if self._only else part
+
+    @contextmanager
+    def _file(self, part: str) -> Iterator[pq.ParquetFile]:
+        path = f"{self._root}/{part}"
+        with self._filesystem.open_input_file(path) as stream, pq.ParquetFile(stream) as file:
+            yield file
+
+    def schema(self, part: str) -> pa.Schema:
+        """Return the columns of a file, and what its path says."""
+        with self._file(part) as file:
+            own = [field for field in file.schema_arrow if field.name not in _partition(part)]
+        return pa.schema([*own, *(pa.field(name, pa.string()) for name in _partition(part))])
+
+    def batches(self, part: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Yield all rows of a file, some at a time."""
+        with self._file(part) as file:
+            yield from self._with_partition(part, file, range(file.num_row_groups), columns)
+
+    def _with_partition(
+        self, part: str, file: pq.ParquetFile, groups: Sequence[int], columns: Sequence[str]
+    ) -> Iterator[pa.RecordBatch]:
+        told = _partition(part)
+        own = [name for name in columns if name not in told]
+        for batch in file.iter_batches(_BATCH_ROWS, row_groups=list(groups), columns=own):
+            made = [
+                pa.array([told[name]] * len(batch), pa.string())
+                if name in told
+                else batch.column(name)
+                for name in columns
+            ]
+            yield pa.record_batch(made, list(columns))
+
+    def rows(self, part: str, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
+        """Return rows of a file; what follows those of before is read on from there."""
+        wanted = (part, tuple(columns))
+        if self._open is None or self._open.of != wanted or self._open.at > start:
+            self.close()
+            self._open = _Forward(wanted, self._from(part, start, columns))
+        return self._open.take(start, stop)
+
+    def _from(
+        self, part: str, start: int, columns: Sequence[str]
+    ) -> Generator[tuple[int, pa.RecordBatch]]:
+        """Yield batches with the row that they begin at, from the row group that holds one on."""
+        with self._file(part) as file:
+            sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+            at = first = 0
+            while first < len(sizes) and at + sizes[first] <= start:
+                at += sizes[first]
+                first += 1
+            groups = range(first, len(sizes))
+            for batch in self._with_partition(part, file, groups, columns):
+                yield at, batch
+                at += len(batch)
+
+    def close(self) -> None:
+        """Close the file that was read last."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+
+class _Forward:
+    """Rows of a file as they come, so that reading a range need not begin at the first one.
+
+    Attributes:
+        of: which file and columns.
+        at: the first row that can still be read.
+    """
+
+    def __init__(
+        self, of: tuple[str, tuple[str, ...]], batches: Generator[tuple[int, pa.RecordBatch]]
+    ) -> None:
+        self.of, self._batches = of, batches
+        self._last: tuple[int, pa.RecordBatch] | None = next(batches, None)
+
+    @property
+    def at(self) -> int:
+        return self._last[0] if self._last else 0
+
+    def take(self, start: int, stop: int) -> pa.Table:
+        """Return a range of rows; of those that are not there, none."""
+        found = []
+        while self._last is not None:
+            at, batch = self._last
+            begin, end = max(start - at, 0), min(stop - at, len(batch))
+            if begin < end:
+                found.append(batch.slice(begin, end - begin))
+            if at + len(batch) > stop:
+                break
+            self._last = next(self._batches, None)
+        names = list(self.of[1])
+        return pa.Table.from_batches(found) if found else pa.table({name: [] for name in names})
+
+    def close(self) -> None:
+        self._last = None
+        self._batches.close()
+
+
+class LanceRows(TextSource):
+    """A version of a Lance dataset, fragment by fragment."""
+
+    def __init__(self, name: str, version: int | None) -> None:
+        self.name = name
+        with _reading(name):
+            import lance
+
+            self._dataset = lance.dataset(name, version=version)
+
+    @property
+    def version(self) -> int:
+        """Return which version it is."""
+        return int(self._dataset.version)
+
+    @cached_property
+    def _fragments(self) -> dict[str, Any]:
+        return {f"fragment {own.fragment_id}": own for own in self._dataset.get_fragments()}
+
+    def states(self) -> dict[str, str]:
+        """Return a digest of the files that each fragment consists of."""
+        found = {}
+        for name, fragment in self._fragments.items():
+            files = [file.path for file in fragment.data_files()]
+            found[name] = digest_text(*files, str(fragment.deletion_file() or ""), size=8)
+        return found
+
+    def schema(self, part: str) -> pa.Schema:
+        """Return the columns."""
+        return self._dataset.schema
+
+    def batches(self, part: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Yield all rows of a fragment, some at a time."""
+        fragment = self._fragments[part]
+        yield from fragment.to_batches(columns=list(columns), batch_size=_BATCH_ROWS)
+
+    def rows(self, part: str, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
+        """Return rows of a fragment."""
+        fragment = self._fragments[part]
+        return fragment.to_table(columns=list(columns), offset=start, limit=stop - start)
+
+
+def _partition(part: str) -> dict[str, str | None]:
+    """Return what a file's path says of its rows, as Hive writes it."""
+    pairs = (folder.split("=", 1) for folder in PurePosixPath(part).parent.parts if "=" in folder)
+    return {unquote(name): None if v == _NO_PARTITION else unquote(v) for name, v in pairs}
+
+
+def _absent(column: Any) -> Any:
+    """Return which texts of a column are null or empty."""
+    if pa.types.is_null(column.type):
+        return pa.array([True] * len(column))
+    column = column.cast(pa.string())
+    column.validate(full=True)
+    return pc.equal(pc.utf8_trim_whitespace(column), "").fill_null(True)
+
+
+def _check_texts(where: str, schema: pa.Schema, texts: Sequence[str]) -> None:
+    _check_there(where, schema, texts, "Say which columns to read: --sentence, --condition.")
+    for name in texts:
+        kind = schema.field(name).type
+        held = kind.value_type if pa.types.is_dictionary(kind) else kind
+        is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+        if not any(check(held) for check in (*is_text, pa.types.is_null)):
+            raise UserError(
+                f"{where} has the column {brief(name)} of the type {kind}; expected texts. Name "
+                "another column (--sentence, --condition), or write it as text."
+            )
+
+
+def _check_there(where: str, schema: pa.Schema, names: Sequence[str], advice: str) -> None:
+    for name in names:
+        count = schema.names.count(name)
+        if count > 1:
+            raise UserError(f"{where} has the column {brief(name)} twice; keep one.")
+        if not count:
+            near = did_you_mean(name, schema.names)
+            raise UserError(
+                f"{where} has no column {brief(name)}; it has {listed(schema.names)}. "
+                f"{near + ' ' if near else ''}{advice}"
+            )
+
+
+def _kept(
+    where: str,
+    schema: pa.Schema,
+    texts: Sequence[str],
+    keep: Sequence[str],
+    before: pa.Schema | None,
+) -> pa.Schema:
+    """Return what is kept of a part's columns, in types that hold those of parts before too."""
+    names = list(keep) or [name for name in schema.names if name not in texts]
+    taken = [name for name in names if name in TAKEN]
+    if taken:
+        raise UserError(
+            f"{where} has a column {taken[0]!r}, and a column of that name is written. Name those "
+            "to keep, without it: --keep COL"
+        )
+    if before is not None:
+        odd = sorted(set(names) ^ set(before.names))
+        if odd:
+            raise UserError(
+                f"{where} has other columns than the parts before it: {listed(odd)}. Name those "
+                "to keep that all have: --keep COL"
+            )
+        names = before.names
+    _check_there(where, schema, names, "Name others with --keep.")
+    # Metadata of pandas and others tells of columns that are not kept.
+    own = pa.schema([schema.field(name).remove_metadata() for name in names])
+    if before is None:
+        return own
+    try:
+        return pa.unify_schemas([before, own], promote_options="permissive")
+    except _UNREADABLE as error:
+        raise UserError(
+            f"{where} has a column of another type than the parts before it: {first_line(error)}. "
+            "Mend it, or name the columns to keep: --keep COL"
+        ) from error
+
+
+@contextmanager
+def _reading(where: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise UserError(f"{where} does not exist.") from error
+    except BaseException as error:
+        # Lance's Rust code panics over some damaged files, by an exception of its own.
+        panics = type(error).__name__ == "PanicException"
+        if not panics and not isinstance(error, _UNREADABLE):
+            raise
+        raise LlmcondError(
+            f"{where} cannot be read, is damaged, or holds what cannot be read: {first_line(error)}"
+        ) from error

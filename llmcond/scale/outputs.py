@@ -1,0 +1,383 @@
+"""Embeddings of texts that do not fit in memory, written unit by unit: Parquet files or Lance.
+
+A unit is there completely or not at all, in the order of the source. What a killed call left of
+others is removed by the next one.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from filelock import FileLock, Timeout
+from pyarrow import fs
+
+from llmcond.data.places import is_remote, open_place
+from llmcond.errors import DiskFullError, LlmcondError, UserError, first_line, is_disk_full
+from llmcond.files import replacing, write_json
+
+#: What made the rows, beside them.
+RECORD = "_llmcond.json"
+VECTOR = "embedding"
+_LOCK = "_llmcond.lock"
+_FILE = re.compile(r"part-\d{6}\.parquet")
+_LEFT = re.compile(rf"\.{_FILE.pattern}\.[0-9a-f]{{8}}")
+#: Fragments that are committed together, and how long one waits for others.
+_COMMIT_FRAGMENTS, _COMMIT_SECONDS = 16, 10
+#: Versions of a Lance dataset that are kept for those who read it meanwhile,
+_KEPT_VERSIONS = 16
+#: and how many commits older ones stay.
+_TIDY_COMMITS = 64
+#: Left free beside what is written.
+_SPARE_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Rows that are embedded and written together.
+
+    Attributes:
+        number: in the order of the source, from 0.
+        part: of the source.
+        start, stop: which rows of that part.
+        first: rows of the whole source before it.
+    """
+
+    number: int
+    part: str
+    start: int
+    stop: int
+    first: int
+
+    @property
+    def rows(self) -> int:
+        """Return how many there are."""
+        return self.stop - self.start
+
+
+class Output(ABC):
+    """Where units are written. Make one with :func:`open_output`.
+
+    Attributes:
+        name: as the user gave it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._remote = is_remote(name)
+        self._filesystem, self._root = open_place(name)
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self._root)
+
+    # -- what made it --------------------------------------------------------------------------
+
+    def record(self) -> dict[str, Any] | None:
+        """Return what was recorded of what makes the units; None where nothing was begun.
+
+        Raises:
+            UserError: something else is there.
+        """
+        with self._failing():
+            try:
+                with self._filesystem.open_input_file(f"{self._root}/{RECORD}") as stream:
+                    found = json.loads(stream.read())
+            except FileNotFoundError:
+                self._check_vacant()
+                return None
+            except ValueError as error:
+                raise UserError(f"{self.name}/{RECORD} is damaged; name another --out.") from error
+        if not isinstance(found, dict):
+            raise UserError(f"{self.name}/{RECORD} is damaged; name another --out.")
+        return found
+
+    def _check_vacant(self) -> None:
+        info = self._filesystem.get_file_info(self._root)
+        if info.type == fs.FileType.File:
+            raise UserError(f"{self.name} is a file; name a folder.")
+        if any(not name.endswith(_LOCK) for name in self._names()):
+            raise UserError(
+                f"{self.name} holds other files, which are no embeddings that were begun by "
+                "llmcond embed. Name a new or an empty folder."
+            )
+
+    def _names(self) -> list[str]:
+        """Return what lies in the folder."""
+        selector = fs.FileSelector(self._root, allow_not_found=True)
+        return [info.base_name for info in self._filesystem.get_file_info(selector)]
+
+    def write_record(self, record: Mapping[str, Any]) -> None:
+        """Record what makes the units."""
+        if not self._remote:
+            write_json(self._folder / RECORD, record)
+            return
+        with self._failing():
+            self._put(RECORD, json.dumps(record).encode())
+
+    def _put(self, name: str, content: Any) -> None:
+        # Closed only after all was written: that is what makes an object, out of a part as well.
+        stream = self._filesystem.open_output_stream(f"{self._root}/{name}")
+        stream.write(content)
+        stream.close()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Be the one that writes, for the block; what killed ones left is removed.
+
+        Raises:
+            UserError: another process writes there.
+        """
+        if self._remote:
+            yield
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self._folder / _LOCK)
+            lock.acquire(blocking=False)
+        except Timeout as error:
+            raise UserError(
+                f"another llmcond embed writes into {self.name}. Wait for it, or name another "
+                "--out."
+            ) from error
+        except OSError as error:
+            raise UserError(f"{self.name} cannot be written: {error.strerror or error}.") from error
+        try:
+            with self._failing():
+                self._remove_leftovers()
+            yield
+        finally:
+            lock.release()
+
+    # -- units ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def done(self, units: Sequence[Unit]) -> set[int]:
+        """Return the numbers of the units that are there.
+
+        Raises:
+            UserError: what is there was changed by others.
+        """
+
+    @abstractmethod
+    def write(self, unit: Unit, rows: pa.Table) -> str:
+        """Write a unit, in whatever process; return what :meth:`add` is to be told.
+
+        Raises:
+            DiskFullError: no room; what was written before is kept.
+        """
+
+    @abstractmethod
+    def add(self, unit: Unit, written: str, schema: pa.Schema) -> None:
+        """Let a unit that was written belong to the rest, now or soon; in one process alone."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Let all units that were added belong to the rest."""
+
+    @abstractmethod
+    def _remove_leftovers(self) -> None: ...
+
+    def _check_room(self, size: int) -> None:
+        # Lance commits a file whose very end could not be written: better not to begin.
+        if not self._remote and shutil.disk_usage(self._folder).free < size + _SPARE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Tell what fails as our own errors."""
+        try:
+            yield
+        except (OSError, ValueError, pa.ArrowException) as error:
+            if is_disk_full(error):
+                raise DiskFullError(
+                    f"the disk is full: {self.name} cannot grow. Free some space and run the same "
+                    "command again; what is there is kept."
+                ) from error
+            if isinstance(error, PermissionError):
+                raise UserError(f"{self.name} cannot be written: {error.strerror}.") from error
+            raise LlmcondError(
+                f"{self.name} cannot be written or read: {first_line(error)}"
+            ) from error
+
+
+def open_output(name: str) -> Output:
+    """Return where units are written: a Lance dataset, or a folder of Parquet files.
+
+    Raises:
+        UserError: a URI that cannot be opened.
+    """
+    return (LanceOutput if name.rstrip("/").endswith(".lance") else ParquetOutput)(name)
+
+
+class ParquetOutput(Output):
+    """A Parquet file for each unit, in a folder: in the order of their names that of the source."""
+
+    def done(self, units: Sequence[Unit]) -> set[int]:
+        """Return the numbers of the units whose files are there."""
+        with self._failing():
+            there = {name for name in self._names() if name.endswith(".parquet")}
+        named = {_file(unit): unit.number for unit in units}
+        others = sorted(there - set(named))
+        if others:
+            raise UserError(
+                f"{self.name} holds {others[0]}, which is not of these embeddings. Remove it, or "
+                "name another --out."
+            )
+        return {named[name] for name in there}
+
+    def write(self, unit: Unit, rows: pa.Table) -> str:
+        """Write a unit's file: beside its place, and then there."""
+        texts = [name for name in rows.column_names if name != VECTOR]
+        with self._failing():
+            if self._remote:
+                sink = pa.BufferOutputStream()
+                pq.write_table(rows, sink, use_dictionary=texts)
+                self._put(_file(unit), sink.getvalue())
+            else:
+                self._check_room(rows.nbytes)
+                with replacing(self._folder / _file(unit)) as path:
+                    pq.write_table(rows, path.absolute(), use_dictionary=texts)
+        return ""
+
+    def add(self, unit: Unit, written: str, schema: pa.Schema) -> None:
+        """Do nothing: it belongs to the rest by being there."""
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+    def _remove_leftovers(self) -> None:
+        for name in self._names():
+            if _LEFT.fullmatch(name):
+                (self._folder / name).unlink(missing_ok=True)
+
+
+def _file(unit: Unit) -> str:
+    return f"part-{unit.number:06}.parquet"
+
+
+class LanceOutput(Output):
+    """A Lance dataset. Units are committed in the order of the source, so that its rows are too."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        # Absolute: in a relative one with a colon Lance sees the name of a storage service.
+        self._uri = name if self._remote else str(self._folder)
+        self._dataset: Any = None
+        self._waiting: dict[int, str] = {}
+        self._ready: list[dict[str, Any]] = []
+        self._next = self._rows = self._new_rows = self._commits = 0
+        self._committed = time.monotonic()
+
+    def _latest(self) -> Any:
+        """Return the newest version; None: there is none yet."""
+        import lance
+
+        if not self._remote and not any((self._folder / "_versions").glob("*.manifest")):
+            return None
+        try:
+            return lance.dataset(self._uri)
+        except ValueError as error:
+            if "was not found" in str(error):
+                return None
+            raise
+
+    def done(self, units: Sequence[Unit]) -> set[int]:
+        """Return the numbers of the units whose rows are there, which are the first ones."""
+        with self._failing():
+            self._dataset = self._latest()
+            self._rows = self._dataset.count_rows() if self._dataset else 0
+        found = {unit.number for unit in units if unit.first + unit.rows <= self._rows}
+        if sum(unit.rows for unit in units if unit.number in found) != self._rows:
+            raise UserError(
+                f"{self.name} has {self._rows:,} rows, which none of its units ends with: rows "
+                "were added or deleted by others. Name another --out."
+            )
+        self._next = len(found)
+        return found
+
+    def write(self, unit: Unit, rows: pa.Table) -> str:
+        """Write a unit's rows into a file of the dataset, which no version names yet."""
+        from lance.fragment import write_fragments
+
+        with self._failing():
+            self._check_room(2 * rows.nbytes)
+            if self._dataset is None:
+                self._dataset = self._latest()
+            mode = "create" if self._dataset is None else "append"
+            try:
+                made = write_fragments(rows, self._uri, mode=mode)
+            except OSError as error:
+                if "already exists" not in str(error):
+                    raise
+                made = write_fragments(rows, self._uri, mode="append")
+        return json.dumps([fragment.to_json() for fragment in made])
+
+    def add(self, unit: Unit, written: str, schema: pa.Schema) -> None:
+        """Commit a unit with others once all before it are there."""
+        self._schema = schema
+        self._waiting[unit.number] = written
+        while self._next in self._waiting:
+            self._ready += json.loads(self._waiting.pop(self._next))
+            self._next += 1
+        late = time.monotonic() - self._committed > _COMMIT_SECONDS
+        if len(self._ready) >= _COMMIT_FRAGMENTS or (self._ready and late):
+            self._commit()
+
+    def finish(self) -> None:
+        """Commit what was added, and remove old versions."""
+        if self._ready:
+            self._commit()
+        with self._failing():
+            self._remove_leftovers()
+
+    def _commit(self) -> None:
+        import lance
+        from lance.fragment import FragmentMetadata
+
+        made = [FragmentMetadata.from_json(json.dumps(one)) for one in self._ready]
+        rows = self._rows + sum(int(one["physical_rows"]) for one in self._ready)
+        with self._failing():
+            self._check_room(0)
+            if self._dataset is None:
+                operation: Any = lance.LanceOperation.Overwrite(self._schema, made)
+                self._dataset = lance.LanceDataset.commit(self._uri, operation)
+            else:
+                operation, version = lance.LanceOperation.Append(made), self._dataset.version
+                if self._dataset.latest_version != version:
+                    raise self._disturbed()
+                self._dataset = lance.LanceDataset.commit(
+                    self._uri, operation, read_version=version
+                )
+            if self._dataset.count_rows() != rows:
+                raise self._disturbed()
+            self._rows, self._ready, self._committed = rows, [], time.monotonic()
+            self._commits += 1
+            if self._commits % _TIDY_COMMITS == 0:
+                self._dataset.cleanup_old_versions(retain_versions=_KEPT_VERSIONS)
+
+    def _disturbed(self) -> LlmcondError:
+        return LlmcondError(
+            f"{self.name} was written by others meanwhile. Name another --out, and let one llmcond "
+            "embed write into it at a time."
+        )
+
+    def _remove_leftovers(self) -> None:
+        dataset = self._latest()
+        if dataset is not None:
+            # On this machine nobody else writes, so what no version names is what a kill left.
+            dataset.cleanup_old_versions(
+                retain_versions=_KEPT_VERSIONS, delete_unverified=not self._remote
+            )

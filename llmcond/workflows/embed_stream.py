@@ -1,0 +1,360 @@
+"""Embed texts that do not fit in memory: unit by unit, in this process or by actors of Ray."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from llmcond.bundled import pretrained
+from llmcond.data.datasets import condition_column
+from llmcond.data.streams import Columns, LanceRows, Part, TextSource, open_texts, survey
+from llmcond.encoders.spec import CUT, InputError
+from llmcond.errors import LlmcondError, UserError, listed
+from llmcond.features.view import View
+from llmcond.files import check_format
+from llmcond.log import log
+from llmcond.progress import CountBar
+from llmcond.runs import open_run
+from llmcond.runs.embedder import Embedder, choose_head, make_embedder, unit_length
+from llmcond.runs.extraction import LazyEncoder
+from llmcond.runs.usual import usual_run
+from llmcond.scale.outputs import RECORD, VECTOR, Output, Unit, open_output
+from llmcond.version import __version__
+from llmcond.workflows.embed import Embedded
+
+FORMAT = 1
+#: Rows that are embedded and written together: bounds memory, and what a kill loses.
+UNIT_ROWS = 16_384
+
+
+@dataclass(frozen=True)
+class Model:
+    """A run with one of its heads, or zero-shot, as another process finds it again.
+
+    Attributes:
+        run: its folder, or the name of a bundled model.
+        head: its full name; ``none``: zero-shot.
+        prompt: for zero-shot.
+    """
+
+    run: str
+    head: str
+    prompt: str | None
+    device: str
+    normalize: bool
+
+    @classmethod
+    def find(
+        cls, folder: Path, head: str | None, prompt: str | None, device: str, normalize: bool
+    ) -> Model:
+        """Return what the options of a command name."""
+        run = open_run(folder)
+        chosen = choose_head(run, head, prompt)
+        view = chosen.view if chosen else View((run.prompt(prompt),))
+        view.check_texts()
+        bundled = folder == pretrained(folder.name)
+        where = folder.name if bundled else str(folder.absolute())
+        name = chosen.name if chosen else "none"
+        return cls(where, name, None if chosen else view.name, device, normalize)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a record tells of it."""
+        return {"run": self.run, "head": self.head, "prompt": self.view.name}
+
+    @cached_property
+    def _opened(self) -> tuple[Any, Any, View]:
+        run = open_run(usual_run(self.run))
+        chosen = choose_head(run, self.head, self.prompt)
+        return run, chosen, chosen.view if chosen else View((run.prompt(self.prompt),))
+
+    @property
+    def view(self) -> View:
+        """Return what is encoded of a text and its condition."""
+        return self._opened[2]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return everything of it that decides the embeddings."""
+        run, chosen, view = self._opened
+        return {
+            "encoder": run.identity.fingerprint,
+            "store_dtype": run.manifest["store_dtype"],
+            "prompt": {prompt.name: prompt.digest for prompt in view.prompts},
+            "subtraction": view.subtract,
+            "head": None if chosen is None else str(chosen.record["weights_sha256"]),
+            "normalize": self.normalize,
+        }
+
+    @cached_property
+    def embedder(self) -> Embedder:
+        """Return it with its encoder, which is loaded."""
+        run, chosen, view = self._opened
+        return make_embedder(LazyEncoder(run.resolve_encoder(self.device))(), view, chosen)
+
+    def vectors(self, rows: Sequence[tuple[str, str]]) -> tuple[Any, int]:
+        """Return (n, k) embeddings of (sentence, condition) rows, and how many inputs were cut.
+
+        They are those of ``llmcond embed`` of a file, up to rounding: features have the number
+        type that the run stores them in.
+
+        Raises:
+            InputError: the encoder cannot take an input, or gave NaN or infinity for it.
+        """
+        embedder, dtype = self.embedder, self._opened[0].manifest["store_dtype"]
+        distinct = list(dict.fromkeys(self.view.inputs(rows)))
+        encoded = embedder.encoder.encode_counted(distinct, threads=True)
+        with np.errstate(over="ignore"):
+            features = encoded.vectors.astype(dtype)
+        finite = np.isfinite(features).all(axis=1)
+        if not finite.all():
+            item = distinct[int(np.argmin(finite))]
+            raise InputError(item, f"the encoder gave NaN or infinity for {item.text[:80]!r}.")
+        found = embedder.embedded(rows, distinct, features)
+        if self.normalize:
+            found = unit_length(found, embedder.head)
+        return found, int(encoded.truncated.sum())
+
+
+class Done(NamedTuple):
+    """What became of a unit: see :meth:`Output.add`, and how many inputs were cut."""
+
+    written: str
+    dim: int
+    n_truncated: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done with each unit, in whatever process.
+
+    Attributes:
+        version: of the source, if it is a Lance dataset.
+        identity: of the model, as the process that shares the work has it.
+    """
+
+    model: Model
+    source: str
+    version: int | None
+    columns: Columns
+    condition_text: str | None
+    out: str
+    identity: Mapping[str, Any]
+
+    def schema(self, dim: int) -> pa.Schema:
+        """Return the columns that are written."""
+        text = pa.string()
+        own = [("sentence", text), ("condition", text), (VECTOR, pa.list_(pa.float32(), dim))]
+        return pa.schema([*self.columns.keep, *(pa.field(*field) for field in own)])
+
+
+class UnitEmbedder:
+    """Embeds and writes units: what :func:`llmcond.scale.pool.actors` makes actors of."""
+
+    def __init__(self, work: Work) -> None:
+        model = work.model
+        if model.identity != work.identity:
+            raise LlmcondError(
+                f"{model.run} is another run here than where the command was given: see that all "
+                "machines have the same one at this path."
+            )
+        self._work, self._source = work, open_texts(work.source, work.version)
+        self._output = open_output(work.out)
+
+    def work(self, unit: Unit) -> Done:
+        """Embed and write a unit.
+
+        Raises:
+            UserError: the encoder cannot take a row, or gave NaN or infinity for it.
+            DiskFullError: no room.
+        """
+        work, columns = self._work, self._work.columns
+        table = self._source.read(unit.part, unit.start, unit.stop, columns)
+        sentences = table[columns.sentence]
+        if columns.condition is None:
+            conditions: Any = pa.array([work.condition_text] * unit.rows, pa.string())
+        else:
+            conditions = table[columns.condition]
+        rows = list(zip(sentences.to_pylist(), conditions.to_pylist(), strict=True))
+        try:
+            vectors, n_truncated = work.model.vectors(rows)
+        except InputError as error:
+            inputs = list(work.model.view.inputs(rows))
+            row = unit.start + inputs.index(error.item) // (len(inputs) // len(rows)) + 1
+            raise UserError(f"row {row} of {self._source.where(unit.part)}: {error}") from error
+        dim = vectors.shape[1]
+        flat = pa.array(np.ascontiguousarray(vectors, np.float32).reshape(-1))
+        kept = [table[name] for name in columns.keep.names]
+        own = [sentences, conditions, pa.FixedSizeListArray.from_arrays(flat, dim)]
+        written = self._output.write(unit, pa.table([*kept, *own], work.schema(dim)))
+        return Done(written, dim, n_truncated)
+
+
+def embed_stream(  # noqa: PLR0913 - each is a choice of the user, by keyword
+    run_folder: Path,
+    source: str,
+    out: str,
+    *,
+    sentence: str = "sentence",
+    condition: str | None = None,
+    condition_text: str | None = None,
+    keep: Sequence[str] = (),
+    normalize: bool = True,
+    head: str | None = None,
+    prompt: str | None = None,
+    device: str = "auto",
+) -> Embedded:
+    """Write one condition-aware embedding for each row of a source that is read bit by bit.
+
+    Units that are there are left out, so that the same call goes on where it stopped.
+
+    Arguments as in :class:`llmcond.commands.embed.Embed`.
+
+    Raises:
+        UserError: a text is empty, with its row; no such column; ``out`` holds something else,
+            or embeddings of another model, source or condition, or of rows that have changed.
+        DiskFullError: no room; what was written is kept.
+    """
+    column = condition_column(condition, condition_text)
+    model = Model.find(run_folder, head, prompt, device, normalize)
+    texts, output = open_texts(source), open_output(out)
+    made_of = {
+        **model.identity,
+        "source": texts.name,
+        "sentence": sentence,
+        "condition": column,
+        "condition_text": condition_text,
+        "keep": list(keep),
+    }
+    before = output.record()
+    record = _begun(texts, out, made_of, before)
+    with output.writing():
+        if output.record() != before:
+            raise UserError(f"another llmcond embed began to write into {out}; try again.")
+        record |= {"made_by": {**model.to_json(), "llmcond": __version__}}
+        output.write_record(record)
+        parts = [Part(*part) for part in record["parts"]]
+        units = _units(parts, record["unit_rows"])
+        there = output.done(units)
+        todo = [unit for unit in units if unit.number not in there]
+        columns = Columns(sentence, column, _schema(record))
+        version = texts.version if isinstance(texts, LanceRows) else None
+        work = Work(model, texts.name, version, columns, condition_text, out, model.identity)
+        dim = _embed(work, output, todo, sum(unit.rows for unit in units))
+        dim = dim or record.get("dim") or model.embedder.dim
+        output.write_record({**record, "dim": dim})
+    n, new = sum(part.rows for part in parts), sum(unit.rows for unit in todo)
+    there_before = f" ({n - new:,} were there)" if n > new else ""
+    log.info(f"{n:,} embeddings of {dim} dimensions by {model.head} -> {out}{there_before}")
+    return Embedded(out, n, dim, model.head, model.view.name)
+
+
+def _begun(
+    texts: TextSource, out: str, made_of: Mapping[str, Any], before: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the record of what is written: that of before, with parts that are new.
+
+    Raises:
+        UserError: embeddings of something else were begun, or parts have changed since.
+    """
+    known: list[list[Any]] = []
+    kept, unit_rows = None, UNIT_ROWS
+    if before is not None:
+        check_format(dict(before), FORMAT, f"{out}/{RECORD}")
+        _check_same(out, before["made_of"], made_of)
+        known, kept, unit_rows = before["parts"], _schema(before), before["unit_rows"]
+    states = texts.states()
+    changed = [name for name, state, _ in known if states.get(name) != state]
+    if changed:
+        raise UserError(
+            f"{texts.name} has changed since {out} was begun: {listed(changed, 3)} "
+            f"{'is' if len(changed) == 1 else 'are'} gone, or not as before. Name another --out."
+        )
+    names = {name for name, _, _ in known}
+    new = [name for name in states if name not in names]
+    columns = [made_of["sentence"], made_of["condition"]]
+    given = list(dict.fromkeys(column for column in columns if column))
+    parts, schema = survey(texts, new, given, made_of["keep"], kept)
+    if kept is not None and schema != kept:
+        raise UserError(
+            f"{listed(new, 3)} of {texts.name} came since {out} was begun, with columns of other "
+            "types. Name another --out."
+        )
+    if not sum(part[2] for part in [*known, *parts]):
+        raise UserError(f"{texts.name} is empty: it has no rows.")
+    return {
+        "format": FORMAT,
+        "made_of": dict(made_of),
+        "unit_rows": unit_rows,
+        "columns": base64.b64encode(schema.serialize()).decode(),
+        "parts": [*known, *map(list, parts)],
+        **({"dim": before["dim"]} if before and "dim" in before else {}),
+    }
+
+
+def _check_same(out: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    told = []
+    for name in now:
+        if before.get(name) != now[name]:
+            digests = name in ("encoder", "prompt", "head")
+            told.append(name if digests else f"{name} {before.get(name)!r}, not {now[name]!r}")
+    if told:
+        raise UserError(
+            f"{out} was begun with another {'; '.join(told)}. Give what it was begun with, or "
+            "another --out."
+        )
+
+
+def _schema(record: Mapping[str, Any]) -> pa.Schema:
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(record["columns"])))
+
+
+def _units(parts: Sequence[Part], size: int) -> list[Unit]:
+    found: list[Unit] = []
+    first = 0
+    for part in parts:
+        for start in range(0, part.rows, size):
+            stop = min(start + size, part.rows)
+            found.append(Unit(len(found), part.name, start, stop, first + start))
+        first += part.rows
+    return found
+
+
+def _embed(work: Work, output: Output, todo: Sequence[Unit], total: int) -> int:
+    """Embed and write units; return the size of the embeddings, 0 where there is nothing to do."""
+    left = sum(unit.rows for unit in todo)
+    dim, cut = 0, 0
+    if not todo:
+        return dim
+    with CountBar("embedding") as bar, _executing(work) as execute:
+        bar.on_item(total - left, total)
+        try:
+            for unit, done in execute(todo):
+                dim, cut, left = done.dim, cut + done.n_truncated, left - unit.rows
+                output.add(unit, done.written, work.schema(dim))
+                bar.on_item(total - left, total)
+        except BaseException:
+            # What was written by now need not be done again.
+            with suppress(LlmcondError):
+                output.finish()
+            raise
+    output.finish()
+    if cut:
+        log.info(f"{cut:,} inputs are longer than the encoder takes: {CUT}")
+    return dim
+
+
+@contextmanager
+def _executing(
+    work: Work,
+) -> Iterator[Callable[[Iterable[Unit]], Iterator[tuple[Unit, Done]]]]:
+    """Yield what embeds units."""
+    worker = UnitEmbedder(work)
+    yield lambda units: ((unit, worker.work(unit)) for unit in units)
