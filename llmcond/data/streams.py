@@ -5,6 +5,7 @@ Either may be a URI of an object store, whose credentials come from the environm
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -302,7 +303,7 @@ class _Forward:
 
     @property
     def at(self) -> int:
-        return self._last[0] if self._last else 0
+        return self._last[0] if self._last else sys.maxsize
 
     def take(self, start: int, stop: int) -> pa.Table:
         """Return a range of rows; of those that are not there, none."""
@@ -415,12 +416,6 @@ def _kept(
 ) -> pa.Schema:
     """Return what is kept of a part's columns, in types that hold those of parts before too."""
     names = list(keep) or [name for name in schema.names if name not in texts]
-    taken = [name for name in names if name in TAKEN]
-    if taken:
-        raise UserError(
-            f"{where} has a column {taken[0]!r}, and a column of that name is written. Name those "
-            "to keep, without it: --keep COL"
-        )
     if before is not None:
         odd = sorted(set(names) ^ set(before.names))
         if odd:
@@ -430,6 +425,12 @@ def _kept(
             )
         names = before.names
     _check_there(where, schema, names, "Name others with --keep.")
+    taken = [name for name in names if name in TAKEN]
+    if taken:
+        raise UserError(
+            f"{where} has a column {taken[0]!r}, and a column of that name is written. Name those "
+            "to keep, without it: --keep COL"
+        )
     # Metadata of pandas and others tells of columns that are not kept.
     own = pa.schema([schema.field(name).remove_metadata() for name in names])
     if before is None:

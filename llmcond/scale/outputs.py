@@ -95,7 +95,7 @@ class Output(ABC):
             try:
                 with self._filesystem.open_input_file(f"{self._root}/{RECORD}") as stream:
                     found = json.loads(stream.read())
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 self._check_vacant()
                 return None
             except ValueError as error:
@@ -323,7 +323,13 @@ class LanceOutput(Output):
                 if "already exists" not in str(error):
                     raise
                 made = write_fragments(rows, self._uri, mode="append")
-        return json.dumps([fragment.to_json() for fragment in made])
+            told = [fragment.to_json() for fragment in made]
+            for file in (file for one in told for file in one["files"]):
+                path = self._folder / "data" / file["path"]
+                # Lance does not notice where the very end could not be written.
+                if not self._remote and path.stat().st_size != file["file_size_bytes"]:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return json.dumps(told)
 
     def add(self, unit: Unit, written: str, schema: pa.Schema) -> None:
         """Commit a unit with others once all before it are there."""
