@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, ClassVar
 
 from llmcond.commands.base import verb
-from llmcond.commands.shared import WithEmbedder, check_source
+from llmcond.commands.shared import WithEmbedder, WithScale, check_source
 from llmcond.data.readers import FILES
 from llmcond.errors import UserError
 from llmcond.options import option
@@ -20,7 +20,7 @@ _FILES = (".parquet", ".npy")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Embed(WithEmbedder):
+class Embed(WithEmbedder, WithScale):
     """Write an embedding for each row of a file, or of more than fits in memory.
 
     What --out names decides: a file, whose texts are read at once, or a folder or Lance dataset,
@@ -61,11 +61,16 @@ class Embed(WithEmbedder):
 
     def execute(self) -> Embedded:
         """Embed."""
+        cluster = self.cluster()
         check_source(self.source)
         if is_streamed(self.out):
             from llmcond.workflows.embed_stream import embed_stream
 
-            return self.call(embed_stream, run_folder=self.folder(), out=str(self.out))
+            return self.call(
+                embed_stream, run_folder=self.folder(), out=str(self.out), cluster=cluster
+            )
+        if cluster is not None:
+            raise UserError(f"--scale is for --out FOLDER, and {self.out} is one file.")
         from llmcond.workflows.embed import embed_file
 
         return self.call(embed_file, run_folder=self.folder(), out=Path(self.out))

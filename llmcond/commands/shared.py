@@ -17,8 +17,11 @@ from llmcond.options import option
 
 if TYPE_CHECKING:
     from llmcond.data.datasets import DataOptions
+    from llmcond.scale.pool import Cluster
 
 DATA = f"{SOURCE} (from Python also a pandas or Arrow table, or a list of dicts)"
+
+_SCALE = "more than one machine (docs/scale.md)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +145,49 @@ class WithEmbedder(HeadOptions):
         from llmcond.runs.usual import usual_run
 
         return usual_run(self.run, self.model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithScale(Command):
+    """A command whose work may be shared among actors of Ray."""
+
+    scale: Literal["ray"] | None = option(
+        None,
+        group=_SCALE,
+        help="ray: share the work among actors of Ray, which is started here unless --address "
+        "names a cluster; pip install 'llmcond[ray]'",
+    )
+    address: str | None = option(
+        None,
+        metavar="ADDRESS",
+        group=_SCALE,
+        help="of the cluster, HOST:PORT; auto: the one that this machine is part of",
+    )
+    actors: int | None = option(
+        None,
+        metavar="N",
+        group=_SCALE,
+        help="how many (default: one a core, or as many as share the GPUs)",
+    )
+    gpus_per_actor: float | None = option(
+        None,
+        metavar="F",
+        group=_SCALE,
+        help="GPUs of each actor, or a part of one (default: 0, on CPUs)",
+    )
+
+    def cluster(self) -> Cluster | None:
+        """Return where the work is shared; None: it is not."""
+        names = ("address", "actors", "gpus_per_actor")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.scale is None:
+            if given:
+                flag = next(iter(given)).replace("_", "-")
+                raise UserError(f"--{flag} is for --scale ray; give that too.")
+            return None
+        from llmcond.scale.pool import Cluster
+
+        return Cluster(**given)
 
 
 @dataclass(frozen=True, kw_only=True)

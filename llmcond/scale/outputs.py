@@ -72,12 +72,15 @@ class Output(ABC):
 
     Attributes:
         name: as the user gave it.
+        uri: as any process finds it, a path from the root on this machine.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._remote = is_remote(name)
         self._filesystem, self._root = open_place(name)
+        # Also since Lance sees the name of a storage service in a relative one with a colon.
+        self.uri = name if self._remote else self._root
 
     @property
     def _folder(self) -> Path:
@@ -273,8 +276,6 @@ class LanceOutput(Output):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        # Absolute: in a relative one with a colon Lance sees the name of a storage service.
-        self._uri = name if self._remote else str(self._folder)
         self._dataset: Any = None
         self._waiting: dict[int, str] = {}
         self._ready: list[dict[str, Any]] = []
@@ -288,7 +289,7 @@ class LanceOutput(Output):
         if not self._remote and not any((self._folder / "_versions").glob("*.manifest")):
             return None
         try:
-            return lance.dataset(self._uri)
+            return lance.dataset(self.uri)
         except ValueError as error:
             if "was not found" in str(error):
                 return None
@@ -318,11 +319,11 @@ class LanceOutput(Output):
                 self._dataset = self._latest()
             mode = "create" if self._dataset is None else "append"
             try:
-                made = write_fragments(rows, self._uri, mode=mode)
+                made = write_fragments(rows, self.uri, mode=mode)
             except OSError as error:
                 if "already exists" not in str(error):
                     raise
-                made = write_fragments(rows, self._uri, mode="append")
+                made = write_fragments(rows, self.uri, mode="append")
             told = [fragment.to_json() for fragment in made]
             for file in (file for one in told for file in one["files"]):
                 path = self._folder / "data" / file["path"]
@@ -359,14 +360,12 @@ class LanceOutput(Output):
             self._check_room(0)
             if self._dataset is None:
                 operation: Any = lance.LanceOperation.Overwrite(self._schema, made)
-                self._dataset = lance.LanceDataset.commit(self._uri, operation)
+                self._dataset = lance.LanceDataset.commit(self.uri, operation)
             else:
                 operation, version = lance.LanceOperation.Append(made), self._dataset.version
                 if self._dataset.latest_version != version:
                     raise self._disturbed()
-                self._dataset = lance.LanceDataset.commit(
-                    self._uri, operation, read_version=version
-                )
+                self._dataset = lance.LanceDataset.commit(self.uri, operation, read_version=version)
             if self._dataset.count_rows() != rows:
                 raise self._disturbed()
             self._rows, self._ready, self._committed = rows, [], time.monotonic()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from llmcond.runs.embedder import Embedder, choose_head, make_embedder, unit_len
 from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.usual import usual_run
 from llmcond.scale.outputs import RECORD, VECTOR, Output, Unit, open_output
+from llmcond.scale.pool import Cluster, actors
 from llmcond.version import __version__
 from llmcond.workflows.embed import Embedded
 
@@ -210,12 +212,13 @@ def embed_stream(  # noqa: PLR0913 - each is a choice of the user, by keyword
     head: str | None = None,
     prompt: str | None = None,
     device: str = "auto",
+    cluster: Cluster | None = None,
 ) -> Embedded:
     """Write one condition-aware embedding for each row of a source that is read bit by bit.
 
     Units that are there are left out, so that the same call goes on where it stopped.
 
-    Arguments as in :class:`llmcond.commands.embed.Embed`.
+    Arguments as in :class:`llmcond.commands.embed.Embed`; ``cluster`` None: in this process.
 
     Raises:
         UserError: a text is empty, with its row; no such column; ``out`` holds something else,
@@ -246,8 +249,8 @@ def embed_stream(  # noqa: PLR0913 - each is a choice of the user, by keyword
         todo = [unit for unit in units if unit.number not in there]
         columns = Columns(sentence, column, _schema(record))
         version = texts.version if isinstance(texts, LanceRows) else None
-        work = Work(model, texts.name, version, columns, condition_text, out, model.identity)
-        dim = _embed(work, output, todo, sum(unit.rows for unit in units))
+        work = Work(model, texts.name, version, columns, condition_text, output.uri, model.identity)
+        dim = _embed(work, output, todo, sum(unit.rows for unit in units), cluster)
         dim = dim or record.get("dim") or model.embedder.dim
         output.write_record({**record, "dim": dim})
     n, new = sum(part.rows for part in parts), sum(unit.rows for unit in todo)
@@ -327,13 +330,15 @@ def _units(parts: Sequence[Part], size: int) -> list[Unit]:
     return found
 
 
-def _embed(work: Work, output: Output, todo: Sequence[Unit], total: int) -> int:
+def _embed(
+    work: Work, output: Output, todo: Sequence[Unit], total: int, cluster: Cluster | None
+) -> int:
     """Embed and write units; return the size of the embeddings, 0 where there is nothing to do."""
     left = sum(unit.rows for unit in todo)
     dim, cut = 0, 0
     if not todo:
         return dim
-    with CountBar("embedding") as bar, _executing(work) as execute:
+    with CountBar("embedding") as bar, _executing(work, cluster) as execute:
         bar.on_item(total - left, total)
         try:
             for unit, done in execute(todo):
@@ -353,8 +358,15 @@ def _embed(work: Work, output: Output, todo: Sequence[Unit], total: int) -> int:
 
 @contextmanager
 def _executing(
-    work: Work,
+    work: Work, cluster: Cluster | None
 ) -> Iterator[Callable[[Iterable[Unit]], Iterator[tuple[Unit, Done]]]]:
-    """Yield what embeds units."""
-    worker = UnitEmbedder(work)
-    yield lambda units: ((unit, worker.work(unit)) for unit in units)
+    """Yield what embeds units, in this process or by actors on a cluster."""
+    if cluster is None:
+        worker = UnitEmbedder(work)
+        yield lambda units: ((unit, worker.work(unit)) for unit in units)
+        return
+    # A new value, without what was loaded here.
+    work = replace(work, model=replace(work.model))
+    # Ray tells on standard output of workers that died, where only results belong.
+    with redirect_stdout(sys.stderr), actors(cluster, UnitEmbedder, work) as pool:
+        yield pool.map
