@@ -7,6 +7,7 @@ Credentials and endpoints come from the environment alone, by the names that Lan
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -41,8 +42,23 @@ def open_place(name: str) -> tuple[Any, str]:
         scheme = {"az": "abfs", "gs": "gs"}.get(parts.scheme, parts.scheme)
         filesystem, path = fs.FileSystem.from_uri(f"{scheme}://{parts.netloc}{parts.path}")
     except (OSError, ValueError, ImportError) as error:  # Arrow's own errors are such
-        raise UserError(f"{name} cannot be opened: {first_line(error)}") from error
+        raise UserError(f"{name} cannot be opened: {why(name, error)}") from error
     return filesystem, path.rstrip("/")
+
+
+def why(name: str, error: BaseException) -> str:
+    """Return what an error says of a place, without addresses, which may be signed."""
+    said = _HIDDEN.sub("", first_line(error)).strip(" .:")
+    if not is_remote(name):
+        return f"{said}."
+    return (
+        f"{said}. See that the bucket is there, and that the environment has its credentials and "
+        "endpoint (docs/scale.md)."
+    )
+
+
+#: Addresses and numbers of requests.
+_HIDDEN = re.compile(r"\w+://\S+|\(Request ID: [^)]*\)|LanceError\(IO\): ")
 
 
 def _s3(bucket: str) -> Any:

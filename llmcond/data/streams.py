@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from llmcond.data.datasets import Problems
-from llmcond.data.places import open_place
+from llmcond.data.places import open_place, why
 from llmcond.errors import LlmcondError, UserError, brief, did_you_mean, first_line, listed
 from llmcond.files import digest_text
 from llmcond.progress import ReadBar
@@ -108,7 +108,7 @@ class TextSource(ABC):
             LlmcondError: they cannot be read, or are not there any more.
         """
         schema, where = columns.schema, self.where(part)
-        with _reading(where):
+        with _reading(where, self.name):
             found = self.rows(part, start, stop, schema.names).select(schema.names).cast(schema)
         if len(found) != stop - start:
             raise LlmcondError(f"{where} has fewer rows than when it was checked: it was changed.")
@@ -121,11 +121,11 @@ class TextSource(ABC):
             UserError: a text is null or empty, with its row; no such column, or it has no texts.
         """
         where = self.where(part)
-        with _reading(where):
+        with _reading(where, self.name):
             schema = self.schema(part)
         _check_texts(where, schema, texts)
         problems, rows = Problems(where), 0
-        with _reading(where):
+        with _reading(where, self.name):
             for batch in self.batches(part, texts):
                 for name in texts:
                     for index in pc.indices_nonzero(_absent(batch.column(name))).to_pylist():
@@ -445,7 +445,8 @@ def _kept(
 
 
 @contextmanager
-def _reading(where: str) -> Iterator[None]:
+def _reading(where: str, name: str = "") -> Iterator[None]:
+    """Tell what fails as our own errors; ``where`` is in the source of that name."""
     try:
         yield
     except FileNotFoundError as error:
@@ -455,6 +456,4 @@ def _reading(where: str) -> Iterator[None]:
         panics = type(error).__name__ == "PanicException"
         if not panics and not isinstance(error, _UNREADABLE):
             raise
-        raise LlmcondError(
-            f"{where} cannot be read, is damaged, or holds what cannot be read: {first_line(error)}"
-        ) from error
+        raise LlmcondError(f"{where} cannot be read: {why(name or where, error)}") from error

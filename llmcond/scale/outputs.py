@@ -24,8 +24,8 @@ import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 from pyarrow import fs
 
-from llmcond.data.places import is_remote, open_place
-from llmcond.errors import DiskFullError, LlmcondError, UserError, first_line, is_disk_full
+from llmcond.data.places import is_remote, open_place, why
+from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full
 from llmcond.files import replacing, write_json
 
 #: What made the rows, beside them.
@@ -212,7 +212,7 @@ class Output(ABC):
             if isinstance(error, PermissionError):
                 raise UserError(f"{self.name} cannot be written: {error.strerror}.") from error
             raise LlmcondError(
-                f"{self.name} cannot be written or read: {first_line(error)}"
+                f"{self.name} cannot be written or read: {why(self.name, error)}"
             ) from error
 
 

@@ -420,7 +420,7 @@ def test_what_cannot_be_is_told_in_a_line(capsys, fitted, source, arguments, sai
     [
         ("empty", "is a folder without .parquet files"),
         ("none", "is empty: it has no rows"),
-        ("damaged", "x.parquet cannot be read, is damaged"),
+        ("damaged", "x.parquet cannot be read: "),
         ("cut.lance", "cut.lance cannot be read"),
         ("texts.csv", "texts.csv is of another format"),
         ("taken", "x.parquet has a column 'embedding'"),
