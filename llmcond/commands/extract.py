@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from llmcond.commands.base import verb
-from llmcond.commands.shared import InRun, WithEncoder, WithTask, data_options
+from llmcond.commands.shared import InRun, WithEncoder, WithScale, WithTask, data_options
+from llmcond.errors import UserError
 from llmcond.options import option
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Extract(InRun, WithTask, WithEncoder):
+class Extract(InRun, WithTask, WithEncoder, WithScale):
     """Encode a data set's texts under prompts, once, into a run.
 
     What the run holds already is not encoded again; an interrupted call goes on where it stopped.
@@ -40,6 +41,9 @@ class Extract(InRun, WithTask, WithEncoder):
     def execute(self) -> Extracted:
         """Extract."""
         data = data_options(self)
+        cluster = self.cluster()
+        if cluster is not None and self.workers != 1:
+            raise UserError("--workers and --scale are two ways to share the work. Choose one.")
         from llmcond.workflows.extract import extract
 
         return self.call(
@@ -48,6 +52,7 @@ class Extract(InRun, WithTask, WithEncoder):
             run_folder=self.run,
             data=data,
             prompts=self.prompt,
+            cluster=cluster,
         )
 
 

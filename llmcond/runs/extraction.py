@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from llmcond.encoders import EncoderInput, ResolvedEncoder
 from llmcond.encoders.spec import CUT, InputError
 from llmcond.errors import UserError
-from llmcond.features.extract import Extraction, extract
+from llmcond.features.extract import Execute, Extraction, extract
 from llmcond.features.missing import Missing
 from llmcond.features.store import FeatureStore
 from llmcond.log import log
@@ -22,12 +22,18 @@ if TYPE_CHECKING:
 
 
 class LazyEncoder:
-    """Loads an encoder when it is first called, and keeps it; ``before`` is done just before."""
+    """Loads an encoder when it is first called, and keeps it; ``before`` is done just before.
+
+    With ``execute``, what is extracted is encoded elsewhere, by encoders like it.
+    """
 
     def __init__(
-        self, resolved: ResolvedEncoder, before: Callable[[], None] = lambda: None
+        self,
+        resolved: ResolvedEncoder,
+        before: Callable[[], None] = lambda: None,
+        execute: Execute | None = None,
     ) -> None:
-        self.resolved, self._before = resolved, before
+        self.resolved, self.execute, self._before = resolved, execute, before
 
     @cached_property
     def _encoder(self) -> Encoder:
@@ -74,7 +80,13 @@ def extract_inputs(
     resolved = encoder.resolved
     with ExtractionBar() as bar:
         done = extract(
-            inputs, store, encoder, bar, by_prefix=resolved.shares_prefixes, missing=missing
+            inputs,
+            store,
+            encoder,
+            bar,
+            by_prefix=resolved.shares_prefixes,
+            missing=missing,
+            execute=encoder.execute,
         )
     rate = f", {done.n_tokens / done.seconds:,.0f} tokens/s" if done.n_computed else ""
     cut = (

@@ -6,10 +6,12 @@ import logging
 import os
 import shutil
 import socket
+import sys
 import tempfile
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -74,7 +76,8 @@ def actors(cluster: Cluster, factory: Any, *args: Any) -> Iterator[Pool[Any, Any
         UserError: Ray is not installed, there is no cluster at the address, or this machine has
             less than was asked for.
     """
-    with _connected(cluster) as ray:
+    # Ray tells on standard output of workers that died, where only results belong.
+    with redirect_stdout(sys.stderr), _connected(cluster) as ray:
         count = _count(cluster, ray)
         pool = Pool[Any, Any](ray, count, cluster.gpus_per_actor, (factory, args, loaded()))
         try:
@@ -279,14 +282,17 @@ def _connected(cluster: Cluster) -> Iterator[Any]:
         folder = None
     else:
         folder = _own_folder()
-        ray.init(
-            address="local",
-            num_cpus=cluster.actors,
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE,
-            _temp_dir=str(folder),
-            **quiet,
-        )
+        with warnings.catch_warnings():
+            # Ray forks to start its programs, which do not use Lance.
+            warnings.filterwarnings("ignore", "lance is not fork-safe")
+            ray.init(
+                address="local",
+                num_cpus=cluster.actors,
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE,
+                _temp_dir=str(folder),
+                **quiet,
+            )
     try:
         yield ray
     finally:

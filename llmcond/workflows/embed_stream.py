@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import base64
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -367,6 +366,5 @@ def _executing(
         return
     # A new value, without what was loaded here.
     work = replace(work, model=replace(work.model))
-    # Ray tells on standard output of workers that died, where only results belong.
-    with redirect_stdout(sys.stderr), actors(cluster, UnitEmbedder, work) as pool:
+    with actors(cluster, UnitEmbedder, work) as pool:
         yield pool.map

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +33,8 @@ from llmcond.runs import (
 )
 from llmcond.runs.extraction import LazyEncoder, extract_prompt, extraction_record
 from llmcond.runs.processes import check_workers, worker_processes
+from llmcond.scale.extraction import ray_execution
+from llmcond.scale.pool import Cluster
 from llmcond.tasks import AnyTask, Data, find_task
 from llmcond.tasks.dialogue import Dialogue
 
@@ -79,23 +81,25 @@ def extract(
     store_dtype: StoreDtype | None = None,
     workers: int = 1,
     task: str | None = None,
+    cluster: Cluster | None = None,
 ) -> Extracted:
     """Extract the features of a data set under prompts into a run; what is there is not redone.
 
     Arguments as in :class:`llmcond.commands.extract.Extract`; ``data`` must be the run's own if it
-    exists.
+    exists, and ``cluster`` is where actors encode.
     """
     existing = open_any_run(run_folder) if run_exists(run_folder) else None
     # All that can be wrong in files is found before a model is looked for, or downloaded.
     named = [load_prompt(name) for name in prompts]
     chosen_task = task_of(existing, task)
     dataset = None if existing else read_data(chosen_task, replace(data, extra=fields_of(named)))
-    resolved = resolve(model, options)
+    resolved = resolve(model, options) if cluster is None else _for_actors(model, options, cluster)
     for assumption in resolved.assumed:
         log.info(f"assumed: {assumption}")
     chosen = named or [load_prompt(chosen_task.prompt or resolved.default_prompt)]
     check_prompts(chosen, resolved, chosen_task)
-    check_workers(workers, resolved)
+    if cluster is None:
+        check_workers(workers, resolved)
     created = None
     if dataset is not None:
         with suppress(RunExistsError):  # another process made it meanwhile: join it
@@ -114,8 +118,13 @@ def extract(
         f"{resolved.identity.pooling} pooling -> {run_folder}"
     )
     try:
-        with worker_processes(workers, model, options, resolved, run_folder, chosen) as start:
-            encoder = LazyEncoder(resolved, before=start)
+        with ExitStack() as stack:
+            if cluster is None:
+                processes = worker_processes(workers, model, options, resolved, run_folder, chosen)
+                encoder = LazyEncoder(resolved, before=stack.enter_context(processes))
+            else:
+                actors = ray_execution(cluster, where_model(model, resolved), resolved, run.store())
+                encoder = LazyEncoder(resolved, execute=stack.enter_context(actors))
             missing = _log_plan(run, encoder, chosen, workers)
             return _extract_prompts(run, encoder, chosen, missing)
     except LlmcondError:
@@ -123,6 +132,23 @@ def extract(
             # Nothing came of it, and what is left would bind the folder to this encoder.
             shutil.rmtree(run_folder, ignore_errors=True)
         raise
+
+
+def _for_actors(model: str, options: EncoderOptions, cluster: Cluster) -> ResolvedEncoder:
+    """Return the encoder that actors on a cluster have; this machine may have no GPU."""
+    if not cluster.gpus_per_actor:
+        return resolve(model, replace(options, device="cpu"))
+    import torch
+
+    if torch.cuda.is_available():
+        return resolve(model, replace(options, device="cuda"))
+    if options.dtype == "auto":
+        raise UserError(
+            "this machine has no GPU to choose the dtype by, and vectors of different types do not "
+            "mix. Add --dtype: bfloat16 from compute capability 8.0 on (A100, H100), float16 "
+            "before."
+        )
+    return replace(resolve(model, replace(options, device="cpu")), device="cuda:0")
 
 
 def task_of(run: AnyRun | None, name: str | None) -> AnyTask[Any]:
@@ -249,7 +275,7 @@ def _log_plan(
         log.info(f"all {missing.n_inputs:,} inputs are there; nothing is encoded")
         return by_prompt
     plan = f"to encode: {missing.n_missing:,} of {missing.n_inputs:,} inputs"
-    if missing.n_missing > CHUNK:
+    if missing.n_missing > CHUNK and encoder.execute is None:
         seconds = missing.seconds(encoder().encode_counted) / workers
         plan += f", in about {duration(seconds)}"
     log.info(plan)

@@ -78,20 +78,23 @@ import sys, pathlib
 from helpers.ray import Squares
 from llmcond.scale.pool import Cluster, actors
 from llmcond.errors import UserError
-try:
-    with actors(Cluster(address="127.0.0.1:1"), Squares):
-        pass
-except UserError as error:
-    print(error)
+for address in ("127.0.0.1:1", "somewhere"):
+    try:
+        with actors(Cluster(address=address), Squares):
+            pass
+    except UserError as error:
+        print(error)
 with actors(Cluster(actors=1), Squares, pathlib.Path(sys.argv[1])) as pool:
-    print(sum(square for _, (square, _) in pool.map(range(4))))
+    found = sum(square for _, (square, _) in pool.map(range(4)))
+print(found)
 """
 
 
 def test_ray_is_started_here_and_ended(tmp_path):
     command = [sys.executable, "-c", ALONE, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    first, last = done.stdout.strip().splitlines()
+    first, second, last = done.stdout.strip().splitlines()
     assert first.startswith("there is no Ray cluster at 127.0.0.1:1: ")
     assert "`ray start --head`" in first
+    assert "expected HOST:PORT, or auto" in second
     assert (last, done.returncode) == ("14", 0), done.stderr

@@ -1,0 +1,260 @@
+"""Extraction by actors of Ray: they encode and write, this process commits.
+
+What actors write becomes part of the store when this process says so: only keys and the metadata
+of files travel to it. So nothing that is lost with an actor was ever seen, and what this process
+loses when it is killed is written again by the next extraction.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
+from llmcond.encoders.spec import EncoderInput
+from llmcond.errors import UserError
+from llmcond.features.extract import Plan, Progress, SentPart, SentParts, not_finite
+from llmcond.features.store import FeatureStore, Fragment, StoreDtype
+from llmcond.log import log
+from llmcond.scale.pool import Cluster, Pool, actors
+
+if TYPE_CHECKING:
+    from llmcond.encoders.encoder import Encoded
+
+#: Committed after so many fragments, or seconds.
+_FRAGMENTS, _SECONDS = 16, 10.0
+#: An actor gets parts for so many seconds at a time, and no more than so many parts: a fragment
+#: has up to 65,536 rows.
+_ITEM_SECONDS, _MOST_PARTS = 10.0, 64
+
+
+@dataclass(frozen=True)
+class EncoderOf:
+    """What actors make their encoder and their side of the store of.
+
+    Attributes:
+        model: found in the same way on every machine.
+        options: all that decides vectors, and the device.
+        fingerprint: that its encoder must have.
+        folder: the store's, without what tells encoders apart.
+    """
+
+    model: str
+    options: EncoderOptions
+    fingerprint: str
+    folder: Path
+    dtype: StoreDtype
+
+
+class Written(NamedTuple):
+    """What an actor did with some parts.
+
+    Attributes:
+        fragment: of the rows that could be encoded; None: there were none.
+        n_inputs: encoded.
+        n_characters: theirs.
+        n_tokens: theirs, before truncation.
+        seconds: wall-clock time.
+        cpu_seconds: of all threads of the actor.
+        failed: the first input whose vector is not finite.
+    """
+
+    fragment: Fragment | None
+    n_inputs: int
+    n_characters: int
+    n_tokens: int
+    seconds: float
+    cpu_seconds: float
+    failed: EncoderInput | None
+
+
+class FragmentWriter:
+    """An actor's encoder, which writes what it encodes beside a store."""
+
+    def __init__(self, made_of: EncoderOf) -> None:
+        """Load the encoder.
+
+        Raises:
+            UserError: it is not there, or another one.
+        """
+        import torch
+
+        from llmcond.encoders.encoder import Encoder
+        from llmcond.encoders.threads import WorkerThreads
+
+        if made_of.options.device == "cpu":
+            torch.set_num_threads(1)
+        resolved = resolve(made_of.model, made_of.options)
+        if resolved.identity.fingerprint != made_of.fingerprint:
+            import socket
+
+            raise UserError(
+                f"{made_of.model} is another encoder on {socket.gethostname()} (fingerprint "
+                f"{resolved.identity.fingerprint}, expected {made_of.fingerprint}). Let every "
+                "machine have the same files and versions."
+            )
+        encoder = Encoder(resolved)
+        self._parts = SentParts(encoder)
+        self._threads = WorkerThreads(encoder.concurrency)
+        self._store = FeatureStore(
+            made_of.folder, resolved.identity, made_of.dtype, only_write=True
+        )
+
+    def work(self, item: Sequence[SentPart]) -> Written:
+        """Encode parts, and write what is finite in the store's type into one fragment.
+
+        Raises:
+            LlmcondError: the encoder fails.
+            DiskFullError: no room.
+        """
+        began, cpu = time.monotonic(), time.process_time()
+        encoded: list[Encoded] = list(self._threads.map(self._parts.encode, item))
+        inputs = [one for part in item for one in part.inputs]
+        vectors = np.concatenate([one.vectors for one in encoded])
+        n_tokens = np.concatenate([one.n_tokens for one in encoded])
+        truncated = np.concatenate([one.truncated for one in encoded])
+        finite = np.isfinite(self._store.cast(vectors)).all(axis=1)
+        good = np.flatnonzero(finite)
+        fragment = None
+        if len(good):
+            own = [inputs[i] for i in good]
+            fragment = self._store.write_fragment(
+                own, vectors[good], n_tokens[good], truncated[good]
+            )
+        return Written(
+            fragment,
+            len(inputs),
+            sum(one.size for one in inputs),
+            int(n_tokens.sum()),
+            time.monotonic() - began,
+            time.process_time() - cpu,
+            None if finite.all() else inputs[int(np.argmin(finite))],
+        )
+
+
+class RayExecution:
+    """Carries plans out by actors, which start with the first one that lacks something.
+
+    To be called as ``execute`` of :func:`llmcond.features.extract.extract`, within a ``with`` block
+    that ends the actors.
+
+    Attributes:
+        cpu_seconds: that actors have encoded and written for.
+    """
+
+    def __init__(self, cluster: Cluster, made_of: EncoderOf) -> None:
+        self._cluster, self._made_of = cluster, made_of
+        self._stack = ExitStack()
+        self.cpu_seconds = 0.0
+
+    def __enter__(self) -> RayExecution:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @cached_property
+    def _pool(self) -> Pool[list[SentPart], Written]:
+        began = time.monotonic()
+        made = actors(self._cluster, FragmentWriter, self._made_of)
+        pool: Pool[list[SentPart], Written] = self._stack.enter_context(made)
+        where, took = self._cluster.address or "this machine", time.monotonic() - began
+        log.info(f"Ray on {where}: {pool.size} actors, connected in {took:.1f} s")
+        return pool
+
+    def __call__(
+        self, plan: Plan, progress: Progress | None, begun: Callable[[], None]
+    ) -> tuple[int, int]:
+        """Encode and store everything that a plan lacks; return how many inputs, and their tokens.
+
+        Raises:
+            InputError: the encoder gave NaN or infinity; all good ones that were done are stored.
+            LlmcondError: as of :meth:`Pool.map` and :meth:`FragmentWriter.work`.
+        """
+        # As an encoder's threads would: on a GPU one prepares what the other computes.
+        share = 2 if self._cluster.gpus_per_actor else 1
+        parts = (part.lacking(plan.store) for part in plan.parts(lambda: share))
+        first = next(parts, None)
+        if first is None:
+            return 0, 0
+        pool = self._pool
+        begun()
+        with plan.store.writing(), _Committer(plan.store) as committer:
+            pace = _Pace(chain([first], parts))
+            for item, written in pool.map(pace):
+                pace.took(written.seconds, len(item))
+                committer.add(written)
+                self.cpu_seconds += written.cpu_seconds
+                if progress:
+                    progress.advance(written.n_inputs, written.n_characters, written.n_tokens)
+                if written.failed is not None:
+                    raise not_finite(written.failed, plan.store.dtype)
+        return committer.n_added, committer.n_tokens
+
+
+class _Pace(Iterator[list[SentPart]]):
+    """Parts, as many at a time as an actor encodes in some seconds; at first one."""
+
+    def __init__(self, parts: Iterator[SentPart]) -> None:
+        self._parts, self._count = parts, 1
+
+    def took(self, seconds: float, count: int) -> None:
+        """Note how long some parts took."""
+        self._count = max(1, min(_MOST_PARTS, int(_ITEM_SECONDS * count / max(seconds, 1e-3))))
+
+    def __next__(self) -> list[SentPart]:
+        item = list(islice(self._parts, self._count))
+        if not item:
+            raise StopIteration
+        return item
+
+
+class _Committer:
+    """Adds fragments to a store, several in one commit; all that came when its block ends."""
+
+    def __init__(self, store: FeatureStore) -> None:
+        self._store, self._waiting = store, list[Fragment]()
+        self._since = time.monotonic()
+        self.n_added = self.n_tokens = 0
+
+    def __enter__(self) -> _Committer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._commit()
+
+    def add(self, written: Written) -> None:
+        self.n_tokens += written.n_tokens
+        if written.fragment is not None:
+            self._waiting.append(written.fragment)
+        late = time.monotonic() - self._since > _SECONDS
+        if len(self._waiting) >= _FRAGMENTS or (self._waiting and late):
+            self._commit()
+
+    def _commit(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self.n_added += self._store.add_fragments(waiting)
+        self._since = time.monotonic()
+
+
+def ray_execution(
+    cluster: Cluster, model: str, resolved: ResolvedEncoder, store: FeatureStore
+) -> RayExecution:
+    """Return what encodes by actors with a resolved encoder, into a store of its vectors.
+
+    ``model`` finds the encoder on every machine.
+    """
+    device = "cuda" if cluster.gpus_per_actor else "cpu"
+    # What is left open is decided here, not by each machine.
+    options = replace(resolved.options, dtype=resolved.identity.dtype, device=device)
+    fingerprint, folder = resolved.identity.fingerprint, store.folder.parent.absolute()
+    return RayExecution(cluster, EncoderOf(model, options, fingerprint, folder, store.dtype))

@@ -1,0 +1,228 @@
+"""Extraction by actors of Ray stores what extraction in one process does, whoever dies."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import lance
+import numpy as np
+import pytest
+import torch
+from helpers.dialogues import write_dialogues
+from helpers.graphs import write_graph
+from helpers.processes import Command
+from safetensors.torch import load_file, save_file
+
+import llmcond
+from llmcond.cli import run
+from llmcond.data.datasets import DataOptions
+from llmcond.encoders import EncoderOptions, resolve
+from llmcond.errors import UserError
+from llmcond.runs import open_any_run
+from llmcond.scale.extraction import EncoderOf, FragmentWriter
+from llmcond.scale.pool import Cluster
+from llmcond.workflows.extract import extract
+
+OPTIONS = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
+PROMPTS = ("concat-cond-sent", "routed")
+TWO = Cluster(actors=2)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint):
+    return str(tiny_checkpoint())
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory, model):
+    """A checkpoint that gives NaN for texts with the word `rain`."""
+    folder = shutil.copytree(model, tmp_path_factory.mktemp("broken") / "model")
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    weights = load_file(folder / "model.safetensors")
+    weights["embeddings.word_embeddings.weight"][vocabulary["rain"]].fill_(float("nan"))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """An actor on a CPU has one: so parts are the same, and vectors to the bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Rows of 4,002 distinct inputs under a prompt: four parts."""
+    path = tmp_path_factory.mktemp("data") / "rows.csv"
+    lines = ["sentence1,sentence2,condition,label"]
+    for i in range(2_000):
+        condition = ("the number of people", "the place")[i % 2]
+        second = f"dogs walk on at park number {i}"
+        lines.append(f"two men play number {i},{second},{condition},{1 + i % 5}")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, model, data):
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    torch.set_num_threads(1)
+    extract(model, OPTIONS, folder, DataOptions(str(data)), PROMPTS)
+    return folder
+
+
+def vectors(folder):
+    """Return what a run's store holds, by key; each key is there once."""
+    store = open_any_run(folder).store()
+    table = lance.dataset(str(store.folder / "vectors.lance")).to_table()
+    keys = table["key"].to_pylist()
+    assert len(keys) == len(set(keys)) == len(store)
+    flat = table["vector"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    return dict(zip(keys, flat.reshape(len(keys), -1), strict=True))
+
+
+def check_same(folder, other):
+    found, wanted = vectors(folder), vectors(other)
+    assert found.keys() == wanted.keys()
+    for key, vector in found.items():
+        np.testing.assert_array_equal(vector, wanted[key])
+
+
+def test_actors_store_what_one_process_stores(ray, caplog, model, data, alone, tmp_path):
+    caplog.set_level("INFO")
+    done = extract(model, OPTIONS, tmp_path, DataOptions(str(data)), PROMPTS, cluster=TWO)
+    check_same(tmp_path, alone)
+    ours, plain = (open_any_run(own).manifest["prompts"] for own in (tmp_path, alone))
+    for name in PROMPTS:
+        first, second = ours[name]["extraction"], plain[name]["extraction"]
+        assert {**first, "created": None} == {**second, "created": None}
+    assert done.prompts["routed"].n_computed == 4_000
+    assert "2 actors" in caplog.text
+    caplog.clear()
+    extract(model, OPTIONS, tmp_path, DataOptions(), PROMPTS, cluster=TWO)
+    assert "nothing is encoded" in caplog.text
+    assert "2 actors" not in caplog.text  # none is started
+
+
+@pytest.mark.parametrize("task", ["dialogue", "kgc"])
+def test_other_tasks_are_extracted_by_actors(ray, model, tmp_path, task):
+    write = {"dialogue": write_dialogues, "kgc": write_graph}[task]
+    source = DataOptions(str(write(tmp_path / "data")))
+    extract(model, OPTIONS, tmp_path / "alone", source, task=task)
+    extract(model, OPTIONS, tmp_path / "ray", source, task=task, cluster=TWO)
+    check_same(tmp_path / "ray", tmp_path / "alone")
+
+
+@pytest.mark.parametrize("first", [None, TWO])
+def test_what_one_way_began_the_other_finishes(ray, model, data, alone, tmp_path, first):
+    second = TWO if first is None else None
+    extract(model, OPTIONS, tmp_path, DataOptions(str(data)), PROMPTS[:1], cluster=first)
+    extract(model, OPTIONS, tmp_path, DataOptions(), PROMPTS, cluster=second)
+    check_same(tmp_path, alone)
+
+
+def test_actors_that_are_killed_cost_nothing(ray, caplog, model, data, alone, tmp_path):
+    ended, killed = threading.Event(), []
+
+    def kill():
+        while not ended.wait(0.05) and len(killed) < 3:
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                with suppress(OSError):
+                    number = int(path.parent.name)
+                    if path.read_bytes().startswith(b"ray::_Actor") and number not in killed:
+                        os.kill(number, signal.SIGKILL)
+                        killed.append(number)
+                        break
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        extract(model, OPTIONS, tmp_path, DataOptions(str(data)), PROMPTS, cluster=TWO)
+    finally:
+        ended.set()
+        thread.join()
+    assert "an actor died; another takes its place" in caplog.text
+    check_same(tmp_path, alone)
+
+
+def test_a_driver_that_is_killed_goes_on_where_it_committed(ray, model, data, alone, tmp_path):
+    folder = tmp_path / "run"
+    arguments = ("--model", model, "--dtype", "float32", "--pooling", "mean", "--normalize")
+    given = ("--data", data, "--prompt", *PROMPTS, "--scale", "ray", "--actors", "1")
+    command = Command(tmp_path / "out", ("extract", *arguments, *given, "--run", folder))
+    versions = folder / "features"
+    while command.process.is_alive() and not any(versions.glob("*/vectors.lance/_versions/*")):
+        time.sleep(0.01)
+    command.process.kill()
+    command.process.join()
+    assert len(vectors(folder)) <= len(vectors(alone))
+    extract(model, OPTIONS, folder, DataOptions(), PROMPTS, cluster=TWO)
+    check_same(folder, alone)
+
+
+def test_an_input_that_gives_nan_is_named(ray, broken, tmp_path):
+    data = tmp_path / "rows.csv"
+    lines = ["sentence1,sentence2,condition,label"]
+    lines += [f"two men sit number {i},a dog,the place,{1 + i % 5}" for i in range(20)]
+    data.write_text("\n".join([*lines, "rain,a dog,the place,3"]) + "\n", encoding="utf-8")
+    source = DataOptions(str(data))
+    with pytest.raises(UserError, match=r"row 21 of rows.csv.*gave NaN or infinity"):
+        extract(broken, OPTIONS, tmp_path / "run", source, PROMPTS[:1], cluster=TWO)
+    stored = vectors(tmp_path / "run")
+    assert len(stored) == 22  # all other inputs
+    assert all(np.isfinite(vector).all() for vector in stored.values())
+
+
+def test_an_actor_refuses_another_encoder(model, tmp_path):
+    resolved = resolve(model, OPTIONS)
+    other = EncoderOf(
+        model, replace(OPTIONS, pooling="cls"), resolved.identity.fingerprint, tmp_path, "float16"
+    )
+    with pytest.raises(UserError, match="is another encoder on"):
+        FragmentWriter(other)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--actors", "2"), "--actors is for --scale ray"),
+        (("--address", "auto"), "--address is for --scale ray"),
+        (("--scale", "ray", "--workers", "2"), "--workers and --scale are two ways"),
+        (("--scale", "ray", "--actors", "0"), "actors is 0; it must be at least 1"),
+        (("--scale", "ray", "--gpus-per-actor", "1"), "Add --dtype"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(capsys, model, data, tmp_path, options, words):
+    folder = tmp_path / "run"
+    given = ["extract", "--model", model, "--pooling", "mean", "--data", str(data), *options]
+    assert run([*given, "--run", str(folder)]) == 2
+    (line,) = [own for own in capsys.readouterr().err.splitlines() if "error" in own]
+    assert words in line
+    assert not folder.exists()
+
+
+def test_the_python_call_has_the_same_options(ray, model, data, alone, tmp_path):
+    llmcond.extract(
+        model=model,
+        dtype="float32",
+        pooling="mean",
+        normalize=True,
+        data=data,
+        prompt=PROMPTS,
+        run=tmp_path,
+        scale="ray",
+        actors=1,
+    )
+    check_same(tmp_path, alone)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert str(tmp_path) not in json.dumps(record["prompts"])
+    shutil.rmtree(tmp_path)
