@@ -1,6 +1,7 @@
-"""One Ray for all tests of a process."""
+"""One Ray for all tests of a process, and a run with a head."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,14 @@ def ray(actors_import_helpers):
     )
     yield ray
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def fitted(tmp_path_factory, tiny_run):
+    """A run of a tiny encoder with a linear head."""
+    from llmcond.workflows.fit import fit_head
+
+    folder = tmp_path_factory.mktemp("fitted") / "run"
+    shutil.copytree(tiny_run, folder)
+    fit_head(folder, "linear", changes={"epochs": "2"}, device="cpu")
+    return folder

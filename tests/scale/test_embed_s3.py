@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.commands import ok
 from helpers.processes import Command
-from test_embed_stream import embed, fitted, killed_at, texts  # noqa: F401 - a fixture
+from helpers.units import embed, killed_at, texts
 
 from llmcond.cli import run
 from llmcond.data.places import open_place
@@ -82,7 +82,7 @@ def test_what_a_killed_call_left_in_a_bucket_is_gone_on_with(
     bucket,
     tmp_path,
     out,
-    point,  # noqa: F811
+    point,
 ):
     given = embed(f"{bucket}/{out}", fitted, source=f"{bucket}/src")
     aws = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
@@ -130,7 +130,7 @@ def killed_in_bucket(point):
         ("src", "s3://no-such-bucket/out.lance", "NO_SUCH_BUCKET"),
     ],
 )
-def test_what_is_not_there_is_told_in_a_line(capsys, fitted, bucket, source, out, said):  # noqa: F811
+def test_what_is_not_there_is_told_in_a_line(capsys, fitted, bucket, source, out, said):
     source = source if "://" in source else f"{bucket}/{source}"
     assert run([str(argument) for argument in embed(out, fitted, source=source)]) in (1, 2)
     err = capsys.readouterr().err
@@ -138,7 +138,7 @@ def test_what_is_not_there_is_told_in_a_line(capsys, fitted, bucket, source, out
     assert not any(word in err for word in ("of-a-test", "Traceback", "http://"))
 
 
-def test_a_server_that_is_gone_is_told_in_a_line(capsys, fitted, bucket, monkeypatch):  # noqa: F811
+def test_a_server_that_is_gone_is_told_in_a_line(capsys, fitted, bucket, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:1")
     assert run([str(argument) for argument in embed("out", fitted, source=f"{bucket}/src")]) == 1
     assert "NETWORK_CONNECTION" in capsys.readouterr().err.splitlines()[-1]

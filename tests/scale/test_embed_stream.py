@@ -1,6 +1,5 @@
 """Texts that do not fit in memory: what is written, what a kill leaves, and what is refused."""
 
-import os
 import re
 import resource
 import shutil
@@ -15,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.commands import ok, refused
 from helpers.processes import Command
-from helpers.units import DiesOnce
+from helpers.units import DiesOnce, embed, killed_at, texts
 
 from llmcond.cli import run
 from llmcond.data import streams
@@ -23,30 +22,6 @@ from llmcond.scale import outputs
 from llmcond.workflows import embed_stream
 
 OUTPUTS = ["out", "out.lance"]
-PEOPLE = ["two men", "three women", "children", "two dogs"]
-PLACES = ["in the park", "at the beach", "in the kitchen"]
-
-
-@pytest.fixture(scope="module")
-def fitted(tmp_path_factory, tiny_run):
-    from llmcond.workflows.fit import fit_head
-
-    folder = tmp_path_factory.mktemp("fitted") / "run"
-    shutil.copytree(tiny_run, folder)
-    fit_head(folder, "linear", changes={"epochs": "2"}, device="cpu")
-    return folder
-
-
-def texts(start, stop):
-    rows = range(start, stop)
-    return pa.table(
-        {
-            "id": list(rows),
-            "text": [f"{PEOPLE[i % 4]} play {PLACES[i % 3]} number {i % 37}" for i in rows],
-            "topic": [("the place", "the number of people")[i % 2] for i in rows],
-            "url": [f"https://example.org/{i}" for i in rows],
-        }
-    )
 
 
 @pytest.fixture
@@ -61,11 +36,6 @@ def source(tmp_path, monkeypatch):
     (tmp_path / "src" / "_SUCCESS").touch()
     (tmp_path / "src" / "read.me").write_text("not read")
     return Path("src")
-
-
-def embed(out, run_folder, *others, source="src"):
-    columns = ("--sentence", "text", "--condition", "topic")
-    return ("embed", source, "--out", out, "--run", run_folder, *columns, *others)
 
 
 def table(out):
@@ -197,46 +167,6 @@ def test_parts_that_are_new_are_embedded_behind_the_others(capsys, fitted, sourc
     assert ok(capsys, *embed(out, fitted))["rows"] == 300
     assert table(out).slice(0, 250).equals(before)
     assert table(out)["id"].to_pylist() == list(range(300))
-
-
-def killed_at(point, count):
-    """Let a process die at the count-th of such points."""
-    embed_stream.UNIT_ROWS = 40
-    outputs._COMMIT_FRAGMENTS = 2
-    seen = []
-
-    def dies():
-        seen.append(1)
-        if len(seen) == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def before(owner, name):
-        original = getattr(owner, name)
-
-        def call(*args, **kwargs):
-            dies()
-            return original(*args, **kwargs)
-
-        setattr(owner, name, call)
-
-    if point == "half written":
-        original = pq.write_table
-
-        def half(rows, path, **kwargs):
-            original(rows, path, **kwargs)
-            whole = Path(path).read_bytes()
-            Path(path).write_bytes(whole[: len(whole) // 2])
-            dies()
-            Path(path).write_bytes(whole)
-
-        pq.write_table = half
-    elif point == "written":
-        before(outputs.ParquetOutput, "add")
-        before(outputs.LanceOutput, "add")
-    elif point == "not committed":
-        before(lance.LanceDataset, "commit")
-    else:
-        before(embed_stream.UnitEmbedder, "work")
 
 
 @pytest.mark.parametrize(
