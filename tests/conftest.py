@@ -157,6 +157,27 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
     return make
 
 
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[Any]:
+    """A server that speaks S3's protocol, for all tests that do not kill it."""
+    pytest.importorskip("moto.server", reason="moto's server is not installed")
+    from helpers.buckets import Server
+
+    server = Server()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def bucket(s3_server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """A URI in a bucket, of a test's own, with the environment that it needs."""
+    from helpers.buckets import environment
+
+    for name, value in environment(s3_server.port).items():
+        monkeypatch.setenv(name, value)
+    return f"s3://features/{tmp_path.name}"
+
+
 @pytest.fixture
 def write_rows(tmp_path: Path) -> Callable[..., Path]:
     """A writer of CSV files with the standard columns."""

@@ -14,96 +14,94 @@ import errno
 import json
 import math
 import os
-import shutil
-import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import lance
 import numpy as np
 import pyarrow as pa
-from filelock import FileLock, Timeout
 from lance.file import LanceFileReader
-from lance.fragment import FragmentMetadata, write_fragments
-from lance.optimize import Compaction
+from lance.fragment import FragmentMetadata
 from numpy.typing import NDArray
 
 from llmcond.arrays import Gathered
 from llmcond.encoders.spec import EncoderIdentity, EncoderInput
-from llmcond.errors import DiskFullError, LlmcondError, UserError, first_line, is_disk_full
+from llmcond.errors import LlmcondError, UserError, is_disk_full
+from llmcond.features.fragments import (
+    Fragment,
+    PreemptedError,
+    StoreDtype,
+    Target,
+    mergeable,
+    rows_schema,
+    rows_table,
+)
 from llmcond.features.keys import KEY_BYTES, KeyIndex
-from llmcond.files import check_format, read_json, write_json
+from llmcond.features.location import (
+    SPARE_BYTES,
+    array_on_disk,
+    claim,
+    locate,
+    locked,
+    without_panic,
+)
+from llmcond.files import check_format
+from llmcond.log import log
 
-StoreDtype = Literal["float16", "float32"]
+__all__ = ["FeatureStore", "Fragment", "StoreDtype"]
+
 FORMAT = 1
 
 _Read = TypeVar("_Read")
 
-_KEY = pa.binary(KEY_BYTES)
-_ARROW = {"float16": pa.float16(), "float32": pa.float32()}
 #: Rows read at a time: bounds the memory of a read beside its result.
 _READ_ROWS = 65_536
 
 #: Larger tables of vectors are kept on disk.
 _IN_MEMORY = 2**30
 
-#: Every commit adds a fragment, which slows down later ones: so many are merged into one,
-_MERGED_FRAGMENTS = 32
-#: where none of them holds more than a part in so many, so that a row is rewritten rarely,
-_LARGEST_PART = 8
-#: or already holds so many rows.
-_FULL_ROWS = 131_072
-#: Bounds the memory that merging takes.
-_MERGE_BATCH = 1_024
 #: Versions kept for those who read them. Fewer than commits between two merges: what a merge
 #: replaced is removed at the next one.
 _KEPT_VERSIONS = 16
-#: Left free beside what is written.
-_SPARE_BYTES = 2**18
 #: What Lance and Arrow raise for files that are gone, or damaged.
 _UNREADABLE = (OSError, ValueError, KeyError)
-#: Others hold a lock for milliseconds.
-_POLL_SECONDS = 0.005
 #: What claims of those who write fragments begin with.
 _WRITING = "writing-"
 
 
-class Fragment(NamedTuple):
-    """Rows in a file that no version of a store names yet.
-
-    Attributes:
-        metadata: of Lance's fragment, as JSON.
-        keys: of its rows, in their order, 16 bytes each.
-        dim: numbers in a vector.
-    """
-
-    metadata: str
-    keys: bytes
-    dim: int
-
-
 class FeatureStore:
-    """The vectors of one encoder identity, in a folder.
+    """The vectors of one encoder identity, in a folder or below a URI.
 
-    Several threads may use one object, several objects and processes one folder.
+    Several threads may use one object, several objects and processes one store.
     """
 
     def __init__(
-        self, root: Path, identity: EncoderIdentity, dtype: StoreDtype, *, only_write: bool = False
+        self,
+        root: str | Path,
+        identity: EncoderIdentity,
+        dtype: StoreDtype,
+        *,
+        only_write: bool = False,
     ) -> None:
         """Open the store below ``root``, or start an empty one; nothing is written yet.
 
-        With ``only_write`` it serves :meth:`write_fragment` alone, and no keys are read.
+        ``root`` is a folder, or a URI such as s3://bucket/path. With ``only_write`` it serves
+        :meth:`write_fragment` alone, and no keys are read.
+
+        Raises:
+            UserError: no such kind of storage, no such bucket, or no access to it.
+            LlmcondError: it cannot be reached, or was damaged.
         """
-        self.folder = root / f"{identity.fingerprint}-{dtype}"
+        self._location = locate(root, f"{identity.fingerprint}-{dtype}")
+        #: Of stores of all encoders: a URI, or a folder's absolute path.
+        self.root = self._location.root
+        #: For locks and temporary files; a store that is a folder is it.
+        self.folder = self._location.folder
         self.identity = identity
         self.dtype = dtype
-        # Absolute: in a relative one with a colon Lance sees the name of a storage service.
-        self._uri = str(self.folder.absolute() / "vectors.lance")
         # Always taken in this order: the threads' turn to write, commit.lock, what is known.
         self._writing = threading.Lock()
         self._known = threading.RLock()
@@ -111,13 +109,15 @@ class FeatureStore:
         self._dataset: Any = None
         self._index = KeyIndex()
         self._truncated = np.zeros(0, dtype=np.bool_)
-        description = self.folder / "store.json"
-        if description.exists():
-            check_format(read_json(description), FORMAT, str(self.folder))
-        if not only_write:
-            self.refresh()
-        elif self._is_written():
-            self._dataset = lance.dataset(self._uri)
+        self._is_alone = True
+        newest = self._reading(self._location.newest)
+        description = self._location.description(newest)
+        if description is not None:
+            check_format(description, FORMAT, self._location.name)
+        if only_write:
+            self._dataset = newest
+        elif newest is not None:
+            self._reading(lambda: self._adopt(newest))
 
     def __len__(self) -> int:
         with self._known:
@@ -129,16 +129,10 @@ class FeatureStore:
 
     def _catch_up(self) -> None:
         with self._known:
-            if self._dataset is None:
-                newer = self._is_written()
-            else:
-                newer = self._dataset.latest_version != self._dataset.version
-            if newer:
-                self._adopt(lance.dataset(self._uri))
-
-    def _is_written(self) -> bool:
-        # A folder without a manifest is what a kill before the first commit leaves.
-        return any((self.folder / "vectors.lance" / "_versions").glob("*.manifest"))
+            if self._dataset is None or self._dataset.latest_version != self._dataset.version:
+                newest = self._location.newest()
+                if newest is not None:
+                    self._adopt(newest)
 
     def _anew(self, attempt: Callable[[], _Read]) -> _Read:
         self._catch_up()
@@ -159,27 +153,25 @@ class FeatureStore:
         """Return what ``attempt`` reads, also where the files it reads from are being merged."""
         # Merging removes old files, perhaps those of the version that is read. The newest version
         # has the same rows in the same places; under the commit lock no files are removed.
-        first, again = _without_panic(attempt), _without_panic(lambda: self._anew(attempt))
-        with suppress(*_UNREADABLE):
-            return first()
-        with suppress(*_UNREADABLE):
-            return again()
+        first, again = without_panic(attempt), without_panic(lambda: self._anew(attempt))
+        for own in (first, again):
+            try:
+                return own()
+            except _UNREADABLE as error:
+                self._location.tell_unreachable(error)
         try:
             with self._committing():
                 return again()
         except _UNREADABLE as error:
+            self._location.tell_unreachable(error)
             if is_disk_full(error) or isinstance(error, PermissionError):
                 raise
-            raise LlmcondError(
-                f"{self._uri} cannot be read: {first_line(error)}. If it is damaged, delete "
-                f"{self.folder} and run the same `llmcond extract` again."
-            ) from error
+            raise LlmcondError(self._location.damaged(error)) from error
 
     @contextmanager
     def _committing(self) -> Iterator[None]:
         # Threads queue up at their own lock; at the file they would poll against each other.
-        lock = FileLock(self.folder / "commit.lock")
-        with self._writing, lock.acquire(poll_interval=_POLL_SECONDS):
+        with self._writing, locked(self.folder):
             yield
 
     def missing(self, inputs: Sequence[EncoderInput]) -> list[int]:
@@ -223,17 +215,11 @@ class FeatureStore:
         with self._telling(), self._committing():
             self._catch_up()
             fresh = self.missing(inputs)
-            if fresh:
-                self._commit(
-                    self._table(
-                        [inputs[i] for i in fresh],
-                        vectors[fresh],
-                        n_tokens[fresh],
-                        truncated[fresh],
-                    )
-                )
-                self._tidy()
-        return len(fresh)
+            if not fresh:
+                return 0
+            chosen = [inputs[i] for i in fresh]
+            rows = self._written(chosen, vectors[fresh], n_tokens[fresh], truncated[fresh])
+            return self._add([rows])
 
     def write_fragment(
         self,
@@ -248,12 +234,23 @@ class FeatureStore:
         errors as of :meth:`append`.
         """
         with self._telling():
-            table = self._table(inputs, vectors, n_tokens, truncated)
-            self._check_room(table)
-            known = self._dataset is not None
-            written = write_fragments(table, self._uri, mode="append" if known else "overwrite")
-        keys = b"".join(table["key"].to_pylist())
-        return Fragment(json.dumps(written[0].to_json()), keys, vectors.shape[1])
+            return self._written(inputs, vectors, n_tokens, truncated)
+
+    def _written(
+        self,
+        inputs: Sequence[EncoderInput],
+        vectors: NDArray[np.float32],
+        n_tokens: NDArray[np.int32],
+        truncated: NDArray[np.bool_],
+    ) -> Fragment:
+        rows = rows_table(inputs, self.cast(vectors), n_tokens, truncated)
+        self._check_room(rows)
+        metadata = self._target().write(rows)
+        keys = b"".join(rows["key"].to_pylist())
+        return Fragment(json.dumps(metadata.to_json()), keys, vectors.shape[1])
+
+    def _target(self) -> Target:
+        return Target(self._location.uri, self._location.options, self._dataset)
 
     def add_fragments(self, fragments: Sequence[Fragment]) -> int:
         """Add the rows of fragments in one commit, but for those that are there by now; count them.
@@ -263,30 +260,62 @@ class FeatureStore:
         """
         with self._telling(), self._committing():
             self._catch_up()
+            return self._add(fragments, by_others=True)
+
+    def _add(self, fragments: Sequence[Fragment], *, by_others: bool = False) -> int:
+        """Commit what of fragments is not there yet; the commit lock is held."""
+        while True:
             whole, tables, added = [], [], KeyIndex()
             for fragment in fragments:
                 fresh = (self._index.find(fragment.keys) < 0) & (added.find(fragment.keys) < 0)
-                if fresh.any():
-                    self._check_visible(fragment)
+                if not fresh.any():
+                    continue
+                metadata = FragmentMetadata.from_json(fragment.metadata)
+                path = f"data/{metadata.files[0].path}"
+                if by_others:
+                    self._check_visible(path)
                 if fresh.all():
-                    whole.append(FragmentMetadata.from_json(fragment.metadata))
-                elif fresh.any():
-                    tables.append(self._rows_of(fragment).filter(pa.array(fresh)))
-                if fresh.any():
-                    keys = np.frombuffer(fragment.keys, dtype=f"V{KEY_BYTES}")
-                    added.add(keys[fresh].tobytes())
-            if whole:
-                if self._dataset is None:
-                    self._commit(_schema(fragments[0].dim, self.dtype).empty_table())
-                operation, version = lance.LanceOperation.Append(whole), self._dataset.version
-                self._adopt(
-                    lance.LanceDataset.commit(self._dataset, operation, read_version=version)
-                )
+                    whole.append(metadata)
+                else:
+                    tables.append(self._rows_of(path).filter(pa.array(fresh)))
+                keys = np.frombuffer(fragment.keys, dtype=f"V{KEY_BYTES}")
+                added.add(keys[fresh].tobytes())
             if tables:
-                self._commit(pa.concat_tables(tables))
-            if len(added):
-                self._tidy()
-        return len(added)
+                rows = pa.concat_tables(tables)
+                self._check_room(rows)
+                whole.append(self._target().write(rows))
+            if not whole:
+                return 0
+            try:
+                self._commit(whole, fragments[0].dim)
+            except PreemptedError:
+                if not self._is_committed(whole):
+                    continue
+            self._tidy()
+            return len(added)
+
+    def _is_committed(self, fragments: Sequence[FragmentMetadata]) -> bool:
+        """Return whether a commit that was refused is there: the answer to it was lost.
+
+        Else someone on another machine was first, as the lock is held.
+        """
+        known = self._dataset and self._dataset.version
+        self._catch_up()
+        if (self._dataset and self._dataset.version) == known:
+            raise LlmcondError(
+                f"{self._location.name}: the storage refuses to write what is not there yet (a PUT "
+                "with If-None-Match), which commits need. Use another one."
+            ) from None
+        last = self._dataset.get_fragments()[-len(fragments) :]
+        if [own.metadata.files for own in last] == [own.files for own in fragments]:
+            return True
+        if self._is_alone:
+            log.warning(
+                f"others write to {self._location.name} at the same time; no vector is stored "
+                "twice, but some are encoded twice"
+            )
+        self._is_alone = False
+        return False
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -299,7 +328,7 @@ class FeatureStore:
             with self._telling(), self._committing():
                 self._catch_up()
                 if self._dataset is not None:
-                    self._clean(lance.dataset(self._uri))
+                    self._clean(self._location.newest())
                 stack.enter_context(self.claim(f"{_WRITING}{uuid.uuid4().hex}"))
             yield
 
@@ -313,92 +342,65 @@ class FeatureStore:
 
     def _clean(self, dataset: Any) -> None:
         """Remove old versions, and what no version names if nobody else can be at it."""
-        dataset.cleanup_old_versions(
-            retain_versions=_KEPT_VERSIONS, delete_unverified=not self._is_being_written()
-        )
+        # Without locks that hold for everyone, only after the days that Lance leaves it.
+        alone = not self._location.shared and not self._is_being_written()
+        dataset.cleanup_old_versions(retain_versions=_KEPT_VERSIONS, delete_unverified=alone)
 
-    def _rows_of(self, fragment: Fragment) -> pa.Table:
-        return LanceFileReader(self._file_of(fragment)).read_all().to_table()
+    def _rows_of(self, path: str) -> pa.Table:
+        own = f"{self._location.uri}/{path}"
+        return LanceFileReader(own, self._location.options).read_all().to_table()
 
-    def _file_of(self, fragment: Fragment) -> str:
-        return f"{self._uri}/data/{FragmentMetadata.from_json(fragment.metadata).files[0].path}"
-
-    def _check_visible(self, fragment: Fragment) -> None:
-        path = Path(self._file_of(fragment))
-        if not path.exists():
+    def _check_visible(self, path: str) -> None:
+        if not self._location.holds(path):
             raise UserError(
-                f"another machine wrote {path}, which this one does not see. All of them must "
-                "see the same folder."
+                f"another machine wrote {self._location.uri}/{path}, which this one does not see. "
+                "All of them must see the same folder, or be told the same server."
             )
-
-    def _table(
-        self,
-        inputs: Sequence[EncoderInput],
-        vectors: NDArray[np.float32],
-        n_tokens: NDArray[np.int32],
-        truncated: NDArray[np.bool_],
-    ) -> pa.Table:
-        schema = _schema(vectors.shape[1], self.dtype)
-        flat = pa.array(self.cast(vectors).reshape(-1), _ARROW[self.dtype])
-        keys = [
-            item.key_when_cut if cut else item.key
-            for item, cut in zip(inputs, truncated.tolist(), strict=True)
-        ]
-        columns = [
-            pa.array(keys, _KEY),
-            pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1]),
-            pa.array(n_tokens, pa.int32()),
-            pa.array(truncated, pa.bool_()),
-        ]
-        return pa.table(columns, schema)
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """Make the folder, and tell what the disk says as it is told to people."""
+        """Prepare to write, and tell what the storage says as it is told to people."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self._location.prepare()
             yield
         except Exception as error:
-            if is_disk_full(error):
-                raise DiskFullError(
-                    f"the disk is full: {self.folder} cannot grow. Free some space and run the "
-                    f"same command again; the {len(self):,} features already stored are kept."
-                ) from error
-            if isinstance(error, PermissionError):
-                raise UserError(f"{self.folder} cannot be written: {error.strerror}.") from error
+            self._location.tell_refused(error, len(self))
             raise
 
-    def _check_room(self, table: pa.Table) -> None:
+    def _check_room(self, rows: pa.Table) -> None:
         # Lance commits a file whose very end could not be written: better not to begin.
-        if shutil.disk_usage(self.folder).free < 2 * table.nbytes + _SPARE_BYTES:
+        if not self._location.has_room(2 * rows.nbytes + SPARE_BYTES):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _commit(self, table: pa.Table) -> None:
-        description = self.folder / "store.json"
-        if not description.exists():
-            identity = self.identity.to_json()
-            write_json(description, {"format": FORMAT, "dtype": self.dtype, "encoder": identity})
-        self._check_room(table)
+    def _commit(self, fragments: Sequence[FragmentMetadata], dim: int) -> None:
         if self._dataset is None:
-            self._adopt(lance.write_dataset(table, self._uri, mode="create"))
+            identity = self.identity.to_json()
+            description = {"format": FORMAT, "dtype": self.dtype, "encoder": identity}
+            schema = self._location.described(rows_schema(dim, self.dtype), description)
+            self._adopt(self._target().create(schema, fragments))
         else:
-            self._adopt(lance.write_dataset(table, self._dataset, mode="append"))
+            self._adopt(self._target().commit(fragments))
 
     def _tidy(self) -> None:
         """Keep files few, whatever was added how; the commit lock is held."""
-        fragments = self._dataset.get_fragments()
-        count = _mergeable([fragment.physical_rows for fragment in fragments])
+        rows = [fragment.physical_rows for fragment in self._dataset.get_fragments()]
+        count = mergeable(rows)
         if not count:
             return
-        # A handle of its own, since merging changes it; a new one also starts with empty caches.
-        dataset = lance.dataset(self._uri)
-        self._clean(dataset)
-        vector = dataset.schema.field("vector").type
-        rows = sum(fragment.physical_rows for fragment in fragments[-count:])
-        size = rows * vector.list_size * vector.value_type.bit_width // 8
-        if shutil.disk_usage(self.folder).free > 2 * size:
-            _merge_last(dataset, count)
-            self._adopt(dataset)
+        self._clean(self._location.newest())
+        vector = self._dataset.schema.field("vector").type
+        size = sum(rows[-count:]) * vector.list_size * vector.value_type.bit_width // 8
+        if self._location.has_room(2 * size):
+            try:
+                self._target().merge_last(count)
+            except PreemptedError:
+                return  # the next one merges
+            # A handle of its own starts with empty caches.
+            self._adopt(self._location.newest())
+
+    def check_writable(self) -> None:
+        """Raise a UserError where rows cannot be added."""
+        self._location.check_writable()
 
     def cast(self, vectors: NDArray[np.float32]) -> NDArray[Any]:
         """Return vectors in the store's type; what does not fit becomes infinite."""
@@ -437,14 +439,8 @@ class FeatureStore:
         size = math.prod(shape) * np.dtype(self.dtype).itemsize
         if size <= _IN_MEMORY:
             return np.empty(shape, dtype=self.dtype)
-        if shutil.disk_usage(self.folder).free < size + _SPARE_BYTES:
-            raise DiskFullError(
-                f"the disk is full: reading {size / 2**30:.1f} GiB of features in the order that "
-                f"heads take them needs as much room in {self.folder}."
-            )
-        # Without a name, so nothing is left behind whatever happens.
-        with tempfile.TemporaryFile(dir=self.folder) as file:
-            return np.memmap(file, dtype=self.dtype, mode="w+", shape=shape)
+        self._location.prepare()
+        return array_on_disk(self.folder, shape, self.dtype)
 
     def _stored(self, places: NDArray[np.int64]) -> NDArray[Any]:
         """Return the vectors at ascending places, in the store's type."""
@@ -464,87 +460,9 @@ class FeatureStore:
         A part that another process works on is better left to it. The claim ends with the block
         or with the process, however it ends.
         """
-        claims = self.folder / "claims"
-        claims.mkdir(parents=True, exist_ok=True)
-        path = claims / f"{name}.lock"
-        # Not bound to a thread: another one may end the block.
-        lock = FileLock(path, thread_local=False)
-        try:
-            with _gate(claims):
-                lock.acquire(blocking=False)
-        except Timeout:
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            with _gate(claims):
-                lock.release()
-                path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _gate(claims: Path) -> Iterator[None]:
-    """Let one at a time make and remove files of claims.
-
-    Otherwise one could lock a file that another one is just removing, while a third makes a new
-    file of that name and locks it too.
-    """
-    with FileLock(claims / ".gate").acquire(poll_interval=_POLL_SECONDS):
-        yield
-
-
-def _without_panic(attempt: Callable[[], _Read]) -> Callable[[], _Read]:
-    """Return what raises a ValueError where Lance's Rust code panics over a damaged file."""
-
-    def guarded() -> _Read:
-        try:
-            return attempt()
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # which cannot be imported
-                raise
-            raise ValueError(str(error)) from error
-
-    return guarded
-
-
-def _schema(dim: int, dtype: StoreDtype) -> pa.Schema:
-    vector = pa.list_(_ARROW[dtype], dim)
-    columns = {"key": _KEY, "vector": vector, "n_tokens": pa.int32(), "truncated": pa.bool_()}
-    return pa.schema(columns)
+        with claim(self.folder / "claims", name) as mine:
+            yield mine
 
 
 def _key_bytes(keys: Any) -> Any:
     return keys.buffers()[1].slice(keys.offset * KEY_BYTES, len(keys) * KEY_BYTES)
-
-
-def _mergeable(rows: Sequence[int]) -> int:
-    """Return how many of the last fragments, with so many rows each, are to be merged; 0: none."""
-    best = total = largest = 0
-    for count, size in enumerate(reversed(rows), start=1):
-        if size >= _FULL_ROWS:
-            break
-        total += size
-        largest = max(largest, size)
-        if count >= _MERGED_FRAGMENTS and largest * _LARGEST_PART <= total:
-            best = count
-    return best
-
-
-def _merge_last(dataset: Any, count: int) -> None:
-    """Merge the last fragments into one, which makes a new version.
-
-    Lance puts what it merged behind everything else. So only the last ones, all in one task, can
-    be merged without moving rows to other places.
-    """
-    fragments = dataset.get_fragments()
-    last = fragments[-count:]
-    options = {
-        "target_rows_per_fragment": sum(fragment.physical_rows for fragment in last),
-        "excluded_fragment_ids": [fragment.fragment_id for fragment in fragments[:-count]],
-        "batch_size": _MERGE_BATCH,
-    }
-    tasks = Compaction.plan(dataset, options).tasks
-    planned = [[fragment.id for fragment in task.fragments] for task in tasks]
-    if planned == [[fragment.fragment_id for fragment in last]]:
-        Compaction.commit(dataset, [tasks[0].execute(dataset)])

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -44,13 +43,13 @@ class EncoderOf:
         model: found in the same way on every machine.
         options: all that decides vectors, and the device.
         fingerprint: that its encoder must have.
-        folder: the store's, without what tells encoders apart.
+        root: the store's, without what tells encoders apart: a folder, or a URI.
     """
 
     model: str
     options: EncoderOptions
     fingerprint: str
-    folder: Path
+    root: str
     dtype: StoreDtype
 
 
@@ -104,9 +103,7 @@ class FragmentWriter:
         encoder = Encoder(resolved)
         self._parts = SentParts(encoder)
         self._threads = WorkerThreads(encoder.concurrency)
-        self._store = FeatureStore(
-            made_of.folder, resolved.identity, made_of.dtype, only_write=True
-        )
+        self._store = FeatureStore(made_of.root, resolved.identity, made_of.dtype, only_write=True)
 
     def work(self, item: Sequence[SentPart]) -> Written:
         """Encode parts, and write what is finite in the store's type into one fragment.
@@ -256,5 +253,5 @@ def ray_execution(
     device = "cuda" if cluster.gpus_per_actor else "cpu"
     # What is left open is decided here, not by each machine.
     options = replace(resolved.options, dtype=resolved.identity.dtype, device=device)
-    fingerprint, folder = resolved.identity.fingerprint, store.folder.parent.absolute()
-    return RayExecution(cluster, EncoderOf(model, options, fingerprint, folder, store.dtype))
+    fingerprint = resolved.identity.fingerprint
+    return RayExecution(cluster, EncoderOf(model, options, fingerprint, store.root, store.dtype))

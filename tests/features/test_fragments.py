@@ -59,7 +59,7 @@ def test_rows_that_are_there_by_now_are_not_added_again(store):
 
 
 def test_files_outlive_merging_while_they_are_being_written(store, monkeypatch):
-    monkeypatch.setattr("llmcond.features.store._MERGED_FRAGMENTS", 3)
+    monkeypatch.setattr("llmcond.features.fragments._MERGED_FRAGMENTS", 3)
     monkeypatch.setattr("llmcond.features.store._KEPT_VERSIONS", 1)
     other = FeatureStore(store.folder.parent, IDENTITY, "float32")
     with store.writing(), other.writing():
@@ -102,6 +102,6 @@ def test_one_begins_to_write_when_no_one_removes_files(store):
 
 def test_no_fragment_is_written_where_there_is_no_room_for_it(store, monkeypatch):
     append(store, range(8))
-    monkeypatch.setattr("llmcond.features.store._SPARE_BYTES", 2**60)
+    monkeypatch.setattr("llmcond.features.store.SPARE_BYTES", 2**60)
     with pytest.raises(DiskFullError, match="the 8 features already stored are kept"):
         written(store, range(8, 20))

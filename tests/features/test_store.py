@@ -18,7 +18,10 @@ from helpers.stored import INPUTS, VECTORS, append
 
 from llmcond.encoders import EncoderInput
 from llmcond.errors import DiskFullError, LlmcondError, UserError
+from llmcond.features import fragments as fragments_module
+from llmcond.features import location as location_module
 from llmcond.features import store as store_module
+from llmcond.features.fragments import Target
 from llmcond.features.store import FeatureStore
 
 PROCESSES = multiprocessing.get_context("spawn")
@@ -216,10 +219,14 @@ MANY_VECTORS = np.random.default_rng(1).normal(size=(600, 6)).astype(np.float32)
 EAGER = {"_MERGED_FRAGMENTS": 4, "_LARGEST_PART": 2, "_FULL_ROWS": 60, "_KEPT_VERSIONS": 1}
 
 
+def merge_eagerly(setting):
+    for name, value in EAGER.items():
+        setting(store_module if hasattr(store_module, name) else fragments_module, name, value)
+
+
 @pytest.fixture
 def merging(monkeypatch):
-    for name, value in EAGER.items():
-        monkeypatch.setattr(store_module, name, value)
+    merge_eagerly(monkeypatch.setattr)
 
 
 def add(store, chosen):
@@ -300,7 +307,7 @@ def test_files_and_versions_stay_few(tmp_path):
         add(store, [2 * i, 2 * i + 1])
         most = {kind: max(n, len(files(store, kind))) for kind, n in most.items()}
     # Of 300 commits; merged ones leave their old files for a while.
-    assert len(lance.dataset(store._uri).get_fragments()) < 45
+    assert len(lance.dataset(store._location.uri).get_fragments()) < 45
     assert all(n < 110 for n in most.values())
     check(store, range(600))
 
@@ -317,38 +324,27 @@ def test_what_a_killed_merge_left_is_removed(merging, store):
 
 def test_nothing_is_merged_where_there_is_no_room_for_it(merging, store, monkeypatch):
     usage = SimpleNamespace(free=1_000)
-    monkeypatch.setattr(store_module, "_SPARE_BYTES", 0)
-    monkeypatch.setattr(store_module.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(store_module, "SPARE_BYTES", 0)
+    monkeypatch.setattr(location_module.shutil, "disk_usage", lambda _: usage)
     for i in range(60):
         add(store, [i])
     # 6 numbers of 4 bytes each, twice: what is merged and as much again.
-    assert 20 < len(lance.dataset(store._uri).get_fragments()) <= 60
+    assert 20 < len(lance.dataset(store._location.uri).get_fragments()) <= 60
     check(store, range(60))
 
 
 def test_nothing_is_added_where_there_is_no_room_for_it(store, monkeypatch):
     add(store, [0])
     usage = SimpleNamespace(free=100)
-    monkeypatch.setattr(store_module.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(location_module.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(DiskFullError, match="the 1 features already stored are kept"):
         add(store, [1])
     check(store, range(1))
 
 
-@pytest.mark.parametrize("change", [lambda tasks: tasks * 2, lambda tasks: []])
-def test_a_merge_that_would_move_rows_is_not_made(merging, store, monkeypatch, change):
-    plan = store_module.Compaction.plan
-    odd = SimpleNamespace(plan=lambda *given: SimpleNamespace(tasks=change(plan(*given).tasks)))
-    monkeypatch.setattr(store_module, "Compaction", odd)
-    for i in range(6):
-        add(store, [i])
-    assert len(lance.dataset(store._uri).get_fragments()) == 6
-    check(store, range(6))
-
-
 def test_merging_is_planned_for_the_last_fragments_alone():
-    many, full = store_module._MERGED_FRAGMENTS, store_module._FULL_ROWS
-    mergeable = store_module._mergeable
+    many, full = fragments_module._MERGED_FRAGMENTS, fragments_module._FULL_ROWS
+    mergeable = fragments_module.mergeable
     assert mergeable([]) == 0
     assert mergeable([512] * (many - 1)) == 0
     assert mergeable([512] * many) == many
@@ -364,7 +360,7 @@ def test_a_row_is_rewritten_a_few_times_at_most():
     rows, rewritten = [], 0
     for _ in range(4_000):
         rows.append(512)
-        if count := store_module._mergeable(rows):
+        if count := fragments_module.mergeable(rows):
             rows[-count:] = [sum(rows[-count:])]
             rewritten += rows[-1]
         assert len(rows) < 60
@@ -480,13 +476,16 @@ def test_threads_claim_a_part_one_at_a_time(tmp_path, store):
 
 def keep_adding(root, seed, connection, killed_in_merge):
     """Add the many inputs in a process of its own, until someone kills it."""
-    for name, value in EAGER.items():
-        setattr(store_module, name, value)
+    merge_eagerly(setattr)
     if killed_in_merge:
-        store_module.Compaction = SimpleNamespace(
-            plan=store_module.Compaction.plan,
-            commit=lambda *_: os.kill(os.getpid(), signal.SIGKILL),
-        )
+        commit = Target.commit
+
+        def commit_or_die(target, fragments, removed=()):
+            if removed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return commit(target, fragments)
+
+        Target.commit = commit_or_die
     connection.send("ready")
     connection.recv()
     store = FeatureStore(root, IDENTITY, "float32")

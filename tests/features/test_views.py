@@ -826,7 +826,7 @@ def test_a_lookup_that_fails_leaves_no_file(store, monkeypatch):
 def test_a_memory_map_without_room_is_refused(store, monkeypatch):
     before = files(store)
     nothing = SimpleNamespace(free=0)
-    monkeypatch.setattr("llmcond.features.store.shutil.disk_usage", lambda folder: nothing)
+    monkeypatch.setattr("llmcond.features.location.shutil.disk_usage", lambda folder: nothing)
     check_lookup(store)
     monkeypatch.setattr("llmcond.features.store._IN_MEMORY", 0)
     with pytest.raises(DiskFullError, match="the disk is full"):

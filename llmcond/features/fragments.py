@@ -1,0 +1,169 @@
+"""Fragments of a Lance dataset: files of rows, committed so that nothing is lost or doubled.
+
+Lance lets two appends that know nothing of each other both succeed. Ours do not: a commit replaces
+the first fragment by itself, and Lance refuses two that change one fragment at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import lance
+import numpy as np
+import pyarrow as pa
+from lance.commit import CommitConflictError
+from lance.fragment import FragmentMetadata, LanceFragment, write_fragments
+from numpy.typing import NDArray
+
+from llmcond.encoders.spec import EncoderInput
+from llmcond.features.keys import KEY_BYTES
+
+StoreDtype = Literal["float16", "float32"]
+
+_KEY = pa.binary(KEY_BYTES)
+_ARROW = {"float16": pa.float16(), "float32": pa.float32()}
+
+#: Every commit adds a fragment, which slows down later ones: so many are merged into one,
+_MERGED_FRAGMENTS = 32
+#: where none of them holds more than a part in so many, so that a row is rewritten rarely,
+_LARGEST_PART = 8
+#: or already holds so many rows.
+_FULL_ROWS = 32_768
+#: Bounds the memory that merging takes.
+_MERGE_BATCH = 1_024
+
+
+class Fragment(NamedTuple):
+    """Rows in a file that no version of a store names yet.
+
+    Attributes:
+        metadata: of Lance's fragment, as JSON.
+        keys: of its rows, in their order, 16 bytes each.
+        dim: numbers in a vector.
+    """
+
+    metadata: str
+    keys: bytes
+    dim: int
+
+
+def rows_schema(dim: int, dtype: str) -> pa.Schema:
+    """Return the columns of a dataset of vectors."""
+    vector = pa.list_(_ARROW[dtype], dim)
+    columns = {"key": _KEY, "vector": vector, "n_tokens": pa.int32(), "truncated": pa.bool_()}
+    return pa.schema(columns)
+
+
+def rows_table(
+    inputs: Sequence[EncoderInput],
+    vectors: NDArray[Any],
+    n_tokens: NDArray[np.int32],
+    truncated: NDArray[np.bool_],
+) -> pa.Table:
+    """Return rows of inputs with their vectors, (n, dim), in the type they are stored in."""
+    keys = [
+        item.key_when_cut if cut else item.key
+        for item, cut in zip(inputs, truncated.tolist(), strict=True)
+    ]
+    schema = rows_schema(vectors.shape[1], vectors.dtype.name)
+    columns = [
+        pa.array(keys, _KEY),
+        pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1]),
+        pa.array(n_tokens, pa.int32()),
+        pa.array(truncated, pa.bool_()),
+    ]
+    return pa.table(columns, schema)
+
+
+class PreemptedError(Exception):
+    """Someone else has committed since the version that a commit was based on."""
+
+
+class Target(NamedTuple):
+    """A dataset: where it is, what Lance is told for it, its newest known version if any."""
+
+    uri: str
+    options: Mapping[str, str] | None
+    dataset: Any = None
+
+    def write(self, rows: pa.Table) -> FragmentMetadata:
+        """Write rows, at least one, into a file that no version names."""
+        if self.dataset is None:
+            return LanceFragment.create(self.uri, rows, storage_options=self._options)
+        return self._append(rows)[0]
+
+    def _append(self, rows: Any) -> list[FragmentMetadata]:
+        written: list[FragmentMetadata] = write_fragments(
+            rows, self.dataset, mode="append", storage_options=self._options
+        )
+        return written
+
+    @property
+    def _options(self) -> dict[str, str] | None:
+        return None if self.options is None else dict(self.options)
+
+    def create(self, schema: pa.Schema, fragments: Sequence[FragmentMetadata]) -> Any:
+        """Return the first version, of these fragments.
+
+        Raises:
+            PreemptedError: there is one.
+        """
+        operation = lance.LanceOperation.Overwrite(schema, fragments)
+        try:
+            return lance.LanceDataset.commit(
+                self.uri, operation, storage_options=self._options, max_retries=0
+            )
+        except (CommitConflictError, OSError) as error:
+            # In the second case someone was first while we looked.
+            if isinstance(error, CommitConflictError) or any(
+                said in str(error) for said in ("already exists", "_versions/0.manifest")
+            ):
+                raise PreemptedError from error
+            raise
+
+    def commit(self, fragments: Sequence[FragmentMetadata], removed: Sequence[int] = ()) -> Any:
+        """Return a version with fragments behind the others, some of which are removed.
+
+        Raises:
+            PreemptedError: the dataset is not the newest version.
+        """
+        first = self.dataset.get_fragments()[:1]
+        kept = [own.metadata for own in first if own.fragment_id not in removed]
+        operation = lance.LanceOperation.Update(
+            removed_fragment_ids=list(removed), updated_fragments=kept, new_fragments=fragments
+        )
+        try:
+            return lance.LanceDataset.commit(
+                self.dataset,
+                operation,
+                read_version=self.dataset.version,
+                storage_options=self._options,
+                max_retries=0,
+            )
+        except CommitConflictError as error:
+            raise PreemptedError from error
+
+    def merge_last(self, count: int) -> Any:
+        """Return a version in which the last fragments are one; every row keeps its place.
+
+        Raises:
+            PreemptedError: the dataset is not the newest version.
+        """
+        last = self.dataset.get_fragments()[-count:]
+        rows = self.dataset.scanner(fragments=last, batch_size=_MERGE_BATCH, batch_readahead=4)
+        merged = self._append(rows.to_reader())
+        return self.commit(merged, [own.fragment_id for own in last])
+
+
+def mergeable(rows: Sequence[int]) -> int:
+    """Return how many of the last fragments, with so many rows each, are to be merged; 0: none."""
+    best = total = largest = 0
+    for count, size in enumerate(reversed(rows), start=1):
+        if size >= _FULL_ROWS:
+            break
+        total += size
+        largest = max(largest, size)
+        if count >= _MERGED_FRAGMENTS and largest * _LARGEST_PART <= total:
+            best = count
+    return best

@@ -1,0 +1,142 @@
+"""A server that speaks S3's protocol, in a process of its own, and what may stand before it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+#: They must appear nowhere.
+ACCESS_KEY, SECRET_KEY = "AKIATESTTESTTEST", "tests-own-secret-key"
+
+
+class Server:
+    """A server with one bucket, ``features``; what it holds is lost when it ends."""
+
+    def __init__(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.start()
+
+    def start(self) -> None:
+        """Start it, at the same address as before."""
+        command = [sys.executable, "-m", "moto.server", "-p", str(self.port)]
+        quiet = subprocess.DEVNULL
+        self._process = subprocess.Popen(command, stdout=quiet, stderr=quiet)
+        until = time.monotonic() + 60
+        while True:
+            try:
+                self.make("features")
+                return
+            except OSError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
+
+    def make(self, bucket: str) -> None:
+        """Make a bucket."""
+        connection = HTTPConnection("127.0.0.1", self.port)
+        connection.request("PUT", f"/{bucket}")
+        assert connection.getresponse().status == 200
+        connection.close()
+
+    def kill(self) -> None:
+        """End it as a crash does."""
+        self._process.kill()
+        self._process.wait()
+
+
+class Proxy:
+    """What passes requests on to a server, or answers them itself.
+
+    Attributes:
+        answer: status and code that all requests get; None: those of the server.
+        only: the method and a part of the path of those that get it.
+        refused: how many got it.
+    """
+
+    def __init__(self, behind: int) -> None:
+        self.answer: tuple[int, str] | None = None
+        self.only, self.refused, self.until = ("", ""), 0, float("inf")
+        self.loses_answers = False
+        self._server = _Proxying(("127.0.0.1", 0), _Handler)
+        self._server.proxy, self._server.behind = self, behind
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.port = self._server.server_address[1]
+
+    def close(self) -> None:
+        """End it."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def refuses(self, method: str, path: str) -> bool:
+        """Return whether a request is answered here."""
+        chosen = method.startswith(self.only[0]) and self.only[1] in path
+        return self.answer is not None and chosen and time.monotonic() < self.until
+
+
+class _Proxying(ThreadingHTTPServer):
+    daemon_threads = True
+    proxy: Proxy
+    behind: int
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Proxying
+
+    def _handle(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        proxy = self.server.proxy
+        refuses = proxy.refuses(self.command, self.path)
+        proxy.refused += refuses
+        if not refuses or proxy.loses_answers:
+            connection = HTTPConnection("127.0.0.1", self.server.behind)
+            connection.request(self.command, self.path, body, dict(self.headers))
+            response = connection.getresponse()
+            content = response.read()
+            connection.close()
+        if refuses:
+            assert proxy.answer is not None
+            status, code = proxy.answer
+            text = (
+                f"<Error><Code>{code}</Code><AWSAccessKeyId>{ACCESS_KEY}</AWSAccessKeyId></Error>"
+            )
+            self._send(status, {}, text.encode())
+            return
+        skipped = ("transfer-encoding", "connection", "content-length", "date", "server")
+        headers = {k: v for k, v in response.getheaders() if k.lower() not in skipped}
+        self._send(response.status, headers, content, response.getheader("Content-Length"))
+
+    def _send(
+        self, status: int, headers: Mapping[str, str], content: bytes, size: str | None = None
+    ) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        head = self.command == "HEAD"
+        self.send_header("Content-Length", size if head and size else str(len(content)))
+        self.end_headers()
+        if not head:
+            self.wfile.write(content)
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _handle  # noqa: N815 - names of the library
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def environment(port: int) -> dict[str, str]:
+    """Return what a user sets for a server on this machine."""
+    return {
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+    }
