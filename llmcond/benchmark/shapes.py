@@ -21,7 +21,7 @@ from llmcond.encoders.spec import EncoderInput
 
 Shape = Literal["nv-embed-v2", "mistral-7b", "qwen2-7b", "xlm-r-large", "minilm"]
 #: The known model that a shape is of.
-_MODELS: Mapping[Shape, str] = {
+SHAPES: Mapping[Shape, str] = {
     "nv-embed-v2": "nvidia/NV-Embed-v2",
     "mistral-7b": "Salesforce/SFR-Embedding-Mistral",
     "qwen2-7b": "Alibaba-NLP/gte-Qwen2-7B-instruct",
@@ -64,7 +64,7 @@ def random_encoder(
     Weights are drawn on ``device``, or elsewhere by ``drawn_on``: drawn on a CPU they are the same
     for every device.
     """
-    known = next(model for model in MODELS if model.name == _MODELS[shape])
+    known = next(model for model in MODELS if model.name == SHAPES[shape])
     own = folder / (f"{shape}-small" if small else shape)
     if not own.is_dir():
         make_tokenizer(own)

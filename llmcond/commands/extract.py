@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from llmcond.commands.base import verb
 from llmcond.commands.shared import InRun, WithEncoder, WithScale, WithTask, data_options
@@ -13,6 +14,7 @@ from llmcond.options import option
 
 if TYPE_CHECKING:
     from llmcond.workflows.extract import Extracted
+    from llmcond.workflows.plan import Planned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,22 +40,50 @@ class Extract(InRun, WithTask, WithEncoder, WithScale):
         help="processes that share the work, one a GPU (on a CPU: a share of its cores each)",
     )
 
-    def execute(self) -> Extracted:
-        """Extract."""
+    plan: bool = option(
+        False,
+        help="only tell what there is to do: inputs, tokens, bytes, hours; nothing is written",
+    )
+    price: float | None = option(
+        None, metavar="P", help="of --plan: of an hour of a GPU, or of a process on a CPU"
+    )
+    bench: Path | None = option(
+        None,
+        metavar="FILE.json",
+        help="of --plan: what `llmcond bench --json` printed on such a machine (default: a trial "
+        "on this one)",
+    )
+
+    def execute(self) -> Extracted | Planned:
+        """Extract, or tell what would be."""
         data = data_options(self)
         cluster = self.cluster()
         if cluster is not None and self.workers != 1:
             raise UserError("--workers and --scale are two ways to share the work. Choose one.")
+        given: dict[str, Any] = {
+            "options": self.encoder_options(),
+            "run_folder": self.run,
+            "data": data,
+            "prompts": self.prompt,
+            "cluster": cluster,
+        }
+        if self.plan:
+            from llmcond.workflows.plan import plan
+
+            return self.call(plan, **given)
+        for name in ("price", "bench"):
+            if getattr(self, name) is not None:
+                raise UserError(f"--{name} is for --plan; give that too.")
         from llmcond.workflows.extract import extract
 
-        return self.call(
-            extract,
-            options=self.encoder_options(),
-            run_folder=self.run,
-            data=data,
-            prompts=self.prompt,
-            cluster=cluster,
-        )
+        return self.call(extract, **given)
+
+    def show(self, result: Extracted | Planned, form: str) -> None:
+        """Print a plan; what was extracted was told while it was."""
+        if self.plan:
+            from llmcond.report.terminal import listing, show
+
+            show(listing(cast("Planned", result).rows()), form)
 
 
 extract = verb(Extract)

@@ -48,6 +48,11 @@ class Fragment(NamedTuple):
     dim: int
 
 
+def row_bytes(dim: int, dtype: StoreDtype) -> float:
+    """Return how many bytes a row takes: its vector, key, number of tokens, and a bit."""
+    return dim * np.dtype(dtype).itemsize + KEY_BYTES + 4 + 1 / 8
+
+
 def rows_schema(dim: int, dtype: str) -> pa.Schema:
     """Return the columns of a dataset of vectors."""
     vector = pa.list_(_ARROW[dtype], dim)

@@ -7,6 +7,7 @@ loses when it is killed is written again by the next extraction.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ import numpy as np
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
-from llmcond.features.extract import Plan, Progress, SentPart, SentParts, not_finite
+from llmcond.features.extract import CHUNK, Plan, Progress, SentPart, SentParts, not_finite
 from llmcond.features.store import FeatureStore, Fragment, StoreDtype
 from llmcond.log import log
 from llmcond.scale.pool import Cluster, Pool, actors
@@ -197,6 +198,20 @@ class RayExecution:
         return committer.n_added, committer.n_tokens
 
 
+def fragments_and_commits(rows: int, seconds: float, count: int) -> tuple[int, int]:
+    """Return how many fragments and commits there are about, for rows that take so long in all."""
+    parts = rows / CHUNK
+    for_each = seconds * count / max(parts, 1)
+    fragments = math.ceil(parts / _parts_in(for_each, 1))
+    commits = max(math.ceil(fragments / _FRAGMENTS), min(fragments, int(seconds / _SECONDS)))
+    return fragments, commits
+
+
+def _parts_in(seconds: float, count: int) -> int:
+    """Return how many parts an item has, where so many took so long."""
+    return max(1, min(_MOST_PARTS, int(_ITEM_SECONDS * count / max(seconds, 1e-3))))
+
+
 class _Pace(Iterator[list[SentPart]]):
     """Parts, as many at a time as an actor encodes in some seconds; at first one."""
 
@@ -205,7 +220,7 @@ class _Pace(Iterator[list[SentPart]]):
 
     def took(self, seconds: float, count: int) -> None:
         """Note how long some parts took."""
-        self._count = max(1, min(_MOST_PARTS, int(_ITEM_SECONDS * count / max(seconds, 1e-3))))
+        self._count = _parts_in(seconds, count)
 
     def __next__(self) -> list[SentPart]:
         item = list(islice(self._parts, self._count))

@@ -88,25 +88,24 @@ def extract(
     Arguments as in :class:`llmcond.commands.extract.Extract`; ``data`` must be the run's own if it
     exists, and ``cluster`` is where actors encode.
     """
-    existing = open_any_run(run_folder) if run_exists(run_folder) else None
-    # All that can be wrong in files is found before a model is looked for, or downloaded.
-    named = [load_prompt(name) for name in prompts]
-    chosen_task = task_of(existing, task)
-    dataset = None if existing else read_data(chosen_task, replace(data, extra=fields_of(named)))
-    resolved = resolve(model, options) if cluster is None else _for_actors(model, options, cluster)
+    prepared = prepare(model, options, run_folder, data, prompts, task, cluster)
+    existing, resolved, chosen = prepared.existing, prepared.resolved, prepared.prompts
     for assumption in resolved.assumed:
         log.info(f"assumed: {assumption}")
-    chosen = named or [load_prompt(chosen_task.prompt or resolved.default_prompt)]
-    check_prompts(chosen, resolved, chosen_task)
     if cluster is None:
         check_workers(workers, resolved)
     created = None
-    if dataset is not None:
+    if prepared.dataset is not None:
         with suppress(RunExistsError):  # another process made it meanwhile: join it
             created = create_run(
-                run_folder, model, resolved, dataset, store_dtype or "float16", chosen_task
+                run_folder,
+                model,
+                resolved,
+                prepared.dataset,
+                store_dtype or "float16",
+                prepared.task,
             )
-        dataset = None  # the run reads its own
+        prepared.dataset = None  # the run reads its own
     run = created or existing or open_any_run(run_folder)
     if run is not created:
         _check_run(run, resolved, data, store_dtype)
@@ -132,6 +131,49 @@ def extract(
             # Nothing came of it, and what is left would bind the folder to this encoder.
             shutil.rmtree(run_folder, ignore_errors=True)
         raise
+
+
+@dataclass
+class Prepared:
+    """What an extraction works with, checked; nothing was written.
+
+    Attributes:
+        existing: the run, if there is one.
+        dataset: that a new run will hold.
+        prompts: at least one, and different.
+    """
+
+    existing: AnyRun | None
+    task: AnyTask[Any]
+    dataset: Data | None
+    resolved: ResolvedEncoder
+    prompts: Sequence[Prompt]
+
+
+def prepare(
+    model: str,
+    options: EncoderOptions,
+    run_folder: Path,
+    data: DataOptions,
+    prompts: Sequence[str],
+    task: str | None,
+    cluster: Cluster | None,
+) -> Prepared:
+    """Read and find everything that an extraction takes; arguments as of :func:`extract`.
+
+    Raises:
+        UserError: something of that is wrong.
+        LlmcondError: the hub cannot be reached.
+    """
+    existing = open_any_run(run_folder) if run_exists(run_folder) else None
+    # All that can be wrong in files is found before a model is looked for, or downloaded.
+    named = [load_prompt(name) for name in prompts]
+    chosen = task_of(existing, task)
+    dataset = None if existing else read_data(chosen, replace(data, extra=fields_of(named)))
+    resolved = resolve(model, options) if cluster is None else _for_actors(model, options, cluster)
+    taken = named or [load_prompt(chosen.prompt or resolved.default_prompt)]
+    check_prompts(taken, resolved, chosen)
+    return Prepared(existing, chosen, dataset, resolved, taken)
 
 
 def _for_actors(model: str, options: EncoderOptions, cluster: Cluster) -> ResolvedEncoder:

@@ -1,0 +1,246 @@
+"""The dry run of an extraction: how much there is to do, and what it takes; nothing is encoded.
+
+Of what is missing some inputs are tokenised; the rest is reckoned from their mean.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmcond.benchmark.shapes import SHAPES
+from llmcond.data.datasets import DataOptions
+from llmcond.encoders import EncoderOptions, ResolvedEncoder
+from llmcond.encoders.checkpoints.weights import load_dense
+from llmcond.encoders.engine.tokenizing import InputTokenizer
+from llmcond.encoders.loading.architecture import load_config, load_tokenizer
+from llmcond.encoders.spec import EncoderInput
+from llmcond.errors import UserError
+from llmcond.features.extract import CHUNK, WINDOW
+from llmcond.features.fragments import StoreDtype, row_bytes
+from llmcond.features.keys import KeyIndex
+from llmcond.features.missing import Missing, count_missing, together
+from llmcond.files import read_json
+from llmcond.runs import create_run
+from llmcond.runs.extraction import LazyEncoder
+from llmcond.scale.extraction import fragments_and_commits
+from llmcond.scale.pool import Cluster
+from llmcond.workflows.extract import prepare
+
+#: Of the 95 % interval of a mean.
+_DEVIATIONS = 1.96
+
+
+@dataclass(frozen=True)
+class Reckoned:
+    """A number that was reckoned from a sample, with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def times(self, factor: float) -> Reckoned:
+        """Return it in another unit."""
+        return Reckoned(self.value * factor, self.low * factor, self.high * factor)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What an extraction would do.
+
+    Attributes:
+        n_inputs, n_missing: distinct inputs of each prompt, and those that the store lacks; what
+            several prompts need is counted with the first.
+        tokens: of what is missing, as the encoder computes them.
+        n_bytes: that will be stored.
+        tokens_per_second: of one process, or actor, and where that is from (``rate_of``).
+        hours: of one process, or actor, and ``wall_hours`` of all.
+        cost: hours at the price that was given; None: none was.
+        fragments, commits: of the store, before small ones are merged.
+    """
+
+    encoder: str
+    n_inputs: Mapping[str, int]
+    n_missing: Mapping[str, int]
+    tokens: Reckoned
+    dim: int
+    n_bytes: int
+    tokens_per_second: float | None
+    rate_of: str
+    workers: int
+    hours: Reckoned | None
+    wall_hours: Reckoned | None
+    cost: Reckoned | None
+    fragments: int
+    commits: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        return asdict(self)
+
+    def rows(self) -> list[dict[str, str]]:
+        """Return it as a table."""
+        rows = {f"inputs, {name}": f"{n:,}" for name, n in self.n_inputs.items()}
+        rows |= {f"missing, {name}": f"{n:,}" for name, n in self.n_missing.items()}
+        rows |= {
+            "tokens": _told(self.tokens, ",.0f"),
+            "stored": f"{self.n_bytes / 2**20:,.1f} MiB, vectors of {self.dim:,} dimensions",
+        }
+        if self.hours and self.wall_hours and self.tokens_per_second:
+            rows["tokens/s"] = f"{self.tokens_per_second:,.0f}, {self.rate_of}"
+            rows["hours"] = _told(self.hours, ".3g")
+            if self.workers > 1:
+                rows[f"hours, {self.workers} at a time"] = _told(self.wall_hours, ".3g")
+        if self.cost:
+            rows["cost"] = _told(self.cost, ",.2f")
+        rows["fragments, commits"] = f"{self.fragments:,}, {self.commits:,}"
+        return [{"plan": name, "": value} for name, value in rows.items()]
+
+
+def _told(number: Reckoned, form: str) -> str:
+    if number.low == number.high:
+        return f"{number.value:{form}}"
+    return f"{number.value:{form}} [{number.low:{form}}, {number.high:{form}}]"
+
+
+def plan(  # noqa: PLR0913 - each is a choice of the user, by keyword
+    *,
+    model: str,
+    options: EncoderOptions,
+    run_folder: Path,
+    data: DataOptions,
+    prompts: Sequence[str] = (),
+    store_dtype: StoreDtype | None = None,
+    workers: int = 1,
+    task: str | None = None,
+    cluster: Cluster | None = None,
+    price: float | None = None,
+    bench: Path | None = None,
+) -> Planned:
+    """Return what :func:`llmcond.workflows.extract.extract` would do with the same arguments.
+
+    ``price`` is that of an hour of one process, or actor; ``bench`` what ``llmcond bench --json``
+    printed on a machine like those that will encode; None: some inputs are encoded here, to see how
+    fast.
+
+    Raises:
+        UserError: as ``extract``, or the record has no such encoder.
+    """
+    if price is not None and price < 0:
+        raise UserError(f"price is {price:g}; it must be at least 0.")
+    prepared = prepare(model, options, run_folder, data, prompts, task, cluster)
+    resolved = prepared.resolved
+    with tempfile.TemporaryDirectory() as scratch:
+        if prepared.dataset is not None:
+            dtype, folder = store_dtype or "float16", Path(scratch) / "run"
+            created = create_run(folder, model, resolved, prepared.dataset, dtype, prepared.task)
+        run = prepared.existing or created
+        run.check_encoder(resolved)
+        store, seen = run.store(), KeyIndex()
+        lacking = {
+            prompt.name: count_missing(store, run.inputs(prompt), WINDOW, seen)
+            for prompt in prepared.prompts
+        }
+        missing = together(list(lacking.values()))
+        tokens, dim = _tokens(resolved, missing), _dim(resolved)
+        rate, rate_of = _rate(model, resolved, missing, tokens, bench)
+    hours = tokens.times(1 / rate / 3600) if rate else None
+    count = (cluster.actors or 1) if cluster else workers
+    seconds = 3600 * hours.value / count if hours else 0.0
+    fragments, commits = (
+        fragments_and_commits(missing.n_missing, seconds, count)
+        if cluster
+        else (-(-missing.n_missing // CHUNK),) * 2
+    )
+    return Planned(
+        encoder=run.encoder_name,
+        n_inputs={name: own.n_inputs for name, own in lacking.items()},
+        n_missing={name: own.n_missing for name, own in lacking.items()},
+        tokens=tokens,
+        dim=dim,
+        n_bytes=round(missing.n_missing * row_bytes(dim, store.dtype)),
+        tokens_per_second=rate,
+        rate_of=rate_of,
+        workers=count,
+        hours=hours,
+        wall_hours=hours and hours.times(1 / count),
+        cost=hours.times(price) if hours and price is not None else None,
+        fragments=fragments,
+        commits=commits,
+    )
+
+
+def _tokens(resolved: ResolvedEncoder, missing: Missing) -> Reckoned:
+    """Return how many tokens the encoder computes of what is missing."""
+    counts = _counts(resolved, missing.sample)
+    total, n = missing.n_missing, len(counts)
+    if not n:
+        return Reckoned(0, 0, 0)
+    mean = float(counts.mean())
+    error = float(counts.std(ddof=1)) / math.sqrt(n) if 1 < n < total else 0.0
+    half = _DEVIATIONS * error * total
+    return Reckoned(mean * total, mean * total - half, mean * total + half)
+
+
+def _counts(resolved: ResolvedEncoder, inputs: Sequence[EncoderInput]) -> np.ndarray[Any, Any]:
+    member = resolved.each_member()[0]
+    config = load_config(member.checkpoint, member.identity.attention)
+    loaded = load_tokenizer(member.checkpoint, config)
+    tokenizer = InputTokenizer(loaded, member.identity, member.checkpoint.name)
+    windows = tokenizer.windows(inputs)
+    return np.array([sum(len(one.ids) for one in own) for own in windows], dtype=np.float64)
+
+
+def _dim(resolved: ResolvedEncoder) -> int:
+    members = resolved.each_member()
+    config = load_config(members[0].checkpoint, members[0].identity.attention)
+    width = int(getattr(config, "text_config", config).hidden_size)
+    return len(members) * load_dense(members[0], width)[1]
+
+
+def _rate(
+    model: str, resolved: ResolvedEncoder, missing: Missing, tokens: Reckoned, bench: Path | None
+) -> tuple[float | None, str]:
+    """Return the tokens a second of one process, and where that is from."""
+    if not missing.n_missing:
+        return None, "nothing is missing"
+    if bench is not None:
+        return _recorded_rate(model, resolved, tokens.value / missing.n_missing, bench)
+    encoder = LazyEncoder(resolved)()
+    seconds = missing.seconds(encoder.encode_counted)
+    return tokens.value / seconds, f"a trial on {resolved.device} of this machine"
+
+
+def _recorded_rate(
+    model: str, resolved: ResolvedEncoder, length: float, bench: Path
+) -> tuple[float, str]:
+    """Return the rate that a benchmark had for the encoder, on inputs as long as these."""
+    known, identity = resolved.checkpoint.known, resolved.identity
+    names = {model, resolved.checkpoint.name, *([known.name, known.repo] if known else [])}
+    names.update(shape for shape, of in SHAPES.items() if of in names)
+    precision = identity.dtype if identity.quantize == "none" else identity.quantize
+    record = read_json(bench)
+    speeds = record.get("speeds") or []
+    own = [
+        speed
+        for speed in speeds
+        if speed["model"] in names
+        and speed["precision"] == precision
+        and speed["way"] in ("packed", "padded")
+    ]
+    if not own:
+        there = sorted({f"{speed['model']} in {speed['precision']}" for speed in speeds})
+        raise UserError(
+            f"{bench} has no speed of {resolved.checkpoint.name} in {precision}; it has "
+            f"{', '.join(there) or 'none'}. Make one: llmcond bench --model {model} --json"
+        )
+    found = min(own, key=lambda speed: abs(math.log(speed["tokens"] / speed["n"] / length)))
+    machine = record["machine"]
+    where = f"{machine.get('gpu') or machine['cpu']}, {found['inputs']}, {bench}"
+    return float(found["tokens_per_second"]), where
