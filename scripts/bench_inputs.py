@@ -40,7 +40,7 @@ def _make_checkpoint(known: KnownModel, folder: Path, sizes: Mapping[str, int]) 
     architecture = json.loads(json.dumps(dict(known.architecture)))
     (architecture.get("text_config") or architecture).update(sizes)
     (folder / "config.json").write_text(json.dumps(architecture))
-    _make_tokenizer(folder)
+    make_tokenizer(folder)
     checkpoint = resolve(str(folder), EncoderOptions(like=known.repo), identify=False).checkpoint
     names = build_on_meta(load_config(checkpoint)).state_dict()
     generator = torch.Generator().manual_seed(0)
@@ -62,7 +62,7 @@ def _make_checkpoint(known: KnownModel, folder: Path, sizes: Mapping[str, int]) 
     (folder / "model.safetensors.index.json").write_text(json.dumps(listing))
 
 
-def _make_tokenizer(folder: Path) -> None:
+def make_tokenizer(folder: Path) -> None:
     """Train a small tokenizer on the bundled sample: lengths are like those of real ones."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast

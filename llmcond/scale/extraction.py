@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +24,7 @@ from llmcond.errors import UserError
 from llmcond.features.extract import CHUNK, Plan, Progress, SentPart, SentParts, not_finite
 from llmcond.features.store import FeatureStore, Fragment, StoreDtype
 from llmcond.log import log
-from llmcond.scale.pool import Cluster, Pool, actors
+from llmcond.scale.pool import Cluster, Pool, Worker, actors
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoded
@@ -106,7 +106,7 @@ class FragmentWriter:
         self._threads = WorkerThreads(encoder.concurrency)
         self._store = FeatureStore(made_of.root, resolved.identity, made_of.dtype, only_write=True)
 
-    def work(self, item: Sequence[SentPart]) -> Written:
+    def work(self, item: list[SentPart]) -> Written:
         """Encode parts, and write what is finite in the store's type into one fragment.
 
         Raises:
@@ -148,6 +148,9 @@ class RayExecution:
         cpu_seconds: that actors have encoded and written for.
     """
 
+    #: What actors hold, made of an :class:`EncoderOf`.
+    worker: Callable[[EncoderOf], Worker[list[SentPart], Written]] = FragmentWriter
+
     def __init__(self, cluster: Cluster, made_of: EncoderOf) -> None:
         self._cluster, self._made_of = cluster, made_of
         self._stack = ExitStack()
@@ -162,7 +165,7 @@ class RayExecution:
     @cached_property
     def _pool(self) -> Pool[list[SentPart], Written]:
         began = time.monotonic()
-        made = actors(self._cluster, FragmentWriter, self._made_of)
+        made = actors(self._cluster, self.worker, self._made_of)
         pool: Pool[list[SentPart], Written] = self._stack.enter_context(made)
         where, took = self._cluster.address or "this machine", time.monotonic() - began
         log.info(f"Ray on {where}: {pool.size} actors, connected in {took:.1f} s")

@@ -45,6 +45,7 @@ SCRIPTS = {
         "| hypernet, its matrices",
     ),
     "bench_ranking": ("--entities 30 --triples 5 --train 20 --dim 4", "| sort of all scores |"),
+    "bench_ray": ("--model {tiny} --inputs 8 --rounds 1", "same vectors: True"),
     "bench_routed": (
         "--model {tiny} --data {rows} --sentences 2 --conditions 1 2 --rows 4 --rounds 1",
         "| routed |",
