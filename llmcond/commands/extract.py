@@ -34,6 +34,12 @@ class Extract(InRun, WithTask, WithEncoder, WithScale):
     store_dtype: Literal["float16", "float32"] | None = option(
         None, help="type that vectors are stored in (default: float16)"
     )
+    store: str | None = option(
+        None,
+        metavar="URI_OR_FOLDER",
+        help="of a new run, where its features are stored: a folder, or s3://BUCKET/PATH, gs://... "
+        "or az://..., with credentials from the environment (default: in the run)",
+    )
     workers: int = option(
         1,
         metavar="N",

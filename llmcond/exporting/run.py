@@ -68,11 +68,12 @@ def _encoder_files(folder: Path) -> Iterator[Path]:
 
 
 def _write_record(path: Path, record: dict[str, Any], model: str) -> None:
-    """Write a record without the paths of this machine: where the data and the encoder were."""
+    """Write a record without the paths of this machine: where data, encoder and features were."""
     encoder = {**record["encoder"], "model": model}
     encoder["name"] = without_path(encoder["name"])
     data = {**record["data"], "source": PurePath(record["data"]["source"]).name}
-    write_json(path, {**record, "encoder": encoder, "data": data})
+    kept = {key: value for key, value in record.items() if key != "store"}
+    write_json(path, {**kept, "encoder": encoder, "data": data})
 
 
 def without_path(name: Any) -> Any:

@@ -157,15 +157,12 @@ def locate(root: str | Path, name: str) -> Location:
     """Return where the store of a name lies below ``root``, a folder or a URI.
 
     Raises:
-        UserError: no such kind of storage.
+        UserError: as :func:`recorded`.
     """
-    named = str(root)
-    if "://" not in named:
+    if "://" not in str(root):
         return Folder(Path(root) / name)
-    parts = urlsplit(named)
-    if parts.scheme == "file":
-        return Folder(Path(unquote(parts.path)) / name)
-    return Bucket(f"{named.rstrip('/')}/{name}")
+    place = recorded(str(root))
+    return Bucket(f"{place}/{name}") if "://" in place else Folder(Path(place) / name)
 
 
 def recorded(root: str) -> str:
@@ -182,17 +179,17 @@ def recorded(root: str) -> str:
     if parts.scheme not in SCHEMES:
         known = [*(f"{scheme}://" for scheme in SCHEMES), "file:///"]
         raise UserError(
-            f"--store {parts.scheme}:// is no storage that llmcond writes to. "
+            f"features cannot be stored in {parts.scheme}:// places. "
             f"{nearest(f'{parts.scheme}://', known)} Or name a folder."
         )
     if parts.username is not None or parts.query or parts.fragment:
         raise UserError(
-            f"--store is to name a bucket and a path, {parts.scheme}://BUCKET/PATH, and nothing "
+            f"a store is named by a bucket and a path, {parts.scheme}://BUCKET/PATH, and nothing "
             "else: credentials are read from the environment, and recorded nowhere. "
             f"{SCHEMES[parts.scheme].settings}"
         )
     if "://" not in root or not parts.netloc:
-        raise UserError(f"--store {root} names no bucket; expected {parts.scheme}://BUCKET/PATH.")
+        raise UserError(f"{root} names no bucket; expected {parts.scheme}://BUCKET/PATH.")
     return root.rstrip("/")
 
 

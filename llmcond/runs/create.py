@@ -30,14 +30,19 @@ def create_run(
     data: Data,
     store_dtype: StoreDtype,
     task: AnyTask[Any],
+    store: str | None = None,
 ) -> OpenedRun:
     """Make a run folder, complete from the moment it is there.
+
+    ``store`` is where its features are, a URI or an absolute path; None: in the folder.
 
     Raises:
         RunExistsError: another process was first.
         UserError: the folder cannot be written, or the disk is full.
     """
     manifest = _manifest(where_model(model, resolved), resolved, data, store_dtype, task)
+    if store is not None:
+        manifest["store"] = store
     try:
         with making(folder) as temporary:
             data.save(temporary)

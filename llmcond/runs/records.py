@@ -66,6 +66,7 @@ class Manifest:
     data: _Rows
     prompts: Mapping[str, _Extracted]
     task: str | None = None
+    store: str | None = None
     cross_encoder: _CrossEncoder | None = None
     trained_on: Sequence[str] = ()
 
@@ -81,6 +82,7 @@ class TaskManifest:
     data: _Data
     prompts: Mapping[str, _Extracted]
     task: str
+    store: str | None = None
 
 
 @dataclass(frozen=True)

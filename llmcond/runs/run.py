@@ -1,16 +1,13 @@
 """A run: the folder that holds one piece of work and a manifest of what made it.
 
 ``run.json`` says which encoder, data and prompts; the data lies beside it, rows by split in
-``rows.parquet``; ``features/`` is the store; ``heads/`` the fitted heads. A run belongs to one
-encoder and one data set for good; prompts and heads are added to it. Here is what all runs have;
-``task_runs.py`` has those of each kind of task.
+``rows.parquet``; ``features/`` is the store, unless run.json says where else it is; ``heads/`` the
+fitted heads. A run belongs to one encoder and one data set for good; prompts and heads are added to
+it. Here is what all runs have; ``task_runs.py`` has those of each kind of task.
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,8 +25,7 @@ from llmcond.encoders.spec import Orders
 from llmcond.errors import UserError, nearest
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import View
-from llmcond.files import check_writable, read_json, write_json
-from llmcond.log import log
+from llmcond.files import read_json, write_json
 from llmcond.metrics import metric_of
 from llmcond.prompts import Prompt, prompt_from_json
 from llmcond.prompts.inputs import PromptInputs, SplitInputs
@@ -45,6 +41,7 @@ from llmcond.runs.saved import (
     fitted_on,
     fitted_splits,
 )
+from llmcond.runs.stores import store_for_others
 from llmcond.tasks import AnyTask, Data, RankingTask, find_task
 from llmcond.tasks.dialogue import Dialogue
 from llmcond.tasks.dialogues import Dialogues
@@ -98,7 +95,12 @@ class AnyRun(ABC):
 
     def store(self) -> FeatureStore:
         """Open the run's feature store."""
-        return FeatureStore(self.folder / "features", self.identity, self.manifest["store_dtype"])
+        return FeatureStore(self.store_root, self.identity, self.manifest["store_dtype"])
+
+    @property
+    def store_root(self) -> str:
+        """Return where the run's features are: a URI, or a folder with its whole path."""
+        return str(self.manifest.get("store") or (self.folder / "features").absolute())
 
     def store_for_others(self) -> FeatureStore:
         """Open the run's feature store to add the features of other texts.
@@ -106,20 +108,8 @@ class AnyRun(ABC):
         Where the run cannot be written, or is a bundled model, they go into an empty store that
         does not last.
         """
-        store = self.store()
-        if self.folder == pretrained(self.folder.name):
-            why = "a bundled model keeps none. For those, make a run: llmcond extract"
-        else:
-            try:
-                check_writable(store.folder / "store.json")
-                return store
-            except UserError as error:
-                why = str(error)
-        log.info(f"the features of these texts are not kept: {why}")
-        folder = Path(tempfile.mkdtemp(prefix="llmcond-"))
-        store = FeatureStore(folder, self.identity, store.dtype)
-        weakref.finalize(store, shutil.rmtree, folder, ignore_errors=True)
-        return store
+        is_bundled = self.folder == pretrained(self.folder.name)
+        return store_for_others(self.store(), is_bundled=is_bundled)
 
     def resolve_encoder(
         self, device: str = "auto", max_tokens_per_batch: int | None = None

@@ -17,8 +17,9 @@ from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError
 from llmcond.features.extract import CHUNK, COUNTED_FIRST, WINDOW, Extraction
 from llmcond.features.keys import KeyIndex
+from llmcond.features.location import recorded
 from llmcond.features.missing import Missing, count_missing, together
-from llmcond.features.store import StoreDtype
+from llmcond.features.store import FeatureStore, StoreDtype
 from llmcond.log import log
 from llmcond.progress import duration
 from llmcond.prompts import Prompt, fields_of, load_prompt
@@ -82,13 +83,14 @@ def extract(
     workers: int = 1,
     task: str | None = None,
     cluster: Cluster | None = None,
+    store: str | None = None,
 ) -> Extracted:
     """Extract the features of a data set under prompts into a run; what is there is not redone.
 
     Arguments as in :class:`llmcond.commands.extract.Extract`; ``data`` must be the run's own if it
     exists, and ``cluster`` is where actors encode.
     """
-    prepared = prepare(model, options, run_folder, data, prompts, task, cluster)
+    prepared = prepare(model, options, run_folder, data, prompts, task, cluster, store)
     existing, resolved, chosen = prepared.existing, prepared.resolved, prepared.prompts
     for assumption in resolved.assumed:
         log.info(f"assumed: {assumption}")
@@ -96,19 +98,23 @@ def extract(
         check_workers(workers, resolved)
     created = None
     if prepared.dataset is not None:
+        dtype: StoreDtype = store_dtype or "float16"
+        if prepared.store is not None:  # whether it can be read, before there is a run
+            FeatureStore(prepared.store, resolved.identity, dtype)
         with suppress(RunExistsError):  # another process made it meanwhile: join it
             created = create_run(
                 run_folder,
                 model,
                 resolved,
                 prepared.dataset,
-                store_dtype or "float16",
+                dtype,
                 prepared.task,
+                prepared.store,
             )
         prepared.dataset = None  # the run reads its own
     run = created or existing or open_any_run(run_folder)
     if run is not created:
-        _check_run(run, resolved, data, store_dtype)
+        _check_run(run, resolved, data, store_dtype, prepared.store)
         run.record_model(where_model(model, resolved))
     log.info(
         f"{resolved.checkpoint.name} in {resolved.identity.dtype}"
@@ -127,9 +133,10 @@ def extract(
             missing = _log_plan(run, encoder, chosen, workers)
             return _extract_prompts(run, encoder, chosen, missing)
     except LlmcondError:
-        if created is not None and not len(created.store()):
-            # Nothing came of it, and what is left would bind the folder to this encoder.
-            shutil.rmtree(run_folder, ignore_errors=True)
+        with suppress(LlmcondError):  # the store's, which perhaps is what failed
+            if created is not None and not len(created.store()):
+                # Nothing came of it, and what is left would bind the folder to this encoder.
+                shutil.rmtree(run_folder, ignore_errors=True)
         raise
 
 
@@ -141,6 +148,7 @@ class Prepared:
         existing: the run, if there is one.
         dataset: that a new run will hold.
         prompts: at least one, and different.
+        store: where features are to be; None: where the run has them.
     """
 
     existing: AnyRun | None
@@ -148,6 +156,7 @@ class Prepared:
     dataset: Data | None
     resolved: ResolvedEncoder
     prompts: Sequence[Prompt]
+    store: str | None
 
 
 def prepare(
@@ -158,6 +167,7 @@ def prepare(
     prompts: Sequence[str],
     task: str | None,
     cluster: Cluster | None,
+    store: str | None,
 ) -> Prepared:
     """Read and find everything that an extraction takes; arguments as of :func:`extract`.
 
@@ -165,6 +175,7 @@ def prepare(
         UserError: something of that is wrong.
         LlmcondError: the hub cannot be reached.
     """
+    place = None if store is None else recorded(store)
     existing = open_any_run(run_folder) if run_exists(run_folder) else None
     # All that can be wrong in files is found before a model is looked for, or downloaded.
     named = [load_prompt(name) for name in prompts]
@@ -173,7 +184,7 @@ def prepare(
     resolved = resolve(model, options) if cluster is None else _for_actors(model, options, cluster)
     taken = named or [load_prompt(chosen.prompt or resolved.default_prompt)]
     check_prompts(taken, resolved, chosen)
-    return Prepared(existing, chosen, dataset, resolved, taken)
+    return Prepared(existing, chosen, dataset, resolved, taken, place)
 
 
 def _for_actors(model: str, options: EncoderOptions, cluster: Cluster) -> ResolvedEncoder:
@@ -273,27 +284,36 @@ def _with_what(resolved: ResolvedEncoder, task: AnyTask[Any] | None) -> str:
 
 
 def _check_run(
-    run: AnyRun, resolved: ResolvedEncoder, data: DataOptions, store_dtype: StoreDtype | None
+    run: AnyRun,
+    resolved: ResolvedEncoder,
+    data: DataOptions,
+    store_dtype: StoreDtype | None,
+    store: str | None,
 ) -> None:
-    """Check that a run is of the same encoder, storage type and data."""
+    """Check that a run is of the same encoder, storage type, place of features, and data."""
     run.check_encoder(resolved)
     if store_dtype not in (None, run.manifest["store_dtype"]):
         raise UserError(
             f"{run.folder} stores features as {run.manifest['store_dtype']}, not {store_dtype}. "
             "Use another --run."
         )
-    recorded, asked = run.manifest["data"], data.like(run.read_by)
+    if store not in (None, run.store_root):
+        raise UserError(
+            f"{run.folder} stores features in {run.store_root}, not in {store}. Use another --run, "
+            "or leave out --store."
+        )
+    known, asked = run.manifest["data"], data.like(run.read_by)
     if data.source is None:
         if asked != run.read_by:
             raise UserError(
-                f"{run.folder} holds the data {recorded['source']}, read in another way than asked "
+                f"{run.folder} holds the data {known['source']}, read in another way than asked "
                 "for. Name the --data too, and another --run."
             )
         return
     given = run.task.read(asked)
-    if given.digest != recorded["digest"]:
+    if given.digest != known["digest"]:
         raise UserError(
-            f"{run.folder} holds the data {recorded['source']} (digest {recorded['digest']}), and "
+            f"{run.folder} holds the data {known['source']} (digest {known['digest']}), and "
             f"{given.source} has other examples (digest {given.digest}). Use another --run."
         )
 

@@ -120,6 +120,7 @@ def plan(  # noqa: PLR0913 - each is a choice of the user, by keyword
     workers: int = 1,
     task: str | None = None,
     cluster: Cluster | None = None,
+    store: str | None = None,
     price: float | None = None,
     bench: Path | None = None,
 ) -> Planned:
@@ -134,17 +135,18 @@ def plan(  # noqa: PLR0913 - each is a choice of the user, by keyword
     """
     if price is not None and price < 0:
         raise UserError(f"price is {price:g}; it must be at least 0.")
-    prepared = prepare(model, options, run_folder, data, prompts, task, cluster)
+    prepared = prepare(model, options, run_folder, data, prompts, task, cluster, store)
     resolved = prepared.resolved
     with tempfile.TemporaryDirectory() as scratch:
         if prepared.dataset is not None:
             dtype, folder = store_dtype or "float16", Path(scratch) / "run"
-            created = create_run(folder, model, resolved, prepared.dataset, dtype, prepared.task)
+            made = (prepared.dataset, dtype, prepared.task, prepared.store)
+            created = create_run(folder, model, resolved, *made)
         run = prepared.existing or created
         run.check_encoder(resolved)
-        store, seen = run.store(), KeyIndex()
+        features, seen = run.store(), KeyIndex()
         lacking = {
-            prompt.name: count_missing(store, run.inputs(prompt), WINDOW, seen)
+            prompt.name: count_missing(features, run.inputs(prompt), WINDOW, seen)
             for prompt in prepared.prompts
         }
         missing = together(list(lacking.values()))
@@ -164,7 +166,7 @@ def plan(  # noqa: PLR0913 - each is a choice of the user, by keyword
         n_missing={name: own.n_missing for name, own in lacking.items()},
         tokens=tokens,
         dim=dim,
-        n_bytes=round(missing.n_missing * row_bytes(dim, store.dtype)),
+        n_bytes=round(missing.n_missing * row_bytes(dim, features.dtype)),
         tokens_per_second=rate,
         rate_of=rate_of,
         workers=count,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -59,12 +60,13 @@ class Proxy:
         answer: status and code that all requests get; None: those of the server.
         only: the method and a part of the path of those that get it.
         refused: how many got it.
+        passed: how many requests of a method were passed on.
     """
 
     def __init__(self, behind: int) -> None:
         self.answer: tuple[int, str] | None = None
         self.only, self.refused, self.until = ("", ""), 0, float("inf")
-        self.loses_answers = False
+        self.loses_answers, self.passed = False, Counter[str]()
         self._server = _Proxying(("127.0.0.1", 0), _Handler)
         self._server.proxy, self._server.behind = self, behind
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -97,6 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
         refuses = proxy.refuses(self.command, self.path)
         proxy.refused += refuses
         if not refuses or proxy.loses_answers:
+            proxy.passed[self.command] += 1
             connection = HTTPConnection("127.0.0.1", self.server.behind)
             connection.request(self.command, self.path, body, dict(self.headers))
             response = connection.getresponse()

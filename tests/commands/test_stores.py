@@ -1,0 +1,183 @@
+"""Runs whose features are elsewhere: in another folder, or in a bucket."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import lance
+import numpy as np
+import pytest
+from helpers.buckets import ACCESS_KEY, SECRET_KEY, Proxy
+from helpers.commands import ok, refused
+from helpers.processes import Command
+
+from llmcond.cli import run
+from llmcond.runs import open_run
+from llmcond.runs.embedder import load_embedder
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory, small_rows):
+    path = tmp_path_factory.mktemp("data") / "rows.csv"
+    lines = ["sentence1,sentence2,condition,label"]
+    lines += [",".join(str(value) for value in row) for row in small_rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def extract(tiny_checkpoint, rows):
+    """The arguments of an extraction with a tiny encoder on the CPU."""
+    given = ["extract", "--model", tiny_checkpoint(), "--data", rows, "--device", "cpu"]
+    return [*given, "--dtype", "float32", "--pooling", "mean", "--prompt", "concat-sent-cond"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def everything_below(folder):
+    return b"".join(path.read_bytes() for path in Path(folder).rglob("*") if path.is_file())
+
+
+def aws():
+    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+
+
+def vectors(folder):
+    """Return every key of a run's store with its vector; none is there twice."""
+    location = open_run(Path(folder)).store()._location
+    table = lance.dataset(location.uri, storage_options=location.options).to_table()
+    keys = table["key"].to_pylist()
+    assert len(set(keys)) == len(keys)
+    return dict(zip(keys, np.array(table["vector"].to_pylist()), strict=True))
+
+
+def test_every_verb_reads_features_from_a_bucket(capsys, extract, bucket):
+    ok(capsys, *extract, "--run", "plain")
+    told = ok(capsys, *extract, "--run", "elsewhere", "--store", bucket)
+    assert told["prompts"]["concat-sent-cond"]["n_computed"] > 100
+    assert json.loads(Path("elsewhere/run.json").read_text())["store"] == bucket
+    assert not Path("elsewhere/features").exists()
+    assert (
+        ok(capsys, *extract, "--run", "elsewhere")["prompts"]["concat-sent-cond"]["n_computed"] == 0
+    )
+    small, scores = ["--set", "epochs=2", "batch_size=16"], []
+    for name in ("plain", "elsewhere"):
+        ok(capsys, "fit-head", "--head", "linear", "--run", name, *small)
+        scores.append(ok(capsys, "evaluate", "--run", name, "--split", "dev"))
+    own = [{k: v for k, v in score.items() if k not in ("run", "created")} for score in scores]
+    assert own[0] == own[1]
+    plain, elsewhere = vectors("plain"), vectors("elsewhere")
+    assert plain.keys() == elsewhere.keys()
+    assert all(np.array_equal(plain[key], elsewhere[key]) for key in plain)
+    secrets = (ACCESS_KEY.encode(), SECRET_KEY.encode())
+    assert not any(secret in everything_below(".") for secret in secrets)
+
+
+def test_features_of_other_texts_go_into_the_bucket_too(capsys, extract, bucket, rows):
+    ok(capsys, *extract, "--run", "r", "--store", bucket)
+    before = len(open_run(Path("r")).store())
+    Path("texts.csv").write_text("sentence,condition\na dog in the rain,the weather\n")
+    embed = ["embed", "texts.csv", "--run", "r", "--head", "none", "--out", "x.npy"]
+    assert run(embed) == 0
+    assert len(open_run(Path("r")).store()) > before
+    assert load_embedder("r", "none", device="cpu").encode("a dog", "the place").shape == (32,)
+
+
+def test_an_extraction_into_a_bucket_that_was_killed_goes_on(capsys, extract, bucket, s3_server):
+    """Killed at its first commits, and at a later one, which a slow server gives time for."""
+    for count in (1, 60):
+        proxy = Proxy(s3_server.port)
+        environment = {**aws(), "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
+        chunked = Command(
+            Path("killed"), [*extract, "--run", "r", "--store", bucket], environment, small_chunks
+        )
+        until = time.monotonic() + 60
+        while proxy.passed["PUT"] < count and time.monotonic() < until:
+            time.sleep(0.005)
+        os.kill(chunked.process.pid, signal.SIGKILL)
+        assert chunked.finish()[0] == -signal.SIGKILL
+        proxy.close()
+    there = len(vectors("r"))
+    told = ok(capsys, *extract, "--run", "r")["prompts"]["concat-sent-cond"]
+    assert 0 < told["n_computed"] == told["n_inputs"] - there
+    ok(capsys, *extract, "--run", "plain")
+    plain, killed = vectors("plain"), vectors("r")
+    assert plain.keys() == killed.keys()
+    for key, vector in plain.items():
+        np.testing.assert_allclose(killed[key], vector, atol=2e-3)
+
+
+def small_chunks():
+    from llmcond.features import extract
+
+    extract.extract.__defaults__ = (None, 8)
+
+
+def test_a_folder_may_be_shared_by_runs(capsys, extract):
+    ok(capsys, *extract, "--run", "a", "--store", "shared")
+    assert json.loads(Path("a/run.json").read_text())["store"] == str(Path("shared").resolve())
+    told = ok(capsys, *extract, "--run", "b", "--store", "shared")
+    assert told["prompts"]["concat-sent-cond"]["n_computed"] == 0
+    shutil.move("a", "moved")
+    assert ok(capsys, *extract, "--run", "moved")["prompts"]["concat-sent-cond"]["n_computed"] == 0
+
+
+def test_a_plan_counts_what_a_store_has(capsys, extract, bucket):
+    ok(capsys, *extract, "--run", "a", "--store", bucket)
+    planned = ok(capsys, *extract, "--run", "b", "--store", bucket, "--plan")
+    assert planned["n_inputs"]["concat-sent-cond"] > planned["n_missing"]["concat-sent-cond"] == 0
+    assert not Path("b").exists()
+
+
+def test_a_run_keeps_its_store(capsys, extract, bucket):
+    ok(capsys, *extract, "--run", "r")
+    said = refused(capsys, *extract, "--run", "r", "--store", bucket)
+    assert f"stores features in {Path('r/features').resolve()}, not in {bucket}." in said
+    ok(capsys, *extract, "--run", "r", "--store", "r/features")
+
+
+@pytest.mark.parametrize(
+    ("store", "expected"),
+    [
+        ("s3://nobody/x", "there is no bucket s3://nobody"),
+        ("s4://features/x", "Did you mean 's3://'"),
+        (f"s3://{ACCESS_KEY}:{SECRET_KEY}@features/x", "recorded nowhere"),
+    ],
+)
+def test_what_is_wrong_with_a_store_is_told_before_a_run_is_made(
+    capsys, extract, bucket, store, expected
+):
+    said = refused(capsys, *extract, "--run", "r", "--store", store)
+    assert expected in said
+    assert SECRET_KEY not in said
+    assert not Path("r").exists()
+
+
+def test_a_store_that_is_not_there_any_more_is_told(capsys, extract, bucket, monkeypatch):
+    ok(capsys, *extract, "--run", "r", "--store", bucket)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    assert run(["fit-head", "--head", "linear", "--run", "r"]) == 1
+    err = capsys.readouterr().err
+    assert "cannot be reached" in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+def test_no_path_of_a_store_leaves_with_an_export(capsys, extract, bucket):
+    ok(capsys, *extract, "--run", "r", "--store", bucket)
+    ok(
+        capsys,
+        "export",
+        "--run",
+        "r",
+        "--head",
+        "none",
+        "--out",
+        "out",
+    )
+    assert bucket.encode() not in everything_below("out")
