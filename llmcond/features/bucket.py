@@ -32,7 +32,7 @@ _DESCRIPTION = b"llmcond"
 
 
 class _Scheme(NamedTuple):
-    """A kind of storage: what to set for it, and what names another server."""
+    """A kind of storage: what is set for it, and what names another server."""
 
     settings: str
     endpoints: tuple[str, ...] = ()
@@ -40,12 +40,12 @@ class _Scheme(NamedTuple):
 
 SCHEMES: Mapping[str, _Scheme] = {
     "s3": _Scheme(
-        "Set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, and for a server other than "
-        "Amazon's AWS_ENDPOINT_URL.",
+        "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, and for a server other than "
+        "Amazon's AWS_ENDPOINT_URL",
         ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     ),
-    "gs": _Scheme("Set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account."),
-    "az": _Scheme("Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY."),
+    "gs": _Scheme("GOOGLE_APPLICATION_CREDENTIALS, to the file of a service account"),
+    "az": _Scheme("AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"),
 }
 
 
@@ -149,25 +149,28 @@ class Bucket:
         settings, code, status = self._scheme.settings, _code(text), _status(text)
         wrong = ""
         if code in _NO_BUCKET:
-            wrong = f"there is no bucket {self._bucket}, or it is on another server. Make it."
-        elif re.search(r"credential|token request|account name", text, re.IGNORECASE):
+            return UserError(
+                f"there is no bucket {self._bucket}. Make it, or check {settings}: it may be on "
+                "another server."
+            )
+        if re.search(r"credential|token request|account name", text, re.IGNORECASE):
             wrong = f"{self.name}: no credentials were found."
         elif "resolve region" in text:
             wrong = f"{self.name}: nobody knows the region of the bucket."
         elif status in (401, 403) or code in _DENIED:
             wrong = f"{self.name}: access was denied ({code or status})."
         if wrong:
-            return UserError(f"{wrong} {settings}")
+            return UserError(f"{wrong} Set {settings}.")
         again = "Run the same command again later; what was stored is kept."
         if "HTTP error" in text:
-            return LlmcondError(f"{self.name} cannot be reached. {again} {settings}")
+            return LlmcondError(f"{self.name} cannot be reached. {again} Check {settings}.")
         if status is not None and status != 404:
             return LlmcondError(f"{self.name}: the storage answers {code or status}. {again}")
         return None
 
     def damaged(self, error: BaseException) -> str:
         """Return what people are told of files that cannot be read."""
-        said = re.sub(r"(<\?xml|<Error).*|, /\S+:\d+:\d+|\?\S*", "", first_line(error))
+        said = re.sub(r"(<\?xml|<Error).*|, /\S+:\d+:\d+|\?\S*", "", first_line(error)).strip()
         return (
             f"{self.uri} cannot be read: {said}. If it is damaged, delete what is below "
             f"{self.name} and run the same `llmcond extract` again."

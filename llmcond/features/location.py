@@ -186,7 +186,7 @@ def recorded(root: str) -> str:
         raise UserError(
             f"a store is named by a bucket and a path, {parts.scheme}://BUCKET/PATH, and nothing "
             "else: credentials are read from the environment, and recorded nowhere. "
-            f"{SCHEMES[parts.scheme].settings}"
+            f"Set {SCHEMES[parts.scheme].settings}."
         )
     if "://" not in root or not parts.netloc:
         raise UserError(f"{root} names no bucket; expected {parts.scheme}://BUCKET/PATH.")
