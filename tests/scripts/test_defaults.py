@@ -59,6 +59,7 @@ SCRIPTS = {
         "| llmcond, one call |",
     ),
     "bench_scale": ("--model {tiny} --sizes 8 --rounds 1", "8 inputs: "),
+    "bench_store": ("{tmp}/store --rows 8 --part 3", "8 vectors of 384, 3 a commit: "),
     "bench_train": ("--batch-size 2 --steps 1 --rounds 1", "| llmcond |"),
     "demo": ("--data {rows} --run {tmp}/run", '"spearman_zero_shot"'),
     "make_wide_minilm": ("{tmp}/wide --copies 1", " weights -> "),
