@@ -167,7 +167,8 @@ class RayExecution:
         began = time.monotonic()
         made = actors(self._cluster, self.worker, self._made_of)
         pool: Pool[list[SentPart], Written] = self._stack.enter_context(made)
-        where, took = self._cluster.address or "this machine", time.monotonic() - began
+        where = "this machine" if self._cluster.address is None else "the cluster"
+        took = time.monotonic() - began
         log.info(f"Ray on {where}: {pool.size} actors, connected in {took:.1f} s")
         return pool
 

@@ -6,6 +6,7 @@ Of what is missing some inputs are tokenised; the rest is reckoned from their me
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -151,9 +152,13 @@ def plan(  # noqa: PLR0913 - each is a choice of the user, by keyword
         }
         missing = together(list(lacking.values()))
         tokens, dim = _tokens(resolved, missing), _dim(resolved)
-        rate, rate_of = _rate(model, resolved, missing, tokens, bench)
+        rate: float | None
+        if bench is not None and missing.n_missing:
+            rate, rate_of = _recorded_rate(model, resolved, tokens.value / missing.n_missing, bench)
+        else:
+            rate, rate_of = _tried_rate(resolved, missing, tokens.value, cluster)
     hours = tokens.times(1 / rate / 3600) if rate else None
-    count = (cluster.actors or 1) if cluster else workers
+    count = _at_a_time(cluster, workers, resolved.device)
     seconds = 3600 * hours.value / count if hours else 0.0
     fragments, commits = (
         fragments_and_commits(missing.n_missing, seconds, count)
@@ -206,17 +211,35 @@ def _dim(resolved: ResolvedEncoder) -> int:
     return len(members) * load_dense(members[0], width)[1]
 
 
-def _rate(
-    model: str, resolved: ResolvedEncoder, missing: Missing, tokens: Reckoned, bench: Path | None
+def _at_a_time(cluster: Cluster | None, workers: int, device: str) -> int:
+    """Return how many processes, or actors, encode as fast as one that was tried."""
+    if cluster is None:
+        return workers if device != "cpu" else 1  # on a CPU they share its cores
+    here = cluster.address is None and not cluster.gpus_per_actor
+    return cluster.actors or ((os.cpu_count() or 1) if here else 1)
+
+
+def _tried_rate(
+    resolved: ResolvedEncoder, missing: Missing, tokens: float, cluster: Cluster | None
 ) -> tuple[float | None, str]:
-    """Return the tokens a second of one process, and where that is from."""
+    """Return the tokens a second that one process, or actor, has here, and what that is."""
+    import torch
+
     if not missing.n_missing:
         return None, "nothing is missing"
-    if bench is not None:
-        return _recorded_rate(model, resolved, tokens.value / missing.n_missing, bench)
-    encoder = LazyEncoder(resolved)()
-    seconds = missing.seconds(encoder.encode_counted)
-    return tokens.value / seconds, f"a trial on {resolved.device} of this machine"
+    if resolved.device != "cpu" and not torch.cuda.is_available():
+        raise UserError(
+            "this machine has no GPU to try the speed on. Give --bench FILE: what "
+            "`llmcond bench --json` printed on a machine like those that will encode."
+        )
+    threads = torch.get_num_threads()
+    if cluster is not None:
+        torch.set_num_threads(1)  # which an actor has on a CPU
+    try:
+        seconds = missing.seconds(LazyEncoder(resolved)().encode_counted)
+    finally:
+        torch.set_num_threads(threads)
+    return tokens / seconds, f"a trial on {resolved.device} of this machine"
 
 
 def _recorded_rate(

@@ -5,6 +5,7 @@ import shlex
 import tomllib
 
 import pytest
+import yaml
 from helpers.paths import ROOT
 
 from llmcond.cli import _parser
@@ -24,6 +25,13 @@ def commands(text):
 def test_commands_of_a_page_are_parsed(page):
     for arguments in commands(page.read_text(encoding="utf-8")):
         _parser().parse_args(arguments)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_yaml_of_a_page_is_yaml(page):
+    text = page.read_text(encoding="utf-8")
+    for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        assert isinstance(yaml.safe_load(block), dict)
 
 
 def test_there_are_commands():

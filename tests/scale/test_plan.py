@@ -92,6 +92,10 @@ def test_wrong_choices_are_one_line(capsys, given, tmp_path):
         (["--price", "1"], "--price is for --plan"),
         (["--plan", "--price", "-1"], "price is -1; it must be at least 0"),
         (["--plan", "--bench", str(bench)], "has no speed of"),
+        (
+            ["--plan", "--scale", "ray", "--gpus-per-actor", "1", "--dtype", "bfloat16"],
+            "no GPU to try the speed on. Give --bench FILE",
+        ),
         (["--plan", "--bench", str(tmp_path / "none.json")], "does not exist"),
     ):
         assert run([*command, *options]) == 2
