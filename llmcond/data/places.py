@@ -22,8 +22,10 @@ def is_remote(name: str) -> bool:
     return "://" in name and not name.startswith("file://")
 
 
-def open_place(name: str) -> tuple[Any, str]:
+def open_place(name: str, *, patient: bool = False) -> tuple[Any, str]:
     """Return the file system of Arrow that a name lies in, and its path there.
+
+    ``patient``: it was reached before, so that what it refuses for a while is asked for again.
 
     Raises:
         UserError: a URI with credentials in it, or of a kind that is not known.
@@ -38,10 +40,12 @@ def open_place(name: str) -> tuple[Any, str]:
         )
     try:
         if parts.scheme == "s3":
-            return _s3(parts.netloc), (parts.netloc + parts.path).rstrip("/")
-        scheme = {"az": "abfs", "gs": "gs"}.get(parts.scheme, parts.scheme)
-        filesystem, path = fs.FileSystem.from_uri(f"{scheme}://{parts.netloc}{parts.path}")
-    except (OSError, ValueError, ImportError) as error:  # Arrow's own errors are such
+            return _s3(parts.netloc, patient), (parts.netloc + parts.path).rstrip("/")
+        if parts.scheme == "az":
+            given = {name: os.environ.get(f"AZURE_STORAGE_{name}".upper()) for name in _AZURE}
+            return fs.AzureFileSystem(**given), (parts.netloc + parts.path).rstrip("/")
+        filesystem, path = fs.FileSystem.from_uri(name)
+    except (OSError, ValueError, TypeError, ImportError) as error:  # Arrow's own errors are such
         raise UserError(f"{name} cannot be opened: {why(name, error)}") from error
     return filesystem, path.rstrip("/")
 
@@ -61,12 +65,33 @@ def why(name: str, error: BaseException) -> str:
 _HIDDEN = re.compile(r"\w+://\S+|\(Request ID: [^)]*\)|LanceError\(IO\): ")
 
 
-def _s3(bucket: str) -> Any:
+def lance_options(name: str, *, patient: bool = False) -> dict[str, str] | None:
+    """Return what Lance is told to read and write there; never credentials."""
+    if not is_remote(name):
+        return None
+    plain = {"allow_http": "true"} if _endpoint().startswith("http://") else {}
+    return {**plain, **(_PATIENCE if patient else {})}
+
+
+#: How often Lance repeats a request that was refused for a while: half a minute to two.
+_PATIENCE = {"client_max_retries": "12", "client_retry_timeout": "180"}
+_ATTEMPTS = 12
+_AZURE = ("account_name", "account_key")
+
+
+def _endpoint() -> str:
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    return next((value for name in names if (value := os.environ.get(name))), "")
+
+
+def _s3(bucket: str, patient: bool) -> Any:
     """Return S3 by the names in the environment that Arrow does not read itself."""
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
+    retries = fs.AwsStandardS3RetryStrategy(_ATTEMPTS if patient else 3)
+    place, endpoint = {"retry_strategy": retries}, _endpoint()
     if endpoint:
         scheme, _, host = endpoint.rpartition("://")
-        place = {"endpoint_override": host.rstrip("/"), "scheme": scheme or "https"}
-        return fs.S3FileSystem(region=region or "us-east-1", **place)
-    return fs.S3FileSystem(region=region or fs.resolve_s3_region(bucket))
+        place |= {"endpoint_override": host.rstrip("/"), "scheme": scheme or "https"}
+    elif not region:
+        region = fs.resolve_s3_region(bucket)
+    return fs.S3FileSystem(region=region or "us-east-1", **place)

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from llmcond.data.datasets import Problems
-from llmcond.data.places import open_place, why
+from llmcond.data.places import lance_options, open_place, why
 from llmcond.errors import LlmcondError, UserError, brief, did_you_mean, first_line, listed
 from llmcond.files import digest_text
 from llmcond.progress import ReadBar
@@ -135,18 +135,18 @@ class TextSource(ABC):
         return rows, schema
 
 
-def open_texts(name: str, version: int | None = None) -> TextSource:
+def open_texts(name: str, version: int | None = None, *, patient: bool = False) -> TextSource:
     """Open a Parquet file, a folder of them, or a Lance dataset (its name ends in ``.lance``).
 
-    ``version`` is that of the dataset; None: the newest.
+    ``version`` is that of the dataset; None: the newest. ``patient``: see :func:`open_place`.
 
     Raises:
         UserError: nothing there, or something else.
     """
-    filesystem, root = open_place(name)
+    filesystem, root = open_place(name, patient=patient)
     uri = name if "://" in name else str(Path(name).expanduser().absolute())
     if root.rstrip("/").endswith(".lance"):
-        return LanceRows(uri, version)
+        return LanceRows(uri, version, lance_options(name, patient=patient))
     with _reading(name):
         kind = filesystem.get_file_info(root).type
     if kind == fs.FileType.File and root.endswith(".parquet"):
@@ -327,12 +327,14 @@ class _Forward:
 class LanceRows(TextSource):
     """A version of a Lance dataset, fragment by fragment."""
 
-    def __init__(self, name: str, version: int | None) -> None:
+    def __init__(
+        self, name: str, version: int | None, options: dict[str, str] | None = None
+    ) -> None:
         self.name = name
         with _reading(name):
             import lance
 
-            self._dataset = lance.dataset(name, version=version)
+            self._dataset = lance.dataset(name, version=version, storage_options=options)
 
     @property
     def version(self) -> int:
@@ -456,4 +458,5 @@ def _reading(where: str, name: str = "") -> Iterator[None]:
         panics = type(error).__name__ == "PanicException"
         if not panics and not isinstance(error, _UNREADABLE):
             raise
-        raise LlmcondError(f"{where} cannot be read: {why(name or where, error)}") from error
+        # Not from the error: what a server writes of keys and signatures is told to nobody.
+        raise LlmcondError(f"{where} cannot be read: {why(name or where, error)}") from None

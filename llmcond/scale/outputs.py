@@ -24,8 +24,9 @@ import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 from pyarrow import fs
 
-from llmcond.data.places import is_remote, open_place, why
+from llmcond.data.places import is_remote, lance_options, open_place, why
 from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full
+from llmcond.features.fragments import PreemptedError, Target
 from llmcond.files import replacing, write_json
 
 #: What made the rows, beside them.
@@ -75,10 +76,10 @@ class Output(ABC):
         uri: as any process finds it, a path from the root on this machine.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, patient: bool) -> None:
         self.name = name
         self._remote = is_remote(name)
-        self._filesystem, self._root = open_place(name)
+        self._filesystem, self._root = open_place(name, patient=patient)
         # Also since Lance sees the name of a storage service in a relative one with a colon.
         self.uri = name if self._remote else self._root
 
@@ -144,6 +145,7 @@ class Output(ABC):
             UserError: another process writes there.
         """
         if self._remote:
+            self._filesystem, _ = open_place(self.name, patient=True)
             yield
             return
         try:
@@ -211,18 +213,22 @@ class Output(ABC):
                 ) from error
             if isinstance(error, PermissionError):
                 raise UserError(f"{self.name} cannot be written: {error.strerror}.") from error
+            # Not from the error: what a server writes of keys and signatures is told to nobody.
             raise LlmcondError(
                 f"{self.name} cannot be written or read: {why(self.name, error)}"
-            ) from error
+            ) from None
 
 
-def open_output(name: str) -> Output:
+def open_output(name: str, *, patient: bool = False) -> Output:
     """Return where units are written: a Lance dataset, or a folder of Parquet files.
+
+    ``patient``: see :func:`open_place`.
 
     Raises:
         UserError: a URI that cannot be opened.
     """
-    return (LanceOutput if name.rstrip("/").endswith(".lance") else ParquetOutput)(name)
+    made = LanceOutput if name.rstrip("/").endswith(".lance") else ParquetOutput
+    return made(name, patient)
 
 
 class ParquetOutput(Output):
@@ -274,13 +280,18 @@ def _file(unit: Unit) -> str:
 class LanceOutput(Output):
     """A Lance dataset. Units are committed in the order of the source, so that its rows are too."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, patient: bool) -> None:
+        super().__init__(name, patient)
         self._dataset: Any = None
         self._waiting: dict[int, str] = {}
         self._ready: list[dict[str, Any]] = []
         self._next = self._rows = self._new_rows = self._commits = 0
         self._committed = time.monotonic()
+
+    @property
+    def _options(self) -> dict[str, str] | None:
+        # By now somebody has looked for the record.
+        return lance_options(self.name, patient=True)
 
     def _latest(self) -> Any:
         """Return the newest version; None: there is none yet."""
@@ -289,9 +300,9 @@ class LanceOutput(Output):
         if not self._remote and not any((self._folder / "_versions").glob("*.manifest")):
             return None
         try:
-            return lance.dataset(self.uri)
+            return lance.dataset(self.uri, storage_options=self._options)
         except ValueError as error:
-            if "was not found" in str(error):
+            if "was not found: Not found" in str(error) and "<Code>" not in str(error):
                 return None
             raise
 
@@ -311,19 +322,11 @@ class LanceOutput(Output):
 
     def write(self, unit: Unit, rows: pa.Table) -> str:
         """Write a unit's rows into a file of the dataset, which no version names yet."""
-        from lance.fragment import write_fragments
-
         with self._failing():
             self._check_room(2 * rows.nbytes)
             if self._dataset is None:
                 self._dataset = self._latest()
-            mode = "create" if self._dataset is None else "append"
-            try:
-                made = write_fragments(rows, self.uri, mode=mode)
-            except OSError as error:
-                if "already exists" not in str(error):
-                    raise
-                made = write_fragments(rows, self.uri, mode="append")
+            made = [Target(self.uri, self._options, self._dataset).write(rows)]
             told = [fragment.to_json() for fragment in made]
             for file in (file for one in told for file in one["files"]):
                 path = self._folder / "data" / file["path"]
@@ -351,27 +354,33 @@ class LanceOutput(Output):
             self._remove_leftovers()
 
     def _commit(self) -> None:
-        import lance
         from lance.fragment import FragmentMetadata
 
         made = [FragmentMetadata.from_json(json.dumps(one)) for one in self._ready]
         rows = self._rows + sum(int(one["physical_rows"]) for one in self._ready)
         with self._failing():
             self._check_room(0)
-            if self._dataset is None:
-                operation: Any = lance.LanceOperation.Overwrite(self._schema, made)
-                self._dataset = lance.LanceDataset.commit(self.uri, operation)
-            else:
-                operation, version = lance.LanceOperation.Append(made), self._dataset.version
-                if self._dataset.latest_version != version:
-                    raise self._disturbed()
-                self._dataset = lance.LanceDataset.commit(self.uri, operation, read_version=version)
-            if self._dataset.count_rows() != rows:
+            target = Target(self.uri, self._options, self._dataset)
+            try:
+                self._dataset = (
+                    target.commit(made) if self._dataset else target.create(self._schema, made)
+                )
+            except PreemptedError:
+                # A commit whose answer was lost on the way is there, and refused when repeated.
+                self._dataset = self._latest()
+            if not self._holds(made[-1]) or self._dataset.count_rows() != rows:
+                self._ready, self._waiting = [], {}  # nothing more is committed
                 raise self._disturbed()
             self._rows, self._ready, self._committed = rows, [], time.monotonic()
             self._commits += 1
             if self._commits % _TIDY_COMMITS == 0:
                 self._dataset.cleanup_old_versions(retain_versions=_KEPT_VERSIONS)
+
+    def _holds(self, last: Any) -> bool:
+        """Return whether a fragment that was committed is the last one of the dataset."""
+        there = self._dataset.get_fragments()[-1:] if self._dataset else []
+        names = [file.path for own in there for file in own.data_files()]
+        return names == [file.path for file in last.files]
 
     def _disturbed(self) -> LlmcondError:
         return LlmcondError(

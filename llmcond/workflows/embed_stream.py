@@ -166,8 +166,8 @@ class UnitEmbedder:
                 f"{model.run} is another run here than where the command was given: see that all "
                 "machines have the same one at this path."
             )
-        self._work, self._source = work, open_texts(work.source, work.version)
-        self._output = open_output(work.out)
+        self._work, self._source = work, open_texts(work.source, work.version, patient=True)
+        self._output = open_output(work.out, patient=True)
 
     def work(self, unit: Unit) -> Done:
         """Embed and write a unit.

@@ -94,14 +94,19 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Proxying
 
     def _handle(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self._body()
         proxy = self.server.proxy
         refuses = proxy.refuses(self.command, self.path)
         proxy.refused += refuses
         if not refuses or proxy.loses_answers:
             proxy.passed[self.command] += 1
             connection = HTTPConnection("127.0.0.1", self.server.behind)
-            connection.request(self.command, self.path, body, dict(self.headers))
+            passed = {
+                name: value
+                for name, value in self.headers.items()
+                if name.lower() not in ("transfer-encoding", "expect")
+            }
+            connection.request(self.command, self.path, body, passed)
             response = connection.getresponse()
             content = response.read()
             connection.close()
@@ -116,6 +121,16 @@ class _Handler(BaseHTTPRequestHandler):
         skipped = ("transfer-encoding", "connection", "content-length", "date", "server")
         headers = {k: v for k, v in response.getheaders() if k.lower() not in skipped}
         self._send(response.status, headers, content, response.getheader("Content-Length"))
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":  # Arrow's are
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        parts = []
+        while size := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
 
     def _send(
         self, status: int, headers: Mapping[str, str], content: bytes, size: str | None = None
