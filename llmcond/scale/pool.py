@@ -11,7 +11,7 @@ import tempfile
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -144,17 +144,16 @@ class Pool(Generic[_I, _R]):
 
     def _wait(self, running: Mapping[Any, Any]) -> list[Any]:
         """Return calls that have ended; those who have started meanwhile are free then."""
-        seconds = None if running else _SECONDS_UNTIL_TOLD
         calls = [*self._starting, *running]
-        done, _ = self._ray.wait(calls, num_returns=1, timeout=seconds)
+        done, _ = self._ray.wait(calls, num_returns=1, timeout=_SECONDS_UNTIL_TOLD)
         if not done:
             if not any(node["Alive"] for node in self._ray.nodes()):
                 raise LlmcondError(
                     "Ray has died. What was stored before is kept: run the same command again."
                 )
-            if not self._told:
+            if not (running or self._told):
                 log.info("there is no room for an actor yet; waiting for it")
-            self._told = True
+                self._told = True
         for reference in done:
             hired = self._starting.pop(reference, None)
             if hired is not None and self._answer(hired, reference) is not None:
@@ -282,9 +281,24 @@ def _connected(cluster: Cluster) -> Iterator[Any]:
         folder = None
     else:
         folder = _own_folder()
-        with warnings.catch_warnings():
-            # Ray forks to start its programs, which do not use Lance.
-            warnings.filterwarnings("ignore", "lance is not fork-safe")
+        with ExitStack() as failed:
+            failed.callback(shutil.rmtree, folder, ignore_errors=True)
+            _start_here(ray, cluster, folder, quiet)
+            failed.pop_all()
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_here(ray: Any, cluster: Cluster, folder: Path, quiet: Mapping[str, Any]) -> None:
+    """Start Ray on this machine; a LlmcondError where one of its programs does not come up."""
+    with warnings.catch_warnings():
+        # Ray forks to start its programs, which do not use Lance.
+        warnings.filterwarnings("ignore", "lance is not fork-safe")
+        try:
             ray.init(
                 address="local",
                 num_cpus=cluster.actors,
@@ -293,12 +307,12 @@ def _connected(cluster: Cluster) -> Iterator[Any]:
                 _temp_dir=str(folder),
                 **quiet,
             )
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        except Exception as error:  # of several kinds, none of them documented
+            ray.shutdown()
+            raise LlmcondError(
+                f"Ray could not be started here: {first_line(error)}. Run the same command again; "
+                "without --scale it needs no Ray."
+            ) from error
 
 
 def _check_reachable(address: str) -> None:

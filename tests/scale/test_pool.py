@@ -74,16 +74,24 @@ def test_what_there_cannot_be_is_told(ray, cluster, words):
 
 
 ALONE = """
-import sys, pathlib
+import os, sys, pathlib
 from helpers.ray import Squares
 from llmcond.scale.pool import Cluster, actors
-from llmcond.errors import UserError
+from llmcond.errors import LlmcondError, UserError
 for address in ("127.0.0.1:1", "somewhere"):
     try:
         with actors(Cluster(address=address), Squares):
             pass
     except UserError as error:
         print(error)
+taken = pathlib.Path(f"/tmp/llmcond-ray-{os.getpid()}")
+taken.touch()
+try:
+    with actors(Cluster(actors=1), Squares):
+        pass
+except LlmcondError as error:
+    print(error)
+taken.unlink()
 with actors(Cluster(actors=1), Squares, pathlib.Path(sys.argv[1])) as pool:
     found = sum(square for _, (square, _) in pool.map(range(4)))
 print(found)
@@ -93,8 +101,9 @@ print(found)
 def test_ray_is_started_here_and_ended(tmp_path):
     command = [sys.executable, "-c", ALONE, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    first, second, last = done.stdout.strip().splitlines()
+    first, second, third, last = done.stdout.strip().splitlines()
     assert first.startswith("there is no Ray cluster at 127.0.0.1:1: ")
     assert "`ray start --head`" in first
     assert "expected HOST:PORT, or auto" in second
+    assert third.startswith("Ray could not be started here: ")
     assert (last, done.returncode) == ("14", 0), done.stderr
