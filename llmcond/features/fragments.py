@@ -28,8 +28,9 @@ _ARROW = {"float16": pa.float16(), "float32": pa.float32()}
 _MERGED_FRAGMENTS = 32
 #: where none of them holds more than a part in so many, so that a row is rewritten rarely,
 _LARGEST_PART = 8
-#: or already holds so many rows.
-_FULL_ROWS = 32_768
+#: or already holds so many rows, or bytes: to rewrite large ones takes who commits longer than
+#: many who encode take to write them.
+_FULL_ROWS, _FULL_BYTES = 32_768, 2**25
 #: Bounds the memory that merging takes.
 _MERGE_BATCH = 1_024
 
@@ -161,11 +162,11 @@ class Target(NamedTuple):
         return self.commit(merged, [own.fragment_id for own in last])
 
 
-def mergeable(rows: Sequence[int]) -> int:
+def mergeable(rows: Sequence[int], row_bytes: float) -> int:
     """Return how many of the last fragments, with so many rows each, are to be merged; 0: none."""
     best = total = largest = 0
     for count, size in enumerate(reversed(rows), start=1):
-        if size >= _FULL_ROWS:
+        if size >= _FULL_ROWS or size * row_bytes >= _FULL_BYTES:
             break
         total += size
         largest = max(largest, size)

@@ -36,6 +36,7 @@ from llmcond.features.fragments import (
     StoreDtype,
     Target,
     mergeable,
+    row_bytes,
     rows_schema,
     rows_table,
 )
@@ -384,13 +385,12 @@ class FeatureStore:
     def _tidy(self) -> None:
         """Keep files few, whatever was added how; the commit lock is held."""
         rows = [fragment.physical_rows for fragment in self._dataset.get_fragments()]
-        count = mergeable(rows)
+        each = row_bytes(self._dataset.schema.field("vector").type.list_size, self.dtype)
+        count = mergeable(rows, each)
         if not count:
             return
         self._clean(self._location.newest())
-        vector = self._dataset.schema.field("vector").type
-        size = sum(rows[-count:]) * vector.list_size * vector.value_type.bit_width // 8
-        if self._location.has_room(2 * size):
+        if self._location.has_room(2 * math.ceil(sum(rows[-count:]) * each)):
             try:
                 self._target().merge_last(count)
             except PreemptedError:

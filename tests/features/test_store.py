@@ -7,6 +7,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import lance
@@ -344,7 +345,7 @@ def test_nothing_is_added_where_there_is_no_room_for_it(store, monkeypatch):
 
 def test_merging_is_planned_for_the_last_fragments_alone():
     many, full = fragments_module._MERGED_FRAGMENTS, fragments_module._FULL_ROWS
-    mergeable = fragments_module.mergeable
+    mergeable = partial(fragments_module.mergeable, row_bytes=788)
     assert mergeable([]) == 0
     assert mergeable([512] * (many - 1)) == 0
     assert mergeable([512] * many) == many
@@ -354,13 +355,16 @@ def test_merging_is_planned_for_the_last_fragments_alone():
     # What was merged is left alone until there is as much again, several times over.
     assert mergeable([512 * many] + [512] * (many - 1)) == 0
     assert mergeable([512 * many] * 7 + [512] * many) == many + 7
+    # Of 4,096 dimensions: 84 MB each, and 8.
+    assert fragments_module.mergeable([10_240] * 100, row_bytes=8_212) == 0
+    assert fragments_module.mergeable([1_024] * many, row_bytes=8_212) == many
 
 
 def test_a_row_is_rewritten_a_few_times_at_most():
     rows, rewritten = [], 0
     for _ in range(4_000):
         rows.append(512)
-        if count := fragments_module.mergeable(rows):
+        if count := fragments_module.mergeable(rows, row_bytes=788):
             rows[-count:] = [sum(rows[-count:])]
             rewritten += rows[-1]
         assert len(rows) < 60
