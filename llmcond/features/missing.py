@@ -25,13 +25,15 @@ _SAMPLE = 2_048
 class Missing:
     """How many distinct inputs are wanted, and how many, of so many characters, are missing.
 
-    ``sample`` are some of the missing ones, from all over.
+    ``sample`` are one of ``every`` missing ones, drawn by their keys, so at random: data have a
+    rhythm of their own, such as two conditions a pair of sentences.
     """
 
     n_inputs: int
     n_missing: int
     n_characters: int
     sample: Sequence[EncoderInput]
+    every: int = 1
 
     def seconds(self, encode: Callable[[Sequence[EncoderInput]], object]) -> float:
         """Return about how long one process takes, by trying some of them.
@@ -51,12 +53,19 @@ class Missing:
 
 def together(parts: Sequence[Missing]) -> Missing:
     """Return what several counts that share what they have seen come to."""
+    every = max((part.every for part in parts), default=1)
     return Missing(
         sum(part.n_inputs for part in parts),
         sum(part.n_missing for part in parts),
         sum(part.n_characters for part in parts),
-        [item for part in parts for item in part.sample],
+        _one_of(every, [item for part in parts for item in part.sample]),
+        every,
     )
+
+
+def _one_of(every: int, items: Sequence[EncoderInput]) -> list[EncoderInput]:
+    """Return one of so many, a power of two; of those the same that any smaller one leaves."""
+    return [item for item in items if int.from_bytes(item.key[:4], "big") % every == 0]
 
 
 def count_missing(
@@ -82,10 +91,11 @@ def count_missing(
         absent = [distinct[i] for i in np.flatnonzero((places < 0) | (places >= stored))]
         n_missing += len(absent)
         n_characters += sum(item.size for item in absent)
-        sample += absent[::every]
+        sample += _one_of(every, absent)
         while len(sample) > _SAMPLE:
-            sample, every = sample[::2], 2 * every
-    return Missing(len(seen) - before, n_missing, n_characters, sample)
+            every *= 2
+            sample = _one_of(every, sample)
+    return Missing(len(seen) - before, n_missing, n_characters, sample, every)
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def extract(
         prepared.dataset = None  # the run reads its own
     run = created or existing or open_any_run(run_folder)
     if run is not created:
-        _check_run(run, resolved, data, store_dtype, prepared.store)
+        check_run(run, resolved, data, store_dtype, prepared.store)
         run.record_model(where_model(model, resolved))
     log.info(
         f"{resolved.checkpoint.name} in {resolved.identity.dtype}"
@@ -283,7 +283,7 @@ def _with_what(resolved: ResolvedEncoder, task: AnyTask[Any] | None) -> str:
     return f"{resolved.checkpoint.name}{of_task}"
 
 
-def _check_run(
+def check_run(
     run: AnyRun,
     resolved: ResolvedEncoder,
     data: DataOptions,

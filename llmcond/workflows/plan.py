@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,12 +27,12 @@ from llmcond.features.extract import CHUNK, WINDOW
 from llmcond.features.fragments import StoreDtype, row_bytes
 from llmcond.features.keys import KeyIndex
 from llmcond.features.missing import Missing, count_missing, together
-from llmcond.files import read_json
-from llmcond.runs import create_run
+from llmcond.records import RECORD, read_record
+from llmcond.runs import AnyRun, create_run, open_any_run
 from llmcond.runs.extraction import LazyEncoder
 from llmcond.scale.extraction import fragments_and_commits
 from llmcond.scale.pool import Cluster
-from llmcond.workflows.extract import prepare
+from llmcond.workflows.extract import check_run, prepare
 
 #: Of the 95 % interval of a mean.
 _DEVIATIONS = 1.96
@@ -61,7 +61,8 @@ class Planned:
         tokens: of what is missing, as the encoder computes them.
         n_bytes: that will be stored.
         tokens_per_second: of one process, or actor, and where that is from (``rate_of``).
-        hours: of one process, or actor, and ``wall_hours`` of all.
+        hours: of one process, or actor, and ``wall_hours`` of all; intervals are those of the
+            tokens, and the speed is taken as it is.
         cost: hours at the price that was given; None: none was.
         fragments, commits: of the store, before small ones are merged.
     """
@@ -95,11 +96,12 @@ class Planned:
         }
         if self.hours and self.wall_hours and self.tokens_per_second:
             rows["tokens/s"] = f"{self.tokens_per_second:,.0f}, {self.rate_of}"
-            rows["hours"] = _told(self.hours, ".3g")
+            # Without an interval: the tokens' is not that of the speed, which is the larger one.
+            rows["hours"] = f"{self.hours.value:.3g}"
             if self.workers > 1:
-                rows[f"hours, {self.workers} at a time"] = _told(self.wall_hours, ".3g")
+                rows[f"hours, {self.workers} at a time"] = f"{self.wall_hours.value:.3g}"
         if self.cost:
-            rows["cost"] = _told(self.cost, ",.2f")
+            rows["cost"] = f"{self.cost.value:{',.2f' if self.cost.value >= 1 else '.2g'}}"
         rows["fragments, commits"] = f"{self.fragments:,}, {self.commits:,}"
         return [{"plan": name, "": value} for name, value in rows.items()]
 
@@ -108,6 +110,31 @@ def _told(number: Reckoned, form: str) -> str:
     if number.low == number.high:
         return f"{number.value:{form}}"
     return f"{number.value:{form}} [{number.low:{form}}, {number.high:{form}}]"
+
+
+@dataclass(frozen=True)
+class _Speed:
+    """What is read of a way through an encoder that ``llmcond bench`` timed."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    model: str
+    precision: str
+    inputs: str
+    way: str
+    n: int
+    tokens: int
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """What is read of what it printed."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    machine: dict[str, Any]
+    speeds: list[_Speed]
 
 
 def plan(  # noqa: PLR0913 - each is a choice of the user, by keyword
@@ -134,17 +161,18 @@ def plan(  # noqa: PLR0913 - each is a choice of the user, by keyword
     Raises:
         UserError: as ``extract``, or the record has no such encoder.
     """
-    if price is not None and price < 0:
-        raise UserError(f"price is {price:g}; it must be at least 0.")
+    if price is not None and not 0 <= price < math.inf:
+        raise UserError(f"price is {price:g}; it must be at least 0, and finite.")
     prepared = prepare(model, options, run_folder, data, prompts, task, cluster, store)
     resolved = prepared.resolved
     with tempfile.TemporaryDirectory() as scratch:
         if prepared.dataset is not None:
             dtype, folder = store_dtype or "float16", Path(scratch) / "run"
             made = (prepared.dataset, dtype, prepared.task, prepared.store)
-            created = create_run(folder, model, resolved, *made)
-        run = prepared.existing or created
-        run.check_encoder(resolved)
+            run: AnyRun = create_run(folder, model, resolved, *made)
+        else:
+            run = prepared.existing or open_any_run(run_folder)
+            check_run(run, resolved, data, store_dtype, prepared.store)
         features, seen = run.store(), KeyIndex()
         lacking = {
             prompt.name: count_missing(features, run.inputs(prompt), WINDOW, seen)
@@ -189,10 +217,10 @@ def _tokens(resolved: ResolvedEncoder, missing: Missing) -> Reckoned:
     total, n = missing.n_missing, len(counts)
     if not n:
         return Reckoned(0, 0, 0)
-    mean = float(counts.mean())
-    error = float(counts.std(ddof=1)) / math.sqrt(n) if 1 < n < total else 0.0
+    value = float(counts.sum()) * total / n
+    error = float(counts.std(ddof=1)) * math.sqrt((1 - n / total) / n) if n > 1 else 0.0
     half = _DEVIATIONS * error * total
-    return Reckoned(mean * total, mean * total - half, mean * total + half)
+    return Reckoned(value, value - half, value + half)
 
 
 def _counts(resolved: ResolvedEncoder, inputs: Sequence[EncoderInput]) -> np.ndarray[Any, Any]:
@@ -250,8 +278,8 @@ def _recorded_rate(
     names = {model, resolved.checkpoint.name, *([known.name, known.repo] if known else [])}
     names.update(shape for shape, of in SHAPES.items() if of in names)
     precision = identity.dtype if identity.quantize == "none" else identity.quantize
-    record = read_json(bench)
-    speeds = record.get("speeds") or []
+    record = read_record(bench, _Bench, f"Make it anew: llmcond bench --model {model} --json")
+    speeds = record["speeds"]
     own = [
         speed
         for speed in speeds
@@ -266,6 +294,6 @@ def _recorded_rate(
             f"{', '.join(there) or 'none'}. Make one: llmcond bench --model {model} --json"
         )
     found = min(own, key=lambda speed: abs(math.log(speed["tokens"] / speed["n"] / length)))
-    machine = record["machine"]
-    where = f"{machine.get('gpu') or machine['cpu']}, {found['inputs']}, {bench}"
+    machine = record["machine"].get("gpu") or record["machine"].get("cpu")
+    where = f"{machine}, {found['inputs']}, {bench}"
     return float(found["tokens_per_second"]), where

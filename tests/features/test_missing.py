@@ -68,8 +68,25 @@ def test_the_sample_is_small_and_from_all_over(store, monkeypatch):
     assert found.n_missing == 1000
     assert 8 <= len(numbers) <= 16
     assert numbers == sorted(set(numbers))
-    assert numbers[0] == 0
-    assert numbers[-1] > 850
+    assert (numbers[0] < 300, numbers[-1] > 700) == (True, True)
+
+
+def test_the_sample_has_no_rhythm_of_the_data(store):
+    """Every eighth text is short, as conditions are between sentences: an eighth of any sample."""
+    items = [EncoderInput("", f"{n}" if n % 8 == 0 else f"a text {n}") for n in range(40_000)]
+    found = count_missing(store, items, 1_000)
+    short = sum(item.text.isdigit() for item in found.sample) / len(found.sample)
+    assert short == pytest.approx(1 / 8, abs=0.03)
+
+
+def test_samples_of_several_counts_are_joined_at_one_density(store):
+    few = count_missing(store, inputs(range(2_000)), 1_000)
+    many = count_missing(store, [EncoderInput("", f"long {n}") for n in range(100_000)], 10_000)
+    assert len(few.sample) == 2_000
+    for whole in (together([few, many]), together([many, few])):
+        short = sum(item.text.startswith("text") for item in whole.sample)
+        assert short / len(whole.sample) == pytest.approx(2 / 102, abs=0.012)
+        assert len(whole.sample) == pytest.approx(102_000 / whole.every, rel=0.1)
 
 
 def test_time_is_reckoned_by_characters(store, monkeypatch):

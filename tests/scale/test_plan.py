@@ -1,17 +1,24 @@
 """The dry run of an extraction says what the extraction then does, and writes nothing."""
 
 import json
+import random
 import shutil
 
+import lance
 import pytest
 
 from llmcond.cli import run
 from llmcond.data.datasets import DataOptions
-from llmcond.encoders import EncoderOptions
+from llmcond.encoders import EncoderOptions, resolve
+from llmcond.encoders.spec import EncoderInput
+from llmcond.errors import LlmcondError
+from llmcond.features.fragments import row_bytes
+from llmcond.features.missing import count_missing
+from llmcond.features.store import FeatureStore
 from llmcond.runs import open_any_run
 from llmcond.scale.pool import Cluster
 from llmcond.workflows.extract import extract
-from llmcond.workflows.plan import plan
+from llmcond.workflows.plan import _counts, _tokens, plan
 
 OPTIONS = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
 PROMPTS = ("concat-cond-sent", "routed")
@@ -46,8 +53,63 @@ def test_what_is_planned_is_done(given, extracted, tmp_path):
     files = (open_any_run(folder).store().folder / "vectors.lance" / "data").iterdir()
     assert sum(file.stat().st_size for file in files) == pytest.approx(found.n_bytes, rel=0.25)
     assert found.cost.value == pytest.approx(2 * found.hours.value)
-    assert found.commits == 12
+    dataset = lance.dataset(str(open_any_run(folder).store().folder / "vectors.lance"))
+    assert found.commits == found.fragments == dataset.version == 12
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("task", ["csts", "dialogue", "kgc"])
+def test_every_task_is_planned(given, task, tmp_path):
+    """Of the bundled samples, with a store elsewhere, that is not made either."""
+    asked = {**given, "data": DataOptions(None), "task": task, "store": str(tmp_path / "store")}
+    found = plan(**asked, run_folder=tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+    done = extract(**asked, run_folder=tmp_path / "run")
+    ((name, extraction),) = done.prompts.items()
+    assert found.n_missing == {name: extraction.n_computed}
+    made = open_any_run(tmp_path / "run")
+    # Truncated ones are counted as they are cut.
+    assert extraction.n_truncated == 0
+    assert found.tokens.low <= extraction.n_tokens <= found.tokens.high
+    assert found.n_bytes == round(len(made.store()) * row_bytes(found.dim, "float16"))
+    assert made.store().folder.parent == tmp_path / "store"
+    again = plan(**asked, run_folder=tmp_path / "run")
+    assert sum(again.n_missing.values()) == 0
+
+
+def test_intervals_hold_what_they_say(given, tmp_path):
+    """Of data with a rhythm: each text comes under two conditions, and behind a short one."""
+    resolved = resolve(given["model"], OPTIONS)
+    store, right = FeatureStore(tmp_path / "none", resolved.identity, "float16"), 0
+    for part in range(20):
+        lengths = random.Random(part).choices(range(12), k=625)
+        texts = [f"{part} number {i} " + "walk " * n for i, n in enumerate(lengths)]
+        own = [EncoderInput("", also + text) for text in texts for also in ("", "the place ")]
+        inputs = [one for item in own for one in (EncoderInput("", f"{item.key.hex()[:4]}"), item)]
+        inputs = list(dict.fromkeys(inputs))
+        found = _tokens(resolved, count_missing(store, inputs, 500))
+        right += found.low <= _counts(resolved, inputs).sum() <= found.high
+        assert found.high - found.low > 0
+    assert right >= 17
+
+
+def test_what_the_extraction_would_refuse_is_refused(given, extracted, capsys, tmp_path):
+    folder = extracted[0]
+    other = tmp_path / "other.csv"
+    rows = [f"a dog {i},a cat {i},the place,{i}" for i in range(1, 6)]
+    other.write_text("\n".join(["sentence1,sentence2,condition,label", *rows]))
+    fixed = ["--pooling", "mean", "--normalize", "--dtype", "float32", "--device", "cpu"]
+    command = ["extract", "--plan", "--model", given["model"], "--run", str(folder), *fixed]
+    for options, words in (
+        (["--data", str(other)], "has other examples"),
+        (["--store", str(tmp_path / "store")], "stores features in"),
+        (["--store-dtype", "float32"], "stores features as float16"),
+        (["--task", "kgc"], "is a run of the task csts"),
+    ):
+        for planned in (command, [own for own in command if own != "--plan"]):
+            assert run([*planned, *options]) == 2
+            (line,) = [own for own in capsys.readouterr().err.splitlines() if "error" in own]
+            assert words in line
 
 
 def test_only_what_a_run_lacks_is_planned(given, extracted, tmp_path):
@@ -85,12 +147,25 @@ def test_hours_are_those_of_a_recorded_machine(given, tmp_path):
     assert found.rows()[-1] == {"plan": "fragments, commits", "": f"6, {found.commits}"}
 
 
+def test_records_that_are_none_are_one_line(given, tmp_path):
+    bench = tmp_path / "bench.json"
+    for text, words in (
+        ('{"speeds": []}', "lacks 'machine'"),
+        ('{"machine": {}, "speeds": [{"model": "minilm"}]}', "lacks 'speeds.0.precision'"),
+        ("[1]", "holds a JSON list"),
+    ):
+        bench.write_text(text)
+        with pytest.raises(LlmcondError, match=words):
+            plan(**given, run_folder=tmp_path / "run", bench=bench)
+
+
 def test_wrong_choices_are_one_line(capsys, given, tmp_path):
     bench = record(tmp_path)
     command = ["extract", "--model", given["model"], "--run", str(tmp_path / "run")]
     for options, words in (
         (["--price", "1"], "--price is for --plan"),
         (["--plan", "--price", "-1"], "price is -1; it must be at least 0"),
+        (["--plan", "--price", "nan"], "price is nan"),
         (["--plan", "--bench", str(bench)], "has no speed of"),
         (
             ["--plan", "--scale", "ray", "--gpus-per-actor", "1", "--dtype", "bfloat16"],
