@@ -48,30 +48,33 @@ COMMANDS = {
 
 
 class _Interrupted(KeyboardInterrupt):
-    """Raised by Ctrl-C. Python ends by the signal where its own exception passed through exec."""
+    """Raised by Ctrl-C, and by SIGTERM, as schedulers and containers send it.
 
-
-class _Terminated(KeyboardInterrupt):
-    """Raised by SIGTERM, as schedulers and containers send it."""
+    Python ends by the signal where its own exception passed through exec.
+    """
 
 
 @contextmanager
-def _signals() -> Iterator[None]:
-    """Let signals that end the process raise; those that somebody else handles stay as they are."""
-    raised = {signal.SIGINT: _Interrupted, signal.SIGTERM: _Terminated}
+def _signals() -> Iterator[list[int]]:
+    """Let signals that end the process raise; those that somebody else handles stay as they are.
+
+    Yield those that came: Ray's C++ raises an interrupt of its own in the place of ours.
+    """
+    came: list[int] = []
     usual = (signal.default_int_handler, signal.SIG_DFL)
-    before = {one: signal.getsignal(one) for one in raised}
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
     mine = [one for one, handler in before.items() if handler in usual]
     if threading.current_thread() is not threading.main_thread():
         mine = []
 
     def end(number: int, _: object) -> None:
-        raise raised[signal.Signals(number)]
+        came.append(number)
+        raise _Interrupted
 
     for one in mine:
         signal.signal(one, end)
     try:
-        yield
+        yield came
     finally:
         for one in mine:
             signal.signal(one, before[one])
@@ -82,11 +85,11 @@ def run(arguments: Sequence[str]) -> int:
 
     0: done, 2: wrong input, 143: ended by SIGTERM, 1: anything else.
     """
-    with _signals():
-        return _run(arguments)
+    with _signals() as came:
+        return _run(arguments, came)
 
 
-def _run(arguments: Sequence[str]) -> int:
+def _run(arguments: Sequence[str], signals: Sequence[int]) -> int:
     log_to_terminal()
     try:
         given = vars(_parser().parse_args(arguments))
@@ -94,8 +97,8 @@ def _run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
     except LlmcondError as error:
         return _complain(str(error), error.exit_code)
-    except KeyboardInterrupt as error:
-        said, code = ("terminated", 143) if isinstance(error, _Terminated) else ("interrupted", 1)
+    except KeyboardInterrupt:
+        said, code = ("terminated", 143) if signal.SIGTERM in signals else ("interrupted", 1)
         return _complain(f"{said}; what was stored is kept, and the same command resumes.", code)
     except BrokenPipeError:
         # The reader of a pipe left (`| head`); nothing more can be said on standard output.

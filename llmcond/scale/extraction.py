@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
-from llmcond.encoders.spec import EncoderInput
+from llmcond.encoders.spec import EncoderInput, InputError
 from llmcond.errors import UserError
 from llmcond.features.extract import CHUNK, Plan, Progress, SentPart, SentParts, not_finite
 from llmcond.features.store import FeatureStore, Fragment, StoreDtype
@@ -59,12 +59,12 @@ class Written(NamedTuple):
 
     Attributes:
         fragment: of the rows that could be encoded; None: there were none.
-        n_inputs: encoded.
+        n_inputs: done with.
         n_characters: theirs.
         n_tokens: theirs, before truncation.
         seconds: wall-clock time.
         cpu_seconds: of all threads of the actor.
-        failed: the first input whose vector is not finite.
+        failed: the first input that has no vector, and why.
     """
 
     fragment: Fragment | None
@@ -73,7 +73,7 @@ class Written(NamedTuple):
     n_tokens: int
     seconds: float
     cpu_seconds: float
-    failed: EncoderInput | None
+    failed: tuple[EncoderInput, str] | None
 
 
 class FragmentWriter:
@@ -109,33 +109,51 @@ class FragmentWriter:
     def work(self, item: list[SentPart]) -> Written:
         """Encode parts, and write what is finite in the store's type into one fragment.
 
+        Parts behind an input that the encoder cannot take are left out.
+
         Raises:
             LlmcondError: the encoder fails.
             DiskFullError: no room.
         """
         began, cpu = time.monotonic(), time.process_time()
-        encoded: list[Encoded] = list(self._threads.map(self._parts.encode, item))
-        inputs = [one for part in item for one in part.inputs]
-        vectors = np.concatenate([one.vectors for one in encoded])
-        n_tokens = np.concatenate([one.n_tokens for one in encoded])
-        truncated = np.concatenate([one.truncated for one in encoded])
-        finite = np.isfinite(self._store.cast(vectors)).all(axis=1)
-        good = np.flatnonzero(finite)
+        encoded: list[Encoded] = []
+        inputs: list[EncoderInput] = []
+        failed: InputError | None = None
+        try:
+            for part, one in zip(item, self._threads.map(self._parts.encode, item), strict=True):
+                encoded.append(one)
+                inputs += part.inputs
+        except InputError as error:
+            failed = error
         fragment = None
-        if len(good):
-            own = [inputs[i] for i in good]
-            fragment = self._store.write_fragment(
-                own, vectors[good], n_tokens[good], truncated[good]
-            )
+        if encoded:
+            fragment, at = self._write(inputs, encoded)
+            failed = failed if at is None else not_finite(inputs[at], self._store.dtype)
         return Written(
             fragment,
             len(inputs),
             sum(one.size for one in inputs),
-            int(n_tokens.sum()),
+            sum(int(one.n_tokens.sum()) for one in encoded),
             time.monotonic() - began,
             time.process_time() - cpu,
-            None if finite.all() else inputs[int(np.argmin(finite))],
+            None if failed is None else (failed.item, str(failed)),
         )
+
+    def _write(
+        self, inputs: Sequence[EncoderInput], encoded: Sequence[Encoded]
+    ) -> tuple[Fragment | None, int | None]:
+        """Return the fragment of what is finite, and the place of the first that is not."""
+        vectors = np.concatenate([one.vectors for one in encoded])
+        n_tokens = np.concatenate([one.n_tokens for one in encoded])
+        truncated = np.concatenate([one.truncated for one in encoded])
+        finite = np.isfinite(self._store.cast(vectors)).all(axis=1)
+        good, fragment = np.flatnonzero(finite), None
+        if len(good):
+            own = [inputs[i] for i in good.tolist()]
+            fragment = self._store.write_fragment(
+                own, vectors[good], n_tokens[good], truncated[good]
+            )
+        return fragment, None if finite.all() else int(np.argmin(finite))
 
 
 class RayExecution:
@@ -178,7 +196,8 @@ class RayExecution:
         """Encode and store everything that a plan lacks; return how many inputs, and their tokens.
 
         Raises:
-            InputError: the encoder gave NaN or infinity; all good ones that were done are stored.
+            InputError: the encoder cannot take one, or gave NaN or infinity for it; all good ones
+                that were done are stored.
             LlmcondError: as of :meth:`Pool.map` and :meth:`FragmentWriter.work`.
         """
         # As an encoder's threads would: on a GPU one prepares what the other computes.
@@ -198,7 +217,7 @@ class RayExecution:
                 if progress:
                     progress.advance(written.n_inputs, written.n_characters, written.n_tokens)
                 if written.failed is not None:
-                    raise not_finite(written.failed, plan.store.dtype)
+                    raise InputError(*written.failed)
         return committer.n_added, committer.n_tokens
 
 

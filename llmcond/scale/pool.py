@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from llmcond.errors import LlmcondError, UserError, first_line
+from llmcond.errors import LlmcondError, UserError
 from llmcond.log import log
 from llmcond.plugins import load, loaded
 
@@ -249,10 +252,9 @@ def _answered(call: Callable[[], Any]) -> _Answer:
     """Return what a call gives. Errors travel as texts: not every one can be rebuilt elsewhere."""
     try:
         return _Answer(call())
-    except LlmcondError as error:
-        return _Answer(
-            error=(UserError if isinstance(error, UserError) else LlmcondError, str(error))
-        )
+    except (LlmcondError, OSError) as error:
+        wrong = isinstance(error, UserError | PermissionError)
+        return _Answer(error=(UserError if wrong else LlmcondError, str(error)))
 
 
 @contextmanager
@@ -268,24 +270,12 @@ def _connected(cluster: Cluster) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
-    quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
-    if cluster.address is not None:
-        try:
-            _check_reachable(cluster.address)
-            ray.init(address=cluster.address, **quiet)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(
-                f"there is no Ray cluster at {cluster.address}: {first_line(error)}. Start one "
-                "with `ray start --head`, or leave out --address."
-            ) from error
-        folder = None
-    else:
-        folder = _own_folder()
-        with ExitStack() as failed:
-            failed.callback(shutil.rmtree, folder, ignore_errors=True)
-            _start_here(ray, cluster, folder, quiet)
-            failed.pop_all()
+    folder = None if cluster.address else _own_folder()
     try:
+        if folder is None:
+            _connect(ray, str(cluster.address))
+        else:
+            _start(ray, cluster.actors, folder)
         yield ray
     finally:
         ray.shutdown()
@@ -293,26 +283,54 @@ def _connected(cluster: Cluster) -> Iterator[Any]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start_here(ray: Any, cluster: Cluster, folder: Path, quiet: Mapping[str, Any]) -> None:
-    """Start Ray on this machine; a LlmcondError where one of its programs does not come up."""
+def _connect(ray: Any, address: str) -> None:
+    try:
+        _check_reachable(address)
+        _init(ray, address=address)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"there is no Ray cluster to use at {address}: {_in_a_line(error)}. Start one with "
+            "`ray start --head`, or leave out --address; for one that asks for a token, set "
+            "RAY_AUTH_MODE=token."
+        ) from error
+
+
+def _start(ray: Any, cores: int | None, folder: Path) -> None:
+    if not any(name.startswith("RAY_AUTH_") for name in os.environ):
+        # Ray would keep a token in the home folder, which clusters started later then ask for.
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     with warnings.catch_warnings():
         # Ray forks to start its programs, which do not use Lance.
         warnings.filterwarnings("ignore", "lance is not fork-safe")
         try:
-            ray.init(
+            _init(
+                ray,
                 address="local",
-                num_cpus=cluster.actors,
+                num_cpus=cores,
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE,
                 _temp_dir=str(folder),
-                **quiet,
             )
-        except Exception as error:  # of several kinds, none of them documented
-            ray.shutdown()
-            raise LlmcondError(
-                f"Ray could not be started here: {first_line(error)}. Run the same command again; "
-                "without --scale it needs no Ray."
-            ) from error
+        except Exception as error:  # Ray raises just that where a program of it does not start
+            raise LlmcondError(f"Ray cannot be started here: {_in_a_line(error)}") from error
+
+
+def _init(ray: Any, **options: Any) -> None:
+    """Start Ray or connect to it, and give SIGTERM back, which it answers by a trace of its C++."""
+    before, terminated = signal.getsignal(signal.SIGTERM), False
+    try:
+        ray.init(logging_level=logging.ERROR, log_to_driver=False, **options)
+    except SystemExit:  # by what Ray makes of the signal
+        terminated = True
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+    if terminated:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def _check_reachable(address: str) -> None:

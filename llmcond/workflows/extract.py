@@ -189,6 +189,11 @@ def prepare(
 
 def _for_actors(model: str, options: EncoderOptions, cluster: Cluster) -> ResolvedEncoder:
     """Return the encoder that actors on a cluster have; this machine may have no GPU."""
+    if options.device not in ("auto", "cuda" if cluster.gpus_per_actor else "cpu"):
+        raise UserError(
+            f"device is {options.device!r}, and with --scale ray actors compute on the GPUs that "
+            "--gpus-per-actor gives them, else on CPUs. Leave out --device."
+        )
     if not cluster.gpus_per_actor:
         return resolve(model, replace(options, device="cpu"))
     import torch

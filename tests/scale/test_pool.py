@@ -1,5 +1,6 @@
 """Actors that share some work, and what becomes of it when they die."""
 
+import os
 import subprocess
 import sys
 
@@ -100,10 +101,13 @@ print(found)
 
 def test_ray_is_started_here_and_ended(tmp_path):
     command = [sys.executable, "-c", ALONE, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {name: own for name, own in os.environ.items() if "RAY_AUTH" not in name}
+    environment["HOME"] = str(tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert not (tmp_path / ".ray").exists()  # where Ray would keep a token
     first, second, third, last = done.stdout.strip().splitlines()
-    assert first.startswith("there is no Ray cluster at 127.0.0.1:1: ")
+    assert first.startswith("there is no Ray cluster to use at 127.0.0.1:1: ")
     assert "`ray start --head`" in first
     assert "expected HOST:PORT, or auto" in second
-    assert third.startswith("Ray could not be started here: ")
+    assert third.startswith("Ray cannot be started here: ")
     assert (last, done.returncode) == ("14", 0), done.stderr

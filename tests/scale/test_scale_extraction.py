@@ -168,7 +168,8 @@ def test_actors_that_are_killed_cost_nothing(ray, caplog, model, data, alone, tm
     check_same(tmp_path, alone)
 
 
-def test_a_driver_that_is_killed_goes_on_where_it_committed(ray, model, data, alone, tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_driver_that_is_ended_goes_on_where_it_committed(ray, model, data, alone, tmp_path, how):
     folder = tmp_path / "run"
     arguments = ("--model", model, "--dtype", "float32", "--pooling", "mean", "--normalize")
     given = ("--data", data, "--prompt", *PROMPTS, "--scale", "ray", "--actors", "1")
@@ -176,11 +177,25 @@ def test_a_driver_that_is_killed_goes_on_where_it_committed(ray, model, data, al
     versions = folder / "features"
     while command.process.is_alive() and not any(versions.glob("*/vectors.lance/_versions/*")):
         time.sleep(0.01)
-    command.process.kill()
-    command.process.join()
+    os.kill(command.process.pid, how)
+    status, _, said = command.finish()
+    if how == signal.SIGTERM:
+        assert status == 143
+        assert said.splitlines()[-1].startswith("llmcond: error: terminated; what was stored")
+        assert not Path(f"/tmp/llmcond-ray-{command.process.pid}").exists()
     assert len(vectors(folder)) <= len(vectors(alone))
     extract(model, OPTIONS, folder, DataOptions(), PROMPTS, cluster=TWO)
     check_same(folder, alone)
+
+
+def test_an_input_that_the_encoder_cannot_take_is_named(ray, model, tmp_path):
+    data = tmp_path / "rows.csv"
+    lines = [f"two men sit number {i},a dog,the place,{1 + i % 5}" for i in range(3_000)]
+    lines[1_500] = f"two men,a dog,{'the number of people ' * 9},3"
+    data.write_text("\n".join(["sentence1,sentence2,condition,label", *lines]), encoding="utf-8")
+    options, source = replace(OPTIONS, max_length=32, long_texts="windows"), DataOptions(str(data))
+    with pytest.raises(UserError, match=r"^row 1501 of rows.csv, prompt .* is too long without"):
+        extract(model, options, tmp_path / "run", source, PROMPTS[:1], cluster=TWO)
 
 
 def test_an_input_that_gives_nan_is_named(ray, broken, tmp_path):
@@ -213,6 +228,8 @@ def test_an_actor_refuses_another_encoder(model, tmp_path):
         (("--scale", "ray", "--workers", "2"), "--workers and --scale are two ways"),
         (("--scale", "ray", "--actors", "0"), "actors is 0; it must be at least 1"),
         (("--scale", "ray", "--gpus-per-actor", "1"), "Add --dtype"),
+        (("--scale", "ray", "--device", "cuda"), "Leave out --device"),
+        (("--scale", "ray", "--gpus-per-actor", "1", "--device", "cpu"), "Leave out --device"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(capsys, model, data, tmp_path, options, words):
