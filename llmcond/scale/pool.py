@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from llmcond.errors import LlmcondError, UserError
+from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.log import log
 from llmcond.plugins import load, loaded
 
@@ -270,11 +270,11 @@ def _connected(cluster: Cluster) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
-    folder = None if cluster.address else _own_folder()
+    folder = _own_folder() if cluster.address is None else None
     try:
-        if folder is None:
-            _connect(ray, str(cluster.address))
-        else:
+        if cluster.address is not None:
+            _connect(ray, cluster.address)
+        if folder is not None:
             _start(ray, cluster.actors, folder)
         yield ray
     finally:
@@ -287,10 +287,11 @@ def _connect(ray: Any, address: str) -> None:
     try:
         _check_reachable(address)
         _init(ray, address=address)
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # of several kinds, none of them documented
+        why = " ".join(str(error).split())  # of other versions it tells in several lines
         raise UserError(
-            f"there is no Ray cluster to use at {address}: {_in_a_line(error)}. Start one with "
-            "`ray start --head`, or leave out --address; for one that asks for a token, set "
+            f"there is no Ray cluster to use at {address}: {why}. Start one with `ray start "
+            "--head`, or leave out --address; for one that asks for a token, set "
             "RAY_AUTH_MODE=token."
         ) from error
 
@@ -311,8 +312,11 @@ def _start(ray: Any, cores: int | None, folder: Path) -> None:
                 object_store_memory=_OBJECT_STORE,
                 _temp_dir=str(folder),
             )
-        except Exception as error:  # Ray raises just that where a program of it does not start
-            raise LlmcondError(f"Ray cannot be started here: {_in_a_line(error)}") from error
+        except Exception as error:  # likewise
+            raise LlmcondError(
+                f"Ray cannot be started here: {first_line(error)}. Run the same command again; "
+                "without --scale it needs no Ray."
+            ) from error
 
 
 def _init(ray: Any, **options: Any) -> None:
@@ -323,14 +327,11 @@ def _init(ray: Any, **options: Any) -> None:
     except SystemExit:  # by what Ray makes of the signal
         terminated = True
     finally:
-        if threading.current_thread() is threading.main_thread():
+        main = threading.current_thread() is threading.main_thread()
+        if main and before is not None:
             signal.signal(signal.SIGTERM, before)
     if terminated:
         signal.raise_signal(signal.SIGTERM)
-
-
-def _in_a_line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def _check_reachable(address: str) -> None:
