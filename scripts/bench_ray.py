@@ -201,7 +201,8 @@ def kill_one(driver: subprocess.Popen[bytes], what: str, draw: random.Random) ->
         return False
     if what == "driver":
         driver.wait()
-        wait_for_end(started)
+        # Ray's agents take a minute to notice, and do not touch the store.
+        wait_for_end([own for own, command in started.items() if "Agent" not in command])
     return True
 
 
@@ -224,7 +225,9 @@ def kills(options: argparse.Namespace) -> dict[str, Any]:
                 with suppress(subprocess.TimeoutExpired):
                     driver.wait(draw.uniform(2, options.seconds))
                 what = draw.choice(list(TARGETS))
-                done[what] += driver.poll() is None and kill_one(driver, what, draw)
+                if driver.poll() is None and kill_one(driver, what, draw):
+                    done[what] += 1
+                    print(done.total(), what, file=sys.stderr, flush=True)
             if driver.wait() != 0:
                 continue
             store = FeatureStore(folder / "killed", identity, "float16")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 #: Committed after so many fragments, or seconds.
 _FRAGMENTS, _SECONDS = 16, 10.0
 #: An actor gets parts for so many seconds at a time, and no more than so many parts: a fragment
-#: has up to 65,536 rows.
+#: has up to 65,536 rows, or half of that from a GPU.
 _ITEM_SECONDS, _MOST_PARTS = 10.0, 64
 
 
@@ -200,9 +200,8 @@ class RayExecution:
                 that were done are stored.
             LlmcondError: as of :meth:`Pool.map` and :meth:`FragmentWriter.work`.
         """
-        # As an encoder's threads would: on a GPU one prepares what the other computes.
-        share = 2 if self._cluster.gpus_per_actor else 1
-        parts = (part.lacking(plan.store) for part in plan.parts(lambda: share))
+        parts_of = _parts_of_a_chunk(self._cluster)
+        parts = (part.lacking(plan.store) for part in plan.parts(lambda: parts_of))
         first = next(parts, None)
         if first is None:
             return 0, 0
@@ -221,13 +220,24 @@ class RayExecution:
         return committer.n_added, committer.n_tokens
 
 
-def fragments_and_commits(rows: int, seconds: float, count: int) -> tuple[int, int]:
-    """Return how many fragments and commits there are about, for rows that take so long in all."""
-    parts = rows / CHUNK
-    for_each = seconds * count / max(parts, 1)
-    fragments = math.ceil(parts / _parts_in(for_each, 1))
+def fragments_and_commits(
+    rows: int, seconds: float, cluster: Cluster, count: int
+) -> tuple[int, int]:
+    """Return how many fragments and commits there are about, by so many actors in so many seconds.
+
+    Small fragments are merged afterwards.
+    """
+    parts = math.ceil(rows * _parts_of_a_chunk(cluster) / CHUNK)
+    first = min(parts, 2 * count)  # of a part each, as nobody knows yet how long they take
+    later = (parts - first) / _parts_in(seconds * count, max(parts, 1))
+    fragments = first + math.ceil(later)
     commits = max(math.ceil(fragments / _FRAGMENTS), min(fragments, int(seconds / _SECONDS)))
     return fragments, commits
+
+
+def _parts_of_a_chunk(cluster: Cluster) -> int:
+    """Return into how many parts a chunk is cut, as an encoder's threads would."""
+    return 2 if cluster.gpus_per_actor else 1  # on a GPU one prepares what the other computes
 
 
 def _parts_in(seconds: float, count: int) -> int:

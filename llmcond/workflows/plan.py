@@ -22,6 +22,7 @@ from llmcond.encoders.checkpoints.weights import load_dense
 from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.encoders.spec import EncoderInput
+from llmcond.encoders.threads import Concurrency
 from llmcond.errors import UserError
 from llmcond.features.extract import CHUNK, WINDOW
 from llmcond.features.fragments import StoreDtype, row_bytes
@@ -36,6 +37,7 @@ from llmcond.workflows.extract import check_run, prepare
 
 #: Of the 95 % interval of a mean.
 _DEVIATIONS = 1.96
+_TRIALS = 3
 
 
 @dataclass(frozen=True)
@@ -187,12 +189,12 @@ def plan(  # noqa: PLR0913 - each is a choice of the user, by keyword
             rate, rate_of = _tried_rate(resolved, missing, tokens.value, cluster)
     hours = tokens.times(1 / rate / 3600) if rate else None
     count = _at_a_time(cluster, workers, resolved.device)
-    seconds = 3600 * hours.value / count if hours else 0.0
-    fragments, commits = (
-        fragments_and_commits(missing.n_missing, seconds, count)
-        if cluster
-        else (-(-missing.n_missing // CHUNK),) * 2
-    )
+    if cluster is not None:
+        seconds = 3600 * hours.value / count if hours else 0.0
+        fragments, commits = fragments_and_commits(missing.n_missing, seconds, cluster, count)
+    else:
+        threads = Concurrency.of(resolved.device).threads
+        fragments = commits = math.ceil(missing.n_missing / (CHUNK // threads))
     return Planned(
         encoder=run.encoder_name,
         n_inputs={name: own.n_inputs for name, own in lacking.items()},
@@ -264,7 +266,9 @@ def _tried_rate(
     if cluster is not None:
         torch.set_num_threads(1)  # which an actor has on a CPU
     try:
-        seconds = missing.seconds(LazyEncoder(resolved)().encode_counted)
+        encoder = LazyEncoder(resolved)()
+        # Of a few tenths of a second each; what else the machine does makes them longer only.
+        seconds = min(missing.seconds(encoder.encode_counted) for _ in range(_TRIALS))
     finally:
         torch.set_num_threads(threads)
     return tokens / seconds, f"a trial on {resolved.device} of this machine"

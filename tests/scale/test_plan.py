@@ -16,6 +16,7 @@ from llmcond.features.fragments import row_bytes
 from llmcond.features.missing import count_missing
 from llmcond.features.store import FeatureStore
 from llmcond.runs import open_any_run
+from llmcond.scale.extraction import fragments_and_commits
 from llmcond.scale.pool import Cluster
 from llmcond.workflows.extract import extract
 from llmcond.workflows.plan import _counts, _tokens, plan
@@ -145,6 +146,19 @@ def test_hours_are_those_of_a_recorded_machine(given, tmp_path):
     assert found.wall_hours.value == pytest.approx(found.hours.value / 4)
     assert found.fragments == 6  # of a part each: that takes more than ten seconds
     assert found.rows()[-1] == {"plan": "fragments, commits", "": f"6, {found.commits}"}
+
+
+@pytest.mark.parametrize(
+    ("hours", "gpus", "expected"),
+    [
+        (64 * 3.94, 1, (93_128, 5_821)),  # items of 21 parts of 512 rows
+        (64 * 0.1, 0, (15_385, 962)),  # of 64 parts of 1,024, but for the first
+        (10_000, 0, (976_563, 61_036)),  # a part takes longer than ten seconds
+    ],
+)
+def test_fragments_are_what_actors_write_in_ten_seconds(hours, gpus, expected):
+    cluster = Cluster(actors=64, gpus_per_actor=gpus)
+    assert fragments_and_commits(10**9, 3_600 * hours / 64, cluster, 64) == expected
 
 
 def test_records_that_are_none_are_one_line(given, tmp_path):
