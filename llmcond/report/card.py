@@ -115,9 +115,13 @@ def model_card(
         stage += " What it learned from was trained on dev: dev is no score of these weights."
     taught = made_of.get("teacher")
     if taught is not None:
+        teacher = summary["teacher"]
+        which = PurePath(teacher.get("base", teacher["encoder"])).name
+        which = f"an adapter of `{code(which)}`" if "base" in teacher else f"`{code(which)}`"
         stage += (
-            f" Beside train's rows, {taught['rows']:,} were trained on that another model rated: "
-            "sentence pairs of train under conditions of other rows."
+            f" Beside train's rows, {taught['rows']:,} were trained on that another model, {which} "
+            f"with the head `{code(teacher['head'])}`, rated: sentence pairs of train under "
+            "conditions of other rows."
         )
     headings = ["split", own.rows]
     for metric in metrics:

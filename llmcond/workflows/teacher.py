@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from llmcond.data.datasets import Dataset
 from llmcond.data.rows import Rows
+from llmcond.encoders.checkpoints.adapter import read_tuned
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_text, read_json, write_json
 from llmcond.log import log
@@ -52,8 +53,11 @@ class Teacher:
     trained_on: tuple[str, ...]
 
     def about(self) -> dict[str, Any]:
-        """Return what it is, for people."""
-        return {"encoder": self.run.encoder_name, "head": self.head, "rows": self.rows}
+        """Return what it is, for people; of an adapter also the encoder that it belongs to."""
+        tuned = read_tuned(self.run.folder)
+        base = {} if tuned is None or tuned.base is None else {"base": tuned.base}
+        own = {"encoder": self.run.encoder_name, **base}
+        return {**own, "head": self.head, "rows": self.rows}
 
     def knows_dev(self, dataset: Dataset) -> bool:
         """Return whether it was trained on the dev rows of a data set."""

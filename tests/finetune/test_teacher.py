@@ -83,7 +83,8 @@ def test_what_is_rated_is_trained_on_and_recorded(train, made, tmp_path):
     head = json.loads(next((made / "frozen" / "heads").glob("*/head.json")).read_text())
     assert account["made_of"]["teacher"]["head"] == head["weights_sha256"]
     card = " ".join((tmp_path / "taught" / "README.md").read_text().split())
-    assert "12 were trained on that another model rated" in card
+    model = (made / "model").resolve()
+    assert f"12 were trained on that another model, `{model.name}` with the head `linear@" in card
     assert [own["split"] for own in summary["scores"]] == ["dev", "test"]
     said = train("taught", "frozen", "--teacher-rows", 11, command=refused)
     assert "teacher.rows: 11, not 12" in said
@@ -145,6 +146,10 @@ def test_a_cross_encoder_teaches(made, train, tmp_path, capsys):
     ok(capsys, "train-cross", *given)
     summary = train("taught", tmp_path / "cross", "--teacher-rows", 6)
     assert summary["teacher"]["head"] == "cross"
+    model = (made / "model").resolve()
+    assert summary["teacher"]["base"] == str(model)
+    card = (tmp_path / "taught" / "README.md").read_text()
+    assert f"an adapter of `{model.name}` with the head `cross`, rated" in " ".join(card.split())
 
 
 @pytest.mark.parametrize(
