@@ -14,6 +14,7 @@ from helpers.paths import ROOT
 from llmcond import load_encoder
 from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderOptions
+from llmcond.workflows.evaluate import evaluate
 from llmcond.workflows.extract import extract
 from llmcond.workflows.fit import fit_head
 
@@ -61,6 +62,10 @@ SCRIPTS = {
     "bench_scale": ("--model {tiny} --sizes 8 --rounds 1", "8 inputs: "),
     "bench_store": ("{tmp}/store --rows 8 --part 3", "8 vectors of 384, 3 a commit: "),
     "bench_train": ("--batch-size 2 --steps 1 --rounds 1", "| llmcond |"),
+    "compare_kinds": (
+        "{run}/predictions.csv {run}/predictions.csv --data {run}/../rows.csv --split test",
+        "| number | ",
+    ),
     "demo": ("--data {rows} --run {tmp}/run", '"spearman_zero_shot"'),
     "make_wide_minilm": ("{tmp}/wide --copies 1", " weights -> "),
     "simulate_comparison": ("--trials 2 --resamples 9 --truth 99 --pairs 30", "accuracy"),
@@ -109,6 +114,7 @@ def separate(tiny, small_rows, tmp_path_factory):
     data, options = DataOptions(str(folder / "rows.csv")), EncoderOptions(pooling="mean")
     extract(tiny, options, folder / "run", data, ["separate"])
     fit_head(folder / "run", "hypernet", changes={"epochs": "1", "dim": "8", "rank": "4"})
+    evaluate(folder / "run", predictions=folder / "run" / "predictions.csv")
     return folder / "run"
 
 
