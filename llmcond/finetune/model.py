@@ -116,6 +116,6 @@ class TunedModel(RatedModel[RatedInputs]):
         with torch.inference_mode():
             for start in range(0, len(which), _ROUTED):
                 part = inputs.embed(self.engine, which[start : start + _ROUTED])
-                vectors[start : start + _ROUTED] = part.cpu().numpy()
+                vectors[start : start + _ROUTED] = part.float().cpu().numpy()
         self.train(was)
         return vectors

@@ -391,6 +391,16 @@ def test_an_encoder_with_dense_layers_is_trained_in_16_bit(data, tmp_path, capsy
     assert result["dev_spearman"] == pytest.approx(scored, abs=0.02)
 
 
+@pytest.mark.parametrize("options", ["", "--router csr --router-layers 2"])
+def test_routed_inputs_are_trained_in_16_bit(tiny, data, tmp_path, capsys, options):
+    plain = "--pooling mean --dtype bfloat16 --epochs 1 --head none --prompt routed"
+    result = ok(
+        capsys, "train-lora", "--model", tiny, "--data", data, "--run", tmp_path / "run",
+        *plain.split(), *options.split(),
+    )  # fmt: skip
+    assert result["dev_spearman"] == pytest.approx(result["scores"][0]["spearman"], abs=0.05)
+
+
 def test_a_head_fitted_on_frozen_features_is_where_it_starts(train, tiny, data, capsys, tmp_path):
     settings = ["--pooling", "mean", "--normalize", "--dtype", "float32"]
     settings += ["--prompt", "concat-sent-cond"]
