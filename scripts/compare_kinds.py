@@ -1,7 +1,8 @@
-"""What a model gains over another by kind of condition, from two files of predictions.
+r"""What a model gains over another by kind of condition, from two files of predictions.
 
     llmcond evaluate --split dev --run runs/before --predictions before.csv   # and runs/after
-    python scripts/compare_kinds.py before.csv after.csv --data CSTS_FOLDER
+    python scripts/compare_kinds.py before.csv after.csv --data CSTS_FOLDER \
+        --fit none@concat-cond-sent+c
 
 Kinds are told by words of the condition. Spearman times 100 with 95 % intervals over sentence
 pairs; of the difference, on the same draws. A condition is seen where train has its exact text.
@@ -42,17 +43,18 @@ def kind(condition: str) -> str:
 
 
 def read(path: Path, fit: str | None) -> dict[int, float]:
-    """Return the predictions of a fit, the first one unless another is named, by row of the data.
+    """Return the predictions of a fit, the only one unless it is named, by row of the data.
 
     Raises:
-        UserError: no file of predictions, or no fit of that name.
+        UserError: no file of predictions, no fit of that name, or several and no name.
     """
     with path.open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file)
         fits = list(rows.fieldnames or ())[5:]
-        if not fits or (fit or fits[0]) not in fits:
-            raise UserError(f"{path} has predictions of: {', '.join(fits) or 'nothing'}.")
-        return {int(row["row"]): float(row[fit or fits[0]]) for row in rows}
+        column = fits[0] if len(fits) == 1 else fit
+        if column not in fits:
+            raise UserError(f"--fit is {fit}; {path} has {', '.join(fits) or 'no predictions'}.")
+        return {int(row["row"]): float(row[column]) for row in rows}
 
 
 def main() -> None:
@@ -64,7 +66,7 @@ def main() -> None:
     parser.add_argument("after", type=Path)
     parser.add_argument("--data", required=True, help="what both were evaluated on")
     parser.add_argument("--split", default="dev")
-    parser.add_argument("--fit", help="column of both files (default: the first one)")
+    parser.add_argument("--fit", help="its column in both files, where they have several")
     given = parser.parse_args()
     try:
         splits = read_dataset(given.data).splits
@@ -72,9 +74,9 @@ def main() -> None:
     except (UserError, OSError) as error:
         sys.exit(f"error: {error}")
     rows, known = splits[given.split], set(splits["train"].condition)
-    rows = rows.take(rows.rated)
     if not before.keys() == after.keys() == set(rows.number.tolist()):
-        sys.exit(f"error: the files are not both of the {len(rows):,} rated rows of {given.split}.")
+        sys.exit(f"error: the files are not both of the {len(rows):,} rows of {given.split}.")
+    rows = rows.take(rows.rated)
     first, second = (
         np.array([own[row] for row in rows.number.tolist()]) for own in (before, after)
     )

@@ -2,8 +2,9 @@
 
     python scripts/make_pretrained.py runs/csts --name minilm-csts
 
-docs/results.md has the command that made the run. What is laid out is what `llmcond push` uploads:
-adapter, head, the account of the training and the card, without rows, features and paths.
+docs/results.md has the commands that made the run. What is laid out is what `llmcond push` uploads:
+adapter, head, the account of the training and the card, without rows, features and paths. It
+computes in float32, whatever it was trained in.
 """
 
 from __future__ import annotations
@@ -12,10 +13,30 @@ import argparse
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from llmcond.bundled import PRETRAINED, bundled
+from llmcond.files import read_json, write_json
+from llmcond.runs import open_any_run
 from llmcond.workflows.push import stage_run
+
+
+def in_float32(folder: Path, name: str) -> None:
+    """Record the encoder by its name here, and that it computes in float32.
+
+    CPUs without instructions for bfloat16 take many times as long in it. What was trained in it
+    differs by rounding then, and no features go along that would have to be the same.
+    """
+    identity = replace(open_any_run(folder).identity, dtype="float32")
+    for path in (folder / "run.json", *folder.glob("heads/*/head.json")):
+        record = read_json(path)
+        record["encoder"] |= {
+            "name": name,
+            "fingerprint": identity.fingerprint,
+            "identity": identity.to_json(),
+        }
+        write_json(path, record)
 
 
 def main() -> None:
@@ -30,6 +51,7 @@ def main() -> None:
     target = given.out / given.name
     with tempfile.TemporaryDirectory() as temporary:
         stage_run(given.run, Path(temporary))
+        in_float32(Path(temporary), given.name)
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(temporary, target)
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())

@@ -85,7 +85,7 @@ def test_it_can_be_trained_and_laid_out_again(
 ):
     data, made = write_rows(small_rows[:48]), tmp_path / "again"
     trained = ok(
-        capsys, "train-lora", "--model", "minilm", "--dtype", "float32", "--data", data, "--head",
+        capsys, "train-lora", "--model", "minilm", "--dtype", "bfloat16", "--data", data, "--head",
         "none", "--prompt", "concat-cond-sent", "--rank", "1", "--epochs", "1", "--then", "dev",
         "--run", made,
     )  # fmt: skip
@@ -97,6 +97,7 @@ def test_it_can_be_trained_and_laid_out_again(
     }
     embedder = llmcond.load_embedder(there)
     assert embedder.name == trained["head"]
+    assert embedder.encoder.resolved.identity.dtype == "float32"
     assert str(tmp_path) not in "".join(path.read_text() for path in there.rglob("*.json"))
 
 

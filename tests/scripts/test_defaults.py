@@ -63,7 +63,8 @@ SCRIPTS = {
     "bench_store": ("{tmp}/store --rows 8 --part 3", "8 vectors of 384, 3 a commit: "),
     "bench_train": ("--batch-size 2 --steps 1 --rounds 1", "| llmcond |"),
     "compare_kinds": (
-        "{run}/predictions.csv {run}/predictions.csv --data {run}/../rows.csv --split test",
+        "{run}/predictions.csv {run}/predictions.csv --data {run}/../rows.csv --split test "
+        "--fit hypernet@separate",
         "| number | ",
     ),
     "demo": ("--data {rows} --run {tmp}/run", '"spearman_zero_shot"'),
