@@ -50,7 +50,8 @@ def read(path: Path, fit: str | None) -> dict[int, float]:
     """
     with path.open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file)
-        fits = list(rows.fieldnames or ())[5:]
+        names = list(rows.fieldnames or ())
+        fits = names[5:] if names[:1] == ["row"] else []
         column = fits[0] if len(fits) == 1 else fit
         if column not in fits:
             raise UserError(f"--fit is {fit}; {path} has {', '.join(fits) or 'no predictions'}.")
@@ -70,6 +71,8 @@ def main() -> None:
     given = parser.parse_args()
     try:
         splits = read_dataset(given.data).splits
+        if given.split not in splits:
+            raise UserError(f"{given.data} has no {given.split}, but {', '.join(splits)}.")
         before, after = (read(path, given.fit) for path in (given.before, given.after))
     except (UserError, OSError) as error:
         sys.exit(f"error: {error}")
