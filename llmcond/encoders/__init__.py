@@ -5,7 +5,7 @@ Importing this package imports neither torch nor transformers; ``encoder`` and `
 
 from llmcond.encoders.known import MODELS, KnownModel, find_model
 from llmcond.encoders.options import EncoderOptions
-from llmcond.encoders.resolve import ResolvedEncoder, resolve
+from llmcond.encoders.resolve import ResolvedEncoder, resolve, resolve_base
 from llmcond.encoders.spec import EncoderIdentity, EncoderInput
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "ResolvedEncoder",
     "find_model",
     "resolve",
+    "resolve_base",
 ]

@@ -194,6 +194,28 @@ def settle(
     return ResolvedEncoder(checkpoint, identity, device, options, tuple(assumed))
 
 
+def resolve_base(resolved: ResolvedEncoder) -> ResolvedEncoder | None:
+    """Return the encoder that an adapter was trained on, as it was before, on the same device.
+
+    It has its own pooling, length and norm, in the number type and quantisation of the adapted one.
+    An encoder that was not trained is its own base. None: all weights were trained, and what they
+    began from is not recorded.
+
+    Raises:
+        UserError: an option that the base cannot have.
+    """
+    checkpoint = resolved.checkpoint
+    if checkpoint.base is None:
+        return None if checkpoint.stated else resolved
+    options = EncoderOptions(
+        dtype=resolved.identity.dtype,
+        quantize=resolved.identity.quantize,
+        device=resolved.device,
+        max_tokens_per_batch=resolved.options.max_tokens_per_batch,
+    )
+    return settle(checkpoint.base, options, resolved.device, identify=True)
+
+
 def _router(
     checkpoint: Checkpoint, options: EncoderOptions, stated: Mapping[str, Any]
 ) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from llmcond.encoders import resolve_base
 from llmcond.errors import UserError
 from llmcond.features.view import Part, View
 from llmcond.heads import FittedHead, Gathered, Matrix, cosine
@@ -220,6 +221,22 @@ def make_embedder(encoder: Encoder, view: View, chosen: SavedHead | None) -> Emb
     data = chosen.record["data"]["source"]
     fitted_on = "the bundled sample" if data == "sample" else str(data)
     return Embedder(encoder, view, chosen.head, chosen.name, cache, fitted_on)
+
+
+def base_encoder(encoder: Encoder) -> Encoder | None:
+    """Load the encoder that an adapter was trained on; one that was not trained is its own base.
+
+    Plain sentence embeddings, which conditions are compared with, are the base's: an adapter
+    changes the vectors of texts without a condition too, and was not trained for those. None: all
+    weights were trained, and what they began from is not recorded.
+
+    Raises:
+        LlmcondError: the base cannot be loaded.
+    """
+    base = resolve_base(encoder.resolved)
+    if base is None or base is encoder.resolved:
+        return None if base is None else encoder
+    return LazyEncoder(base)()
 
 
 @overload

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 import llmcond
+from llmcond.bundled import PRETRAINED
 from llmcond.cli import run
+from llmcond.encoders.encoder import Encoder
 from llmcond.errors import UserError
 from llmcond.runs import open_run
+from llmcond.runs.embedder import base_encoder
 from llmcond.runs.familiarity import unfamiliar
 from llmcond.workflows.fit import fit_head
 
@@ -225,3 +228,16 @@ def test_a_run_that_is_not_there_names_those_beside_it(fitted: Path):
     assert str(fitted) in str(caught.value)
     with pytest.raises(UserError, match=r"Extract features first: llmcond extract"):
         open_run(fitted / "other")
+
+
+# -- the base of an adapter --------------------------------------------------------------------
+
+
+def test_the_base_of_the_bundled_model_is_minilm_itself(minilm: Encoder):
+    bundled = llmcond.load_embedder(PRETRAINED, device="cpu").encoder
+    base = base_encoder(bundled)
+    assert base is not None
+    assert (base.name, base.identity) == ("minilm", minilm.identity)
+    np.testing.assert_allclose(base.encode(SENTENCES), minilm.encode(SENTENCES), atol=1e-6)
+    assert np.abs(bundled.encode(SENTENCES) - minilm.encode(SENTENCES)).max() > 0.01
+    assert base_encoder(minilm) is minilm

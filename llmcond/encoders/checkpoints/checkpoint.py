@@ -58,6 +58,7 @@ class Checkpoint:
         repo: its name on the hub, if that is where it comes from; of an adapter, its base's.
         adapter: the folder of the adapter that is put onto it, if it has one.
         members: of an ensemble, the folders of its adapters, each put onto a copy; else none.
+        base: of an adapter or an ensemble, its base by itself; else None.
         stated: what training recorded: settings by their names in ``EncoderOptions``, and
             ``quantize`` where an adapter's base was quantised.
         cross: whether it was trained as a cross-encoder, whose vectors are no embeddings.
@@ -76,6 +77,7 @@ class Checkpoint:
     dev_of: str | None = None
     drawn_on: str | None = None
     members: tuple[Path, ...] = ()
+    base: Checkpoint | None = None
 
     @property
     def weights(self) -> str:
@@ -360,7 +362,9 @@ def _on_base(name: str, folder: Path, entry: KnownModel | None) -> Checkpoint:
         stated["quantize"] = tuned.quantize
     cross = base.cross or (tuned is not None and tuned.cross)
     dev_of = tuned.dev_of if tuned and tuned.dev_of else base.dev_of
-    return replace(base, name=name, adapter=folder, stated=stated, cross=cross, dev_of=dev_of)
+    return replace(
+        base, name=name, adapter=folder, stated=stated, cross=cross, dev_of=dev_of, base=base
+    )
 
 
 def _recorded(tuned: Tuned | None, folder: Path) -> KnownModel | None:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from llmcond.cli import run
-from llmcond.encoders import EncoderInput, EncoderOptions, find_model, resolve
+from llmcond.encoders import EncoderInput, EncoderOptions, find_model, resolve, resolve_base
 from llmcond.encoders.checkpoints.adapter import (
     CONFIG,
     TUNED,
@@ -522,6 +522,19 @@ def test_base_is_found_by_the_name_in_the_adapters_config(tuned):
     assert found.checkpoint.name == str(tuned)
     assert found.assumed == ()
     assert found.identity.max_length == 256  # as the alias has it
+
+
+def test_the_base_by_itself_has_its_own_settings(bert):
+    base, folder = bert
+    record(folder, base=str(base), like=None, settings={"pooling": "cls", "max_length": 16})
+    adapted, own = resolve(str(folder), CPU), resolve(str(base), CPU)
+    assert adapted.identity.pooling == "cls"
+    assert resolve_base(adapted).identity == own.identity
+    assert resolve_base(adapted).checkpoint.name == str(base)
+    # An encoder that was not trained is its own base; of one trained as a whole none is known.
+    assert resolve_base(own) is own
+    record(base, base=None, like=None, settings={"pooling": "cls"})
+    assert resolve_base(resolve(str(base), CPU)) is None
 
 
 def test_base_may_lie_beside_the_adapter(bert, monkeypatch, tmp_path):
