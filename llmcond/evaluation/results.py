@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcond.display import Displayed
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.conditions import Subset
 from llmcond.evaluation.paired import RESAMPLES, Difference, Resampled, resample
@@ -137,7 +138,7 @@ class QueryCounts(Counts):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class Result(Displayed):
     """What one system (a head, or features as they are) scores on the rows of a split.
 
     Attributes:
@@ -293,7 +294,7 @@ R = TypeVar("R", bound=Result)
 
 
 @dataclass(frozen=True)
-class Results(Sequence[R_co], Generic[R_co]):
+class Results(Displayed, Sequence[R_co], Generic[R_co]):
     """Results of several systems on the same rows."""
 
     rows: tuple[R_co, ...]
@@ -326,25 +327,23 @@ class Results(Sequence[R_co], Generic[R_co]):
                 row[f"{name}_low"], row[f"{name}_high"] = row.pop(f"{name}_ci")
         return pd.DataFrame(rows)
 
-    def _repr_html_(self) -> str:
-        """Return a table, for notebooks."""
-        from tabulate import tabulate
+    def _displayed(self) -> dict[str, Any]:
+        return {"results": [_row(result) for result in self.rows]}
 
-        metrics = [metric_of(name) for name in (self.rows[0].metrics if self.rows else ())]
-        rows = []
-        for result in self.rows:
-            row = [result.title, result.prompt, "yes" if result.subtract else "no"]
-            for metric in metrics:
-                one = result.metrics[metric.name]
-                low, high = metric.show(one.low), metric.show(one.high)
-                row.append(f"{metric.show(one.value)} [{low}, {high}]")
-            rows.append(row)
-        headings = ["head", "prompt", "minus c", *(metric.heading for metric in metrics)]
-        return tabulate(rows, headings, "html", disable_numparse=True)
+
+def _row(result: Result) -> dict[str, str]:
+    """Return what a table shows of a result: what it is of, and its figures."""
+    figures = {}
+    for name, one in result.metrics.items():
+        metric = metric_of(name)
+        interval = f"[{metric.show(one.low)}, {metric.show(one.high)}]"
+        figures[metric.heading] = f"{metric.show(one.value)} {interval}"
+    subtracted = "yes" if result.subtract else "no"
+    return {"head": result.title, "prompt": result.prompt, "minus c": subtracted, **figures}
 
 
 @dataclass(frozen=True)
-class FittedResults(Generic[R_co]):
+class FittedResults(Displayed, Generic[R_co]):
     """Results of systems, heads among them that were fitted to be scored.
 
     Attributes:
@@ -363,8 +362,8 @@ class FittedResults(Generic[R_co]):
         """Return the results as a pandas DataFrame."""
         return self.results.to_pandas()
 
-    def _repr_html_(self) -> str:
-        return self.results._repr_html_()
+    def _displayed(self) -> dict[str, Any]:
+        return {**self.results._displayed(), "failures": ", ".join(self.failures)}
 
 
 def best_first(results: Iterable[R]) -> Results[R]:

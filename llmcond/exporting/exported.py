@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from llmcond.display import Displayed
 from llmcond.encoders.spec import Dtype
 
 #: Who chooses the condition: nobody any more, the caller among some, or the caller any.
@@ -14,7 +15,7 @@ Chooses = Literal["fixed", "prompt_name", "task", "any"]
 
 
 @dataclass(frozen=True)
-class Exported:
+class Exported(Displayed):
     """What was written.
 
     Attributes:

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llmcond.display import Displayed
+
 
 @dataclass(frozen=True)
-class Hits:
+class Hits(Displayed):
     """The texts nearest to a query under a condition, best first.
 
     Attributes:

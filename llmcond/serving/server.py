@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from llmcond.display import Displayed
 from llmcond.errors import UserError
 from llmcond.log import log
 from llmcond.progress import duration
@@ -20,7 +21,7 @@ from llmcond.serving.settings import ServerSettings, read_keys
 
 
 @dataclass(frozen=True)
-class Stopped:
+class Stopped(Displayed):
     """What a server has done, once it is stopped."""
 
     url: str

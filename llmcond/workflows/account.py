@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from llmcond.display import Displayed
 from llmcond.encoders import ResolvedEncoder
 from llmcond.errors import UserError
 from llmcond.files import read_json
@@ -55,7 +56,7 @@ class _Account:
 
 
 @dataclass(frozen=True)
-class Trained:
+class Trained(Displayed):
     """An encoder that was trained, with its head: the run, the head's name, steps and scores."""
 
     record: Mapping[str, Any]

@@ -19,6 +19,7 @@ from llmcond.annotation.template import SCALE, Template, load_template, read_pro
 from llmcond.data.candidates import text_file
 from llmcond.data.datasets import Columns, DataOptions, RatingScale, read_pairs, read_rows
 from llmcond.data.rows import Rows
+from llmcond.display import Displayed
 from llmcond.errors import UserError
 from llmcond.evaluation.agreement import Agreement, agreement
 from llmcond.files import check_output, csv_writer, replacing
@@ -34,7 +35,7 @@ _UNASKED = 100
 
 
 @dataclass(frozen=True)
-class Annotated:
+class Annotated(Displayed):
     """What was rated and written.
 
     Attributes:

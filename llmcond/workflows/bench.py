@@ -15,6 +15,7 @@ from llmcond.benchmark.machine import describe_machine
 from llmcond.benchmark.markdown import page
 from llmcond.benchmark.shapes import Shape, random_encoder
 from llmcond.benchmark.speeds import Profile, Scale, Skipped, Speed, release, run_encoder
+from llmcond.display import Displayed
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.loading.quantization import require
 from llmcond.encoders.resolve import ResolvedEncoder
@@ -31,7 +32,7 @@ _Resolve = Callable[[Quantize], ResolvedEncoder]
 
 
 @dataclass(frozen=True)
-class Benchmark:
+class Benchmark(Displayed):
     """What a machine does with encoders.
 
     Attributes:

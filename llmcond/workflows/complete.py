@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from llmcond.display import Displayed
 from llmcond.errors import UserError
 from llmcond.runs.completer import Completion, load_completer
 from llmcond.workflows.options import CompleteOptions
 
 
 @dataclass(frozen=True)
-class Completions:
+class Completions(Displayed):
     """The entities that best complete a triple, and what was asked of what."""
 
     completions: Sequence[Completion]

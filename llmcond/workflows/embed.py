@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from llmcond.data.datasets import Texts, read_texts
 from llmcond.data.rows import column_of
+from llmcond.display import Displayed
 from llmcond.encoders.spec import EncoderInput, InputError
 from llmcond.errors import UserError
 from llmcond.features.view import Part, View
@@ -33,7 +34,7 @@ Vectors = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Embedded:
+class Embedded(Displayed):
     """What was written: ``rows`` embeddings of size ``dim``; head ``none`` is zero-shot."""
 
     out: Path | str

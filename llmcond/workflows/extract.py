@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from llmcond.bundled import bundled_names
 from llmcond.data.datasets import DataOptions, Dataset
 from llmcond.data.rows import leaked_pairs
+from llmcond.display import Displayed
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError
 from llmcond.features.extract import CHUNK, COUNTED_FIRST, WINDOW, Extraction
@@ -43,7 +44,7 @@ D = TypeVar("D", bound=Data)
 
 
 @dataclass(frozen=True)
-class Extracted:
+class Extracted(Displayed):
     """What :func:`extract` did.
 
     Attributes:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmcond.display import Displayed
 from llmcond.errors import UserError
 from llmcond.features.view import View, view_of
 from llmcond.files import check_writable
@@ -27,7 +28,7 @@ from llmcond.workflows.options import DevOptions
 
 
 @dataclass(frozen=True)
-class FittedResult:
+class FittedResult(Displayed):
     """A head that was fitted, and kept in the run.
 
     Attributes:

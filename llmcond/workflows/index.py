@@ -9,12 +9,13 @@ from typing import Any
 
 from llmcond.data.candidates import read_collection, text_file
 from llmcond.data.readers import MissingColumnError
+from llmcond.display import Displayed
 from llmcond.errors import UserError
 from llmcond.search import Index
 
 
 @dataclass(frozen=True)
-class Indexed:
+class Indexed(Displayed):
     """What an index holds, and what became of the texts.
 
     Attributes:

@@ -17,6 +17,7 @@ import numpy as np
 
 from llmcond.benchmark.shapes import SHAPES
 from llmcond.data.datasets import DataOptions
+from llmcond.display import Displayed
 from llmcond.encoders import EncoderOptions, ResolvedEncoder
 from llmcond.encoders.checkpoints.weights import load_dense
 from llmcond.encoders.engine.tokenizing import InputTokenizer
@@ -54,7 +55,7 @@ class Reckoned:
 
 
 @dataclass(frozen=True)
-class Planned:
+class Planned(Displayed):
     """What an extraction would do.
 
     Attributes:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcond.data.candidates import read_candidates
+from llmcond.display import Displayed
 from llmcond.errors import UserError
 from llmcond.log import log
 from llmcond.runs.replies import Reply, load_dialogue
@@ -15,7 +16,7 @@ from llmcond.workflows.options import ReplyOptions
 
 
 @dataclass(frozen=True)
-class Replies:
+class Replies(Displayed):
     """The candidates that fit best, and what was asked of what."""
 
     replies: Sequence[Reply]

@@ -1,0 +1,96 @@
+"""How results show themselves: one line in a terminal, and tables in notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from llmcond.errors import brief
+
+#: Characters of a value in the line of a terminal and in a cell, and of the line itself.
+_VALUE, _LINE = 60, 240
+#: Rows of a table in a notebook.
+_ROWS = 20
+
+
+class Displayed:
+    """A base of results, which shows them by what :meth:`_displayed` returns."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        """Keep dataclasses from writing a __repr__ of all their fields."""
+        super().__init_subclass__()
+        cls.__repr__ = Displayed.__repr__  # type: ignore[method-assign]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        raise NotImplementedError
+
+    def _displayed(self) -> Mapping[str, Any]:
+        """Return what is shown, by name: values, and tables as sequences of rows of like keys."""
+        return self.to_json()
+
+    def __repr__(self) -> str:
+        """Return the values, and the sizes of the tables, in one line."""
+        facts, tables = _split(self._displayed())
+        parts = [f"{name}={brief(value, _VALUE)}" for name, value in facts.items()]
+        parts += [f"{name}=<{_count(rows)}>" for name, rows in tables.items()]
+        while parts[1:] and len(", ".join(parts)) > _LINE:
+            parts = [*parts[: -2 if parts[-1] == "…" else -1], "…"]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        """Return the values in a line and the tables below it, for notebooks."""
+        facts, tables = _split(self._displayed())
+        line = ", ".join(f"{name} {_cell(value)}" for name, value in facts.items())
+        heading = f"<p><b>{type(self).__name__}</b> {escape(line)}</p>"
+        return heading + "".join(_html(name, rows) for name, rows in tables.items())
+
+
+def _split(
+    values: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, Sequence[Mapping[str, Any]]]]:
+    """Return the values that are known and the tables; rows may have names instead of places."""
+    facts: dict[str, Any] = {}
+    tables: dict[str, Sequence[Mapping[str, Any]]] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and _all_rows(value.values()):
+            tables[name] = [{"name": key, **row} for key, row in value.items()]
+        elif isinstance(value, Sequence) and _all_rows(value):
+            tables[name] = value
+        elif value is not None and value != "":
+            facts[name] = value
+    return facts, tables
+
+
+def _all_rows(values: Any) -> bool:
+    return bool(values) and all(isinstance(value, Mapping) for value in values)
+
+
+def _count(rows: Sequence[Any]) -> str:
+    return f"{len(rows):,} row{'' if len(rows) == 1 else 's'}"
+
+
+def _html(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    from tabulate import tabulate
+
+    columns = list(dict.fromkeys(key for row in rows[:_ROWS] for key in row))
+    cells = [[_cell(row.get(key)) for key in columns] for row in rows[:_ROWS]]
+    table = tabulate(cells, columns, "html", disable_numparse=True)
+    more = f" (the first {_ROWS} of {_count(rows)})" if len(rows) > _ROWS else ""
+    return f"<p>{escape(name)}{more}</p>{table}"
+
+
+def _cell(value: Any) -> str:
+    """Return a value as people read it, on one line."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_cell(inner)}" for key, inner in value.items())[: 2 * _VALUE]
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_cell, value))[: 2 * _VALUE]
+    return "" if value is None else " ".join(str(value).split())

@@ -1,0 +1,87 @@
+"""Results show themselves: one line in a terminal, tables in notebooks."""
+
+import ast
+import importlib
+import re
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import llmcond
+from llmcond.display import Displayed
+from llmcond.search.hits import Hits
+from llmcond.workflows.embed import Embedded
+
+#: The functions that commands are, less those that return dictionaries.
+VERBS = [
+    name
+    for name in llmcond.__all__
+    if find_spec(f"llmcond.commands.{name}") and name not in ("analyse", "push")
+]
+
+
+def hits(n: int) -> Hits:
+    rows = [{"rank": i, "score": 0.123456789, "text": f"<b> {i}"} for i in range(1, n + 1)]
+    return Hits("beach", {"the place": 1.0}, rows, searched=n)
+
+
+def test_a_result_is_one_line_in_a_terminal():
+    assert repr(hits(1)) == (
+        "Hits(query='beach', conditions={'the place': 1.0}, searched=1, exact=True, "
+        "results=<1 row>)"
+    )
+    assert repr(Embedded(Path("a.npy"), 3, 4, "none", "x" * 1000)).endswith("…)")
+    assert len(repr(Embedded(Path("a" * 300), 3, 4, "m" * 300, "x" * 300))) < 300
+    assert "\n" not in repr(hits(1000))
+
+
+def test_a_result_is_a_table_in_a_notebook():
+    html = hits(30)._repr_html_()
+    assert "&lt;b&gt; 20</td>" in html
+    assert "<b> 20" not in html
+    assert "&lt;b&gt; 21" not in html
+    assert "the first 20 of 30 rows" in html
+    assert "0.1235" in html
+    assert "searched 30" in html
+
+
+def test_what_has_names_is_a_table_as_well_and_what_is_unknown_is_left_out():
+    @dataclass(frozen=True, slots=True)
+    class _Made(Displayed):
+        values: Any
+
+        def to_json(self) -> dict[str, Any]:
+            return dict(self.values)
+
+    made = _Made({"prompts": {"a": {"n": 1}, "b": {"n": 2, "m": [1, "x"]}}, "cost": None, "no": []})
+    assert repr(made) == "_Made(no=[], prompts=<2 rows>)"
+    html = made._repr_html_()
+    assert re.findall("<th>(.*?) *</th>", html) == ["name", "n", "m"]
+    assert "1, x" in html
+    assert "cost" not in html
+
+
+def returned(verb: str) -> list[type]:
+    """Return the classes in the annotation of what a verb returns."""
+    module = importlib.import_module(f"llmcond.commands.{verb}")
+    tree = ast.parse(Path(module.__file__).read_text("utf-8"))
+    sources = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    names = re.findall(r"\w+", str(getattr(llmcond, verb).__signature__.return_annotation))
+    return [getattr(importlib.import_module(sources[n]), n) for n in names if n in sources]
+
+
+@pytest.mark.parametrize("verb", sorted(set(VERBS) - {"cluster"}))
+def test_what_every_verb_returns_shows_itself(verb):
+    classes = returned(verb)
+    assert classes
+    for cls in classes:
+        assert issubclass(cls, Displayed), cls
+        assert cls.__repr__ is Displayed.__repr__
