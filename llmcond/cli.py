@@ -83,7 +83,7 @@ def _signals() -> Iterator[list[int]]:
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code.
 
-    0: done, 2: wrong input, 143: ended by SIGTERM, 1: anything else.
+    0: done, 2: wrong input, 130: interrupted by Ctrl-C, 143: ended by SIGTERM, 1: anything else.
     """
     with _signals() as came:
         return _run(arguments, came)
@@ -91,15 +91,18 @@ def run(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str], signals: Sequence[int]) -> int:
     log_to_terminal()
+    command: type[Command] = Command
     try:
         given = vars(_parser().parse_args(arguments))
-        run_command(_command(given.get("subcommand") or given["command"]), given)
+        command = _command(given.get("subcommand") or given["command"])
+        run_command(command, given)
         sys.stdout.flush()
     except LlmcondError as error:
         return _complain(str(error), error.exit_code)
     except KeyboardInterrupt:
-        said, code = ("terminated", 143) if signal.SIGTERM in signals else ("interrupted", 1)
-        return _complain(f"{said}; what was stored is kept, and the same command resumes.", code)
+        # 128 and the signal's number, as shells have it.
+        reason, code = ("terminated", 143) if signal.SIGTERM in signals else ("interrupted", 130)
+        return _complain(f"{reason}; {command.if_interrupted}.", code)
     except BrokenPipeError:
         # The reader of a pipe left (`| head`); nothing more can be said on standard output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -132,7 +135,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Condition-aware text embeddings: small heads on frozen LLM encoders.",
         epilog="First steps: `llmcond extract --model minilm`, `llmcond fit-head --head mlp`, "
-        "`llmcond evaluate`. Exit codes: 0 done, 2 wrong input, 143 terminated, 1 anything else.",
+        "`llmcond evaluate`. Exit codes: 0 done, 2 wrong input, 130 interrupted, "
+        "143 terminated, 1 anything else.",
     )
     parser.add_argument("--version", action="version", version=f"llmcond {__version__}")
     places = {

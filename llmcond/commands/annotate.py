@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from llmcond.commands.base import verb
+from llmcond.commands.base import RESUMES, verb
 from llmcond.commands.shared import DATA, WithColumns, data_options
 from llmcond.options import option
 from llmcond.workflows.options import Split
@@ -32,6 +32,7 @@ class Annotate(WithColumns):
         "llmcond annotate my.csv --endpoint http://localhost:8000/v1 --model NAME --out rated.csv"
     )
     formats: ClassVar[bool] = True
+    if_interrupted: ClassVar[str] = RESUMES
 
     data: Any = option(
         flag="", metavar="SRC", help=f"rows, rated or not: {DATA}; for --propose: a file of texts"

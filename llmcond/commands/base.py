@@ -34,6 +34,11 @@ from llmcond.system import local_rank
 
 FORMATS = ("table", "markdown", "latex")
 
+#: What is true of a command that was interrupted; see :attr:`Command.if_interrupted`.
+STARTS_AGAIN = "the same command starts from the beginning"
+RESUMES = "what was stored is kept, and the same command resumes"
+REUSES_VECTORS = "vectors that the run has stored are reused by the same command"
+
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
 R = TypeVar("R")
@@ -47,10 +52,12 @@ class Command:
     Attributes:
         example: one line, for ``--help``.
         formats: whether it prints a table, and has ``--format``.
+        if_interrupted: what the same command does after Ctrl-C or SIGTERM, for the last message.
     """
 
     example: ClassVar[str]
     formats: ClassVar[bool] = False
+    if_interrupted: ClassVar[str] = STARTS_AGAIN
 
     def __post_init__(self) -> None:
         """Convert text to what fields hold; a UserError for a value that is not legal."""

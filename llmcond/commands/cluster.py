@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from llmcond.commands.base import verb
+from llmcond.commands.base import REUSES_VECTORS, verb
 from llmcond.commands.shared import WithEmbedder, check_source
 from llmcond.data.readers import FILES
 from llmcond.options import option
@@ -29,6 +29,7 @@ class Cluster(WithEmbedder):
         "llmcond cluster texts.csv --condition 'the topic' --out clusters.csv --report map.html"
     )
     formats: ClassVar[bool] = True
+    if_interrupted: ClassVar[str] = REUSES_VECTORS
 
     texts: Any = option(
         flag="",

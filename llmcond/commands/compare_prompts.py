@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcond.commands.base import verb
+from llmcond.commands.base import RESUMES, verb
 from llmcond.commands.shared import InRun, WithEncoder, WithTask, data_options
 from llmcond.options import option
 from llmcond.workflows.options import CompareOptions
@@ -23,6 +23,7 @@ class ComparePrompts(CompareOptions, InRun, WithTask, WithEncoder):
         "llmcond compare-prompts --model minilm --prompts my/*.toml --heads mlp --report page.html"
     )
     formats: ClassVar[bool] = True
+    if_interrupted: ClassVar[str] = RESUMES
 
     report: Path | None = option(
         None, metavar="FILE.html", help="a page to read: charts, texts, settings"

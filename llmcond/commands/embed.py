@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcond.commands.base import verb
+from llmcond.commands.base import REUSES_VECTORS, verb
 from llmcond.commands.shared import WithEmbedder, WithScale, check_source
 from llmcond.data.readers import FILES
 from llmcond.errors import UserError
@@ -29,6 +29,10 @@ class Embed(WithEmbedder, WithScale):
 
     example: ClassVar[str] = (
         "llmcond embed texts.csv --out vectors.parquet --condition-text 'the activity'"
+    )
+    if_interrupted: ClassVar[str] = (
+        "what was written to a folder or dataset is kept, and the same command resumes; "
+        f"{REUSES_VECTORS}"
     )
 
     source: str = option(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from llmcond.commands.base import verb
+from llmcond.commands.base import REUSES_VECTORS, verb
 from llmcond.commands.shared import (
     DATA,
     InRun,
@@ -30,6 +30,7 @@ class Evaluate(
 
     example: ClassVar[str] = "llmcond evaluate --head mlp --split dev --json"
     formats: ClassVar[bool] = True
+    if_interrupted: ClassVar[str] = REUSES_VECTORS
 
     head: Sequence[str] = option(
         (), metavar="NAME", help="fitted heads (default: all; none: zero-shot only)"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-from llmcond.commands.base import verb
+from llmcond.commands.base import RESUMES, verb
 from llmcond.commands.shared import InRun, WithEncoder, WithScale, WithTask, data_options
 from llmcond.errors import UserError
 from llmcond.options import option
@@ -27,6 +27,7 @@ class Extract(InRun, WithTask, WithEncoder, WithScale):
     example: ClassVar[str] = (
         "llmcond extract --model minilm --data my.csv --prompt concat-sent-cond"
     )
+    if_interrupted: ClassVar[str] = RESUMES
 
     prompt: Sequence[str] = option(
         (), metavar="NAME_OR_FILE", help="templates (default: the one that suits the model)"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from llmcond.commands.base import RESUMES
 from llmcond.commands.shared import WithEmbedder, check_source
 from llmcond.data.readers import FILES
 from llmcond.errors import UserError
@@ -25,6 +26,7 @@ class IndexTexts(WithEmbedder):
     """
 
     example: ClassVar[str] = "llmcond index texts.csv --out texts.index --condition 'the place'"
+    if_interrupted: ClassVar[str] = RESUMES
 
     texts: str | None = option(
         None, flag="", metavar="TEXTS", help=f"{FILES}, or a text file, one text a line"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcond.commands.base import verb
+from llmcond.commands.base import REUSES_VECTORS, verb
 from llmcond.commands.shared import WithHead
 from llmcond.workflows.options import ReplyOptions
 
@@ -21,6 +21,7 @@ class Reply(ReplyOptions, WithHead):
         "llmcond reply 'Hi!' 'Hey, how are you?' --candidates replies.txt --run runs/dialogues"
     )
     formats: ClassVar[bool] = True
+    if_interrupted: ClassVar[str] = REUSES_VECTORS
 
     def execute(self) -> Replies:
         """Encode the turns, and rank the candidates."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcond.commands.base import verb
+from llmcond.commands.base import RESUMES, verb
 from llmcond.commands.shared import InRun, WithDevice
 from llmcond.errors import UserError
 from llmcond.options import option
@@ -25,6 +25,7 @@ class Sweep(InRun, WithSplit, WithMetrics, WithTrials, WithDevice):
         "llmcond sweep --head mlp linear --vary dim=64,128,256 --seeds 3 --plot dim.png"
     )
     formats: ClassVar[bool] = True
+    if_interrupted: ClassVar[str] = RESUMES
 
     head: Sequence[str] = option(metavar="NAME_OR_FILE", help="recipes")
     vary: Mapping[str, str] | None = option(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcond.commands.base import verb
+from llmcond.commands.base import RESUMES, verb
 from llmcond.commands.shared import data_options
 from llmcond.commands.training import Training
 from llmcond.encoders.spec import Orders
@@ -25,6 +25,7 @@ class TrainCross(StageSettings, Training):
     """
 
     example: ClassVar[str] = "llmcond train-cross --model minilm --run runs/cross"
+    if_interrupted: ClassVar[str] = RESUMES
 
     orders: Orders = option(
         "both",

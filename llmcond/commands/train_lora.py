@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcond.commands.base import verb
+from llmcond.commands.base import RESUMES, verb
 from llmcond.commands.shared import data_options
 from llmcond.commands.training import Training
 from llmcond.finetune.settings import StageSettings
@@ -20,6 +20,7 @@ class TrainLora(HeadChoice, StageSettings, TeacherOptions, Training):
     """Train an encoder's adapters and a head together; stopped, the same command goes on."""
 
     example: ClassVar[str] = "llmcond train-lora --model minilm --head none --run runs/tuned"
+    if_interrupted: ClassVar[str] = RESUMES
 
     def execute(self) -> Trained:
         """Train."""

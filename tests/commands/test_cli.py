@@ -755,7 +755,7 @@ def test_a_condition_that_is_too_long_names_the_row(capsys, tiny, write_rows, sm
 
 @pytest.mark.parametrize(
     ("number", "code", "said"),
-    [(signal.SIGINT, 1, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
 )
 def test_an_interrupt_is_one_line(number, code, said, tmp_path):
     command = Command(tmp_path / "printed", ["extract", "--model", "minilm"])
@@ -773,19 +773,29 @@ def test_an_interrupt_is_one_line(number, code, said, tmp_path):
     ]
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 1), ("SIGTERM", 143)])
-def test_a_signal_while_code_is_executed_is_an_exit_code(name, code):
+@pytest.mark.parametrize(
+    ("name", "code", "command", "resumes"),
+    [
+        ("SIGINT", 130, "sweep --head mlp", True),
+        ("SIGTERM", 143, "sweep --head mlp", True),
+        ("SIGINT", 130, "fit-head --head mlp", False),
+        ("SIGTERM", 143, "fit-head --head mlp", False),
+    ],
+)
+def test_a_signal_is_an_exit_code_and_promises_what_is_true(name, code, command, resumes):
     """Python, started by -m, ends by SIGINT where its own exception has passed through exec."""
     sent = f"import os, signal, time; os.kill(os.getpid(), signal.{name}); time.sleep(60)"
     Path("ended.py").write_text(
         "import sys, llmcond.cli as cli\n"
         f"cli.run_command = lambda *_: exec({sent!r})\n"
-        "sys.exit(cli.run(['heads']))\n"
+        f"sys.exit(cli.run({command.split()!r}))\n"
     )
-    command = [sys.executable, "-m", "ended"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    python = [sys.executable, "-m", "ended"]
+    done = subprocess.run(python, check=False, capture_output=True, text=True)
     assert done.returncode == code
     assert done.stderr.count("\n") == 1
+    assert ("resumes" in done.stderr) == resumes
+    assert ("starts from the beginning" in done.stderr) != resumes
 
 
 def test_public_names():
