@@ -114,12 +114,14 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'llmcond' has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # type checkers would take any name for one of the package
 
-    return getattr(import_module(_HOMES.get(name, f"llmcond.commands.{name}")), name)
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'llmcond' has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module(_HOMES.get(name, f"llmcond.commands.{name}")), name)
 
 
 def __dir__() -> list[str]:

@@ -7,14 +7,31 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcond.errors import UserError
+
 Array = NDArray[np.float32]
 Positions = NDArray[np.int64]
+T = TypeVar("T")
+
+
+def as_list(values: Iterable[T]) -> list[T]:
+    """Return the items of a sequence, an iterator, a column or an Arrow array as a list.
+
+    Raises:
+        UserError: a whole table, whose items would be the names of its columns.
+    """
+    if hasattr(values, "columns") or isinstance(values, Mapping):
+        raise UserError(f"a whole {type(values).__name__} was given; give one of its columns.")
+    if hasattr(values, "to_pylist"):  # the items of Arrow arrays are objects of its own
+        items: list[T] = values.to_pylist()
+        return items
+    return list(values)
 
 
 class Matrix(ABC):

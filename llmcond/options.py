@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
-from llmcond.errors import UserError
+from llmcond.errors import UserError, did_you_mean
 
 _KEY = "option"
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: How a right answer ranks among candidates of the same score: in the middle, first or last.
 Ties = Literal["realistic", "optimistic", "pessimistic"]
@@ -50,6 +54,48 @@ def option_of(field: dataclasses.Field[Any]) -> Option | None:
     """Return what :func:`option` said of a field; None for fields that are no options."""
     found: Option | None = field.metadata.get(_KEY)
     return found
+
+
+def public_function(
+    call: Callable[P, R], name: str, module: str, doc: str, signature: inspect.Signature
+) -> Callable[P, R]:
+    """Return a callable as a function of a module, as its errors, pickles and references have it.
+
+    Arguments that the signature lacks are a TypeError, which suggests the nearest names.
+    """
+
+    def function(*args: P.args, **kwargs: P.kwargs) -> R:
+        _check_arguments(name, signature, args, kwargs)
+        return call(*args, **kwargs)
+
+    function.__name__ = function.__qualname__ = name
+    function.__module__, function.__doc__ = module, doc
+    function.__annotations__ = {}  # those of the parameters are in the signature
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
+
+
+def _check_arguments(
+    name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    parameters = signature.parameters
+    positional = [p.name for p in parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    required = [p.name for p in parameters.values() if p.default is p.empty]
+    if len(args) > len(positional):
+        usage = ", ".join(p if p in positional else f"{p}=..." for p in required)
+        after = f" after {positional[-1]}" if positional else ""
+        raise TypeError(f"{name}() takes its arguments by name{after}: {name}({usage or '...'})")
+    for keyword in kwargs:
+        if keyword not in parameters:
+            hint = did_you_mean(keyword, parameters)
+            known = f"it takes {', '.join(parameters)}"
+            raise TypeError(
+                f"{name}() got an unexpected argument {keyword!r}; "
+                f"{hint[0].lower() + hint[1:] if hint else known}"
+            )
+    missing = [p for p in required if p not in kwargs and p not in positional[: len(args)]]
+    if missing:
+        raise TypeError(f"{name}() needs {' and '.join(f'{p}=...' for p in missing)}")
 
 
 def check_seed(seed: int) -> None:

@@ -26,7 +26,7 @@ class Analyse(InRun, WithSplit):
 
     head: Sequence[str] = option((), metavar="NAME", help="fitted heads (default: all)")
     what: Sequence[Analysis] = option((), help="which analyses (default: all)")
-    out: Path | None = option(None, metavar="DIR", help="for pictures (default: in the run)")
+    out: str | Path | None = option(None, metavar="DIR", help="for pictures (default: in the run)")
     conditions: int = option(3, metavar="N", help="number of conditions to cluster")
     sentences: int = option(20, metavar="N", help="sentences of each condition to cluster")
     top: int = option(5, metavar="N", help="number of rows to list whose similarity changed most")

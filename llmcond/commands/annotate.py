@@ -39,7 +39,7 @@ class Annotate(WithColumns):
     )
     endpoint: str = option(metavar="URL", help="address, such as http://localhost:8000/v1")
     model: str = option(metavar="NAME", help="as the server calls it")
-    out: Path = option(metavar="FILE.csv", help="rated rows, as `extract --data` reads them")
+    out: str | Path = option(metavar="FILE.csv", help="rated rows, as `extract --data` reads them")
     prompt: str = option(
         "rate", metavar="NAME_OR_FILE", help="what is asked: rate, answer-then-compare, or a .toml"
     )

@@ -29,7 +29,7 @@ from typing import (
 
 from llmcond import plugins
 from llmcond.errors import LlmcondError, UserError, escaped_json, nearest
-from llmcond.options import Option, option, option_of
+from llmcond.options import Option, option, option_of, public_function
 from llmcond.system import local_rank
 
 FORMATS = ("table", "markdown", "latex")
@@ -63,9 +63,11 @@ class Command:
         """Convert text to what fields hold; a UserError for a value that is not legal."""
         for name, hint, spec in options_of(type(self)):
             value = getattr(self, name)
-            if spec.parse is not None and isinstance(value, str):
+            if spec.parse is None:
+                value = _coerced(value, hint, _flag(name))
+            elif isinstance(value, str):
                 value = spec.parse(value)
-            object.__setattr__(self, name, _coerced(value, hint, _flag(name)))
+            object.__setattr__(self, name, value)
 
     def execute(self) -> Any:
         """Do it, and return a typed result."""
@@ -106,14 +108,13 @@ def verb(command: Callable[P, _Executes[R]]) -> Callable[P, R]:
     options = options_of(described)
     given = [f"    {name}: {spec.help}" for name, _, spec in options]
     words = "".join(f"_{c.lower()}" if c.isupper() else c for c in described.__name__)
-    call.__name__ = call.__qualname__ = words.lstrip("_")
-    call.__doc__ = "\n".join([inspect.cleandoc(described.__doc__), "", "Args:", *given])
+    doc = "\n".join([inspect.cleandoc(described.__doc__), "", "Args:", *given])
     known = inspect.signature(described).parameters
-    call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    signature = inspect.Signature(
         [known[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, _, _ in options],
         return_annotation=described.execute.__annotations__["return"],
     )
-    return call
+    return public_function(call, words.lstrip("_"), described.__module__, doc, signature)
 
 
 # -- fields as flags ---------------------------------------------------------------------------
@@ -142,6 +143,8 @@ def _plain(hint: Any) -> Any:
         kinds = [kind for kind in get_args(hint) if kind is not NoneType]
         if all(get_origin(kind) is Literal for kind in kinds):
             return Literal[tuple(value for kind in kinds for value in get_args(kind))]
+        if Path in kinds:  # a caller may give it as text
+            return Path
         return kinds[0] if len(kinds) == 1 else next((k for k in kinds if k is not Any), Any)
     return hint
 

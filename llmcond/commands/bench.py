@@ -38,7 +38,9 @@ class Bench(WithDevice):
     )
     quick: bool = option(False, help="small shapes and few inputs: checks rather than speeds")
     profile: bool = option(False, help="also list the kernels that take longest")
-    out: Path | None = option(None, metavar="FILE.md", help="write the page to a file as well")
+    out: str | Path | None = option(
+        None, metavar="FILE.md", help="write the page to a file as well"
+    )
 
     def execute(self) -> Benchmark:
         """Check, then time."""

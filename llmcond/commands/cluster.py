@@ -36,7 +36,7 @@ class Cluster(WithEmbedder):
         metavar="TEXTS",
         help=f"{FILES}, or a text file, one a line (from Python also a list of texts, or a table)",
     )
-    out: Path = option(metavar="FILE", help=".parquet or .csv: each text with its clusters")
+    out: str | Path = option(metavar="FILE", help=".parquet or .csv: each text with its clusters")
     condition: Sequence[str] = option(
         (), metavar="TEXT", repeat=True, help="what texts are compared by; may be repeated"
     )
@@ -66,7 +66,7 @@ class Cluster(WithEmbedder):
         metavar="COL",
         help="known labels, which clusters are scored against: a column, or one for each condition",
     )
-    report: Path | None = option(
+    report: str | Path | None = option(
         None, metavar="FILE.html", help="a page with a map of the texts, to look around in"
     )
     seed: int = option(0, metavar="S", help="of K-means, of what is drawn, and of the map")

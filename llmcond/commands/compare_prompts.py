@@ -25,7 +25,7 @@ class ComparePrompts(CompareOptions, InRun, WithTask, WithEncoder):
     formats: ClassVar[bool] = True
     if_interrupted: ClassVar[str] = RESUMES
 
-    report: Path | None = option(
+    report: str | Path | None = option(
         None, metavar="FILE.html", help="a page to read: charts, texts, settings"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmcond.commands.base import REUSES_VECTORS, verb
 from llmcond.commands.shared import WithEmbedder, WithScale, check_source
@@ -35,14 +35,15 @@ class Embed(WithEmbedder, WithScale):
         f"{REUSES_VECTORS}"
     )
 
-    source: str = option(
+    source: Any = option(
         flag="",
         metavar="SRC",
         help=f"{FILES}; for --out FOLDER a folder of .parquet files, one of them, or a .lance "
-        "dataset, also by URI (s3://BUCKET/PATH)",
+        "dataset, also by URI (s3://BUCKET/PATH); from Python also a pandas or Arrow table",
     )
     out: str | Path = option(
         metavar="OUT",
+        parse=str,  # a URI is no path
         help=".parquet or .npy file, or FOLDER: a folder (Parquet files) or a .lance dataset, also "
         "by URI; the same command goes on with it where it stopped",
     )

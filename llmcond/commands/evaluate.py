@@ -38,12 +38,12 @@ class Evaluate(
     data: Any = option(
         None, metavar="SRC", help=f"score other rows: {DATA}; a single file is scored whole"
     )
-    predictions: Path | None = option(
+    predictions: str | Path | None = option(
         None,
         metavar="FILE.csv",
         help="write what is predicted of each row: its similarity, or its answer's rank",
     )
-    report: Path | None = option(
+    report: str | Path | None = option(
         None, metavar="FILE.html", help="a page to read: charts, texts, settings"
     )
 

@@ -25,7 +25,7 @@ class Export(WithEmbedder):
 
     example: ClassVar[str] = "llmcond export --out places --condition 'the place'"
 
-    out: Path = option(metavar="DIR", help="a new folder")
+    out: str | Path = option(metavar="DIR", help="a new folder")
     format: Literal["sentence-transformers"] = option(
         "sentence-transformers", help="the library that loads it"
     )

@@ -54,7 +54,7 @@ class Extract(InRun, WithTask, WithEncoder, WithScale):
     price: float | None = option(
         None, metavar="P", help="of --plan: of an hour of a GPU, or of a process on a CPU"
     )
-    bench: Path | None = option(
+    bench: str | Path | None = option(
         None,
         metavar="FILE.json",
         help="of --plan: what `llmcond bench --json` printed on such a machine (default: a trial "

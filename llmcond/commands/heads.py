@@ -19,7 +19,7 @@ class Heads(Command):
     example: ClassVar[str] = "llmcond heads --run runs/mine --default mlp@concat-sent-cond"
     formats: ClassVar[bool] = True
 
-    run: Path | None = option(None, metavar="DIR", help="list the heads of this run")
+    run: str | Path | None = option(None, metavar="DIR", help="list the heads of this run")
     default: str | None = option(
         None,
         metavar="NAME",
@@ -28,7 +28,7 @@ class Heads(Command):
 
     def execute(self) -> dict[str, Any]:
         """List."""
-        return {"heads": self._bundled() if self.run is None else self._fitted(self.run)}
+        return {"heads": self._bundled() if self.run is None else self._fitted(Path(self.run))}
 
     def _bundled(self) -> list[dict[str, Any]]:
         from llmcond.heads.recipes import load_recipe

@@ -31,7 +31,7 @@ class IndexTexts(WithEmbedder):
     texts: str | None = option(
         None, flag="", metavar="TEXTS", help=f"{FILES}, or a text file, one text a line"
     )
-    out: Path = option(metavar="DIR", help="folder of the index")
+    out: str | Path = option(metavar="DIR", help="folder of the index")
     text: str = option("text", metavar="COL", help="column of the texts")
     id: str | None = option(
         None, metavar="COL", help="column of their ids (default: made of the texts)"
@@ -54,7 +54,7 @@ class IndexTexts(WithEmbedder):
         """Index."""
         if self.texts is not None:
             check_source(self.texts)
-        elif not (self.out / "index.json").exists():
+        elif not Path(self.out, "index.json").exists():
             raise UserError(f"there is no index at {self.out}. Name TEXTS to make one of.")
         elif not (self.condition or self.delete or self.run):
             raise UserError("there is nothing to do. Name TEXTS, --condition or --delete.")

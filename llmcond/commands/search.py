@@ -24,7 +24,7 @@ class Search(WithDevice):
     )
     formats: ClassVar[bool] = True
 
-    folder: Path = option(flag="", metavar="DIR", help="an index; see llmcond index")
+    folder: str | Path = option(flag="", metavar="DIR", help="an index; see llmcond index")
     query: str = option(flag="", metavar="QUERY", help="a text")
     condition: Sequence[str] = option(metavar="C", repeat=True, help="may be repeated")
     weight: Sequence[float] = option(

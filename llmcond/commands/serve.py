@@ -25,7 +25,7 @@ class Serve(WithEmbedder, ServerSettings):
 
     example: ClassVar[str] = "llmcond serve --port 8000 --condition 'the activity'"
 
-    index: Path | None = option(
+    index: str | Path | None = option(
         None,
         metavar="DIR",
         help="a collection to search, which `llmcond index` made; its model is served",

@@ -28,7 +28,7 @@ _SCALE = "more than one machine (docs/scale.md)"
 class InRun(Command):
     """A command that works on a run."""
 
-    run: Path = option(DEFAULT_RUN, metavar="DIR", help="folder of this piece of work")
+    run: str | Path = option(DEFAULT_RUN, metavar="DIR", help="folder of this piece of work")
 
 
 def check_source(source: Any) -> None:
@@ -114,7 +114,10 @@ class HeadOptions(WithDevice):
     """Which of a run's heads a command takes."""
 
     head: str | None = option(
-        None, metavar="NAME", help="a fitted head (default: the last one; none: zero-shot)"
+        None,
+        metavar="NAME",
+        help="a fitted head (default: the run's default head, else the best on dev; none: "
+        "zero-shot)",
     )
     prompt: str | None = option(
         None, metavar="NAME", help="for zero-shot (default: the run's only one)"
@@ -130,7 +133,7 @@ class WithHead(InRun, HeadOptions):
 class WithEmbedder(HeadOptions):
     """A command that embeds texts under conditions, where there is no run too."""
 
-    run: Path | None = option(
+    run: str | Path | None = option(
         None,
         metavar="DIR",
         help=f"folder of a piece of work (default: {DEFAULT_RUN}, or where that is not there, the "

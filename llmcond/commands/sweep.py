@@ -40,12 +40,12 @@ class Sweep(InRun, WithSplit, WithMetrics, WithTrials, WithDevice):
         None,
         help="subtract the unconditional embedding (default: yes; where candidates are ranked, no)",
     )
-    plot: Path | None = option(
+    plot: str | Path | None = option(
         None,
         metavar="FILE",
         help="picture of the main metric against the first setting of several numbers (.png, .svg)",
     )
-    plot_steps: Path | None = option(
+    plot_steps: str | Path | None = option(
         None, metavar="FILE", help="picture of the score on dev against training steps (.png, .svg)"
     )
 
@@ -64,7 +64,7 @@ class Sweep(InRun, WithSplit, WithMetrics, WithTrials, WithDevice):
                 "there is nothing to vary. Give several values (--vary dim=64,128,256), heads, "
                 "prompts or --seeds."
             )
-        plots = [path for path in (self.plot, self.plot_steps) if path is not None]
+        plots = [Path(path) for path in (self.plot, self.plot_steps) if path is not None]
         if len({path.absolute() for path in plots}) < len(plots):
             raise UserError(f"--plot and --plot-steps both name {plots[0]}. Name two files.")
         for path in plots:
@@ -79,9 +79,9 @@ class Sweep(InRun, WithSplit, WithMetrics, WithTrials, WithDevice):
             metrics=self.metric,
         )
         if self.plot is not None:
-            plot_settings(swept.results, self.plot)
+            plot_settings(swept.results, Path(self.plot))
         if self.plot_steps is not None:
-            plot_steps(swept.results, self.plot_steps)
+            plot_steps(swept.results, Path(self.plot_steps))
         return swept
 
     def show(self, result: SweepResult, form: str) -> None:

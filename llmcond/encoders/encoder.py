@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from llmcond.arrays import as_list
 from llmcond.encoders.engine.csr import CsrQuery
 from llmcond.encoders.engine.engine import Engine, OutOfMemoryError, Route, n_routes, try_engine
 from llmcond.encoders.engine.routing import grouped, routers_of, routes_of, unrouted
@@ -33,7 +34,7 @@ from llmcond.encoders.spec import (
 )
 from llmcond.encoders.threads import Concurrency, WorkerThreads, check_cancelled
 from llmcond.errors import LlmcondError, UserError
-from llmcond.options import option_of
+from llmcond.options import option_of, public_function
 from llmcond.progress import ExtractionBar
 
 _P = ParamSpec("_P")
@@ -133,13 +134,17 @@ class Encoder:
         return type(self), (self.resolved,)
 
     def encode(
-        self, inputs: Sequence[EncoderInput | str], *, show_progress: bool = False
+        self, inputs: Iterable[EncoderInput | str], *, show_progress: bool = False
     ) -> NDArray[np.float32]:
         """Return one vector an input, (n, dim) in float32, in the order of ``inputs``.
 
-        A plain string is a text without instruction. In inputs longer than the encoder takes the
-        sentence is cut, with a warning that counts them; or it is read in windows, whose vectors
-        are averaged (``long_texts``). ``show_progress`` shows a bar on standard error.
+        In inputs longer than the encoder takes the sentence is cut, with a warning that counts
+        them; or it is read in windows, whose vectors are averaged (``long_texts``).
+
+        Args:
+            inputs: n inputs: a list, an iterator, a column of a data frame or an Arrow array. A
+                plain string is a text without instruction.
+            show_progress: whether to show a progress bar on standard error.
 
         Raises:
             UserError: an instruction or a context that the encoder cannot take.
@@ -147,13 +152,15 @@ class Encoder:
         """
         if isinstance(inputs, str | EncoderInput):
             raise UserError(f"one {type(inputs).__name__} was given; give a list of inputs.")
-        items = [EncoderInput("", item) if isinstance(item, str) else item for item in inputs]
+        items = [
+            EncoderInput("", item) if isinstance(item, str) else item for item in as_list(inputs)
+        ]
         map_units = self._threads.map if self.concurrency.threads > 1 else map
         with ExtractionBar() if show_progress else nullcontext() as bar:
             encoded = self._encode(items, map_units, bar)
         if encoded.truncated.any():
             warnings.warn(
-                f"{int(encoded.truncated.sum())} of {len(inputs)} inputs are longer than the "
+                f"{int(encoded.truncated.sum())} of {len(items)} inputs are longer than the "
                 f"{self.identity.max_length} tokens that {self.name} takes; {CUT}.",
                 stacklevel=2,
             )
@@ -424,16 +431,19 @@ def _loader(
         for field in fields(EncoderOptions)
         if (told := option_of(field)) is not None
     ]
-    load_encoder.__qualname__ = "load_encoder"
-    load_encoder.__doc__ = _DOC.format(options="\n".join(given))
     signature = inspect.signature(options)
     model = inspect.Parameter(
         "model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="str | os.PathLike[str]"
     )
-    load_encoder.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[model, *signature.parameters.values()], return_annotation=Encoder
+    return public_function(  # type: ignore[return-value]  # model may be named, too
+        load_encoder,
+        "load_encoder",
+        __name__,
+        _DOC.format(options="\n".join(given)),
+        signature.replace(
+            parameters=[model, *signature.parameters.values()], return_annotation=Encoder
+        ),
     )
-    return load_encoder  # type: ignore[return-value]  # model may be named, too
 
 
 _DOC = """Load an encoder by alias (``minilm``), hub name or folder.

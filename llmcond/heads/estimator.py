@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.base import BaseEstimator, TransformerMixin
+from sklearn.base import BaseEstimator, RegressorMixin, TransformerMixin
 from sklearn.utils import assert_all_finite, check_array, check_random_state
 from sklearn.utils.validation import (
     _check_feature_names_in,
@@ -30,6 +30,8 @@ from llmcond.heads.pairs import PairArrays
 from llmcond.heads.recipes import Recipe, fit_recipe, load_recipe
 from llmcond.metrics import spearman
 
+#: What the names of settings begin with as parameters of their own.
+_SETTING = "settings__"
 #: Features in 16 bit stay so; all else becomes float32, which is what heads compute in.
 _CHECKED: Mapping[str, Any] = {"dtype": [np.float32, np.float16], "order": "C"}
 
@@ -38,7 +40,7 @@ class HeadError(UserError, ValueError):
     """The user's input was wrong; a ValueError as well, which scikit-learn expects."""
 
 
-class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
+class Head(RegressorMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]  # untyped
     """A head of any recipe, fitted on features of rated sentence pairs.
 
     X is (n, 2 d + n_condition): the features of the first sentences, those of the second ones, and
@@ -49,7 +51,9 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
 
     Ratings y are on any scale: the least of those that are fitted on becomes 0 and the greatest 1,
     always. That is what the command line does where they reach both ends of their scale. Recipes
-    that learn nothing from ratings (pca, ica, whitening, random, none) do not look at y.
+    that learn nothing from ratings (pca, ica, whitening, random, none) need no y.
+
+    To scikit-learn a head is a regressor, whose prediction is the cosine, and a transformer.
 
     A step before the head in a pipeline sees columns: one that scales each by itself, as
     StandardScaler does, treats the two sentences differently.
@@ -63,7 +67,9 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
     Args:
         recipe: a bundled recipe's name, or the path of a ``.toml`` file.
         dim: size of the embeddings; None: the recipe's, at most d.
-        settings: other settings of the recipe, such as ``{"epochs": 5}``.
+        settings: other settings of the recipe, such as ``{"epochs": 5}``. Each is a parameter of
+            its own as well, for ``set_params(settings__epochs=5)`` and grids. The rank of a
+            hypernetwork that is not given is lowered to what its matrices can have.
         n_condition: how many of the last columns of X are the condition's features.
         validation_fraction: share of the rows, or of the sentence pairs where ``pair`` is given,
             that is held out and chooses the epoch; 0: none, the last epoch is kept. Heads without
@@ -101,6 +107,25 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
         self.random_state = random_state
         self.device = device
 
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """Return the parameters; with ``deep`` also each of the settings, ``settings__epochs``."""
+        parameters: dict[str, Any] = super().get_params(deep=deep)
+        if deep and isinstance(self.settings, Mapping):
+            parameters |= {f"{_SETTING}{name}": value for name, value in self.settings.items()}
+        return parameters
+
+    def set_params(self, **params: Any) -> Head:
+        """Change parameters; ``settings__epochs=5`` changes one of the settings, or adds it."""
+        settings = {
+            name.removeprefix(_SETTING): params.pop(name)
+            for name in list(params)
+            if name.startswith(_SETTING)
+        }
+        super().set_params(**params)
+        if settings:
+            self.settings = {**(self.settings or {}), **settings}
+        return self
+
     def fit(self, X: Any, y: Any = None, *, pair: Any = None) -> Head:
         """Fit the head.
 
@@ -124,8 +149,7 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
                 )
             pairs, rating_range = self._pairs(X, y, pair, recipe)
             pairs, dev = _split(pairs, float(fraction) if recipe.family.supervised else 0.0, seed)
-            if self.dim is None and recipe.dim is not None and recipe.dim > pairs.dim:
-                recipe = recipe.with_settings({"dim": pairs.dim}, recipe.name)
+            recipe = self._lowered(recipe, pairs.dim)
             head = fit_recipe(recipe, pairs, dev, seed, lambda *_: None, self.device)
         for note in head.fit.notes:
             warnings.warn(note, UserWarning, stacklevel=2)
@@ -196,6 +220,8 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
             # Fitting says so; tags are also asked for where nothing is to be fitted.
             tags.target_tags.required = False
         tags.transformer_tags.preserves_dtype = ["float32"]
+        # The score is a correlation, and a cosine of halves of X fits no linear function of X.
+        tags.regressor_tags.poor_score = True
         return tags
 
     def _recipe(self) -> Recipe:
@@ -222,6 +248,16 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
             changes["dim"] = _plain_number(self.dim)
         return recipe.with_settings(changes, f"Head({recipe.name!r})")
 
+    def _lowered(self, recipe: Recipe, dim_in: int) -> Recipe:
+        """Return the recipe with the sizes that were not given lowered to those of the features."""
+        if self.dim is None and recipe.dim is not None and recipe.dim > dim_in:
+            recipe = recipe.with_settings({"dim": dim_in}, recipe.name)
+        most = min(dim_in, recipe.dim or dim_in)
+        rank = getattr(recipe.settings, "rank", 0) if recipe.family.generates_matrices else 0
+        if rank > most and "rank" not in (self.settings or {}):
+            recipe = recipe.with_settings({"rank": most}, recipe.name)
+        return recipe
+
     def _seed(self) -> int:
         """Return the seed; a generator's is drawn, so that two fits with it differ."""
         if not isinstance(self.random_state, Integral):
@@ -243,6 +279,8 @@ class Head(TransformerMixin, BaseEstimator):  # type: ignore[misc]  # scikit-lea
         rating_range = None
         if not recipe.family.supervised:
             X = validate_data(self, X, **least, **_CHECKED)
+            if y is not None:
+                check_consistent_length(X, _numbers(y))
             rating = np.zeros(len(X))
         elif y is None:
             raise HeadError(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcond.arrays import as_list
 from llmcond.errors import UserError
 
 Vectors = NDArray[np.float32]
@@ -27,26 +28,32 @@ class Comparing(ABC):
     @overload
     def similarity(
         self,
-        sentences1: Sequence[str],
-        sentences2: Sequence[str],
-        conditions: str | Sequence[str],
+        sentences1: Iterable[str],
+        sentences2: Iterable[str],
+        conditions: str | Iterable[str],
         *,
         show_progress: bool = False,
     ) -> Vectors: ...
 
     def similarity(
         self,
-        sentences1: str | Sequence[str],
-        sentences2: str | Sequence[str],
-        conditions: str | Sequence[str],
+        sentences1: str | Iterable[str],
+        sentences2: str | Iterable[str],
+        conditions: str | Iterable[str],
         *,
         show_progress: bool = False,
     ) -> Vectors | float:
         """Return how similar both sentences are under each row's condition, (n,) float32.
 
-        As a rule that is the cosine of their embeddings; a cross-encoder predicts the rating, 0 to
-        1, and may pass these ends. Of two texts, not in lists: a float. ``show_progress`` shows a
-        bar on standard error.
+        The similarity is the cosine of their embeddings, unless the head compares them in another
+        way. A cross-encoder predicts the rating, mostly between 0 and 1.
+
+        Args:
+            sentences1: n texts: a list, an iterator, a column of a data frame or an Arrow array.
+                Or one text; the result is a float then.
+            sentences2: n other texts, or one.
+            conditions: n conditions, one for each row; or one text for all rows.
+            show_progress: whether to show a progress bar on standard error.
 
         Raises:
             UserError: lengths that differ, an empty sentence or condition, or a text beside a list
@@ -57,13 +64,15 @@ class Comparing(ABC):
             raise UserError("one of both sides is a text, the other a list; give two of a kind.")
         if isinstance(sentences1, str) and isinstance(sentences2, str):
             return float(self.similarity([sentences1], [sentences2], one_text(conditions))[0])
-        if len(sentences1) != len(sentences2):
+        left, right = as_list(sentences1), as_list(sentences2)
+        if len(left) != len(right):
             raise UserError(
-                f"sentences1 has {len(sentences1)} texts and sentences2 {len(sentences2)}; they "
-                "must be as many."
+                f"sentences1 has {len(left)} texts and sentences2 {len(right)}; they must be as "
+                "many."
             )
-        first = checked_texts(sentences1, conditions)
-        return self._compared(first, checked_texts(sentences2, conditions), show_progress)
+        shared = conditions if isinstance(conditions, str) else as_list(conditions)
+        first, second = checked_texts(left, shared), checked_texts(right, shared)
+        return self._compared(first, second, show_progress)
 
     @abstractmethod
     def _compared(
@@ -75,7 +84,7 @@ class Comparing(ABC):
         """Return the similarity of n sentences, each with its condition, to n others, (n,)."""
 
 
-def one_text(conditions: str | Sequence[str]) -> Sequence[str]:
+def one_text(conditions: str | Iterable[str]) -> Sequence[str]:
     """Return the condition of a single sentence in a list; a UserError if it is none."""
     if not isinstance(conditions, str):
         raise UserError("the sentence is one text, the condition a list; give two of a kind.")
@@ -83,22 +92,23 @@ def one_text(conditions: str | Sequence[str]) -> Sequence[str]:
 
 
 def checked_texts(
-    sentences: Sequence[str], conditions: str | Sequence[str]
+    sentences: Iterable[str], conditions: str | Iterable[str]
 ) -> list[tuple[str, str]]:
     """Return each sentence with its condition, which may be one for all.
 
     Raises:
         UserError: other numbers of both, or what is empty or no text.
     """
-    given = [conditions] * len(sentences) if isinstance(conditions, str) else list(conditions)
-    if len(given) != len(sentences):
+    texts = as_list(sentences)
+    given = [conditions] * len(texts) if isinstance(conditions, str) else as_list(conditions)
+    if len(given) != len(texts):
         raise UserError(
-            f"there are {len(sentences)} sentences and {len(given)} conditions; they must be as "
+            f"there are {len(texts)} sentences and {len(given)} conditions; they must be as "
             "many, or one condition for all."
         )
-    rows = list(zip(sentences, given, strict=True))
-    for number, texts in enumerate(rows):
-        for name, text in zip(("sentence", "condition"), texts, strict=True):
+    rows = list(zip(texts, given, strict=True))
+    for number, row in enumerate(rows):
+        for name, text in zip(("sentence", "condition"), row, strict=True):
             if not isinstance(text, str):
                 raise UserError(f"position {number} holds {text!r}, which is not a text.")
             if not text.strip():

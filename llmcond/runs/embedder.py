@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -71,17 +71,21 @@ class Embedder(Comparing):
 
     def encode(
         self,
-        sentences: str | Sequence[str],
-        conditions: str | Sequence[str],
+        sentences: str | Iterable[str],
+        conditions: str | Iterable[str],
         *,
         normalize: bool = True,
         show_progress: bool = False,
     ) -> Vectors:
         """Return embeddings of n sentences under n conditions, or one for all, (n, k) float32.
 
-        They have unit L2 norm, so that inner products are cosines, unless ``normalize`` is False or
-        the head compares embeddings in another way. Of a single text, not in a list: (k,).
-        ``show_progress`` shows a bar on standard error.
+        Args:
+            sentences: n texts: a list, an iterator, a column of a data frame or an Arrow array.
+                Or one text; the result is one vector, (k,), then.
+            conditions: n conditions, one for each sentence; or one text for all sentences.
+            normalize: whether to scale embeddings to unit L2 norm, so that inner products are
+                cosines. Where the head compares embeddings in another way, they are never scaled.
+            show_progress: whether to show a progress bar on standard error.
 
         Raises:
             UserError: lengths that differ, or an empty sentence or condition.

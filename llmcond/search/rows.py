@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from llmcond.arrays import as_list
 from llmcond.data.rows import column_of
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError, brief, first_line, listed
@@ -64,7 +65,7 @@ class Rows:
         """
         if isinstance(texts, str):
             raise UserError("one text was given; give a list of texts.")
-        texts = list(texts)
+        texts = as_list(texts)
         for number, text in enumerate(texts, 1):
             check_text(text, f"row {number}: the text")
         repeated = len(texts) - len(set(texts))

@@ -61,7 +61,7 @@ def serve(
         raise UserError(
             "the server needs FastAPI, uvicorn and prometheus-client: pip install 'llmcond[serve]'"
         )
-    keys = () if settings.api_key_file is None else read_keys(settings.api_key_file)
+    keys = () if settings.api_key_file is None else read_keys(Path(settings.api_key_file))
     with bound(settings.host, settings.port) as listening:
         from llmcond.serving.running import Running, load_model
 

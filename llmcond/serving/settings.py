@@ -20,7 +20,7 @@ class ServerSettings:
 
     host: str = option("127.0.0.1", metavar="ADDRESS", help="to listen on; 0.0.0.0: every one")
     port: int = option(8000, metavar="N", help="0: one that is free, which is told")
-    api_key_file: Path | None = option(
+    api_key_file: str | Path | None = option(
         None,
         metavar="FILE",
         help="keys, one a line, one of which a request needs (Authorization: Bearer KEY)",

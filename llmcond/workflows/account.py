@@ -97,7 +97,7 @@ def made_of(
         "data": dataset.digest,
         "prompts": {prompt.name: prompt.digest for prompt in prompts},
         "head": {"kind": recipe.kind, **asdict(recipe.settings)},
-        "start": choice.start and read_json(choice.start / "head.json")["weights_sha256"],
+        "start": choice.start and read_json(Path(choice.start, "head.json"))["weights_sha256"],
         "seed": choice.seed,
         "settings": settings.to_json(),
         "merge": merge,

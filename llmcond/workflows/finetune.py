@@ -108,7 +108,8 @@ def train_lora(
     dataset = rated_dataset(chosen_task, replace(data, extra=fields_of(plan.prompts)))
     if stage is not None:
         stage_splits(dataset, stage)  # told before training rather than after it
-    teacher = find_teacher(taught.teacher, taught.teacher_rows, dataset)
+    folder = None if taught.teacher is None else Path(taught.teacher)
+    teacher = find_teacher(folder, taught.teacher_rows, dataset)
     resolved = resolve_trainable(model, options, tuning, merge)
     knowing = [f"the teacher {taught.teacher}"] if teacher and teacher.knows_dev(dataset) else []
     check_folds(stage, model, resolved, dataset, *knowing)

@@ -164,7 +164,7 @@ class ReplyOptions:
     """What was said so far, and what may be said next."""
 
     turns: Sequence[str] = option(flag="", metavar="TURN", help="what was said so far, in order")
-    candidates: Path = option(
+    candidates: str | Path = option(
         metavar="FILE",
         help="what may come next: a text file, one a line, or a table with a column text",
     )
@@ -271,7 +271,7 @@ class DevOptions:
 class TeacherOptions:
     """Which run rates further rows to train on, and how many."""
 
-    teacher: Path | None = option(
+    teacher: str | Path | None = option(
         None,
         metavar="RUN",
         help="distil another run: train on further rows too, train's sentence pairs under the "
@@ -293,7 +293,7 @@ class HeadChoice:
         help="a recipe, its objective included (none: the encoder's own vectors are compared)",
         group=_HEAD,
     )
-    start: Path | None = option(
+    start: str | Path | None = option(
         None,
         metavar="DIR",
         help="start from a fitted head, e.g. runs/default/heads/mlp@cond, instead of --head",

@@ -47,7 +47,7 @@ def reply(
         raise UserError(
             "--score is of the next turn, and a goal has a score of its own. Leave one out."
         )
-    texts = read_candidates(asked.candidates)
+    texts = read_candidates(Path(asked.candidates))
     model = load_dialogue(run_folder, head, prompt=prompt, score=asked.score, device=device)
     talk, pool = model.start(asked.turns), model.candidates(texts)
     if asked.goal is None and len(talk) == 1 and model.head.score.kind not in ("bi", "weighted"):

@@ -67,8 +67,9 @@ def named_head(
             "a head that was fitted has its kind and size already: with --start, leave out "
             "--head and --dim."
         )
-    start, record = load(choice.start)
-    where = str(choice.start / "head.json")
+    folder = Path(choice.start)
+    start, record = load(folder)
+    where = str(folder / "head.json")
     record = fitted_on(record, where)
     prompts = prompts or tuple(prompt_from_json(own, where) for own in record["prompts"])
     recipe = replace(

@@ -1,7 +1,10 @@
 """A command's dataclass is its flags, its checks and its Python function."""
 
 import inspect
+import pickle
+import re
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,8 +109,24 @@ def test_python_checks_what_the_command_line_checks():
     assert "coats: layers" in (paint.__doc__ or "")
     with pytest.raises(UserError, match="--colour is 'green'"):
         paint(wall="w", colour="green")
-    with pytest.raises(TypeError, match="color"):
-        paint(wall="w", color="red")
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((), {"wall": "w", "color": 1}, "paint() got an unexpected argument 'color'; did you mean"),
+        (
+            (),
+            {"wall": "w", "q": 1},
+            "paint() got an unexpected argument 'q'; it takes wall, colour",
+        ),
+        (("w",), {}, "paint() takes its arguments by name: paint(wall=...)"),
+        ((), {}, "paint() needs wall=..."),
+    ],
+)
+def test_wrong_arguments_name_the_function_and_the_nearest_name(args, kwargs, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        verb(_Paint)(*args, **kwargs)
 
 
 def test_settings_that_were_not_given_are_none():
@@ -151,4 +170,23 @@ def test_every_verb_is_a_function_with_the_commands_options():
     verbs = [getattr(llmcond, name) for name in llmcond.__all__ if name.islower()]
     assert all(inspect.getdoc(own) for own in verbs)
     assert list(inspect.signature(llmcond.fit_head).parameters)[:2] == ["head", "dim"]
+    assert str(inspect.signature(llmcond.fit_head).parameters["run"].annotation) == "str | Path"
     assert set(dir(llmcond)) == set(llmcond.__all__)
+
+
+def test_load_encoder_names_itself_in_errors():
+    with pytest.raises(TypeError, match=r"load_encoder\(\) got .* 'dtyp'; did you mean 'dtype'"):
+        llmcond.load_encoder("minilm", dtyp="float32")
+    with pytest.raises(TypeError, match=r"by name after model: load_encoder\(model\)"):
+        llmcond.load_encoder("minilm", "float32")
+
+
+@pytest.mark.parametrize("name", sorted(set(llmcond.__all__) - {"__version__"}))
+def test_every_public_name_is_pickled_and_found_in_its_module(name):
+    value = getattr(llmcond, name)
+    assert pickle.loads(pickle.dumps(value)) is value
+    # As a generated reference looks a function up, and reads its parameters.
+    assert getattr(sys.modules[value.__module__], value.__qualname__) is value
+    assert inspect.getdoc(value)
+    if inspect.isfunction(value):
+        assert inspect.signature(value).parameters

@@ -12,7 +12,8 @@ import pytest
 import sklearn
 from joblib.externals.loky import get_reusable_executor
 from scipy.stats import spearmanr
-from sklearn.base import clone
+from sklearn.base import clone, is_regressor
+from sklearn.ensemble import StackingRegressor
 from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import (
     GridSearchCV,
@@ -119,6 +120,7 @@ FAILS_WITHOUT = dict.fromkeys(
         "check_methods_sample_order_invariance",
         "check_methods_subset_invariance",
         "check_pipeline_consistency",
+        "check_supervised_y_2d",
         "check_transformer_data_not_an_array",
         "check_transformer_general",
         "check_transformer_preserve_dtypes",
@@ -136,6 +138,10 @@ FAILS_WITH = dict.fromkeys(
         "check_n_features_in_after_fitting",
         "check_positive_only_tag_during_fit",
         "check_readonly_memmap_input",
+        "check_regressor_data_not_an_array",
+        "check_regressors_int",
+        "check_regressors_no_decision_function",
+        "check_regressors_train",
     ],
     _EVEN,
 )
@@ -224,7 +230,7 @@ def test_random_state_may_be_a_generator(data):
 def test_heads_that_learn_nothing_from_ratings_need_none(data, name):
     X, y = data
     head = Head(name).fit(X)
-    assert tensors(head.head_) == tensors(Head(name).fit(X, np.full(ROWS, np.nan)).head_)
+    assert tensors(head.head_) == tensors(Head(name).fit(X, 6 - y).head_)
     assert tensors(head.head_) == tensors(Head(name, validation_fraction=0.5).fit(X, y).head_)
     assert (head.rating_range_, head.curve_) == (None, [])
 
@@ -595,7 +601,55 @@ def test_errors_are_those_of_the_package_too(data):
         Head("mpl").fit(*data)
     assert not get_tags(Head("mpl")).target_tags.required
     with pytest.raises(UserError, match="rank is 64, above the 6 dimensions"):
-        Head("hypernet", n_condition=2).fit(*rated(ROWS, 0, n_condition=2))
+        Head("hypernet", n_condition=2, settings={"rank": 64}).fit(*rated(ROWS, 0, n_condition=2))
+
+
+def test_sizes_that_were_not_given_are_lowered_to_those_of_the_features():
+    X, y = rated(ROWS, 0, n_condition=2)
+    head = Head("hypernet", n_condition=2, settings=SHORT).fit(X, y)
+    assert (head.head_.settings.dim, head.head_.settings.rank) == (DIM, DIM)
+    narrow = Head("hypernet", dim=2, n_condition=2, settings=SHORT).fit(X, y)
+    assert (narrow.head_.settings.dim, narrow.head_.settings.rank) == (2, 2)
+
+
+def test_a_head_is_a_regressor(data):
+    X, y = data
+    assert is_regressor(Head())
+    heads = [("zero_shot", Head("none")), ("linear", Head("linear", settings=SHORT))]
+    stacked = StackingRegressor(heads, cv=2).fit(X, y)
+    assert stacked.score(X, y) > 0.5
+    with pytest.raises(ValueError, match="NaN"):
+        Head("none").fit(X, np.full(ROWS, np.nan))
+
+
+def test_each_setting_is_a_parameter():
+    head = Head("linear", settings={"epochs": 1})
+    assert head.get_params()["settings__epochs"] == 1
+    assert "settings__epochs" not in head.get_params(deep=False)
+    assert clone(
+        head.set_params(settings__epochs=3, settings__dropout=0.0, dim=2)
+    ).get_params() == {
+        **head.get_params(deep=False),
+        "settings__epochs": 3,
+        "settings__dropout": 0.0,
+    }
+    assert Head().set_params(settings__epochs=2).settings == {"epochs": 2}
+    with pytest.raises(ValueError, match="Invalid parameter"):
+        head.set_params(epochs=3)
+
+
+def test_a_grid_search_varies_a_setting(data):
+    X, y = data
+    grid = {"settings__epochs": [1, 3], "settings__learning_rate": [0.01]}
+    search = GridSearchCV(Head("linear", settings={"batch_size": 32}), grid, cv=2).fit(X, y)
+    assert len(search.cv_results_["params"]) == 2
+    best = search.best_params_["settings__epochs"]
+    assert len(search.best_estimator_.curve_) == best
+    assert search.best_estimator_.settings == {
+        "batch_size": 32,
+        "epochs": best,
+        "learning_rate": 0.01,
+    }
 
 
 @pytest.mark.parametrize("method", ["transform", "predict", "embed"])

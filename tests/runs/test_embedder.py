@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 import llmcond
@@ -241,3 +242,40 @@ def test_the_base_of_the_bundled_model_is_minilm_itself(minilm: Encoder):
     np.testing.assert_allclose(base.encode(SENTENCES), minilm.encode(SENTENCES), atol=1e-6)
     assert np.abs(bundled.encode(SENTENCES) - minilm.encode(SENTENCES)).max() > 0.01
     assert base_encoder(minilm) is minilm
+
+
+# -- what texts come in ------------------------------------------------------------------------
+
+
+def as_series(texts):
+    return pytest.importorskip("pandas").Series(texts)
+
+
+def as_chunks(texts):
+    return pa.chunked_array([texts[:1], texts[1:]])
+
+
+@pytest.mark.parametrize("kind", [tuple, iter, np.array, pa.array, as_chunks, as_series])
+def test_texts_come_in_anything_that_holds_them(tiny_run: Path, kind: Callable):
+    embedder = llmcond.load_embedder(tiny_run, head="none")
+    conditions = ["place", "mood", "time"]
+    expected = embedder.encode(SENTENCES, conditions)
+    np.testing.assert_array_equal(embedder.encode(kind(SENTENCES), kind(conditions)), expected)
+    cosines = embedder.similarity(kind(SENTENCES), kind(SENTENCES[::-1]), kind(conditions))
+    np.testing.assert_array_equal(
+        cosines, embedder.similarity(SENTENCES, SENTENCES[::-1], conditions)
+    )
+    vectors = embedder.encoder.encode(SENTENCES)
+    np.testing.assert_array_equal(embedder.encoder.encode(kind(SENTENCES)), vectors)
+
+
+def test_a_table_is_no_column(tiny_run: Path):
+    embedder = llmcond.load_embedder(tiny_run, head="none")
+    columns = {"sentence": SENTENCES}
+    for table in (columns, pa.table(columns), pytest.importorskip("pandas").DataFrame(columns)):
+        with pytest.raises(UserError, match=f"a whole {type(table).__name__} was given; give one"):
+            embedder.encode(table, "place")
+        with pytest.raises(UserError, match="give one of its columns"):
+            embedder.encoder.encode(table)
+    with pytest.raises(UserError, match="position 1 holds None, which is not a text"):
+        embedder.encode(pa.array(["a", None]), "place")
