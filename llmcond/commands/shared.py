@@ -136,8 +136,8 @@ class WithEmbedder(HeadOptions):
     run: str | Path | None = option(
         None,
         metavar="DIR",
-        help=f"folder of a piece of work (default: {DEFAULT_RUN}, or where that is not there, the "
-        f"bundled model {PRETRAINED})",
+        help=f"folder of a piece of work (default: {DEFAULT_RUN} if it was made from data of your "
+        f"own, else the bundled model {PRETRAINED})",
     )
     model: str | None = option(
         None, metavar="NAME", help=f"a bundled model instead of a run: {PRETRAINED}"

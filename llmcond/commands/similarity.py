@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from llmcond.commands.shared import WithEmbedder
-from llmcond.errors import UserError
 from llmcond.options import option
 
 
@@ -46,36 +45,25 @@ class Similarity(WithEmbedder):
         """Encode both sentences under every condition."""
         from llmcond.log import log
         from llmcond.runs import cross, open_run
-        from llmcond.runs.embedder import describe, load_embedder
+        from llmcond.runs.embedder import describe
         from llmcond.runs.familiarity import unfamiliar
 
-        n = len(self.condition)
-        texts, folder = ([self.sentence1] * n, [self.sentence2] * n, self.condition), self.folder()
-        if open_run(folder, cross=True).cross:
-            if self.head or self.prompt:
-                raise UserError(
-                    f"{folder} holds a cross-encoder, which has neither heads nor prompts. Leave "
-                    "out --head and --prompt."
-                )
-            loaded = cross.load_cross_encoder(folder, device=self.device)
+        n, folder = len(self.condition), self.folder()
+        texts = [self.sentence1] * n, [self.sentence2] * n, self.condition
+        loaded = cross.load_comparing(folder, self.head, self.prompt, self.device)
+        if isinstance(loaded, cross.CrossEncoder):
             values = loaded.similarity(*texts)
             return Similarities(self.condition, values.tolist(), cross.describe(loaded))
-        embedder = load_embedder(folder, self.head, prompt=self.prompt, device=self.device)
-        for text, nearest in unfamiliar(open_run(folder), embedder, self.condition).items():
+        for text, nearest in unfamiliar(open_run(folder), loaded, self.condition).items():
             log.warning(
-                f"the condition {text!r} is unlike those that {embedder.name} was fitted on (the "
+                f"the condition {text!r} is unlike those that {loaded.name} was fitted on (the "
                 f"nearest is {nearest!r}); what it gives may mean little (--head none: zero-shot)"
             )
-        values = embedder.similarity(*texts)
-        return Similarities(self.condition, values.tolist(), describe(embedder))
+        values = loaded.similarity(*texts)
+        return Similarities(self.condition, values.tolist(), describe(loaded))
 
     def show(self, result: Similarities, form: str) -> None:
         """Print a table."""
-        from llmcond.log import log
         from llmcond.report.terminal import listing, show
 
-        about = result.about
-        fitted = f", fitted on {about['fitted_on']}" if about["fitted_on"] else ""
-        made = [f"{key} {about[key]}" for key in ("prompt", "head", "orders") if key in about]
-        log.info(f"{', '.join([about['encoder'], *made])}{fitted}")
         show(listing(result.rows()), form)

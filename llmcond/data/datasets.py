@@ -17,6 +17,7 @@ from llmcond.data.readers import (
     Source,
     open_source,
     read_records,
+    source_name,
     without_shard,
 )
 from llmcond.data.rows import Rows, rows_digest, save_rows, split_by_pair
@@ -183,8 +184,8 @@ def read_dataset(
             for name, files in opened.splits.items()
         }
         splits, note = _complete(splits, opened.name, seed)
-    name, notes = "sample" if source is None else opened.name, (note,) if note else ()
-    return Dataset(splits, name, columns, scale, seed, notes)
+    notes = (note,) if note else ()
+    return Dataset(splits, source_name(source, opened.name), columns, scale, seed, notes)
 
 
 @dataclass(frozen=True, slots=True)

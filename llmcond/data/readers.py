@@ -70,6 +70,23 @@ class Source:
     tables: Mapping[str, Any] = field(default_factory=dict)
 
 
+#: What records call the bundled sample of a task, where other data has its path.
+SAMPLE = "sample"
+
+
+def source_name(given: Any, name: str) -> str:
+    """Return what records call data: by default its name, and :data:`SAMPLE` where none was given.
+
+    A folder of the user's that is called so itself keeps another name.
+    """
+    return SAMPLE if given is None else f"./{name}" if name == SAMPLE else name
+
+
+def described_source(recorded: str) -> str:
+    """Return what messages call data, from what records call it."""
+    return "the bundled sample" if recorded == SAMPLE else recorded
+
+
 #: What messages call rows that came from no file.
 IN_MEMORY = "rows in memory"
 

@@ -18,7 +18,7 @@ from llmcond.evaluation.ranking import Term, rank, top
 from llmcond.features.view import Part
 from llmcond.heads import joint_keys
 from llmcond.prompts import Prompt
-from llmcond.runs.embedder import choose_head
+from llmcond.runs.embedder import choose_head, log_model
 from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.open import open_any_run
 from llmcond.runs.predictors import AnyPredictor
@@ -225,6 +225,7 @@ def load_completer(
     examples = QueryExamples(opened)
     # Of what can be compared as it is, that without subtraction comes first.
     predictor = chosen or examples.zeroshots(opened.prompt(prompt))[0]
+    log_model(opened, chosen, predictor.view.name, head)
     terms = GraphTerms(examples, rerank, reverse, exclude_head)
     return Completer(examples, predictor, terms, device)
 

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from llmcond.data.readers import described_source
 from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderIdentity
 from llmcond.encoders.spec import Orders
 from llmcond.errors import UserError
 from llmcond.heads import FittedHead, load_head
+from llmcond.log import log
 from llmcond.records import check_record
 from llmcond.runs.comparing import Comparing, Vectors
+from llmcond.runs.embedder import Embedder, load_embedder
 from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.open import open_run
 from llmcond.runs.records import TrainedOn
@@ -116,9 +119,32 @@ def load_cross_encoder(
     head, record = load_head(opened.head_folder(NAME))
     _check_head(opened, head, record)
     resolved = opened.resolve_encoder(device, max_tokens_per_batch)
-    source = opened.manifest["data"]["source"]
-    fitted = "the bundled sample" if source == "sample" else str(source)
-    return CrossEncoder(LazyEncoder(resolved)(), head, orders, fitted)
+    fitted_on = described_source(opened.manifest["data"]["source"])
+    return CrossEncoder(LazyEncoder(resolved)(), head, orders, fitted_on)
+
+
+def load_comparing(
+    folder: Path, head: str | None = None, prompt: str | None = None, device: str = "auto"
+) -> Embedder | CrossEncoder:
+    """Load what compares texts in a run, an embedder or a cross-encoder, and log what it is.
+
+    Raises:
+        UserError: as :func:`load_embedder`, or a head or prompt is named of a cross-encoder.
+    """
+    run = open_run(folder, cross=True)
+    if not run.cross:
+        return load_embedder(folder, head, prompt=prompt, device=device)
+    if head or prompt:
+        raise UserError(
+            f"{folder} holds a cross-encoder, which has neither heads nor prompts. Leave out "
+            "--head and --prompt."
+        )
+    loaded = load_cross_encoder(folder, device=device)
+    log.info(
+        f"model: {folder}, cross-encoder {run.encoder_name}, orders {loaded.orders}, trained on "
+        f"{loaded.fitted_on}"
+    )
+    return loaded
 
 
 def _check_head(run: Run, head: FittedHead, record: dict[str, Any]) -> None:

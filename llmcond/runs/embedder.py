@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from llmcond.bundled import pretrained
+from llmcond.data.readers import described_source
 from llmcond.encoders import resolve_base
 from llmcond.errors import UserError
 from llmcond.features.view import Part, View
@@ -210,9 +212,7 @@ def load_embedder(
         LlmcondError: the encoder cannot be loaded.
     """
     opened = open_run(usual_run(run))
-    chosen = choose_head(opened, head, prompt)
-    view = View((opened.prompt(prompt),)) if chosen is None else chosen.view
-    view.check_texts()
+    chosen, view = choose_model(opened, head, prompt)
     resolved = opened.resolve_encoder(device, max_tokens_per_batch)
     return make_embedder(LazyEncoder(resolved)(), view, chosen)
 
@@ -222,8 +222,7 @@ def make_embedder(encoder: Encoder, view: View, chosen: SavedHead | None) -> Emb
     if chosen is None:
         return Embedder(encoder, view)
     cache = ConditionCache(chosen.head) if chosen.head.generates_matrices else None
-    data = chosen.record["data"]["source"]
-    fitted_on = "the bundled sample" if data == "sample" else str(data)
+    fitted_on = described_source(chosen.record["data"]["source"])
     return Embedder(encoder, view, chosen.head, chosen.name, cache, fitted_on)
 
 
@@ -241,6 +240,43 @@ def base_encoder(encoder: Encoder) -> Encoder | None:
     if base is None or base is encoder.resolved:
         return None if base is None else encoder
     return LazyEncoder(base)()
+
+
+def choose_model(
+    run: Run, head: str | None, prompt: str | None = None
+) -> tuple[SavedHead | None, View]:
+    """Return what embeds texts, a head (None: zero-shot) and its view, and log what it is.
+
+    Raises:
+        UserError: as :func:`choose_head`, or the prompt is a control.
+    """
+    chosen = choose_head(run, head, prompt)
+    view = View((run.prompt(prompt),)) if chosen is None else chosen.view
+    view.check_texts()
+    log_model(run, chosen, view.name, head)
+    return chosen, view
+
+
+def log_model(run: AnyRun, chosen: Saved[Any] | None, prompt: str, named: str | None) -> None:
+    """Log in one line the model, the head and the prompt that are used.
+
+    ``named`` is the head that the user named; None: why this one was chosen is logged too.
+    """
+    default = run.default_head()
+    if chosen is None:
+        head = "zero-shot" if default else "zero-shot (no head is fitted)"
+    else:
+        head = f"head {chosen.name}"
+        if named is None and default is not None:
+            head += f" ({default[1]})"
+    source = described_source(run.manifest["data"]["source"])
+    if run.folder == pretrained(run.folder.name):
+        is_default = chosen is not None and default is not None and chosen.name == default[0]
+        parts = [f"{run.folder.name} (bundled; trained on C-STS)", "" if is_default else head]
+    else:
+        parts = [str(run.folder), f"encoder {run.encoder_name}", head]
+    fitted = f"fitted on {source}" if chosen is not None and parts[-1] else ""
+    log.info("model: %s", ", ".join(filter(None, [*parts, f"prompt {prompt}", fitted])))
 
 
 @overload
@@ -266,10 +302,9 @@ def choose_head(run: AnyRun, name: str | None, prompt: str | None = None) -> Sav
         UserError: no such head, several, or one that was fitted on another prompt than asked for.
     """
     wanted = name
-    if wanted is None and (usual := run.default_head()) is not None:
-        wanted, why = usual
-        log.info(f"head {wanted}: {why} (--head to take another)")
-    if wanted in (None, "none"):
+    if wanted is None and (default := run.default_head()) is not None:
+        wanted = default[0]
+    if wanted is None or wanted == "none":
         return None
     found = run.find_heads([wanted])
     found = [head for head in found if head.name == wanted] or found

@@ -73,11 +73,11 @@ def open_any_run(folder: Path, *, cross: bool = False) -> OpenedRun:
     return run
 
 
-def run_exists(folder: Path) -> bool:
+def run_exists(folder: Path, *, cross: bool = False) -> bool:
     """Return whether a run is at ``folder``; errors as of :func:`open_any_run` if anything else."""
     if _is_vacant(folder):
         return False
-    open_any_run(folder)
+    open_any_run(folder, cross=cross)
     return True
 
 

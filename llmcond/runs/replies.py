@@ -21,7 +21,7 @@ from llmcond.heads import FittedRoles, Score, State
 from llmcond.prompts import Prompt
 from llmcond.prompts.utterances import UtteranceInputs
 from llmcond.runs.dialogues import no_head
-from llmcond.runs.embedder import choose_head
+from llmcond.runs.embedder import choose_head, log_model
 from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.open import open_any_run
 from llmcond.runs.task_runs import DialogueRun
@@ -298,6 +298,7 @@ def load_dialogue(
         )
     chosen = choose_head(opened, head, prompt)
     prompts = (opened.prompt(prompt),) if chosen is None else chosen.view.prompts
+    log_model(opened, chosen, "+".join(prompt.name for prompt in prompts), head)
     if score is not None:
         Score.parse(score)  # before an encoder is loaded
     encoder = LazyEncoder(opened.resolve_encoder(device))()

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmcond.bundled import DEFAULT_RUN, PRETRAINED, pretrained
+from llmcond.bundled import DEFAULT_RUN, PRETRAINED, bundled, pretrained
+from llmcond.data.readers import SAMPLE
 from llmcond.errors import UserError
 from llmcond.log import log
-from llmcond.runs.open import run_exists
+from llmcond.runs.open import open_any_run, run_exists
 
 
 def usual_run(run: str | Path | None, model: str | None = None) -> Path:
     """Return the folder of a run, or of a bundled model, which is laid out as one.
 
     Args:
-        run: its folder, or the name of a bundled model. None: ``runs/default``, and where there is
-            no run, the bundled model that was trained on C-STS; a line says so.
+        run: its folder, or the name of a bundled model. None: ``runs/default`` where that was made
+            from data of the user's own, and otherwise the bundled model that was trained on C-STS.
         model: the name of a bundled model, instead.
 
     Raises:
@@ -33,11 +34,11 @@ def usual_run(run: str | Path | None, model: str | None = None) -> Path:
         return found
     if run is not None:
         return (not Path(run).exists() and pretrained(run)) or Path(run)
-    bundled = pretrained(PRETRAINED)
-    if bundled is None or run_exists(DEFAULT_RUN):
-        return DEFAULT_RUN
-    log.info(
-        f"there is no run, so this is by the bundled model {PRETRAINED} (--run or --model to take "
-        "another)"
-    )
-    return bundled
+    if run_exists(DEFAULT_RUN, cross=True):
+        if open_any_run(DEFAULT_RUN, cross=True).manifest["data"]["source"] != SAMPLE:
+            return DEFAULT_RUN
+        log.info(
+            f"{DEFAULT_RUN} was made from the bundled sample, so the bundled model is used "
+            f"(--run {DEFAULT_RUN} to use that run)"
+        )
+    return bundled("models") / PRETRAINED

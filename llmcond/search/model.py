@@ -12,7 +12,7 @@ from llmcond.bundled import pretrained
 from llmcond.errors import UserError
 from llmcond.features.view import View
 from llmcond.runs import Run, SavedHead, open_run
-from llmcond.runs.embedder import Embedder, choose_head, make_embedder
+from llmcond.runs.embedder import Embedder, choose_model, make_embedder
 from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.usual import usual_run
 from llmcond.search.projection import ALONE, Projections, Sources
@@ -42,9 +42,7 @@ class Model:
             UserError: no such run or head, or a head whose embeddings are not compared by cosine.
         """
         opened = open_run(usual_run(run, model))
-        saved = choose_head(opened, head, prompt)
-        view = View((opened.prompt(prompt),)) if saved is None else saved.view
-        view.check_texts()
+        saved, view = choose_model(opened, head, prompt)
         if saved is not None and not saved.head.compares_by_cosine:
             raise UserError(
                 f"the head {saved.name} compares embeddings in a way of its own, and an index "

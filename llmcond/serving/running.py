@@ -11,9 +11,7 @@ from typing import Any
 
 import uvicorn
 
-from llmcond.errors import UserError
-from llmcond.runs import cross, open_run
-from llmcond.runs.embedder import load_embedder
+from llmcond.runs.cross import load_comparing
 from llmcond.runs.usual import usual_run
 from llmcond.search import Index
 from llmcond.serving.app import Endpoints
@@ -47,15 +45,7 @@ def load_model(
         else:
             found = Index.open(index, device=device)
         return ServedModel(found.embedder, condition, found)
-    folder = usual_run(run, model)
-    if open_run(folder, cross=True).cross:
-        if head or prompt:
-            raise UserError(
-                f"{folder} holds a cross-encoder, which has neither heads nor prompts. Leave out "
-                "--head and --prompt."
-            )
-        return ServedModel(cross.load_cross_encoder(folder, device=device), condition)
-    return ServedModel(load_embedder(folder, head, prompt=prompt, device=device), condition)
+    return ServedModel(load_comparing(usual_run(run, model), head, prompt, device), condition)
 
 
 class Running(uvicorn.Server):

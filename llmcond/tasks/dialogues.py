@@ -26,6 +26,7 @@ from llmcond.data.readers import (
     open_source,
     read_lines,
     read_records,
+    source_name,
     suffix_of,
 )
 from llmcond.data.rows import split_keys
@@ -256,7 +257,7 @@ def read_dialogues(source: Any = None, drop_leaks: bool = False, split_seed: int
         splits = _without_leaks(splits, notes)
     else:
         notes += _leaks(splits)
-    found = _numbered("sample" if source is None else opened.name, splits, notes)
+    found = _numbered(source_name(source, opened.name), splits, notes)
     return replace(found, split_seed=split_seed, drop_leaks=drop_leaks)
 
 

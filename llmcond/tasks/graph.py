@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from llmcond.data.datasets import SPLITS, Problems
+from llmcond.data.readers import source_name
 from llmcond.errors import UserError, first_line, listed
 from llmcond.files import digest_bytes, digest_text, replacing
 from llmcond.log import log
@@ -292,7 +293,7 @@ def read_graph(source: str | Path | None = None) -> Graph:
             twice, a triple of an entity or relation that the tables lack.
     """
     folder = Path(source) if source is not None else sample_folder()
-    name = "sample" if source is None else str(source)
+    name = source_name(source, str(source))
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "does not exist"
         raise UserError(f"{name} {found}. {_EXPECTED}")

@@ -18,13 +18,13 @@ from llmcond.data.rows import column_of
 from llmcond.display import Displayed
 from llmcond.encoders.spec import EncoderInput, InputError
 from llmcond.errors import UserError
-from llmcond.features.view import Part, View
+from llmcond.features.view import Part
 from llmcond.files import check_output, replacing
 from llmcond.heads import Matrix
 from llmcond.log import log
 from llmcond.prompts import Prompt
 from llmcond.runs import open_run
-from llmcond.runs.embedder import choose_head, unit_length
+from llmcond.runs.embedder import choose_model, unit_length
 from llmcond.runs.extraction import LazyEncoder, extract_inputs
 
 #: Rows whose vectors are in memory at a time.
@@ -60,9 +60,7 @@ class Embeddings:
 
     def __init__(self, run_folder: Path, head: str | None, prompt: str | None, device: str) -> None:
         run = open_run(run_folder)
-        self._chosen = choose_head(run, head, prompt)
-        self.view = self._chosen.view if self._chosen else View((run.prompt(prompt),))
-        self.view.check_texts()
+        self._chosen, self.view = choose_model(run, head, prompt)
         self.head_name = self._chosen.name if self._chosen else "none"
         self.encoder = LazyEncoder(run.resolve_encoder(device))
         self._store = run.store_for_others()

@@ -23,7 +23,13 @@ from llmcond.files import check_format
 from llmcond.log import log
 from llmcond.progress import CountBar
 from llmcond.runs import open_run
-from llmcond.runs.embedder import Embedder, choose_head, make_embedder, unit_length
+from llmcond.runs.embedder import (
+    Embedder,
+    choose_head,
+    choose_model,
+    make_embedder,
+    unit_length,
+)
 from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.usual import usual_run
 from llmcond.scale.outputs import RECORD, VECTOR, Output, Unit, open_output
@@ -58,9 +64,7 @@ class Model:
     ) -> Model:
         """Return what the options of a command name."""
         run = open_run(folder)
-        chosen = choose_head(run, head, prompt)
-        view = chosen.view if chosen else View((run.prompt(prompt),))
-        view.check_texts()
+        chosen, view = choose_model(run, head, prompt)
         bundled = folder == pretrained(folder.name)
         where = folder.name if bundled else str(folder.absolute())
         name = chosen.name if chosen else "none"

@@ -23,8 +23,9 @@ from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_text, read_json, write_json
 from llmcond.log import log
 from llmcond.runs import Run, open_run
-from llmcond.runs.cross import NAME, load_cross_encoder
-from llmcond.runs.embedder import load_embedder
+from llmcond.runs.cross import NAME, CrossEncoder, load_cross_encoder
+from llmcond.runs.embedder import Embedder, make_embedder
+from llmcond.runs.extraction import LazyEncoder
 
 #: Rows that are rated at a time; a kill loses no more.
 _BLOCK = 2_048
@@ -91,12 +92,13 @@ class Teacher:
         return replace(rows, rating=np.array(found))
 
     def _load(self, device: str) -> Similarity:
-        folder = self.run.folder
-        loaded: Any = (
-            load_cross_encoder(folder, device=device)
-            if self.run.cross
-            else load_embedder(folder, head=self.head, device=device)
-        )
+        loaded: CrossEncoder | Embedder
+        if self.run.cross:
+            loaded = load_cross_encoder(self.run.folder, device=device)
+        else:
+            saved = self.run.load_head(self.head)
+            encoder = LazyEncoder(self.run.resolve_encoder(device))()
+            loaded = make_embedder(encoder, saved.view, saved)
         return lambda first, second, condition: loaded.similarity(
             first, second, condition, show_progress=True
         )

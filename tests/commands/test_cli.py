@@ -90,6 +90,7 @@ def test_sample_from_extract_to_similarity(capsys, part_of_the_sample):
 
     conditions = ["the number of people", "the activity", "the place"]
     asked = [word for text in conditions for word in ("--condition", text)]
+    asked += ["--run", "runs/default"]
     pair = ("Two women read a book at the beach.", "Two women cook at night.")
     alike = ok(capsys, "similarity", *pair, *asked)
     assert (alike["head"], alike["fitted_on"]) == ("mlp@routed", "the bundled sample")

@@ -52,7 +52,7 @@ def test_the_head_that_is_best_on_dev_is_taken(fitted: Path, capsys: pytest.Capt
     assert open_run(fitted).head_names()[-1] != "best"
     assert llmcond.load_embedder(fitted).name == "best"
     assert run(["similarity", "a", "b", "--condition", "c", "--run", str(fitted)]) == 0
-    assert "head best: best of 3 heads on dev, Spearman" in capsys.readouterr().err
+    assert "head best (best of 3 heads on dev, Spearman" in capsys.readouterr().err
 
 
 def test_fitting_another_head_does_not_change_it(fitted: Path, tmp_path: Path):

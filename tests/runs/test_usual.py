@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shutil
 from pathlib import Path
 
 import pytest
@@ -59,9 +60,67 @@ def test_without_a_run_it_compares_and_embeds(capsys, tmp_path):
     assert files() == before
 
 
-def test_it_says_that_it_is_taken(capfd):
-    assert run(["similarity", "a man", "a dog", "--condition", "size"]) == 0
-    assert capfd.readouterr().err.startswith("there is no run, so this is by the bundled model")
+def messages(capsys, *more):
+    """Compare two texts, and return the similarity and the lines on standard error."""
+    arguments = ["similarity", "a man", "a dog", "--condition", "size", "--json", *more]
+    assert run(arguments) == 0
+    printed = capsys.readouterr()
+    return json.loads(printed.out)["similarities"][0]["similarity"], printed.err.splitlines()
+
+
+BUNDLED = "model: minilm-csts (bundled; trained on C-STS), prompt concat-cond-sent"
+
+
+def test_one_line_says_which_model_is_used(capsys):
+    assert messages(capsys)[1] == [BUNDLED]
+    zero_shot = "model: minilm-csts (bundled; trained on C-STS), zero-shot, prompt concat-cond-sent"
+    assert messages(capsys, "--head", "none")[1] == [zero_shot]
+
+
+def extract(data, folder, dtype="float32"):
+    options = ["--dtype", dtype, "--prompt", "concat-cond-sent", "--run", folder]
+    arguments = ["extract", "--model", "minilm", *options, *(["--data", data] if data else [])]
+    assert run([str(argument) for argument in arguments]) == 0
+
+
+def test_a_default_run_of_the_sample_is_not_used_for_other_texts(
+    capsys, write_rows, small_rows, monkeypatch
+):
+    """Whoever tried the README's commands on the sample gets the bundled model afterwards."""
+    sample = Path("part") / "train.csv"
+    sample.parent.mkdir()
+    shutil.copy(write_rows(small_rows), sample)
+    monkeypatch.setattr("llmcond.data.datasets.sample_folder", lambda: sample.parent)
+    by_bundled, _ = messages(capsys)
+    extract(None, "runs/default")
+    ok(capsys, "fit-head", "--head", "pca", "--dim", "4")
+    similarity, lines = messages(capsys)
+    assert similarity == by_bundled
+    assert lines == [
+        "runs/default was made from the bundled sample, so the bundled model is used (--run "
+        "runs/default to use that run)",
+        BUNDLED,
+    ]
+    assert llmcond.load_embedder().encoder.name == PRETRAINED
+    # What is about the run's own data still takes it, and so does who names it.
+    assert {row["head"] for row in ok(capsys, "evaluate")["results"]} == {"none", "pca"}
+    similarity, lines = messages(capsys, "--run", "runs/default")
+    assert similarity != by_bundled
+    assert re.fullmatch(
+        r"model: runs/default, encoder minilm, head pca@concat-cond-sent \(best on dev, Spearman "
+        r".*\), prompt concat-cond-sent, fitted on the bundled sample",
+        lines[0],
+    )
+
+
+@pytest.mark.parametrize("data", ["rows.csv", "sample"])
+def test_a_default_run_of_own_data_is_used(capsys, write_rows, small_rows, data):
+    """Also where that data is a folder whose name records give to the bundled sample."""
+    write_rows(small_rows, data if data.endswith(".csv") else f"{data}/train.csv")
+    extract(data, "runs/default")
+    capsys.readouterr()
+    zero_shot = "encoder minilm, zero-shot (no head is fitted), prompt concat-cond-sent"
+    assert messages(capsys)[1] == [f"model: runs/default, {zero_shot}"]
 
 
 def test_what_is_named_is_what_is_taken(tmp_path, capsys):

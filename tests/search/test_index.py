@@ -321,8 +321,8 @@ def test_a_condition_that_is_not_prepared(build, caplog):
     caplog.clear()
     index.search(QUERY, NUMBER)
     assert "50 texts under 'the number of people', which is kept" in caplog.text
-    caplog.clear()
     again = Index.open(index.folder, device="cpu")
+    caplog.clear()
     again.search(QUERY, NUMBER, prepare=False)
     assert caplog.text == ""
     again.add(["one more"])  # under what was asked for beforehand
