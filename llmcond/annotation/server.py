@@ -106,6 +106,8 @@ class Server:
     def __init__(self, settings: ServerSettings) -> None:
         try:
             import openai
+
+            from llmcond.annotation.transport import BoundedTransport
         except ImportError as error:
             raise UserError(
                 "asking a model needs the openai client: pip install 'llmcond[annotate]'."
@@ -119,7 +121,11 @@ class Server:
             timeout=settings.timeout,
             max_retries=settings.retries,
             # Called before every request, so that retries keep to the limit as well.
-            http_client=openai.DefaultHttpxClient(event_hooks={"request": [pace]}),
+            http_client=openai.DefaultHttpxClient(
+                event_hooks={"request": [pace]},
+                transport=BoundedTransport(),
+                follow_redirects=False,
+            ),
         )
         self._structured: bool | None = None
         self._failure: LlmcondError | None = None
@@ -136,7 +142,11 @@ class Server:
                     f"no server answers at {self._settings.endpoint}: "
                     f"{self._safe(str(error.__cause__))}. Start it, or mend --endpoint."
                 ) from None
-        except (self._errors.OpenAIError, ValueError):  # whatever a server without a list says
+        except (
+            self._errors.OpenAIError,
+            ValueError,
+            RecursionError,
+        ):  # whatever a server without a list says
             return
 
     def _list(self) -> Any:
@@ -195,7 +205,7 @@ class Server:
             )
         except self._errors.OpenAIError as error:
             raise self._told(error) from None  # the client's own error holds the request
-        except ValueError:
+        except (ValueError, RecursionError):  # brackets without end
             said = "what is no JSON"
         seconds = time.monotonic() - began
         try:
@@ -224,6 +234,12 @@ class Server:
         if isinstance(error, errors.BadRequestError | errors.UnprocessableEntityError):
             return _RefusedError(f"{where} refuses the question: {message}")
         response = getattr(error, "response", None)
+        if response is not None and response.is_redirect:
+            target = self._safe(brief(response.headers.get("location", ""), 200))
+            return UserError(
+                f"{where} redirects to {target}, which is not followed, as texts would go there. "
+                "Name that address with --endpoint if you trust it."
+            )
         wait = None if response is None else response.headers.get("retry-after")
         waits = f"It asks to wait {self._safe(wait)} s. " if wait and wait.isdigit() else ""
         broken = _BrokenError if isinstance(error, errors.InternalServerError) else LlmcondError
@@ -236,7 +252,7 @@ class Server:
         """Return what models there are, as far as the server tells."""
         try:
             names = [str(one.id) for one in self._list().data or ()]
-        except (self._errors.OpenAIError, ValueError, AttributeError):
+        except (self._errors.OpenAIError, ValueError, RecursionError, AttributeError):
             return ""
         near = did_you_mean(self._settings.model, names)
         return f"{near or 'It has ' + listed(names, 5) + '.'} " if names else ""

@@ -38,8 +38,8 @@ _FIELDS: Mapping[Kind, Mapping[str, Any]] = {
     "rate": {"rating": {"type": "string", "enum": [*_STEPS, ILL_DEFINED]}},
     "propose": {"partner": {"type": "integer"}, "alike": _TEXT, "different": _TEXT},
 }
-#: What reasoning models write before they answer.
-_THOUGHT = re.compile(r".*</think(?:ing)?>", re.DOTALL)
+#: What ends the thoughts that reasoning models write before they answer.
+_THOUGHT_ENDS = ("</think>", "</thinking>")
 _PLAIN = re.compile(
     r"(?:rating|score|similarity)\W{0,4}(?:[:=]|\bis\b)\W{0,6}?(-?\d+(?:\.\d+)?|ill.?defined)",
     re.IGNORECASE,
@@ -151,8 +151,9 @@ def _check(template: Template, source: str) -> None:
 
 
 def _final(answer: str) -> str:
-    """Return an answer without what the model thought before it."""
-    return _THOUGHT.sub("", answer)[-_MOST:]
+    """Return the end of an answer, without what the model thought before it."""
+    starts = [answer.rfind(end) + len(end) for end in _THOUGHT_ENDS if end in answer]
+    return answer[max(starts, default=0) :][-_MOST:]
 
 
 def _object(text: str, field: str) -> dict[str, Any] | None:

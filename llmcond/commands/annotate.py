@@ -69,7 +69,10 @@ class Annotate(WithColumns):
         None, metavar="N", group=_SERVER, help="requests a minute at most"
     )
     timeout: float = option(
-        60.0, metavar="S", group=_SERVER, help="seconds until a request is tried again"
+        60.0,
+        metavar="S",
+        group=_SERVER,
+        help="seconds until a request without a complete answer is tried again",
     )
     retries: int = option(
         6, metavar="N", group=_SERVER, help="how often, later and later or when the server says"

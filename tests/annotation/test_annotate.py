@@ -204,6 +204,9 @@ def test_a_server_that_breaks_down_loses_no_answer(many, capsys):
         (Fault(200, body='{"error": {"message": "no quota"}}', headers=JSON), "no quota"),
         (Fault(429, headers={"Retry-After": "500"}), "It asks to wait 500 s."),
         (Fault(418, text="a teapot"), "a teapot"),
+        (Fault(200, body="[" * 100_000, headers=JSON), "no JSON"),
+        (Fault(200, without_end=b" " * 2**20), "has more than 8,388,608 bytes"),
+        (Fault(200, body="x", headers={"Content-Encoding": "gzip"}), "answers compressed (gzip)"),
     ],
 )
 def test_what_is_no_answer_is_not_kept_as_one(pairs, capsys, fault, words):
@@ -211,6 +214,40 @@ def test_what_is_no_answer_is_not_kept_as_one(pairs, capsys, fault, words):
         assert run([str(one) for one in arguments(pairs, server)]) == 1
     assert words in capsys.readouterr().err.splitlines()[-1]
     assert not Path("rated.answers").exists()
+
+
+@pytest.mark.parametrize("in_headers", [False, True])
+def test_an_answer_has_a_deadline_however_slowly_it_comes(pairs, capsys, in_headers):
+    slow = Fault(200, without_end=b" ", pause=0.05, in_headers=in_headers)
+    with ChatServer(trouble=lambda *_: slow) as server:
+        more = ("--timeout", 0.4, "--retries", 1)
+        assert run([str(one) for one in arguments(pairs, server, *more)]) == 1
+        assert len(server.bodies) == 2
+    assert "--timeout 0.4): Request timed out" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_redirects_are_not_followed(pairs, capsys):
+    with ChatServer() as other:
+        target = f"{other.url}/chat/completions"
+        moved = Fault(307, body=" ", headers={"Location": target})
+        with ChatServer(trouble=lambda *_: moved) as server:
+            line = refused(capsys, *arguments(pairs, server))
+        assert not other.bodies
+    assert f"redirects to '{target}', which is not followed" in line
+
+
+def test_huge_stored_answers_are_read_at_once(pairs, capsys):
+    thoughts = "<think>" + "so " * 2**20
+
+    def ramble(body):
+        rambles = texts_of(body)["Condition"] == "some nonsense"
+        return thoughts if rambles else answer(body)
+
+    with ChatServer(ramble) as server:
+        assert ok(capsys, *arguments(pairs, server))["unanswered"] == 1
+        began = time.process_time()
+        assert ok(capsys, *arguments(pairs, server))["questions"] == 0
+    assert time.process_time() - began < 5
 
 
 def test_nonsense_is_asked_again_and_left_out_where_there_is_nothing_else(many, capsys):

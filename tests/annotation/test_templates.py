@@ -26,6 +26,8 @@ VALUES = {"sentence1": "one {x}", "sentence2": "two", "condition": "{sentence1}"
         ('```json\n{"rating": "5"}\n```', 1),
         ('{"rating": "2"} No, I was wrong: {"rating": "3"}', 0.5),
         ('<think>{"rating": "1"}? Rather more.</think>{"rating": "5"}', 1),
+        ('<think>{"rating": "1"}</think><thinking>3</thinking>{"rating": "5"}', 1),
+        ('<thinking></thinking><think>{"rating": "1"}</think>Rating: 5', 1),
         ('{"rating": "ill-defined"}', math.nan),
         ('{"rating": -1}', math.nan),
         ("Rating: 4", 0.75),

@@ -25,6 +25,8 @@ class Fault:
         seconds: to wait before.
         text: said as the model's answer with status 200, else as the error's message.
         body: sent as it is, whatever the protocol says; empty: the answer or the error.
+        without_end: what is sent again and again, every ``pause`` seconds, instead of a body; and
+            within the headers if ``in_headers``.
     """
 
     status: int = 500
@@ -32,6 +34,9 @@ class Fault:
     text: str = "out of order"
     body: str = ""
     headers: dict[str, str] = field(default_factory=dict)
+    without_end: bytes = b""
+    pause: float = 0
+    in_headers: bool = False
 
 
 def texts_of(body: dict[str, Any]) -> dict[str, str]:
@@ -122,6 +127,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not fault.status:
             self.close_connection = True
             self.connection.close()
+        elif fault.without_end:
+            self._send_without_end(fault)
         elif fault.body:
             self._send(fault.status, fault.body.encode(), fault.headers)
         elif fault.status == 200:
@@ -139,6 +146,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, text)
         self.end_headers()
         self.wfile.write(data)
+
+    def _send_without_end(self, fault: Fault) -> None:
+        self.close_connection = True
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nX-Long: ")
+        if not fault.in_headers:
+            self.wfile.write(b"no\r\n\r\n")
+        while not self.server.ended.wait(fault.pause):
+            self.wfile.write(fault.without_end)
 
     def log_message(self, *_: object) -> None:
         pass
