@@ -1,4 +1,4 @@
-"""Progress on standard error: bars, or a line every half minute where it is no terminal."""
+"""Progress on standard error: a bar, or a line every half minute where it is not a terminal."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self, TypeVar
 
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from llmcond.log import console, log
 
 T = TypeVar("T")
 
-#: Between two lines where there is no bar.
+#: Between two lines where there is no bar. The first line comes as soon as so much time is left.
 EVERY_SECONDS = 30
 #: Rows that are read before it is shown how far it is.
 _SHOWN_ROWS = 20_000
@@ -34,13 +34,13 @@ class _Bar:
     def __init__(
         self, name: str, visible: bool = True, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._name, self._clock, self._told = name, clock, clock()
+        self._name, self._clock = name, clock
+        self._last_line, self._has_lines = clock(), False
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             TaskProgressColumn(),
             TextColumn("{task.fields[detail]}"),
-            TimeRemainingColumn(),
             console=console(),
             transient=True,
             get_time=clock,
@@ -58,26 +58,37 @@ class _Bar:
         self._progress.stop()
 
     def _show(self, detail: str, **changes: Any) -> None:
-        """Show how far it is, with what changes of the task."""
-        self._progress.update(self._task, detail=detail, **changes)
+        """Show how far it is, with what changes of the task, and how much time is left."""
+        self._progress.update(self._task, **changes)
+        left = self._seconds_left()
+        if left:
+            detail += f", about {duration(left)} left"
+        self._progress.update(self._task, detail=detail)
         now = self._clock()
-        if self._progress.disable and now - self._told >= EVERY_SECONDS:
-            self._told = now
-            left = self._progress.tasks[self._task].time_remaining
-            about = f", about {duration(left)} left" if left else ""
-            log.info(f"{self._name}: {detail}{about}")
+        is_due = now - self._last_line >= EVERY_SECONDS
+        is_long = not self._has_lines and left is not None and left >= EVERY_SECONDS
+        if self._progress.disable and (is_due or is_long):
+            self._last_line, self._has_lines = now, True
+            log.info(f"{self._name}: {detail}")
+
+    def _seconds_left(self) -> float | None:
+        """Return how much time is left, from what was measured; None where nothing was yet."""
+        return self._progress.tasks[self._task].time_remaining
 
 
 class ExtractionBar(_Bar):
-    """A progress bar for extraction: inputs, tokens a second, time left.
+    """A progress bar for extraction: inputs, tokens per second, time left.
 
-    Time left is reckoned by characters, since inputs are not encoded in the order of their length.
+    Rate and time left come from the time that batches took to encode, so they leave out the time
+    that loading takes. The time left is estimated by characters, since inputs are not encoded in
+    the order of their length. ``processes`` is how many work on the same inputs.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, processes: int = 1) -> None:
         super().__init__("encoding", visible=False, clock=clock)
-        self._total = "?"
+        self._total, self._processes = "?", processes
         self._done = self._tokens = 0
+        self._seconds = 0.0
 
     def start(self, inputs: int | None, characters: int | None) -> None:
         """Show the bar for so many inputs; None where nobody knows how many, or not yet."""
@@ -85,17 +96,28 @@ class ExtractionBar(_Bar):
             self._total = f"{inputs:,}"
         self._show(self._detail(), total=characters, visible=True)
 
-    def advance(self, inputs: int, characters: int, tokens: int) -> None:
-        """Show that so many more inputs are stored."""
+    def advance(self, inputs: int, characters: int, tokens: int, seconds: float) -> None:
+        """Show that so many more inputs are stored.
+
+        ``seconds`` is how long one thread or actor encoded them, divided by how many there are.
+        """
         self._done += inputs
         self._tokens += tokens
+        self._seconds += seconds
         self._show(self._detail(), advance=characters)
 
     def _detail(self) -> str:
         if not self._done:
             return f"{self._total} inputs, loading"
-        elapsed = self._progress.tasks[self._task].elapsed or 1e-9
-        return f"{self._done:,}/{self._total} inputs, {self._tokens / elapsed:,.0f} tokens/s"
+        rate = self._tokens / (self._seconds or 1e-9)
+        return f"{self._done:,}/{self._total} inputs, {rate:,.0f} tokens/s"
+
+    def _seconds_left(self) -> float | None:
+        """Return how much time is left by characters; None before the first batch is measured."""
+        task = self._progress.tasks[self._task]
+        if not task.completed or task.remaining is None:
+            return None
+        return task.remaining * self._seconds / task.completed / self._processes
 
 
 class ReadBar(_Bar):

@@ -111,7 +111,7 @@ def by_actors(model: str, folder: str, n: int, actors: int, name: str) -> dict[s
         def start(self, inputs: int | None, characters: int | None) -> None:
             """Show nothing."""
 
-        def advance(self, inputs: int, characters: int, tokens: int) -> None:
+        def advance(self, inputs: int, characters: int, tokens: int, seconds: float) -> None:
             """Note the time."""
             first.append(time.monotonic())
 
@@ -354,7 +354,7 @@ def nodes(options: argparse.Namespace) -> dict[str, Any]:
             def start(self, inputs: int | None, characters: int | None) -> None:
                 """Show nothing."""
 
-            def advance(self, inputs: int, characters: int, tokens: int) -> None:
+            def advance(self, inputs: int, characters: int, tokens: int, seconds: float) -> None:
                 """Note the time and the rows."""
                 first.append((time.monotonic() - began, inputs))
 

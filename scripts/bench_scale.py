@@ -58,7 +58,7 @@ class Watch:
     def start(self, inputs: int | None, characters: int | None) -> None:
         """Note that the encoder is about to be loaded."""
 
-    def advance(self, inputs: int, characters: int, tokens: int) -> None:
+    def advance(self, inputs: int, characters: int, tokens: int, seconds: float) -> None:
         """Note that so many more are stored."""
         self.stored += inputs
         self.tokens += tokens

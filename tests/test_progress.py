@@ -58,17 +58,44 @@ def test_an_extraction(clock, lines):
         bar.start(1_000, 50_000)
         for _ in range(9):
             clock.now += 10
-            bar.advance(100, 5_000, 1_200)
+            bar.advance(100, 5_000, 1_200, 10)
     assert len(lines) == 3
-    assert lines[0] == "encoding: 300/1,000 inputs, 120 tokens/s, about 1 min left"
-    assert lines[2].startswith("encoding: 900/1,000 inputs, 120 tokens/s, about 10 s left")
+    assert lines[0] == "encoding: 100/1,000 inputs, 120 tokens/s, about 2 min left"
+    assert lines[2] == "encoding: 700/1,000 inputs, 120 tokens/s, about 30 s left"
+
+
+def test_an_extraction_is_timed_by_its_batches_alone(clock, lines):
+    """Neither the time that loading takes counts, nor how late a batch's result comes."""
+    with ExtractionBar(clock) as bar:
+        bar.start(1_000, 50_000)
+        clock.now += 500
+        assert bar._seconds_left() is None
+        bar.advance(100, 5_000, 1_200, 10)
+        assert bar._seconds_left() == 90
+        clock.now += 500
+        bar.advance(100, 5_000, 1_200, 10)
+        assert bar._seconds_left() == 80
+    assert lines[1] == "encoding: 200/1,000 inputs, 120 tokens/s, about 1 min left"
+    with ExtractionBar(clock, processes=4) as bar:
+        bar.start(1_000, 50_000)
+        bar.advance(200, 10_000, 1_200, 10)
+        assert bar._seconds_left() == 10
+
+
+def test_an_extraction_that_is_soon_done_says_nothing(clock, lines):
+    with ExtractionBar(clock) as bar:
+        bar.start(1_000, 50_000)
+        for _ in range(10):
+            clock.now += 2
+            bar.advance(100, 5_000, 1_200, 2)
+    assert lines == []
 
 
 def test_an_extraction_of_nobody_knows_how_much(clock, lines):
     with ExtractionBar(clock) as bar:
         bar.start(None, None)
         clock.now += 31
-        bar.advance(100, 5_000, 3_100)
+        bar.advance(100, 5_000, 3_100, 31)
     assert lines == ["encoding: 100/? inputs, 100 tokens/s"]
 
 
@@ -86,7 +113,10 @@ def test_a_fit_and_a_training(clock, lines):
         for step in range(1, 8):
             clock.now += 7
             bar.on_step(SimpleNamespace(step=step, curve=(), best_score=0.25), 9, 0.125)
-    assert lines == ["training: step 5 of 9, loss 0.1250, best dev 25.0, about 28 s left"]
+    assert lines == [
+        "training: step 2 of 9, loss 0.1250, best dev 25.0, about 49 s left",
+        "training: step 7 of 9, loss 0.1250, best dev 25.0, about 14 s left",
+    ]
 
 
 def test_what_is_quick_says_nothing(clock, lines):
@@ -118,10 +148,10 @@ def test_an_extraction_that_is_counted_while_it_runs(clock, lines):
     with ExtractionBar(clock) as bar:
         bar.start(None, None)
         clock.now += 31
-        bar.advance(100, 5_000, 3_100)
+        bar.advance(100, 5_000, 3_100, 31)
         bar.start(1_000, 50_000)
         for _ in range(3):
             clock.now += 31
-            bar.advance(100, 5_000, 3_100)
+            bar.advance(100, 5_000, 3_100, 31)
     assert lines[0] == "encoding: 100/? inputs, 100 tokens/s"
     assert lines[-1] == "encoding: 400/1,000 inputs, 100 tokens/s, about 3 min left"

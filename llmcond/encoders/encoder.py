@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Concatenate, NamedTuple, ParamSpec
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ from llmcond.options import option_of, public_function
 from llmcond.progress import ExtractionBar
 
 _P = ParamSpec("_P")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 #: Inputs that one thread tokenises and encodes at a time.
 UNIT = 256
@@ -190,16 +193,18 @@ class Encoder:
             n_tokens = np.array([row.n_tokens for row in tokens], dtype=np.int32)
             return np.concatenate(self._run(tokens)[0]), n_tokens
 
-        map_units = self._threads.map if self.concurrency.threads > 1 and len(units) > 1 else map
+        at_once = self.concurrency.threads if len(units) > 1 else 1
+        map_units = self._threads.map if at_once > 1 else map
         with ExtractionBar() if show_progress else nullcontext() as bar:
             if bar is not None:
                 bar.start(len(rows), sum(sizes))
-            for unit, (found, n_tokens) in zip(units, map_units(encode, units), strict=True):
+            results = map_units(_timed(encode), units)
+            for unit, ((found, n_tokens), seconds) in zip(units, results, strict=True):
                 vectors[unit] = found
                 n_cut += int((n_tokens > self.identity.max_length).sum())
                 if bar is not None:
                     size = sum(sizes[index] for index in unit)
-                    bar.advance(len(unit), size, int(n_tokens.sum()))
+                    bar.advance(len(unit), size, int(n_tokens.sum()), seconds / at_once)
         if n_cut:
             warnings.warn(
                 f"{n_cut} of {len(rows)} rows have more than the {self.identity.max_length} tokens "
@@ -273,18 +278,19 @@ class Encoder:
             vectors[found] = self.engine.finish(torch.stack(states)).cpu().numpy()
             n_tokens[found] = [query.n_tokens for query in own]
             if bar is not None:
-                bar.advance(len(found), sum(inputs[place].size for place in found), 0)
+                bar.advance(len(found), sum(inputs[place].size for place in found), 0, 0.0)
         left = set(found)
         units = list(_units([place for place in order if place not in left], inputs))
         parts = ([inputs[index] for index in unit] for unit in units)
         encode = map_units if len(units) > 1 else map
-        work = partial(self._encode_unit, queries=queries)
-        for unit, encoded in zip(units, encode(work, parts), strict=True):
+        work = _timed(partial(self._encode_unit, queries=queries))
+        at_once = 1 if encode is map else self.concurrency.threads
+        for unit, (encoded, seconds) in zip(units, encode(work, parts), strict=True):
             vectors[unit], n_tokens[unit] = encoded.vectors, encoded.n_tokens
             computed += encoded.n_computed
             if bar is not None:
                 size = sum(inputs[index].size for index in unit)
-                bar.advance(len(unit), size, int(encoded.n_tokens.sum()))
+                bar.advance(len(unit), size, int(encoded.n_tokens.sum()), seconds / at_once)
         return Encoded(vectors, n_tokens, self._cut(n_tokens), computed)
 
     def _cut(self, n_tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
@@ -394,6 +400,16 @@ class Encoder:
             UserError: the input has an instruction, and the encoder takes none.
         """
         return self._tokenizer.format(item)
+
+
+def _timed(work: Callable[[_Item], _Result]) -> Callable[[_Item], tuple[_Result, float]]:
+    """Return a function that returns the seconds that it took as well."""
+
+    def timed(item: _Item) -> tuple[_Result, float]:
+        began = time.monotonic()
+        return work(item), time.monotonic() - began
+
+    return timed
 
 
 def _units(order: Sequence[int], inputs: Sequence[EncoderInput]) -> Iterator[list[int]]:

@@ -69,8 +69,11 @@ class Progress(Protocol):
     def start(self, inputs: int | None, characters: int | None) -> None:
         """Show a bar for so many inputs still to encode; None where nobody knows how many."""
 
-    def advance(self, inputs: int, characters: int, tokens: int) -> None:
-        """Show that so many more are stored."""
+    def advance(self, inputs: int, characters: int, tokens: int, seconds: float) -> None:
+        """Show that so many more are stored.
+
+        ``seconds`` is how long one thread or actor encoded them, divided by how many there are.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ class Extraction:
         n_computed: of them, encoded and stored now.
         n_truncated: of all of them, how many the encoder had to cut.
         n_tokens: tokens of the inputs encoded now, before truncation.
-        seconds: wall-clock time.
+        seconds: wall-clock time from when the first input was encoded, so without loading.
     """
 
     n_inputs: int
@@ -126,7 +129,6 @@ def extract(
         InputError: the encoder gave NaN or infinity; the good ones of its chunk are stored.
         DiskFullError: no room; what was stored before is kept.
     """
-    began = time.monotonic()
     # Of a generator nothing can be counted before.
     size = len(inputs) if isinstance(inputs, Sized) else 0
     if missing is None and 0 < size <= COUNTED_FIRST:
@@ -152,11 +154,11 @@ def extract(
             stack.enter_context(counting(store, inputs, window, show))
         if execute is None:
             threads = stack.enter_context(closing(_Threads(load_shown, store)))
-            n_computed, n_tokens = _execute(work, threads, progress)
+            done = _execute(work, threads, progress)
         else:
-            n_computed, n_tokens = execute(work, progress, show_begun)
+            done = execute(work, progress, show_begun)
     n_inputs, n_truncated = work.counts()
-    return Extraction(n_inputs, n_computed, n_truncated, n_tokens, time.monotonic() - began)
+    return Extraction(n_inputs, done.n_added, n_truncated, done.n_tokens, done.seconds)
 
 
 def plan(inputs: Iterable[EncoderInput], *, by_prefix: bool = False) -> list[EncoderInput]:
@@ -311,19 +313,49 @@ class Plan:
         self._awaited = [asked[i] for i in np.flatnonzero(places < 0)]
 
 
+class Executed(NamedTuple):
+    """How many inputs a plan added, their tokens, and the time since the first was encoded."""
+
+    n_added: int = 0
+    n_tokens: int = 0
+    seconds: float = 0.0
+
+
+class Tally:
+    """Adds up what was encoded, and shows it; the time starts with the first batch."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress, self._began = progress, 0.0
+        self.n_tokens = 0
+
+    def add(
+        self, n_inputs: int, n_characters: int, n_tokens: int, seconds: float, at_once: int
+    ) -> None:
+        """Add what one of ``at_once`` threads or actors has just done in so many seconds."""
+        self._began = self._began or time.monotonic() - seconds
+        self.n_tokens += n_tokens
+        if self._progress:
+            self._progress.advance(n_inputs, n_characters, n_tokens, seconds / at_once)
+
+    @property
+    def seconds(self) -> float:
+        """Return the wall-clock time since the first batch began."""
+        return time.monotonic() - self._began if self._began else 0.0
+
+
 #: Carries a plan out, showing how far it is; what it calls before anything is encoded shows that.
-#: Returns how many inputs were added, and their tokens.
-Execute = Callable[[Plan, Progress | None, Callable[[], None]], tuple[int, int]]
+Execute = Callable[[Plan, Progress | None, Callable[[], None]], Executed]
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What became of a part: inputs encoded, of them added, their characters and tokens."""
+    """What became of a part: inputs encoded, of them added, their characters, tokens and time."""
 
     n_inputs: int = 0
     n_added: int = 0
     n_characters: int = 0
     n_tokens: int = 0
+    seconds: float = 0.0
 
 
 def commit(
@@ -347,6 +379,7 @@ def commit(
         todo = [part[i] for i in store.missing(part)]
         if not todo:
             return Committed()
+        began = time.monotonic()
         encoded = encode(todo)
         finite = np.isfinite(store.cast(encoded.vectors)).all(axis=1)
         good = np.flatnonzero(finite)
@@ -359,7 +392,8 @@ def commit(
         if not finite.all():
             raise not_finite(todo[int(np.argmin(finite))], store.dtype)
         characters = sum(item.size for item in todo)
-        return Committed(len(todo), added, characters, int(encoded.n_tokens.sum()))
+        n_tokens, seconds = int(encoded.n_tokens.sum()), time.monotonic() - began
+        return Committed(len(todo), added, characters, n_tokens, seconds)
 
 
 def not_finite(item: EncoderInput, dtype: str) -> InputError:
@@ -404,14 +438,14 @@ class _Threads:
             self.threads.close()
 
 
-def _execute(plan: Plan, threads: _Threads, progress: Progress | None) -> tuple[int, int]:
-    """Encode and store everything that a plan lacks; return how many inputs, and their tokens.
+def _execute(plan: Plan, threads: _Threads, progress: Progress | None) -> Executed:
+    """Encode and store everything that a plan lacks.
 
     Parts that other processes have claimed come last: they are waited for, or taken over if the
     process dies.
     """
     claimed: deque[WorkPart] = deque()
-    n_added = n_tokens = 0
+    n_added, tally = 0, Tally(progress)
 
     def parts() -> Iterator[WorkPart]:
         for part in plan.parts(lambda: threads.threads.concurrency.threads):
@@ -428,13 +462,13 @@ def _execute(plan: Plan, threads: _Threads, progress: Progress | None) -> tuple[
                     claimed.append(part)
                     continue
                 n_added += done.n_added
-                n_tokens += done.n_tokens
-                if progress and done.n_inputs:
-                    progress.advance(done.n_inputs, done.n_characters, done.n_tokens)
+                if done.n_inputs:
+                    amount = (done.n_inputs, done.n_characters, done.n_tokens, done.seconds)
+                    tally.add(*amount, at_once=threads.encoder.concurrency.threads)
         if isinstance(remaining, list) and len(claimed) == len(remaining):
             time.sleep(_WAIT_SECONDS)
             plan.store.refresh()
         if not claimed:
-            return n_added, n_tokens
+            return Executed(n_added, tally.n_tokens, tally.seconds)
         remaining = list(claimed)
         claimed.clear()

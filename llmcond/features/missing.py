@@ -1,9 +1,8 @@
-"""Which inputs a store lacks, told before they are encoded: how many, and about how long."""
+"""Which inputs a store lacks, counted before they are encoded."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +14,7 @@ from llmcond.encoders.spec import EncoderInput
 from llmcond.features.keys import KeyIndex
 from llmcond.features.store import FeatureStore
 
-#: Inputs that are tried, more of them until it takes so long that the time can be trusted.
-_TRIALS, _TRUSTED_SECONDS = (2, 8, 32, 128), 0.4
-#: Inputs that a trial is drawn from.
+#: Missing inputs that are kept as a sample.
 _SAMPLE = 2_048
 
 
@@ -34,21 +31,6 @@ class Missing:
     n_characters: int
     sample: Sequence[EncoderInput]
     every: int = 1
-
-    def seconds(self, encode: Callable[[Sequence[EncoderInput]], object]) -> float:
-        """Return about how long one process takes, by trying some of them.
-
-        Reckoned by characters, as long inputs take longer. 0 where nothing is missing.
-        """
-        took, tried = 0.0, self.sample[:0]
-        for count in _TRIALS:
-            tried = self.sample[:: -(-len(self.sample) // count) or 1]
-            began = time.monotonic()
-            encode(tried)
-            took = time.monotonic() - began
-            if took >= _TRUSTED_SECONDS or len(tried) == len(self.sample):
-                break
-        return took * self.n_characters / max(1, sum(item.size for item in tried))
 
 
 def together(parts: Sequence[Missing]) -> Missing:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class LazyEncoder:
     """Loads an encoder when it is first called, and keeps it; ``before`` is done just before.
 
-    With ``execute``, what is extracted is encoded elsewhere, by encoders like it.
+    With ``execute``, what is extracted is encoded elsewhere, by encoders like it. ``processes`` is
+    how many processes, this one included, extract the same inputs.
     """
 
     def __init__(
@@ -32,8 +33,10 @@ class LazyEncoder:
         resolved: ResolvedEncoder,
         before: Callable[[], None] = lambda: None,
         execute: Execute | None = None,
+        processes: int = 1,
     ) -> None:
         self.resolved, self.execute, self._before = resolved, execute, before
+        self.processes = processes
 
     @cached_property
     def _encoder(self) -> Encoder:
@@ -78,7 +81,7 @@ def extract_inputs(
 ) -> Extraction:
     """Extract inputs, with a progress bar and a message that says ``name`` and what was done."""
     resolved = encoder.resolved
-    with ExtractionBar() as bar:
+    with ExtractionBar(processes=encoder.processes) as bar:
         done = extract(
             inputs,
             store,

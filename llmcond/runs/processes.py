@@ -96,7 +96,7 @@ class ParentWatch:
     def start(self, inputs: int | None, characters: int | None) -> None:
         """Show nothing."""
 
-    def advance(self, inputs: int, characters: int, tokens: int) -> None:
+    def advance(self, inputs: int, characters: int, tokens: int, seconds: float) -> None:
         """Exit without a parent."""
         parent = multiprocessing.parent_process()
         if parent is not None and not parent.is_alive():

@@ -21,7 +21,16 @@ import numpy as np
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.spec import EncoderInput, InputError
 from llmcond.errors import UserError
-from llmcond.features.extract import CHUNK, Plan, Progress, SentPart, SentParts, not_finite
+from llmcond.features.extract import (
+    CHUNK,
+    Executed,
+    Plan,
+    Progress,
+    SentPart,
+    SentParts,
+    Tally,
+    not_finite,
+)
 from llmcond.features.store import FeatureStore, Fragment, StoreDtype
 from llmcond.log import log
 from llmcond.scale.pool import Cluster, Pool, Worker, actors
@@ -192,8 +201,8 @@ class RayExecution:
 
     def __call__(
         self, plan: Plan, progress: Progress | None, begun: Callable[[], None]
-    ) -> tuple[int, int]:
-        """Encode and store everything that a plan lacks; return how many inputs, and their tokens.
+    ) -> Executed:
+        """Encode and store everything that a plan lacks.
 
         Raises:
             InputError: the encoder cannot take one, or gave NaN or infinity for it; all good ones
@@ -204,20 +213,21 @@ class RayExecution:
         parts = (part.lacking(plan.store) for part in plan.parts(lambda: parts_of))
         first = next(parts, None)
         if first is None:
-            return 0, 0
+            return Executed()
         pool = self._pool
         begun()
+        tally = Tally(progress)
         with plan.store.writing(), _Committer(plan.store) as committer:
             pace = _Pace(chain([first], parts))
             for item, written in pool.map(pace):
                 pace.took(written.seconds, len(item))
                 committer.add(written)
                 self.cpu_seconds += written.cpu_seconds
-                if progress:
-                    progress.advance(written.n_inputs, written.n_characters, written.n_tokens)
+                amount = (written.n_inputs, written.n_characters, written.n_tokens)
+                tally.add(*amount, written.seconds, at_once=pool.size)
                 if written.failed is not None:
                     raise InputError(*written.failed)
-        return committer.n_added, committer.n_tokens
+        return Executed(committer.n_added, tally.n_tokens, tally.seconds)
 
 
 def fragments_and_commits(
@@ -268,7 +278,7 @@ class _Committer:
     def __init__(self, store: FeatureStore) -> None:
         self._store, self._waiting = store, list[Fragment]()
         self._since = time.monotonic()
-        self.n_added = self.n_tokens = 0
+        self.n_added = 0
 
     def __enter__(self) -> _Committer:
         return self
@@ -277,7 +287,6 @@ class _Committer:
         self._commit()
 
     def add(self, written: Written) -> None:
-        self.n_tokens += written.n_tokens
         if written.fragment is not None:
             self._waiting.append(written.fragment)
         late = time.monotonic() - self._since > _SECONDS

@@ -16,13 +16,12 @@ from llmcond.data.rows import leaked_pairs
 from llmcond.display import Displayed
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError
-from llmcond.features.extract import CHUNK, COUNTED_FIRST, WINDOW, Extraction
+from llmcond.features.extract import COUNTED_FIRST, WINDOW, Extraction
 from llmcond.features.keys import KeyIndex
 from llmcond.features.location import recorded
 from llmcond.features.missing import Missing, count_missing, together
 from llmcond.features.store import FeatureStore, StoreDtype
 from llmcond.log import log
-from llmcond.progress import duration
 from llmcond.prompts import Prompt, fields_of, load_prompt
 from llmcond.prompts.utterances import obstacle_to
 from llmcond.runs import (
@@ -127,11 +126,12 @@ def extract(
         with ExitStack() as stack:
             if cluster is None:
                 processes = worker_processes(workers, model, options, resolved, run_folder, chosen)
-                encoder = LazyEncoder(resolved, before=stack.enter_context(processes))
+                before = stack.enter_context(processes)
+                encoder = LazyEncoder(resolved, before=before, processes=workers)
             else:
                 actors = ray_execution(cluster, where_model(model, resolved), resolved, run.store())
                 encoder = LazyEncoder(resolved, execute=stack.enter_context(actors))
-            missing = _log_plan(run, encoder, chosen, workers)
+            missing = _log_plan(run, chosen)
             return _extract_prompts(run, encoder, chosen, missing)
     except LlmcondError:
         with suppress(LlmcondError):  # the store's, which perhaps is what failed
@@ -324,9 +324,7 @@ def check_run(
         )
 
 
-def _log_plan(
-    run: AnyRun, encoder: LazyEncoder, prompts: Sequence[Prompt], workers: int
-) -> Sequence[Missing | None]:
+def _log_plan(run: AnyRun, prompts: Sequence[Prompt]) -> Sequence[Missing | None]:
     """Log how much is to be encoded; return what each prompt lacks after those before it.
 
     None where there are so many inputs that they are counted while they are encoded.
@@ -342,11 +340,7 @@ def _log_plan(
     if not missing.n_missing:
         log.info(f"all {missing.n_inputs:,} inputs are there; nothing is encoded")
         return by_prompt
-    plan = f"to encode: {missing.n_missing:,} of {missing.n_inputs:,} inputs"
-    if missing.n_missing > CHUNK and encoder.execute is None:
-        seconds = missing.seconds(encoder().encode_counted) / workers
-        plan += f", in about {duration(seconds)}"
-    log.info(plan)
+    log.info(f"to encode: {missing.n_missing:,} of {missing.n_inputs:,} inputs")
     return by_prompt
 
 

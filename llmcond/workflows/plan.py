@@ -8,10 +8,13 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -23,7 +26,7 @@ from llmcond.encoders.checkpoints.weights import load_dense
 from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.encoders.spec import EncoderInput
-from llmcond.encoders.threads import Concurrency
+from llmcond.encoders.threads import Concurrency, WorkerThreads
 from llmcond.errors import UserError
 from llmcond.features.extract import CHUNK, WINDOW
 from llmcond.features.fragments import StoreDtype, row_bytes
@@ -36,9 +39,15 @@ from llmcond.scale.extraction import fragments_and_commits
 from llmcond.scale.pool import Cluster
 from llmcond.workflows.extract import check_run, prepare
 
+if TYPE_CHECKING:
+    from llmcond.encoders.encoder import Encoder
+
 #: Of the 95 % interval of a mean.
 _DEVIATIONS = 1.96
-_TRIALS = 3
+#: Inputs that are encoded to measure the speed: more of them until that takes so many seconds.
+_TRIALS, _TRUSTED_SECONDS = (16, 64, 256, 1_024), 0.5
+#: How often each trial is run; what else the machine does only makes a run slower.
+_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -268,11 +277,35 @@ def _tried_rate(
         torch.set_num_threads(1)  # which an actor has on a CPU
     try:
         encoder = LazyEncoder(resolved)()
-        # Of a few tenths of a second each; what else the machine does makes them longer only.
-        seconds = min(missing.seconds(encoder.encode_counted) for _ in range(_TRIALS))
+        with closing(WorkerThreads(encoder.concurrency)) as workers:
+            seconds = _measured_seconds(missing, partial(_encode_once, encoder, workers))
     finally:
         torch.set_num_threads(threads)
     return tokens / seconds, f"a trial on {resolved.device} of this machine"
+
+
+def _encode_once(encoder: Encoder, workers: WorkerThreads, inputs: Sequence[EncoderInput]) -> float:
+    """Encode inputs by all threads at once, as an extraction does; return the seconds it took."""
+    count = workers.concurrency.threads
+    parts = [part for part in (inputs[first::count] for first in range(count)) if part]
+    began = time.monotonic()
+    list(workers.map(encoder.encode_counted, parts))
+    return time.monotonic() - began
+
+
+def _measured_seconds(missing: Missing, encode: Callable[[Sequence[EncoderInput]], float]) -> float:
+    """Return how long one process takes for what is missing, by characters, from a sample of it.
+
+    ``encode`` returns the seconds that inputs took.
+    """
+    sample, seconds, tried = missing.sample, 0.0, missing.sample[:0]
+    encode(sample[: _TRIALS[0]])  # the first call of a model is slower than those that follow
+    for count in _TRIALS:
+        tried = sample[:: math.ceil(len(sample) / count)]
+        seconds = min(encode(tried) for _ in range(_REPEATS))
+        if seconds >= _TRUSTED_SECONDS or len(tried) == len(sample):
+            break
+    return seconds * missing.n_characters / sum(item.size for item in tried)
 
 
 def _recorded_rate(

@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import lance
 import numpy as np
@@ -44,7 +45,7 @@ class Silent:
     def start(self, inputs, characters):
         pass
 
-    def advance(self, inputs, characters, tokens):
+    def advance(self, inputs, characters, tokens, seconds):
         pass
 
 
@@ -57,8 +58,8 @@ class Told:
     def start(self, inputs, characters):
         self.started.append((inputs, characters))
 
-    def advance(self, inputs, characters, tokens):
-        self.advanced.append((inputs, characters, tokens))
+    def advance(self, inputs, characters, tokens, seconds):
+        self.advanced.append((inputs, characters, tokens, seconds))
 
 
 class Recording:
@@ -267,6 +268,26 @@ def test_progress_is_told_of_every_stored_part(tmp_path, checkpoint, encoder):
     assert [row[0] for row in told.advanced] == [8, 8, 8, 8, 8]
     assert sum(row[1] for row in told.advanced) == characters
     assert sum(row[2] for row in told.advanced) == done.n_tokens
+
+
+def test_time_is_that_of_batches_without_loading(tmp_path, checkpoint, encoder, monkeypatch):
+    """By a clock of our own, on which loading takes 100 s and a batch 2 s."""
+    clock, told = [1_000.0], Told()
+    fake = SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep)
+    monkeypatch.setattr("llmcond.features.extract.time", fake)
+
+    class Timed(Recording):
+        def encode_counted(self, inputs):
+            clock[0] += 2
+            return super().encode_counted(inputs)
+
+    def load():
+        clock[0] += 100
+        return Timed(encoder)
+
+    done = extract(INPUTS[:80], open_store(tmp_path, checkpoint), load, told, CHUNK)
+    assert [row[3] for row in told.advanced] == [2] * 5
+    assert 2 <= done.seconds <= 10
 
 
 def test_very_many_inputs_are_counted_while_they_are_encoded(
