@@ -33,8 +33,17 @@ Positions = NDArray[np.int64]
 
 #: File names of a split, without their suffix.
 _SPLIT_FILES = {"train": ("train",), "dev": ("dev", "valid", "validation"), "test": ("test",)}
-#: Of our own format, then of KG-BERT and StAR, then of SimKGC.
-_ENTITY_FILES = ("entities", "entity2text", "wordnet-mlj12-definitions", "FB15k_mid2name")
+#: Tables of names, perhaps with descriptions: our own format, KG-BERT's, StAR's, SimKGC's. What
+#: one lacks is taken from those behind it.
+_ENTITY_FILES = (
+    "entities",
+    "entity2text",
+    "fb-entity2text-new",
+    "wordnet-mlj12-definitions",
+    "FB15k_mid2name",
+)
+#: Tables of descriptions alone: SimKGC's, KG-BERT's.
+_DESCRIPTION_FILES = ("FB15k_mid2description", "entity2textlong")
 _RELATION_FILES = ("relations", "relation2text")
 _SUFFIXES = (".tsv", ".txt")
 _EXPECTED = (
@@ -281,10 +290,12 @@ def read_graph(source: str | Path | None = None) -> Graph:
     Triples are ``train``, ``valid`` (or ``dev``) and ``test``, tables are ``entities`` (id, text or
     name and description) and ``relations`` (id, text, text of the other direction), all
     tab-separated, without a header, in UTF-8. The files of KG-BERT and StAR (``entity2text``,
-    ``relation2text``) and of SimKGC (``wordnet-mlj12-definitions``, ``FB15k_mid2name`` with
-    ``FB15k_mid2description``) are read as they are published. An entity with a description is
-    encoded as "name: description", as in SimKGC. A relation without a text is told by its id, one
-    without a text of the other direction has "inverse " before its own.
+    ``entity2textlong``, ``fb-entity2text-new``, ``relation2text``) and of SimKGC
+    (``wordnet-mlj12-definitions``, ``FB15k_mid2name``, ``FB15k_mid2description``) are read as they
+    are published. Where a folder has several, each gives the names and descriptions that those
+    before it lack; a note says which file was used for what, and which were not used. An entity
+    with a description is encoded as "name: description", as in SimKGC. A relation without a text is
+    told by its id, one without a text of the other direction has "inverse " before its own.
 
     Only entities of triples are candidates; others of the table are left out, and told of.
 
@@ -302,14 +313,17 @@ def read_graph(source: str | Path | None = None) -> Graph:
         for split, names in _SPLIT_FILES.items()
     }
     lines = {split: _triples(path) for split, path in files.items() if path is not None}
+    used = dict.fromkeys(key for own in lines.values() for h, _, t in own for key in (h, t))
+    asked = dict.fromkeys(r for own in lines.values() for _, r, _ in own)
     notes: list[str] = []
-    entities = _read_entities(folder, notes)
-    relations = _read_relations(folder)
+    roles = {path.name: "triples" for path in files.values() if path is not None}
+    entities = _read_entities(folder, used, notes, roles)
+    relations = _read_relations(folder, roles)
+    if source is not None:
+        notes.insert(0, _files_note(folder, roles))
     _check_known(lines, files, 0, entities, "entities")
     _check_known(lines, files, 1, relations, "relations")
 
-    used = dict.fromkeys(key for own in lines.values() for h, _, t in own for key in (h, t))
-    asked = dict.fromkeys(r for own in lines.values() for _, r, _ in own)
     if entities is None:
         notes.append("no table of entities: they are told by their ids")
         entities = {key: (key, key) for key in used}
@@ -418,11 +432,27 @@ def relation_text(key: str) -> str:
     return " ".join(parts[::-1]).strip()
 
 
-def _find(folder: Path, names: Sequence[str], required: bool = False) -> Path | None:
-    """Return the one file of these names; of several tables, the format named first."""
+def _files(folder: Path, names: Sequence[str]) -> list[Path]:
+    """Return the files of these names that a folder has, in their order."""
     paths = [folder / f"{name}{suffix}" for name in names for suffix in _SUFFIXES]
-    found = [path for path in paths if path.is_file()]
-    if len(found) > 1 and names not in (_ENTITY_FILES, _RELATION_FILES):
+    return [path for path in paths if path.is_file()]
+
+
+def _files_note(folder: Path, roles: Mapping[str, str]) -> str:
+    """Return a line that says what each file was used for, and which files were not used."""
+    by_role: dict[str, list[str]] = {}
+    for name, role in roles.items():
+        by_role.setdefault(role, []).append(name)
+    read = "; ".join(f"{role} from {', '.join(names)}" for role, names in by_role.items())
+    visible = (path.name for path in folder.iterdir() if not path.name.startswith("."))
+    others = sorted(name for name in visible if name not in roles)
+    return f"{read}; not used: {listed(others, 5)}" if others else read
+
+
+def _find(folder: Path, names: Sequence[str], required: bool = False) -> Path | None:
+    """Return the one file of these names."""
+    found = _files(folder, names)
+    if len(found) > 1:
         several = ", ".join(path.name for path in found)
         raise UserError(f"{folder} has several files of one split: {several}. Keep one.")
     if not found and required:
@@ -485,40 +515,62 @@ def _table(path: Path, most: int) -> dict[str, list[str]]:
     return found
 
 
-def _read_entities(folder: Path, notes: list[str]) -> dict[str, tuple[str, str]] | None:
-    """Return the name and the text of each entity of the table, by its id; None without one."""
-    path = _find(folder, _ENTITY_FILES)
-    if path is None:
+def _read_entities(
+    folder: Path, used: Mapping[str, None], notes: list[str], roles: dict[str, str]
+) -> dict[str, tuple[str, str]] | None:
+    """Return the name and the text of each entity of the tables, by its id; None without one.
+
+    Note how many of those in ``used`` lack one, and for what each table was read.
+    """
+    rows: dict[str, tuple[str, str]] = {}
+    paths = _files(folder, (*_ENTITY_FILES, *_DESCRIPTION_FILES))
+    for path in paths:
+        gives = set()
+        for key, (name, description) in _entity_rows(path).items():
+            name_before, description_before = rows.get(key, ("", ""))
+            gives |= {"names"} if name and not name_before else set()
+            gives |= {"descriptions"} if description and not description_before else set()
+            rows[key] = name_before or name, description_before or description
+        if gives:
+            roles[path.name] = f"{' and '.join(sorted(gives, reverse=True))} of entities"
+    if not paths:
         return None
-    table = _table(path, most=2)
-    named: dict[str, tuple[str, str]] = {}
-    if path.stem == "FB15k_mid2name":
-        about = _find(folder, ("FB15k_mid2description",))
-        described = {} if about is None else _table(about, most=1)
-        for key, (name, *_) in ((key, own or [""]) for key, own in table.items()):
-            words = " ".join(described.get(key, [])).split()[:_DESCRIPTION_WORDS]
-            named[key] = name.replace("_", " ").strip(), " ".join(words)
-    elif path.stem == "wordnet-mlj12-definitions":
-        for key, own in table.items():
-            word, *rest = own or [""]
-            # __family_alcidae_NN_1: the part of speech and the sense are no words of the name.
-            named[key] = " ".join(word.strip("_").split("_")[:-2]), " ".join(rest)
-    else:
-        separator = _separator(table)
-        for key, own in table.items():
-            name, *rest = own or [""]
-            if separator and not rest:
-                name, _, description = name.partition(separator)
-                rest = [description]
-            named[key] = name, " ".join(rest)
-    nameless = sum(not name for name, _ in named.values())
+    present = [own for key, own in rows.items() if key in used]
+    nameless = sum(not (name or description) for name, description in present)
     if nameless:
         notes.append(f"entities without a text, told by their ids: {nameless:,}")
-    bare = sum(not text for _, text in named.values())
-    if bare and bare < len(named):
+    bare = sum(not description for _, description in present)
+    if bare and bare < len(present):
         notes.append(f"entities without a description, told by their names: {bare:,}")
-    texts = ((key, name or key, text) for key, (name, text) in named.items())
-    return {key: (name, _with_description(name, text)) for key, name, text in texts}
+    return {
+        key: (name or key, _with_description(name, description) or key)
+        for key, (name, description) in rows.items()
+    }
+
+
+def _entity_rows(path: Path) -> dict[str, tuple[str, str]]:
+    """Return the name and the description of each entity of one table, each perhaps empty."""
+    table = _table(path, most=1 if path.stem in _DESCRIPTION_FILES else 2)
+    filled = {key: own or [""] for key, own in table.items()}
+    if path.stem in _DESCRIPTION_FILES:
+        return {
+            key: ("", " ".join(text.split()[:_DESCRIPTION_WORDS]))
+            for key, (text,) in filled.items()
+        }
+    if path.stem == "FB15k_mid2name":
+        return {key: (name.replace("_", " ").strip(), "") for key, (name, *_) in filled.items()}
+    if path.stem == "wordnet-mlj12-definitions":
+        # __family_alcidae_NN_1: the part of speech and the sense are no words of the name.
+        return {
+            key: (" ".join(word.strip("_").split("_")[:-2]), " ".join(rest))
+            for key, (word, *rest) in filled.items()
+        }
+    separator = _separator(table)
+    split = {
+        key: list(own[0].partition(separator)[::2]) if separator and len(own) == 1 else own
+        for key, own in filled.items()
+    }
+    return {key: (name, " ".join(rest)) for key, (name, *rest) in split.items()}
 
 
 def _separator(table: Mapping[str, Sequence[str]]) -> str | None:
@@ -533,18 +585,26 @@ def _separator(table: Mapping[str, Sequence[str]]) -> str | None:
 def _with_description(name: str, description: str) -> str:
     """Return what is encoded of an entity (SimKGC's ``_concat_name_desc``)."""
     rest = description.removeprefix(name).strip()
-    return f"{name}: {rest}" if rest else name
+    return f"{name}: {rest}" if name and rest else name or rest
 
 
-def _read_relations(folder: Path) -> dict[str, tuple[str, str]] | None:
-    """Return the texts of both directions of each relation, the second maybe empty; or None."""
-    path = _find(folder, _RELATION_FILES)
-    if path is None:
+def _read_relations(folder: Path, roles: dict[str, str]) -> dict[str, tuple[str, str]] | None:
+    """Return the texts of both directions of each relation, the second maybe empty; or None.
+
+    Note for what each table was read.
+    """
+    rows: dict[str, tuple[str, str]] = {}
+    paths = _files(folder, _RELATION_FILES)
+    for path in paths:
+        for key, own in _table(path, most=2).items():
+            text, inverse = (*own, "", "")[:2]
+            text_before, inverse_before = rows.get(key, ("", ""))
+            if (text and not text_before) or (inverse and not inverse_before):
+                roles[path.name] = "texts of relations"
+            rows[key] = text_before or text, inverse_before or inverse
+    if not paths:
         return None
-    return {
-        key: ((own[0] if own else "") or relation_text(key), own[1] if len(own) > 1 else "")
-        for key, own in _table(path, most=2).items()
-    }
+    return {key: (text or relation_text(key), inverse) for key, (text, inverse) in rows.items()}
 
 
 def _check_known(

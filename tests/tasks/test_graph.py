@@ -127,6 +127,49 @@ def test_simkgcs_freebase_descriptions_are_cut_after_fifty_words(tmp_path: Path)
     assert "entities without a description, told by their names: 2" in graph.notes
 
 
+def test_names_and_descriptions_come_from_the_tables_that_have_them(tmp_path: Path):
+    """FB15k-237 as StAR has it, beside another table of names, and KG-BERT's lists of ids."""
+    folder = write(
+        tmp_path,
+        {
+            "entities.tsv": None,
+            "relations.tsv": None,
+            "entities.txt": ["01", "02", "03"],
+            "relations.txt": ["likes", "owns"],
+            "relation2text.txt": ["likes\tis fond of", "owns\tis the owner of"],
+            "fb-entity2text-new.txt": [
+                *(f"0{number}\tnumber {number} -- the number {number}" for number in range(4, 50)),
+                "01\tAda Lane -- a cook",
+                "02\tBen Ash -- Ben Ash is a farmer",
+            ],
+            "FB15k_mid2name.txt": ["01\tAda", "02\tBen", "03\tCleo_West"],
+            "README.md": ["About this data."],
+        },
+    )
+    graph = read_graph(folder)
+
+    assert graph.entities.texts == ["Ada Lane: a cook", "Ben Ash: is a farmer", "Cleo West"]
+    assert graph.relations.texts == ["is fond of", "is the owner of"]
+    assert graph.notes[:2] == (
+        "triples from train.tsv, valid.tsv, test.tsv; names and descriptions of entities from "
+        "fb-entity2text-new.txt; names of entities from FB15k_mid2name.txt; texts of relations "
+        "from relation2text.txt; not used: 'README.md', 'entities.txt', 'relations.txt'",
+        "entities without a description, told by their names: 1",
+    )
+
+
+def test_kg_berts_long_descriptions_stand_behind_its_names(tmp_path: Path):
+    files = {
+        "entities.tsv": None,
+        "entity2text.txt": ["01\tAda", "02\tBen"],
+        "entity2textlong.txt": ["01\tAda is a cook", "02\ta farmer", "03\tsomebody"],
+    }
+    graph = read_graph(write(tmp_path, files))
+
+    assert graph.entities.names == ["Ada", "Ben", "03"]
+    assert graph.entities.texts == ["Ada: is a cook", "Ben: a farmer", "somebody"]
+
+
 def test_without_tables_ids_are_the_texts(tmp_path: Path):
     graph = read_graph(write(tmp_path, {"entities.tsv": None, "relations.tsv": None}))
 
@@ -202,6 +245,8 @@ def test_what_is_odd_is_counted(tmp_path: Path):
     )
 
     assert read_graph(folder).notes == (
+        "triples from train.tsv, valid.tsv, test.tsv; names of entities from entities.tsv; "
+        "texts of relations from relations.tsv",
         "entities without a text, told by their ids: 1",
         "entities of the table in no triple, left out: 1",
         "train triples that are there before, counted once: 1",
