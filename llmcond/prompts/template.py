@@ -165,6 +165,11 @@ class Prompt:
         return self.control != "left-out"
 
     @property
+    def routes(self) -> bool:
+        """Return whether one of its inputs has a router."""
+        return any(part.router is not None for part in (self.conditional, self.unconditional))
+
+    @property
     def of_condition(self) -> bool:
         """Return whether the unconditional input is the condition alone, e(c)."""
         return "condition" in self.unconditional.placeholders
@@ -211,9 +216,7 @@ class Prompt:
                 "it puts the condition into the text, and the encoder has a router for it "
                 "(--prompt routed)"
             )
-        parts = (self.conditional, self.unconditional)
-        pools = encoder.router == "csr" or encoder.pooling in ROUTED_POOLINGS
-        if pools or all(part.router is None for part in parts):
+        if encoder.router == "csr" or encoder.pooling in ROUTED_POOLINGS or not self.routes:
             return ""
         return (
             "its router weights the tokens' own states, and the encoder pools by "

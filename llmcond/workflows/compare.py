@@ -38,6 +38,7 @@ from llmcond.tasks import AnyTask
 from llmcond.tasks.dialogue import Dialogue
 from llmcond.workflows.extract import (
     check_named_once,
+    check_routed,
     extract,
     prompt_obstacle,
     task_of,
@@ -102,6 +103,7 @@ def compare_prompts(
     _check_different(named)
     resolved = resolve(model, options)
     usable, left_out = _usable(named, resolved, chosen_task)
+    check_routed(usable, options, chosen_task)
     baseline = _baseline(asked.baseline, usable, resolved)
     for recipe, prompt in itertools.product(recipes, usable):
         view_of(recipe, (prompt,), subtract=recipe.features != "alone")

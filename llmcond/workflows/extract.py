@@ -183,8 +183,11 @@ def prepare(
     chosen = task_of(existing, task)
     dataset = None if existing else read_data(chosen, replace(data, extra=fields_of(named)))
     resolved = resolve(model, options) if cluster is None else _for_actors(model, options, cluster)
-    taken = named or [load_prompt(chosen.prompt or resolved.default_prompt)]
+    routes = resolved.identity.router == "csr" and not isinstance(chosen, Dialogue)
+    default = None if routes else chosen.prompt
+    taken = named or [load_prompt(default or resolved.default_prompt)]
     check_prompts(taken, resolved, chosen)
+    check_routed(taken, options, chosen)
     return Prepared(existing, chosen, dataset, resolved, taken, place)
 
 
@@ -267,6 +270,25 @@ def check_prompts(
                 f"the prompt {prompt.name} does not go with {_with_what(resolved, task)}: "
                 f"{obstacle}. {usable_prompts(resolved, task)}"
             )
+
+
+def check_routed(
+    prompts: Sequence[Prompt], options: EncoderOptions, task: AnyTask[Any] | None = None
+) -> None:
+    """Raise a UserError for a router inside the encoder that no prompt gives anything to do."""
+    if options.router != "csr" or any(prompt.routes for prompt in prompts):
+        return
+    if isinstance(task, Dialogue):
+        raise UserError(
+            f"--router csr weights tokens by a condition, and the task {task.name} encodes "
+            "utterances, which have none. Leave out --router."
+        )
+    several = len(prompts) > 1
+    names = ", ".join(prompt.name for prompt in prompts)
+    raise UserError(
+        f"--router csr would change nothing: the prompt{'s' * several} {names} "
+        f"{'name' if several else 'names'} no router. Give --prompt routed, or leave out --router."
+    )
 
 
 def prompt_obstacle(

@@ -34,7 +34,7 @@ from llmcond.tasks import RankingTask, Task, find_task
 from llmcond.tasks.dialogue import Dialogue
 from llmcond.workflows.account import Trained, made_of
 from llmcond.workflows.ensemble import check_ensemble, train_ensemble
-from llmcond.workflows.extract import check_prompts
+from llmcond.workflows.extract import check_prompts, check_routed
 from llmcond.workflows.finetune_dialogues import train_dialogues
 from llmcond.workflows.finetune_queries import train_queries
 from llmcond.workflows.last_stage import check_folds, stage_settings, stage_splits
@@ -114,6 +114,7 @@ def train_lora(
     knowing = [f"the teacher {taught.teacher}"] if teacher and teacher.knows_dev(dataset) else []
     check_folds(stage, model, resolved, dataset, *knowing)
     plan, view = _with_prompts(plan, resolved)
+    check_routed(plan.prompts, options)
     own = {
         **made_of(resolved, dataset, plan.prompts, plan.recipe, choice, tuning, merge),
         "subtract": plan.subtract,

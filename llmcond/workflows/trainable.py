@@ -120,8 +120,7 @@ def chosen_head(
 
 def has_router(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> bool:
     """Return whether a router weighs tokens, inside the encoder or by a prompt."""
-    parts = [part for prompt in prompts for part in (prompt.conditional, prompt.unconditional)]
-    return resolved.identity.router == "csr" or any(part.router for part in parts)
+    return resolved.identity.router == "csr" or any(prompt.routes for prompt in prompts)
 
 
 def check_unrouted(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None:

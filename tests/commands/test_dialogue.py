@@ -45,6 +45,12 @@ def test_each_distinct_utterance_is_encoded_once(capsys, data, dialogue_run, mod
     assert (manifest["kind"], manifest["task"]) == ("dialogue", "dialogue")
 
 
+def test_no_router_is_for_utterances(capsys, data, model, tmp_path):
+    command = ("extract", "--data", data, "--model", model, *ENCODER, "--run", tmp_path / "run")
+    said = refused(capsys, *command, "--task", "dialogue", "--router", "csr")
+    assert "encodes utterances, which have none. Leave out --router." in said
+
+
 def test_a_run_is_of_one_data_set_read_in_one_way(capsys, data, model, own, tmp_path):
     command = ("extract", "--model", model, "--run", own, *ENCODER)
     assert "run of the task dialogue, not kgc" in refused(capsys, *command, "--task", "kgc")

@@ -52,6 +52,19 @@ def test_each_text_is_encoded_once(capsys, graph, model, tmp_path):
     assert ok(capsys, *command)["prompts"]["separate"]["n_computed"] == 0
 
 
+def test_a_router_has_something_to_route(capsys, graph, model, tmp_path):
+    """Without a prompt named, the one that routes; separate features leave a router idle."""
+    folder = tmp_path / "run"
+    command = ("extract", "--data", graph, "--model", model, "--run", folder, *ENCODER)
+    routed = (*command, "--task", "kgc", "--router", "csr", "--router-layers", "2")
+    said = refused(capsys, *routed, "--prompt", "separate")
+    assert "--router csr would change nothing" in said
+    assert not folder.exists()
+    assert list(ok(capsys, *routed)["prompts"]) == ["routed"]
+    said = refused(capsys, *routed[:-4], "--router-mode", "heavy", "--run", tmp_path / "mode")
+    assert "Give --router csr as well" in said
+
+
 def test_a_run_is_of_one_task_and_one_graph(capsys, own, graph, model, tmp_path):
     command = ("extract", "--model", model, "--run", own, *ENCODER)
     assert "run of the task kgc, not csts" in refused(capsys, *command, "--task", "csts")

@@ -69,6 +69,12 @@ def test_a_trained_router_is_the_folder_s_own(train, tmp_path, capsys, mode, how
         llmcond.load_encoder(folder, router="none")
 
 
+def test_a_router_that_no_prompt_uses_is_refused(train, tmp_path):
+    said = train("idle", "--head", "hadamard", "--prompt", "separate", command=refused)
+    assert "the prompt separate names no router" in said
+    assert not (tmp_path / "idle").exists()
+
+
 def test_a_heavy_router_is_trained_and_follows_the_seed(train, tmp_path):
     weights = []
     for name, seed, epochs in (("a", 1, 2), ("b", 1, 2), ("c", 2, 2), ("d", 1, 1)):
