@@ -85,11 +85,12 @@ def plot_curve(
     xlabel: str,
     ylabel: str,
     log_x: bool = False,
+    band: str = "",
 ) -> None:
-    """Draw scores with their intervals along dimensions or steps (CASE, figures 3 and 4).
+    """Draw scores with a band along dimensions or steps (CASE, figures 3 and 4).
 
     Each series has a name and is in any order of x, which is above 0 for ``log_x``, a logarithmic
-    scale.
+    scale. ``band`` says above the picture what the lower and upper values are.
 
     Raises:
         UserError: matplotlib is not installed.
@@ -114,6 +115,7 @@ def plot_curve(
         _ticks(axes, np.unique(np.concatenate([x for x, *_ in curves.values()])), log_x)
         axes.set_xlabel(_shown(xlabel, 80))
         axes.set_ylabel(_shown(ylabel, 44))
+        axes.set_title(band, fontsize="small", loc="left")
         axes.grid(axis="y", color="#dddddd", linewidth=0.8)
         axes.set_axisbelow(True)
         _legend(figure, list(curves), lines=True)

@@ -94,7 +94,8 @@ def plot_settings(results: Swept, path: Path) -> None:
         return
     places = sorted({point[0] for points in series.values() for point in points})
     log_x = places[0] > 0 and places[-1] / places[0] > 8
-    _draw(series, path, key.replace("_", " "), _on_axis(metric), log_x)
+    band = "line: mean over seeds; band: 95 % interval over rows and seeds"
+    _draw(series, path, key.replace("_", " "), _on_axis(metric), band, log_x)
 
 
 def _on_axis(metric: Metric, where: str = "") -> str:
@@ -135,12 +136,18 @@ def plot_steps(results: Swept, path: Path) -> None:
             f"{path} is not drawn: no head of the sweep is trained by steps, or there is no dev"
         )
         return
-    _draw(series, path, "steps", _on_axis(metric, " on dev"), log_x=False)
+    band = "line: mean over seeds; band: lowest to highest seed"
+    _draw(series, path, "steps", _on_axis(metric, " on dev"), band, log_x=False)
 
 
 def _draw(
-    series: Mapping[str, Sequence[_Point]], path: Path, xlabel: str, ylabel: str, log_x: bool
+    series: Mapping[str, Sequence[_Point]],
+    path: Path,
+    xlabel: str,
+    ylabel: str,
+    band: str,
+    log_x: bool,
 ) -> None:
     lines = {name: tuple(np.array(sorted(set(points))).T) for name, points in series.items()}
-    plot_curve(lines, path, xlabel, ylabel, log_x=log_x)
+    plot_curve(lines, path, xlabel, ylabel, log_x=log_x, band=band)
     log.info(f"picture -> {path}")

@@ -553,9 +553,10 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
     """What is drawn, instead of drawing it."""
     made: list[SimpleNamespace] = []
 
-    def plot_curve(series, path, xlabel, ylabel, log_x=False):
+    def plot_curve(series, path, xlabel, ylabel, log_x=False, band=""):
         lines = {name: [list(map(float, column)) for column in s] for name, s in series.items()}
-        made.append(SimpleNamespace(lines=lines, path=path, x=xlabel, y=ylabel, log=log_x))
+        picture = {"path": path, "x": xlabel, "y": ylabel, "log": log_x, "band": band}
+        made.append(SimpleNamespace(lines=lines, **picture))
 
     monkeypatch.setattr(sweeps, "plot_curve", plot_curve)
     return made
@@ -587,6 +588,7 @@ def test_scores_are_drawn_against_the_setting_with_intervals(drawn):
     sweeps.plot_settings(rows, Path("x.png"))
     (picture,) = drawn
     assert (picture.x, picture.y, picture.log) == ("rank", "Spearman x 100", False)
+    assert picture.band == "line: mean over seeds; band: 95 % interval over rows and seeds"
     assert picture.lines == {
         "mlp@p bias=True": [[4, 16], [40, 50], [30, 40], [45, 60]],
         "mlp@p bias=False": [[4], [20], [20], [20]],
@@ -637,6 +639,7 @@ def test_learning_curves_are_drawn_by_steps_as_far_as_every_seed_went(capsys, dr
     sweeps.plot_steps(rows, Path("x.png"))
     (picture,) = drawn
     assert (picture.x, picture.y, picture.log) == ("steps", "Spearman on dev x 100", False)
+    assert picture.band == "line: mean over seeds; band: lowest to highest seed"
     assert set(picture.lines) == {"mlp@p dim=4", "mlp@p dim=8"}
     steps, *scores = picture.lines["mlp@p dim=4"]
     assert steps == [7, 14]
