@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import lance
@@ -21,6 +20,7 @@ from helpers import checkpoints
 from helpers.commands import ok, refused
 from helpers.paths import ROOT
 from helpers.processes import Command
+from helpers.waiting import wait_until
 
 import llmcond
 import llmcond.config
@@ -760,9 +760,7 @@ def test_a_condition_that_is_too_long_names_the_row(capsys, tiny, write_rows, sm
 )
 def test_an_interrupt_is_one_line(number, code, said, tmp_path):
     command = Command(tmp_path / "printed", ["extract", "--model", "minilm"])
-    latest = time.monotonic() + 60
-    while command.stderr.read_text().count("\n") < 2 and time.monotonic() < latest:
-        time.sleep(0.01)
+    wait_until(lambda: command.stderr.read_text().count("\n") >= 2)
     os.kill(command.process.pid, number)
     status, _, err = command.finish()
     first, second, *last = err.splitlines()

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import lance
@@ -13,6 +12,7 @@ import pytest
 from helpers.buckets import ACCESS_KEY, SECRET_KEY, Proxy
 from helpers.commands import ok, refused
 from helpers.processes import Command
+from helpers.waiting import wait_until
 
 from llmcond.cli import run
 from llmcond.runs import open_run
@@ -97,9 +97,7 @@ def test_an_extraction_into_a_bucket_that_was_killed_goes_on(capsys, extract, bu
         chunked = Command(
             Path("killed"), [*extract, "--run", "r", "--store", bucket], environment, small_chunks
         )
-        until = time.monotonic() + 60
-        while proxy.passed["PUT"] < count and time.monotonic() < until:
-            time.sleep(0.005)
+        wait_until(lambda count=count, proxy=proxy: proxy.passed["PUT"] >= count)
         os.kill(chunked.process.pid, signal.SIGKILL)
         assert chunked.finish()[0] == -signal.SIGKILL
         proxy.close()

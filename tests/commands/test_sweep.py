@@ -7,7 +7,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ET
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -21,6 +20,7 @@ import numpy as np
 import pytest
 from helpers.commands import ok, refused
 from helpers.processes import Command
+from helpers.waiting import PATIENCE, wait_until
 
 import llmcond.config
 from llmcond.cli import run
@@ -475,9 +475,7 @@ def test_a_killed_sweep_keeps_complete_fits_and_goes_on(capsys, own, fits):
     arguments = ("sweep", "--run", str(own), "--prompt", J, "--workers", "1", *vary)
     process = Command(own.parent / "printed", arguments).process
     try:
-        latest = time.monotonic() + 240
-        while len(list((own / "sweep").glob("*.json"))) < 2 and time.monotonic() < latest:
-            time.sleep(0.01)
+        wait_until(lambda: len(list((own / "sweep").glob("*.json"))) >= 2)
     finally:
         process.kill()
         process.join()
@@ -503,12 +501,12 @@ def test_a_sweep_that_ends_takes_its_processes_with_it(own, number):
         text=True,
     )
     try:
-        until(lambda: len(kept(own)) == 2, 120)
+        wait_until(lambda: len(kept(own)) == 2)
         listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         assert len(listed) >= 2
         process.send_signal(number)
-        _, told = process.communicate(timeout=30)
-        until(lambda: not any(Path(f"/proc/{child}").exists() for child in listed), 10)
+        _, told = process.communicate(timeout=PATIENCE)
+        wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in listed))
     finally:
         process.kill()
     assert len(kept(own)) == 2
@@ -516,14 +514,6 @@ def test_a_sweep_that_ends_takes_its_processes_with_it(own, number):
         assert process.returncode == 1
         assert "stored is kept" in told
         assert "Traceback" not in told
-
-
-def until(holds, seconds):
-    """Wait for something, and fail if it does not come."""
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 # -- pictures ----------------------------------------------------------------------------------

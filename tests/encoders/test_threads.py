@@ -8,13 +8,11 @@ from threading import Event
 import numpy as np
 import pytest
 import torch
+from helpers.waiting import PATIENCE
 
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import UNIT, load_encoder
 from llmcond.encoders.threads import CancelledError, Concurrency, WorkerThreads, check_cancelled
-
-#: Seconds that a test waits for another thread; where all is well, it takes none.
-PATIENCE = 20
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers import checkpoints
 from helpers.processes import FORKING
+from helpers.waiting import PATIENCE
 from safetensors.torch import load_file, save_file
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
@@ -98,13 +99,13 @@ class FailingOnce:
 
     def encode_counted(self, inputs):
         if self.bad in inputs:
-            assert self.other_began.wait(30)
+            assert self.other_began.wait(PATIENCE)
             self.failing.set()
             raise LlmcondError("ran out of memory")
         if not self.other_began.is_set():
             self.other = list(inputs)
             self.other_began.set()
-            assert self.failing.wait(30)
+            assert self.failing.wait(PATIENCE)
             # So that the error is there before the vectors are.
             time.sleep(0.1)
         return self.encoder.encode_counted(inputs)
@@ -296,7 +297,7 @@ def test_very_many_inputs_are_counted_while_they_are_encoded(
     told, inputs, counted = Told(), INPUTS[:40], threading.Event()
     monkeypatch.setattr("llmcond.features.extract.COUNTED_FIRST", 39)
     told.start = lambda *amount: (told.started.append(amount), amount[0] and counted.set())
-    told.advance = lambda *_: counted.wait(60)
+    told.advance = lambda *_: counted.wait(PATIENCE)
     store = open_store(tmp_path, checkpoint)
     extract(inputs, store, lambda: encoder, told, CHUNK)
     assert sorted(told.started, key=str) == [

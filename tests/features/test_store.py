@@ -16,6 +16,7 @@ import pytest
 from filelock import FileLock, Timeout
 from helpers.identities import IDENTITY
 from helpers.stored import INPUTS, VECTORS, append
+from helpers.waiting import PATIENCE
 
 from llmcond.encoders import EncoderInput
 from llmcond.errors import DiskFullError, LlmcondError, UserError
@@ -520,7 +521,7 @@ def test_killed_processes_leave_complete_rows(tmp_path, adders):
     """One dies between making a merged file and committing it, the others wherever they are."""
     (first, word), *others = adders
     word.send("go")
-    first.join(60)
+    first.join(PATIENCE)
     watching = FeatureStore(tmp_path, IDENTITY, "float32")
     assert len(watching) == 3 * EAGER["_MERGED_FRAGMENTS"]
     for _, word in others:

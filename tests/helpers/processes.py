@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from helpers.waiting import PATIENCE
 from llmcond.system import processes
 
 FORKING = processes(
@@ -45,7 +46,8 @@ class Command:
 
     def finish(self) -> tuple[int | None, str, str]:
         """Wait for its end; return exit status, standard output and standard error."""
-        self.process.join(180)
+        self.process.join(PATIENCE)
+        assert self.process.exitcode is not None, "the command does not end"
         out, err = (file.read_text(encoding="utf-8") for file in (self.stdout, self.stderr))
         return self.process.exitcode, out, err
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from helpers.waiting import PATIENCE
 from llmcond.serving.model import ServedModel
 from llmcond.serving.running import Running
 from llmcond.serving.server import bound
@@ -49,7 +50,7 @@ class Client:
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         given = {} if data is None else {"Content-Type": "application/json"}
         given |= {name.replace("_", "-"): value for name, value in headers.items()}
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         try:
             connection.request(method, path, data, given)
             response = connection.getresponse()

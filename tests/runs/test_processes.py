@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import shutil
 import threading
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from filelock import FileLock
 from helpers.processes import Command
+from helpers.waiting import PATIENCE, wait_until
 
 from llmcond.cli import run
 from llmcond.data.datasets import DataOptions
@@ -96,13 +96,6 @@ def vectors_of(folder, prompt=PROMPT):
     return store.lookup(inputs_of(folder, prompt)).read()
 
 
-def wait_for(condition, seconds=240):  # a busy machine takes its time to start a process
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.01)
-
-
 @contextmanager
 def nobody_commits_until(folder, ready):
     """Keep every process from storing its first part, until something is the case."""
@@ -113,13 +106,13 @@ def nobody_commits_until(folder, ready):
         with FileLock(store / "commit.lock"):
             held.set()
             try:
-                wait_for(lambda: ready(list((store / "claims").glob("*.lock"))))
+                wait_until(lambda: ready(list((store / "claims").glob("*.lock"))))
             except BaseException as error:
                 failed.append(error)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert held.wait(10)
+    assert held.wait(PATIENCE)
     yield
     thread.join()
     assert failed == []

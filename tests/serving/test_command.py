@@ -10,6 +10,7 @@ import pytest
 from helpers.commands import refused
 from helpers.processes import Command
 from helpers.serving import Client
+from helpers.waiting import PATIENCE
 
 from llmcond.errors import UserError
 from llmcond.serving.settings import ServerSettings, read_keys
@@ -91,10 +92,10 @@ def test_sigterm_under_load_answers_what_was_accepted(tiny_run, tmp_path):
         for thread in threads:
             thread.start()
         for _ in range(20):
-            assert busy.acquire(timeout=60)
+            assert busy.acquire(timeout=PATIENCE)
         server.process.terminate()
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE)
     finally:
         if server.process.is_alive() and not answers:
             server.process.kill()

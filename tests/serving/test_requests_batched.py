@@ -5,6 +5,7 @@ from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
+from helpers.waiting import PATIENCE
 
 from llmcond.encoders.encoder import Encoded
 from llmcond.serving.batching import Batcher, ClosedError
@@ -126,7 +127,7 @@ def test_closing_finishes_what_was_accepted_and_takes_no_more(batcher, model):
     with pytest.raises(ClosedError):
         batcher.submit(rows(1))
     model.free()
-    closing.join(30)
+    closing.join(PATIENCE)
     assert [one.result(0).vectors.item() for one in accepted] == list(range(30))
 
 

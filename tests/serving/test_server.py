@@ -11,6 +11,7 @@ import threading
 import numpy as np
 import pytest
 from helpers.serving import served
+from helpers.waiting import PATIENCE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -166,7 +167,7 @@ def test_other_kinds_of_bodies_are_refused(client):
     assert (form.status, form.error["code"]) == (415, "content_type")
     packed = client.post("/v1/embeddings", body, Content_Encoding="gzip")
     assert (packed.status, packed.error["code"]) == (415, "content_encoding")
-    connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=PATIENCE)
     connection.request(
         "POST",
         "/v1/embeddings",
@@ -267,7 +268,7 @@ class Held:
 
         def encode_counted(embedder, rows):
             self.begun.release()
-            assert self.go.wait(60)
+            assert self.go.wait(PATIENCE)
             self.rows += len(rows)
             return own(embedder, rows)
 
@@ -293,7 +294,7 @@ def in_thread(function):
     found = []
     thread = threading.Thread(target=lambda: found.append(function()))
     thread.start()
-    return lambda: (thread.join(60), found[0])[1]
+    return lambda: (thread.join(PATIENCE), found[0])[1]
 
 
 def test_more_requests_than_are_taken_are_told_when_to_come_again(embedder, held):
@@ -318,7 +319,7 @@ def test_what_takes_too_long_is_given_up(embedder, held):
         late = client.post("/v1/embeddings", GOOD)
         assert (late.status, late.error["code"]) == (504, "timeout")
         assert first().status == 504
-        with socket.create_connection(("127.0.0.1", client.port), timeout=60) as slow:
+        with socket.create_connection(("127.0.0.1", client.port), timeout=PATIENCE) as slow:
             head = b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Length: 90\r\n"
             slow.sendall(head + b"Content-Type: application/json\r\n\r\n{")
             assert slow.recv(12) == b"HTTP/1.1 408"
@@ -332,7 +333,7 @@ def test_the_work_of_a_client_that_hangs_up_is_dropped(embedder, held):
         first = in_thread(lambda: client.post("/v1/embeddings", GOOD))
         held.begun.acquire()
         body = json.dumps(GOOD).encode()
-        with socket.create_connection(("127.0.0.1", client.port), timeout=60) as gone:
+        with socket.create_connection(("127.0.0.1", client.port), timeout=PATIENCE) as gone:
             head = b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n"
             kind = b"Content-Type: application/json\r\n\r\n"
             gone.sendall(head % len(body) + kind + body)
