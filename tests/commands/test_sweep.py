@@ -511,7 +511,7 @@ def test_a_sweep_that_ends_takes_its_processes_with_it(own, number):
         process.kill()
     assert len(kept(own)) == 2
     if number == signal.SIGINT:
-        assert process.returncode == 1
+        assert process.returncode == 130
         assert "stored is kept" in told
         assert "Traceback" not in told
 
