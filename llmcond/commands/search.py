@@ -36,8 +36,9 @@ class Search(WithDevice):
     k: int = option(10, flag="-k", metavar="K", help="hits")
     where: str | None = option(
         None,
-        metavar="PREDICATE",
-        help="only texts for which it is true of their columns, as in SQL: \"kind = 'news'\"",
+        metavar="FILTER",
+        help='only texts for which it is true of their columns, in a small part of SQL: "kind = '
+        "'news' AND year > 2020\"",
     )
     rerank: int | None = option(
         None,

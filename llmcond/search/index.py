@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,8 @@ from llmcond.search.version import Version
 from llmcond.search.views import Views
 
 FORMAT = 1
+#: Weights of conditions; sums of larger ones could overflow.
+MAX_WEIGHT = 1_000_000
 
 
 class Index:
@@ -397,18 +399,41 @@ class Index:
             query: a text, or several.
             condition: a text, or several with weights: scores are then weighted sums of cosines.
             k: hits; all texts if there are fewer.
-            where: a predicate on the columns, as in SQL's WHERE.
+            where: a filter on the columns in a small part of SQL, such as
+                ``kind = 'news' AND year > 2020``; see docs/search.md.
             rerank: where the model encodes each text together with the condition, encode only so
                 many texts, those nearest without a condition; then the result is not exact.
             explain: add each hit's score under each condition and under none, and its rank there.
             prepare: whether texts are encoded under a condition that the index holds no vectors of.
 
         Raises:
-            UserError: an empty query or condition, k below 1, a predicate that cannot be read,
+            UserError: an empty query or condition, k below 1, a filter that cannot be applied,
                 ``rerank`` where there is nothing to rank by without a condition, or texts that
                 would have to be encoded and ``prepare`` is False.
         """
         queries = [query] if isinstance(query, str) else list(query)
+        found = self.plan_search(
+            queries, condition, k, where=where, rerank=rerank, explain=explain, prepare=prepare
+        )()
+        return found[0] if isinstance(query, str) else found
+
+    def plan_search(
+        self,
+        queries: Sequence[str],
+        condition: str | Mapping[str, float],
+        k: int = 10,
+        *,
+        where: str | None = None,
+        rerank: int | None = None,
+        explain: bool = False,
+        prepare: bool = True,
+        seconds: float = math.inf,
+    ) -> Callable[[], list[Hits]]:
+        """Check a search and evaluate its filter; return a function that encodes and compares.
+
+        Arguments and errors as of :meth:`search`; a filter that takes longer than ``seconds`` is
+        refused. A server calls this on another thread than the model's.
+        """
         for text in queries:
             check_text(text, "the query")
         weights = _weights(condition)
@@ -416,12 +441,14 @@ class Index:
             raise UserError(f"k is {k}; it must be at least 1.")
         if prepare and rerank is None and self.encodes_pairs:
             self._make_ready(list(weights))
-        asked = Searched.of(self._version, weights, k, where, explain)
-        if not asked.k:
-            found = [Hits(text, weights, [], asked.n) for text in queries]
-        else:
-            found = asked.exact(queries) if rerank is None else asked.reranked(queries, rerank)
-        return found[0] if isinstance(query, str) else found
+        asked = Searched.of(self._version, weights, k, where, explain, seconds)
+
+        def search() -> list[Hits]:
+            if not asked.k:
+                return [Hits(text, weights, [], asked.n) for text in queries]
+            return asked.exact(queries) if rerank is None else asked.reranked(queries, rerank)
+
+        return search
 
     def _make_ready(self, conditions: Sequence[str]) -> None:
         """Encode texts under conditions that a search needs, and say so."""
@@ -484,8 +511,11 @@ def _weights(condition: str | Mapping[str, float]) -> dict[str, float]:
         check_text(text, "the condition")
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             raise UserError(f"the weight of {brief(text)} is {brief(weight)}, not a number.")
-        if not math.isfinite(weight):
-            raise UserError(f"the weight of {brief(text)} is {weight}; it must be finite.")
+        if not abs(weight) <= MAX_WEIGHT:  # neither is NaN
+            raise UserError(
+                f"the weight of {brief(text)} is {brief(weight)}; it must be between "
+                f"-{MAX_WEIGHT:,} and {MAX_WEIGHT:,}."
+            )
     if not any(given.values()):
         raise UserError("all weights are 0, so that no text is nearer than another.")
     return {text: float(weight) for text, weight in given.items()}

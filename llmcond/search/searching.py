@@ -61,13 +61,14 @@ class Searched:
         k: int,
         where: str | None,
         explain: bool,
+        seconds: float,
     ) -> Searched:
-        """Return it for at most k hits that a predicate lets through.
+        """Return it for at most k hits that a filter lets through.
 
         Raises:
-            UserError: the predicate cannot be read.
+            UserError: the filter cannot be applied, or takes longer than so many seconds.
         """
-        mask = None if where is None else version.table.matching(where)
+        mask = None if where is None else version.table.matching(where, seconds)
         n = len(version.table) if mask is None else int(mask.sum())
         if n < k:
             what = "texts in the index" if mask is None else "texts that the filter lets through"

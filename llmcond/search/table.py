@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import datetime
 import errno
+import math
 import os
-import re
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -24,6 +25,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from llmcond.errors import DiskFullError, LlmcondError, UserError, brief, first_line, is_disk_full
+from llmcond.search.filters import parse_filter
 
 NUMBER, VECTOR = "_row", "_vector"
 #: Columns that every index has, or that hits have.
@@ -98,25 +100,34 @@ class Table:
         places = found if order is None else order[found]
         return np.where(there, places, -1)
 
-    def matching(self, where: str) -> NDArray[np.bool_]:
-        """Return which positions a predicate on the columns lets through, (n,).
+    def matching(self, where: str, seconds: float = math.inf) -> NDArray[np.bool_]:
+        """Return which positions a filter lets through, (n,); see :mod:`llmcond.search.filters`.
 
         Raises:
-            UserError: it cannot be read, or names a column that is not there.
+            UserError: it cannot be read, names a column that is not there, casts a value that
+                cannot be cast, or takes longer than so many seconds.
         """
         mask = np.zeros(len(self), dtype=np.bool_)
         if not len(self):
             return mask
-        try:
-            found = self._dataset.to_table(columns=[NUMBER], filter=where)[NUMBER]
-        except (OSError, ValueError) as error:
-            known = ", ".join(["id", "text", *self.columns])
-            raise UserError(
-                f"the filter {brief(where)} cannot be applied: {_reason(error)} It is a predicate "
-                f"as in SQL on the columns {known}, such as \"kind = 'news' AND CAST(year AS INT) "
-                '> 2020" (columns of a .csv file are texts).'
-            ) from error
-        mask[self.positions(found.to_numpy())] = True
+        deadline = time.monotonic() + seconds
+        names = ["id", "text", *self.columns]
+        columns, predicate = parse_filter(
+            where, {n: self._dataset.schema.field(n).type for n in names}
+        )
+        for part, rows in self.blocks(np.arange(len(self)), columns or ["id"]):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"the filter {brief(where)} takes longer than {seconds:g} s. Use fewer "
+                    "conditions."
+                )
+            try:
+                matches = rows.append_column(NUMBER, pa.array(part)).filter(predicate)
+            except pa.ArrowException as error:
+                raise UserError(
+                    f"the filter {brief(where)} cannot be applied: {first_line(error)}"
+                ) from error
+            mask[matches[NUMBER].to_numpy()] = True
         return mask
 
     def take(self, positions: Positions, columns: Sequence[str]) -> pa.Table:
@@ -237,16 +248,3 @@ def _reading(folder: Path) -> Iterator[None]:
             f"{folder} cannot be read: {first_line(error)}. If it was changed since it was opened, "
             "open it again; if it is damaged, make it anew: llmcond index"
         ) from error
-
-
-#: What Lance and DataFusion put before a reason.
-_BEFORE = re.compile(
-    "Invalid user input: |Schema error: |Arrow error: |sql parser error: |Not supported: |"
-    "Error resolving filter expression .*?: |Error applying filter expression to batch: "
-)
-
-
-def _reason(error: Exception) -> str:
-    """Return why a predicate was refused, without where in its code Lance says so."""
-    said = re.split(r", /|, rust/|\. Valid fields are", first_line(error))[0]
-    return f"{_BEFORE.split(said)[-1].rstrip(' .)')[:200]}."

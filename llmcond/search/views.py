@@ -141,6 +141,7 @@ class Views:
         place.mkdir(parents=True, exist_ok=True)
         with FileLock(self.folder / ".lock"):
             names = list(self._record(place)["segments"])
+            _sweep(place, names)
             segment = _without(segment, [_open(place, name) for name in names])
             if not len(segment.numbers):
                 return self.read(condition)
@@ -187,6 +188,13 @@ def _write(place: Path, segment: Segment) -> str:
 def _remove(place: Path, name: str) -> None:
     for path in (f"{name}.npy", f"{name}.rows.npy"):
         (place / path).unlink(missing_ok=True)
+
+
+def _sweep(place: Path, names: Sequence[str]) -> None:
+    """Remove what writers left that were killed; the lock is held."""
+    for path in place.iterdir():
+        if path.name != "view.json" and path.name.partition(".")[0] not in names:
+            path.unlink(missing_ok=True)
 
 
 def _without(segment: Segment, others: Sequence[Segment]) -> Segment:

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,9 @@ from llmcond.serving.requests import (
 from llmcond.serving.settings import ServerSettings
 from llmcond.version import __version__
 
+#: Time limit of a search's filter.
+_FILTER_SECONDS = 5.0
+
 
 class Endpoints:
     """What can be asked of one model."""
@@ -47,6 +50,8 @@ class Endpoints:
         self._model, self._batcher, self._metrics = model, batcher, metrics
         self._most, self._limit = settings.max_client_batch_size, settings.payload_limit
         self._page = page_response(model, needs_key=settings.api_key_file is not None)
+        #: Filters are evaluated here, so that a slow one delays neither the model nor the others.
+        self._planners = ThreadPoolExecutor(2, thread_name_prefix="llmcond-filter")
         self._probe: asyncio.Future[Any] | None = None
         self._began = int(time.time())
 
@@ -159,7 +164,7 @@ class Endpoints:
                 )
             ]
             return json_response(
-                {"object": "list", "model": self._model.name, "data": data, **_usage(encoded)}
+                {"object": "list", "model": self._model.name, "data": data, **self._usage(encoded)}
             )
 
         return await asyncio.to_thread(response)
@@ -196,7 +201,7 @@ class Endpoints:
             encoded = await self._encoded(request, joined, 2 * count)
             values = encoded.vectors
         own = {"model": self._model.name, "similarities": values.tolist()}
-        return json_response({**own, **_usage(encoded)})
+        return json_response({**own, **self._usage(encoded)})
 
     async def search(self, request: Request) -> Response:
         """Return the texts of the index that are nearest to a query under a condition."""
@@ -207,18 +212,23 @@ class Endpoints:
         request.state.texts = 1
         condition = self._condition(asked.condition)
 
-        def find() -> Hits:
+        def plan() -> Callable[[], list[Hits]]:
             index.refresh()
-            return index.search(
-                asked.query,
+            return index.plan_search(
+                [asked.query],
                 condition,
                 asked.k,
                 where=asked.where,
                 explain=asked.explain,
                 prepare=False,
+                seconds=_FILTER_SECONDS,
             )
 
-        hits = await self._waited(request, self._batcher.call(find))
+        if asked.where is None:
+            calls = self._batcher.call(lambda: plan()())  # noqa: PLW0108 - all by the model's thread
+        else:
+            calls = self._batcher.call(await self._waited(request, self._planners.submit(plan)))
+        (hits,) = await self._waited(request, calls)
         return json_response({"model": self._model.name, **hits.to_json()})
 
     def _condition(self, given: Any) -> Any:
@@ -258,6 +268,15 @@ class Endpoints:
         request.state.tokens = int(encoded.n_tokens.sum())
         return encoded
 
+    def _usage(self, encoded: Encoded) -> dict[str, Any]:
+        """Return the number of tokens, of texts that were cut, and of embeddings that are zero."""
+        tokens = int(encoded.n_tokens.sum())
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        counts = {"usage": usage, "truncated": int(encoded.truncated.sum())}
+        if isinstance(self._model.model, Embedder):
+            counts["zero_vectors"] = int((~encoded.vectors.any(axis=1)).sum())
+        return counts
+
     async def _waited(self, request: Request, future: Future[Any]) -> Any:
         """Return what will be there; give it up if the client hangs up or the time is over."""
         gone = asyncio.ensure_future(_gone(request.receive))
@@ -268,9 +287,9 @@ class Endpoints:
                 raise ClientDisconnect
             return result.result()
         except UserError as error:
-            raise RequestError(422, "invalid_value", str(error)) from None
+            raise RequestError(422, "invalid_value", self._model.without_paths(error)) from None
         except LlmcondError as error:
-            raise RequestError(500, "model_failed", str(error)) from error
+            raise RequestError(500, "model_failed", self._model.without_paths(error)) from error
         finally:
             gone.cancel()
             result.cancel()
@@ -286,13 +305,6 @@ def _written(vectors: Any, form: str) -> list[Any]:
         found: list[Any] = vectors.tolist()
         return found
     return [base64.b64encode(row.tobytes()).decode() for row in np.asarray(vectors, dtype="<f4")]
-
-
-def _usage(encoded: Encoded) -> dict[str, Any]:
-    """Return the tokens that were read, and how many texts were cut."""
-    tokens = int(encoded.n_tokens.sum())
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"usage": usage, "truncated": int(encoded.truncated.sum())}
 
 
 def _not_served(why: str) -> RequestError:

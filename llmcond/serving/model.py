@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,9 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """Return what answers call it."""
-        return self.encoder.name
+        """Return what answers call it: its name on the hub, or the last part of its path."""
+        name = self.encoder.name
+        return name if name == self.encoder.resolved.checkpoint.repo else PurePath(name).name
 
     @property
     def encoder(self) -> Encoder:
@@ -69,7 +71,22 @@ class ServedModel:
         return (_READY,) * (2 if isinstance(self.model, Embedder) else 3)
 
     def describe(self) -> dict[str, Any]:
-        """Return what it is made of."""
-        if isinstance(self.model, Embedder):
-            return describe(self.model)
-        return cross.describe(self.model)
+        """Return what it is made of, without paths."""
+        model = self.model
+        about = describe(model) if isinstance(model, Embedder) else cross.describe(model)
+        data = about["fitted_on"]
+        data = data if data.startswith("hf://") else PurePath(data).name
+        return {**about, "encoder": self.name, "fitted_on": data}
+
+    def without_paths(self, error: Exception) -> str:
+        """Return an error's message with names in the place of the paths of model and index."""
+        text, folders = str(error), [self.encoder.resolved.checkpoint.folder]
+        if self.index is not None:
+            folders.append(self.index.folder)
+        for folder in folders:
+            absolute = str(folder.resolve())
+            # Lance leaves out the first slash.
+            for path in (absolute, absolute.lstrip("/"), str(folder)):
+                if "/" in path:
+                    text = text.replace(path, folder.resolve().name)
+        return text

@@ -107,6 +107,14 @@ def _invalid(error: ValidationError, kind: type[BaseModel]) -> RequestError:
         return RequestError(
             422, "unknown_field", f"{brief(name)} is no field of this. {known}", param=name[:80]
         )
+    if name == "input" and reason == "string_type" and isinstance(found["input"], int | list):
+        return RequestError(
+            422,
+            "token_ids",
+            "input holds token ids of another model's tokenizer; send texts. LangChain's "
+            "OpenAIEmbeddings sends texts with check_embedding_ctx_length=False.",
+            param=name,
+        )
     if reason == "missing":
         return RequestError(422, "missing_field", f"{name} is missing.", param=name)
     places = "".join(f"[{one}]" for one in found["loc"][1:] if isinstance(one, int))

@@ -69,7 +69,7 @@ def test_wrong_searches_are_told_in_a_line(made: Path, tmp_path: Path, capsys):
     assert "the query is empty" in refused(capsys, "search", made, "", *PLACE)
     assert "k is 0" in refused(capsys, *search, *PLACE, "-k", "0")
     assert "invalid int value" in refused(capsys, *search, *PLACE, "-k", "x")
-    assert "No field named kind" in refused(capsys, *search, *PLACE, "--where", "kind = 1")
+    assert "there is no column 'kind'" in refused(capsys, *search, *PLACE, "--where", "kind = 1")
     assert "2 --weight and 1 --condition" in refused(
         capsys, *search, *PLACE, "--weight", "1", "--weight", "2"
     )

@@ -1,10 +1,14 @@
 """Search over HTTP, and which model serves an index."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from helpers.serving import served
 
 from llmcond.errors import UserError
 from llmcond.search import Index
+from llmcond.search.table import Table
 from llmcond.serving.running import load_model
 
 PLACE = "the place"
@@ -50,6 +54,10 @@ def test_hits_are_those_of_the_index(searched):
         ({"condition": {PLACE: 0}}, "weights are 0"),
         ({"where": "yaer > 3"}, "yaer"),
         ({"where": "DROP TABLE"}, "DROP TABLE"),
+        ({"where": "repeat('a', 2000000000) = text"}, "functions are not allowed"),
+        ({"where": "lpad('a', 2147483647, 'b') = text"}, "functions are not allowed"),
+        ({"where": "array_repeat(1, 1000000000) = [1]"}, "functions are not allowed"),
+        ({"condition": {PLACE: 1e308}}, "must be between -1,000,000 and 1,000,000"),
     ],
 )
 def test_what_the_index_refuses_is_told(searched, changes, words):
@@ -57,6 +65,55 @@ def test_what_the_index_refuses_is_told(searched, changes, words):
     answer = client.post("/v1/search", {"query": "two men", "condition": PLACE, **changes})
     assert answer.status == 422
     assert words in answer.error["message"]
+
+
+def test_a_filter_delays_neither_the_model_nor_others(searched, monkeypatch):
+    client, _ = searched
+    begun, go = threading.Event(), threading.Event()
+    matching = Table.matching
+
+    def held(table, where, seconds):
+        assert 0 < seconds < 60
+        begun.set()
+        assert go.wait(60)
+        return matching(table, where, seconds)
+
+    asked = {"query": "two men", "condition": PLACE}
+    monkeypatch.setattr(Table, "matching", held)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(client.post, "/v1/search", {**asked, "where": "year > 2021"})
+        assert begun.wait(60)
+        assert client.post("/v1/embeddings", {"input": "a", "condition": PLACE}).status == 200
+        assert client.post("/v1/search", asked).status == 200
+        go.set()
+        assert slow.result().json["searched"] == 2
+
+
+def test_a_filter_has_a_time_limit(searched, monkeypatch):
+    client, _ = searched
+    monkeypatch.setattr("llmcond.serving.app._FILTER_SECONDS", 0)
+    asked = {"query": "two men", "condition": PLACE, "where": "year > 2021"}
+    answer = client.post("/v1/search", asked)
+    assert answer.status == 422
+    assert "takes longer than 0 s" in answer.error["message"]
+
+
+def test_the_folder_of_the_index_is_named_without_its_path(folder, searched):
+    client, _ = searched
+    answer = client.post("/v1/search", {"query": "two men", "condition": "the mood"})
+    assert f"llmcond index --out {folder.name} --condition 'the mood'" in answer.error["message"]
+    assert str(folder.parent) not in answer.error["message"]
+
+
+def test_a_damaged_index_is_told_without_its_path(tiny_run, tmp_path):
+    Index.build(tmp_path / "texts", TEXTS, conditions=[PLACE], run=tiny_run, device="cpu")
+    with served(load_model(None, None, None, None, "cpu", tmp_path / "texts", None)) as (client, _):
+        for path in (tmp_path / "texts" / "texts.lance").glob("*/*"):
+            path.unlink()
+        answer = client.post("/v1/search", {"query": "two men", "condition": PLACE})
+    assert answer.status == 500
+    assert "texts" in answer.error["message"]
+    assert str(tmp_path).lstrip("/") not in answer.error["message"]
 
 
 def test_texts_that_are_added_meanwhile_are_found(folder, searched, tiny_run):

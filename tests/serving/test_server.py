@@ -7,6 +7,9 @@ import logging
 import re
 import socket
 import threading
+import time
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmcond.errors import UserError
+from llmcond.features.view import View
+from llmcond.prompts.template import load_prompt
 from llmcond.runs.embedder import Embedder
 from llmcond.serving.model import ServedModel
 from llmcond.serving.server import bound
@@ -38,7 +43,7 @@ def test_embeddings_are_those_of_the_embedder(client, embedder):
     np.testing.assert_allclose(vectors(answer), wanted, atol=1e-6)
     told = answer.json
     assert [one["index"] for one in told["data"]] == [0, 1, 2]
-    assert (told["object"], told["model"]) == ("list", embedder.encoder.name)
+    assert (told["object"], told["model"]) == ("list", Path(embedder.encoder.name).name)
     assert told["usage"]["prompt_tokens"] == told["usage"]["total_tokens"] > len(TEXTS)
     assert told["truncated"] == 0
     one = client.post("/v1/embeddings", {"input": TEXTS[1], "condition": [PLACE], "model": "any"})
@@ -55,7 +60,7 @@ def test_openais_client_gets_them(client, embedder):
         answer = own.embeddings.create(model="x", input=TEXTS, extra_body={"condition": PLACE})
         found = np.array([one.embedding for one in answer.data])
         np.testing.assert_allclose(found, embedder.encode(TEXTS, PLACE), atol=1e-6)
-        assert [one.id for one in own.models.list()] == [embedder.encoder.name]
+        assert [one.id for one in own.models.list()] == [Path(embedder.encoder.name).name]
         with pytest.raises(openai.UnprocessableEntityError, match="condition is missing"):
             own.embeddings.create(model="x", input=TEXTS)
 
@@ -79,10 +84,12 @@ def test_similarity_of_pairs_and_of_one_with_many(client, embedder):
 
 
 def test_it_tells_of_itself(client, embedder):
-    assert client.get("/healthz").json == {"status": "ok", "model": embedder.encoder.name}
+    name = Path(embedder.encoder.name).name
+    assert client.get("/healthz").json == {"status": "ok", "model": name}
     assert client.get("/readyz").json["status"] == "ready"
     (model,) = client.get("/v1/models").json["data"]
-    assert (model["id"], model["dim"]) == (embedder.encoder.name, embedder.dim)
+    assert (model["id"], model["dim"]) == (name, embedder.dim)
+    assert (model["encoder"], model["fitted_on"]) == (name, "")
     paths = client.get("/openapi.json").json["paths"]
     fields = paths["/v1/embeddings"]["post"]["requestBody"]["content"]["application/json"]
     assert "condition" in fields["schema"]["properties"]
@@ -123,13 +130,9 @@ WRONG = [
     ("/v1/embeddings", {"condition": PLACE}, 422, "input", "input is missing"),
     ("/v1/embeddings", {**GOOD, "input": []}, 422, "input", "holds no texts"),
     ("/v1/embeddings", {**GOOD, "input": ["a", " "]}, 422, "input", "position 1 is empty"),
-    (
-        "/v1/embeddings",
-        {**GOOD, "input": [1, 2]},
-        422,
-        "input",
-        r"input\[0\] should be a valid str",
-    ),
+    ("/v1/embeddings", {**GOOD, "input": [1, 2]}, 422, "input", "check_embedding_ctx_length=False"),
+    ("/v1/embeddings", {**GOOD, "input": [[1], [2]]}, 422, "input", "input holds token ids"),
+    ("/v1/embeddings", {**GOOD, "input": [{}]}, 422, "input", r"input\[0\] should be a valid str"),
     ("/v1/embeddings", {**GOOD, "input": 3.5}, 422, "input", "got the number 3.5"),
     ("/v1/embeddings", {**GOOD, "condition": [PLACE]}, 422, "input", "3 sentences and 1 cond"),
     ("/v1/embeddings", {**GOOD, "dimensions": 8}, 422, "dimensions", "this model have 32"),
@@ -202,6 +205,53 @@ paths = st.sampled_from(["/v1/embeddings", "/v1/similarity", "/v1/search"])
 def test_whatever_is_sent_is_answered_without_failing(client, path, body):
     answer = client.post(path, body)
     assert answer.status == 200 or (400 <= answer.status < 500 and answer.error["message"])
+
+
+BOTH = b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+BOTH += b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("body", [b"0\r\n\r\n", b"no chunk\r\n", b"", b"2\r\n{}\r\n0\r\n\r\n"])
+def test_a_body_with_two_lengths_is_refused_and_the_connection_closed(client, body, caplog):
+    began = time.monotonic()
+    second = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", client.port), timeout=60) as connection:
+        connection.sendall(BOTH + body + second)
+        connection.settimeout(30)
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b"connection: close" in answer.lower()
+    assert (b"both Transfer-Encoding and Content-Length" in answer) is (b"\r\n\r\n" in body)
+    assert time.monotonic() - began < 20
+    assert "Exception" not in caplog.text
+
+
+def test_paths_of_this_machine_are_not_told(embedder, tmp_path):
+    fitted = replace(embedder, fitted_on=str(tmp_path / "secret" / "rows.csv"))
+    with served(ServedModel(fitted)) as (client, _):
+        folder = str(Path(embedder.encoder.name).parent)
+        for path in ("/", "/healthz", "/readyz", "/v1/models", "/metrics", "/openapi.json"):
+            told = client.get(path).body.decode()
+            assert folder not in told
+            assert str(tmp_path) not in told
+        assert client.get("/v1/models").json["data"][0]["fitted_on"] == "rows.csv"
+        answer = client.post("/v1/embeddings", GOOD)
+        assert folder not in answer.body.decode()
+
+
+def test_texts_without_a_token_of_their_own_are_counted(minilm):
+    texts = ["\ufeff", TEXTS[0], "\u200d"]
+    subtracting = Embedder(minilm, View((load_prompt("concat-sent-cond"),), subtract=True))
+    pairs = {"sentence1": texts, "sentence2": texts, "condition": PLACE}
+    with served(ServedModel(subtracting)) as (client, _):
+        answer = client.post("/v1/embeddings", {"input": texts, "condition": PLACE})
+        norms = np.linalg.norm(vectors(answer), axis=1)
+        assert norms.tolist() == pytest.approx([0, 1, 0], abs=1e-6)
+        assert answer.json["zero_vectors"] == 2
+        answer = client.post("/v1/similarity", pairs).json
+    assert answer["similarities"] == pytest.approx([0, 1, 0], abs=1e-6)
+    assert answer["zero_vectors"] == 4
 
 
 def test_control_characters_are_characters(client):
