@@ -15,9 +15,6 @@ from llmcond.encoders.spec import Dtype
 from llmcond.errors import LlmcondError, UserError
 from llmcond.options import option
 
-#: Characters that all columns of the brief listing take.
-_WIDE = 155
-
 
 @dataclass(frozen=True)
 class Models:
@@ -73,12 +70,12 @@ class ListModels(WithEncoderSettings):
             show_checkup(result.report)
         else:
             from llmcond.log import log
-            from llmcond.report.terminal import listing, show, width
+            from llmcond.report.terminal import listing, show
 
-            show(listing(models_in_brief(width())), form)
+            show(listing(models_in_brief()), form)
             log.info(
                 f"bundled, trained on C-STS: {PRETRAINED} (minilm with a LoRA adapter), which is "
-                "taken where texts are embedded and there is no run"
+                "taken where texts are embedded and there is no run of your own data"
             )
 
     def failed(self, result: Models) -> LlmcondError | None:
@@ -107,9 +104,9 @@ def models() -> list[dict[str, Any]]:
     ]
 
 
-def models_in_brief(width: int) -> list[dict[str, Any]]:
-    """Return what of each known encoder goes into so many characters."""
-    rows = [
+def models_in_brief() -> list[dict[str, Any]]:
+    """Return what tells the known encoders from each other, as texts for a table."""
+    return [
         {
             "name": row["name"],
             "size": f"{row['n_parameters'] / 1e9:.2f} B",
@@ -122,6 +119,3 @@ def models_in_brief(width: int) -> list[dict[str, Any]]:
         }
         for row in models()
     ]
-    if width >= _WIDE:
-        return rows
-    return [{key: row[key] for key in ("name", "size", "attention")} for row in rows]

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from llmcond.errors import printable
 from llmcond.files import gib
+from llmcond.report.terminal import line_limit
 
 
 def checkup(report: Mapping[str, Any], width: int) -> Group:
@@ -98,7 +99,5 @@ def _memory(report: Mapping[str, Any]) -> Table:
 
 def show_checkup(report: Mapping[str, Any]) -> None:
     """Print a check on standard output."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 120
+    console = Console(highlight=False, width=line_limit() or 120)
     console.print(checkup(report, console.width))

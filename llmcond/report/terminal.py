@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from llmcond.errors import printable
 from llmcond.evaluation.results import Result
+from llmcond.log import log
 from llmcond.metrics import METRICS, metric_of
 from llmcond.report.format import caveats, estimate_text, factors_text
 
@@ -21,6 +25,12 @@ _FORMS = {"markdown": "github", "latex": "latex_booktabs"}
 FORMATS = ("table", *_FORMS)
 #: Characters of a line of prose.
 _READABLE = 100
+#: Characters of a line that no terminal limits: at least, and at most.
+_PIPED, _UNLIMITED = 160, 1_000_000
+#: Characters that a column of prose has at least, and of the longest word that is never cut.
+_PROSE, _LONG_WORD = 24, 40
+#: What is not cut; texts of Chinese and the like have no spaces.
+_WORD = re.compile(r"[^\s\u2e80-\uffef]+")
 
 
 def results_table(results: Sequence[Result], run: object) -> Table:
@@ -102,10 +112,20 @@ def _cell(value: object) -> Text:
 def show(table: Table, form: str = "table") -> None:
     """Print a table on standard output in one of :data:`FORMATS`, all but ``table`` for documents.
 
-    Where that is no terminal, it is wide enough for all.
+    In a terminal, and where ``COLUMNS`` says how wide a line is, cells are wrapped between words,
+    and columns that still have no room are left out, which a message says. Elsewhere nothing is
+    wrapped.
     """
     if form == "table":
-        Console(highlight=False, width=width()).print(table)
+        room = line_limit()
+        left_out = fit_columns(table, room) if room else []
+        widest = max(_PIPED, Console(width=_UNLIMITED).measure(table).maximum)
+        Console(highlight=False, width=room or widest).print(table)
+        if left_out:
+            log.info(
+                f"columns left out, as a line has {room} characters: {', '.join(left_out)} (--json "
+                "or a wider terminal shows them)"
+            )
         return
     from tabulate import tabulate
 
@@ -132,7 +152,56 @@ def say(sentences: Sequence[str], form: str = "table") -> None:
             console.print(plain(sentence))
 
 
-def width() -> int:
-    """Return how many characters a line of standard output has room for."""
+def line_limit() -> int | None:
+    """Return how many characters a line of standard output has room for; None: any number.
+
+    ``COLUMNS`` says it, else the terminal.
+    """
     console = Console()
-    return console.width if console.is_terminal else 160
+    is_limited = console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
+    return console.width if is_limited else None
+
+
+def width() -> int:
+    """Return how many characters to lay a line of standard output out for."""
+    return line_limit() or _PIPED
+
+
+def fit_columns(table: Table, room: int) -> list[str]:
+    """Lay a table out in lines of ``room`` characters, such that no word and no number is cut.
+
+    Cells are wrapped between words. Where that is not enough, words of more than
+    ``_LONG_WORD`` characters are cut, such as addresses, and columns are left out from the right,
+    but never the first one. The headings of these are returned.
+    """
+    # Each column has a space on both sides and one character before it, and the last one after it.
+    room -= 1 + 3 * len(table.columns)
+    widths = [_widths(column) for column in table.columns]
+    if sum(least for least, _ in widths) > room:
+        widths = [_widths(column, _LONG_WORD) for column in table.columns]
+    left_out: list[str] = []
+    while len(widths) > 1 and sum(least for least, _ in widths) > room:
+        widths.pop()
+        left_out.insert(0, str(table.columns.pop().header))
+        room += 3
+    spare = room - sum(least for least, _ in widths)
+    wanting = sorted(range(len(widths)), key=lambda i: widths[i][1] - widths[i][0])
+    for place, index in enumerate(wanting):
+        least, most = widths[index]
+        added = max(min(most - least, spare // (len(wanting) - place)), 0)
+        table.columns[index].width = max(min(least + added, room), 1)
+        table.columns[index].no_wrap = False
+        spare -= added
+    return left_out
+
+
+def _widths(column: Column, longest_word: int | None = None) -> tuple[int, int]:
+    """Return the least and the most characters that a column has use for."""
+    lines = [line for cell in column.cells for line in str(cell).splitlines()]
+    words = [word for line in lines for word in _WORD.findall(line)]
+    most = max(map(cell_len, (str(column.header), *lines)), default=0)
+    heading = max(map(cell_len, str(column.header).split()), default=0)
+    least = max(map(cell_len, lines if column.no_wrap else words), default=0)
+    if not column.no_wrap:
+        least = max(min(least, longest_word or least), min(_PROSE, most))
+    return max(heading, least), most

@@ -469,7 +469,7 @@ def test_a_page_that_cannot_be_made_is_refused(page, tmp_path, monkeypatch):
     check_page(tmp_path / "new" / "page.html")
     assert not (tmp_path / "new").exists()
     monkeypatch.setattr("llmcond.report.page.render.find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"pip install 'llmcond\[report\]'"):
+    with pytest.raises(UserError, match=r"pip install '\.\[report\]'"):
         check_page(tmp_path / "page.html")
 
 

@@ -1,0 +1,81 @@
+"""Tables in terminals: no word and no number is cut, and what has no room is named."""
+
+import logging
+import re
+
+import pytest
+
+from llmcond.report.terminal import add_figures, identity_table, listing, show
+
+TEXT = "The kettle leaks after a week and nobody answers, see https://example.org/support/19."
+ROWS = [
+    {"rank": i, "score": 0.9169, "text": TEXT, "id": "0b33f2dfa735dcd7", "kind": "kettle"}
+    | {"customer_identifier": f"customer-{i:06}", "channel": "marketplace", "sentiment": "neutral"}
+    for i in range(3)
+]
+
+
+def figures():
+    table = identity_table("Clusters beside known labels.", subtracts=False)
+    add_figures(table, "V-measure", "plain embeddings", "difference", "ARI")
+    cells = [
+        "100.0 [94.9, 100.0]",
+        "58.5 [43.3, 73.7]",
+        "+41.5 (+26.3 to +56.7)",
+        "45.7 [23, 68]",
+    ]
+    table.add_row("the product", "kind", *cells)
+    return table
+
+
+TABLES = {"hits": lambda: listing(ROWS), "figures": figures}
+
+
+def printed(capsys, table):
+    words = {
+        word
+        for column in table.columns
+        for text in (str(column.header), *map(str, column.cells))
+        for word in text.split()
+    }
+    title = str(table.title or "").split()
+    show(table)
+    out = capsys.readouterr().out
+    assert set(re.findall(r"[^\s─]+", out)) <= {*words, *title}
+    return out
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("columns", [40, 80, 120, 160])
+def test_nothing_is_cut_where_a_line_is_limited(capsys, monkeypatch, caplog, name, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    caplog.set_level(logging.INFO, "llmcond")
+    table = TABLES[name]()
+    headings = [str(column.header) for column in table.columns]
+    out = printed(capsys, table)
+    assert max(map(len, out.splitlines())) <= columns
+    left_out = headings[len(table.columns) :]
+    message = f"as a line has {columns} characters: {', '.join(left_out)} (--json or a wider"
+    assert (message in caplog.text) == bool(left_out)
+    assert bool(left_out) == (columns < {"hits": 140, "figures": 110}[name])
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_nothing_is_wrapped_where_output_is_piped(capsys, monkeypatch, name):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    table = TABLES[name]()
+    out = printed(capsys, table)
+    for row in zip(*(column.cells for column in table.columns), strict=True):
+        assert any(all(str(cell) in line for cell in row) for line in out.splitlines())
+
+
+def test_texts_without_spaces_and_long_words_leave_room_for_others(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    address = "https://example.org/" + 60 * "a"
+    table = listing([{"id": 1, "text": 60 * "漢字", "source": address, "kind": "page"}])
+    show(table)
+    assert [str(column.header) for column in table.columns] == ["id", "text", "source"]
+    # The only column stays, whatever it takes.
+    table = listing([{"source": address}])
+    show(table)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
