@@ -148,7 +148,9 @@ def _parser() -> argparse.ArgumentParser:
         parent, _, last = name.rpartition(" ")
         if parent not in places:
             places[parent] = (
-                places[""].choices[parent].add_subparsers(dest="subcommand", metavar="ACTION")
+                places[""]
+                .choices[parent]
+                .add_subparsers(dest="subcommand", metavar="ACTION", prog=f"llmcond {parent}")
             )
         cls = _command(name)
         summary = inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]

@@ -10,7 +10,8 @@ import argparse
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
@@ -28,7 +29,7 @@ from typing import (
 )
 
 from llmcond import plugins
-from llmcond.errors import LlmcondError, UserError, escaped_json, nearest
+from llmcond.errors import LlmcondError, UserError, did_you_mean, escaped_json, nearest
 from llmcond.options import Option, option, option_of, public_function
 from llmcond.system import local_rank
 
@@ -291,9 +292,32 @@ def optional(cls: type[T]) -> type[T]:
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, with the nearest legal names."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse; a UserError for what this command does not know, before it is for what is missing.
+
+        argparse would blame a misspelt flag on the required one that it was meant to be, and
+        report others in the name of the whole program.
+        """
+        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        for word in self._own_words(sys.argv[1:] if args is None else args):
+            flag = word.partition("=")[0]
+            if flag.startswith("--") and " " not in flag and flag not in known:
+                self.error(f"there is no {flag}. {did_you_mean(flag, known)}")
+        namespace, others = super().parse_known_args(args, namespace)
+        if others:
+            self.error(f"unrecognized arguments: {' '.join(others)}")
+        return namespace, []
+
+    def _own_words(self, args: Iterable[str]) -> Iterator[str]:
+        """Yield arguments up to the name of a command within this one, or the end of all flags."""
+        actions = self._subparsers._group_actions if self._subparsers else ()
+        names = {name for action in actions for name in action.choices or ()}
+        return takewhile(lambda word: word != "--" and word not in names, args)
+
     def error(self, message: str) -> NoReturn:
         """Raise a UserError."""
-        raise UserError(f"{message}. See `{self.prog} --help`.")
+        text = message.rstrip()
+        raise UserError(f"{text}{'' if text[-1] in '.?' else '.'} See `{self.prog} --help`.")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

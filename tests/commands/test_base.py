@@ -91,7 +91,9 @@ def test_help_names_defaults_once(capsys):
         ("w --colour bleu", "--colour is 'bleu'. Did you mean 'blue'"),
         ("w --set a", "--set is 'a'; expected NAME=VALUE"),
         ("w --coats x", "invalid int value"),
-        ("w --col red", "unrecognized arguments"),
+        ("w --col red", r"there is no --col\. Did you mean '--colour' .*See `paint --help`"),
+        ("--colur red", "there is no --colur"),  # not: WALL is required
+        ("w more", "unrecognized arguments: more. See `paint --help`"),
         ("", "required: WALL"),
     ],
 )

@@ -448,6 +448,12 @@ def test_a_reader_that_leaves_is_no_error():
     ("arguments", "expected"),
     [
         (["extrac"], "Did you mean 'extract'"),
+        (
+            ["similarity", "a", "b", "--conditon", "c"],
+            "there is no --conditon. Did you mean '--cond",
+        ),
+        (["heads", "--rum", "x"], "See `llmcond heads --help`"),
+        (["prompts", "show", "x", "--dta", "y"], "See `llmcond prompts show --help`"),
         ([], "COMMAND"),
         (["extract"], "--model"),
         (["extract", "--model", "mini-lm"], "Did you mean 'minilm'"),
