@@ -24,6 +24,15 @@ class DiskFullError(UserError):
     """The disk has no room for what was to be written; nothing already stored is lost."""
 
 
+#: What pip installs llmcond from: a clone, in whose folder pip runs, as no index has the package.
+_DISTRIBUTION = "."
+
+
+def install_command(extra: str) -> str:
+    """Return what installs the libraries of an extra, for messages."""
+    return f"pip install '{_DISTRIBUTION}[{extra}]' in the repository's folder"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a question naming the known spellings nearest to ``name``; empty if none is near."""
     matches = get_close_matches(name, sorted(known), n=3, cutoff=0.5)

@@ -211,7 +211,7 @@ def check_format(record: dict[str, Any], supported: int, what: str) -> None:
     if found > supported:
         raise UserError(
             f"{what} was written by a newer version of llmcond (format {found}; this one reads up "
-            f"to {supported}). Upgrade: pip install --upgrade llmcond"
+            f"to {supported}). Upgrade llmcond to read it."
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from llmcond.annotation.template import Template
-from llmcond.errors import LlmcondError, UserError, brief, did_you_mean, listed
+from llmcond.errors import LlmcondError, UserError, brief, did_you_mean, install_command, listed
 from llmcond.log import log
 
 KEY = "OPENAI_API_KEY"
@@ -110,7 +110,7 @@ class Server:
             from llmcond.annotation.transport import BoundedTransport
         except ImportError as error:
             raise UserError(
-                "asking a model needs the openai client: pip install 'llmcond[annotate]'."
+                f"asking a model needs the openai client: {install_command('annotate')}."
             ) from error
         self._errors, self._settings = openai, settings
         self._key = os.environ.get(KEY, "").strip()

@@ -158,7 +158,7 @@ class WithScale(Command):
         None,
         group=_SCALE,
         help="ray: share the work among actors of Ray, which is started here unless --address "
-        "names a cluster; pip install 'llmcond[ray]'",
+        "names a cluster; needs the extra ray",
     )
     address: str | None = option(
         None,

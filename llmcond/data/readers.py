@@ -20,7 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import IO, Any
 
-from llmcond.errors import LlmcondError, UserError, brief, did_you_mean, first_line, listed
+from llmcond.errors import (
+    LlmcondError,
+    UserError,
+    brief,
+    did_you_mean,
+    first_line,
+    install_command,
+    listed,
+)
 
 SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx")
 
@@ -421,7 +429,7 @@ def _read_xlsx(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator
         import openpyxl
         from openpyxl.utils.escape import unescape
     except ImportError as error:
-        raise UserError(f"{name} needs openpyxl: pip install 'llmcond[excel]'.") from error
+        raise UserError(f"{name} needs openpyxl: {install_command('excel')}.") from error
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about styles and the like

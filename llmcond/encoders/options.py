@@ -49,7 +49,7 @@ class EncoderOptions:
         "auto", help="auto: the fastest that the device computes natively"
     )
     quantize: Quantize | None = _option(
-        "none", help="weights in 8 or 4 bit (needs llmcond[quantize])"
+        "none", help="weights in 8 or 4 bit (needs the extra quantize)"
     )
     device: str = _option("auto", metavar="D", help="auto, cpu, cuda or cuda:N")
     attention: Attention | None = _option(help="its direction (default: the model's own)")

@@ -6,13 +6,14 @@ import itertools
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from llmcond.errors import UserError, printable
+from llmcond.errors import UserError, install_command, printable
 from llmcond.files import replacing
 
 #: x (n,), mean (n,), low (n,), high (n,); NaN in the last three leaves a gap.
@@ -121,18 +122,25 @@ def plot_curve(
         _legend(figure, list(curves), lines=True)
 
 
+def has_matplotlib() -> bool:
+    """Return whether pictures can be drawn."""
+    return find_spec("matplotlib") is not None
+
+
+def check_matplotlib() -> None:
+    """Raise a UserError unless pictures can be drawn."""
+    if not has_matplotlib():
+        raise UserError(f"pictures need matplotlib: {install_command('plots')}.")
+
+
 @contextmanager
 def _picture(path: Path, size: tuple[float, float]) -> Iterator[Any]:
     """Yield a figure of some inches to draw on, and save it as a .png or .svg file."""
     kind = path.suffix.lower()
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError(
-            "pictures need matplotlib, which is not installed. Install it: "
-            "pip install 'llmcond[plots]'"
-        ) from error
+    check_matplotlib()
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(_STYLE)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
-from llmcond.errors import UserError
 from llmcond.evaluation.results import SweptResult
 from llmcond.files import check_output
 from llmcond.log import log
 from llmcond.metrics import Metric, metric_of
-from llmcond.report.figures import plot_curve
+from llmcond.report.figures import check_matplotlib, plot_curve
 from llmcond.report.format import caveats, factors_text, range_text
 from llmcond.report.terminal import add_figures, identity_cells, identity_table, plain
 
@@ -64,8 +62,7 @@ def check_plot(path: Path) -> None:
         UserError: no place, another type of file, or nothing to draw with.
     """
     check_output(path, (".png", ".svg"))
-    if find_spec("matplotlib") is None:
-        raise UserError("pictures need matplotlib: pip install 'llmcond[plots]'.")
+    check_matplotlib()
 
 
 def plot_settings(results: Swept, path: Path) -> None:

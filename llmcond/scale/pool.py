@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from llmcond.errors import LlmcondError, UserError, first_line
+from llmcond.errors import LlmcondError, UserError, first_line, install_command
 from llmcond.log import log
 from llmcond.plugins import load, loaded
 
@@ -266,7 +266,7 @@ def _connected(cluster: Cluster) -> Iterator[Any]:
     try:
         import ray
     except ImportError as error:
-        raise UserError("--scale ray needs Ray: pip install 'llmcond[ray]'") from error
+        raise UserError(f"--scale ray needs Ray: {install_command('ray')}.") from error
     if ray.is_initialized():
         yield ray
         return

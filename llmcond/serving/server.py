@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcond.display import Displayed
-from llmcond.errors import UserError
+from llmcond.errors import UserError, install_command
 from llmcond.log import log
 from llmcond.progress import duration
 from llmcond.serving.settings import ServerSettings, read_keys
@@ -59,7 +59,7 @@ def serve(
         raise UserError("--condition is empty; name one, or leave it out.")
     if any(find_spec(name) is None for name in ("fastapi", "prometheus_client", "uvicorn")):
         raise UserError(
-            "the server needs FastAPI, uvicorn and prometheus-client: pip install 'llmcond[serve]'"
+            f"the server needs FastAPI, uvicorn and prometheus-client: {install_command('serve')}."
         )
     keys = () if settings.api_key_file is None else read_keys(Path(settings.api_key_file))
     with bound(settings.host, settings.port) as listening:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from llmcond.arrays import as_matrix
 from llmcond.data.rows import Rows
-from llmcond.errors import UserError
+from llmcond.errors import UserError, install_command
 from llmcond.evaluation.clusters import impurity, project_2d
 from llmcond.evaluation.conditions import (
     Change,
@@ -27,7 +27,7 @@ from llmcond.files import check_writable, write_json
 from llmcond.heads import PairArrays
 from llmcond.log import log
 from llmcond.metrics import finite
-from llmcond.report.figures import plot_clusters
+from llmcond.report.figures import has_matplotlib, plot_clusters
 from llmcond.runs import SavedHead, open_run
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import Predictor, Zeroshot, fitted_heads, predict, zeroshots
@@ -102,6 +102,9 @@ def analyse(
     data = _Split(rows, RowFeatures(rows, run.store()), rated)
     kept, sizes = _writable(run.folder), (n_conditions, n_sentences)
     out = out or (run.folder / "analyses" if kept else None)
+    if "clusters" in what and fitted and out is not None and not has_matplotlib():
+        log.info(f"no pictures are drawn: they need matplotlib ({install_command('plots')})")
+        out = None
     done: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "isotropy": lambda: [_isotropy(one, data, seed) for one in predictors],
         "clusters": lambda: _clusters(predictors, fitted, data, sizes, seed, out),

@@ -109,7 +109,7 @@ def test_the_first_sheet_of_a_workbook_is_read(tmp_path: Path):
 def test_without_openpyxl_there_is_a_way_to_get_it(monkeypatch, tmp_path: Path):
     path = write_table(tmp_path / "rows.xlsx", TRICKY)
     monkeypatch.setitem(sys.modules, "openpyxl", None)
-    with pytest.raises(UserError, match=r"rows.xlsx needs .*pip install 'llmcond\[excel\]'"):
+    with pytest.raises(UserError, match=r"rows.xlsx needs .*pip install '\.\[excel\]'"):
         rows_of(path)
 
 

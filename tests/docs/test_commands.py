@@ -43,7 +43,14 @@ def test_extras_that_messages_name_are_told_in_the_readme():
         "optional-dependencies"
     ]
     sources = " ".join(path.read_text() for path in (ROOT / "llmcond").rglob("*.py"))
-    named = set(re.findall(r"llmcond\[(\w+)\]", sources)) | set(extras) - {"dev"}
+    named = set(re.findall(r"install_command\('(\w+)'\)|needs the extra (\w+)", sources))
+    named = {"".join(pair) for pair in named} | set(extras) - {"dev"}
     assert named <= set(extras)
     told = (ROOT / "README.md").read_text()
     assert all(f"`{name}`" in told or f"[{name}]" in told for name in named)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_extras_are_installed_in_one_way(page):
+    """The package is on no index: what a page installs of it comes from a clone."""
+    assert "llmcond[" not in page.read_text(encoding="utf-8")

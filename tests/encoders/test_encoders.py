@@ -288,7 +288,7 @@ def test_what_a_machine_may_lack_is_not_imported(tiny_checkpoint):
         try:
             load_encoder(sys.argv[1], device="cpu", quantize="8bit")
         except UserError as error:
-            assert "pip install 'llmcond[quantize]'" in str(error), error
+            assert "pip install '.[quantize]'" in str(error), error
         else:
             raise AssertionError("loaded")
     """)

@@ -2,10 +2,12 @@
 
 import itertools
 import math
+import shutil
 import sys
 import tracemalloc
 import warnings
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.stats import entropy
 
+import llmcond
 import llmcond.evaluation.isotropy as isotropy_module
 from llmcond.errors import UserError
 from llmcond.evaluation.clusters import impurity, impurity_of, project_2d
@@ -27,6 +30,7 @@ from llmcond.evaluation.conditions import (
 from llmcond.evaluation.isotropy import Isotropy, isotropy
 from llmcond.evaluation.paired import resample
 from llmcond.report.figures import plot_clusters, plot_curve
+from llmcond.workflows.fit import fit_head
 
 
 def gaussians(n, dim, seed=0, shift=0.0, dtype=np.float32):
@@ -511,9 +515,20 @@ def test_drawing_leaves_matplotlib_as_it_was(draw, monkeypatch, tmp_path):
     assert (tmp_path / "styled.svg").read_bytes() == (tmp_path / "plain.svg").read_bytes()
 
 
+def test_analyses_are_given_without_matplotlib(monkeypatch, tmp_path, tiny_run, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    caplog.set_level("INFO")
+    run = Path(shutil.copytree(tiny_run, tmp_path / "run"))
+    fit_head(run, "pca", 4)
+    found = llmcond.analyse(run=run, what=["isotropy", "clusters"], conditions=2, split="train")
+    assert {row["name"] for row in found["clusters"]} >= {"pca@concat-sent-cond"}
+    assert "no pictures are drawn: they need matplotlib (pip install '.[plots]' in" in caplog.text
+    assert not (run / "analyses").exists()
+
+
 def test_without_matplotlib_there_is_a_way_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match=r"pip install 'llmcond\[plots\]'"):
+    with pytest.raises(UserError, match=r"pip install '\.\[plots\]'"):
         draw_curves(tmp_path / "figure.png")
     assert not list(tmp_path.iterdir())
 

@@ -180,7 +180,7 @@ def test_store_describes_its_encoder(store):
 def test_store_of_a_newer_version_is_refused(tmp_path, store):
     append(store)
     (store.folder / "store.json").write_text('{"format": 2}')
-    with pytest.raises(UserError, match=r"newer version of llmcond.*pip install --upgrade"):
+    with pytest.raises(UserError, match=r"newer version of llmcond.*Upgrade llmcond"):
         FeatureStore(tmp_path, IDENTITY, "float32")
 
 

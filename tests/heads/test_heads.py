@@ -419,7 +419,7 @@ def test_missing_weights_are_refused(saved):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 3}, r"newer version of llmcond \(format 3.*pip install --upgrade"),
+        ({"format": 3}, r"newer version of llmcond \(format 3.*Upgrade llmcond"),
         ({"format": None}, "states no format version"),
         ({"format": True}, "states no format version"),
         ({"format": 0}, "states no format version"),

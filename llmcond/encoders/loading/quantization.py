@@ -10,7 +10,7 @@ from transformers import BitsAndBytesConfig
 from llmcond.encoders.loading.device import TORCH_DTYPES
 from llmcond.encoders.loading.memory import POOLS
 from llmcond.encoders.spec import Dtype
-from llmcond.errors import UserError
+from llmcond.errors import UserError, install_command
 
 
 def quantization(quantize: str, dtype: Dtype) -> BitsAndBytesConfig:
@@ -45,8 +45,7 @@ def require(what: str, *names: str, extra: str = "quantize") -> None:
     absent = [name for name in names if not installed(name)]
     if absent:
         raise UserError(
-            f"{what}, which needs {' and '.join(absent)}. "
-            f"Install it: pip install 'llmcond[{extra}]'"
+            f"{what}, which needs {' and '.join(absent)}. Install it: {install_command(extra)}."
         )
 
 

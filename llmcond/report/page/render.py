@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from llmcond.errors import UserError
+from llmcond.errors import UserError, install_command
 from llmcond.files import check_output, replacing
 from llmcond.log import log
 from llmcond.metrics import metric_of
@@ -29,7 +29,7 @@ def check_page(path: Path) -> None:
     """
     check_output(path, (".html", ".htm"))
     if any(find_spec(name) is None for name in ("altair", "jinja2", "vl_convert")):
-        raise UserError("pages need Altair, Jinja and vl-convert: pip install 'llmcond[report]'.")
+        raise UserError(f"pages need Altair, Jinja and vl-convert: {install_command('report')}.")
 
 
 def write_page(page: Page, path: Path) -> None:

@@ -790,7 +790,7 @@ def test_peft_that_is_not_installed_is_named_before_weights_are_fetched(bert, mo
         "llmcond.encoders.loading.loading.fetch_weights",
         lambda _: pytest.fail("weights were fetched"),
     )
-    expected = r"is an adapter, which needs peft\. Install it: pip install 'llmcond\[lora\]'"
+    expected = r"is an adapter, which needs peft\. Install it: pip install '\.\[lora\]'"
     with pytest.raises(UserError, match=expected):
         load(folder)
 
