@@ -31,7 +31,7 @@ from llmcond.runs import (
 )
 from llmcond.runs.comparing import Comparing, Vectors, checked_texts, one_text
 from llmcond.runs.extraction import LazyEncoder
-from llmcond.runs.usual import usual_run
+from llmcond.runs.usual import find_run
 
 if TYPE_CHECKING:
     from llmcond.encoders import EncoderInput
@@ -192,12 +192,15 @@ def load_embedder(
     prompt: str | None = None,
     device: str = "auto",
     max_tokens_per_batch: int | None = None,
+    revision: str | None = None,
 ) -> Embedder:
     """Load a run's encoder with one of its heads.
 
     Args:
-        run: the run's folder, what was downloaded of one that was pushed, or ``minilm-csts``, the
-            bundled model. None: see :func:`usual_run`.
+        run: the run's folder; ``minilm-csts``, the bundled model; or ``OWNER/NAME`` of what
+            ``llmcond push`` uploaded to the Hugging Face hub, which is downloaded where no folder
+            is called so. None: ``runs/default`` where that was made from data of your own, else
+            the bundled model.
         head: a fitted head's name, or its recipe's if that is fitted once. ``none``: zero-shot.
             None: the run's default (``llmcond heads --run RUN --default NAME``), else the head with
             the best score on dev, or zero-shot if there is none.
@@ -205,13 +208,14 @@ def load_embedder(
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         max_tokens_per_batch: the token budget of one forward pass, which is what takes the place of
             a batch size; None: by the device and its memory.
+        revision: branch, tag or commit of a model of the hub; None: the newest.
 
     Raises:
-        UserError: no such run or head, several heads of that name, a prompt that is a control, or
-            an encoder that has changed.
-        LlmcondError: the encoder cannot be loaded.
+        UserError: no such run, model or head, several heads of that name, a prompt that is a
+            control, or an encoder that has changed.
+        LlmcondError: the hub cannot be reached, or the encoder cannot be loaded.
     """
-    opened = open_run(usual_run(run))
+    opened = open_run(find_run(run, revision))
     chosen, view = choose_model(opened, head, prompt)
     resolved = opened.resolve_encoder(device, max_tokens_per_batch)
     return make_embedder(LazyEncoder(resolved)(), view, chosen)

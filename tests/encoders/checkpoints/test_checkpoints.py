@@ -5,17 +5,13 @@ import importlib
 import importlib.metadata
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import textwrap
-import threading
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -23,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.checkpoints import put_into_hub_cache
+from helpers.hub import COMMIT, serving
 from helpers.identities import IDENTITY
 from helpers.processes import FORKING, Command
 from safetensors.torch import load_file, save_file
@@ -1091,80 +1088,6 @@ def test_packaged_weights_that_are_not_the_official_ones_are_refused(tmp_path, m
 
 
 # -- hub ---------------------------------------------------------------------------------------
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-class Hub(BaseHTTPRequestHandler):
-    """As much of the Hugging Face hub as a download needs, and of what it answers otherwise.
-
-    ``me/tiny`` can be downloaded. Of ``me/asked`` what is in it can be seen, and no file be had
-    before its terms are accepted; of ``me/gated`` nothing can. ``me/hollow`` has no weights, and
-    of ``me/broken`` the connection breaks within them.
-    """
-
-    def __init__(self, folder, *arguments):
-        self.folder = folder
-        super().__init__(*arguments)
-
-    def do_GET(self):
-        path = self.path.split("?")[0]
-        match = re.fullmatch(r"(?:/api/models)?/(me/\w+)(/.*)?", path)
-        repo, rest = (match[1], match[2] or "") if match else ("", path)
-        name = rest.removeprefix(f"/resolve/{COMMIT}/")
-        if repo == "me/gated" or (repo == "me/asked" and name != rest):
-            self.answer(b"", {"X-Error-Code": "GatedRepo"}, 401 if repo == "me/gated" else 403)
-        elif repo not in ("me/tiny", "me/asked", "me/hollow", "me/broken"):
-            self.answer(b"", {"X-Error-Code": "RepoNotFound"}, 404)
-        elif rest in ("", "/revision/main"):
-            self.answer_json({"id": repo, "sha": COMMIT, "siblings": []})
-        elif rest.startswith(f"/tree/{COMMIT}"):
-            files = [path for path in self.folder.rglob("*") if path.is_file()]
-            hidden = "*.safetensors" if repo == "me/hollow" else ""
-            self.answer_json([self.entry(path) for path in files if not path.match(hidden or "-")])
-        elif name != rest:
-            body, cut = (self.folder / name).read_bytes(), name.endswith(".safetensors")
-            self.answer(body, {"ETag": f'"{self.etag(name)}"'}, cut=cut and repo == "me/broken")
-        else:
-            self.answer(b"", {"X-Error-Code": "RevisionNotFound"}, 404)
-
-    do_HEAD = do_GET  # noqa: N815
-
-    def entry(self, path):
-        name = path.relative_to(self.folder).as_posix()
-        return {
-            "type": "file",
-            "path": name,
-            "size": path.stat().st_size,
-            "oid": self.etag(name),
-        }
-
-    def etag(self, name):
-        return name.encode().hex().ljust(40, "0")[:40]
-
-    def answer_json(self, value):
-        self.answer(json.dumps(value).encode(), {"Content-Type": "application/json"})
-
-    def answer(self, body, headers, status=200, cut=False):
-        self.send_response(status)
-        for name, value in {**headers, "X-Repo-Commit": COMMIT}.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body[:100] if cut else body)
-        self.close_connection = cut
-
-    def log_message(self, *arguments):
-        pass
-
-
-@contextmanager
-def serving(folder):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,103 @@
+"""What load_embedder takes by name: the bundled model, a folder, or a model of the hub."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.hub import COMMIT, serving
+
+import llmcond
+from llmcond.bundled import PRETRAINED, pretrained
+from llmcond.errors import UserError
+
+#: Load a model by name, and print its vectors or the error.
+LOAD = """
+import json, sys
+import llmcond
+
+name, revision = sys.argv[1:]
+try:
+    embedder = llmcond.load_embedder(name, revision=revision or None, device="cpu")
+    vectors = embedder.encode(["two men play in the park", "a dog"], "the place")
+    print(json.dumps({"sums": vectors.sum(axis=1).tolist(), "size": len(vectors[0])}))
+except llmcond.LlmcondError as error:
+    print(json.dumps({"error": str(error), "code": error.exit_code}))
+"""
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A hub whose me/tiny is the bundled model, as push would upload it."""
+    folder = shutil.copytree(pretrained(PRETRAINED), tmp_path / "pushed")
+    with serving(folder) as url:
+        yield url, folder
+
+
+def load(tmp_path: Path, endpoint: str, name: str, revision: str = "", offline: str = "0"):
+    """Load it in a process of its own, which reads the hub's settings anew."""
+    settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, name, revision],
+        env={**os.environ, **settings, "HF_HUB_OFFLINE": offline},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def test_a_model_of_the_hub_is_downloaded_and_stays(hub, tmp_path):
+    url, _ = hub
+    vectors = llmcond.load_embedder(PRETRAINED, device="cpu").encode(
+        ["two men play in the park", "a dog"], "the place"
+    )
+    loaded = load(tmp_path, url, "me/tiny", COMMIT)
+    assert loaded["size"] == vectors.shape[1]
+    assert loaded["sums"] == pytest.approx(vectors.sum(axis=1).tolist(), abs=1e-4)
+    assert load(tmp_path, url, "me/tiny", COMMIT, offline="1") == loaded
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "offline", "code", "words"),
+    [
+        ("me/none", "", "0", 2, "the hub has no such repository"),
+        ("me/tiny", "v9", "0", 2, "me/tiny has no revision 'v9'"),
+        ("me/tiny", "", "0", 2, "has no run.json, so it is not a model of llmcond"),
+        ("me/gated", "", "0", 2, "me/gated is gated"),
+        ("me/tiny", "", "1", 1, "hub cannot be reached"),
+    ],
+)
+def test_what_was_tried_is_said(hub, tmp_path, name, revision, offline, code, words):
+    url, folder = hub
+    (folder / "run.json").unlink()
+    failed = load(tmp_path, url, name, revision, offline)
+    assert failed["error"].startswith(f"there is no run at {name} here, so it was looked up on the")
+    assert words in failed["error"]
+    assert failed["code"] == code
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("minlm-csts", "Did you mean 'minilm-csts'?"),
+        ("all-MiniLM-L6-v2", "load_encoder('all-MiniLM-L6-v2') loads it"),
+        ("all-MiniLM-L6-v2", "'minilm-csts'"),
+        ("NV-Embd-v2", "Did you mean 'NV-Embed-v2'"),
+    ],
+)
+def test_an_unknown_name_is_told_what_there_is(tmp_path, monkeypatch, name, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as raised:
+        llmcond.load_embedder(name)
+    assert f"there is no run at {name}" in str(raised.value)
+    assert words in str(raised.value)
+
+
+def test_a_folder_has_no_revision(tiny_run):
+    with pytest.raises(UserError, match="is not a model of the hub"):
+        llmcond.load_embedder(tiny_run, revision="main")
