@@ -1,4 +1,4 @@
-"""Places of texts on a map: t-SNE, each map begun from the one before."""
+"""Places of texts on maps that can be compared: t-SNE, each map fitted onto the one before."""
 
 from __future__ import annotations
 
@@ -12,40 +12,74 @@ from llmcond.clustering.methods import Vectors
 Places = NDArray[np.float64]
 
 #: Dimensions that are kept of vectors, by principal components, as is usual before t-SNE.
-_KEPT = 50
+_COMPONENTS = 50
 _PERPLEXITY = 30.0
+#: How much the first map's clusters are pulled together at the start, scikit-learn's default. A map
+#: that continues from another has its clusters already: pulling would undo their arrangement.
+_EXAGGERATION, _NO_EXAGGERATION = 12.0, 1.0
 
 
 def places(systems: Iterable[Vectors], seed: int) -> list[Places]:
     """Return (n, 2) places of the same n texts for each of several kinds of vectors, in 0 to 1.
 
-    A map begins where the texts lie on the one before, so that what stays together stays in place.
-    Fewer than four texts lie on a line, in their order.
+    t-SNE has many equally good solutions, and rounding decides between them. So that maps can be
+    compared on every processor, each map continues from the one before, which is already a solution
+    for the same vectors, and is then rotated, mirrored, moved and scaled to fit onto it. Fewer than
+    four texts lie on a line, in their order.
     """
-    found: list[Places] = []
+    maps: list[Places] = []
     for vectors in systems:
-        found.append(_places(vectors, found[-1] if found else None, seed))
-    return found
+        before = maps[-1] if maps else None
+        points = _tsne(vectors, before, seed)
+        maps.append(points if before is None else _fit(points, before))
+    return _into_unit_square(maps)
 
 
-def _places(vectors: Vectors, before: Places | None, seed: int) -> Places:
+def _tsne(vectors: Vectors, before: Places | None, seed: int) -> Places:
     from sklearn.decomposition import PCA
     from sklearn.manifold import TSNE
 
     n = len(vectors)
     if n < 4:
-        return np.stack([np.linspace(0.1, 0.9, n), np.full(n, 0.5)], axis=1)
-    kept = min(_KEPT, *vectors.shape)
+        return np.stack([np.arange(n, dtype=np.float64), np.zeros(n)], axis=1)
+    kept = min(_COMPONENTS, *vectors.shape)
     if kept < 2:
         vectors = np.repeat(vectors, 2, axis=1)
         kept = 2
     with np.errstate(invalid="ignore"):  # of equal vectors no component explains a share
-        points = PCA(kept, random_state=seed).fit_transform(vectors)
-    start = points[:, :2] if before is None else before - before.mean(axis=0)
-    # As its authors advise: small, so that far-apart points can still pass each other.
-    start = 1e-4 * start / (start.std() or 1.0)
-    perplexity = min(_PERPLEXITY, (n - 1) / 3)
-    reducer = TSNE(2, perplexity=perplexity, init=start.astype(np.float32), random_state=seed)
-    found = np.asarray(reducer.fit_transform(points), dtype=np.float64)
-    low, high = found.min(axis=0), found.max(axis=0)
-    return np.asarray((found - (low + high) / 2) / (float((high - low).max()) or 1.0) + 0.5)
+        components = PCA(kept, random_state=seed).fit_transform(vectors)
+    if before is None:
+        # As its authors advise: small, so that far-apart points can still pass each other.
+        start = 1e-4 * components[:, :2] / (components[:, :2].std() or 1.0)
+    else:
+        start = before
+    reducer = TSNE(
+        2,
+        perplexity=min(_PERPLEXITY, (n - 1) / 3),
+        early_exaggeration=_EXAGGERATION if before is None else _NO_EXAGGERATION,
+        init=start.astype(np.float32),
+        random_state=seed,
+    )
+    return np.asarray(reducer.fit_transform(components), dtype=np.float64)
+
+
+def _fit(points: Places, onto: Places) -> Places:
+    """Rotate, mirror, move and scale a map so that its points are nearest to those of another.
+
+    The scale is that which makes them equally wide. The one with the least distances would shrink a
+    map the more, the less the two have in common.
+    """
+    from scipy.linalg import orthogonal_procrustes
+
+    centred, target = points - points.mean(axis=0), onto - onto.mean(axis=0)
+    rotation, _ = orthogonal_procrustes(centred, target)
+    scale = np.linalg.norm(target) / (float(np.linalg.norm(centred)) or 1.0)
+    return np.asarray(scale * centred @ rotation + onto.mean(axis=0))
+
+
+def _into_unit_square(maps: list[Places]) -> list[Places]:
+    """Move and scale all maps alike, so that their points lie in 0 to 1."""
+    every = np.concatenate(maps)
+    low, high = every.min(axis=0), every.max(axis=0)
+    width = float((high - low).max()) or 1.0
+    return [(points - (low + high) / 2) / width + 0.5 for points in maps]

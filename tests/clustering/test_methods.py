@@ -1,7 +1,10 @@
 """Clusters of vectors: how many, which, what they are called, and how they are scored and drawn."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
+from scipy.linalg import orthogonal_procrustes
 from sklearn.metrics import adjusted_rand_score, v_measure_score
 
 from llmcond.clustering.describe import describe
@@ -131,16 +134,51 @@ def test_scores_are_those_of_scikit_learn_with_intervals_around_them():
     assert values["minus_plain_ari"] == pytest.approx(values["ari"] - values["plain_ari"])
 
 
-def test_a_map_keeps_neighbours_and_begins_where_the_last_one_ended():
+def spread(points):
+    return np.linalg.norm(points - points.mean(axis=0), axis=1).mean()
+
+
+def moved(first, second):
+    """How far points are from where they were, as a share of how far they are from the centre."""
+    return np.linalg.norm(first - second, axis=1).mean() / spread(first)
+
+
+def test_a_map_keeps_neighbours():
     points, truth = blobs([25, 25], apart=12)
-    first, again, other = places([points, points, points[::-1].copy()], 0)
-    assert first.min() >= 0
-    assert first.max() <= 1
-    centres = [first[truth == i].mean(axis=0) for i in (0, 1)]
-    spread = max(first[truth == i].std() for i in (0, 1))
-    assert np.linalg.norm(centres[0] - centres[1]) > 2 * spread
-    moved = [np.linalg.norm(first - one, axis=1).mean() for one in (again, other)]
-    assert moved[0] < moved[1]
+    (found,) = places([points], 0)
+    assert found.min() >= 0
+    assert found.max() <= 1
+    centres = [found[truth == i].mean(axis=0) for i in (0, 1)]
+    assert np.linalg.norm(centres[0] - centres[1]) > 3 * max(
+        spread(found[truth == i]) for i in (0, 1)
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_map_continues_from_the_one_before(seed):
+    # What another processor's rounding changes, a little noise changes as well.
+    points, truth = blobs([25, 15, 20, 30], apart=12, seed=seed)
+    random = np.random.default_rng(seed)
+    near = (points + random.normal(scale=1e-6, size=points.shape)).astype(np.float32)
+    first, again, other = places([points, near, random.permutation(points)], seed)
+    assert moved(first, again) < 0.2
+    assert moved(again, other) > 0.6
+
+
+def test_a_map_is_turned_mirrored_and_scaled_onto_the_one_before():
+    random = np.random.default_rng(0)
+    shared = random.normal(size=(60, 2))
+    # Two conditions that have a little in common, so that maps differ and are still comparable.
+    systems = [np.hstack([shared, 3 * random.normal(size=(60, 6))]) for _ in range(4)]
+    maps = places([one.astype(np.float32) for one in systems], 0)
+    for before, after in pairwise(maps):
+        centred = [one - one.mean(axis=0) for one in (after, before)]
+        rotation, _ = orthogonal_procrustes(*centred)
+        np.testing.assert_allclose(rotation, np.eye(2), atol=1e-6)
+        np.testing.assert_allclose(after.mean(axis=0), before.mean(axis=0), atol=1e-6)
+        assert np.linalg.norm(centred[0]) == pytest.approx(np.linalg.norm(centred[1]))
+    assert min(one.min() for one in maps) == pytest.approx(0)
+    assert max(one.max() for one in maps) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (3, 4), (4, 1), (6, 3)])
