@@ -4,8 +4,10 @@
     python scripts/bench_clusters.py --data FOLDER --seeds 3 --json
 
 The data is GoalEx's (EMNLP 2023): 1,024 texts in four classes of topic, of writing style and of
-language. V-measures are means over seeds, of K-means and of which texts guide; a guide's own texts
-are not scored.
+language. V-measures are means over seeds, of K-means (the best of ten starts each) and of which
+texts guide; a guide's own texts are not scored. Plain sentence embeddings are those of the base
+encoder without its adapter. The adapter's own vectors without a condition are measured too, but
+it was never trained for those.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from llmcond import Embedder, load_embedder, load_encoder
 from llmcond.bundled import PRETRAINED
 from llmcond.clustering.guide import guided
 from llmcond.clustering.methods import NOISE, choose_k, hdbscan, kmeans, sample
+from llmcond.clustering.result import without_condition
 from llmcond.encoders import EncoderInput
 from llmcond.features.view import View
 from llmcond.prompts import load_prompt
-from llmcond.runs.embedder import unit_length
+from llmcond.runs.embedder import base_encoder, unit_length
 
 #: What is known of each text -> the condition that asks for it.
 CONDITIONS = {"topic": "the topic", "style": "the writing style", "language": "the language"}
@@ -45,16 +48,18 @@ def read(folder: Path) -> tuple[list[str], dict[str, Any]]:
 def systems(model: str, texts: list[str]) -> dict[str, Callable[[str], Vectors]]:
     """Return what makes vectors of the texts under a condition, by name."""
     encoder, bundled = load_encoder(model), load_embedder(PRETRAINED)
+    base = base_encoder(bundled.encoder) or encoder
     routed = Embedder(encoder, View((load_prompt("routed"),)))
 
     def alone(encoder: Any) -> Callable[[str], Vectors]:
         vectors = unit_length(encoder.encode([EncoderInput("", text) for text in texts]), None)
         return lambda _: vectors
 
+    plain = {without_condition(one.name): alone(one) for one in (base, encoder)}
     return {
-        f"{encoder.name}, no condition": alone(encoder),
+        **plain,
         f"{encoder.name}, routed": lambda condition: routed.encode(texts, condition),
-        f"{PRETRAINED}, no condition": alone(bundled.encoder),
+        without_condition(PRETRAINED): alone(bundled.encoder),
         PRETRAINED: lambda condition: bundled.encode(texts, condition),
     }
 

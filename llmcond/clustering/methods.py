@@ -18,14 +18,14 @@ SAMPLE = 2_000
 #: A mean silhouette up to which there is no substantial structure (Kaufman and Rousseeuw, 1990).
 CLEAR = 0.25
 #: K-means is started so often, and the tightest clustering kept; fewer times where K is chosen.
-_STARTS, _STARTS_OF_CHOICE = 10, 2
+STARTS, _STARTS_OF_CHOICE = 10, 2
 #: Principal components that HDBSCAN works on.
 _KEPT = 5
 #: So few vectors are clustered by one thread: see :mod:`llmcond.evaluation.clusters`.
 _FEW = 2_000
 
 
-def kmeans(vectors: Vectors, k: int, seed: int, starts: int = _STARTS) -> Labels:
+def kmeans(vectors: Vectors, k: int, seed: int, starts: int = STARTS) -> Labels:
     """Return (n,) the cluster of each of n vectors, by K-means; the largest is 0."""
     from sklearn.cluster import KMeans
 
@@ -52,6 +52,20 @@ def choose_k(vectors: Vectors, seed: int) -> tuple[int, dict[int, float]]:
         scores[k] = 0.0 if labels is None else float(silhouette_score(points, labels))
     legal = [k for k in tried if k > 2 or scores[k] > CLEAR] or tried
     return max(legal, key=lambda k: scores[k]), scores
+
+
+def silhouette(vectors: Vectors, labels: Labels, seed: int) -> float | None:
+    """Return the mean silhouette of clusters, on ``SAMPLE`` vectors that the seed draws.
+
+    None where it is undefined: of one cluster, or where each vector is one.
+    """
+    from sklearn.metrics import silhouette_score
+
+    sampled = sample(len(vectors), SAMPLE, seed)
+    sampled = sampled[labels[sampled] != NOISE]
+    if not 1 < len(np.unique(labels[sampled])) < len(sampled):
+        return None
+    return float(silhouette_score(vectors[sampled], labels[sampled]))
 
 
 def _candidates() -> list[int]:

@@ -13,7 +13,7 @@ from llmcond.clustering.methods import NOISE, Vectors, sample
 from llmcond.clustering.plane import places
 from llmcond.clustering.result import Clustered, Clustering
 from llmcond.clustering.scores import METRICS
-from llmcond.clustering.tables import figures, headings
+from llmcond.clustering.tables import figures, headings, starts_text
 from llmcond.log import log
 from llmcond.report.format import factors_text
 from llmcond.report.page.render import write_html
@@ -70,7 +70,7 @@ class Drawing:
 
 def write_page(result: Clustered, drawing: Drawing, path: Path) -> None:
     """Write the page of a result."""
-    scored = [one for one in result.clusterings if one.scores is not None]
+    scored = [(one.title, one.scores) for one in result.clusterings if one.scores is not None]
     log.info(f"drawing a map of {len(drawing.texts):,} texts")
     values: dict[str, Any] = {
         "result": result,
@@ -78,8 +78,10 @@ def write_page(result: Clustered, drawing: Drawing, path: Path) -> None:
         "drawn": len(drawing.texts),
         "noise": NOISE,
         "crossings": [_crossing(a, b) for a, b in combinations(drawing.shown, 2)],
-        "scores": [(one.title, one.scores, figures(one.scores)) for one in scored if one.scores],
-        "headings": headings(),
+        "scores": [(title, scores, figures(scores)) for title, scores in scored],
+        "headings": headings(scored[0][1].base_name) if scored else [],
+        "base": scored[0][1].base_name if scored else "",
+        "starts": starts_text(result),
         "factors": factors_text(METRICS),
         "made": _made(result),
     }

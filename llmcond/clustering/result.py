@@ -10,33 +10,41 @@ from typing import Any
 from llmcond.clustering.describe import Cluster
 from llmcond.clustering.methods import NOISE, Labels
 from llmcond.clustering.scores import Scores
+from llmcond.display import Displayed
+from llmcond.metrics import finite
 
-#: What stands for a condition where there is none.
-PLAIN = "no condition"
+
+def without_condition(encoder: str) -> str:
+    """Return what an encoder's vectors of texts by themselves are called; a folder by its name."""
+    return f"{Path(encoder).name}, no condition"
 
 
 @dataclass(frozen=True)
-class Clustering:
+class Clustering(Displayed):
     """Clusters of texts under one condition.
 
     Attributes:
+        encoder: whose vectors were clustered.
         condition: None: of the texts by themselves.
         labels: (n,) the number of each text's cluster, -1: in none.
         clusters: the largest first, what is in none last.
+        silhouette: the mean of the clusters', on at most 2,000 texts; None: undefined.
         silhouettes: of every K that was tried, where K was chosen by them.
         scores: beside known labels, where some were given.
     """
 
+    encoder: str
     condition: str | None
     labels: Labels
     clusters: Sequence[Cluster]
+    silhouette: float | None = None
     silhouettes: Mapping[int, float] = field(default_factory=dict)
     scores: Scores | None = None
 
     @property
     def title(self) -> str:
         """Return what tables and the page call it."""
-        return PLAIN if self.condition is None else self.condition
+        return without_condition(self.encoder) if self.condition is None else self.condition
 
     @property
     def k(self) -> int:
@@ -44,29 +52,31 @@ class Clustering:
         return sum(one.cluster != NOISE for one in self.clusters)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as ``--json`` prints it, without the labels, which are in the file."""
+        """Return it as ``--json`` prints it, without the label of each text."""
         return {
             "condition": self.condition,
             "k": self.k,
             "noise": int((self.labels == NOISE).sum()),
             "clusters": [one.to_json() for one in self.clusters],
+            "silhouette": finite(self.silhouette),
             "silhouettes": {str(k): round(score, 4) for k, score in self.silhouettes.items()},
             "scores": None if self.scores is None else self.scores.to_json(),
         }
 
 
 @dataclass(frozen=True)
-class Clustered:
-    """What was written, and what it holds.
+class Clustered(Displayed):
+    """Clusters of texts under each condition, and what made them.
 
     Attributes:
+        out: the table that was written; None: there is none.
         file: where the texts are from.
         texts, distinct: how many, and how many of them differ.
         guide: labels of the guide -> how many texts of it have each; None: there is no guide.
         clusterings: one for each condition.
     """
 
-    out: Path
+    out: Path | None
     report: Path | None
     file: str
     texts: int
@@ -80,10 +90,27 @@ class Clustered:
     clusterings: Sequence[Clustering]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
+        """Return what ``--json`` prints; the labels of texts too, where no file has them."""
+        clusterings = [one.to_json() for one in self.clusterings]
+        if self.out is None:
+            for one, values in zip(self.clusterings, clusterings, strict=True):
+                values["labels"] = one.labels.tolist()
         return {
             **vars(self),
-            "out": str(self.out),
+            "out": None if self.out is None else str(self.out),
             "report": None if self.report is None else str(self.report),
-            "clusterings": [one.to_json() for one in self.clusterings],
+            "clusterings": clusterings,
         }
+
+    def _displayed(self) -> Mapping[str, Any]:
+        """Return the texts, the model and the clusters under each condition."""
+        made = {name: getattr(self, name) for name in ("file", "texts", "encoder", "head", "out")}
+        clusters = {
+            f"clusters: {one.title}": [
+                {"cluster": own.cluster, "texts": own.size, "name": own.name, "typical": text}
+                for own in one.clusters
+                for text in own.typical[:1] or ("",)
+            ]
+            for one in self.clusterings
+        }
+        return made | clusters

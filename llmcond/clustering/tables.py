@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich import box
 from rich.table import Table
 
-from llmcond.clustering.methods import NOISE
+from llmcond.clustering.methods import NOISE, STARTS
 from llmcond.clustering.result import Clustered, Clustering
 from llmcond.clustering.scores import METRICS, Scores
 from llmcond.report.format import INTERVALS, estimate_text, factors_text, range_text
@@ -19,9 +19,9 @@ def show_clusters(result: Clustered, form: str = "table") -> None:
     """Print the clusters under each condition, and how they agree with known labels."""
     for one in result.clusterings:
         show(_clusters(one), form)
-    scored = [one for one in result.clusterings if one.scores is not None]
+    scored = [(one.title, one.scores) for one in result.clusterings if one.scores is not None]
     if scored:
-        show(_scores(scored), form)
+        show(_scores(scored, starts_text(result)), form)
 
 
 def _clusters(found: Clustering) -> Table:
@@ -45,36 +45,39 @@ def _clusters(found: Clustering) -> Table:
     return table
 
 
-def _scores(found: list[Clustering]) -> Table:
+def _scores(found: list[tuple[str, Scores]], starts: str) -> Table:
     intervals = INTERVALS.format(groups="texts").replace(" and, of several fits, seeds", "")
-    title = f"Clusters beside known labels. {factors_text(METRICS)}{intervals}"
+    title = f"Clusters beside known labels. {factors_text(METRICS)}{intervals}{starts}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("condition", "labels"):
         table.add_column(heading, overflow="fold")
-    add_figures(table, "texts", *headings())
-    for one in found:
-        if one.scores is not None:
-            named = plain(one.title), plain(one.scores.column)
-            table.add_row(*named, f"{one.scores.n:,}", *figures(one.scores))
+    add_figures(table, "texts", *headings(found[0][1].base_name))
+    for name, scores in found:
+        table.add_row(plain(name), plain(scores.column), f"{scores.n:,}", *figures(scores))
     return table
 
 
-def headings() -> list[str]:
-    """Return the headings of what :func:`figures` gives."""
-    return [
-        text for metric in METRICS for text in (metric.heading, "plain embeddings", "difference")
-    ]
+def headings(base_name: str) -> list[str]:
+    """Return the headings of what :func:`figures` gives, beside vectors of this name."""
+    return [text for metric in METRICS for text in (metric.heading, base_name, "difference")]
+
+
+def starts_text(result: Clustered) -> str:
+    """Return what a title says of the starts that figures of K-means depend on."""
+    if result.method != "kmeans":
+        return ""
+    return f" K-means, best of {STARTS} starts, seed {result.seed}; other seeds differ a little."
 
 
 def figures(scores: Scores) -> list[str]:
-    """Return each metric of clusters, of those of plain embeddings, and their difference."""
+    """Return each metric of clusters, of those of the base's vectors, and their difference."""
     texts = []
     for metric in METRICS:
         found = scores.difference[metric.name]
         between = range_text(metric, found.low, found.high, signed=True)
         texts += [
             estimate_text(metric, scores.own[metric.name]),
-            estimate_text(metric, scores.plain[metric.name]),
+            estimate_text(metric, scores.base[metric.name]),
             metric.show(found.value, signed=True) + (f" ({between})" if between else ""),
         ]
     return texts

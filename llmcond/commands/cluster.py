@@ -36,7 +36,12 @@ class Cluster(WithEmbedder):
         metavar="TEXTS",
         help=f"{FILES}, or a text file, one a line (from Python also a list of texts, or a table)",
     )
-    out: str | Path = option(metavar="FILE", help=".parquet or .csv: each text with its clusters")
+    out: str | Path | None = option(
+        None,
+        metavar="FILE",
+        help=".parquet or .csv to write each text with its clusters to (default: clusters are "
+        "printed only)",
+    )
     condition: Sequence[str] = option(
         (), metavar="TEXT", repeat=True, help="what texts are compared by; may be repeated"
     )
@@ -64,12 +69,13 @@ class Cluster(WithEmbedder):
     labels: Sequence[str] = option(
         (),
         metavar="COL",
-        help="known labels, which clusters are scored against: a column, or one for each condition",
+        help="known labels, which clusters are scored against, beside those of the base encoder's "
+        "vectors without a condition: a column, or one for each condition",
     )
     report: str | Path | None = option(
         None, metavar="FILE.html", help="a page with a map of the texts, to look around in"
     )
-    seed: int = option(0, metavar="S", help="of K-means, of what is drawn, and of the map")
+    seed: int = option(0, metavar="S", help="random seed of K-means, sampling and the map")
 
     def execute(self) -> Clustered:
         """Cluster."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,13 @@ def _column(path: Path, name: str) -> list[str]:
     texts = [problems.text(number, name, row[name]) for number, row in enumerate(rows, 1)]
     problems.raise_if_any()
     return [text.strip() for text in texts]
+
+
+def is_missing(value: Any) -> bool:
+    """Return whether a cell of a table holds nothing: None, NaN, or blanks."""
+    if isinstance(value, Real):
+        return math.isnan(value)
+    return value is None or not str(value).strip()
 
 
 @dataclass(frozen=True, slots=True)

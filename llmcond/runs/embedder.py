@@ -241,9 +241,9 @@ def base_encoder(encoder: Encoder) -> Encoder | None:
         LlmcondError: the base cannot be loaded.
     """
     base = resolve_base(encoder.resolved)
-    if base is None or base is encoder.resolved:
-        return None if base is None else encoder
-    return LazyEncoder(base)()
+    if base is encoder.resolved:
+        return encoder
+    return None if base is None else LazyEncoder(base)()
 
 
 def choose_model(

@@ -49,6 +49,11 @@ class LazyEncoder:
         """Return the encoder."""
         return self._encoder
 
+    @property
+    def name(self) -> str:
+        """Return the name that messages call it by."""
+        return self.resolved.checkpoint.name
+
 
 def extract_prompt(
     store: FeatureStore,
@@ -91,7 +96,9 @@ def extract_inputs(
             missing=missing,
             execute=encoder.execute,
         )
-    rate = f", {done.n_tokens / done.seconds:,.0f} tokens/s" if done.n_computed else ""
+    if not done.n_computed:
+        log.info(f"{name}: nothing to encode; the vectors of all inputs are stored")
+        return done
     cut = (
         f"; {done.n_truncated:,} inputs are longer than {resolved.identity.max_length} tokens: "
         f"{CUT}"
@@ -99,8 +106,8 @@ def extract_inputs(
         else ""
     )
     log.info(
-        f"{name}: {done.n_computed:,} of {done.n_inputs:,} inputs encoded in {done.seconds:.1f} s"
-        f"{rate}{cut}"
+        f"{name}: {done.n_computed:,} of {done.n_inputs:,} inputs encoded in {done.seconds:.1f} s, "
+        f"{done.n_tokens / done.seconds:,.0f} tokens/s{cut}"
     )
     return done
 

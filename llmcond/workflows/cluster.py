@@ -12,11 +12,11 @@ import numpy as np
 
 from llmcond.clustering.describe import describe
 from llmcond.clustering.guide import guided
-from llmcond.clustering.methods import CLEAR, Labels, Vectors, choose_k, hdbscan, kmeans
+from llmcond.clustering.methods import CLEAR, Labels, Vectors, choose_k, hdbscan, kmeans, silhouette
 from llmcond.clustering.page import Drawing, write_page
-from llmcond.clustering.result import Clustered, Clustering
-from llmcond.clustering.scores import score
-from llmcond.data.candidates import Collection, read_collection
+from llmcond.clustering.result import Clustered, Clustering, without_condition
+from llmcond.clustering.scores import METRICS, score
+from llmcond.data.candidates import Collection, is_missing, read_collection
 from llmcond.data.readers import MissingColumnError
 from llmcond.data.rows import column_of
 from llmcond.errors import UserError, brief
@@ -27,11 +27,15 @@ from llmcond.workflows.embed import Embeddings
 
 Method = Literal["kmeans", "hdbscan"]
 
+#: A V-measure below which clusters are said to agree little with labels.
+_POOR = 0.5
+_GUIDE = "Some 40 labelled texts often help much: --guide FILE, with the columns text and label."
+
 
 def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
     run_folder: Path,
     texts: Any,
-    out: Path,
+    out: Path | None = None,
     condition: Sequence[str] = (),
     *,
     text: str | None = None,
@@ -47,7 +51,7 @@ def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
     prompt: str | None = None,
     device: str = "auto",
 ) -> Clustered:
-    """Write a table of texts with their clusters under each condition.
+    """Group texts under each condition, and write a table of them where ``out`` is given.
 
     Arguments as in :class:`llmcond.commands.cluster.Cluster`.
 
@@ -55,7 +59,8 @@ def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
         UserError: options, texts, a guide or labels that are wrong.
         LlmcondError: the encoder fails.
     """
-    check_output(out, (".parquet", ".csv"), [texts, guide])
+    if out is not None:
+        check_output(out, (".parquet", ".csv"), [texts, guide])
     if report is not None:
         check_output(report, (".html", ".htm"))
     check_seed(seed)
@@ -70,33 +75,29 @@ def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
         find = replace(find, k=len(set(guide_read.columns["label"])))
 
     given = Embeddings(run_folder, head, prompt, device)
-    rows = [*found.texts, *(guide_read.texts if guide_read else ())]
     drawing = None if report is None else Drawing(found.texts, seed)
     made: list[Clustering] = []
     for asked in condition or (None,):
-        if asked is None:
-            vectors = given.alone(rows)
-        else:
-            vectors = given.of([(one, asked) for one in rows], found.file)
-        if guide_read is not None:
-            own, theirs = vectors[: len(found.texts)], vectors[len(found.texts) :]
-            vectors = guided(own, theirs, guide_read.columns["label"])
-        made.append(find.clustering(asked, vectors, found.texts))
+        vectors = _vectors(given, found, asked, guide_read)
+        made.append(find.clustering(given.encoder.name, asked, vectors, found.texts))
+        _note_separation(made[-1], method, guide is not None)
         if drawing is not None:
             drawing.add(made[-1], vectors)
     if labels:
-        plain = given.alone(found.texts)
+        name, plain = given.base(found.texts)
         beside = [find.again(one.k)(plain)[0] for one in made]
-        made = _scored(made, beside, known, labels)
+        made = _scored(made, beside, known, labels, without_condition(name))
+        _note_agreement(made, guide is not None)
         if drawing is not None and condition:
-            drawing.add(Clustering(None, beside[0], describe(found.texts, plain, beside[0])), plain)
+            described = describe(found.texts, plain, beside[0])
+            drawing.add(Clustering(name, None, beside[0], described), plain)
     result = Clustered(
         out=out,
         report=report,
         file=found.file,
         texts=len(found.texts),
         distinct=distinct,
-        encoder=given.encoder.resolved.checkpoint.name,
+        encoder=given.encoder.name,
         prompt=given.view.name,
         head=given.head_name,
         method=method,
@@ -104,13 +105,29 @@ def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
         guide=None if guide_read is None else dict(Counter(guide_read.columns["label"])),
         clusterings=made,
     )
-    _write(
-        out, {column: found.texts, **{name: found.columns[name] for name in keep}}, made, columns
-    )
-    log.info(f"{len(found.texts):,} texts in {_counted(made)} -> {out}")
+    if out is not None:
+        kept = {name: found.columns[name] for name in keep}
+        _write(out, {column: found.texts, **kept}, made, columns)
+    where = "" if out is None else f" -> {out}"
+    log.info(f"{len(found.texts):,} texts in {_counted(made)}{where}")
     if drawing is not None and report is not None:
         write_page(result, drawing, report)
     return result
+
+
+def _vectors(
+    given: Embeddings, found: Collection, condition: str | None, guide: Collection | None
+) -> Vectors:
+    """Return what is clustered of n texts, (n, d): embeddings, or where a guide places them."""
+    rows = [*found.texts, *(guide.texts if guide else ())]
+    if condition is None:
+        vectors = given.alone(rows)
+    else:
+        vectors = given.of([(one, condition) for one in rows], found.file)
+    if guide is None:
+        return vectors
+    n = len(found.texts)
+    return guided(vectors[:n], vectors[n:], guide.columns["label"])
 
 
 # -- what was asked for ------------------------------------------------------------------------
@@ -225,22 +242,54 @@ class _Finder:
         return kmeans(vectors, k, self.seed), tried
 
     def clustering(
-        self, condition: str | None, vectors: Vectors, texts: Sequence[str]
+        self, encoder: str, condition: str | None, vectors: Vectors, texts: Sequence[str]
     ) -> Clustering:
-        """Return the clusters of n vectors, those of texts under a condition."""
+        """Return the clusters of n vectors, those of texts by an encoder under a condition."""
         labels, tried = self(vectors)
-        found = Clustering(condition, labels, describe(texts, vectors, labels), tried)
-        if tried and max(tried.values()) <= CLEAR:
+        return Clustering(
+            encoder,
+            condition,
+            labels,
+            describe(texts, vectors, labels),
+            silhouette(vectors, labels, self.seed),
+            tried,
+        )
+
+
+# -- what is said of the clusters --------------------------------------------------------------
+
+
+def _note_separation(found: Clustering, method: Method, guided: bool) -> None:
+    """Say where clusters are not clearly apart, and that this does not tell whether they are right.
+
+    Clusters that are the classes wanted have a silhouette as low as others have.
+    """
+    what = f"{found.title}: {_clusters(found)}"
+    if method == "hdbscan":
+        noise = int((found.labels < 0).sum())
+        log.info(f"{what}; {noise:,} of {len(found.labels):,} texts are in none")
+    if found.silhouette is None or found.silhouette > CLEAR:
+        return
+    advice = "More texts in the guide may help." if guided else f"{_GUIDE} Or try --clusters K."
+    log.info(
+        f"{what} that are not clearly apart (silhouette {found.silhouette:.2f}). This does not "
+        f"tell whether they are those you want: read some texts of each. {advice}"
+    )
+
+
+def _note_agreement(made: Sequence[Clustering], guided: bool) -> None:
+    """Say where clusters agree with the known labels in small part only."""
+    metric, advice = METRICS[0], "More texts in the guide may help." if guided else _GUIDE
+    for one in made:
+        if one.scores is not None and (value := one.scores.own[metric.name].value) < _POOR:
             log.info(
-                f"{found.title}: {found.k} clusters have a silhouette of {tried[found.k]:.2f}, so "
-                "they are not clearly apart; try other numbers too (--clusters K)"
+                f"{one.title}: the clusters agree little with the labels {one.scores.column} "
+                f"({metric.heading} {metric.show(value)} of 100). {advice}"
             )
-        if self.method == "hdbscan":
-            noise = int((labels < 0).sum())
-            log.info(
-                f"{found.title}: {found.k} clusters; {noise:,} of {len(labels):,} texts are in none"
-            )
-        return found
+
+
+def _clusters(found: Clustering) -> str:
+    return f"{found.k} cluster{'s' * (found.k != 1)}"
 
 
 def _read(given: Any, column: str, others: Sequence[str], advice: str) -> Collection:
@@ -258,7 +307,7 @@ def _read_guide(given: Any, column: str, among: Collection) -> Collection:
         zip(guide.texts, guide.columns["label"], strict=True), 1
     ):
         where = f"row {number} of {guide.file}"
-        if value is None or not str(value).strip():
+        if is_missing(value):
             raise UserError(f"{where}: label is empty. Mend or remove it and try again.")
         label = str(value).strip()
         if labels.setdefault(text, label) != label:
@@ -291,7 +340,7 @@ def _known(
     known = {}
     for name in names:
         values = [
-            None if value is None or not str(value).strip() or text in told else str(value)
+            None if is_missing(value) or text in told else str(value)
             for text, value in zip(found.texts, found.columns[name], strict=True)
         ]
         classes = {value for value in values if value is not None}
@@ -307,15 +356,16 @@ def _known(
 
 def _scored(
     made: Sequence[Clustering],
-    plain: Sequence[Labels],
+    base: Sequence[Labels],
     known: Mapping[str, list[str | None]],
     names: Sequence[str],
+    base_name: str,
 ) -> list[Clustering]:
-    """Return clusterings with their scores, and those of clusters of plain embeddings."""
+    """Return clusterings with their scores, and those of clusters of the base's vectors."""
     columns = names if len(names) > 1 else [names[0]] * len(made)
     return [
-        replace(one, scores=score(one.labels, other, known[name], name))
-        for one, other, name in zip(made, plain, columns, strict=True)
+        replace(one, scores=score(one.labels, other, known[name], name, base_name))
+        for one, other, name in zip(made, base, columns, strict=True)
     ]
 
 
@@ -324,8 +374,8 @@ def _scored(
 
 def _counted(made: Sequence[Clustering]) -> str:
     if len(made) == 1:
-        return f"{made[0].k} clusters"
-    return ", ".join(f"{one.k} clusters by {one.title}" for one in made)
+        return _clusters(made[0])
+    return ", ".join(f"{_clusters(one)} by {one.title}" for one in made)
 
 
 def _write(

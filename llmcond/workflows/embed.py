@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from llmcond.data.datasets import Texts, read_texts
 from llmcond.data.rows import column_of
 from llmcond.display import Displayed
+from llmcond.encoders import resolve_base
 from llmcond.encoders.spec import EncoderInput, InputError
 from llmcond.errors import UserError
+from llmcond.features.store import FeatureStore
 from llmcond.features.view import Part
 from llmcond.files import check_output, replacing
 from llmcond.heads import Matrix
@@ -63,7 +65,7 @@ class Embeddings:
         self._chosen, self.view = choose_model(run, head, prompt)
         self.head_name = self._chosen.name if self._chosen else "none"
         self.encoder = LazyEncoder(run.resolve_encoder(device))
-        self._store = run.store_for_others()
+        self._run, self._store = run, run.store_for_others()
 
     def extract(self, rows: Sequence[tuple[str, str]], file: str) -> None:
         """Encode what the store lacks for (sentence, condition) rows of a file so named.
@@ -105,9 +107,27 @@ class Embeddings:
 
     def alone(self, texts: Sequence[str]) -> Vectors:
         """Return (n, d) the encoder's own vectors of texts, without a condition or a head."""
-        inputs = [EncoderInput("", text) for text in texts]
-        extract_inputs(self._store, self.encoder, "texts alone", inputs)
-        return unit_length(self._store.lookup(inputs).read(), None)
+        return _alone(self.encoder, self._store, texts)
+
+    def base(self, texts: Sequence[str]) -> tuple[str, Vectors]:
+        """Return plain embeddings of texts, (n, d), and the name of the encoder they are of.
+
+        That is the base which an adapter was trained on, or the encoder itself where it was not
+        trained. Where all its weights were trained, no base is recorded, and it stands in.
+        """
+        resolved = resolve_base(self.encoder.resolved)
+        if resolved is None:
+            log.info(f"no base of {self.encoder.name} is recorded; its own vectors are taken")
+        if resolved is None or resolved is self.encoder.resolved:
+            return self.encoder.name, self.alone(texts)
+        base = LazyEncoder(resolved)
+        return base.name, _alone(base, self._run.store_for_others(resolved.identity), texts)
+
+
+def _alone(encoder: LazyEncoder, store: FeatureStore, texts: Sequence[str]) -> Vectors:
+    inputs = [EncoderInput("", text) for text in texts]
+    extract_inputs(store, encoder, f"{encoder.name}, no condition", inputs)
+    return unit_length(store.lookup(inputs).read(), None)
 
 
 def embed_file(  # noqa: PLR0913 - each is a choice of the user, by keyword

@@ -14,7 +14,10 @@ from helpers.pages import HOSTILE, Parsed, faults, opened, sideways
 from sklearn.metrics import v_measure_score
 
 import llmcond
+from llmcond.bundled import PRETRAINED
 from llmcond.cli import run
+from llmcond.clustering.methods import kmeans
+from llmcond.runs.embedder import unit_length
 
 PEOPLE = ("two men", "three women", "children", "two dogs")
 PLACES = ("in the park", "at the beach", "in the kitchen", "on the street")
@@ -94,7 +97,7 @@ def test_conditions_stand_side_by_side(call):
     )
 
 
-def test_known_labels_score_it_beside_plain_embeddings(call, capsys, module_run, texts):
+def test_known_labels_score_it_beside_the_base_encoder(call, capsys, module_run, texts):
     found = call(*PLACE, *PEOPLE_TOO, "--labels", "place", "people", "--out", "out.csv")
     rows, scores = table("out.csv"), [one["scores"] for one in found["clusterings"]]
     assert [one["column"] for one in scores] == ["place", "people"]
@@ -106,7 +109,77 @@ def test_known_labels_score_it_beside_plain_embeddings(call, capsys, module_run,
     assert run([str(one) for one in (*arguments, "--run", module_run)]) == 0
     printed = capsys.readouterr().out
     assert "V-measure" in printed
-    assert "plain embeddings" in printed
+    # An encoder that was not trained is its own base.
+    name = f"{Path(found['encoder']).name}, no condition"
+    assert scores[0]["base"] == name
+    assert name.rsplit("/", maxsplit=1)[-1].split(maxsplit=1)[0] in "".join(printed.split())
+    assert "best of 10 starts" in " ".join(printed.split())
+
+
+def test_an_adapter_is_compared_with_its_base(minilm):
+    found = llmcond.cluster(
+        texts=[{"text": text, "place": place} for _, text, _, place in ROWS],
+        condition="the place",
+        clusters=4,
+        labels=["place"],
+        model=PRETRAINED,
+        device="cpu",
+    )
+    scores, truth = found.clusterings[0].scores, [place for *_, place in ROWS]
+    assert scores.base_name == "minilm, no condition"
+    plain = kmeans(unit_length(minilm.encode(TEXTS), None), 4, 0)
+    assert scores.base["v_measure"].value == pytest.approx(v_measure_score(truth, plain), abs=0.05)
+
+
+def test_without_a_file_labels_are_returned_and_printed(call, module_run, tmp_path):
+    printed = call(*PLACE, "--clusters", 3)
+    found = llmcond.cluster(texts=TEXTS, condition="the place", clusters=3, run=module_run)
+    assert printed["out"] is found.out is None
+    assert printed["clusterings"][0]["labels"] == found.clusterings[0].labels.tolist()
+    assert [path.name for path in tmp_path.iterdir()] == ["texts.csv"]
+    assert "labels" not in call(*PLACE, "--clusters", 3, "--out", "a.csv")["clusterings"][0]
+
+
+def test_results_show_themselves(module_run):
+    found = llmcond.cluster(texts=TEXTS, condition="the place", clusters=3, run=module_run)
+    assert len(repr(found)) < 300
+    assert len(repr(found.clusterings[0])) < 300
+    html = found._repr_html_()
+    assert "clusters: the place" in html
+    assert html.count("<tr") == 4
+
+
+def test_poor_separation_is_said_and_a_guide_advised(capsys, write_rows, guide, module_run):
+    random, words = np.random.default_rng(0), " ".join([*PEOPLE, *PLACES, "play"]).split()
+    rows = [(" ".join(random.permutation(words)[:6]), str(i % 3)) for i in range(80)]
+    mixed = write_rows(rows, "mixed.csv", "text,kind")
+
+    def said(of, *arguments):
+        command = ["cluster", of, *arguments, "--clusters", "3", "--run", module_run]
+        assert run([str(one) for one in command]) == 0
+        return capsys.readouterr().err
+
+    messages = said(mixed, *PLACE, "--labels", "kind")
+    assert "the place: 3 clusters that are not clearly apart (silhouette 0." in messages
+    assert "does not tell whether they are those you want" in messages
+    assert "the clusters agree little with the labels kind" in messages
+    assert messages.count("--guide FILE") == 2
+    # A guide is no advice where there is one.
+    messages = said(mixed, "--guide", guide, "--labels", "kind")
+    assert "More texts in the guide may help." in messages
+    assert "--guide FILE" not in messages
+    # Vectors that are stored already are not said to be encoded.
+    assert "no condition: nothing to encode" in messages
+
+
+def test_a_label_that_is_nan_is_none(module_run):
+    rows = [{"text": text, "people": who} for _, text, who, _ in ROWS]
+    for row in rows[:5]:
+        row["people"] = float("nan")
+    found = llmcond.cluster(
+        texts=rows, condition="the place", clusters=3, labels=["people"], run=module_run
+    )
+    assert (found.clusterings[0].scores.n, found.clusterings[0].scores.classes) == (43, 4)
 
 
 def test_a_guide_says_what_is_wanted(call, guide, write_rows):
@@ -116,7 +189,7 @@ def test_a_guide_says_what_is_wanted(call, guide, write_rows):
     assert found["guide"] == dict(zip(PLACES, (8, 8, 4, 4), strict=True))
     # Even random features tell places apart once they are told which to look for.
     assert one["scores"]["v_measure"] > 0.5
-    assert one["scores"]["minus_plain_v_measure"] > 0.1
+    assert one["scores"]["minus_base_v_measure"] > 0.1
 
 
 def test_labelled_texts_from_elsewhere_guide_as_well(call, capsys, module_run, texts, write_rows):
@@ -274,8 +347,9 @@ def test_the_page_holds_every_text_once_and_asks_for_nothing(page):
     data, parsed = embedded(page), Parsed(page.read_text("utf-8"))
     assert len(data["texts"]) == 56
     assert data["texts"][:3] == TEXTS[:3]
-    titles = ["the place", "<img src=x onerror=alert(1)>", "no condition"]
-    assert [one["title"] for one in data["shown"]] == titles
+    *titles, base = (one["title"] for one in data["shown"])
+    assert titles == ["the place", "<img src=x onerror=alert(1)>"]
+    assert base.endswith(", no condition")
     for one in data["shown"]:
         assert len(one["places"]) == 2 * len(one["labels"]) == 112
         assert min(one["places"]) >= 0

@@ -122,7 +122,7 @@ def test_scores_are_those_of_scikit_learn_with_intervals_around_them():
     good = np.where(random.random(300) < 0.8, truth, random.integers(4, size=300))
     bad = random.integers(4, size=300)
     labels = [None if i < 20 else f"l{label}" for i, label in enumerate(truth)]
-    found = score(good, bad, labels, "topic")
+    found = score(good, bad, labels, "topic", "minilm, no condition")
     assert (found.n, found.classes) == (280, 4)
     own = found.own["v_measure"]
     assert own.value == pytest.approx(v_measure_score(truth[20:], good[20:]))
@@ -130,8 +130,47 @@ def test_scores_are_those_of_scikit_learn_with_intervals_around_them():
     assert own.low < own.value < own.high < own.value + 0.15
     assert found.difference["v_measure"].low > 0.2
     values = found.to_json()
-    assert values["plain_ari"] == pytest.approx(adjusted_rand_score(truth[20:], bad[20:]))
-    assert values["minus_plain_ari"] == pytest.approx(values["ari"] - values["plain_ari"])
+    assert values["base"] == "minilm, no condition"
+    assert values["base_ari"] == pytest.approx(adjusted_rand_score(truth[20:], bad[20:]))
+    assert values["minus_base_ari"] == pytest.approx(values["ari"] - values["base_ari"])
+
+
+@pytest.mark.parametrize("n", [3, 60])
+def test_equal_clusterings_differ_by_nothing(n):
+    truth, clusters = np.arange(n) % 3, np.where(np.arange(n) % 7, np.arange(n) % 3, 0)
+    renamed = np.array([2, 0, 1])[clusters]
+    found = score(clusters, renamed, [str(one) for one in truth], "topic", "base")
+    for name in ("v_measure", "ari"):
+        difference = found.difference[name]
+        assert (difference.value, difference.low, difference.high) == pytest.approx((0, 0, 0))
+
+
+def test_clusters_without_a_fault_in_a_sample_may_have_some_beyond_it():
+    truth = np.arange(30) % 3
+    own = score(truth, truth, [str(one) for one in truth], "topic", "base").own
+    for estimate in own.values():
+        assert (estimate.value, estimate.high) == pytest.approx((1, 1))
+        assert 0.6 < estimate.low < 0.95
+
+
+def test_texts_without_a_label_are_left_out():
+    labels = ["a", "b", None, float("nan"), np.nan, " "]
+    found = score(np.array([0, 1, 0, 1, 0, 1]), np.zeros(6, np.int64), labels, "topic", "base")
+    assert (found.n, found.classes) == (2, 2)
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    # Of texts with three labels, 80 % lie in their label's cluster, the others anywhere.
+    random = np.random.default_rng(0)
+    expected = {"v_measure": 0.5580, "ari": 0.6400}
+    held = dict.fromkeys(expected, 0)
+    for _ in range(200):
+        labels = random.integers(3, size=60)
+        own = np.where(random.random(60) < 0.8, labels, random.integers(3, size=60))
+        found = score(own, own, labels.astype(str).tolist(), "topic", "base").own
+        for name, value in expected.items():
+            held[name] += found[name].low <= value <= found[name].high
+    assert min(held.values()) >= 180
 
 
 def spread(points):
@@ -157,7 +196,7 @@ def test_a_map_keeps_neighbours():
 @pytest.mark.parametrize("seed", range(3))
 def test_a_map_continues_from_the_one_before(seed):
     # What another processor's rounding changes, a little noise changes as well.
-    points, truth = blobs([25, 15, 20, 30], apart=12, seed=seed)
+    points, _ = blobs([25, 15, 20, 30], apart=12, seed=seed)
     random = np.random.default_rng(seed)
     near = (points + random.normal(scale=1e-6, size=points.shape)).astype(np.float32)
     first, again, other = places([points, near, random.permutation(points)], seed)
