@@ -96,19 +96,19 @@ def extract_inputs(
             missing=missing,
             execute=encoder.execute,
         )
-    if not done.n_computed:
-        log.info(f"{name}: nothing to encode; the vectors of all inputs are stored")
-        return done
+    what = "nothing to encode; the vectors of all inputs are stored"
+    if done.n_computed:
+        what = (
+            f"{done.n_computed:,} of {done.n_inputs:,} inputs encoded in {done.seconds:.1f} s, "
+            f"{done.n_tokens / done.seconds:,.0f} tokens/s"
+        )
     cut = (
         f"; {done.n_truncated:,} inputs are longer than {resolved.identity.max_length} tokens: "
         f"{CUT}"
         if done.n_truncated
         else ""
     )
-    log.info(
-        f"{name}: {done.n_computed:,} of {done.n_inputs:,} inputs encoded in {done.seconds:.1f} s, "
-        f"{done.n_tokens / done.seconds:,.0f} tokens/s{cut}"
-    )
+    log.info(f"{name}: {what}{cut}")
     return done
 
 

@@ -102,16 +102,14 @@ class AnyRun(ABC):
         """Return where the run's features are: a URI, or a folder with its whole path."""
         return str(self.manifest.get("store") or (self.folder / "features").absolute())
 
-    def store_for_others(self, encoder: EncoderIdentity | None = None) -> FeatureStore:
-        """Open the run's feature store to add the features of other texts, or by another encoder.
+    def store_for_others(self) -> FeatureStore:
+        """Open the run's feature store to add the features of other texts.
 
         Where the run cannot be written, or is a bundled model, they go into an empty store that
         does not last.
         """
         is_bundled = self.folder == pretrained(self.folder.name)
-        own = self.manifest["store_dtype"]
-        store = FeatureStore(self.store_root, encoder or self.identity, own)
-        return store_for_others(store, is_bundled=is_bundled)
+        return store_for_others(self.store(), is_bundled=is_bundled)
 
     def resolve_encoder(
         self, device: str = "auto", max_tokens_per_batch: int | None = None

@@ -65,7 +65,7 @@ class Embeddings:
         self._chosen, self.view = choose_model(run, head, prompt)
         self.head_name = self._chosen.name if self._chosen else "none"
         self.encoder = LazyEncoder(run.resolve_encoder(device))
-        self._run, self._store = run, run.store_for_others()
+        self._store = run.store_for_others()
 
     def extract(self, rows: Sequence[tuple[str, str]], file: str) -> None:
         """Encode what the store lacks for (sentence, condition) rows of a file so named.
@@ -121,7 +121,8 @@ class Embeddings:
         if resolved is None or resolved is self.encoder.resolved:
             return self.encoder.name, self.alone(texts)
         base = LazyEncoder(resolved)
-        return base.name, _alone(base, self._run.store_for_others(resolved.identity), texts)
+        store = FeatureStore(self._store.root, resolved.identity, self._store.dtype)
+        return base.name, _alone(base, store, texts)
 
 
 def _alone(encoder: LazyEncoder, store: FeatureStore, texts: Sequence[str]) -> Vectors:
