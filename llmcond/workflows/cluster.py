@@ -12,10 +12,19 @@ import numpy as np
 
 from llmcond.clustering.describe import describe
 from llmcond.clustering.guide import guided
-from llmcond.clustering.methods import CLEAR, Labels, Vectors, choose_k, hdbscan, kmeans, silhouette
+from llmcond.clustering.methods import (
+    CLEAR,
+    NOISE,
+    Labels,
+    Vectors,
+    choose_k,
+    hdbscan,
+    kmeans,
+    silhouette,
+)
 from llmcond.clustering.page import Drawing, write_page
 from llmcond.clustering.result import Clustered, Clustering, without_condition
-from llmcond.clustering.scores import METRICS, score
+from llmcond.clustering.scores import Scores, score
 from llmcond.data.candidates import Collection, is_missing, read_collection
 from llmcond.data.readers import MissingColumnError
 from llmcond.data.rows import column_of
@@ -29,7 +38,7 @@ Method = Literal["kmeans", "hdbscan"]
 
 #: A V-measure below which clusters are said to agree little with labels.
 _POOR = 0.5
-_GUIDE = "Some 40 labelled texts often help much: --guide FILE, with the columns text and label."
+_GUIDE = "About 40 labelled texts often help: --guide FILE, with the columns text and label."
 
 
 def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
@@ -80,14 +89,12 @@ def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
     for asked in condition or (None,):
         vectors = _vectors(given, found, asked, guide_read)
         made.append(find.clustering(given.encoder.name, asked, vectors, found.texts))
-        _note_separation(made[-1], method, guide is not None)
         if drawing is not None:
             drawing.add(made[-1], vectors)
     if labels:
         name, plain = given.base(found.texts)
         beside = [find.again(one.k)(plain)[0] for one in made]
         made = _scored(made, beside, known, labels, without_condition(name))
-        _note_agreement(made, guide is not None)
         if drawing is not None and condition:
             described = describe(found.texts, plain, beside[0])
             drawing.add(Clustering(name, None, beside[0], described), plain)
@@ -108,6 +115,7 @@ def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
     if out is not None:
         kept = {name: found.columns[name] for name in keep}
         _write(out, {column: found.texts, **kept}, made, columns)
+    _note_quality(made, guide is not None)
     where = "" if out is None else f" -> {out}"
     log.info(f"{len(found.texts):,} texts in {_counted(made)}{where}")
     if drawing is not None and report is not None:
@@ -259,33 +267,29 @@ class _Finder:
 # -- what is said of the clusters --------------------------------------------------------------
 
 
-def _note_separation(found: Clustering, method: Method, guided: bool) -> None:
-    """Say where clusters are not clearly apart, and that this does not tell whether they are right.
-
-    Clusters that are the classes wanted have a silhouette as low as others have.
-    """
-    what = f"{found.title}: {_clusters(found)}"
-    if method == "hdbscan":
-        noise = int((found.labels < 0).sum())
-        log.info(f"{what}; {noise:,} of {len(found.labels):,} texts are in none")
-    if found.silhouette is None or found.silhouette > CLEAR:
+def _note_quality(made: Sequence[Clustering], guided: bool) -> None:
+    """Say how far apart clusters are, where they agree little with labels, and what may help."""
+    for one in made:
+        what = f"{one.title}: {_clusters(one)}"
+        if NOISE in one.labels:
+            noise = int((one.labels == NOISE).sum())
+            what += f"; {noise:,} of {len(one.labels):,} texts are in none"
+        if one.silhouette is not None:
+            unclear = ", so not clearly apart" if one.silhouette <= CLEAR else ""
+            what += f"; silhouette {one.silhouette:.2f}{unclear}"
+        if one.scores is not None and _is_poor(one.scores):
+            what += f"; they agree little with the labels {one.scores.column}"
+        log.info(what)
+    if all(one.scores is not None and not _is_poor(one.scores) for one in made):
         return
-    advice = "More texts in the guide may help." if guided else f"{_GUIDE} Or try --clusters K."
     log.info(
-        f"{what} that are not clearly apart (silhouette {found.silhouette:.2f}). This does not "
-        f"tell whether they are those you want: read some texts of each. {advice}"
+        "a silhouette does not tell whether clusters are those you want: read some texts of each. "
+        + ("More texts in the guide may help." if guided else _GUIDE)
     )
 
 
-def _note_agreement(made: Sequence[Clustering], guided: bool) -> None:
-    """Say where clusters agree with the known labels in small part only."""
-    metric, advice = METRICS[0], "More texts in the guide may help." if guided else _GUIDE
-    for one in made:
-        if one.scores is not None and (value := one.scores.own[metric.name].value) < _POOR:
-            log.info(
-                f"{one.title}: the clusters agree little with the labels {one.scores.column} "
-                f"({metric.heading} {metric.show(value)} of 100). {advice}"
-            )
+def _is_poor(scores: Scores) -> bool:
+    return scores.own["v_measure"].value < _POOR
 
 
 def _clusters(found: Clustering) -> str:
