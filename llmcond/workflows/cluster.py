@@ -115,7 +115,7 @@ def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
     if out is not None:
         kept = {name: found.columns[name] for name in keep}
         _write(out, {column: found.texts, **kept}, made, columns)
-    _note_quality(made, guide is not None)
+    _note_quality(made, method, guide is not None)
     where = "" if out is None else f" -> {out}"
     log.info(f"{len(found.texts):,} texts in {_counted(made)}{where}")
     if drawing is not None and report is not None:
@@ -267,11 +267,11 @@ class _Finder:
 # -- what is said of the clusters --------------------------------------------------------------
 
 
-def _note_quality(made: Sequence[Clustering], guided: bool) -> None:
+def _note_quality(made: Sequence[Clustering], method: Method, guided: bool) -> None:
     """Say how far apart clusters are, where they agree little with labels, and what may help."""
     for one in made:
         what = f"{one.title}: {_clusters(one)}"
-        if NOISE in one.labels:
+        if method == "hdbscan":
             noise = int((one.labels == NOISE).sum())
             what += f"; {noise:,} of {len(one.labels):,} texts are in none"
         if one.silhouette is not None:
