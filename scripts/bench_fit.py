@@ -149,7 +149,7 @@ def hypernet(options: argparse.Namespace) -> list[dict[str, Any]]:
         "llmcond, the same in bfloat16": {"batches": "conditions", "precision": "bfloat16"},
     }
     for name, change in changes.items():
-        recipe = load_recipe("hypernet").with_settings({**base, **change}, "")
+        recipe = load_recipe("hypernet-mse").with_settings({**base, **change}, "")
         family = PlainHypernet if name.startswith("plain") else Hypernet
         seconds = []
         for _ in range(options.rounds):
@@ -201,8 +201,8 @@ def grid(options: argparse.Namespace) -> list[dict[str, Any]]:
         "hadamard": {},
         "concat": {"dim": DIM},
         "hypernet-ablation": {},
-        "hypernet": {"dim": DIM},
-        "hypernet-full": {"dim": DIM},
+        "hypernet-mse": {"dim": DIM},
+        "hypernet-full-mse": {"dim": DIM},
     }
     rows = []
     for kind, change in changes.items():

@@ -34,7 +34,7 @@ from llmcond.prompts.inputs import row_inputs
 
 #: The first is what others are compared with.
 ALONE = "sentences alone"
-HEAD = "hypernet"
+HEAD = "hypernet-mse"
 
 
 def in_turn(

@@ -198,10 +198,10 @@ def spec_of(work: Work, place: Place, key: str, rank: int | None = None) -> Spec
     }[kind]
     heads = {
         "tri": "hadamard",
-        "low": "hypernet",
+        "low": "hypernet" if contrast else "hypernet-mse",
         "released": "hypernet-released",
         "matched": "hypernet-ablation",
-        "full": "hypernet-full",
+        "full": "hypernet-full" if contrast else "hypernet-full-mse",
     }
     if contrast:
         temperature = TEMPERATURES.get((NAMES.get(place.repo, ""), key), 1.5)

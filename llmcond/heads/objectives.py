@@ -292,7 +292,8 @@ def check_contrasts(
     second = np.flatnonzero(group != np.arange(len(pair)))
     if not len(second):
         raise UserError(
-            f"{needed} sentence pair has two rated rows. Use mse, cosent or ranking instead."
+            f"{needed} sentence pair has two rated rows. Use mse, cosent or ranking instead: "
+            "--set info_nce=0 quadruplet=0."
         )
     n_tied = int((rating[group[second]] == rating[second]).sum())
     return {"n_contrastive_pairs": len(second), "n_tied_pairs": n_tied}

@@ -10,7 +10,7 @@ from llmcond.heads.cache import ConditionCache
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def fitted(kind="hypernet", **changes):
+def fitted(kind="hypernet-mse", **changes):
     rng = np.random.default_rng(0)
     first, second, condition = rng.normal(size=(3, 40, 12)).astype(np.float32)
     pairs = PairArrays(first, second, rng.uniform(size=40), condition)

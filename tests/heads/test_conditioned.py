@@ -466,11 +466,14 @@ SHORT = {"epochs": 2, "batch_size": 16}
 VARIANTS = {
     "hadamard": ("hadamard", {}),
     "concat": ("concat", {"dim": 3}),
-    "full": ("hypernet-full", {"dim": 3}),
-    "full, released": ("hypernet-full", {"dim": 3, "transform": True, "bias": True}),
-    "low rank": ("hypernet", {"dim": 3, "rank": 2}),
-    "low rank, own masks": ("hypernet", {"dim": 3, "rank": 2, "transform": True, "masks": "own"}),
-    "low rank, relu": ("hypernet", {"dim": 3, "rank": 2, "activation": "relu"}),
+    "full": ("hypernet-full-mse", {"dim": 3}),
+    "full, released": ("hypernet-full-mse", {"dim": 3, "transform": True, "bias": True}),
+    "low rank": ("hypernet-mse", {"dim": 3, "rank": 2}),
+    "low rank, own masks": (
+        "hypernet-mse",
+        {"dim": 3, "rank": 2, "transform": True, "masks": "own"},
+    ),
+    "low rank, relu": ("hypernet-mse", {"dim": 3, "rank": 2, "activation": "relu"}),
     "ablation": ("hypernet-ablation", {"rank": 2}),
     "towers": ("towers", {"dim": 4, "hidden": 5, "rank": 2}),
 }
@@ -646,7 +649,7 @@ def test_embeddings_are_as_wide_as_the_head_makes_them(heads, name, dim_out):
 def test_low_rank_hypernetwork_and_its_ablation_have_as_many_weights():
     """Table 6 of the paper: what differs is what they are used for."""
     changes = {**SHORT, "rank": 2, "transform": True, "bias": False}
-    hyper = fit("hypernet", paired(dim_c=DIM), **changes, dim=DIM)
+    hyper = fit("hypernet-mse", paired(dim_c=DIM), **changes, dim=DIM)
     other = fit("hypernet-ablation", paired(dim_c=DIM), **changes)
     assert hyper.fit.record["n_parameters"] == other.fit.record["n_parameters"]
 
@@ -691,8 +694,8 @@ def test_another_number_of_conditions_is_refused(heads, n):
 @pytest.mark.parametrize(("dim", "rank", "most"), [(3, 4, 3), (6, 7, 6), (4, 5, 4)])
 def test_a_rank_above_the_dimension_is_refused(dim, rank, most):
     with pytest.raises(UserError, match=rf"rank is {rank}, above the {most} dim.*{DIM} x {dim}"):
-        fit("hypernet", paired(), **SHORT, dim=dim, rank=rank)
-    fit("hypernet", paired(), epochs=1, batch_size=60, dim=dim, rank=most)
+        fit("hypernet-mse", paired(), **SHORT, dim=dim, rank=rank)
+    fit("hypernet-mse", paired(), epochs=1, batch_size=60, dim=dim, rank=most)
 
 
 def test_hadamard_without_a_transform_needs_equal_sizes():
@@ -728,20 +731,20 @@ def test_a_hypernetwork_beyond_memory_is_refused_with_its_size():
         rf"{4_096**3:,} parameters, which take 1,280\.0 GiB .* GiB are free.*its dim, or its rank"
     )
     with pytest.raises(UserError, match=size):
-        fit("hypernet-full", large(), dim=4_096)
+        fit("hypernet-full-mse", large(), dim=4_096)
 
 
 def test_parameters_are_counted_with_their_gradients_and_moments(monkeypatch):
     changes = {**SHORT, "dim": 3, "rank": 2}
-    n_parameters = fit("hypernet", paired(), **changes).fit.record["n_parameters"]
+    n_parameters = fit("hypernet-mse", paired(), **changes).fit.record["n_parameters"]
     assert n_parameters == DIM_C * 2 * (DIM + 3)
     for free, fits in ((20 * n_parameters, True), (20 * n_parameters - 1, False)):
         monkeypatch.setattr("llmcond.heads.fit.free_memory", lambda free=free: free)
         if fits:
-            fit("hypernet", paired(), **changes)
+            fit("hypernet-mse", paired(), **changes)
         else:
             with pytest.raises(UserError, match=f"{n_parameters:,} parameters"):
-                fit("hypernet", paired(), **changes)
+                fit("hypernet-mse", paired(), **changes)
 
 
 @pytest.mark.parametrize(
@@ -827,7 +830,7 @@ def test_norms_of_many_conditions_are_computed_some_at_a_time(heads, name):
 
 def test_norms_of_low_rank_do_not_cancel():
     """Factors whose product is 0 have the norm 0, never NaN of a negative rounding error."""
-    head = fit("hypernet", paired(), **SHORT, dim=3, rank=2)
+    head = fit("hypernet-mse", paired(), **SHORT, dim=3, rank=2)
     tensors = dict(head.tensors)
     first = np.zeros_like(tensors["factor1"]).reshape(DIM, 2, DIM_C)
     first[:, 0] = np.random.default_rng(0).normal(size=(DIM, DIM_C))
@@ -883,9 +886,13 @@ def without_conditions(known):
         ("hadamard", {}, 0.35),
         # Its one activation is all that lets the condition choose among features.
         ("concat", {"dim": 9, "epochs": 30, "learning_rate": 0.03}, 0.1),
-        ("hypernet", {"dim": 9, "rank": 4}, 0.2),
-        ("hypernet", {"dim": 9, "rank": 4, "batches": "rows", "masks": "own", "dropout": 0.1}, 0.2),
-        ("hypernet-full", {"dim": 9, "transform": True, "bias": True}, 0.3),
+        ("hypernet-mse", {"dim": 9, "rank": 4}, 0.2),
+        (
+            "hypernet-mse",
+            {"dim": 9, "rank": 4, "batches": "rows", "masks": "own", "dropout": 0.1},
+            0.2,
+        ),
+        ("hypernet-full-mse", {"dim": 9, "transform": True, "bias": True}, 0.3),
         ("hypernet-ablation", {"rank": 2}, 0.35),
     ],
 )

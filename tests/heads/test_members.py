@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # Wide enough that no embedding is all zeros behind ReLU: that has no direction to be a mean of.
 SETTINGS = {
     "mlp": {"dim": 12, "hidden": 32},
-    "hypernet": {"dim": 4, "rank": 2},
+    "hypernet-mse": {"dim": 4, "rank": 2},
     "towers": {"dim": 20, "hidden": 32, "rank": 4},
 }
 

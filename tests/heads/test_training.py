@@ -49,17 +49,17 @@ VARIANTS = {
     "hadamard, own masks": ("hadamard", {"masks": "own"}),
     "concat": ("concat", {"dim": 4}),
     "concat, by condition": ("concat", {"dim": 4, "batches": "conditions"}),
-    "full": ("hypernet-full", {"dim": 4}),
-    "low rank": ("hypernet", HYPER),
-    "low rank, any rows": ("hypernet", {**HYPER, "batches": "rows"}),
-    "low rank, own masks": ("hypernet", {**HYPER, "transform": True, "masks": "own"}),
-    "low rank, contrasts": ("hypernet", {**HYPER, **CONTRAST}),
-    "low rank, bfloat16": ("hypernet", {**HYPER, "precision": "bfloat16"}),
+    "full": ("hypernet-full-mse", {"dim": 4}),
+    "low rank": ("hypernet-mse", HYPER),
+    "low rank, any rows": ("hypernet-mse", {**HYPER, "batches": "rows"}),
+    "low rank, own masks": ("hypernet-mse", {**HYPER, "transform": True, "masks": "own"}),
+    "low rank, contrasts": ("hypernet-mse", {**HYPER, **CONTRAST}),
+    "low rank, bfloat16": ("hypernet-mse", {**HYPER, "precision": "bfloat16"}),
     "mlp, bfloat16": ("mlp", {"dim": 4, "hidden": 5, "precision": "bfloat16"}),
-    "low rank, relu": ("hypernet", {**HYPER, "activation": "relu"}),
+    "low rank, relu": ("hypernet-mse", {**HYPER, "activation": "relu"}),
     "ablation": ("hypernet-ablation", {"rank": 2}),
     "towers": ("towers", {**HYPER, "hidden": 5}),
-    "two members": ("hypernet", {**HYPER, "members": 2}),
+    "two members": ("hypernet-mse", {**HYPER, "members": 2}),
 }
 
 FAMILIES = {
@@ -750,17 +750,17 @@ def test_heads_with_conditions_stop_when_patience_ends(name):
 
 
 def test_a_set_smaller_than_a_batch_is_noted():
-    (note,) = fit("hypernet", paired(), **{**SHORT, **HYPER, "batch_size": 121}).fit.notes
+    (note,) = fit("hypernet-mse", paired(), **{**SHORT, **HYPER, "batch_size": 121}).fit.notes
     assert "the 120 training rows fill no batch of 121" in note
     assert "lower batch_size" in note
-    assert fit("hypernet", paired(), **{**SHORT, **HYPER, "batch_size": 120}).fit.notes == ()
+    assert fit("hypernet-mse", paired(), **{**SHORT, **HYPER, "batch_size": 120}).fit.notes == ()
 
 
 @pytest.mark.parametrize("ratings", ["equal", "none"])
 def test_a_dev_set_that_says_nothing_chooses_no_epoch(ratings):
     dev = paired(40, seed=1)
     dev = replace(dev, rating=np.full(40, 0.5)) if ratings == "equal" else dev.take(np.arange(0))
-    head = fit("hypernet", paired(), dev, **{**SHORT, **HYPER})
+    head = fit("hypernet-mse", paired(), dev, **{**SHORT, **HYPER})
     assert head.fit.record["selected_on"] is None
     assert head.fit.record["best_epoch"] == 3
     assert "dev score is undefined" in head.fit.notes[0]
@@ -821,7 +821,7 @@ def test_heads_fitted_in_bfloat16_are_as_good(kind):
 
 def test_equal_vectors_are_refused():
     pairs = PairArrays(np.ones((9, DIM)), np.ones((9, DIM)), np.linspace(0, 1, 9), np.eye(9))
-    for kind, changes in (("hypernet", HYPER), ("linear", {"dim": 4})):
+    for kind, changes in (("hypernet-mse", HYPER), ("linear", {"dim": 4})):
         with pytest.raises(UserError, match="all 18 training vectors are equal"):
             fit(kind, pairs, **{**SHORT, **changes})
 
@@ -838,9 +838,11 @@ def test_one_vector_that_differs_is_enough(monkeypatch, side):
 def test_contrasts_without_contrastive_pairs_are_refused(weights):
     changes = {**SHORT, **HYPER, **weights}
     with pytest.raises(UserError, match="no pairs were given: name that of each row"):
-        fit("hypernet", replace(paired(), pair=None), **changes)
-    with pytest.raises(UserError, match=r"no sentence pair has two rated rows\. Use mse"):
-        fit("hypernet", replace(paired(), pair=np.arange(120)), **changes)
+        fit("hypernet-mse", replace(paired(), pair=None), **changes)
+    with pytest.raises(
+        UserError, match=r"no sentence pair has two rated rows\. Use mse.*--set info_nce=0"
+    ):
+        fit("hypernet-mse", replace(paired(), pair=np.arange(120)), **changes)
 
 
 @pytest.mark.parametrize("place", ["memory", "disk"])
@@ -852,15 +854,15 @@ def test_the_rows_of_a_contrastive_pair_may_stand_anywhere(tmp_path, short_runs,
         for folder in folders:
             folder.mkdir()
         pairs, apart = map(on_disk, (pairs, apart), folders)
-    expected, found = fit("hypernet", pairs, **changes), fit("hypernet", apart, **changes)
+    expected, found = fit("hypernet-mse", pairs, **changes), fit("hypernet-mse", apart, **changes)
     assert tensors(found) == tensors(expected)
     assert found.fit.record["n_contrastive_pairs"] == 60
 
 
 def test_pairs_are_not_asked_for_by_other_objectives():
     changes = {**SHORT, **HYPER, "mse": 0.0, "ranking": 1.0}
-    expected = fit("hypernet", replace(paired(), pair=None), **changes)
-    found = fit("hypernet", replace(paired(), pair=np.zeros(120, dtype=int)), **changes)
+    expected = fit("hypernet-mse", replace(paired(), pair=None), **changes)
+    found = fit("hypernet-mse", replace(paired(), pair=np.zeros(120, dtype=int)), **changes)
     assert tensors(found) == tensors(expected)
     assert "n_contrastive_pairs" not in found.fit.record
 
@@ -868,7 +870,9 @@ def test_pairs_are_not_asked_for_by_other_objectives():
 def test_contrastive_pairs_and_ties_are_counted():
     pairs = paired()
     pair = np.concatenate([np.arange(100) // 2, np.arange(100, 120)])
-    record = fit("hypernet", replace(pairs, pair=pair), **{**SHORT, **HYPER, **CONTRAST}).fit.record
+    record = fit(
+        "hypernet-mse", replace(pairs, pair=pair), **{**SHORT, **HYPER, **CONTRAST}
+    ).fit.record
     tied = pairs.rating[:100:2] == pairs.rating[1:100:2]
     assert (record["n_contrastive_pairs"], record["n_tied_pairs"]) == (50, tied.sum())
     assert 0 < tied.sum() < 50
@@ -878,7 +882,7 @@ def test_diverging_loss_of_a_head_with_conditions_is_an_error():
     pairs = paired()
     broken = replace(pairs, condition=np.where(pairs.condition > 1, np.inf, pairs.condition))
     with pytest.raises(UserError, match=r"loss became nan in epoch 1.*learning_rate, to 0\.0001"):
-        fit("hypernet", broken, **SHORT, **HYPER)
+        fit("hypernet-mse", broken, **SHORT, **HYPER)
 
 
 # -- learning ----------------------------------------------------------------------------------
@@ -945,7 +949,7 @@ LEARNING = {
     ],
 )
 def test_contrasts_alone_learn_the_order_of_twos(known, weights):
-    head = fit("hypernet", *known, **LEARNING, **{"mse": 0.0, **weights})
+    head = fit("hypernet-mse", *known, **LEARNING, **{"mse": 0.0, **weights})
     # Without the positive in the denominator, what is minimised is not the order itself.
     assert order_of_twos(head, known[1]) > (0.6 if "v1" in weights.values() else 0.75)
     losses = [epoch["loss"] for epoch in head.fit.record["curve"]]
@@ -954,12 +958,12 @@ def test_contrasts_alone_learn_the_order_of_twos(known, weights):
 
 @pytest.mark.parametrize("weights", [{"mse": 1.0}, {"cosent": 1.0}, {"ranking": 1.0}])
 def test_other_objectives_learn_the_order_of_all_rows(known, weights):
-    head = fit("hypernet", *known, **LEARNING, **{"mse": 0.0, **weights})
+    head = fit("hypernet-mse", *known, **LEARNING, **{"mse": 0.0, **weights})
     assert dev_score(head, known[1]) > 0.7  # 0.59 without conditions
     assert order_of_twos(head, known[1]) > 0.7
 
 
 def test_contrasts_of_ratings_turned_around_learn_the_other_order(known):
     pairs = replace(known[0], rating=1 - known[0].rating)
-    head = fit("hypernet", pairs, **LEARNING, mse=0.0, info_nce=1.0)
+    head = fit("hypernet-mse", pairs, **LEARNING, mse=0.0, info_nce=1.0)
     assert order_of_twos(head, known[1]) < 0.4
