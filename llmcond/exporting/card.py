@@ -9,7 +9,7 @@ from llmcond.encoders.checkpoints.checkpoint import Checkpoint
 from llmcond.exporting.run import without_path
 from llmcond.features.view import View
 from llmcond.files import write_text
-from llmcond.report.card import code, fenced
+from llmcond.report.card import code, code_block, fenced
 from llmcond.system import versions
 
 if TYPE_CHECKING:
@@ -42,10 +42,11 @@ def write_card(
         f"`{code(about['encoder'])}` with the head `{code(about['head'])}`, "
         f"under {under}: vectors of {made.dim} dimensions and length 1.",
         "## Use",
-        f"```python\n{_use(made)}\n```",
+        code_block(_use(made), "python"),
         *made.notes,
         "## What made it",
-        f"{_licence(base, licence)} Written by `{code(command)}`.",
+        f"{_licence(base, licence)} Written by",
+        code_block(command, "bash"),
         fenced(
             {
                 "conditions": list(made.conditions),

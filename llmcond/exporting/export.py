@@ -104,9 +104,7 @@ def _write_plain(run: Path, out: Path, embedder: Embedder, conditions: Sequence[
         )
     with making(out) as folder:
         modules = write_modules(folder, resolved, tokenizer, made, route=chosen_by == "task")
-        leads = made.leads if any(made.leads.values()) else {}
-        names = {"default": leads[conditions[0]]} if chosen_by == "fixed" and leads else dict(leads)
-        _write_settings(folder, names, "default" if chosen_by == "fixed" and leads else None)
+        _write_settings(folder, *_prompts(made, chosen_by))
         found = Exported(out, conditions, chosen_by, modules, dtype, dim, None, notes, about)
         write_card(folder, found, resolved.checkpoint, embedder.view, _command(run, found))
         if _installed():
@@ -176,12 +174,30 @@ def _notes(embedder: Embedder, made: Plain, chosen_by: Chooses) -> list[str]:
             "The condition is put in front of texts by a prompt of sentence-transformers; a server "
             "that does not read config_sentence_transformers.json must be given that prompt."
         )
+    if chosen_by == "prompt_name":
+        notes.append(
+            "Without a prompt name, encode, encode_query and encode_document take the first "
+            f"condition, {next(iter(made.leads))!r}."
+        )
     if reads_both_ways(embedder.encoder.resolved):
         notes.append(
             "Tokens attend in both directions by is_causal in config.json, which transformers "
             "heeds from version 5 on; other servers may not."
         )
     return notes
+
+
+def _prompts(made: Plain, chosen_by: Chooses) -> tuple[dict[str, str], str | None]:
+    """Return the prompts of an export by name, and the name of the default one, if there is one.
+
+    Callers that know no names, of ``encode``, ``encode_query`` or ``encode_document``, get the
+    first condition: without these prompts they would get no condition at all.
+    """
+    if not any(made.leads.values()):
+        return {}, None
+    named = {"default": next(iter(made.leads.values()))} if chosen_by == "fixed" else made.leads
+    name, lead = next(iter(named.items()))
+    return {"query": lead, "document": lead, **named}, name
 
 
 def _write_settings(folder: Path, prompts: Mapping[str, str], default: str | None) -> None:

@@ -304,7 +304,11 @@ def code(text: str) -> str:
 
 def fenced(value: object) -> str:
     """Return JSON in a block that nothing in it ends."""
-    text = json.dumps(value, indent=2, ensure_ascii=False)
+    return code_block(json.dumps(value, indent=2, ensure_ascii=False), "json")
+
+
+def code_block(text: str, language: str) -> str:
+    """Return text in a fenced block that nothing in it ends."""
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
-    return f"{fence}json\n{text}\n{fence}"
+    return f"{fence}{language}\n{text}\n{fence}"

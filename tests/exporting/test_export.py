@@ -1,6 +1,8 @@
 """Exports give llmcond's vectors in sentence-transformers, and without llmcond where they may."""
 
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,7 +22,7 @@ from llmcond.workflows.fit import fit_head
 
 TEXTS = ["Two women read at the beach.", "three dogs play in the park", "rain " * 90]
 #: The second is no name that torch could give a module.
-CONDITIONS = ["the place", "the number of people, e.g. 2.5", "type"]
+CONDITIONS = ["the place", "the number of `people`, e.g. 2.5", "type"]
 HEADS = {
     "linear": ("linear", "concat-sent-cond", {}),
     "mlp": ("mlp", "concat-cond-sent", {"hidden": "12"}),
@@ -105,6 +107,17 @@ def test_plain_exports_need_no_llmcond(exported, fitted, head):
         np.testing.assert_allclose(got, embedder.encode(TEXTS, condition), atol=1e-5)
 
 
+def test_who_names_no_prompt_gets_the_first_condition(exported, fitted):
+    from sentence_transformers import SentenceTransformer
+
+    made = exported["plain"]
+    assert "encode_query and encode_document take the first" in " ".join(made.notes)
+    model = SentenceTransformer(str(made.out), device="cpu")
+    wanted = llmcond.load_embedder(fitted, "plain").encode(TEXTS, CONDITIONS[0])
+    for encode in (model.encode, model.encode_query, model.encode_document):
+        np.testing.assert_allclose(encode(TEXTS), wanted, atol=1e-5)
+
+
 def test_other_servers_find_what_they_know(exported):
     for made in exported.values():
         listed = json.loads((made.out / "modules.json").read_text())
@@ -128,7 +141,10 @@ def test_what_others_would_get_wrong_is_said_or_left_out(exported):
 def test_the_card_says_what_made_it(exported, fitted):
     card = (exported["hypernet"].out / "README.md").read_text()
     assert "task='the place'" in card
-    assert "llmcond export --format sentence-transformers" in card
+    (command,) = re.findall(r"^```bash\n(.*)\n```$", card, re.MULTILINE)
+    words = shlex.split(command)
+    assert words[:4] == ["llmcond", "export", "--format", "sentence-transformers"]
+    assert words[-6:] == [word for one in CONDITIONS for word in ("--condition", one)]
     assert str(fitted.parents[1]) not in card
 
 
@@ -142,6 +158,7 @@ def test_a_decoder_with_an_instruction(tmp_path, write_rows, small_rows):
     assert made.difference < 1e-5
     own = json.loads((made.out / "config_sentence_transformers.json").read_text())
     assert own["default_prompt_name"] == "default"
+    assert own["prompts"]["query"] == own["prompts"]["document"] == own["prompts"]["default"] != ""
     assert "config_sentence_transformers.json must be given" in " ".join(made.notes)
 
 
