@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from llmcond.heads import FittedHead
 from llmcond.heads.base import Fitted
 from llmcond.heads.module import HeadModule
 from llmcond.heads.pairs import Fit
-from llmcond.metrics import METRICS, Metric, spearman
+from llmcond.metrics import METRICS, Metric
 
 #: Computes (n, k) values of n things by a function of some positions: each process a share of them.
 Shared = Callable[[int, Callable[[Positions], NDArray[np.float32]]], NDArray[np.float32]]
@@ -31,6 +31,11 @@ class Rated(Protocol):
     @property
     def rating(self) -> NDArray[np.float64]:
         """Return the ratings, (n,) on 0 to 1."""
+        ...
+
+    @property
+    def pair(self) -> NDArray[np.int64]:
+        """Return the sentence pair of each row, (n,)."""
         ...
 
     def __len__(self) -> int: ...
@@ -48,16 +53,19 @@ class TrainedModel(nn.Module, Generic[R]):
     A subclass says what the loss of some rows is, and what dev is scored by.
 
     Attributes:
-        on_dev: what records call the score on dev; ``metric`` is what it is.
+        on_dev: what records call the score on dev.
+        metric: what dev is scored by.
         head: behind the encoder; ``kind`` is what records call its family.
         seed: of first weights, of the order of rows and of dropout.
     """
 
-    on_dev: ClassVar[str]
-    metric: ClassVar[Metric]
+    on_dev: str
 
-    def __init__(self, engine: Engine, head: HeadModule, kind: str, seed: int) -> None:
+    def __init__(
+        self, engine: Engine, head: HeadModule, kind: str, seed: int, metric: Metric
+    ) -> None:
         super().__init__()
+        self.metric = metric
         self.encoder: nn.Module = engine.model.network
         self.head: HeadModule = head.to(engine.out)
         self.engine, self.kind, self.seed = engine, kind, seed
@@ -106,9 +114,18 @@ class TrainedModel(nn.Module, Generic[R]):
 
 
 class RatedModel(TrainedModel[P]):
-    """A model that is trained on rated rows, and scored by the Spearman correlation on dev."""
+    """A model that is trained on rated rows, and scored on dev by its predicted similarities."""
 
-    on_dev, metric = "dev_spearman", METRICS["spearman"]
+    def __init__(
+        self,
+        engine: Engine,
+        head: HeadModule,
+        kind: str,
+        seed: int,
+        metric: Metric = METRICS["spearman"],
+    ) -> None:
+        super().__init__(engine, head, kind, seed, metric)
+        self.on_dev = f"dev_{metric.name}"
 
     def predict(self, inputs: P, shared: Shared) -> NDArray[np.float32]:
         """Return the predicted similarity of all rows, (n,), without dropout and gradients."""
@@ -119,7 +136,7 @@ class RatedModel(TrainedModel[P]):
         similarity = self.predict(inputs, shared)
         if not np.isfinite(similarity).all():
             return None
-        value = spearman(similarity.astype(np.float64), inputs.rating)
+        value = self.metric(similarity.astype(np.float64), inputs.rating, inputs.pair)
         return None if math.isnan(value) else value
 
     def fitted(self, record: Mapping[str, Any] | None = None) -> FittedHead:

@@ -17,6 +17,7 @@ from llmcond.encoders.spec import Orders
 from llmcond.finetune.base import RatedModel, Shared
 from llmcond.heads.module import seeded
 from llmcond.heads.regression import Regression, RegressionSettings
+from llmcond.metrics import METRICS, Metric
 from llmcond.runs.cross import KIND
 
 
@@ -27,10 +28,12 @@ class CrossInputs:
     Attributes:
         orders: the sequences of all rows: sentences as given, and, where both orders are read, the
             second sentence first.
+        rating: (n,) on 0 to 1; ``pair`` (n,) the sentence pair of each row.
     """
 
     orders: tuple[list[Tokens], ...]
     rating: NDArray[np.float64]
+    pair: NDArray[np.int64]
 
     @classmethod
     def of(cls, rows: Rows, orders: Orders, tokenizer: InputTokenizer) -> CrossInputs:
@@ -39,7 +42,7 @@ class CrossInputs:
         first, second = rated.sentence1, rated.sentence2
         sides = [(first, second), (second, first)][: 2 if orders == "both" else 1]
         read = [tokenizer.joined(list(zip(*side, rated.condition, strict=True))) for side in sides]
-        return cls(tuple(read), rated.rating)
+        return cls(tuple(read), rated.rating, rated.pair)
 
     def __len__(self) -> int:
         return len(self.rating)
@@ -54,13 +57,18 @@ class CrossModel(RatedModel[CrossInputs]):
     """From rows to the mean squared error of one number a row."""
 
     def __init__(
-        self, engine: Engine, settings: RegressionSettings, seed: int, start: float
+        self,
+        engine: Engine,
+        settings: RegressionSettings,
+        seed: int,
+        start: float,
+        metric: Metric = METRICS["spearman"],
     ) -> None:
         """Put a linear layer behind an engine, whose bias is ``start``, the mean rating."""
         head, _ = seeded(lambda: Regression(settings, engine.dim), seed)
         with torch.no_grad():
             head.get_parameter("weight_bias").fill_(start)
-        super().__init__(engine, head, KIND, seed)
+        super().__init__(engine, head, KIND, seed, metric)
 
     def forward(self, inputs: CrossInputs, rows: Positions, seed: list[int]) -> Tensor:
         """Return the mean squared error of rows, a scalar, each in an order that is drawn."""

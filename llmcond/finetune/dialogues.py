@@ -31,7 +31,7 @@ from llmcond.heads.roles import Roles, RoleSettings
 from llmcond.heads.turn_fit import check_turns, distinct
 from llmcond.heads.turns import turn_scores
 from llmcond.heads.windows import windows
-from llmcond.metrics import METRICS
+from llmcond.metrics import METRICS, Metric
 from llmcond.tasks.dialogues import Turns
 
 #: What dev is scored on, always the same: so many dialogues, after so many turns of each.
@@ -77,11 +77,16 @@ class DialogueInputs:
 class TurnModel(TrainedModel[DialogueInputs]):
     """From windows of dialogues to the objective of a head that maps utterances to roles."""
 
-    on_dev, metric = SCORE, METRICS["average_rank"]
+    on_dev = SCORE
     head: Roles
 
     def __init__(
-        self, engine: Engine, recipe: Recipe, seed: int, start: FittedRoles | None = None
+        self,
+        engine: Engine,
+        recipe: Recipe,
+        seed: int,
+        start: FittedRoles | None = None,
+        metric: Metric = METRICS["average_rank"],
     ) -> None:
         """Put a head behind an engine, as ``start`` was fitted or as it is drawn by the seed.
 
@@ -99,7 +104,7 @@ class TurnModel(TrainedModel[DialogueInputs]):
                     f"on {start.dim_in}."
                 )
             head.load_state_dict(start.module.state_dict())
-        super().__init__(engine, head, recipe.kind, seed)
+        super().__init__(engine, head, recipe.kind, seed, metric)
 
     def forward(self, inputs: DialogueInputs, rows: Positions, seed: list[int]) -> Tensor:
         """Return the mean loss of windows, a scalar."""
@@ -115,7 +120,7 @@ class TurnModel(TrainedModel[DialogueInputs]):
             return self.head.loss(normalize(vectors.float()), own, drawn, dialogue)
 
     def score(self, inputs: DialogueInputs, shared: Shared) -> float | None:
-        """Return the average rank on dev.
+        """Return the metric of ranks on dev, whose strata are the history lengths.
 
         Of dialogues that are scored, what follows is ranked as ``evaluate`` does.
         """
@@ -130,14 +135,17 @@ class TurnModel(TrainedModel[DialogueInputs]):
             return None
         head = self.fitted()
         (b1, b2), after = head.before(vectors), head.after(vectors)
-        means = []
+        ranks = []
         for contexts, answers in asked:
             at, own = np.searchsorted(used, contexts), np.searchsorted(used, answers)
             # Of equal texts, products may differ in the last bit: each is scored once.
             texts, which = np.unique(own, return_inverse=True)
             scores = turn_scores(b1[at], b2[at], after[texts], head.score, head.weights)
-            means.append(ranks_among(scores[:, which], np.arange(len(own))).of().mean())
-        return float(np.mean(means))
+            ranks.append(ranks_among(scores[:, which], np.arange(len(own))).of())
+        stratum = np.repeat(np.arange(len(ranks)), [len(own) for own in ranks])
+        return self.metric(
+            np.concatenate(ranks), stratum.astype(np.float64), np.arange(len(stratum))
+        )
 
     def groups(self, inputs: DialogueInputs) -> NDArray[np.int64]:
         """See :class:`TrainedModel`: windows of a dialogue share their utterances."""

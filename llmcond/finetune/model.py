@@ -23,6 +23,7 @@ from llmcond.heads.objectives import (
     adjacent_pairs,
     contrast_groups,
 )
+from llmcond.metrics import METRICS, Metric
 from llmcond.prompts import Prompt
 
 #: Inputs with routers that are encoded at a time where there are no gradients.
@@ -40,6 +41,7 @@ class HeadPlan:
         prompts: of the features; none yet where those are taken that suit encoder and head.
         subtract: whether unconditional features are subtracted.
         start: a head fitted before, whose weights are the first ones; None: they are drawn.
+        metric: what dev is scored by.
     """
 
     recipe: Recipe
@@ -48,6 +50,7 @@ class HeadPlan:
     prompts: tuple[Prompt, ...] = ()
     subtract: bool = False
     start: FittedHead | None = None
+    metric: Metric = METRICS["spearman"]
 
 
 class TunedModel(RatedModel[RatedInputs]):
@@ -74,7 +77,7 @@ class TunedModel(RatedModel[RatedInputs]):
                     "and prompt."
                 )
             head.load_state_dict(start)
-        super().__init__(engine, head, recipe.kind, plan.seed)
+        super().__init__(engine, head, recipe.kind, plan.seed, plan.metric)
         self.objective = objective.to(engine.out)
         self.plan = plan
 

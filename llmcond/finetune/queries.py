@@ -29,7 +29,7 @@ from llmcond.heads.module import seeded
 from llmcond.heads.pairs import Fit
 from llmcond.heads.query_fit import SCORE
 from llmcond.heads.query_maps import QueryHead
-from llmcond.metrics import METRICS
+from llmcond.metrics import METRICS, Metric
 from llmcond.tasks.graph import Known, Triples, both_directions
 
 #: What dev is scored on, always the same: triples, and entities that are candidates besides theirs.
@@ -83,7 +83,7 @@ class GraphInputs:
 class QueryModel(TrainedModel[GraphInputs]):
     """From triples to the contrastive objective of their queries and tails."""
 
-    on_dev, metric = SCORE, METRICS["mrr"]
+    on_dev = SCORE
     head: QueryHead
 
     def __init__(
@@ -93,6 +93,7 @@ class QueryModel(TrainedModel[GraphInputs]):
         inputs: GraphInputs,
         seed: int,
         start: FittedQueryHead | None = None,
+        metric: Metric = METRICS["mrr"],
     ) -> None:
         """Put a head behind an engine, as ``start`` was fitted or as it is drawn by the seed.
 
@@ -107,7 +108,7 @@ class QueryModel(TrainedModel[GraphInputs]):
         if start is not None:
             start.module.check(dims, start.kind)
             head.load_state_dict(start.module.state_dict())
-        super().__init__(engine, head, recipe.kind, seed)
+        super().__init__(engine, head, recipe.kind, seed, metric)
         if start is None:
             # Of the encoder as it is now: a training that goes on begins from the same.
             reads = self.head.reads_relations
@@ -174,7 +175,7 @@ class QueryModel(TrainedModel[GraphInputs]):
         return self.head.query(read, relations if len(relations) else None, number)
 
     def score(self, inputs: GraphInputs, shared: Shared) -> float | None:
-        """Return the filtered MRR of some dev queries among some of the entities.
+        """Return the metric of filtered ranks of some dev queries among some of the entities.
 
         Ranking all entities would take longer than an epoch of a small graph's training.
         """
@@ -205,8 +206,8 @@ class QueryModel(TrainedModel[GraphInputs]):
         known = Known(np.stack([place[row], relation[row], right], axis=1), len(used.entities))
         fitted = self.fitted().on(arrays)
         asked = np.stack([place, relation, np.searchsorted(used.entities, tail)], axis=1)
-        found = rank(fitted.queries(place, relation), fitted.candidates(), asked, known)
-        return float((1 / found.of()).mean())
+        ranks = rank(fitted.queries(place, relation), fitted.candidates(), asked, known).of()
+        return self.metric(ranks, np.zeros(len(ranks)), np.arange(len(ranks)))
 
     def fitted(self, record: Mapping[str, Any] | None = None) -> FittedQueryHead:
         """Return the head as it is now, as one that was fitted, on no graph."""

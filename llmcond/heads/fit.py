@@ -17,7 +17,7 @@ from llmcond.heads.module import HeadModule, seeded
 from llmcond.heads.objectives import Objective, RatedBatch, check_contrasts, contrast_groups
 from llmcond.heads.pairs import DevScore, Fit, H, OnEpoch, PairArrays
 from llmcond.heads.settings import GradientSettings, TrainingSettings
-from llmcond.metrics import METRICS, Metric, spearman
+from llmcond.metrics import METRICS, Metric
 from llmcond.system import free_memory, native_bfloat16
 
 #: Heads of so many parameters are multiplied in bfloat16 where the device does that natively.
@@ -36,10 +36,12 @@ def fit_by_gradient(
     seed: int,
     on_epoch: OnEpoch,
     device: str = "cpu",
+    metric: Metric = METRICS["spearman"],
 ) -> tuple[HeadModule, Fit]:
     """Fit a head, or each head of an ensemble; return it on the CPU, and how it went.
 
-    The weights of the best epoch on dev are kept, without dev those of the last one. Every random
+    The weights of the epoch that ``metric`` calls the best on dev are kept, without dev those of
+    the last one; the learning curve has it as ``dev_NAME``. Every random
     number comes from generators of their own, so the same seed gives the same head on the same
     machine. Features stay as they are given; float32 copies are made of a batch only.
 
@@ -48,7 +50,7 @@ def fit_by_gradient(
             that needs them, or a loss that became NaN or infinite.
     """
     fitted = [
-        _fit_one(family, settings, pairs, dev, own, on_epoch, torch.device(device))
+        _fit_one(family, settings, pairs, dev, own, on_epoch, torch.device(device), metric)
         for own in spread_seeds(seed, settings.members)
     ]
     if len(fitted) == 1:
@@ -70,7 +72,8 @@ def since_best(curve: Sequence[Mapping[str, Any]], key: str, metric: Metric) -> 
     That is the first of equal ones. A score of None is undefined, as where all similarities are
     equal, and never better than one that is defined; while none is, the last entry counts.
     """
-    scores = [entry[key] for entry in curve]
+    # An entry that a training wrote when another metric chose has no such score.
+    scores = [entry.get(key) for entry in curve]
     best = metric.best((score for score in scores if score is not None), default=None)
     return 0 if best is None else len(scores) - 1 - scores.index(best)
 
@@ -83,6 +86,7 @@ def _fit_one(
     seed: int,
     on_epoch: OnEpoch,
     device: torch.device,
+    metric: Metric,
 ) -> tuple[HeadModule, Fit]:
     dims = pairs.dim, pairs.dim_condition
     n_parameters = check_memory(family, settings, dims, device)
@@ -112,12 +116,14 @@ def _fit_one(
     on_dev = None
     if dev is not None and len(dev):
         scorer = Loader(dev, settings, generator, torch.float32, device)
-        on_dev = DevScore(METRICS["spearman"], partial(_dev_spearman, dev=scorer))
+        on_dev = DevScore(metric, partial(_dev_score, metric=metric, dev=dev, loader=scorer))
 
     def train(epoch: int) -> float:
         return _run_epoch(module, objective, loader, optimiser)
 
-    chosen, curve = best_epoch(module, train, lambda: module, on_dev, on_epoch, "dev_spearman")
+    chosen, curve = best_epoch(
+        module, train, lambda: module, on_dev, on_epoch, f"dev_{metric.name}"
+    )
     record = {
         **chosen,
         "n_parameters": n_parameters,
@@ -245,10 +251,13 @@ def _run_epoch(
 
 
 @torch.no_grad()
-def _dev_spearman(module: HeadModule, dev: Loader) -> float:
-    """Return the Spearman correlation of similarity and rating; NaN where it is undefined."""
+def _dev_score(module: HeadModule, metric: Metric, dev: PairArrays, loader: Loader) -> float:
+    """Return the score of a module's similarities on dev; NaN where it is undefined."""
     module.eval()
     in_bfloat16, module.in_bfloat16 = module.in_bfloat16, False
-    found = [module.similarity(*module(*batch).chunk(2)).cpu().numpy() for batch in dev.in_order()]
+    parts = [
+        module.similarity(*module(*batch).chunk(2)).cpu().numpy() for batch in loader.in_order()
+    ]
     module.in_bfloat16 = in_bfloat16
-    return spearman(np.concatenate(found).astype(np.float64), dev.rating)
+    similarity = np.concatenate(parts).astype(np.float64)
+    return metric(similarity, dev.rating, dev.groups)

@@ -46,6 +46,11 @@ class PairArrays:
         """Return the size of the conditions' features, 0 where there are none."""
         return 0 if self.condition is None else int(self.condition.shape[1])
 
+    @property
+    def groups(self) -> NDArray[np.int64]:
+        """The sentence pair of each row, (n,); each row is one of its own where none is named."""
+        return np.arange(len(self)) if self.pair is None else self.pair
+
     def take(self, rows: NDArray[Any]) -> PairArrays:
         """Return some rows, by positions or a mask, without reading their vectors."""
         condition = self.condition

@@ -19,6 +19,7 @@ from llmcond.heads.objectives import ObjectiveSettings
 from llmcond.heads.pairs import OnEpoch, PairArrays
 from llmcond.heads.query_maps import PREFIX, query_family
 from llmcond.heads.settings import TrainingSettings
+from llmcond.metrics import METRICS, Metric
 from llmcond.system import choose_device
 
 #: Rows compared at a time.
@@ -247,8 +248,9 @@ def fit_recipe(
     seed: int,
     on_epoch: OnEpoch,
     device: str = "auto",
+    metric: Metric = METRICS["spearman"],
 ) -> FittedHead:
-    """Fit a head on rated pairs; those of ``dev`` choose the epoch, where the head has epochs.
+    """Fit a head on rated pairs; ``metric`` on ``dev`` chooses the epoch, where there are epochs.
 
     ``device`` is ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; the fitted head is on the CPU.
 
@@ -285,7 +287,9 @@ def fit_recipe(
             "PairArrays(..., condition=...)."
         )
     if family.supervised:
-        module, fit = fit_by_gradient(family, recipe.settings, pairs, dev, seed, on_epoch, device)
+        module, fit = fit_by_gradient(
+            family, recipe.settings, pairs, dev, seed, on_epoch, device, metric
+        )
     else:
         module = family(recipe.settings, pairs.dim, pairs.dim_condition)
         fit = module.solve(pairs, seed)

@@ -14,6 +14,7 @@ from llmcond.metrics import METRICS, Estimate, Metric, metric_of
 from llmcond.prompts import Prompt
 from llmcond.report.format import estimate_text, factors_text, range_text
 from llmcond.runs import OpenedRun, dev_score
+from llmcond.runs.saved import chosen_on_dev
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +92,7 @@ def model_card(
     weights = summary["weights"]
     # Of an ensemble, members are alike but for their seeds.
     one = summary.get("members", [summary])[0]
-    on_dev = one["dev_spearman" if kind == "rated" else "dev_score"]
-    chosen = "Nothing on dev chose"
-    if one.get("dev_spearman_before", on_dev) is not None:
-        chosen = "Dev chose"
+    chosen = "Dev chose" if chosen_on_dev(one) else "Nothing on dev chose"
     then, stage = one.get("then"), ""
     step = f"those of step {one['best_step']:,} of {one['steps']:,}."
     if "members" in summary:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from llmcond.evaluation.results import SweptResult
 from llmcond.files import check_output
+from llmcond.heads.query_fit import SCORE
 from llmcond.log import log
 from llmcond.metrics import Metric, metric_of
 from llmcond.report.figures import check_matplotlib, plot_curve
@@ -112,20 +113,17 @@ def _numeric(results: Swept) -> str | None:
 
 def plot_steps(results: Swept, path: Path) -> None:
     """Draw the score on dev against steps of training, with the range over seeds (figure 3)."""
-    metric = metric_of("spearman")
     series: dict[str, list[_Point]] = {}
     for row in results:
         fits = [fit for fit in row.fits if fit.get("curve")]
         # As far as every seed went.
         for epoch, reached in enumerate(zip(*(fit["curve"] for fit in fits), strict=False)):
-            # As curves of rankings call it, whatever it is.
-            if "dev_score" in reached[0]:
-                metric = row.primary
-            values = [one.get("dev_spearman", one.get("dev_score")) for one in reached]
+            key = f"dev_{row.primary.name}"
+            values = [one.get(key, one.get(SCORE)) for one in reached]
             if None not in values:
                 steps = (epoch + 1) * fits[0]["steps_per_epoch"]
                 figures = (statistics.fmean(values), min(values), max(values))
-                mean, low, high = (metric.factor * figure for figure in figures)
+                mean, low, high = (row.primary.factor * figure for figure in figures)
                 name = " ".join(filter(None, (row.name, _settings(row.settings))))
                 series.setdefault(name, []).append((steps, mean, low, high))
     if not series:
@@ -134,7 +132,7 @@ def plot_steps(results: Swept, path: Path) -> None:
         )
         return
     band = "line: mean over seeds; band: lowest to highest seed"
-    _draw(series, path, "steps", _on_axis(metric, " on dev"), band, log_x=False)
+    _draw(series, path, "steps", _on_axis(results[0].primary, " on dev"), band, log_x=False)
 
 
 def _draw(

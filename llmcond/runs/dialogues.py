@@ -135,7 +135,7 @@ class DialogueExamples(Examples):
     def fit(
         self, recipe: Recipe, view: View, seed: int, on_epoch: OnEpoch, device: str
     ) -> FittedRoles:
-        """See :class:`Examples`. Epochs are chosen by the average rank on dev."""
+        """See :class:`Examples`."""
         train = self.data.of("train")
         arrays = TurnArrays(self.features(view), train.utterances, train.starts)
         if "dev" not in self.data.splits:
@@ -148,7 +148,7 @@ class DialogueExamples(Examples):
         return fit_turns(recipe, arrays, dev, seed, on_epoch, device)
 
     def on_dev(self, head: FittedRoles, view: View) -> float:
-        """See :class:`Examples`: the average rank."""
+        """See :class:`Examples`."""
         if "dev" not in self.data.splits:
             return math.nan
         roles = Roles(head, self.features(view), self._used("dev"))

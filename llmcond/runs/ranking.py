@@ -120,7 +120,7 @@ class QueryExamples(Examples):
             queries = queries[np.sort(chosen)]
 
         def score(head: FittedQueryHead) -> float:
-            return self._mrr(head, queries)
+            return self._score(head, queries)
 
         dev = DevScore(metric_of(self.run.dev_metric), score)
         return fit_queries(recipe, arrays, dev, seed, on_epoch, device)
@@ -129,12 +129,13 @@ class QueryExamples(Examples):
         """See :class:`Examples`."""
         if "dev" not in self.data.splits:
             return math.nan
-        return self._mrr(head.on(self.features(view)), self.data.queries("dev"))
+        return self._score(head.on(self.features(view)), self.data.queries("dev"))
 
-    def _mrr(self, head: FittedQueryHead, queries: NDArray[np.int32]) -> float:
+    def _score(self, head: FittedQueryHead, queries: NDArray[np.int32]) -> float:
         vectors = head.queries(queries[:, 0], queries[:, 1])
-        found = rank(vectors, head.candidates(), queries, self.known)
-        return float((1 / found.of()).mean())
+        ranks = rank(vectors, head.candidates(), queries, self.known).of()
+        metric = metric_of(self.run.dev_metric)
+        return metric(ranks, np.zeros(len(ranks)), np.arange(len(ranks)))
 
     def scored(self, split: str) -> Queries:
         """See :class:`Examples`: the queries of a split, by the examples that ask them."""

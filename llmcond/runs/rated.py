@@ -12,7 +12,7 @@ from llmcond.data.rows import Rows
 from llmcond.features.view import View
 from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe
 from llmcond.heads.pairs import OnEpoch
-from llmcond.metrics import spearman
+from llmcond.metrics import Metric, metric_of
 from llmcond.prompts import Prompt
 from llmcond.runs.examples import Examples
 from llmcond.runs.features import Features
@@ -54,13 +54,15 @@ class RatedExamples(Examples):
         """See :class:`Examples`."""
         dev = self._features.rated(view, "dev") if self._dev_scores else None
         train = self._features.rated(view, "train")
-        return fit_recipe(recipe, train, dev or None, seed, on_epoch, device)
+        metric = metric_of(self.run.dev_metric)
+        return fit_recipe(recipe, train, dev or None, seed, on_epoch, device, metric)
 
     def on_dev(self, head: FittedHead, view: View) -> float:
         """See :class:`Examples`."""
         if not self._dev_scores:
             return math.nan
-        return _score(head, self._features.rated(view, "dev"))
+        dev = self._features.rated(view, "dev")
+        return _score(head, dev, metric_of(self.run.dev_metric))
 
     def scored(self, split: str) -> Rows:
         """See :class:`Examples`."""
@@ -81,8 +83,8 @@ class RatedExamples(Examples):
         return zeroshots(prompt)
 
 
-def _score(head: FittedHead, dev: PairArrays) -> float:
+def _score(head: FittedHead, dev: PairArrays, metric: Metric) -> float:
     if not len(dev):
         return math.nan
     similarity = head.similarity(dev.first, dev.second, dev.condition)
-    return spearman(similarity.astype(np.float64), dev.rating)
+    return metric(similarity.astype(np.float64), dev.rating, dev.groups)

@@ -54,13 +54,11 @@ class AnyRun(ABC):
 
     Attributes:
         kind: of its task, see :class:`AnyTask`.
-        dev_metric: the metric that heads are chosen by on dev.
         subtracts: whether heads see e(s|c) less the unconditional embedding, unless told otherwise.
         own_command: that is for runs of its kind only.
     """
 
     kind: ClassVar[str]
-    dev_metric: ClassVar[str]
     subtracts: ClassVar[bool]
     own_command: ClassVar[str] = "similarity"
 
@@ -289,6 +287,11 @@ class AnyRun(ABC):
             write_json(self.folder / "run.json", self.manifest)
 
     # -- heads ---------------------------------------------------------------------------------
+
+    @property
+    def dev_metric(self) -> str:
+        """Name of the metric that chooses epochs and heads on dev: the first of the task."""
+        return self.task.main_metric.name
 
     def head_folder(self, name: str) -> Path:
         """Return the folder that a head of this name has; a UserError if it cannot be a name."""

@@ -87,3 +87,11 @@ def dev_score(record: Mapping[str, Any], metric: str) -> float | None:
         found = [entry.get(key) for entry in record["fit"].get("curve") or ()]
     scores = (score for score in found if isinstance(score, float))
     return cast(float | None, metric_of(metric).best(scores, default=None))
+
+
+def chosen_on_dev(summary: Mapping[str, Any]) -> bool:
+    """Return whether a score on dev chose the weights of a training, as its summary has it.
+
+    It stands there as ``dev_METRIC``, or as ``dev_METRIC_before`` where a last stage came after it.
+    """
+    return any(name.startswith("dev_") and value is not None for name, value in summary.items())

@@ -19,7 +19,7 @@ from llmcond.tasks.dialogues import Dialogues
 class Run(AnyRun):
     """A run of rated rows."""
 
-    kind, dev_metric, subtracts = "rated", "spearman", True
+    kind, subtracts = "rated", True
 
     @property
     def task(self) -> Task:
@@ -91,7 +91,7 @@ class _UnratedRun(AnyRun):
 class RankingRun(_UnratedRun):
     """A run of queries against candidates."""
 
-    kind, dev_metric, own_command = "ranking", "mrr", "complete"
+    kind, own_command = "ranking", "complete"
 
     @property
     def task(self) -> RankingTask[Any]:
@@ -116,7 +116,7 @@ class RankingRun(_UnratedRun):
 class DialogueRun(_UnratedRun):
     """A run of dialogues."""
 
-    kind, dev_metric, own_command = "dialogue", "average_rank", "reply"
+    kind, own_command = "dialogue", "reply"
 
     @property
     def task(self) -> Dialogue:

@@ -132,7 +132,9 @@ class Outcome:
         try:
             record = read_json(path)
             names = [metric.name for metric in metrics]
-            if not {*names, *(["similarity"] if n is not None else [])} <= set(record):
+            # Without the score that chose the epoch, another metric may have chosen it.
+            needed = {*names, f"dev_{dev_metric}", *(["similarity"] if n is not None else [])}
+            if not needed <= set(record):
                 return None
             figures = {name: record[name] for name in names}
             check_record({**record, "metrics": figures}, _Kept, str(path))

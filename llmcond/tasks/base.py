@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from llmcond import plugins
 from llmcond.data.datasets import DataOptions
 from llmcond.errors import UserError, nearest
+from llmcond.metrics import Metric, choose_metrics
 
 #: Where each bundled task is: a new one is a new file and a line here.
 TASKS = {
@@ -60,7 +61,7 @@ class AnyTask(ABC, Generic[D]):
         kind: of its examples, which decides what a run of it does: ``rated``, ``ranking`` or
             ``dialogue``. Records name it, so that it is known without the task.
         metrics: what it is scored by: names of :data:`llmcond.metrics.METRICS`, or code of the
-            user's own. The first one is the main one.
+            user's own. The first one decides which epoch and which head are best on dev.
         prompt: the template that is taken where none is named; None: the one that suits the
             encoder.
         heads: recipes that are compared where none are named.
@@ -73,6 +74,11 @@ class AnyTask(ABC, Generic[D]):
     prompt: ClassVar[str | None] = None
     heads: ClassVar[Sequence[str]] = ("linear", "mlp")
     recipes: ClassVar[str | None] = None
+
+    @property
+    def main_metric(self) -> Metric:
+        """The first of ``metrics``; a UserError where it names no metric."""
+        return choose_metrics(self.metrics[:1])[0]
 
     @abstractmethod
     def read(self, data: DataOptions) -> D:

@@ -135,7 +135,8 @@ class _CrossJob(RatedJob):
                 "tokens: their sentences were cut, conditions are whole"
             )
         mean = float(rows.rating.mean())
-        model = CrossModel(trainable.engine, self.head_settings, self.seed, mean)
+        metric = self.task.main_metric
+        model = CrossModel(trainable.engine, self.head_settings, self.seed, mean, metric)
         return Parts(model, rows, scored)
 
     def inputs(self, rows: Rows, tokenizer: InputTokenizer) -> CrossInputs:

@@ -21,12 +21,13 @@ from llmcond.heads import FittedHead, load_head
 from llmcond.heads.pairs import Fit
 from llmcond.log import log
 from llmcond.progress import duration
+from llmcond.runs.saved import chosen_on_dev
 from llmcond.workflows.account import STATE, Trained, finished
 from llmcond.workflows.trainable import has_router
 from llmcond.workflows.training import RatedJob, train, write_account
 
-#: What the account of an ensemble tells of each member.
-_TOLD = ("seed", "steps", "best_step", "dev_spearman", "dev_spearman_before", "then")
+#: What the account of an ensemble has of each member: keys that begin so.
+_TOLD = ("seed", "steps", "best_step", "dev_", "then")
 
 
 def check_ensemble(
@@ -99,8 +100,8 @@ def _together(job: RatedJob, members: Sequence[dict[str, Any]]) -> dict[str, Any
     if tuned is None:
         raise LlmcondError(f"{folders[0]} has lost its encoder.json. Train into another --run.")
     write_tuned(job.folder, replace(tuned, members=len(members)))
-    chosen = members[0].get("dev_spearman_before", members[0]["dev_spearman"]) is not None
-    record = {"selected_on": "dev" if chosen else None, **job.about()}
+    selected_on = "dev" if chosen_on_dev(members[0]) else None
+    record = {"selected_on": selected_on, **job.about()}
     own, _ = load_head(folders[0] / "heads" / members[0]["head"])
     module = own.family(own.settings, len(members) * own.dim_in).finished()
     head = FittedHead(own.kind, own.family, module, job.seed, Fit(record))
@@ -117,7 +118,9 @@ def _together(job: RatedJob, members: Sequence[dict[str, Any]]) -> dict[str, Any
         "steps": sum(one["steps"] for one in members),
         "seconds": round(seconds, 1),
         **job.about(),
-        "members": [{key: one[key] for key in _TOLD if key in one} for one in members],
+        "members": [
+            {key: value for key, value in one.items() if key.startswith(_TOLD)} for one in members
+        ],
         "scores": [result.to_json() for result in kept.scores],
     }
     write_account(job, kept, summary, {})

@@ -159,7 +159,7 @@ class _HeadJob(RatedJob):
         return replace(self, seed=seed, plan=replace(self.plan, seed=seed), made_of=made)
 
     def parts(self, trainable: Trainable) -> Parts:
-        plan, view = self.plan, self.view
+        plan, view = replace(self.plan, metric=self.task.main_metric), self.view
         dim = trainable.engine.dim
         dims = dim * len(view.prompts), dim if view.conditioned else 0
         if plan.start is None:

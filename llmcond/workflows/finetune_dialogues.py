@@ -81,7 +81,6 @@ class _DialogueJob(RankingJob):
 
     unit: ClassVar[str] = "dialogues"
     scored: ClassVar[str] = "next turns"
-    score: ClassVar[str] = "average rank"
 
     task: Dialogue
     dataset: Dialogues
@@ -89,7 +88,8 @@ class _DialogueJob(RankingJob):
 
     def parts(self, trainable: Trainable) -> Parts:
         splits, (prompt,) = self.dataset.splits, self.view.prompts
-        model = TurnModel(trainable.engine, self.recipe, self.seed, self.start)
+        metric = self.task.main_metric
+        model = TurnModel(trainable.engine, self.recipe, self.seed, self.start, metric)
         tokens = trainable.tokenizer(UtteranceInputs(self.dataset.texts, prompt).inputs)
         train = DialogueInputs(splits["train"], tokens, self.recipe.settings)
         if not len(train):

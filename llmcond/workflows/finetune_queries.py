@@ -87,7 +87,7 @@ class _QueryJob(RankingJob):
 
     unit: ClassVar[str] = "triples"
     scored: ClassVar[str] = "queries"
-    score: ClassVar[str] = "MRR of a sample"
+    of_sample: ClassVar[bool] = True
 
     task: RankingTask[Any]
     dataset: Graph
@@ -116,4 +116,6 @@ class _QueryJob(RankingJob):
         recipe = self.recipe
         if self.start is None:
             recipe = sized(recipe, None, trainable.engine.dim)
-        return Parts(QueryModel(trainable.engine, recipe, train, self.seed, self.start), train, dev)
+        metric = self.task.main_metric
+        model = QueryModel(trainable.engine, recipe, train, self.seed, self.start, metric)
+        return Parts(model, train, dev)

@@ -89,10 +89,10 @@ class Job:
     """
 
     cross: ClassVar[bool] = False
-    #: In messages: what it is trained on, what is scored, and what the score on dev is.
+    #: In messages: what it is trained on, what is scored, and whether the score is of a sample.
     unit: ClassVar[str] = "rated rows"
     scored: ClassVar[str] = "rows"
-    score: ClassVar[str] = "Spearman"
+    of_sample: ClassVar[bool] = False
 
     model: str
     resolved: ResolvedEncoder
@@ -317,7 +317,8 @@ def _train(job: Job) -> dict[str, Any]:
         + (f", from step {trainer.progress.step:,}" if trainer.progress.step else "")
     )
     on_dev, metric = parts.model.on_dev, parts.model.metric
-    with TrainBar(key=on_dev, score=job.score, show=metric.show) as bar:
+    score = metric.heading + (" of a sample" if job.of_sample else "")
+    with TrainBar(key=on_dev, score=score, show=metric.show) as bar:
         trainer.run(bar.on_step)
     accelerator.wait_for_everyone()
     progress, head = trainer.progress, None

@@ -8,13 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.heads import fit, recipe
+from helpers.heads import fit, quiet, recipe
 from safetensors.numpy import load_file, save
 from scipy.stats import spearmanr
 
 import llmcond.heads.storage
 from llmcond.errors import LlmcondError, UserError
 from llmcond.heads import PairArrays, cosine, fit_recipe, load_head, load_recipe, save_head
+from llmcond.metrics import METRICS, Metric
 
 # Products this small are slower on two threads, much slower where the cores are shared.
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -133,6 +134,20 @@ def test_the_epoch_that_is_best_on_dev_is_kept(dev, kind):
     assert head.fit.record["best_epoch"] == 1 + int(np.argmax(scores)) < 60
     assert dev_score(head, dev) == pytest.approx(max(scores), abs=1e-4)
     assert max(scores) - scores[-1] > 1e-3
+
+
+ERROR = Metric("error", lambda p, r, _: float(np.abs(p - r).mean()), higher_is_better=False)
+
+
+@pytest.mark.parametrize("metric", [METRICS["accuracy"], ERROR], ids=lambda one: one.name)
+def test_the_metric_that_is_given_chooses_the_epoch(dev, metric):
+    few, dev = planted(60, seed=3), replace(dev, pair=np.arange(len(dev)) // 2)
+    made = recipe("linear", dim=8, epochs=40, patience=40, batch_size=64, learning_rate=0.01)
+    head = fit_recipe(made, few, dev, 0, quiet, "cpu", metric)
+    scores = [epoch[f"dev_{metric.name}"] for epoch in head.fit.record["curve"]]
+    assert scores.index(metric.best(scores)) == head.fit.record["best_epoch"] - 1
+    similarity = head.similarity(dev.first, dev.second).astype(np.float64)
+    assert metric(similarity, dev.rating, dev.pair) == pytest.approx(metric.best(scores), abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

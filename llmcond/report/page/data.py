@@ -207,7 +207,8 @@ def _curves(page: Page) -> list[dict[str, Any]]:
 def _epoch(epoch: Mapping[str, Any], page: Page) -> list[float | None]:
     # Heads that rank know no metric.
     key = SCORE if SCORE in epoch else f"dev_{page.dev_metric}"
-    loss, dev = (np.array([epoch[name]], np.float64) for name in ("loss", key))
+    # Of a head that another metric chose the epoch of, dev has no curve here.
+    loss, dev = (np.array([epoch.get(name)], np.float64) for name in ("loss", key))
     factor = metric_of(page.dev_metric).factor
     return [epoch["epoch"], *_rounded(loss, 5), *_rounded(factor * dev, 5)]
 
