@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -50,18 +50,31 @@ class Rows:
 
     @cached_property
     def pair(self) -> NDArray[np.int64]:
-        """Return (n,) the number of each row's sentence pair, whichever sentence comes first."""
+        """Return (n,) the number of each row's sentence pair, whichever sentence comes first.
+
+        Sentences that differ in case or spaces only are the same sentence.
+        """
         numbers: dict[tuple[str, str], int] = {}
-        found = [numbers.setdefault(pair, len(numbers)) for pair in self._unordered()]
+        found = [numbers.setdefault(pair, len(numbers)) for pair in self._folded_pairs()]
         return np.array(found, dtype=np.int64)
 
     def pair_keys(self) -> list[tuple[str, str]]:
-        """Return each distinct sentence pair once, in the order of ``pair``."""
-        return list(dict.fromkeys(self._unordered()))
+        """Return each distinct sentence pair once, as it first stands, in the order of ``pair``."""
+        keys: dict[tuple[str, str], tuple[str, str]] = {}
+        for pair, key in zip(
+            zip(self.sentence1, self.sentence2, strict=True), self._folded_pairs(), strict=True
+        ):
+            keys.setdefault(key, _in_order(*pair))
+        return list(keys.values())
 
-    def _unordered(self) -> Iterator[tuple[str, str]]:
+    def folded_sentences(self) -> set[str]:
+        """Return the distinct sentences of either side, see :func:`fold_text`."""
+        return {fold_text(text) for text in {*self.sentence1, *self.sentence2}}
+
+    def _folded_pairs(self) -> Iterator[tuple[str, str]]:
+        folded = {text: fold_text(text) for text in {*self.sentence1, *self.sentence2}}
         for a, b in zip(self.sentence1, self.sentence2, strict=True):
-            yield (a, b) if a <= b else (b, a)
+            yield _in_order(folded[a], folded[b])
 
     def take(self, chosen: NDArray[Any]) -> Rows:
         """Return the rows at the chosen positions (numbers or a mask)."""
@@ -82,6 +95,15 @@ class Rows:
     def describe(self, position: int) -> str:
         """Return the name of a row for messages: ``row 17 of train.csv``."""
         return f"row {self.number[position]} of {self.file}"
+
+
+def fold_text(text: str) -> str:
+    """Return a text without differences in case and in white space."""
+    return " ".join(text.split()).casefold()
+
+
+def _in_order(a: str, b: str) -> tuple[str, str]:
+    return (a, b) if a <= b else (b, a)
 
 
 def rows_digest(rows: Rows) -> str:
@@ -158,7 +180,14 @@ def join_rows(parts: Sequence[Rows]) -> Rows:
 
 def leaked_pairs(rows: Rows, train: Rows) -> int:
     """Count the sentence pairs of ``rows`` that occur in ``train`` too."""
-    return len(set(rows.pair_keys()) & set(train.pair_keys()))
+    return len(set(rows._folded_pairs()) & set(train._folded_pairs()))
+
+
+def shares_sentence(rows: Rows, sentences: Set[str]) -> NDArray[np.bool_]:
+    """Return (n,) whether one of a row's two sentences is among ``sentences``, folded ones."""
+    pairs = zip(rows.sentence1, rows.sentence2, strict=True)
+    found = [fold_text(a) in sentences or fold_text(b) in sentences for a, b in pairs]
+    return np.array(found, dtype=np.bool_)
 
 
 def save_rows(path: Path, splits: Mapping[str, Rows]) -> None:

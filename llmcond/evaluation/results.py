@@ -151,6 +151,8 @@ class Result(Displayed):
         metrics: name -> figure with its 95 % interval, the most important first.
         by_condition: rows whose condition training had (``seen``) and had not (``unseen``); of
             fitted heads, where both occur.
+        new_sentences: the score on rows that share no sentence with what was trained on; None
+            where no row shares one.
         seed_sd: metric -> standard deviation over seeds; None for a single seed.
         dim: size of the embeddings; None: that of the features.
         seeds: of the fits that figures are means of; none for zero-shot.
@@ -166,6 +168,7 @@ class Result(Displayed):
     counts: Counts = Counts()
     metrics: Mapping[str, Estimate] = field(default_factory=dict)
     by_condition: Mapping[str, Subset] = field(default_factory=dict)
+    new_sentences: Result | None = None
     seed_sd: Mapping[str, float | None] = field(default_factory=dict)
     dim: int | None = None
     seeds: tuple[int, ...] = ()
@@ -218,6 +221,17 @@ class Result(Displayed):
                 name: {"n": part.n, "spearman": finite(part.spearman.value)}
                 for name, part in self.by_condition.items()
             },
+            **self._new_sentences_json(),
+        }
+
+    def _new_sentences_json(self) -> dict[str, Any]:
+        part = self.new_sentences
+        if part is None:
+            return {}
+        figures = part.metrics_json(deviations=False)
+        return {
+            "n_unseen_sentences": part.counts.n,
+            "unseen_sentences": {"n_pairs": part.counts.n_pairs, **figures},
         }
 
 

@@ -79,6 +79,14 @@ def caveats(results: Sequence[Result]) -> str:
     return f"{text} Trained on dev as well: {', '.join(with_dev)}." if with_dev else text
 
 
+def sentences_text(result: Result) -> str:
+    """Return how many rows share a sentence with those trained on; nothing where none does."""
+    if result.new_sentences is None:
+        return ""
+    n, n_new = result.counts.n, result.new_sentences.counts.n
+    return f"{n - n_new:,} rows share a sentence with training, {n_new:,} do not. "
+
+
 def _chosen_on_dev(result: Result) -> bool:
     return any(fit.get("selected_on") == "dev" for fit in result.fits)
 

@@ -18,7 +18,7 @@ from llmcond.errors import printable
 from llmcond.evaluation.results import Result
 from llmcond.log import log
 from llmcond.metrics import METRICS, metric_of
-from llmcond.report.format import caveats, estimate_text, factors_text
+from llmcond.report.format import caveats, estimate_text, factors_text, sentences_text
 
 #: How tables are printed -> what tabulate calls it.
 _FORMS = {"markdown": "github", "latex": "latex_booktabs"}
@@ -43,13 +43,16 @@ def results_table(results: Sequence[Result], run: object) -> Table:
     title = (
         f"{run}, {first.split}: {counts.n:,} rows of {counts.n_pairs:,} sentence pairs, "
         f"{counts.n_dropped:,} unrated dropped; accuracy over {counts.n_compared:,} comparisons, "
-        f"{counts.n_tied:,} tied left out. {factors_text(metrics)}{caveats(results)}"
+        f"{counts.n_tied:,} tied left out. {sentences_text(first)}{factors_text(metrics)}"
+        f"{caveats(results)}"
     )
     table = identity_table(title)
     add_figures(table, *(metric.heading for metric in metrics))
     apart = any(result.by_condition for result in results)
     if apart:
         add_figures(table, "Spearman by condition: seen / unseen")
+    if first.new_sentences is not None:
+        add_figures(table, f"{first.primary.heading}, unseen sentences")
     for result in results:
         cells = [estimate_text(metric, result.metrics[metric.name]) for metric in metrics]
         if apart:
@@ -57,6 +60,8 @@ def results_table(results: Sequence[Result], run: object) -> Table:
                 METRICS["spearman"].show(p.spearman.value) for p in result.by_condition.values()
             ]
             cells.append(" / ".join(parts))
+        if result.new_sentences is not None:
+            cells.append(estimate_text(result.primary, result.new_sentences.main))
         table.add_row(*identity_cells(result, result.title), *cells)
     return table
 

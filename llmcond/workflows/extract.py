@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from llmcond.bundled import bundled_names
 from llmcond.data.datasets import DataOptions, Dataset
-from llmcond.data.rows import leaked_pairs
+from llmcond.data.rows import Rows, leaked_pairs, shares_sentence
 from llmcond.display import Displayed
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError
@@ -246,6 +246,18 @@ def _log_rows(dataset: Dataset) -> None:
         leaked = leaked_pairs(rows, dataset.splits["train"]) if name != "train" else 0
         if leaked:
             log.warning(f"{leaked:,} sentence pairs of {name} are in train too")
+        if name != "train":
+            _log_shared_sentences(name, rows, dataset.splits["train"])
+
+
+def _log_shared_sentences(name: str, rows: Rows, train: Rows) -> None:
+    sentences = train.take(train.rated).folded_sentences()
+    shared = int((shares_sentence(rows, sentences) & rows.rated).sum())
+    if shared:
+        log.info(
+            f"{name}: {shared:,} of {int(rows.rated.sum()):,} rated rows share a sentence with "
+            "train; evaluate scores the others apart as well"
+        )
 
 
 def check_named_once(prompts: Sequence[Prompt]) -> None:

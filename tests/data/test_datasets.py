@@ -23,7 +23,7 @@ from llmcond.data.datasets import (
     read_rows,
     read_texts,
 )
-from llmcond.data.rows import Rows, leaked_pairs, rows_digest, split_by_pair
+from llmcond.data.rows import Rows, leaked_pairs, rows_digest, shares_sentence, split_by_pair
 from llmcond.errors import UserError
 
 Write = Callable[..., Path]
@@ -318,6 +318,28 @@ def test_a_train_file_with_one_pair_cannot_give_a_dev_split(tmp_path: Path, writ
     write_rows([("a", "b", "c", 3), ("b", "a", "d", 3)], "d/train.csv")
     with pytest.raises(UserError, match="1 distinct sentence pairs; 2 at least"):
         read_dataset(str(tmp_path / "d"))
+
+
+def test_sentences_that_differ_in_case_or_spaces_are_the_same():
+    pairs = [(f"Two men play {i}", f"A dog sits {i}") for i in range(20)]
+    near = [(f"a DOG  sits {i}", f"two men play {i} ") for i in range(20)]
+    rows = make_rows([*pairs, *near])
+    assert rows.pair.tolist() == [*range(20), *range(20)]
+    # Keys are as they first stand, so that splits of pairs without such doubles stay as they were.
+    assert rows.pair_keys() == [tuple(sorted(pair)) for pair in pairs]
+    split = split_by_pair(rows, {"train": 0.7, "dev": 0.3}, 0)
+    assert set(split["train"].number % 20).isdisjoint(split["dev"].number % 20)
+    alone = split_by_pair(make_rows(pairs), {"train": 0.7, "dev": 0.3}, 0)
+    assert set(alone["dev"].number % 20) == set(split["dev"].number % 20)
+    assert leaked_pairs(make_rows(near), make_rows(pairs)) == 20
+
+
+def test_rows_that_share_a_sentence_are_found_on_either_side():
+    train = make_rows([("a", "b"), ("c", "d")])
+    shared = shares_sentence(
+        make_rows([("x", " A"), ("D", "y"), ("x", "y"), ("ab", "y")]), train.folded_sentences()
+    )
+    assert shared.tolist() == [True, True, False, False]
 
 
 def test_leaked_pairs_are_counted_once_and_in_either_order():

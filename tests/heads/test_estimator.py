@@ -41,10 +41,12 @@ CONTRAST = {**SHORT, "info_nce": 1.0}
 RECIPES = {
     "concat": SHORT,
     "hadamard": SHORT,
-    "hypernet": {**SHORT, "rank": 2},
+    "hypernet": {**SHORT, "rank": 2, "info_nce": 0.0},
     "hypernet-ablation": {**SHORT, "rank": 2},
-    "hypernet-full": SHORT,
+    "hypernet-full": {**SHORT, "info_nce": 0.0},
+    "hypernet-full-mse": SHORT,
     "hypernet-joint": {**SHORT, "rank": 2},
+    "hypernet-mse": {**SHORT, "rank": 2},
     "hypernet-released": {**SHORT, "rank": 2, "info_nce": 0.0},
     "ica": {},
     "linear": SHORT,
@@ -202,7 +204,7 @@ def test_every_bundled_recipe_is_tried():
     assert sorted(RECIPES) == others
 
 
-@pytest.mark.parametrize("name", ["mlp", "ica", "hypernet"])
+@pytest.mark.parametrize("name", ["mlp", "ica", "hypernet-mse"])
 def test_the_same_random_state_gives_the_same_bits(conditioned, name):
     heads = [
         Head(
@@ -350,7 +352,7 @@ def test_cross_validation_cuts_pairs_with_rows(data, routed):
 # -- one side, names, scores -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["linear", "hypernet", "pca"])
+@pytest.mark.parametrize("name", ["linear", "hypernet-mse", "pca"])
 def test_embed_gives_either_side(conditioned, name):
     X, y = conditioned
     head = Head(name, settings=RECIPES[name], n_condition=DIM_C).fit(X, y)
@@ -435,7 +437,7 @@ def test_clone_has_the_parameters_and_nothing_fitted(data):
 
 
 @pytest.mark.parametrize("again", [lambda head: pickle.loads(pickle.dumps(head)), copy.deepcopy])
-@pytest.mark.parametrize("name", ["mlp", "hypernet", "pca"])
+@pytest.mark.parametrize("name", ["mlp", "hypernet-mse", "pca"])
 def test_fitted_head_survives_being_pickled(conditioned, name, again):
     X, y = conditioned
     head = Head(name, settings=RECIPES[name], n_condition=DIM_C).fit(X, y)
@@ -470,7 +472,7 @@ def test_grid_search_over_recipes_dimensions_and_settings(conditioned):
     X, y = conditioned
     grid = [
         {"recipe": ["linear"], "dim": np.array([2, 4]), "settings": [SHORT, {"epochs": 1}]},
-        {"recipe": ["hypernet"], "settings": [RECIPES["hypernet"]]},
+        {"recipe": ["hypernet-mse"], "settings": [RECIPES["hypernet-mse"]]},
         {"recipe": ["pca"], "settings": [None], "dim": [3]},
     ]
     search = GridSearchCV(Head(n_condition=DIM_C), grid, cv=2, error_score="raise")
@@ -601,14 +603,16 @@ def test_errors_are_those_of_the_package_too(data):
         Head("mpl").fit(*data)
     assert not get_tags(Head("mpl")).target_tags.required
     with pytest.raises(UserError, match="rank is 64, above the 6 dimensions"):
-        Head("hypernet", n_condition=2, settings={"rank": 64}).fit(*rated(ROWS, 0, n_condition=2))
+        Head("hypernet-mse", n_condition=2, settings={"rank": 64}).fit(
+            *rated(ROWS, 0, n_condition=2)
+        )
 
 
 def test_sizes_that_were_not_given_are_lowered_to_those_of_the_features():
     X, y = rated(ROWS, 0, n_condition=2)
-    head = Head("hypernet", n_condition=2, settings=SHORT).fit(X, y)
+    head = Head("hypernet-mse", n_condition=2, settings=SHORT).fit(X, y)
     assert (head.head_.settings.dim, head.head_.settings.rank) == (DIM, DIM)
-    narrow = Head("hypernet", dim=2, n_condition=2, settings=SHORT).fit(X, y)
+    narrow = Head("hypernet-mse", dim=2, n_condition=2, settings=SHORT).fit(X, y)
     assert (narrow.head_.settings.dim, narrow.head_.settings.rank) == (2, 2)
 
 

@@ -38,7 +38,7 @@ SCRIPTS = {
     "bench_extract": ("--inputs 2 --rounds 1", "| llmcond, packed |"),
     "bench_fit": (
         "--rows 32 --epochs 1 --rounds 1 --pairs 64 --sentences 2 --conditions 2",
-        "| hypernet-full |",
+        "| hypernet-full-mse |",
     ),
     "bench_int8": ("--rows 20 --layers 1 --rounds 1", "| threads |"),
     "bench_kgc": (

@@ -1,0 +1,58 @@
+"""Rows that share a sentence with train are counted, and the others scored apart."""
+
+import csv
+
+import pytest
+from helpers.commands import ok
+from scipy.stats import spearmanr
+
+from llmcond.cli import run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HEADER = ("sentence1", "sentence2", "condition", "label")
+
+
+def write(path, rows):
+    with path.open("w", newline="") as stream:
+        csv.writer(stream).writerows([HEADER, *rows])
+
+
+def test_rows_with_sentences_of_train_are_told_apart(
+    tmp_path, monkeypatch, capsys, tiny_checkpoint, small_rows
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    train, dev = small_rows[:40], list(small_rows[40:])
+    # A sentence of train beside another one: no pair of train, but no new sentence either.
+    dev[::5] = [(train[0][0].upper(), *row[1:]) for row in dev[::5]]
+    write(tmp_path / "data" / "train.csv", train)
+    write(tmp_path / "data" / "dev.csv", dev)
+    words = ("--data", "data", "--prompt", "concat-sent-cond", "--pooling", "mean", "--run", "r")
+    assert run(["extract", "--model", str(tiny_checkpoint()), *words]) == 0
+    told = capsys.readouterr().err
+    assert "sentence pairs of dev are in train" not in told
+    assert "dev: 8 of 40 rated rows share a sentence with train" in told
+    evaluate = ("evaluate", "--run", "r", "--head", "none")
+    result, _ = ok(capsys, *evaluate, "--predictions", "p.csv")["results"]
+    rows = list(csv.DictReader((tmp_path / "p.csv").open()))
+    new = [row for row in rows if row["sentence1"] != train[0][0].upper()]
+    assert (result["n_unseen_sentences"], len(new)) == (32, 32)
+    expected = spearmanr(
+        [float(row[result["name"]]) for row in new], [float(row["rating"]) for row in new]
+    )
+    part = result["unseen_sentences"]
+    assert part["spearman"] == pytest.approx(expected.statistic, abs=1e-3)
+    assert part["n_pairs"] < result["n_pairs"]
+    low, high = part["spearman_ci"]
+    assert low < part["spearman"] < high
+    assert run([*evaluate, "--format", "markdown"]) == 0
+    assert "8 rows share a sentence with training, 32 do not" in capsys.readouterr().out
+    # Rows of train have none that training lacks, and others of new texts all.
+    assert "unseen_sentences" not in ok(capsys, *evaluate, "--split", "train")["results"][0]
+    write(
+        tmp_path / "known.csv",
+        [(a, b, "the weather", 3 + i % 2) for i, (a, b, *_) in enumerate(train)],
+    )
+    known = ok(capsys, *evaluate, "--data", "known.csv")["results"][0]
+    assert (known["n_unseen_sentences"], known["unseen_sentences"]["spearman"]) == (0, None)
