@@ -274,6 +274,7 @@ def _cast(columns: Mapping[str, Any], schema: pa.Schema, known: Sequence[str]) -
             found[name] = column.cast(kind)
         except pa.ArrowException as error:
             raise UserError(
-                f"the column {name!r} is of the type {kind} in the index: {first_line(error)}."
+                f"the column {name!r} is of the type {kind} in the index: {first_line(error)}. "
+                "Correct the value, or make another index."
             ) from error
     return found

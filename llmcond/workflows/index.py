@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from llmcond.data.candidates import read_collection, text_file
-from llmcond.data.readers import MissingColumnError
+from llmcond.data.readers import MissingColumnError, suffix_of
 from llmcond.display import Displayed
 from llmcond.errors import UserError
 from llmcond.search import Index
+from llmcond.search.columns import infer_types
+from llmcond.search.table import Table
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,14 @@ def index_texts(  # noqa: PLR0913 - each is a choice of the user, by keyword
             found = read_collection(texts, text, list(dict.fromkeys(others)))
         except MissingColumnError as error:
             raise UserError(f"{error.found} Say which to read: --text, --id, --keep.") from error
+        columns: Mapping[str, Any] = {name: found.columns[name] for name in keep}
+        if suffix_of(found.file) in (".csv", ".tsv"):
+            columns = infer_types(columns, Table(out).schema())
         index = Index.build(
             out,
             found.texts,
             ids=found.columns[id] if id else None,
-            columns={name: found.columns[name] for name in keep},
+            columns=columns,
             conditions=conditions,
             **made_by,
             device=device,

@@ -33,7 +33,8 @@ def made(tmp_path: Path, texts: Path, heads_run: Path, capsys) -> Path:
 
 def test_a_file_is_indexed_searched_and_changed(made: Path, texts: Path, capsys, tmp_path: Path):
     query = ["search", made, "dogs at the beach", *PLACE, "-k", "2"]
-    found = ok(capsys, *query, "--where", "CAST(year AS INT) >= 2020")
+    found = ok(capsys, *query, "--where", "year >= 2020")
+    assert isinstance(found["results"][0]["year"], int)
     assert [row["rank"] for row in found["results"]] == [1, 2]
     assert set(found["results"][0]) == {"rank", "score", "text", "id", "year"}
     assert found["searched"] == 3
@@ -43,6 +44,46 @@ def test_a_file_is_indexed_searched_and_changed(made: Path, texts: Path, capsys,
     result = ok(capsys, "index", texts, "--out", made, "--id", "id", "--keep", "year")
     assert [result[name] for name in ("added", "replaced", "unchanged")] == [2, 0, 2]
     assert result["conditions"] == ["the place"]
+
+
+TYPED = """id,text,year,price,flag,zip,key,day,note,big,gap
+a,one,2019,1.50,true,01234,7,2024-01-31,,1234567890123456789,1
+b,two,2024,-2e-3,False,99999,x,2024-02-01,,1,
+"""
+
+
+def test_columns_of_a_csv_file_have_the_types_of_their_values(tmp_path, heads_run, capsys):
+    path, out = tmp_path / "typed.csv", tmp_path / "typed"
+    path.write_text(TYPED)
+    made_by = ["--id", "id", "--run", heads_run, "--head", "low", "--device", "cpu"]
+    keep = ["--keep", *TYPED.split(maxsplit=1)[0].split(",")[2:]]
+
+    def search(where: str) -> list[dict]:
+        found = ok(capsys, "search", out, "one", *PLACE, "--where", where)["results"]
+        return sorted(found, key=lambda row: row["id"])
+
+    ok(capsys, "index", path, "--out", out, *keep, *made_by)
+    first, second = search("true")
+    assert [first[name] for name in keep[1:]] == [
+        *(2019, 1.5, True, "01234", "7", "2024-01-31", "", "1234567890123456789", 1)
+    ]
+    assert (second["price"], second["flag"], second["gap"]) == (-0.002, False, None)
+    where = "year > 2020 AND price < 0 AND NOT flag AND zip = '99999' AND day > '2024-01-31'"
+    assert [row["id"] for row in search(where)] == ["b"]
+    assert [row["id"] for row in search("gap IS NULL AND note = ''")] == ["b"]
+    # Later files are read as the types that the index has.
+    later = TYPED.split(maxsplit=1)[0] + "\nc,three,2025,3,true,7,8,9,10,11,\n"
+    path.write_text(later)
+    ok(capsys, "index", path, "--out", out, *keep, *made_by)
+    (third,) = search("id = 'c'")
+    assert [third[name] for name in keep[1:]] == [
+        *(2025, 3.0, True, "7", "8", "9", "10", "11", None)
+    ]
+    path.write_text(later.replace("c,three,2025", "d,four,unknown"))
+    said = refused(capsys, "index", path, "--out", out, *keep, *made_by)
+    assert "the column 'year' is of the type int64 in the index" in said
+    assert "'unknown'" in said
+    assert ok(capsys, "search", out, "one", *PLACE)["searched"] == 3
 
 
 def test_hits_are_shown_in_a_table(made: Path, capsys):
