@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from llmcond.commands.shared import WithDevice
 from llmcond.errors import UserError
+from llmcond.log import log
 from llmcond.options import option
 
 if TYPE_CHECKING:
@@ -44,10 +45,13 @@ class Search(WithDevice):
         None,
         metavar="N",
         help="where the model encodes each text together with the condition: encode only the N "
-        "texts nearest without it, which is not exact",
+        "texts nearest without it, which is not exact. The prompt has to encode texts alone as "
+        "well, which the bundled model's does not",
     )
     explain: bool = option(
-        False, help="show each hit's score under each condition and under none, and its rank there"
+        False,
+        help="show each hit's score under each condition and without one, by the encoder before "
+        "any adapter; and its rank without one, if the index holds texts without a condition",
     )
 
     def execute(self) -> Hits:
@@ -63,7 +67,7 @@ class Search(WithDevice):
         from llmcond.search import Index
 
         index = Index.open(self.folder, device=self.device)
-        return index.search(
+        hits = index.search(
             self.query,
             dict(zip(self.condition, weights, strict=True)),
             self.k,
@@ -71,6 +75,9 @@ class Search(WithDevice):
             rerank=self.rerank,
             explain=self.explain,
         )
+        if self.explain and hits.rows:
+            _report_plain(hits)
+        return hits
 
     def show(self, result: Hits, form: str) -> None:
         """Print a table."""
@@ -81,8 +88,24 @@ class Search(WithDevice):
             row = {key: value for key, value in hit.items() if key != "explain"}
             if self.explain:
                 told = hit["explain"]
-                row |= {f"under {text}": score for text, score in told["under"].items()}
-                row |= {"without": told["without"], "rank without": told["rank_without"]}
+                if len(told["under"]) > 1:  # of one condition it is the score
+                    row |= {f"under {text}": score for text, score in told["under"].items()}
+                others = {"without": told["without"], "rank without": told["rank_without"]}
+                row |= {name: value for name, value in others.items() if value is not None}
             rows.append(row)
         if rows:
             show(listing(rows), form)
+
+
+def _report_plain(hits: Hits) -> None:
+    """Say what the scores without a condition are, or why there are none."""
+    if hits.plain is None:
+        log.info(
+            "there are no scores without a condition: all weights of the encoder were trained, and "
+            "what they were before is not recorded"
+        )
+        return
+    said = f"without: {hits.plain}, no condition"
+    if hits.rows[0]["explain"]["rank_without"] is None:
+        said += "; no ranks, for which every text would have to be encoded so"
+    log.info(said)

@@ -17,8 +17,9 @@ class Hits(Displayed):
         query: what was searched for.
         conditions: its conditions with their weights.
         rows: a dictionary for each hit: ``rank`` from 1, ``score``, ``text``, ``id``, and the other
-            columns; with ``explain`` also its score under each condition and under none.
+            columns; with ``explain`` also its score under each condition and without one.
         searched: texts that were compared: all, or those that a filter lets through.
+        plain: name of the encoder that gave the scores without a condition, if there are any.
         exact: whether all of these were compared under the condition; else only the nearest of them
             by their embeddings without it.
     """
@@ -28,6 +29,7 @@ class Hits(Displayed):
     rows: Sequence[Mapping[str, Any]]
     searched: int
     exact: bool = True
+    plain: str | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -40,6 +42,7 @@ class Hits(Displayed):
             "conditions": dict(self.conditions),
             "searched": self.searched,
             "exact": self.exact,
+            **({} if self.plain is None else {"plain": self.plain}),
         }
 
     def to_pandas(self) -> Any:

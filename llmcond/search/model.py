@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
 
 from llmcond.bundled import pretrained
 from llmcond.errors import UserError
 from llmcond.features.view import View
 from llmcond.runs import Run, SavedHead, open_run
-from llmcond.runs.embedder import Embedder, choose_model, make_embedder
+from llmcond.runs.embedder import Embedder, base_encoder, choose_model, make_embedder
 from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.usual import usual_run
 from llmcond.search.projection import ALONE, Projections, Sources
+
+if TYPE_CHECKING:
+    from llmcond.encoders.encoder import Encoder
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,17 @@ class Model:
         return LazyEncoder(self.run.resolve_encoder(self.device))
 
     @cached_property
+    def base(self) -> Encoder | None:
+        """Return the encoder whose plain embeddings conditions are compared with; None: unknown."""
+        return base_encoder(self.encoder())
+
+    @cached_property
     def embedder(self) -> Embedder:
         """Return it as an embedder, which loads the encoder."""
         return make_embedder(self.encoder(), self.view, self.saved)
+
+
+def short_name(encoder: Encoder) -> str:
+    """Return an encoder's name on the hub, or the last part of its path."""
+    name = encoder.name
+    return name if name == encoder.resolved.checkpoint.repo else PurePath(name).name

@@ -12,9 +12,12 @@ import torch
 from numpy.typing import NDArray
 
 from llmcond.arrays import Array
+from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError, brief
 from llmcond.log import log
+from llmcond.runs.embedder import unit_length
 from llmcond.search.hits import Hits
+from llmcond.search.model import short_name
 from llmcond.search.projection import ALONE
 from llmcond.search.table import VECTOR, Positions, vectors_of
 from llmcond.search.version import Version
@@ -188,24 +191,41 @@ class Searched:
         total, others = self._total(scores), self.version.table.columns
         best = self._best(total, self.k)
         texts = rows.select(["id", "text", *others]).take(best).to_pylist()
-        alone = None
-        if self.explain and self.version.model.sources.alone:
-            alone = self._scores(query, ALONE)[0]
+        plain = self._plain(query, near[best], texts) if self.explain else []
         found: list[dict[str, Any]] = []
         for place, text in zip(best.tolist(), texts, strict=True):
             row: dict[str, Any] = {"rank": len(found) + 1, "score": _rounded(total[place])}
             row |= {"text": text["text"], "id": text["id"]}
-            row |= {name: _plain(text[name]) for name in others}
+            row |= {name: _as_json(text[name]) for name in others}
             if self.explain:
                 own = {name: _rounded(scores[name][place]) for name in self.weights}
-                row["explain"] = {"under": own, **self._alone(alone, near[place])}
+                row["explain"] = {"under": own, **plain[len(found)]}
             found.append(row)
-        return Hits(query.texts[0], dict(self.weights), found, self.n, exact)
+        base = self.version.model.base if self.explain else None
+        name = None if base is None else short_name(base)
+        return Hits(query.texts[0], dict(self.weights), found, self.n, exact, name)
 
-    def _alone(self, scores: Scores | None, position: int) -> dict[str, Any]:
-        """Return a hit's score and rank without a condition; None where there is no such score."""
-        if scores is None:
-            return {"without": None, "rank_without": None}
+    def _plain(
+        self, query: _Encoded, near: Positions, hits: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return the scores and ranks of hits without a condition, None where there are none.
+
+        They are those of the encoder before any adapter: an adapter changes the embeddings of texts
+        without a condition, and was not trained for them.
+        """
+        model = self.version.model
+        if model.base is None:
+            return [{"without": None, "rank_without": None} for _ in hits]
+        if model.sources.alone and model.base is model.encoder():
+            scores = self._scores(query, ALONE)[0]
+            return [self._among_all(scores, position) for position in near]
+        texts = [query.texts[0], *(hit["text"] for hit in hits)]
+        vectors = unit_length(model.base.encode([EncoderInput("", text) for text in texts]), None)
+        return [
+            {"without": _rounded(score), "rank_without": None} for score in vectors[1:] @ vectors[0]
+        ]
+
+    def _among_all(self, scores: Scores, position: int) -> dict[str, Any]:
         better = scores > scores[position]
         rank = 1 + int((better if self.mask is None else better & self.mask).sum())
         return {"without": _rounded(scores[position]), "rank_without": rank}
@@ -215,6 +235,6 @@ def _rounded(score: Any) -> float:
     return round(float(score), 6)
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """Return a value as JSON has it: NaN and infinity are no numbers there."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -14,6 +14,7 @@ from llmcond.runs import cross
 from llmcond.runs.cross import CrossEncoder
 from llmcond.runs.embedder import Embedder, describe
 from llmcond.search import Index
+from llmcond.search.model import short_name
 from llmcond.serving.batching import Row
 
 #: Encoded before the first request, and by whoever asks whether the server is ready.
@@ -36,9 +37,8 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """Return what answers call it: its name on the hub, or the last part of its path."""
-        name = self.encoder.name
-        return name if name == self.encoder.resolved.checkpoint.repo else PurePath(name).name
+        """Return what answers call it."""
+        return short_name(self.encoder)
 
     @property
     def encoder(self) -> Encoder:

@@ -301,6 +301,29 @@ def test_hits_are_explained_by_their_scores_under_each_condition_and_none(build)
         assert told["rank_without"] == pytest.approx(1 + (cosines > cosines[place]).sum(), abs=1)
 
 
+def test_scores_without_a_condition_where_no_text_is_stored_without_one(build):
+    index = build(TEXTS[:9], head="linear")
+    hits = index.search(QUERY, PLACE, 3, explain=True)
+    plain = index.embedder.encoder.encode([QUERY, *(row["text"] for row in hits.rows)])
+    plain /= np.linalg.norm(plain, axis=1, keepdims=True)
+    told = [row["explain"] for row in hits.rows]
+    assert [one["without"] for one in told] == pytest.approx((plain[1:] @ plain[0]), abs=1e-5)
+    assert {one["rank_without"] for one in told} == {None}
+
+
+def test_scores_without_a_condition_are_those_of_the_encoder_before_its_adapter(
+    minilm, tmp_path: Path
+):
+    given = {"model": "minilm-csts", "conditions": [PLACE], "device": "cpu"}
+    index = Index.build(tmp_path / "index", TEXTS[:3], **given)
+    hits = index.search(QUERY, PLACE, explain=True)
+    assert hits.to_json()["plain"] == "minilm"
+    plain = minilm.encode([QUERY, *(row["text"] for row in hits.rows)])
+    plain /= np.linalg.norm(plain, axis=1, keepdims=True)
+    found = [row["explain"]["without"] for row in hits.rows]
+    assert found == pytest.approx((plain[1:] @ plain[0]).tolist(), abs=0.02)  # in bfloat16
+
+
 # -- conditions that texts are encoded with ----------------------------------------------------
 
 

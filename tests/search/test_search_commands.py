@@ -95,6 +95,24 @@ def test_hits_are_shown_in_a_table(made: Path, capsys):
     assert all(row[1].split()[0] in shown for row in ROWS)
 
 
+def test_scores_without_a_condition_are_said_to_be_of_which_encoder(
+    tmp_path: Path, texts: Path, made: Path, heads_run: Path, capsys
+):
+    explained = ["two dogs", *PLACE, "--explain"]
+    assert run(["search", str(made), *explained]) == 0
+    shown = capsys.readouterr()
+    assert "without: bert0, no condition\n" in shown.err
+    assert ("rank without" in shown.out, "under the place" in shown.out) == (True, False)
+    joint = str(tmp_path / "joint")
+    made_by = ["--run", str(heads_run), "--head", "linear", "--device", "cpu"]
+    assert run(["index", str(texts), "--out", joint, *PLACE, *made_by]) == 0
+    capsys.readouterr()
+    assert run(["search", joint, *explained]) == 0
+    shown = capsys.readouterr()
+    assert "no condition; no ranks, for which every text would have to be" in shown.err
+    assert ("without" in shown.out, "rank without" in shown.out) == (True, False)
+
+
 def test_a_text_file_is_indexed_by_its_lines(tmp_path: Path, heads_run: Path, capsys):
     (tmp_path / "texts.txt").write_text("".join(f"{row[1]}\n\n" for row in ROWS))
     given = ["index", tmp_path / "texts.txt", "--out", tmp_path / "index", "--run", heads_run]
