@@ -83,6 +83,11 @@ def escaped_json(value: object) -> str:
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
+def plural(number: int, noun: str) -> str:
+    """Return a number with its noun, such as ``1 text`` and ``2,000 texts``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of what an error says, or its kind if it says nothing."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

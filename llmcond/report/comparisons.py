@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from llmcond.errors import plural
 from llmcond.evaluation.paired import Difference
 from llmcond.evaluation.results import ComparedResult
 from llmcond.metrics import METRICS, Metric, finite, metric_of
@@ -45,7 +46,7 @@ def summary(results: Compared, baseline: str) -> list[str]:
         )
     sentences += _controls(results)
     sentences.append(
-        f"{_count(len(prompts), 'prompt')}, zero-shot{with_heads}, on {counts.text} of {split}."
+        f"{plural(len(prompts), 'prompt')}, zero-shot{with_heads}, on {counts.text} of {split}."
     )
     return sentences
 
@@ -124,7 +125,7 @@ def _controls(results: Compared) -> list[str]:
         ]
     named = _listed([f"{_system(one)} ({estimate_text(metric, found)})" for one, found in off])
     return [
-        f"Of {_count(len(controls), 'control')}, {len(off)} are not at chance: {named}. One in "
+        f"Of {plural(len(controls), 'control')}, {len(off)} are not at chance: {named}. One in "
         "twenty is to be expected; more than that means that something beside the condition "
         "predicts which of two rows is rated higher."
     ]
@@ -145,10 +146,6 @@ def _difference_text(metric: Metric, found: Difference) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 # -- the table ---------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, overload
 import numpy as np
 from filelock import FileLock, Timeout
 
-from llmcond.errors import UserError, brief, listed
+from llmcond.errors import UserError, brief, listed, plural
 from llmcond.features.extract import COUNTED_FIRST, WINDOW
 from llmcond.features.missing import count_missing
 from llmcond.features.store import FeatureStore
@@ -169,7 +169,7 @@ class Index:
 
     def __repr__(self) -> str:
         made = ", ".join(f"{key} {value}" for key, value in self._model.made_by.items())
-        return f"Index({str(self.folder)!r}, {len(self):,} texts, {made})"
+        return f"Index({str(self.folder)!r}, {plural(len(self), 'text')}, {made})"
 
     @property
     def embedder(self) -> Embedder:
@@ -231,7 +231,7 @@ class Index:
                 self._adopt()
             self._complete(conditions)
         self.written = plan.written
-        log.info(f"{plan.written.told} -> {self.folder}, {len(self):,} texts")
+        log.info(f"{plan.written.told} -> {self.folder}, {plural(len(self), 'text')}")
         return plan.written
 
     def delete(self, ids: Sequence[object]) -> int:
@@ -241,14 +241,14 @@ class Index:
             table = self._version.table
             absent = [named[i] for i in np.flatnonzero(table.find(named) < 0)]
             if absent:
-                log.warning(
-                    f"{len(absent):,} of {len(named):,} ids are not there: {listed(absent, 5)}"
-                )
+                log.warning(f"not there, of {plural(len(named), 'id')}: {listed(absent, 5)}")
             if len(absent) < len(named):
                 table.delete(named)
                 self._adopt()
         count = len(named) - len(absent)
-        log.info(f"{count:,} texts deleted; {len(self):,} are left in {self.folder}")
+        log.info(
+            f"{plural(count, 'text')} deleted; {self.folder} has {plural(len(self), 'text')} left"
+        )
         return count
 
     def prepare(self, conditions: Sequence[str]) -> None:
@@ -458,8 +458,8 @@ class Index:
             return
         for condition, count in absent.items():
             log.info(
-                f"this model encodes each text together with the condition: {count:,} texts under "
-                f"{condition!r}, which is kept"
+                "this model encodes each text together with the condition: "
+                f"{plural(count, 'text')} under {condition!r}, which is kept"
             )
         with self._writing():
             self._complete(list(absent))

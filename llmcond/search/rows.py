@@ -14,7 +14,7 @@ import pyarrow as pa
 from llmcond.arrays import as_list
 from llmcond.data.rows import column_of
 from llmcond.encoders.spec import EncoderInput
-from llmcond.errors import UserError, brief, first_line, listed
+from llmcond.errors import UserError, brief, first_line, listed, plural
 from llmcond.features.store import FeatureStore
 from llmcond.files import digest_text
 from llmcond.log import log
@@ -70,7 +70,7 @@ class Rows:
             check_text(text, f"row {number}: the text")
         repeated = len(texts) - len(set(texts))
         if repeated:
-            log.info(f"{repeated:,} texts repeat others; they are kept")
+            log.info(f"texts that repeat others, which are kept: {repeated:,}")
         own = _made_of(texts) if ids is None else _checked_ids(ids, len(texts))
         columns = dict(columns or {})
         for name, values in columns.items():
@@ -81,7 +81,8 @@ class Rows:
                 )
             if len(values) != len(texts):
                 raise UserError(
-                    f"the column {name!r} has {len(values):,} values for {len(texts):,} texts; "
+                    f"the column {name!r} has {plural(len(values), 'value')} for "
+                    f"{plural(len(texts), 'text')}; "
                     "they must be as many."
                 )
         return cls(texts, own, {name: _arrow(name, values) for name, values in columns.items()})
@@ -239,7 +240,7 @@ def _made_of(texts: Sequence[str]) -> list[str]:
 
 def _checked_ids(ids: Sequence[object], n: int) -> list[str]:
     if len(ids) != n:
-        raise UserError(f"there are {len(ids):,} ids for {n:,} texts; they must be as many.")
+        raise UserError(f"{plural(len(ids), 'id')} for {plural(n, 'text')}; they must be as many.")
     own = ["" if value is None else str(value) for value in ids]
     rows: dict[str, int] = {}
     for number, value in enumerate(own, 1):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from llmcond.arrays import Array
 from llmcond.encoders.spec import EncoderInput
-from llmcond.errors import UserError, brief
+from llmcond.errors import UserError, brief, plural
 from llmcond.log import log
 from llmcond.runs.embedder import unit_length
 from llmcond.search.hits import Hits
@@ -74,8 +74,11 @@ class Searched:
         mask = None if where is None else version.table.matching(where, seconds)
         n = len(version.table) if mask is None else int(mask.sum())
         if n < k:
-            what = "texts in the index" if mask is None else "texts that the filter lets through"
-            log.info(f"there are {n:,} {what}, fewer than the {k:,} hits asked for: all are shown")
+            where_from = "in the index" if mask is None else "that the filter lets through"
+            log.info(
+                f"all hits are shown, fewer than the {k:,} asked for: {plural(n, 'text')} "
+                f"{where_from}"
+            )
         return cls(version, weights, mask, n, min(k, n), explain)
 
     def exact(self, queries: Sequence[str]) -> list[Hits]:
@@ -149,9 +152,10 @@ class Searched:
         if view is None:
             absent, n = len(self.version.absent(condition)), len(self.version.table)
             raise UserError(
-                f"this model encodes each text together with the condition, and {absent:,} of "
-                f"{n:,} texts are not encoded under {brief(condition)} yet. Encode them: llmcond "
-                f"index --out {self.version.table.folder} --condition {brief(condition)}"
+                "this model encodes each text together with the condition, which is still to be "
+                f"done under {brief(condition)} for {absent:,} of {plural(n, 'text')}. Encode "
+                f"them: llmcond index --out {self.version.table.folder} --condition "
+                f"{brief(condition)}"
             )
         return view.scores(self._under(queries, condition))
 

@@ -24,7 +24,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from llmcond.errors import DiskFullError, LlmcondError, UserError, brief, first_line, is_disk_full
+from llmcond.errors import (
+    DiskFullError,
+    LlmcondError,
+    UserError,
+    brief,
+    first_line,
+    is_disk_full,
+    plural,
+)
 from llmcond.search.filters import parse_filter
 
 NUMBER, VECTOR = "_row", "_vector"
@@ -212,7 +220,8 @@ class Table:
             if is_disk_full(error):
                 raise DiskFullError(
                     f"the disk is full: {self.folder} cannot grow. Free some space and run the "
-                    f"same command again; the {len(self):,} texts in it are as they were."
+                    "same command again; what was in it is as it was "
+                    f"({plural(len(self), 'text')})."
                 ) from error
             if isinstance(error, PermissionError):
                 raise UserError(f"{self.folder} cannot be written: {error.strerror}.") from error

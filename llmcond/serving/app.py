@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from llmcond.encoders.encoder import Encoded
-from llmcond.errors import LlmcondError, UserError, did_you_mean
+from llmcond.errors import LlmcondError, UserError, did_you_mean, plural
 from llmcond.runs.comparing import checked_texts
 from llmcond.runs.embedder import Embedder, unit_length
 from llmcond.search import Hits
@@ -253,8 +253,8 @@ class Endpoints:
             raise RequestError(
                 413,
                 "too_many_texts",
-                f"{name} has {len(texts):,} texts; at most {self._most:,} are taken at a time "
-                "(--max-client-batch-size).",
+                f"{name} has {plural(len(texts), 'text')}; at most {self._most:,} are taken at a "
+                "time (--max-client-batch-size).",
                 param=name,
             )
         try:
