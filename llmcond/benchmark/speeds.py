@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -429,4 +429,13 @@ def peak_memory(device: str) -> float:
     """Return the peak of a device's allocated memory in GiB; on a CPU of the process."""
     if device != "cpu":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    try:
+        import resource
+    except ImportError:  # Windows has no such module
+        import psutil
+
+        memory = psutil.Process().memory_info()
+        return float(getattr(memory, "peak_wset", memory.rss)) / 2**30
+    # In KiB, but on macOS in bytes.
+    unit = 2**30 if sys.platform == "darwin" else 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

@@ -1,7 +1,9 @@
 """The command as a whole, on small shapes; and that a check finds what it is there to find."""
 
 import math
+import sys
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -231,3 +233,11 @@ def test_way_that_fails_does_not_stop_the_others(place):
     assert [type(one) for one in found] == [speeds.Skipped, speeds.Speed]
     assert found[0].why == "RuntimeError: out of memory"
     assert found[1].ratios == {}
+
+
+def test_memory_is_measured_where_there_is_no_resource_module(monkeypatch):
+    """As on Windows."""
+    assert 0.01 < speeds.peak_memory("cpu") < 100
+    monkeypatch.setitem(sys.modules, "resource", None)
+    monkeypatch.delitem(sys.modules, "llmcond.benchmark.speeds")
+    assert 0.01 < import_module("llmcond.benchmark.speeds").peak_memory("cpu") < 100
