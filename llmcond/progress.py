@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self, TypeVar
@@ -14,6 +15,8 @@ T = TypeVar("T")
 
 #: Between two lines where there is no bar. The first line comes as soon as so much time is left.
 EVERY_SECONDS = 30
+#: Between two updates within an epoch, whose steps may take a millisecond each.
+_WITHIN_EPOCH_SECONDS = 0.5
 #: Rows that are read before it is shown how far it is.
 _SHOWN_ROWS = 20_000
 
@@ -142,7 +145,7 @@ class ReadBar(_Bar):
 
 
 class FitBar(_Bar):
-    """A progress bar for fitting: epochs and the score on dev.
+    """A progress bar for fitting: epochs, how much of one is done, and the last score on dev.
 
     ``score`` is its name, and ``show`` writes it.
     """
@@ -154,12 +157,22 @@ class FitBar(_Bar):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__("fitting", clock=clock)
-        self._score, self._shown = score, show
+        self._score, self._written = score, show
+        self._last_score, self._last_shown = "", -math.inf
 
-    def on_epoch(self, epoch: int, epochs: int, score: float) -> None:
-        """Show the epoch that is done."""
-        detail = f"epoch {epoch:,} of {epochs:,}, dev {self._score} {self._shown(score)}"
-        self._show(detail, completed=epoch, total=epochs)
+    def on_epoch(self, epoch: float, epochs: int, score: float | None) -> None:
+        """Show the epochs that are done; within an epoch, where ``score`` is None, now and then."""
+        now = self._clock()
+        if score is not None:
+            self._last_score = f", dev {self._score} {self._written(score)}"
+            detail = f"epoch {epoch:,.0f} of {epochs:,}"
+        elif now - self._last_shown < _WITHIN_EPOCH_SECONDS:
+            return
+        else:
+            part, number = math.modf(epoch)
+            detail = f"epoch {number + 1:,.0f} of {epochs:,} ({part:.0%} done)"
+        self._last_shown = now
+        self._show(detail + self._last_score, completed=epoch, total=epochs)
 
 
 class CountBar(_Bar):

@@ -36,7 +36,7 @@ DIM = 384
 PAPER = {"linear": 1.5, "mlp": 5.0}
 
 
-def quiet(epoch: int, epochs: int, score: float) -> None:
+def quiet(epoch: float, epochs: int, score: float | None) -> None:
     """Ignore an epoch."""
 
 

@@ -99,6 +99,25 @@ def test_an_extraction_of_nobody_knows_how_much(clock, lines):
     assert lines == ["encoding: 100/? inputs, 100 tokens/s"]
 
 
+def test_an_epoch_that_takes_long_is_shown_while_it_runs(clock, lines):
+    """The time left is known from the second step; a step that is quick is not shown."""
+    with FitBar("MRR on 1,000 queries", METRICS["mrr"].show, clock) as bar:
+        for step in range(1, 120):
+            clock.now += 1
+            bar.on_epoch(step / 120, 2, None)
+        clock.now += 5
+        bar.on_epoch(1, 2, 0.25)
+        clock.now += 60
+        bar.on_epoch(1.5, 2, None)
+        clock.now += 0.25
+        bar.on_epoch(1.75, 2, None)
+    assert lines[0] == "fitting: epoch 1 of 2 (2% done), about 4 min left"
+    assert lines[1] == "fitting: epoch 1 of 2 (27% done), about 3 min left"
+    assert lines[-1] == (
+        "fitting: epoch 2 of 2 (50% done), dev MRR on 1,000 queries 25.0, about 1 min left"
+    )
+
+
 def test_a_fit_and_a_training(clock, lines):
     with FitBar(SPEARMAN.heading, SPEARMAN.show, clock) as bar:
         for epoch in range(1, 5):

@@ -15,7 +15,7 @@ from llmcond.heads.batches import Loader
 from llmcond.heads.ensemble import Ensemble
 from llmcond.heads.module import HeadModule, seeded
 from llmcond.heads.objectives import Objective, RatedBatch, check_contrasts, contrast_groups
-from llmcond.heads.pairs import DevScore, Fit, H, OnEpoch, PairArrays
+from llmcond.heads.pairs import DevScore, Fit, H, OnEpoch, OnStep, PairArrays
 from llmcond.heads.settings import GradientSettings, TrainingSettings
 from llmcond.metrics import METRICS, Metric
 from llmcond.system import free_memory, native_bfloat16
@@ -118,8 +118,8 @@ def _fit_one(
         scorer = Loader(dev, settings, generator, torch.float32, device)
         on_dev = DevScore(metric, partial(_dev_score, metric=metric, dev=dev, loader=scorer))
 
-    def train(epoch: int) -> float:
-        return _run_epoch(module, objective, loader, optimiser)
+    def train(epoch: int, on_step: OnStep) -> float:
+        return _run_epoch(module, objective, loader, optimiser, on_step)
 
     chosen, curve = best_epoch(
         module, train, lambda: module, on_dev, on_epoch, f"dev_{metric.name}"
@@ -148,7 +148,7 @@ def _fit_one(
 
 def best_epoch(
     module: HeadModule,
-    train: Callable[[int], float],
+    train: Callable[[int, OnStep], float],
     current: Callable[[], H],
     dev: DevScore[H] | None,
     on_epoch: OnEpoch,
@@ -158,10 +158,11 @@ def best_epoch(
 
     Args:
         module: its settings say how many epochs at most, and when to stop.
-        train: trains for an epoch, whose number it takes, from 1; returns the mean loss.
+        train: trains for an epoch, whose number it takes, from 1, and calls what it takes after
+            each step; returns the mean loss.
         current: returns the head as it is now, for ``dev``.
         dev: chooses the epoch; None: the last one is kept.
-        on_epoch: is told of each.
+        on_epoch: called after each epoch, and within it.
         key: what the learning curve calls that score.
 
     Returns:
@@ -173,7 +174,7 @@ def best_epoch(
     settings, best, number = module.settings, {}, 0
     curve: list[dict[str, float | None]] = []
     for epoch in range(1, settings.epochs + 1):
-        loss = train(epoch)
+        loss = train(epoch, partial(_report_step, on_epoch, epoch, settings.epochs))
         if not math.isfinite(loss):
             raise UserError(
                 f"the loss became {loss} in epoch {epoch}. Lower learning_rate, to "
@@ -191,6 +192,11 @@ def best_epoch(
     module.load_state_dict(best)
     selected = curve[number - 1][key] is not None
     return {"best_epoch": number, "selected_on": "dev" if selected else None}, curve
+
+
+def _report_step(on_epoch: OnEpoch, epoch: int, epochs: int, done: int, steps: int) -> None:
+    if done < steps:
+        on_epoch(epoch - 1 + done / steps, epochs, None)
 
 
 def check_memory(
@@ -235,18 +241,24 @@ def in_bfloat16(precision: str, device: torch.device) -> bool:
 
 
 def _run_epoch(
-    module: HeadModule, objective: Objective, loader: Loader, optimiser: torch.optim.Optimizer
+    module: HeadModule,
+    objective: Objective,
+    loader: Loader,
+    optimiser: torch.optim.Optimizer,
+    on_step: OnStep,
 ) -> float:
     """Train on all rows; return the mean loss of a row."""
     total: torch.Tensor | float = 0.0
     module.train()
-    for batch, rating, pair, contrastive in loader.shuffled():
+    steps = loader.steps
+    for done, (batch, rating, pair, contrastive) in enumerate(loader.shuffled(), 1):
         first, second = module(*batch).chunk(2)
         loss = objective(first, second, rating, RatedBatch(module.similarity, pair, contrastive))
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
         total = total + loss.detach() * len(rating)
+        on_step(done, steps)
     return float(total) / len(loader.rating)
 
 

@@ -80,5 +80,8 @@ class DevScore(Generic[H]):
     of: Callable[[H], float]
 
 
-#: Called after each epoch: its number, the number of epochs, and the score on dev.
-OnEpoch = Callable[[int, int, float], None]
+#: Called after each step of an epoch but the last, and after each epoch, with the epochs that are
+#: done (1.5: half of the second one), their number, and after an epoch its score on dev, else None.
+OnEpoch = Callable[[float, int, float | None], None]
+#: Called after each step of an epoch, with the steps that are done and their number.
+OnStep = Callable[[int, int], None]

@@ -15,7 +15,7 @@ from llmcond.errors import UserError
 from llmcond.heads.contrastive import Masked, Queue
 from llmcond.heads.fit import best_epoch, check_memory, in_bfloat16, spread_seeds
 from llmcond.heads.module import finished_copy, seeded
-from llmcond.heads.pairs import DevScore, Fit, OnEpoch
+from llmcond.heads.pairs import DevScore, Fit, OnEpoch, OnStep
 from llmcond.heads.queries import FittedQueryHead, QueryArrays, QueryFeatures
 from llmcond.heads.query_maps import QueryEnsemble, QueryHead
 from llmcond.heads.recipes import Recipe
@@ -115,8 +115,8 @@ class _Fitting:
         steps = -(-len(self._triples) // settings.batch_size)
         module.multiply_in_bfloat16(in_bfloat16(settings.precision, self.device))
 
-        def train(epoch: int) -> float:
-            return self._run_epoch(optimiser, steps, epoch - 1)
+        def train(epoch: int, on_step: OnStep) -> float:
+            return self._run_epoch(optimiser, steps, epoch - 1, on_step)
 
         chosen, curve = best_epoch(module, train, self._as_it_is, dev, on_epoch, SCORE)
         return Fit(
@@ -142,7 +142,9 @@ class _Fitting:
             fused=True,
         )
 
-    def _run_epoch(self, optimiser: torch.optim.Optimizer, steps: int, done: int) -> float:
+    def _run_epoch(
+        self, optimiser: torch.optim.Optimizer, steps: int, done: int, on_step: OnStep
+    ) -> float:
         """Train on all queries after so many epochs; return the mean loss of one."""
         settings = self.settings
         self.module.train()
@@ -158,6 +160,7 @@ class _Fitting:
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
             total += loss.detach() * len(rows)
+            on_step(number + 1, steps)
         return float(total) / len(self._triples)
 
     def _as_it_is(self) -> FittedQueryHead:

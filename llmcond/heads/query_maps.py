@@ -25,8 +25,9 @@ class QueryHead(HeadModule):
 
     With neighbours, a layer brings an entity's own features and the mean of its neighbours' to
     the size of its own first. A map that generates matrices sees relations by their coordinates in
-    the space that all of them span: what it makes of them is linear, so that is the same map with
-    fewer parameters, 22 columns instead of 384 for WN18RR.
+    the space that all of them span: what it makes of them is linear, so that is the same map. It
+    has fewer parameters where there are fewer directed relations than dimensions, as in WN18RR (22
+    columns instead of 384).
 
     Attributes:
         family: of the map of queries.

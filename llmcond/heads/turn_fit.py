@@ -17,7 +17,7 @@ from llmcond.errors import UserError
 from llmcond.heads.base import Fitted
 from llmcond.heads.fit import best_epoch, check_memory, in_bfloat16
 from llmcond.heads.module import finished_copy, seeded
-from llmcond.heads.pairs import DevScore, Fit, OnEpoch
+from llmcond.heads.pairs import DevScore, Fit, OnEpoch, OnStep
 from llmcond.heads.query_fit import SCORE
 from llmcond.heads.recipes import Recipe
 from llmcond.heads.roles import Roles
@@ -193,8 +193,8 @@ class _Fitting:
         steps = -(-len(self._windows) // settings.batch_size)
         module.in_bfloat16 = in_bfloat16(settings.precision, self.device)
 
-        def train(epoch: int) -> float:
-            return self._run_epoch(optimiser, steps, epoch - 1)
+        def train(epoch: int, on_step: OnStep) -> float:
+            return self._run_epoch(optimiser, steps, epoch - 1, on_step)
 
         chosen, curve = best_epoch(module, train, self._as_it_is, dev, on_epoch, SCORE)
         return Fit(
@@ -208,7 +208,9 @@ class _Fitting:
             }
         )
 
-    def _run_epoch(self, optimiser: torch.optim.Optimizer, steps: int, done: int) -> float:
+    def _run_epoch(
+        self, optimiser: torch.optim.Optimizer, steps: int, done: int, on_step: OnStep
+    ) -> float:
         """Train on all windows after so many epochs; return the mean loss of one."""
         settings, module = self.settings, self.module
         module.train()
@@ -225,6 +227,7 @@ class _Fitting:
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
             total += loss.detach() * len(chosen)
+            on_step(number + 1, steps)
         return float(total) / len(self._windows)
 
     def _as_it_is(self) -> FittedRoles:

@@ -20,6 +20,7 @@ from llmcond.features.view import View
 from llmcond.heads import Recipe
 from llmcond.heads.base import Fitted
 from llmcond.heads.pairs import OnEpoch
+from llmcond.metrics import metric_of
 from llmcond.prompts import Prompt
 from llmcond.runs.predictors import AnyPredictor, Zeroshot
 from llmcond.runs.run import AnyRun
@@ -39,6 +40,17 @@ class Examples(ABC):
     @abstractmethod
     def counts(self) -> Mapping[str, int]:
         """Return how many examples are fitted on and chosen by: ``n_train``, ``n_dev``, ..."""
+
+    @property
+    def dev_sample(self) -> str:
+        """Which examples of dev choose an epoch, such as "1,000 queries"; empty: all."""
+        return ""
+
+    @property
+    def epoch_score(self) -> str:
+        """Return what the score that chooses an epoch is called, such as "MRR on 1,000 queries"."""
+        heading = metric_of(self.run.dev_metric).heading
+        return f"{heading} on {self.dev_sample}" if self.dev_sample else heading
 
     @abstractmethod
     def fit(self, recipe: Recipe, view: View, seed: int, on_epoch: OnEpoch, device: str) -> Fitted:

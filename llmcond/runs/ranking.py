@@ -107,6 +107,13 @@ class QueryExamples(Examples):
         splits = self.data.splits
         return {f"n_{name}": len(splits[name]) for name in ("train", "dev") if name in splits}
 
+    @property
+    def dev_sample(self) -> str:
+        """See :class:`Examples`."""
+        if "dev" not in self.data.splits or len(self.data.queries("dev")) <= _DEV_QUERIES:
+            return ""
+        return f"{_DEV_QUERIES:,} queries"
+
     def fit(
         self, recipe: Recipe, view: View, seed: int, on_epoch: OnEpoch, device: str
     ) -> FittedQueryHead:

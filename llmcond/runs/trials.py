@@ -250,8 +250,9 @@ class _Worker:
         self._run = open_any_run(job.folder)
         self._metrics = choose_metrics(self._run.task.metrics, job.metrics)
         self._examples = examples_of(self._run)
-        #: What epochs are chosen by.
+        #: What epochs are chosen by, and what that is called.
         self.metric = metric_of(self._run.dev_metric)
+        self.epoch_score = self._examples.epoch_score
 
     def fit(
         self, digest: str, trial: Trial, on_epoch: OnEpoch = lambda *_: None
@@ -295,7 +296,7 @@ def _records(
     if count == 1:
         worker = _Worker(job)
         for digest, trial in trials.items():
-            with FitBar(score=worker.metric.heading, show=worker.metric.show) as bar:
+            with FitBar(score=worker.epoch_score, show=worker.metric.show) as bar:
                 fitted = worker.fit(digest, trial, bar.on_epoch)
             yield fitted
         return

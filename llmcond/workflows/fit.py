@@ -121,7 +121,7 @@ def fit_and_save(
     counts, unit = examples.counts(), examples.unit
     recipe = sized(recipe, dim, examples.dim(view))
     began = time.monotonic()
-    with FitBar(score=metric.heading, show=metric.show) as bar:
+    with FitBar(score=examples.epoch_score, show=metric.show) as bar:
         if dev is None or not isinstance(run, Run):
             fitted = examples.fit(recipe, view, seed, bar.on_epoch, device)
         else:
@@ -138,7 +138,8 @@ def fit_and_save(
     made = {**head_record(run, view, recipe.to_json()), "counts": counts}
     save_head(fitted, folder, {**made, f"dev_{metric.name}": finite(on_dev)})
     epoch = f", epoch {record['best_epoch']}" if "best_epoch" in record else ""
-    chosen = " chosen on dev" if record["selected_on"] == "dev" else ""
+    sample = f"{examples.dev_sample} of " if examples.dev_sample else ""
+    chosen = f" chosen on {sample}dev" if record["selected_on"] == "dev" else ""
     score = f"dev {metric.heading} {metric.show(on_dev)}"
     if dev is not None:
         unit = f"rows of train and {counts['n_dev']:,} of dev, {dev.weight} times,"

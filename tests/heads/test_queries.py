@@ -535,3 +535,12 @@ def test_a_head_of_the_users_own_maps_queries(tmp_path):
     head = fit_queries(load_recipe(str(tmp_path / "mine.toml"), "kgc"), arrays, None, 0, quiet)
     save_head(head, tmp_path / "saved", {})
     assert load_query_head(tmp_path / "saved")[0].kind == "query-own.py:Own"
+
+
+def test_progress_is_reported_after_every_step():
+    reported, arrays = [], graph()
+    steps = -(-len(arrays.queries()) // 32)
+    own = recipe("hadamard", batch_size=32)
+    fit_queries(own, arrays, None, 0, lambda *args: reported.append(args), "cpu")
+    expected = [step / steps for step in range(1, 2 * steps + 1)]
+    assert [args[0] for args in reported] == pytest.approx(expected)

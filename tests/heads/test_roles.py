@@ -408,3 +408,12 @@ def test_what_cannot_be_fitted_is_told():
     head = fit_turns(recipe("rank"), dialogues(), None, 0, quiet)
     with pytest.raises(UserError, match="have 4 dimensions; this roles head was fitted on 6"):
         head.after(np.ones((2, 4)))
+
+
+def test_progress_is_reported_after_every_step():
+    reported, own = [], recipe("rank", batch_size=4)
+    head = fit_turns(own, dialogues(), None, 0, lambda *args: reported.append(args), "cpu")
+    steps = head.fit.record["steps_per_epoch"]
+    assert steps > 1
+    expected = [step / steps for step in range(1, 2 * steps + 1)]
+    assert [args[0] for args in reported] == pytest.approx(expected)

@@ -13,7 +13,7 @@ from scipy.stats import spearmanr
 
 from llmcond.arrays import as_matrix
 from llmcond.errors import UserError
-from llmcond.heads import Concatenated, Difference, Gathered, PairArrays
+from llmcond.heads import Concatenated, Difference, Gathered, PairArrays, fit_recipe
 from llmcond.heads.fit import fit_by_gradient
 from llmcond.heads.hypernet import by_condition
 from llmcond.heads.linear import Linear
@@ -287,9 +287,12 @@ def spied(pairs, dev=None, kind="linear", seed=0, **changes):
     """What a fit gave to its network."""
     spy = Spy()
     chosen = recipe(kind, **{**SHORT, "dim": 2, "learning_rate": 1e-6, **changes}).settings
-    spy.head, spy.fit = fit_by_gradient(
-        spy.family, chosen, pairs, dev, seed, lambda *_: spy.ends.append(len(spy.batches))
-    )
+
+    def on_epoch(epoch, epochs, score):
+        if score is not None:
+            spy.ends.append(len(spy.batches))
+
+    spy.head, spy.fit = fit_by_gradient(spy.family, chosen, pairs, dev, seed, on_epoch)
     return spy
 
 
@@ -967,3 +970,13 @@ def test_contrasts_of_ratings_turned_around_learn_the_other_order(known):
     pairs = replace(known[0], rating=1 - known[0].rating)
     head = fit("hypernet-mse", pairs, **LEARNING, mse=0.0, info_nce=1.0)
     assert order_of_twos(head, known[1]) < 0.4
+
+
+def test_progress_is_reported_after_every_step():
+    reported = []
+    own = recipe("linear", dim=4, **SHORT)  # 120 rows are four steps
+    fit_recipe(own, paired(), paired(40, seed=1), 0, lambda *args: reported.append(args))
+    assert [epochs for epochs, _, _ in reported] == [step / 4 for step in range(1, 13)]
+    assert {n_epochs for _, n_epochs, _ in reported} == {3}
+    scored = [epochs for epochs, _, score in reported if score is not None]
+    assert scored == [1, 2, 3]
