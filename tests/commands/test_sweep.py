@@ -460,7 +460,8 @@ def test_what_ends_a_sweep_loses_no_fit(capsys, monkeypatch, two_prompts, own, t
             with pytest.raises(ValueError, match="a bug"):
                 run(arguments)
         else:
-            assert run(arguments) == 1
+            code = 130 if isinstance(error, KeyboardInterrupt) else 1
+            assert run(arguments) == code
             assert "stored is kept" in capsys.readouterr().err
     assert len(kept(own)) == 2
     made = failing(monkeypatch, lambda *_: False, error)
