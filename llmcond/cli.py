@@ -80,6 +80,17 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(one, before[one])
 
 
+@contextmanager
+def _interruptions(signals: Sequence[int]) -> Iterator[None]:
+    """Raise an interrupt for an error behind a signal: libraries answer it by errors of theirs."""
+    try:
+        yield
+    except Exception as error:
+        if signals:
+            raise _Interrupted from error
+        raise
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code.
 
@@ -95,7 +106,8 @@ def _run(arguments: Sequence[str], signals: Sequence[int]) -> int:
     try:
         given = vars(_parser().parse_args(arguments))
         command = _command(given.get("subcommand") or given["command"])
-        run_command(command, given)
+        with _interruptions(signals):
+            run_command(command, given)
         sys.stdout.flush()
     except LlmcondError as error:
         return _complain(str(error), error.exit_code)

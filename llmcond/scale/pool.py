@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -16,8 +18,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import psutil
 
 from llmcond.errors import LlmcondError, UserError, first_line, install_command
 from llmcond.log import log
@@ -38,6 +43,10 @@ _SECONDS_UNTIL_TOLD = 60
 _CONNECT_SECONDS = 10
 #: Beginning of the folders of Rays that were started here; the process's number follows.
 _FOLDER = "llmcond-ray-"
+#: The first Ray whose programs refuse clients without a token.
+_OLDEST_RAY = (2, 52)
+#: How often a Ray is started at most that needs longer than it allows.
+_STARTS = 3
 
 
 class Worker(Protocol[_Item_contra, _Result_co]):
@@ -80,7 +89,7 @@ def actors(cluster: Cluster, factory: Any, *args: Any) -> Iterator[Pool[Any, Any
             less than was asked for.
     """
     # Ray tells on standard output of workers that died, where only results belong.
-    with redirect_stdout(sys.stderr), _connected(cluster) as ray:
+    with redirect_stdout(sys.stderr), connected(cluster) as ray:
         count = _count(cluster, ray)
         pool = Pool[Any, Any](ray, count, cluster.gpus_per_actor, (factory, args, loaded()))
         try:
@@ -258,18 +267,20 @@ def _answered(call: Callable[[], Any]) -> _Answer:
 
 
 @contextmanager
-def _connected(cluster: Cluster) -> Iterator[Any]:
+def connected(cluster: Cluster) -> Iterator[Any]:
     """Yield the module ``ray``, connected; a connection of the caller's own is taken, and left."""
+    _check_version()
+    loaded_ray = sys.modules.get("ray")
+    if loaded_ray is not None and loaded_ray.is_initialized():
+        yield loaded_ray
+        return
     # Read when Ray is imported: actors without GPUs do not see any, and nothing is reported home.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise UserError(f"--scale ray needs Ray: {install_command('ray')}.") from error
-    if ray.is_initialized():
-        yield ray
-        return
+    if cluster.address is None:
+        _require_token()
+    import ray
+
     folder = _own_folder() if cluster.address is None else None
     try:
         if cluster.address is not None:
@@ -296,41 +307,118 @@ def _connect(ray: Any, address: str) -> None:
         ) from error
 
 
-def _start(ray: Any, cores: int | None, folder: Path) -> None:
-    if not any(name.startswith("RAY_AUTH_") for name in os.environ):
+def _check_version() -> None:
+    try:
+        installed = version("ray")
+    except PackageNotFoundError as error:
+        raise UserError(f"--scale ray needs Ray: {install_command('ray')}.") from error
+    if tuple(map(int, re.findall(r"\d+", installed)[:2])) < _OLDEST_RAY:
+        raise UserError(
+            f"--scale ray needs Ray {'.'.join(map(str, _OLDEST_RAY))} or newer, and {installed} is "
+            "installed, which runs the code of anybody who reaches its ports. Upgrade it: "
+            "pip install --upgrade ray"
+        )
+
+
+def _require_token() -> None:
+    """Let the Ray that is started here refuse who does not have its token.
+
+    Raises:
+        UserError: the environment switches the token off.
+    """
+    mode = os.environ.get("RAY_AUTH_MODE") or "token"
+    if mode.lower() != "token":
+        raise UserError(
+            f"RAY_AUTH_MODE is {mode!r}, so anybody who reaches a port of the Ray that is started "
+            "here could run code. Unset it, or set it to token."
+        )
+    os.environ["RAY_AUTH_MODE"] = mode
+    if not (os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")):
         # Ray would keep a token in the home folder, which clusters started later then ask for.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    with warnings.catch_warnings():
-        # Ray forks to start its programs, which do not use Lance.
-        warnings.filterwarnings("ignore", "lance is not fork-safe")
+
+
+def _start(ray: Any, cores: int | None, folder: Path) -> None:
+    if config := getattr(ray, "_raylet", None) and getattr(ray._raylet, "Config", None):
+        config.initialize("")  # where Ray was imported before the token was asked for
+    # Ray gives its helper programs 15 seconds, and has no setting for that. Where the machine is
+    # busy, or reads their files for the first time, they need longer, and less once they ran.
+    for left in reversed(range(_STARTS)):
         try:
-            _init(
-                ray,
-                address="local",
-                num_cpus=cores,
-                include_dashboard=False,
-                object_store_memory=_OBJECT_STORE,
-                _temp_dir=str(folder),
-            )
-        except Exception as error:  # likewise
+            with _loopback_only():
+                _init(
+                    ray,
+                    address="local",
+                    num_cpus=cores,
+                    include_dashboard=False,
+                    object_store_memory=_OBJECT_STORE,
+                    # A folder within, as Ray lets every user of the machine write to its own.
+                    _temp_dir=str(folder / "ray"),
+                )
+            break
+        except Exception as error:  # of several kinds, none of them documented
+            _end_programs(folder)
+            if left and "timed out" in str(error):
+                log.info("Ray did not start in time; it is started again")
+                continue
+            reason = first_line(error).rstrip(".")
             raise LlmcondError(
-                f"Ray cannot be started here: {first_line(error)}. Run the same command again; "
-                "without --scale it needs no Ray."
+                f"Ray cannot be started here: {reason}. Run the same command again; without "
+                "--scale it needs no Ray."
             ) from error
+    if not ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback:
+        log.warning(
+            "this Ray listens on all network interfaces, where only its token keeps others out"
+        )
+
+
+@contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Let Ray listen on 127.0.0.1 alone, as it does by itself on macOS and Windows.
+
+    A node that is given this address as its own replaces it by that of the network.
+    """
+    from ray._private import ray_constants
+
+    name = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+    before, value = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(name)
+    ray_constants.ENABLE_RAY_CLUSTER, os.environ[name] = False, "0"  # for this process, for others
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        os.environ.pop(name)
+        if value is not None:
+            os.environ[name] = value
+
+
+def _end_programs(folder: Path) -> None:
+    """End the programs of a Ray that did not start, which it leaves to the end of this process."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if str(folder) in " ".join(process.cmdline()):
+                process.kill()
 
 
 def _init(ray: Any, **options: Any) -> None:
     """Start Ray or connect to it, and give SIGTERM back, which it answers by a trace of its C++."""
-    before, terminated = signal.getsignal(signal.SIGTERM), False
-    try:
-        ray.init(logging_level=logging.ERROR, log_to_driver=False, **options)
-    except SystemExit:  # by what Ray makes of the signal
-        terminated = True
-    finally:
-        main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    main = threading.current_thread() is threading.main_thread()
+
+    def restore() -> None:
         if main and before is not None:
             signal.signal(signal.SIGTERM, before)
-    if terminated:
+
+    try:
+        try:
+            with warnings.catch_warnings():
+                # Ray forks to start its programs, which do not use Lance.
+                warnings.filterwarnings("ignore", "lance is not fork-safe")
+                ray.init(logging_level=logging.ERROR, log_to_driver=False, **options)
+        finally:
+            restore()
+    except SystemExit:  # what Ray makes of the signal, at the latest just before it is given back
+        restore()
         signal.raise_signal(signal.SIGTERM)
 
 
@@ -344,18 +432,21 @@ def _check_reachable(address: str) -> None:
 
 
 def _own_folder() -> Path:
-    """Return a new folder for a Ray that is started here, without those that kills have left."""
+    """Return a new folder for a Ray that is started here, without those that kills have left.
+
+    Only its owner can enter it: Ray's sockets within ask for no token.
+    """
     # Paths of sockets are short: below the folder that TMPDIR names they may be too long.
     short = Path("/tmp")  # noqa: S108
     home = short if short.is_dir() else Path(tempfile.gettempdir())
     for old in home.glob(f"{_FOLDER}*"):
         with suppress(ValueError, PermissionError):
-            process = int(old.name.removeprefix(_FOLDER))
+            process = int(old.name.removeprefix(_FOLDER).partition("-")[0])
             try:
                 os.kill(process, 0)
             except ProcessLookupError:
                 shutil.rmtree(old, ignore_errors=True)
-    return home / f"{_FOLDER}{os.getpid()}"
+    return Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=home))
 
 
 def _count(cluster: Cluster, ray: Any) -> int:

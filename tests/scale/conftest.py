@@ -19,18 +19,10 @@ def actors_import_helpers():
 
 @pytest.fixture(scope="session")
 def ray(actors_import_helpers):
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    import ray
+    from llmcond.scale.pool import Cluster, connected
 
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        object_store_memory=2**27,
-        log_to_driver=False,
-    )
-    yield ray
-    ray.shutdown()
+    with connected(Cluster(actors=4)) as ray:
+        yield ray
 
 
 @pytest.fixture(scope="session")

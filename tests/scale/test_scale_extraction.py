@@ -177,12 +177,13 @@ def test_a_driver_that_is_ended_goes_on_where_it_committed(ray, model, data, alo
     versions = folder / "features"
     while command.process.is_alive() and not any(versions.glob("*/vectors.lance/_versions/*")):
         time.sleep(0.01)
+    assert command.process.is_alive(), command.finish()
     os.kill(command.process.pid, how)
     status, _, said = command.finish()
     if how == signal.SIGTERM:
-        assert status == 143
+        assert status == 143, said
         assert said.splitlines()[-1].startswith("llmcond: error: terminated; what was stored")
-        assert not Path(f"/tmp/llmcond-ray-{command.process.pid}").exists()
+        assert not [*Path("/tmp").glob(f"llmcond-ray-{command.process.pid}-*")]
     assert len(vectors(folder)) <= len(vectors(alone))
     extract(model, OPTIONS, folder, DataOptions(), PROMPTS, cluster=TWO)
     check_same(folder, alone)
@@ -238,6 +239,14 @@ def test_what_does_not_go_together_is_one_line(capsys, model, data, tmp_path, op
     assert run([*given, "--run", str(folder)]) == 2
     (line,) = [own for own in capsys.readouterr().err.splitlines() if "error" in own]
     assert words in line
+    assert not folder.exists()
+
+
+def test_a_run_whose_name_holds_control_characters_is_refused_at_once(capsys, model, tmp_path):
+    folder = tmp_path / "a\x1b[31mred"
+    given = ["extract", "--model", model, "--pooling", "mean", "--run", str(folder)]
+    assert run(given) == 2
+    assert "x1b[31mred' holds control characters" in capsys.readouterr().err.splitlines()[-1]
     assert not folder.exists()
 
 
