@@ -5,8 +5,10 @@ Either may be a URI of an object store, whose credentials come from the environm
 
 from __future__ import annotations
 
+import os
 import sys
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -90,6 +92,10 @@ class TextSource(ABC):
         """Return the columns of a part."""
 
     @abstractmethod
+    def count(self, part: str) -> int:
+        """Return how many rows a part has, as its metadata says."""
+
+    @abstractmethod
     def batches(self, part: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Yield all rows of a part, some at a time."""
 
@@ -113,6 +119,11 @@ class TextSource(ABC):
         if len(found) != stop - start:
             raise LlmcondError(f"{where} has fewer rows than when it was checked: it was changed.")
         return found
+
+    def counts(self, parts: Sequence[str]) -> list[int]:
+        """Return how many rows parts have."""
+        with _reading(self.name), ThreadPoolExecutor(_AT_ONCE) as threads:
+            return list(threads.map(self.count, parts))
 
     def survey(self, part: str, texts: Sequence[str]) -> tuple[int, pa.Schema]:
         """Return how many rows a part has, and its columns; all its texts are there.
@@ -208,10 +219,7 @@ class ParquetFiles(TextSource):
     @cached_property
     def _states(self) -> dict[str, str]:
         with _reading(self.name):
-            infos: Any = [self._filesystem.get_file_info(f"{self._root}/{self._only}")]
-            if not self._only:
-                selector = fs.FileSelector(self._root, recursive=True)
-                infos = self._filesystem.get_file_info(selector)
+            infos: Any = self._infos()
         found = {}
         for info in sorted(infos, key=lambda info: str(info.path)):
             inner = info.path.removeprefix(self._root).lstrip("/")
@@ -221,6 +229,15 @@ class ParquetFiles(TextSource):
         if not found:
             raise UserError(f"{self.name} is a folder without .parquet files.")
         return found
+
+    def _infos(self) -> list[Any]:
+        """Return what lies below the folder; a file that several links lead to is there once."""
+        if self._only:
+            return [self._filesystem.get_file_info(f"{self._root}/{self._only}")]
+        if not isinstance(self._filesystem, fs.LocalFileSystem):
+            selector = fs.FileSelector(self._root, recursive=True)
+            return list(self._filesystem.get_file_info(selector))
+        return list(self._filesystem.get_file_info(_files_below(self._root)))
 
     def where(self, part: str) -> str:
         """Return the file."""
@@ -237,6 +254,11 @@ class ParquetFiles(TextSource):
         with self._file(part) as file:
             own = [field for field in file.schema_arrow if field.name not in _partition(part)]
         return pa.schema([*own, *(pa.field(name, pa.string()) for name in _partition(part))])
+
+    def count(self, part: str) -> int:
+        """Return how many rows a file has."""
+        with self._file(part) as file:
+            return int(file.metadata.num_rows)
 
     def batches(self, part: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Yield all rows of a file, some at a time."""
@@ -285,6 +307,26 @@ class ParquetFiles(TextSource):
         if self._open is not None:
             self._open.close()
             self._open = None
+
+
+def _files_below(root: str) -> list[str]:
+    """Return the Parquet files below a folder, each once wherever links lead; links come last."""
+    found, seen = [], set[str]()
+    folders, linked = deque([root]), deque[str]()
+    while folders or linked:
+        folder = (folders or linked).popleft()
+        if os.path.realpath(folder) in seen:
+            continue
+        seen.add(os.path.realpath(folder))
+        with os.scandir(folder) as entries:
+            inner = sorted(entries, key=lambda entry: (entry.is_symlink(), entry.name))
+        for entry in inner:
+            if entry.is_dir():
+                (linked if entry.is_symlink() else folders).append(entry.path)
+            elif entry.name.endswith(".parquet") and os.path.realpath(entry.path) not in seen:
+                seen.add(os.path.realpath(entry.path))
+                found.append(entry.path)
+    return found
 
 
 class _Forward:
@@ -356,6 +398,10 @@ class LanceRows(TextSource):
     def schema(self, part: str) -> pa.Schema:
         """Return the columns."""
         return self._dataset.schema
+
+    def count(self, part: str) -> int:
+        """Return how many rows a fragment has."""
+        return int(self._fragments[part].count_rows())
 
     def batches(self, part: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Yield all rows of a fragment, some at a time."""

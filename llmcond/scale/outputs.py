@@ -14,6 +14,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,10 @@ RECORD = "_llmcond.json"
 VECTOR = "embedding"
 _LOCK = "_llmcond.lock"
 _FILE = re.compile(r"part-\d{6}\.parquet")
-_LEFT = re.compile(rf"\.{_FILE.pattern}\.[0-9a-f]{{8}}")
+#: What a kill leaves of a file that was being written.
+_LEFT = re.compile(rf"\.({_FILE.pattern}|{re.escape(RECORD)})\.[0-9a-f]{{8}}")
+#: Files that are opened at a time: an object store answers late, and many at once.
+_AT_ONCE = 8
 #: Fragments that are committed together, and how long one waits for others.
 _COMMIT_FRAGMENTS, _COMMIT_SECONDS = 16, 10
 #: Versions of a Lance dataset that are kept for those who read it meanwhile,
@@ -74,7 +78,10 @@ class Output(ABC):
     Attributes:
         name: as the user gave it.
         uri: as any process finds it, a path from the root on this machine.
+        dim: of the embeddings that :meth:`done` found, 0 if there are none.
     """
+
+    dim = 0
 
     def __init__(self, name: str, patient: bool) -> None:
         self.name = name
@@ -102,7 +109,7 @@ class Output(ABC):
             except (FileNotFoundError, NotADirectoryError):
                 self._check_vacant()
                 return None
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{self.name}/{RECORD} is damaged; name another --out.") from error
         if not isinstance(found, dict):
             raise UserError(f"{self.name}/{RECORD} is damaged; name another --out.")
@@ -112,7 +119,7 @@ class Output(ABC):
         info = self._filesystem.get_file_info(self._root)
         if info.type == fs.FileType.File:
             raise UserError(f"{self.name} is a file; name a folder.")
-        if any(not name.endswith(_LOCK) for name in self._names()):
+        if any(not (name.endswith(_LOCK) or _LEFT.fullmatch(name)) for name in self._names()):
             raise UserError(
                 f"{self.name} holds other files, which are no embeddings that were begun by "
                 "llmcond embed. Name a new or an empty folder."
@@ -173,7 +180,7 @@ class Output(ABC):
         """Return the numbers of the units that are there.
 
         Raises:
-            UserError: what is there was changed by others.
+            UserError: what is there was changed by others, or is damaged.
         """
 
     @abstractmethod
@@ -192,8 +199,10 @@ class Output(ABC):
     def finish(self) -> None:
         """Let all units that were added belong to the rest."""
 
-    @abstractmethod
-    def _remove_leftovers(self) -> None: ...
+    def _remove_leftovers(self) -> None:
+        if not self._remote:
+            for name in filter(_LEFT.fullmatch, self._names()):
+                (self._folder / name).unlink(missing_ok=True)
 
     def _check_room(self, size: int) -> None:
         # Lance commits a file whose very end could not be written: better not to begin.
@@ -235,17 +244,40 @@ class ParquetOutput(Output):
     """A Parquet file for each unit, in a folder: in the order of their names that of the source."""
 
     def done(self, units: Sequence[Unit]) -> set[int]:
-        """Return the numbers of the units whose files are there."""
+        """Return the numbers of the units whose files are there, with as many rows as they have."""
         with self._failing():
             there = {name for name in self._names() if name.endswith(".parquet")}
-        named = {_file(unit): unit.number for unit in units}
+        named = {_file(unit): unit for unit in units}
         others = sorted(there - set(named))
         if others:
             raise UserError(
                 f"{self.name} holds {others[0]}, which is not of these embeddings. Remove it, or "
                 "name another --out."
             )
-        return {named[name] for name in there}
+        with ThreadPoolExecutor(_AT_ONCE) as threads:
+            dims = set(threads.map(self._dim, sorted(there), (named[n] for n in sorted(there))))
+        if len(dims) > 1:
+            raise UserError(f"{self.name} holds files of several dimensions; name another --out.")
+        self.dim = max(dims, default=0)
+        return {named[name].number for name in there}
+
+    def _dim(self, name: str, unit: Unit) -> int:
+        """Return the dimensions of a unit's file, which has the rows of the unit."""
+        try:
+            with (
+                self._filesystem.open_input_file(f"{self._root}/{name}") as stream,
+                pq.ParquetFile(stream) as file,
+            ):
+                rows, schema = file.metadata.num_rows, file.schema_arrow
+                dim = int(schema.field(VECTOR).type.list_size)
+        except (OSError, KeyError, AttributeError, pa.ArrowException):
+            rows, dim = -1, 0
+        if rows != unit.rows:
+            raise UserError(
+                f"{self.name}/{name} does not hold the {unit.rows:,} embeddings that belong there: "
+                "it was damaged. Remove it, and run the same command again."
+            )
+        return dim
 
     def write(self, unit: Unit, rows: pa.Table) -> str:
         """Write a unit's file: beside its place, and then there."""
@@ -266,11 +298,6 @@ class ParquetOutput(Output):
 
     def finish(self) -> None:
         """Do nothing."""
-
-    def _remove_leftovers(self) -> None:
-        for name in self._names():
-            if _LEFT.fullmatch(name):
-                (self._folder / name).unlink(missing_ok=True)
 
 
 def _file(unit: Unit) -> str:
@@ -311,6 +338,9 @@ class LanceOutput(Output):
         with self._failing():
             self._dataset = self._latest()
             self._rows = self._dataset.count_rows() if self._dataset else 0
+            lost = self._first_lost()
+        if lost:
+            raise UserError(f"{self.name} lacks {lost}; it was damaged. Name another --out.")
         found = {unit.number for unit in units if unit.first + unit.rows <= self._rows}
         if sum(unit.rows for unit in units if unit.number in found) != self._rows:
             raise UserError(
@@ -318,6 +348,9 @@ class LanceOutput(Output):
                 "were added or deleted by others. Name another --out."
             )
         self._next = len(found)
+        if self._rows:
+            with self._failing():
+                self.dim = int(self._dataset.schema.field(VECTOR).type.list_size)
         return found
 
     def write(self, unit: Unit, rows: pa.Table) -> str:
@@ -382,6 +415,17 @@ class LanceOutput(Output):
         names = [file.path for own in there for file in own.data_files()]
         return names == [file.path for file in last.files]
 
+    def _first_lost(self) -> str:
+        """Return the first of the dataset's files here that is gone or was cut; empty: none."""
+        if self._remote or self._dataset is None:
+            return ""
+        for fragment in self._dataset.get_fragments():
+            for file in fragment.data_files():
+                path = self._folder / "data" / file.path
+                if not path.is_file() or path.stat().st_size != file.file_size_bytes:
+                    return f"data/{file.path}"
+        return ""
+
     def _disturbed(self) -> LlmcondError:
         return LlmcondError(
             f"{self.name} was written by others meanwhile. Name another --out, and let one llmcond "
@@ -389,6 +433,7 @@ class LanceOutput(Output):
         )
 
     def _remove_leftovers(self) -> None:
+        super()._remove_leftovers()
         dataset = self._latest()
         if dataset is not None:
             # On this machine nobody else writes, so what no version names is what a kill left.

@@ -8,10 +8,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from annotated_types import Ge, MinLen
 
 from llmcond.bundled import pretrained
 from llmcond.data.datasets import condition_column
@@ -22,6 +23,8 @@ from llmcond.features.view import View
 from llmcond.files import check_format
 from llmcond.log import log
 from llmcond.progress import CountBar
+from llmcond.records import RECORD as RECORD_SCHEMA
+from llmcond.records import check_record
 from llmcond.runs import open_run
 from llmcond.runs.embedder import (
     Embedder,
@@ -126,6 +129,25 @@ class Model:
         if self.normalize:
             found = unit_length(found, embedder.head)
         return found, int(encoded.truncated.sum())
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What the record beside the embeddings holds at least.
+
+    Attributes:
+        made_of: what decides the embeddings.
+        columns: an Arrow schema, of what is kept of the source's columns.
+        parts: of the source: see :class:`Part`.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD_SCHEMA
+
+    format: int
+    made_of: dict[str, Any]
+    unit_rows: Annotated[int, Ge(1)]
+    columns: str
+    parts: Annotated[list[tuple[str, str, Annotated[int, Ge(0)]]], MinLen(1)]
 
 
 class Done(NamedTuple):
@@ -250,12 +272,11 @@ def embed_stream(  # noqa: PLR0913 - each is a choice of the user, by keyword
         units = _units(parts, record["unit_rows"])
         there = output.done(units)
         todo = [unit for unit in units if unit.number not in there]
-        columns = Columns(sentence, column, _schema(record))
+        columns = Columns(sentence, column, _schema(record, out))
         version = texts.version if isinstance(texts, LanceRows) else None
         work = Work(model, texts.name, version, columns, condition_text, output.uri, model.identity)
         dim = _embed(work, output, todo, sum(unit.rows for unit in units), cluster)
-        dim = dim or record.get("dim") or model.embedder.dim
-        output.write_record({**record, "dim": dim})
+        dim = dim or output.dim
     n, new = sum(part.rows for part in parts), sum(unit.rows for unit in todo)
     there_before = f" ({n - new:,} were there)" if n > new else ""
     log.info(f"{n:,} embeddings of {dim} dimensions by {model.head} -> {out}{there_before}")
@@ -270,20 +291,17 @@ def _begun(
     Raises:
         UserError: embeddings of something else were begun, or parts have changed since.
     """
-    known: list[list[Any]] = []
+    known: list[Part] = []
     kept, unit_rows = None, UNIT_ROWS
     if before is not None:
         check_format(dict(before), FORMAT, f"{out}/{RECORD}")
+        check_record(before, _Record, f"{out}/{RECORD}", "Name another --out.")
         _check_same(out, before["made_of"], made_of)
-        known, kept, unit_rows = before["parts"], _schema(before), before["unit_rows"]
+        known = [Part(*part) for part in before["parts"]]
+        kept, unit_rows = _schema(before, out), before["unit_rows"]
     states = texts.states()
-    changed = [name for name, state, _ in known if states.get(name) != state]
-    if changed:
-        raise UserError(
-            f"{texts.name} has changed since {out} was begun: {listed(changed, 3)} "
-            f"{'is' if len(changed) == 1 else 'are'} gone, or not as before. Name another --out."
-        )
-    names = {name for name, _, _ in known}
+    _check_parts(texts, states, known, out)
+    names = {part.name for part in known}
     new = [name for name in states if name not in names]
     columns = [made_of["sentence"], made_of["condition"]]
     given = list(dict.fromkeys(column for column in columns if column))
@@ -293,16 +311,38 @@ def _begun(
             f"{listed(new, 3)} of {texts.name} came since {out} was begun, with columns of other "
             "types. Name another --out."
         )
-    if not sum(part[2] for part in [*known, *parts]):
+    if not sum(part.rows for part in [*known, *parts]):
         raise UserError(f"{texts.name} is empty: it has no rows.")
     return {
         "format": FORMAT,
         "made_of": dict(made_of),
         "unit_rows": unit_rows,
         "columns": base64.b64encode(schema.serialize()).decode(),
-        "parts": [*known, *map(list, parts)],
-        **({"dim": before["dim"]} if before and "dim" in before else {}),
+        "parts": [list(part) for part in [*known, *parts]],
     }
+
+
+def _check_parts(
+    texts: TextSource, states: Mapping[str, str], known: Sequence[Part], out: str
+) -> None:
+    """Check that a source still has the parts of a record.
+
+    Raises:
+        UserError: one is gone or has changed.
+        LlmcondError: the record says something else of one than the source.
+    """
+    changed = [part.name for part in known if states.get(part.name) != part.state]
+    if changed:
+        raise UserError(
+            f"{texts.name} has changed since {out} was begun: {listed(changed, 3)} "
+            f"{'is' if len(changed) == 1 else 'are'} gone, or not as before. Name another --out."
+        )
+    counts = dict(zip(states, texts.counts(list(states)), strict=True)) if known else {}
+    if [part.rows for part in known] != [counts.pop(part.name, None) for part in known]:
+        raise LlmcondError(
+            f"{out}/{RECORD} has other numbers of rows than the parts of {texts.name} have; it "
+            "was damaged. Name another --out."
+        )
 
 
 def _check_same(out: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -318,8 +358,13 @@ def _check_same(out: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> 
         )
 
 
-def _schema(record: Mapping[str, Any]) -> pa.Schema:
-    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(record["columns"])))
+def _schema(record: Mapping[str, Any], out: str) -> pa.Schema:
+    try:
+        return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(record["columns"])))
+    except (ValueError, OSError, pa.ArrowException) as error:
+        raise LlmcondError(
+            f"{out}/{RECORD} has columns that cannot be read; it was damaged. Name another --out."
+        ) from error
 
 
 def _units(parts: Sequence[Part], size: int) -> list[Unit]:

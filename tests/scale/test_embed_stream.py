@@ -139,6 +139,17 @@ def test_types_that_hold_all_parts_and_what_paths_say(capsys, fitted, source):
     assert found["id"] == list(range(5))
 
 
+def test_each_file_is_read_once_wherever_links_lead(capsys, fitted, source):
+    Path("src/again").symlink_to(Path("src").absolute())
+    Path("src/0.parquet").symlink_to("b.parquet")
+    Path("other").mkdir()
+    pq.write_table(texts(250, 260), "other/x.parquet")
+    Path("src/other").symlink_to(Path("other").absolute())
+    Path("src/twice").symlink_to(Path("other").absolute())
+    assert ok(capsys, *embed("out", fitted))["rows"] == 260
+    assert sorted(table("out")["id"].to_pylist()) == list(range(260))
+
+
 def test_rows_that_are_skipped_are_read_forward(source):
     files = streams.open_texts("src")
     columns = streams.Columns("text", None, pa.schema([("id", pa.int64())]))
@@ -199,6 +210,95 @@ def test_a_killed_call_goes_on(capsys, fitted, source, tmp_path, out, point, cou
         dataset = lance.dataset(out)
         named = {file.path for own in dataset.get_fragments() for file in own.data_files()}
         assert {path.name for path in Path(out, "data").iterdir()} == named
+
+
+@pytest.mark.parametrize("out", OUTPUTS)
+def test_a_record_that_was_only_half_written_is_no_hindrance(capsys, fitted, source, out):
+    Path(out).mkdir()
+    for name in ("_llmcond.lock", "._llmcond.json.2fdf50ec"):  # what a kill leaves
+        Path(out, name).touch()
+    assert ok(capsys, *embed(out, fitted))["rows"] == 250
+    assert not Path(out, "._llmcond.json.2fdf50ec").exists()
+
+
+def change_record(out, **changes):
+    path = Path(out, "_llmcond.json")
+    record = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: own for key, own in record.items() if own != "gone"}))
+
+
+@pytest.mark.parametrize("out", OUTPUTS)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"unit_rows": -5}, "unit_rows = -5"),
+        ({"unit_rows": 0}, "unit_rows = 0"),
+        ({"unit_rows": "x"}, "unit_rows = 'x'"),
+        ({"unit_rows": "gone"}, "lacks 'unit_rows'"),
+        ({"made_of": "gone"}, "lacks 'made_of'"),
+        ({"made_of": []}, r"made_of = \[\]"),
+        ({"columns": "!!"}, "columns that cannot be read"),
+        ({"columns": "AAAA"}, "columns that cannot be read"),
+        ({"columns": 5}, "columns = 5"),
+        ({"parts": None}, "parts = None"),
+        ({"parts": [["a"]]}, "parts.0"),
+        ({"parts": []}, r"parts = \[\]"),
+        ({"format": True}, "states no format"),
+    ],
+)
+def test_a_damaged_record_is_told_in_a_line(capsys, begun, out, changes, said):
+    change_record(out, **changes)
+    check_refused_as_damaged(capsys, begun, out, said)
+
+
+@pytest.mark.parametrize("rows", [10**12, -1, 41])
+def test_parts_that_have_other_rows_than_the_source_are_told(capsys, begun, rows):
+    record = json.loads(Path("out/_llmcond.json").read_text())
+    change_record("out", parts=[[*record["parts"][0][:2], rows], *record["parts"][1:]])
+    check_refused_as_damaged(capsys, begun, "out", "other numbers of rows|parts.0.2 = -1")
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{", ""])
+def test_a_record_that_is_no_object_is_told_in_a_line(capsys, begun, content):
+    Path("out/_llmcond.json").write_text(content)
+    check_refused_as_damaged(capsys, begun, "out", "out/_llmcond.json is damaged")
+
+
+@pytest.mark.parametrize("damage", ["junk", "cut", "rows", "columns"])
+def test_a_file_that_holds_no_embeddings_is_told_in_a_line(capsys, begun, damage):
+    path = Path("out/part-000000.parquet")
+    whole = path.read_bytes()
+    if damage in ("junk", "cut"):
+        path.write_bytes(b"junk" if damage == "junk" else whole[:-5])
+    else:
+        rows = pq.read_table(path)
+        pq.write_table(rows.slice(1) if damage == "rows" else rows.drop(["embedding"]), path)
+    check_refused_as_damaged(capsys, begun, "out", "part-000000.parquet does not hold the 40 emb")
+    path.unlink()
+    assert ok(capsys, *embed("out", begun))["rows"] == 250
+
+
+def test_a_dataset_that_lost_a_file_is_told_in_a_line(capsys, begun):
+    next(Path("out.lance/data").iterdir()).unlink()
+    check_refused_as_damaged(capsys, begun, "out.lance", "out.lance lacks data/")
+
+
+@pytest.fixture
+def begun(capsys, fitted, source):
+    """A run whose embeddings are in both outputs."""
+    for out in OUTPUTS:
+        ok(capsys, *embed(out, fitted))
+    return fitted
+
+
+def check_refused_as_damaged(capsys, run_folder, out, said):
+    before = {path: path.read_bytes() for path in Path(out).rglob("*") if path.is_file()}
+    assert run([str(argument) for argument in embed(out, run_folder)]) in (1, 2)
+    captured = capsys.readouterr()
+    assert re.search(said, captured.err.splitlines()[-1]), captured.err
+    assert "Traceback" not in captured.err
+    assert not captured.out
+    assert {path: path.read_bytes() for path in Path(out).rglob("*") if path.is_file()} == before
 
 
 def let_no_file_grow(size):
