@@ -11,8 +11,8 @@ import io
 import json
 import os
 import re
-import sys
 import warnings
+import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,6 +45,10 @@ def source_of(suffixes: Sequence[str]) -> str:
 
 
 FILES, SOURCE = files_of(SUFFIXES), source_of(SUFFIXES)
+#: Characters of a field or a line at most: a small file that is unpacked may hold one of gigabytes.
+MOST_CHARACTERS = 2**24
+#: Bytes of what is read as a whole, once it is unpacked.
+MOST_BYTES = 2**29
 #: Of .csv files; the first that gives a header with the columns needed.
 _DELIMITERS = (",", ";", "\t", "|")
 _SPLIT_NAMES = {
@@ -245,7 +249,7 @@ def read_lines(source: Source, file: str) -> Iterator[str]:
     """Yield the lines of a text file, without their ends; errors as of :func:`read_records`."""
     empty = True
     with _reading(source, file) as stream:
-        for line in _text(stream):
+        for line in _lines(_text(stream), PurePosixPath(file).name):
             empty = False
             yield line.rstrip("\n")
     if empty:
@@ -287,6 +291,49 @@ def _text(stream: IO[bytes], newline: str | None = None) -> IO[str]:
     return io.TextIOWrapper(stream, "utf-16" if utf_16 else "utf-8-sig", newline=newline)
 
 
+def _lines(text: IO[str], name: str) -> Iterator[str]:
+    """Yield lines with their ends.
+
+    Raises:
+        UserError: a line is longer than any text.
+    """
+    number = 0
+    while line := text.readline(MOST_CHARACTERS + 1):
+        number += 1
+        if len(line) > MOST_CHARACTERS:
+            raise _too_long(f"{name} line {number}")
+        yield line
+
+
+def _too_long(where: str) -> UserError:
+    return UserError(
+        f"{where} is longer than {MOST_CHARACTERS:,} characters, the most that a text may have. "
+        "Cut it into several rows."
+    )
+
+
+def _whole(stream: IO[bytes], name: str) -> io.BytesIO:
+    """Return all that a file holds.
+
+    Raises:
+        UserError: it is too large for that.
+    """
+    content = io.BytesIO()
+    while block := stream.read(2**20):
+        content.write(block)
+        if content.tell() > MOST_BYTES:
+            raise _too_large(name)
+    content.seek(0)
+    return content
+
+
+def _too_large(name: str) -> UserError:
+    return UserError(
+        f"{name} holds more than {MOST_BYTES // 2**20} MiB, the most of a file that is read as a "
+        "whole. Write it as .csv, .jsonl or .parquet, which are read row by row."
+    )
+
+
 def _read_memory(table: Any, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     if not len(table):
         raise UserError(f"{IN_MEMORY}: there are no rows.")
@@ -318,11 +365,11 @@ def _check_columns(name: str, got: Sequence[str], columns: Sequence[str]) -> Non
 
 
 def _read_csv(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    csv.field_size_limit(MOST_CHARACTERS)
     text, reader = _text(stream, newline=""), None
     try:
-        delimiter = "\t" if suffix_of(name) == ".tsv" else _delimiter(text, columns)
-        reader = csv.DictReader(text, delimiter=delimiter, strict=True)
+        delimiter = "\t" if suffix_of(name) == ".tsv" else _delimiter(text, name, columns)
+        reader = csv.DictReader(_lines(text, name), delimiter=delimiter, strict=True)
         header = reader.fieldnames
         if not header:
             return
@@ -339,12 +386,14 @@ def _read_csv(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator[
     except csv.Error as error:
         # The reader itself counts further than DictReader does when it fails.
         line = reader.reader.line_num if reader else 1
+        if "field limit" in str(error):
+            raise _too_long(f"a field of {name} line {line}") from error
         raise UserError(f"{name} line {line} is malformed: {error}.") from error
 
 
-def _delimiter(text: IO[str], columns: Sequence[str]) -> str:
+def _delimiter(text: IO[str], name: str, columns: Sequence[str]) -> str:
     """Return what stands between the fields of a header with the columns; a comma if nothing."""
-    header = text.readline()
+    header = next(_lines(text, name), "")
     text.seek(0)
     for delimiter in _DELIMITERS:
         if set(columns) <= set(next(csv.reader([header], delimiter=delimiter), ())):
@@ -354,7 +403,7 @@ def _delimiter(text: IO[str], columns: Sequence[str]) -> str:
 
 def _read_json(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     try:
-        records = json.load(_text(stream))
+        records = json.load(_text(_whole(stream, name)))
     except (ValueError, RecursionError) as error:
         if isinstance(error, UnicodeDecodeError):
             raise
@@ -373,7 +422,7 @@ def _checked(record: Any, where: str, columns: Sequence[str]) -> dict[str, Any]:
 
 
 def _read_jsonl(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(_text(stream), 1):
+    for number, line in enumerate(_lines(_text(stream), name), 1):
         if not line.strip():
             continue
         try:
@@ -424,13 +473,16 @@ _LAST_ROW = 2**20
 
 def _read_xlsx(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     # What fails while the file is fetched is no fault of its content.
-    content = io.BytesIO(stream.read())
+    content = _whole(stream, name)
     try:
         import openpyxl
         from openpyxl.utils.escape import unescape
     except ImportError as error:
         raise UserError(f"{name} needs openpyxl: {install_command('excel')}.") from error
     try:
+        with zipfile.ZipFile(content) as archive:
+            if sum(part.file_size for part in archive.infolist()) > MOST_BYTES:
+                raise _too_large(name)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about styles and the like
             book = openpyxl.load_workbook(content, read_only=True, data_only=True)
@@ -438,6 +490,8 @@ def _read_xlsx(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator
             # The size that a sheet states need not be its own.
             sheet.reset_dimensions()
             rows = list(sheet.iter_rows(max_row=_LAST_ROW, values_only=True))
+    except UserError:
+        raise
     except Exception as error:
         # Whatever the parts of a damaged archive lead openpyxl into.
         raise UserError(

@@ -587,3 +587,39 @@ def test_a_connection_lost_while_a_file_is_read_is_an_error_that_names_the_file(
     answer = read_from_hub("hf://datasets/someone/pairs")
     assert answer["error"] == "LlmcondError"
     assert "train-broken.csv" in answer["message"]
+
+
+LONG = "a" * (2**24 + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("rows.csv.gz", f"{HEADER.decode()}{LONG},b,c,1\n", "rows.csv.gz line 2 is longer than"),
+        ("rows.csv.gz", LONG, "rows.csv.gz line 1 is longer than 16,777,216 characters"),
+        ("rows.tsv", f"sentence1\tsentence2\tcondition\tlabel\n{LONG}", "rows.tsv line 2 is"),
+        ("rows.jsonl.gz", f"{LINE.decode()}{' ' * (2**24 + 1)}", "rows.jsonl.gz line 2 is longer"),
+        (
+            "rows.csv",
+            HEADER.decode() + '"' + "a\n" * (2**23 + 1) + '",b,c,1\n',
+            "a field of rows.csv line .* is longer than 16,777,216",
+        ),
+    ],
+)
+def test_a_line_or_field_without_end_is_not_read_into_memory(tmp_path, name, content, said):
+    data = content.encode()
+    (tmp_path / name).write_bytes(gzip.compress(data, 1) if name.endswith(".gz") else data)
+    with pytest.raises(UserError, match=said):
+        rows_of(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.json.gz", "rows.xlsx"])
+def test_what_is_read_as_a_whole_has_a_limit(monkeypatch, tmp_path, name):
+    path = tmp_path / name
+    write_table(tmp_path / name.removesuffix(".gz"), [("a" * 50_000, "b", "c", 1)] * 3)
+    if name.endswith(".gz"):
+        path.write_bytes(gzip.compress((tmp_path / "rows.json").read_bytes()))
+    assert len(rows_of(str(path))) == 3
+    monkeypatch.setattr("llmcond.data.readers.MOST_BYTES", 40_000)
+    with pytest.raises(UserError, match=f"{name} holds more than .* MiB.*as .csv, .jsonl or"):
+        rows_of(str(path))
