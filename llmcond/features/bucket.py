@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,8 +63,8 @@ class Bucket:
         self._scheme, self._bucket = SCHEMES[parts.scheme], f"{parts.scheme}://{parts.netloc}"
         self._reached = False
         # Processes of one machine take turns by files; others are noticed when they commit.
-        own = f"llmcond-{os.getuid() if hasattr(os, 'getuid') else ''}"
-        self.folder = Path(tempfile.gettempdir()) / own / digest_text(uri)
+        user = f"llmcond-{os.getuid() if hasattr(os, 'getuid') else ''}"
+        self.folder = Path(tempfile.gettempdir()) / user / digest_text(uri)
 
     @property
     def options(self) -> Mapping[str, str]:
@@ -73,9 +74,23 @@ class Bucket:
         return {**plain, **(_PATIENCE if self._reached else {})}
 
     def prepare(self) -> None:
-        """Make the folder of locks."""
+        """Make the folder of locks, which nobody else can write to.
+
+        Raises:
+            UserError: it cannot be made, or another user can.
+        """
+        home = self.folder.parent
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            home.mkdir(mode=0o700, parents=True, exist_ok=True)
+            state = home.lstat()
+            mine = not hasattr(os, "getuid") or state.st_uid == os.getuid()
+            if not (mine and stat.S_ISDIR(state.st_mode)) or state.st_mode & 0o022:
+                raise UserError(
+                    f"{home} is for locks and temporary files, and other users can write to it, "
+                    "or it is not a folder of yours. Remove it, or set TMPDIR to a folder of your "
+                    "own."
+                )
+            self.folder.mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(
                 f"{self.folder} cannot be made, for locks and temporary files: {error.strerror}. "

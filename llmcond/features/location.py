@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -205,6 +205,7 @@ def claim(folder: Path, name: str) -> Iterator[bool]:
     lock = FileLock(path, thread_local=False)
     try:
         with _gate(folder):
+            _remove_left(folder)
             lock.acquire(blocking=False)
     except Timeout:
         yield False
@@ -214,6 +215,14 @@ def claim(folder: Path, name: str) -> Iterator[bool]:
     finally:
         with _gate(folder):
             lock.release()
+            path.unlink(missing_ok=True)
+
+
+def _remove_left(claims: Path) -> None:
+    """Remove the claims of processes that were killed; the gate is held."""
+    for path in claims.glob("*.lock"):
+        lock = FileLock(path)
+        with suppress(Timeout), lock.acquire(blocking=False):
             path.unlink(missing_ok=True)
 
 

@@ -171,6 +171,7 @@ class FeatureStore:
 
     @contextmanager
     def _committing(self) -> Iterator[None]:
+        self._location.prepare()
         # Threads queue up at their own lock; at the file they would poll against each other.
         with self._writing, locked(self.folder):
             yield
@@ -460,6 +461,7 @@ class FeatureStore:
         A part that another process works on is better left to it. The claim ends with the block
         or with the process, however it ends.
         """
+        self._location.prepare()
         with claim(self.folder / "claims", name) as mine:
             yield mine
 

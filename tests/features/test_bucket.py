@@ -432,3 +432,33 @@ def test_what_names_no_place_is_refused(given, expected):
         recorded(given)
     assert SECRET_KEY not in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_locks_are_in_a_folder_that_nobody_else_can_write(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    place = Bucket("s3://somewhere/features/store")
+    place.prepare()
+    home = place.folder.parent
+    assert home.stat().st_mode & 0o777 == 0o700
+    home.chmod(0o755)  # as earlier versions made it
+    place.prepare()
+    home.chmod(0o777)
+    with pytest.raises(UserError, match=r"other users can write to it.*set TMPDIR"):
+        place.prepare()
+    home.rename(tmp_path / "taken")
+    home.symlink_to(tmp_path / "taken")
+    (tmp_path / "taken").chmod(0o700)
+    with pytest.raises(UserError, match="not a folder of yours"):
+        place.prepare()
+    home.unlink()
+    home.touch()
+    with pytest.raises(UserError, match="cannot be made"):
+        place.prepare()
+
+
+def test_a_folder_of_another_user_is_not_used_for_locks(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("os.getuid", lambda: 12_345)
+    place = Bucket("s3://somewhere/features/store")
+    with pytest.raises(UserError, match="not a folder of yours"):
+        place.prepare()

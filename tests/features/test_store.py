@@ -441,6 +441,20 @@ def test_a_claim_may_end_in_another_thread(store):
         assert mine
 
 
+def test_claims_that_a_kill_left_are_removed_and_others_stay(store):
+    append(store, [0])
+    with store.claim("mine") as mine:
+        assert mine
+        claims = store.folder / "claims"
+        (claims / "left.lock").touch()
+        with store.claim("other") as other:
+            assert other
+            assert {path.name for path in claims.glob("*.lock")} == {"mine.lock", "other.lock"}
+        with store.claim("mine") as again:
+            assert not again
+    assert list(claims.glob("*.lock")) == []
+
+
 def test_claims_leave_no_files_behind(store):
     held = [store.claim(f"held {i}") for i in range(3)]
     assert all(block.__enter__() for block in held)
