@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,18 @@ def open_any_run(folder: Path, *, cross: bool = False) -> OpenedRun:
 
 
 def run_exists(folder: Path, *, cross: bool = False) -> bool:
-    """Return whether a run is at ``folder``; errors as of :func:`open_any_run` if anything else."""
+    """Return whether a run is at ``folder``; errors as of :func:`open_any_run` if anything else.
+
+    Raises:
+        UserError: also where no run can be, as its path has control characters.
+    """
     if _is_vacant(folder):
+        path = str(folder.absolute())
+        if re.search(r"[\x00-\x1f\x7f]", path):
+            raise UserError(
+                f"{path!r} holds control characters, and features cannot be stored there. Name "
+                "another --run."
+            )
         return False
     open_any_run(folder, cross=cross)
     return True
