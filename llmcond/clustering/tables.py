@@ -66,7 +66,7 @@ def starts_text(result: Clustered) -> str:
     """Return what a title says of the starts that figures of K-means depend on."""
     if result.method != "kmeans":
         return ""
-    return f" K-means, best of {STARTS} starts, seed {result.seed}; other seeds differ a little."
+    return f" K-means, best of {STARTS} starts, seed {result.seed}; other seeds give other figures."
 
 
 def figures(scores: Scores) -> list[str]:
