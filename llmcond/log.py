@@ -1,9 +1,15 @@
-"""Messages for people: one logger, which the command line prints on standard error."""
+"""Messages for people: one logger, which is printed on standard error where people look at it.
+
+That is the command line, and Python's interactive sessions and notebooks. The logger's level
+decides: at WARNING or above neither notes nor progress are shown.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from llmcond.errors import printable
@@ -34,8 +40,18 @@ class _TerminalHandler(logging.Handler):
 
 
 def log_to_terminal() -> None:
-    """Print the package's messages on standard error, as the command line does."""
+    """Print the package's messages on standard error; a level that the user set stays."""
     if not any(isinstance(handler, _TerminalHandler) for handler in log.handlers):
         log.addHandler(_TerminalHandler())
-        log.setLevel(logging.INFO)
+        log.setLevel(log.level or logging.INFO)
         log.propagate = False
+
+
+def shows_bars() -> bool:
+    """Return whether progress is shown as bars: in terminals and notebooks, unless silenced."""
+    in_notebook = console().is_jupyter and find_spec("ipywidgets") is not None
+    return log.level <= logging.INFO and (console().is_terminal or in_notebook)
+
+
+if hasattr(sys, "ps1"):  # an interactive session or a notebook
+    log_to_terminal()

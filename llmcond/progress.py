@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from llmcond.log import console, log
+from llmcond.log import console, log, shows_bars
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class _Bar:
             get_time=clock,
             # A chunk of a large model takes minutes; the default forgets what is older than 30 s.
             speed_estimate_period=600,
-            disable=not console().is_terminal,
+            disable=not shows_bars(),
         )
         self._task = self._progress.add_task(name, total=None, visible=visible, detail="")
 
