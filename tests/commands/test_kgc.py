@@ -128,6 +128,16 @@ def test_heads_are_fitted_and_chosen_on_dev(capsys, own):
     }
 
 
+def test_a_score_of_a_sample_of_dev_is_named_so(capsys, monkeypatch, own):
+    monkeypatch.setattr("llmcond.runs.ranking._DEV_QUERIES", 2)
+    monkeypatch.setattr("llmcond.progress.EVERY_SECONDS", 0)
+    command = ("fit-head", "--run", own, "--head", "hadamard", "--set", "epochs=2")
+    assert cli.run([str(one) for one in command]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert any(" of 2, dev MRR on 2 queries " in line for line in lines)
+    assert " chosen on 2 queries of dev; dev MRR " in lines[-1]
+
+
 @pytest.fixture(scope="module")
 def fitted(extracted, tmp_path_factory):
     """A run with a head of each kind of features."""
