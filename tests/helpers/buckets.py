@@ -59,13 +59,14 @@ class Proxy:
     Attributes:
         answer: status and code that all requests get; None: those of the server.
         only: the method and a part of the path of those that get it.
+        most: how many get it before all are passed on.
         refused: how many got it.
         passed: how many requests of a method were passed on.
     """
 
     def __init__(self, behind: int) -> None:
         self.answer: tuple[int, str] | None = None
-        self.only, self.refused, self.until = ("", ""), 0, float("inf")
+        self.only, self.refused, self.most = ("", ""), 0, float("inf")
         self.loses_answers, self.passed = False, Counter[str]()
         self._server = _Proxying(("127.0.0.1", 0), _Handler)
         self._server.proxy, self._server.behind = self, behind
@@ -80,7 +81,7 @@ class Proxy:
     def refuses(self, method: str, path: str) -> bool:
         """Return whether a request is answered here."""
         chosen = method.startswith(self.only[0]) and self.only[1] in path
-        return self.answer is not None and chosen and time.monotonic() < self.until
+        return self.answer is not None and chosen and self.refused < self.most
 
 
 class _Proxying(ThreadingHTTPServer):
