@@ -69,10 +69,19 @@ class Embed(WithEmbedder, WithScale):
         cluster = self.cluster()
         check_source(self.source)
         if is_streamed(self.out):
+            if not isinstance(self.source, str | Path):
+                raise UserError(
+                    f"source is a {type(self.source).__name__}, and out is a folder or dataset, "
+                    f"{self.out}, which is written from files. Name a .parquet or .npy file."
+                )
             from llmcond.workflows.embed_stream import embed_stream
 
             return self.call(
-                embed_stream, run_folder=self.folder(), out=str(self.out), cluster=cluster
+                embed_stream,
+                source=str(self.source),
+                run_folder=self.folder(),
+                out=str(self.out),
+                cluster=cluster,
             )
         if cluster is not None:
             raise UserError(f"--scale is for --out FOLDER, and {self.out} is one file.")

@@ -192,3 +192,8 @@ def test_every_public_name_is_pickled_and_found_in_its_module(name):
     assert inspect.getdoc(value)
     if inspect.isfunction(value):
         assert inspect.signature(value).parameters
+
+
+def test_a_table_is_embedded_into_one_file_only():
+    with pytest.raises(UserError, match="source is a list, and out is a folder or dataset"):
+        llmcond.embed(source=[{"text": "a"}], out="folder")
