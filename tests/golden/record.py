@@ -24,13 +24,15 @@ ACTIVITIES = ("ride", "play", "read", "cook")
 PLACES = ("in the park", "at the beach", "in the kitchen", "on the street")
 CONDITIONS = ("the number of people", "the activity", "the place")
 
+#: What the recipe `hypernet` was when these were recorded.
+PLAIN = ("info_nce=0", "batches=conditions")
 #: Settings that keep a fit under a second.
 SMALL = ("epochs=4", "patience=4", "batch_size=16")
 FITS = {
     "linear": ("--prompt", "concat-sent-cond", "--dim", "8", "--set", *SMALL),
     "mlp": ("--prompt", "concat-sent-cond", "--dim", "8", "--set", "hidden=12", *SMALL),
     "pca": ("--prompt", "pair-cond", "--dim", "8", "--no-subtract"),
-    "hypernet": ("--prompt", "separate", "--dim", "8", "--set", "rank=4", *SMALL),
+    "hypernet": ("--prompt", "separate", "--dim", "8", "--set", "rank=4", *PLAIN, *SMALL),
     "towers": (
         *("--prompt", "concat-sent-cond+separate", "--no-subtract", "--dim", "8"),
         *("--set", "hidden=12", "rank=4", "members=2", *SMALL),
