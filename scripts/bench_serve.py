@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from fuzz import TEXTS, VALUES, change_bytes
+from fuzz_services import draw_wrong_request, request_bytes
 
 from llmcond.data.datasets import read_dataset
 from llmcond.encoders.encoder import Encoded, load_encoder
@@ -114,12 +114,6 @@ class Server:
 # -- a client that costs little ------------------------------------------------------------------
 
 
-def request(path: str, body: bytes, kind: str = "application/json") -> bytes:
-    """Return a request as it is sent."""
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-
-
 async def answer(reader: asyncio.StreamReader) -> int:
     """Return the status of the next answer; 0 if there is none."""
     try:
@@ -157,7 +151,7 @@ def embeddings(rows: Sequence[Row]) -> bytes:
     """Return a request for the embeddings of rows."""
     sentences, conditions = zip(*rows, strict=True)
     body = {"input": sentences, "condition": conditions, "encoding_format": "base64"}
-    return request("/v1/embeddings", json.dumps(body).encode())
+    return request_bytes("/v1/embeddings", json.dumps(body).encode())
 
 
 # -- what is measured ----------------------------------------------------------------------------
@@ -190,39 +184,21 @@ def rates(server: Server, rows: list[Row], given: argparse.Namespace) -> list[di
 
 
 def wrong_request(chance: Random, rows: Sequence[Row]) -> tuple[bytes, bool]:
-    """Return a request that something is wrong with, as a rule, and whether it may be cut short."""
+    """Return a request that something is wrong with, as a rule, and whether it must be answered."""
     path = chance.choice(("/v1/embeddings", "/v1/similarity", "/v1/search", "/v1/none", "/"))
-    fields = "input condition sentence1 sentence2 query k where dimensions encoding_format x"
-    good = {"input": rows[0][0], "condition": rows[0][1]}
-    body: Any = {**good, chance.choice(fields.split()): chance.choice((*VALUES, *TEXTS))}
-    if chance.random() < 0.2:
-        body = chance.choice((*VALUES, *TEXTS))
-    content = json.dumps(body).encode()
-    match chance.randrange(5):
-        case 0:
-            content = change_bytes(chance, content)
-        case 1:
-            value = json.dumps(chance.choice(VALUES))
-            content = f'{{"input": [{",".join([value] * chance.choice((1, 99, 9_999)))}]}}'.encode()
-        case 2:
-            content = b'{"input":' * chance.choice((1, 50, 50_000))
-    kind = chance.choice(("application/json",) * 4 + ("text/plain", "application/json; charset=x"))
-    whole = request(path, content, kind)
-    if chance.random() < 0.85:
-        return whole, False
-    return change_bytes(chance, whole), True
+    return draw_wrong_request(chance, path, {"input": rows[0][0], "condition": rows[0][1]})
 
 
 async def statuses(port: int, requests: Sequence[tuple[bytes, bool]]) -> Counter[int]:
     """Send each over a connection of its own, and count the statuses; 0: none, as it was cut."""
     found: Counter[int] = Counter()
-    for content, cut in requests:
+    for content, whole in requests:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(content)
-        if cut:  # the rest would be waited for
+        if not whole:  # the rest would be waited for
             writer.write_eof()
         status = await answer(reader)
-        if not status and not cut:
+        if not status and whole:
             raise SystemExit("bench_serve: a whole request was not answered")
         found[status] += 1
         writer.close()

@@ -1,11 +1,16 @@
-"""Feed commands with damaged files: no traceback, no hang, no exit code but 0, 1 and 2.
+"""Feed commands and servers with damaged input: no traceback, no hang, no result that is untrue.
 
     python scripts/fuzz.py                                   # 2,000 inputs, minutes on two cores
     python scripts/fuzz.py --kind run --seed 137 --count 1   # one input again
 
 An input is a small run, checkpoint, store or file of which something was changed: a value, a line,
-some bytes, or a whole file. Its kind and its seed decide what, so that each can be had again.
-Commands run in processes that take one input after the other; one that hangs is ended. A table
+some bytes, or a whole file. Others are a request to a server, a filter of a search, a damaged
+output of ``llmcond embed``, and answers of a chat server (``fuzz_services.py``). The kind and the
+seed of an input decide what it is, so that each can be had again.
+
+Commands run in processes that take one input after the other; one that hangs is ended, and memory
+is limited (on Linux). An input fails if there is a traceback, an exit code other than 0, 1 and 2,
+a status of 500 or above, no end, too much memory, or a result that contradicts the input. A table
 counts tries and failures, and every failure is printed with its seed. Exits 1 if there are any.
 """
 
@@ -22,137 +27,42 @@ import tempfile
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-import psutil
+from fuzz_changes import (
+    TEXTS,
+    VALUES,
+    Base,
+    Command,
+    Input,
+    change_below,
+    change_bytes,
+    change_file,
+    succeed,
+)
+from fuzz_services import (
+    SERVICES,
+    confine,
+    make_services,
+    patience,
+    peak_memory,
+    processes_of_inputs,
+    serve,
+)
 
 from llmcond.bundled import bundled
-from llmcond.system import processes
 
-#: An input takes a second at most, but on a busy machine.
-LIMIT_SECONDS: Final = 60
+#: An input takes some seconds at most.
+LIMIT_SECONDS: Final = 30
 #: A worker's memory may grow by so much from its 20th input on.
 GROWTH: Final = 400 * 2**20
 WORKERS: Final = 2
-
-VALUES: Final[Sequence[Any]] = (
-    None, True, False, 0, -1, 1, 3, 10**9, 10**30, -0.5, 1e308, float("nan"), "", "x", "3", ".",
-    "../..", "/", "\0", "\x1b[31m", "\u202e", "\ud800", "é" * 300, "{", "{sentence}", [], [[]],
-    [None], ["x"], [1, 2], {}, {"x": {}}, {"": None},
-)  # fmt: skip
-TEXTS: Final = (
-    "", " ", '"', "'", ",", "\t", "\r", "\n", "\r\n", "\0", "\x1b", "\ufeff", "\u202e", "{", "}",
-    "{x}", "[", "]", "=", "nan", "inf", "-1", "1e999", "0", "6", "é" * 2_000, '"""', "#", "\\",
-)  # fmt: skip
-
-
-# -- what is changed ---------------------------------------------------------------------------
-
-
-def change_bytes(chance: Random, content: bytes) -> bytes:
-    """Return bytes with some flipped, cut, doubled, put in, or all gone."""
-    at, more = chance.randrange(len(content) + 1), chance.randrange(1, 64)
-    changed = bytearray(content)
-    match chance.randrange(6):
-        case 0:
-            return b""
-        case 1:
-            return content[:at]
-        case 2:
-            del changed[at : at + more]
-        case 3:
-            changed[at:at] = content[at : at + more]
-        case 4:
-            changed[at:at] = chance.choice(TEXTS).encode()
-        case _:
-            for _ in range(chance.choice((1, 8))):
-                if changed:
-                    changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
-    return bytes(changed)
-
-
-def change_line(chance: Random, text: str) -> str:
-    """Return a text with a line gone, doubled, moved, or a value of it changed."""
-    lines = text.splitlines(keepends=True)
-    at = chance.randrange(len(lines))
-    key, equals, _ = lines[at].partition("=")
-    match chance.randrange(4):
-        case 0:
-            del lines[at]
-        case 1:
-            lines.insert(chance.randrange(len(lines)), lines[at])
-        case 2 if equals:
-            lines[at] = f"{key}= {json.dumps(chance.choice(VALUES))}\n"
-        case _:
-            place = chance.randrange(len(lines[at]) + 1)
-            lines[at] = lines[at][:place] + chance.choice(TEXTS) + lines[at][place:]
-    return "".join(lines)
-
-
-def change_json(chance: Random, text: str) -> str:
-    """Return JSON with a value at any depth changed or gone."""
-    try:
-        record = json.loads(text)
-    except ValueError:  # it was changed before
-        return text[: len(text) // 2]
-    places = list(_places(record))
-    if not places:
-        return json.dumps(chance.choice(VALUES))
-    # Not all of a vocabulary or a curve, which are most of what is there.
-    parent, key = chance.choice(places[:40] if chance.random() < 0.7 else places)
-    if chance.random() < 0.3:
-        del parent[key]
-    else:
-        parent[key] = chance.choice(VALUES)
-    return json.dumps(record)
-
-
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    level = [value]
-    while level:
-        own = [
-            (one, k) for one in level for k in (one if isinstance(one, dict) else range(len(one)))
-        ]
-        yield from own
-        level = [one[k] for one, k in own if isinstance(one[k], dict | list)]
-
-
-def change_file(chance: Random, path: Path) -> None:
-    """Change a file, or put something else in its place."""
-    drawn = chance.random()
-    if drawn < 0.08:
-        path.unlink()
-        other: Sequence[Callable[[], Any]] = (
-            lambda: None,
-            path.mkdir,
-            lambda: path.symlink_to(path.name),
-            lambda: path.symlink_to("nowhere"),
-        )
-        chance.choice(other)()
-    elif path.suffix == ".json" and drawn < 0.8:
-        path.write_text(change_json(chance, path.read_text("utf-8", "replace")), "utf-8")
-    elif path.suffix == ".toml" and drawn < 0.8:
-        text = change_line(chance, path.read_text("utf-8", "replace"))
-        path.write_bytes(text.encode("utf-8", "surrogatepass"))
-    else:
-        path.write_bytes(change_bytes(chance, path.read_bytes()))
-
-
-def change_below(chance: Random, folder: Path, pattern: str = "*") -> None:
-    """Change one or two files below a folder, each kind of file about as often."""
-    for _ in range(chance.choice((1, 1, 2))):
-        found = sorted(path for path in folder.rglob(pattern) if path.is_file())
-        kinds = sorted({path.suffix for path in found})
-        if kinds:
-            kind = chance.choice(kinds)
-            change_file(chance, chance.choice([path for path in found if path.suffix == kind]))
-
 
 # -- inputs, by kind ---------------------------------------------------------------------------
 
@@ -164,26 +74,11 @@ ROWS: Final = [
 ]
 
 
-@dataclass(frozen=True)
-class Base:
-    """The folder of what inputs are made of: ``run``, ``model`` and ``rows.csv``."""
-
-    folder: Path
-
-    def copy(self, name: str, into: Path) -> Path:
-        """Return a copy of one of them."""
-        source, target = self.folder / name, into / name
-        shutil.copytree(source, target) if source.is_dir() else shutil.copyfile(source, target)
-        return target
-
-
 def make_base(folder: Path) -> None:
     """Make a tiny checkpoint, and a run of it with heads, a sweep and a comparison."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
-
-    from llmcond.cli import run
 
     torch.manual_seed(0)
     words = ["[PAD]", "[UNK]", *"two men play children read the place mood".split()]
@@ -218,17 +113,10 @@ def make_base(folder: Path) -> None:
     data = ["--data", str(folder / "rows.csv"), "--prompt", "concat-sent-cond", "separate"]
     linear = ["--head", str(folder / "linear.toml")]
     one = ["--prompt", "concat-sent-cond", *own]
-    for command in (
-        ["extract", *model, *data, *own],
-        ["fit-head", *linear, *one],
-        ["fit-head", "--head", "pca", "--dim", "2", *one],
-        ["sweep", *linear, "--seeds", "2", "--workers", "1", *one],
-    ):
-        said = io.StringIO()
-        with redirect_stdout(said), redirect_stderr(said):
-            code = run(command)
-        if code:
-            raise SystemExit(f"fuzz: nothing was tried: {said.getvalue()}")
+    succeed("extract", *model, *data, *own)
+    succeed("fit-head", *linear, *one)
+    succeed("fit-head", "--head", "pca", "--dim", "2", *one)
+    succeed("sweep", *linear, "--seeds", "2", "--workers", "1", *one)
 
 
 def write_csv(path: Path, rows: Sequence[Sequence[Any]]) -> None:
@@ -357,7 +245,7 @@ def checkpoint_input(chance: Random, base: Base, work: Path) -> list[str]:
     return ["extract", "--model", str(model), "--data", str(base.folder / "rows.csv")]
 
 
-KINDS: Final[dict[str, Callable[[Random, Base, Path], list[str]]]] = {
+FILES: Final[dict[str, Callable[[Random, Base, Path], list[str]]]] = {
     "data": data_input,
     "template": template_input,
     "recipe": recipe_input,
@@ -367,70 +255,76 @@ KINDS: Final[dict[str, Callable[[Random, Base, Path], list[str]]]] = {
 }
 
 
+def file_input(kind: str, chance: Random, base: Base, work: Path) -> Command:
+    """Return the command of an input that is a changed file."""
+    return Command(FILES[kind](chance, base, work))
+
+
+KINDS: Final[dict[str, Callable[[Random, Base, Path], Input]]] = {
+    **{kind: partial(file_input, kind) for kind in FILES},
+    **SERVICES,
+}
+
+
 # -- running them ------------------------------------------------------------------------------
 
 
 def try_one(kind: str, seed: int, base: Base) -> str:
-    """Make an input and run its command; return what is wrong with how it ended, if anything."""
-    from llmcond.cli import run
-
-    err, before = io.StringIO(), Path.cwd()
+    """Make an input and try it; return what is wrong with the outcome, if anything."""
+    before = Path.cwd()
     with tempfile.TemporaryDirectory(dir=base.folder) as work:
-        command = KINDS[kind](Random(f"{kind} {seed}"), base, Path(work))
         os.chdir(work)
         try:
-            with redirect_stdout(io.StringIO()), redirect_stderr(err):
-                code = run(command)
-        except BaseException as error:
-            place = error.__traceback__
-            while place is not None and place.tb_next is not None:
-                place = place.tb_next
-            where = f"{place.tb_frame.f_code.co_filename}:{place.tb_lineno}" if place else ""
-            return f"{' '.join(command[:2])}: {type(error).__name__}: {error} ({where})"
+            return KINDS[kind](Random(f"{kind} {seed}"), base, Path(work)).failure()
         finally:
             os.chdir(before)
-    said = err.getvalue()
-    if code not in (0, 1, 2):
-        return f"{' '.join(command[:2])}: exit code {code}"
-    if "Traceback" in said or (code and said.count("llmcond: error: ") != 1):
-        return f"{' '.join(command[:2])}: {said[-300:]}"
-    return ""
 
 
 def work(pipe: Connection, folder: Path) -> None:
-    """Try inputs as they come, and answer with what is wrong and the memory in use."""
+    """Try inputs as they come, and answer with what is wrong and the most memory in use so far."""
     import torch
 
+    confine()
     torch.set_num_threads(1)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    base, own = Base(folder), psutil.Process()
     while True:
-        asked = pipe.recv()
-        if asked is None:
-            return
-        kind, seed = asked
-        pipe.send((try_one(kind, seed, base), own.memory_info().rss))
+        kind, seed, server = pipe.recv()
+        pipe.send((try_one(kind, seed, Base(folder, server)), peak_memory()))
 
 
 class Worker:
-    """A process that tries inputs; a new one takes the place of one that hangs or dies."""
+    """A process that tries inputs, and a server that it sends requests to.
+
+    New ones take the place of those that hang or die.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._start()
 
     def _start(self) -> None:
-        context = processes("llmcond.encoders.encoder", "llmcond.heads")
+        context = processes_of_inputs()
         self.pipe, other = context.Pipe()
         self._process = context.Process(target=work, args=(other, self._folder), daemon=True)
         self._process.start()
         other.close()
         self._memory: list[int] = []
+        self._server: tuple[BaseProcess, Path] | None = None
+
+    def _serve(self) -> tuple[int, Path]:
+        """Start the server, if there is none; return the number of its process, and its log."""
+        if self._server is None:
+            log = self._folder / f"server-{time.monotonic_ns()}.log"
+            given = (self._folder, log)
+            process = processes_of_inputs().Process(target=serve, args=given, daemon=True)
+            process.start()
+            self._server = process, log
+        return int(self._server[0].pid or 0), self._server[1]
 
     def give(self, kind: str, seed: int) -> None:
         """Let it try an input."""
-        self.asked, self.until = (kind, seed), time.monotonic() + LIMIT_SECONDS
-        self.pipe.send(self.asked)
+        self.asked, self.until = (kind, seed), time.monotonic() + patience() * LIMIT_SECONDS
+        self.pipe.send((kind, seed, self._serve() if kind == "request" else None))
 
     def answer(self) -> str | None:
         """Return what is wrong with the input, or nothing; None while it is being tried."""
@@ -438,24 +332,32 @@ class Worker:
             try:
                 wrong, memory = self.pipe.recv()
             except EOFError:
-                self._process.join()
+                self.end()
                 code = self._process.exitcode
                 self._start()
                 return f"the process died ({code})"
+            if wrong and self.asked[0] == "request":
+                self._end_server()
             self._memory.append(memory)
             if len(self._memory) > 20 and memory - self._memory[19] > GROWTH:
                 self._memory = [memory] * 20
                 return str(wrong or f"memory has grown to {memory / 2**20:,.0f} MiB")
             return str(wrong)
         if time.monotonic() > self.until:
-            self._process.kill()
-            self._process.join()
+            self.end()
             self._start()
             return f"no end after {LIMIT_SECONDS} s"
         return None
 
+    def _end_server(self) -> None:
+        if self._server is not None:
+            self._server[0].kill()
+            self._server[0].join()
+            self._server = None
+
     def end(self) -> None:
-        """End the process."""
+        """End the processes."""
+        self._end_server()
         self._process.kill()
         self._process.join()
 
@@ -463,6 +365,7 @@ class Worker:
 def fuzz(inputs: Sequence[tuple[str, int]], folder: Path) -> list[tuple[str, int, str]]:
     """Try inputs, given by kind and seed; return those that failed, and how."""
     make_base(folder)
+    make_services(folder)
     failed: list[tuple[str, int, str]] = []
     waiting, idle = list(reversed(inputs)), [Worker(folder) for _ in range(WORKERS)]
     everyone, busy = list(idle), list[Worker]()

@@ -1,8 +1,13 @@
-"""Damaged files of every kind, by fixed seeds; the whole number is `python scripts/fuzz.py`."""
+"""Damaged inputs of every kind, by fixed seeds; the whole number is `python scripts/fuzz.py`."""
 
+import json
 import random
+import subprocess
+import urllib.request
 from importlib import import_module
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from helpers.paths import ROOT
 
@@ -13,18 +18,27 @@ def fuzz(monkeypatch):
     return import_module("fuzz")
 
 
+@pytest.fixture
+def services(fuzz):
+    return import_module("fuzz_services")
+
+
 def test_some_inputs_of_each_kind(fuzz, capsys):
-    code = fuzz.main(["--count", "60"])
+    code = fuzz.main(["--count", "30"])
     out = capsys.readouterr().out
     assert code == 0, out
-    assert "| store | 10 | 0 |" in out
+    assert out.count("| 3 | 0 |") == len(fuzz.KINDS) == 10
 
 
-def test_a_seed_gives_the_same_input(fuzz):
+def test_a_seed_gives_the_same_input(services):
     text = '{"a": {"b": [1, 2, {"c": null}]}, "d": "x"}'
-    changed = [fuzz.change_json(random.Random(seed), text) for seed in range(60)]
-    assert changed == [fuzz.change_json(random.Random(seed), text) for seed in range(60)]
-    assert len(set(changed)) > 30
+
+    def drawn(seed):
+        chance = random.Random(seed)
+        return services.change_json(chance, text), *services.draw_filter(chance)
+
+    assert [drawn(seed) for seed in range(60)] == [drawn(seed) for seed in range(60)]
+    assert len({drawn(seed)[0] for seed in range(60)}) > 30
 
 
 @pytest.mark.parametrize(
@@ -40,7 +54,7 @@ def test_what_is_a_failure(fuzz, monkeypatch, tmp_path, body, said):
     names = {"sys": __import__("sys")}
     exec(f"def run(command):\n    {body}\n    return 0", names)
     monkeypatch.setattr("llmcond.cli.run", names["run"])
-    monkeypatch.setitem(fuzz.KINDS, "none", lambda *_: ["evaluate"])
+    monkeypatch.setitem(fuzz.KINDS, "none", lambda *_: fuzz.Command(["evaluate"]))
     assert said in fuzz.try_one("none", 0, fuzz.Base(tmp_path))
     assert fuzz.try_one("none", 0, fuzz.Base(tmp_path))
 
@@ -52,9 +66,103 @@ def test_an_input_that_hangs_and_one_that_kills_its_process(fuzz, monkeypatch, t
         worker.give("data", 0)
         assert worker.answer() == "no end after -1 s"
         monkeypatch.setattr(fuzz, "LIMIT_SECONDS", 60)
-        worker.pipe.send(("no such kind", 0))
+        worker.pipe.send(("no such kind", 0, None))
         worker.asked, worker.until = ("no such kind", 0), float("inf")
         worker.pipe.poll(60)
         assert worker.answer() == "the process died (1)"
     finally:
         worker.end()
+
+
+# -- what contradicts an input -----------------------------------------------------------------
+
+
+def test_filters_mean_what_they_mean_to_sqlite(services):
+    years = {row["id"] for row in services.TEXT_ROWS if (row["year"] or 0) > 2020}
+    assert services.matching_ids("year > 2020") == years
+    assert services.matching_ids("NOT year > 2020 OR kind IS NULL") - years
+
+
+@pytest.mark.parametrize(
+    ("hits", "searched", "words"),
+    [
+        ([("t1", 0.9), ("t2", 0.8)], 2, ""),
+        ([("t1", None), ("t2", None)], 2, "no numbers"),
+        ([("t1", 0.8), ("t2", 0.9)], 2, "scores [0.8, 0.9]"),
+        ([("t1", 0.9)], 2, "1 hits of 2 searched"),
+        ([("t1", 0.9), ("t2", 0.8)], 3, "3 texts pass the filter, not 2"),
+        ([("t1", 0.9), ("t3", 0.8)], 2, "['t2', 't3']"),
+    ],
+)
+def test_what_hits_are_wrong(services, hits, searched, words):
+    answer = {"results": [{"id": i, "score": s} for i, s in hits], "searched": searched}
+    wrong = services.wrong_hits(answer, 2, {"t1", "t2"})
+    assert words in wrong
+    assert bool(wrong) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (200, {"similarities": [0.5]}, ""),
+        (422, {"error": dict.fromkeys(("message", "type", "param", "code"))}, ""),
+        (0, None, "status 0"),
+        (500, {"error": {}}, "status 500"),
+        (400, {"detail": "x"}, "KeyError('error')"),
+        (200, {"similarities": [float("nan")]}, "NaN in JSON"),
+        (200, {"similarities": [0.5, 1.5]}, "similarities of 1 pairs"),
+        (200, {"similarities": [0.5], "model": "FOLDER/model"}, "a path of the disk"),
+    ],
+)
+def test_what_answers_are_wrong(services, fuzz, tmp_path, status, body, words):
+    check = lambda content: services.wrong_similarities(content, 1)  # noqa: E731
+    request = services.Request(fuzz.Base(tmp_path), b"", True, check)
+    content = json.dumps(body).replace("FOLDER", str(tmp_path)).encode()
+    wrong = request.wrong_answer(status, content)
+    assert words in wrong
+    assert bool(wrong) == bool(words)
+
+
+def test_a_server_that_ends_is_a_failure(services, fuzz, tmp_path):
+    (tmp_path / "log").write_text("serving on http://127.0.0.1:1")
+    process = subprocess.Popen(["sleep", "60"])
+    base = fuzz.Base(tmp_path, (process.pid, tmp_path / "log"))
+    services.served(base)
+    process.kill()
+    process.wait()
+    assert "the server ended" in services.Request(base, b"GET / HTTP/1.1", True).failure()
+
+
+def test_what_outputs_are_wrong(services, tmp_path):
+    told = {"rows": services.OUTPUT_ROWS}
+    wrong = lambda: services.wrong_output(tmp_path, told, None)  # noqa: E731
+    pq.write_table(pa.table({"id": range(100)}), tmp_path / "part-000000.parquet")
+    assert wrong() == "100 rows are there, not 130"
+    pq.write_table(pa.table({"id": range(30)}), tmp_path / "part-000001.parquet")
+    assert wrong() == ""
+    (tmp_path / "part-000001.parquet").write_bytes(b"junk")
+    assert "cannot be read" in wrong()
+    assert services.wrong_output(tmp_path, {"rows": 270}, None).startswith("270 rows were said")
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [("5 -1", ""), ("5 6", "are [5.0, 6.0]"), ("5", "are (1, 0)"), ("-1 -1", "are (2, 2)")],
+)
+def test_what_ratings_are_wrong(services, tmp_path, labels, words):
+    (tmp_path / "rated.csv").write_text("\n".join(["label", *labels.split(), ""]))
+    told = {"rows": 2, "ill_defined": 0 if "6" in labels else 1, "unanswered": 2}
+    wrong = services.wrong_ratings(tmp_path / "rated.csv", told)
+    assert words in wrong
+    assert bool(wrong) == bool(words)
+
+
+def test_the_chat_server_notices_redirects_that_are_followed(services):
+    chat = services.HostileChat()
+    url = f"http://127.0.0.1:{chat.server_address[1]}/7"
+    urllib.request.urlopen(f"{url}/v1/models").close()
+    assert not chat.strays
+    urllib.request.urlopen(f"{url}/elsewhere").close()
+    assert chat.strays == {"7"}
+    chat.shutdown()
+    chat.server_close()

@@ -1,0 +1,770 @@
+"""Inputs of ``fuzz.py`` for what answers, or goes on where it stopped.
+
+``request``: requests to a running ``llmcond serve``. ``filter``: filters of ``llmcond search``.
+``output``: damaged outputs of ``llmcond embed --out FOLDER``. ``answer``: answers of a chat server
+to ``llmcond annotate``. All of them run against tiny models with random weights, on 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import re
+import resource
+import shutil
+import socket
+import sqlite3
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from http.client import HTTPException, HTTPResponse
+from multiprocessing import parent_process
+from multiprocessing.context import ForkServerContext, SpawnContext
+from pathlib import Path
+from random import Random
+from socketserver import StreamRequestHandler, ThreadingTCPServer
+from typing import Any, Final
+from unittest.mock import patch
+
+from fuzz_changes import (
+    TEXTS,
+    VALUES,
+    Base,
+    Command,
+    Input,
+    change_below,
+    change_bytes,
+    change_json,
+    succeed,
+)
+
+from llmcond.system import processes
+
+#: Seconds in which a server must answer a request.
+ANSWER_SECONDS: Final = 30
+#: Bytes that a worker, or a server, may address: about twice what it does.
+ADDRESS_SPACE: Final = 8 * 2**30
+#: Memory that a server may take beyond what it has at its start.
+SERVER_GROWTH: Final = 400 * 2**20
+ERROR_FIELDS: Final = {"message", "type", "param", "code"}
+CONDITIONS: Final = ("the place", "the mood")
+#: Sizes of what is repeated within a filter or an answer.
+SIZES: Final = (3, 60, 2_000, 30_000, 300_000)
+
+
+def make_services(base: Path) -> None:
+    """Make an index, and outputs of ``embed``: all of them whole, or begun with half the texts."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from llmcond.workflows import embed_stream
+
+    pq.write_table(pa.Table.from_pylist(TEXT_ROWS), base / "texts.parquet")
+    model = ("--run", str(base / "run"), "--head", "linear")
+    own = ("--keep", *COLUMNS[2:], "--id", "id", *(f"--condition={one}" for one in CONDITIONS))
+    succeed("index", base / "texts.parquet", "--out", base / "texts.index", *own, *model)
+    (base / "source").mkdir()
+    for i, stop in enumerate((100, OUTPUT_ROWS)):
+        part = pa.Table.from_pylist(TEXT_ROWS[100 * i : stop])
+        pq.write_table(part.select(["id", "text"]), base / "source" / f"{i}.parquet")
+        for out in ("half", "half.lance", "whole", "whole.lance")[2 * i :]:
+            with patch.object(embed_stream, "UNIT_ROWS", 40):
+                succeed(*embed_command(base / "source", base / out, base / "run"))
+
+
+def read_json(text: str | bytes) -> Any:
+    """Read JSON, in which NaN and infinity are errors."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} in JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+# -- filters -------------------------------------------------------------------------------------
+
+COLUMNS: Final = ("id", "text", "kind", "year", "price", "code")
+KINDS_OF_TEXT: Final = ("news", "blog", "o'clock", "Ünï 100%", None)
+TEXT_ROWS: Final = [
+    {
+        "id": f"t{i}",
+        "text": f"two men play {i}",
+        "kind": KINDS_OF_TEXT[i % 5],
+        "year": None if i % 11 == 0 else 2000 + i % 25,
+        "price": i / 4 - 10,
+        "code": str(i % 30),
+    }
+    for i in range(300)
+]
+TOKENS: Final = (
+    *"id text kind year price code nosuch _row _vector 'news' '%o%' 2003 -1 1e999 x'ff'".split(),
+    *"= != <> < <= > >= ( ) , + - * / % || ~ :: [ ] { } ; -- /* */ ? $1 . @ ! ' \" `".split(),
+    *"AND OR NOT IN LIKE ILIKE ESCAPE BETWEEN IS NULL CAST AS INT DOUBLE VARCHAR DATE TRUE".split(),
+    *"SELECT FROM CASE WHEN THEN END EXISTS ANY INTERVAL".split(),
+    *TEXTS,
+)
+
+
+def draw_predicate(chance: Random, depth: int = 0) -> str:
+    """Return a filter that must be accepted, and means what it means to SQLite."""
+    if depth < 3 and chance.random() < 0.45:
+        one, other = (draw_predicate(chance, depth + 1) for _ in range(2))
+        return chance.choice((f"({one} AND {other})", f"({one}) or {other}", f"NOT ({one})"))
+    number, text = (
+        partial(chance.choice, (-1, 0, 7, 2003, 2010.5)),
+        partial(
+            chance.choice, ("'news'", "'o''clock'", "'Ünï 100%'", "''", "'t10'", "'two men play 7'")
+        ),
+    )
+    operator = chance.choice(("=", "!=", "<>", "<", "<=", ">", ">="))
+    maybe_not = chance.choice(("", "NOT "))
+    of_numbers = chance.choice(("year", "price", "CAST(code AS INT)", "cast(code as DOUBLE)"))
+    of_texts = chance.choice(("kind", "text", "id", "code", "CAST(year AS VARCHAR)"))
+    like = "".join(chance.choice(("%", "_", "o", "1", "news", "''", "Ü")) for _ in range(3))
+    return chance.choice(
+        (
+            f"{of_numbers} {operator} {number()}",
+            f"{number()} {operator} {of_numbers}",
+            f"{of_numbers} {maybe_not}BETWEEN {number()} AND {number()}",
+            f"{of_numbers} {maybe_not}IN ({number()}, {number()}, {number()})",
+            f"{of_texts}\n{operator} {text()}",
+            f"{of_texts} {maybe_not}in ({text()},{text()})",
+            f"{of_texts} {maybe_not}LIKE '{like}'",
+            f"{chance.choice(COLUMNS[2:5])} IS {maybe_not}NULL",
+        )
+    )
+
+
+def draw_attack(chance: Random) -> str:
+    """Return a filter that would take much, or is none."""
+    n, m = chance.choice((0, 10**5, 2 * 10**8, 2 * 10**9, 10**19)), chance.choice(SIZES)
+    attacks = (
+        *(f"repeat('a', {n}) = text", f"lpad('a', {n}, 'b') = text", f"range(0, {n}) = [1]"),
+        *(f"sha512(repeat(text, {n})) = 'a'", f"CAST(repeat('1', {n}) AS DECIMAL(38)) = 1"),
+        *(f"year + {n} > 0", f"-{n} < price", f"price > 1e{m}", f"year = {'9' * m}"),
+        *("(" * m + "year = 1" + ")" * m, "(" * m, "NOT " * m + "year = 1", "-" * m + "1 = year"),
+        *("year = 1" + " AND year = 1" * m, "CAST(" * m + "year" + " AS INT)" * m + " = 1"),
+        *(f"text LIKE '{'%a' * m}b'", f"text = '{'a' * m}'", f"year IN ({','.join(['1'] * m)})"),
+        *("text ~ '(a+)+$'", "text SIMILAR TO '(a+)+$'", "CAST(text AS INT) = 1", "year / 0 = 1"),
+        *("year % 0 = 1", "year IN (SELECT 1)", "year = 1; DROP TABLE texts", "year", "kind = 3"),
+        *("random() < 0.5", "year = 'a'", "year LIKE 'a'", "CAST(code AS TINYINT) > 1000"),
+    )
+    return chance.choice(attacks)
+
+
+def draw_filter(chance: Random) -> tuple[str, set[str] | None]:
+    """Return a filter, and the ids that it lets through if it must be accepted."""
+    drawn = chance.random()
+    if drawn < 0.4:
+        text = draw_predicate(chance)
+        return text, matching_ids(text)
+    if drawn < 0.55:
+        changed = change_bytes(chance, draw_predicate(chance).encode())
+        return changed.decode("utf-8", "replace"), None
+    if drawn < 0.75:
+        return " ".join(chance.choice(TOKENS) for _ in range(chance.randrange(1, 12))), None
+    return draw_attack(chance), None
+
+
+@cache
+def _sqlite() -> sqlite3.Connection:
+    connection = sqlite3.connect(":memory:")
+    connection.execute("PRAGMA case_sensitive_like = ON")
+    connection.execute(
+        "CREATE TABLE texts (id TEXT, text TEXT, kind TEXT, year INT, price REAL, code TEXT)"
+    )
+    rows = [tuple(row.values()) for row in TEXT_ROWS]
+    connection.executemany("INSERT INTO texts VALUES (?, ?, ?, ?, ?, ?)", rows)
+    return connection
+
+
+def matching_ids(text: str) -> set[str]:
+    """Return the ids of the texts that a filter lets through, as SQLite understands it."""
+    query = f"SELECT id FROM texts WHERE {text}"  # noqa: S608 - drawn above, on data of this file
+    return {row[0] for row in _sqlite().execute(query)}
+
+
+def wrong_hits(answer: Any, k: int, ids: set[str] | None) -> str:
+    """Return what is wrong with the hits of a search, if anything."""
+    hits, searched = answer["results"], answer["searched"]
+    scores = [hit["score"] for hit in hits]
+    if not all(isinstance(score, float | int) and math.isfinite(score) for score in scores):
+        return f"scores are no numbers: {scores[:3]}"
+    if scores != sorted(scores, reverse=True) or len(hits) != min(k, searched):
+        return f"{len(hits)} hits of {searched} searched for k = {k}, scores {scores[:5]}"
+    found = {hit["id"] for hit in hits}
+    if ids is not None and (searched != len(ids) or not found <= ids):
+        return f"{searched} texts pass the filter, not {len(ids)}: {sorted(found ^ ids)[:5]}"
+    return ""
+
+
+def filter_input(chance: Random, base: Base, work: Path) -> Command:
+    """Return a search with a filter."""
+    text, ids = draw_filter(chance)
+    k, options = chance.choice((1, 10, 300)), []
+    if chance.random() < 0.2:
+        options = [f"--weight={chance.choice((1, -2.5, 1e-30, 1e38, 1e308, 'inf', 'nan'))}"]
+
+    def check(code: int, printed: str) -> str:
+        if code:
+            return f"a legal filter was refused: {text}" if ids is not None and not options else ""
+        return wrong_hits(read_json(printed), k, ids)
+
+    index = str(base.folder / "texts.index")
+    given = ["two men", "--condition", CONDITIONS[0], "-k", str(k), f"--where={text}", *options]
+    return Command(["search", index, *given, "--json"], check)
+
+
+# -- requests ------------------------------------------------------------------------------------
+
+
+def processes_of_inputs() -> ForkServerContext | SpawnContext:
+    """Return the context of workers and servers, which have most of what they import already."""
+    bert = "transformers.models.bert.modeling_bert"
+    return processes("llmcond.heads", "fastapi", "openai", "pyarrow.parquet", "uvicorn", bert)
+
+
+def confine() -> None:
+    """Limit the memory of this process, and let it end with the one that started it."""
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+
+    def wait() -> None:
+        if parent := parent_process():
+            parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def patience() -> float:
+    """Return how much longer than usual a computation takes while others compute, about."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def serve(folder: Path, log: Path) -> None:
+    """Run ``llmcond serve`` in this process."""
+    from llmcond.cli import run
+
+    confine()
+    with log.open("wb") as stream:
+        for number in (1, 2):
+            os.dup2(stream.fileno(), number)
+    limits = "--port 0 --payload-limit 200000 --max-client-batch-size 256 --device cpu".split()
+    sys.exit(run(["serve", "--index", str(folder / "texts.index"), *limits]))
+
+
+class Served:
+    """The ``llmcond serve`` that a worker sends its requests to."""
+
+    def __init__(self, base: Base) -> None:
+        assert base.server
+        self._pid, self._log = base.server
+        while not (match := re.search(r"http://127\.0\.0\.1:(\d+)", self._told())):
+            time.sleep(0.1)
+        self._port, self._memory = int(match[1]), peak_memory(self._pid)
+
+    def _told(self) -> str:
+        return self._log.read_text() if self._log.is_file() else ""
+
+    def send(self, content: bytes, whole: bool) -> tuple[int, bytes]:
+        """Send a request over a connection of its own; return status and body, 0 for no answer.
+
+        Raises:
+            TimeoutError: nothing comes, though the request is whole.
+        """
+        with socket.create_connection(
+            ("127.0.0.1", self._port), patience() * ANSWER_SECONDS
+        ) as connection:
+            with suppress(BrokenPipeError, ConnectionResetError):  # it was refused by its head
+                connection.sendall(content)
+                if not whole:  # the rest would be waited for
+                    connection.shutdown(socket.SHUT_WR)
+            response = HTTPResponse(connection, method=content[:4].decode("latin-1").strip())
+            try:
+                response.begin()
+                return response.status, response.read()
+            except (HTTPException, ConnectionError):
+                return 0, b""
+
+    def failure(self) -> str:
+        """Return what the last request has done to the server, if anything."""
+        try:
+            growth = peak_memory(self._pid) - self._memory
+        except FileNotFoundError:
+            return f"the server ended: {self._told()[-300:]}"
+        return f"the server took {growth / 2**20:,.0f} MiB more" if growth > SERVER_GROWTH else ""
+
+
+served: Final = cache(Served)
+
+
+def peak_memory(process: int | None = None) -> int:
+    """Return the most memory that a process has had, in bytes."""
+    status = Path(f"/proc/{process or 'self'}/status").read_text()
+    match = re.search(r"VmHWM:\s+(\d+)", status)
+    return 1024 * int(match[1]) if match else 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request as an input.
+
+    Attributes:
+        content: as it is sent.
+        whole: whether it must be answered; of others a part is changed that tells their length.
+        check: returns what is wrong with the body of an answer with status 200.
+    """
+
+    base: Base
+    content: bytes
+    whole: bool
+    check: Callable[[bytes], str] = lambda body: ""
+
+    def failure(self) -> str:
+        """Send it; return what is wrong with the answer, or with the server afterwards."""
+        server = served(self.base)
+        try:
+            wrong = self.wrong_answer(*server.send(self.content, self.whole))
+        except (TimeoutError, ConnectionRefusedError) as error:
+            wrong = f"no answer in {ANSWER_SECONDS} s: {error!r}"
+        wrong = server.failure() or wrong
+        return wrong and f"{self.content[:150]!r}: {wrong}"
+
+    def wrong_answer(self, status: int, body: bytes) -> str:
+        """Return what is wrong with an answer, if anything; status 0: there is none."""
+        if status >= 500 or (self.whole and not status):
+            return f"status {status}: {body[:300]!r}"
+        if str(self.base.folder).encode() in body:
+            return f"the answer tells a path of the disk: {body[:300]!r}"
+        try:
+            if status == 200:
+                return self.check(body)
+            if self.whole and body and set(read_json(body)["error"]) != ERROR_FIELDS:
+                return f"an error of another form: {body[:300]!r}"
+        except (ValueError, KeyError, TypeError) as error:
+            return f"{error!r} in the answer {body[:300]!r}"
+        return ""
+
+
+def request_bytes(path: str, body: bytes, kind: str = "application/json", more: str = "") -> bytes:
+    """Return a request as it is sent."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n{more}"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def wrong_embeddings(body: bytes, count: int) -> str:
+    """Return what is wrong with embeddings, if anything."""
+    answer = read_json(body)
+    lengths = [math.hypot(*one["embedding"]) for one in answer["data"]]
+    others = [length for length in lengths if abs(length - 1) > 1e-3]
+    if len(lengths) != count or others != [0] * answer["zero_vectors"]:
+        return f"{len(lengths)} embeddings of {count} texts, also of lengths {others[:5]}"
+    return ""
+
+
+def wrong_similarities(body: bytes, count: int) -> str:
+    """Return what is wrong with similarities, if anything."""
+    values = read_json(body)["similarities"]
+    if len(values) != count or not all(abs(value) <= 1.001 for value in values):
+        return f"similarities of {count} pairs: {values[:5]}"
+    return ""
+
+
+def draw_body(chance: Random) -> tuple[str, dict[str, Any], Callable[[bytes], str]]:
+    """Return a path, a good body for it, and what checks the answer."""
+    count = chance.choice((1, 1, 2, 30))
+    texts = [chance.choice(("two men", "children read", "x", *TEXTS)) for _ in range(count)]
+    condition = chance.choice((*CONDITIONS, "the colour"))
+    match chance.randrange(4):
+        case 0:
+            embed: dict[str, Any] = {"input": texts, "condition": condition}
+            return "/v1/embeddings", embed, partial(wrong_embeddings, count=count)
+        case 1:
+            pairs = {"sentence1": texts, "sentence2": "two men", "condition": condition}
+            return "/v1/similarity", pairs, partial(wrong_similarities, count=count)
+    text, ids = draw_filter(chance)
+    k = chance.choice((1, 10, 300))
+    search = {"query": "two men", "condition": condition, "k": k, "where": text}
+    if chance.random() < 0.3:
+        search["condition"] = {condition: chance.choice((1, -2.5, 1e-30, 1e38, 1e308))}
+    return "/v1/search", search, lambda body: wrong_hits(read_json(body), k, ids)
+
+
+def request_input(chance: Random, base: Base, work: Path) -> Request:
+    """Return a request, of which something is wrong as a rule."""
+    path, values, check = draw_body(chance)
+    drawn = chance.random()
+    if drawn < 0.35:
+        return Request(base, request_bytes(path, json.dumps(values).encode()), True, check)
+    if drawn < 0.4:
+        path = chance.choice(("/", "/healthz", "/readyz", "/metrics", "/v1/models", "/none"))
+        return Request(base, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(), True)
+    return Request(base, *draw_wrong_request(chance, path, values))
+
+
+def draw_wrong_request(chance: Random, path: str, values: Mapping[str, Any]) -> tuple[bytes, bool]:
+    """Return a request with something wrong, and whether it must be answered."""
+    name = chance.choice((*values, "encoding_format", "dimensions", "explain", "model", "x"))
+    value = chance.choice((*VALUES, *TEXTS, [chance.choice(VALUES)] * chance.choice((9, 9_999))))
+    content = json.dumps({**values, name: value}).encode()
+    match chance.randrange(9):
+        case 0:
+            content = change_bytes(chance, content)
+        case 8:
+            content = json.dumps(value).encode()
+        case 1:
+            content = change_json(chance, json.dumps(values)).encode()
+        case 2:
+            content = chance.choice((b'{"input":', b"[", b'{"condition":{"a":')) * chance.choice(
+                SIZES
+            )
+        case 3:
+            content = json.dumps({**values, name: "a" * chance.choice(SIZES)}).encode()
+    kind = chance.choice(("application/json",) * 4 + ("text/plain", "application/json; charset=x"))
+    headers = (
+        *("Content-Encoding: gzip", "Transfer-Encoding: chunked", "Content-Length: 3"),
+        *("Content-Length: -1", "Expect: 100-continue", "Expect: x", "Host: evil"),
+        *("X-Request-Id: \x1b[31m", f"X-A: {'a' * 90_000}", "Authorization: Bearer \xff"),
+        "Connection: upgrade\r\nUpgrade: websocket",
+    )
+    header = f"{chance.choice(headers)}\r\n" if chance.random() < 0.25 else ""
+    whole = request_bytes(path, content, kind, header)
+    if chance.random() < 0.85:
+        return whole, not header or header.startswith("Transfer-Encoding")
+    return change_bytes(chance, whole), False
+
+
+# -- outputs of embed ----------------------------------------------------------------------------
+
+OUTPUT_ROWS: Final = 130
+RECORD: Final = "_llmcond.json"
+
+
+def embed_command(source: Path, out: Path, run: Path) -> list[str]:
+    """Return the command that embeds a folder of texts."""
+    model = ["--run", str(run), "--head", "linear", "--condition-text", CONDITIONS[0]]
+    return ["embed", str(source), "--out", str(out), "--sentence", "text", *model, "--json"]
+
+
+def damage_record(chance: Random, record: Path) -> None:
+    """Damage the record of an output."""
+    text = record.read_text()
+    match chance.randrange(3):
+        case 0:
+            values = json.loads(text)
+            name = chance.choice([*values, "format"])
+            values[name] = chance.choice((*VALUES, 10**12, -5))
+            if chance.random() < 0.3:
+                values["parts"] = [[*part[:2], 10**12] for part in json.loads(text)["parts"]]
+            record.write_text(json.dumps(values))
+        case 1:
+            record.write_text(change_json(chance, text))
+        case _:
+            record.write_text(chance.choice(("[", '{"a":')) * chance.choice(SIZES))
+
+
+def damage_data(chance: Random, out: Path) -> None:
+    """Remove, replace or swap files of rows."""
+    files = sorted(p for p in out.rglob("*") if p.suffix in (".parquet", ".lance", ".manifest"))
+    one, other = chance.choice(files), chance.choice(files)
+    match chance.randrange(5):
+        case 0:
+            one.unlink()
+        case 1:
+            one.write_bytes(b"junk")
+        case 2:
+            one.write_bytes(other.read_bytes())
+        case 3:
+            shutil.copyfile(one, out / f"part-0000{chance.choice('019')}9.parquet")
+        case _:
+            content = one.read_bytes()
+            one.write_bytes(content[: chance.randrange(len(content))])
+
+
+def output_input(chance: Random, base: Base, work: Path) -> Command:
+    """Return a command that goes on with an output that was damaged, or begun."""
+    name = chance.choice(("half", "half.lance", "whole", "whole.lance"))
+    source, out = base.folder / "source", work / name
+    drawn = chance.random()
+    if drawn < 0.05:  # left by a process that was killed while it began
+        out.mkdir()
+        (out / f".{RECORD}.{chance.randrange(16**8):08x}").write_text(chance.choice(("", "{")))
+    elif drawn < 0.1:  # a folder that holds itself
+        source = base.copy("source", work)
+        (source / "again").symlink_to(chance.choice((".", str(source))))
+    else:
+        base.copy(name, work)
+    good = drawn < 0.15
+    if drawn > 0.55:
+        damage_record(chance, out / RECORD)
+    elif drawn > 0.25:
+        damage_data(chance, out)
+    elif not good:
+        change_below(chance, out)
+    damaged = {path: path.read_bytes() for path in changed_files(out, base.folder / name)}
+
+    def check(code: int, printed: str) -> str:
+        if code:
+            return "it does not go on" if good else ""
+        still = [p for p in damaged if p.is_file() and p.read_bytes() == damaged[p]]
+        whole = base.folder / f"whole{out.suffix}"
+        return wrong_output(out, json.loads(printed), None if still else whole)
+
+    return Command(embed_command(source, out, base.folder / "run"), check)
+
+
+def changed_files(out: Path, original: Path) -> list[Path]:
+    """Return the files of an output that are not as in the one that it was copied from."""
+    found = (path for path in out.rglob("*") if path.is_file() and path.name != RECORD)
+    return [path for path in found if not _same(path, original / path.relative_to(out))]
+
+
+def _same(path: Path, other: Path) -> bool:
+    return other.is_file() and path.read_bytes() == other.read_bytes()
+
+
+def wrong_output(out: Path, summary: Any, whole: Path | None) -> str:
+    """Return what an output lacks of what was said of it.
+
+    Without ``whole``, an undamaged output to compare with, only its files and rows are counted.
+    """
+    import numpy as np
+
+    if summary["rows"] != OUTPUT_ROWS:
+        return f"{summary['rows']} rows were said to be there, not {OUTPUT_ROWS}"
+    try:
+        rows = count_rows(out)
+        if rows != OUTPUT_ROWS:
+            return f"{rows} rows are there, not {OUTPUT_ROWS}"
+        if whole is not None:
+            found, expected = read_rows(out), read_rows(whole)
+            one, other = (np.stack(rows["embedding"].to_numpy()) for rows in (found, expected))
+            if found["id"] != expected["id"] or not np.allclose(one, other, atol=1e-3):
+                return "other rows are there"
+    except Exception as error:
+        return f"what is there cannot be read: {error}"
+    return ""
+
+
+def count_rows(out: Path) -> int:
+    """Return the rows of an output, by the end of each of its files."""
+    import lance
+    import lance.file
+    import pyarrow.parquet as pq
+
+    if out.suffix != ".lance":
+        return sum(pq.ParquetFile(path).metadata.num_rows for path in out.glob("*.parquet"))
+    files = [f for one in lance.dataset(str(out)).get_fragments() for f in one.data_files()]
+    readers = [lance.file.LanceFileReader(str(out / "data" / file.path)) for file in files]
+    return sum(reader.num_rows() for reader in readers)
+
+
+def read_rows(out: Path) -> Any:
+    """Return the rows of an output."""
+    import lance
+    import pyarrow.parquet as pq
+
+    return lance.dataset(str(out)).to_table() if out.suffix == ".lance" else pq.read_table(out)
+
+
+# -- answers of a chat server --------------------------------------------------------------------
+
+#: Bytes and seconds after which an answer "without end" ends all the same.
+ENDLESS_BYTES: Final = 512 * 2**20
+ENDLESS_SECONDS: Final = 90
+ANNOTATED_ROWS: Final = 4
+
+
+def draw_text(chance: Random) -> str:
+    """Return what the model says."""
+    rating = json.dumps({"rating": chance.choice((*"12345", "ill-defined", 3, *VALUES, *TEXTS))})
+    pair = {"partner": chance.choice((0, 1, *VALUES)), "alike": "a", "different": "b"}
+    n = chance.choice(SIZES)
+    texts = (
+        *(rating, f"<think>{'hm ' * n}</think>{rating}", f"<think>{'hm ' * n}", "a" * n),
+        *(f"{'</think>' * n}{rating}", '{"' * n, '{"rating": ' * n, "[" * n, "Rating: " * n),
+        *(f"{rating} {'x' * n}", rating * n, f"Rating: {chance.choice(TEXTS)}", json.dumps(pair)),
+    )
+    return chance.choice(texts)
+
+
+def completion(text: str) -> bytes:
+    """Return an answer of the chat protocol."""
+    message = {"role": "assistant", "content": text}
+    choice = {"index": 0, "finish_reason": "stop", "message": message}
+    usage = {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}
+    body = {"id": "1", "object": "chat.completion", "created": 1, "model": "rater", "usage": usage}
+    return json.dumps({**body, "choices": [choice]}).encode()
+
+
+def response(body: bytes, status: int = 200, *more: str, length: int | None = None) -> bytes:
+    """Return a response of HTTP."""
+    size = len(body) if length is None else length
+    fields = [f"HTTP/1.1 {status} x", "Content-Type: application/json", "Connection: close"]
+    return "\r\n".join([*fields, f"Content-Length: {size}", *more, "\r\n"]).encode() + body
+
+
+def draw_response(chance: Random, elsewhere: str) -> Iterator[bytes]:
+    """Yield the pieces of a response that something is wrong with, as a rule."""
+    good = completion(draw_text(chance))
+    waits = ("0", "-1", "nan", "x", "0.1", "Mon, 01 Jan 1990 00:00:00 GMT", "9" * 400)
+    drawn = chance.randrange(12)
+    match drawn:
+        case 0:
+            yield response(change_json(chance, good.decode()).encode())
+        case 1:
+            yield response(change_bytes(chance, good))
+        case 2:
+            yield change_bytes(chance, response(good))
+        case 3:
+            to = chance.choice(
+                (elsewhere, elsewhere, "file:///etc/passwd", "//", "http://127.0.0.1:1/", "")
+            )
+            yield response(b"{}", chance.choice((301, 302, 303, 307, 308)), f"Location: {to}")
+        case 4:
+            error = json.dumps({"error": {"message": draw_text(chance)[:1000]}}).encode()
+            status = chance.choice((400, 401, 403, 404, 408, 409, 422, 429, 500, 503, 599, 999))
+            yield response(error, status, f"Retry-After: {chance.choice(waits)}")
+        case 5:
+            yield response(good, length=chance.choice((0, 1, len(good) - 1, len(good) + 9, 10**15)))
+        case 6:
+            yield response(deflated(chance.choice((0, 10**9))), 200, "Content-Encoding: deflate")
+        case 7 | 8:
+            yield from draw_endless(chance, good)
+        case _:
+            yield response(good)
+
+
+@cache
+def deflated(size: int) -> bytes:
+    """Return an answer in a compressed form, with so many bytes more than it needs."""
+    packer = zlib.compressobj()
+    begin, _, end = completion("@").partition(b"@")
+    blocks = (packer.compress(b"a" * 2**20) for _ in range(size // 2**20))
+    return b"".join([packer.compress(begin), *blocks, packer.compress(end), packer.flush()])
+
+
+def draw_endless(chance: Random, good: bytes) -> Iterator[bytes]:
+    """Yield a response that comes slowly, or has no end."""
+    slow = chance.random() < 0.5
+    head, piece = chance.choice(
+        (
+            (response(good[:50], length=10**12), b"a"),
+            (response(b"", 200, "X-A: ", length=1)[:-2], b"X-A: a\r\n"),
+            (b"", b"HTTP/1.1 102 x\r\n\r\n"),
+            (b"HTTP/1.1 200 x\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+        )
+    )
+    yield head
+    until, sent = time.monotonic() + ENDLESS_SECONDS, 0
+    block = piece if slow else piece * (2**16 // len(piece))
+    while time.monotonic() < until and sent < ENDLESS_BYTES:
+        yield block
+        sent += len(block)
+        if slow:
+            time.sleep(0.1)
+
+
+class HostileChat(ThreadingTCPServer):
+    """A chat server in this process. The path of a request, ``/SEED/...``, decides its answer.
+
+    Attributes:
+        strays: seeds of which a request went where a redirect named.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.strays: set[str] = set()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def handle_error(self, *_: object) -> None:
+        """Say nothing of clients that left."""
+
+
+class _Handler(StreamRequestHandler):
+    timeout = 60
+
+    def handle(self) -> None:
+        server: Any = self.server
+        path = self.rfile.readline().split()[1].decode()
+        length, line = 0, b"x"
+        while line.strip():
+            line = self.rfile.readline()
+            if line.lower().startswith(b"content-length:"):
+                length = int(line[15:])
+        body = self.rfile.read(length)
+        seed = path.split("/")[1]
+        if "elsewhere" in path:
+            server.strays.add(seed)
+        of_seed, chance = Random(seed), Random(f"{seed} {body.decode()}")
+        share, lists = of_seed.choice((0, 0.5, 1)), of_seed.random() < 0.1
+        if not body and not lists:
+            self.wfile.write(response(b'{"object": "list", "data": [{"id": "rater"}]}'))
+        elif chance.random() < share:
+            self.wfile.write(response(completion(json.dumps({"rating": chance.choice("12345")}))))
+        else:
+            fault = Random(f"{seed} fault") if share < 1 else chance
+            for piece in draw_response(fault, f"/{seed}/elsewhere"):
+                self.wfile.write(piece)
+
+
+hostile_chat: Final = cache(HostileChat)
+
+
+def answer_input(chance: Random, base: Base, work: Path) -> Command:
+    """Return a command that asks a chat server whose answers are wrong, as a rule."""
+    chat, seed = hostile_chat(), str(chance.randrange(2**32))
+    url = f"http://127.0.0.1:{chat.server_address[1]}/{seed}/v1"
+    limits = ["--timeout", chance.choice(("0.5", "2")), "--retries", chance.choice("001")]
+    data, rows = str(base.folder / "rows.csv"), ["--rows", str(ANNOTATED_ROWS)]
+    if chance.random() < 0.1:
+        data, rows = str(base.folder / "texts.parquet"), ["--propose", str(ANNOTATED_ROWS)]
+    server = ["--endpoint", url, "--model", "rater", *limits, "--concurrency", "2"]
+    arguments = ["annotate", data, "--out", "rated.csv", "--yes", *rows, *server, "--json"]
+    journal, damage = work / "rated.answers", chance.random() < 0.3
+
+    def check(code: int, printed: str, again: bool = False) -> str:
+        if seed in chat.strays:
+            return "a redirect was followed"
+        if code:
+            return ""
+        summary = read_json(printed)
+        if wrong := wrong_ratings(work / "rated.csv", summary):
+            return wrong
+        if again:
+            return f"asked again: {printed}" if summary["questions"] and not damage else ""
+        if damage:
+            journal.write_bytes(change_bytes(chance, journal.read_bytes()))
+        return Command(arguments, partial(check, again=True)).failure()
+
+    return Command(arguments, check)
+
+
+def wrong_ratings(path: Path, summary: Any) -> str:
+    """Return what is wrong with a file of ratings, if anything."""
+    with path.open(newline="", encoding="utf-8") as stream:
+        labels = [float(row["label"]) for row in csv.DictReader(stream)]
+    counts = len(labels), labels.count(-1)
+    if counts != (summary["rows"], summary["ill_defined"]):
+        return f"(rows, ill-defined) are {counts}: {summary}"
+    if not all(label == -1 or 1 <= label <= 5 for label in labels):
+        return f"ratings are {labels}"
+    asked = summary["rows"] + summary["unanswered"]
+    return f"{asked} rows: {summary}" if asked > ANNOTATED_ROWS else ""
+
+
+SERVICES: Final[dict[str, Callable[[Random, Base, Path], Input]]] = {
+    "request": request_input,
+    "filter": filter_input,
+    "output": output_input,
+    "answer": answer_input,
+}
