@@ -1,4 +1,4 @@
-"""Feed commands and servers with damaged input: no traceback, no hang, no result that is untrue.
+"""Feed commands and servers with damaged input: no traceback, no hang, no wrong result.
 
     python scripts/fuzz.py                                   # 2,000 inputs, minutes on two cores
     python scripts/fuzz.py --kind run --seed 137 --count 1   # one input again
@@ -8,10 +8,11 @@ some bytes, or a whole file. Others are a request to a server, a filter of a sea
 output of ``llmcond embed``, and answers of a chat server (``fuzz_services.py``). The kind and the
 seed of an input decide what it is, so that each can be had again.
 
-Commands run in processes that take one input after the other; one that hangs is ended, and memory
-is limited (on Linux). An input fails if there is a traceback, an exit code other than 0, 1 and 2,
-a status of 500 or above, no end, too much memory, or a result that contradicts the input. A table
-counts tries and failures, and every failure is printed with its seed. Exits 1 if there are any.
+Commands run in processes that take one input after the other; one that hangs is ended. An input
+fails if there is a traceback, an exit code other than 0, 1 and 2, a status of 500 or above, no end,
+too much memory, or a result that contradicts the input. Time limits grow with the load of the
+machine. A table counts tries and failures, and every failure is printed with its seed. Exits 1 if
+there are any. Linux is needed.
 """
 
 from __future__ import annotations

@@ -103,6 +103,8 @@ TEXT_ROWS: Final = [
     }
     for i in range(300)
 ]
+NUMBERS: Final = (-1, 0, 7, 2003, 2010.5)
+STRINGS: Final = ("'news'", "'o''clock'", "'Ünï 100%'", "''", "'t10'", "'two men play 7'")
 TOKENS: Final = (
     *"id text kind year price code nosuch _row _vector 'news' '%o%' 2003 -1 1e999 x'ff'".split(),
     *"= != <> < <= > >= ( ) , + - * / % || ~ :: [ ] { } ; -- /* */ ? $1 . @ ! ' \" `".split(),
@@ -117,12 +119,7 @@ def draw_predicate(chance: Random, depth: int = 0) -> str:
     if depth < 3 and chance.random() < 0.45:
         one, other = (draw_predicate(chance, depth + 1) for _ in range(2))
         return chance.choice((f"({one} AND {other})", f"({one}) or {other}", f"NOT ({one})"))
-    number, text = (
-        partial(chance.choice, (-1, 0, 7, 2003, 2010.5)),
-        partial(
-            chance.choice, ("'news'", "'o''clock'", "'Ünï 100%'", "''", "'t10'", "'two men play 7'")
-        ),
-    )
+    number, text = partial(chance.choice, NUMBERS), partial(chance.choice, STRINGS)
     operator = chance.choice(("=", "!=", "<>", "<", "<=", ">", ">="))
     maybe_not = chance.choice(("", "NOT "))
     of_numbers = chance.choice(("year", "price", "CAST(code AS INT)", "cast(code as DOUBLE)"))
@@ -226,7 +223,7 @@ def filter_input(chance: Random, base: Base, work: Path) -> Command:
 
 
 def processes_of_inputs() -> ForkServerContext | SpawnContext:
-    """Return the context of workers and servers, which have most of what they import already."""
+    """Return the context whose processes start with most of what a worker or server imports."""
     bert = "transformers.models.bert.modeling_bert"
     return processes("llmcond.heads", "fastapi", "openai", "pyarrow.parquet", "uvicorn", bert)
 
@@ -244,7 +241,7 @@ def confine() -> None:
 
 
 def patience() -> float:
-    """Return how much longer than usual a computation takes while others compute, about."""
+    """Return about how many times longer everything takes while other processes compute."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
@@ -266,11 +263,11 @@ class Served:
     def __init__(self, base: Base) -> None:
         assert base.server
         self._pid, self._log = base.server
-        while not (match := re.search(r"http://127\.0\.0\.1:(\d+)", self._told())):
+        while not (match := re.search(r"http://127\.0\.0\.1:(\d+)", self._log_text())):
             time.sleep(0.1)
         self._port, self._memory = int(match[1]), peak_memory(self._pid)
 
-    def _told(self) -> str:
+    def _log_text(self) -> str:
         return self._log.read_text() if self._log.is_file() else ""
 
     def send(self, content: bytes, whole: bool) -> tuple[int, bytes]:
@@ -298,7 +295,7 @@ class Served:
         try:
             growth = peak_memory(self._pid) - self._memory
         except FileNotFoundError:
-            return f"the server ended: {self._told()[-300:]}"
+            return f"the server ended: {self._log_text()[-300:]}"
         return f"the server took {growth / 2**20:,.0f} MiB more" if growth > SERVER_GROWTH else ""
 
 
@@ -398,7 +395,7 @@ def draw_body(chance: Random) -> tuple[str, dict[str, Any], Callable[[bytes], st
 
 
 def request_input(chance: Random, base: Base, work: Path) -> Request:
-    """Return a request, of which something is wrong as a rule."""
+    """Return a request, usually one with something wrong."""
     path, values, check = draw_body(chance)
     drawn = chance.random()
     if drawn < 0.35:
@@ -489,7 +486,7 @@ def damage_data(chance: Random, out: Path) -> None:
 
 
 def output_input(chance: Random, base: Base, work: Path) -> Command:
-    """Return a command that goes on with an output that was damaged, or begun."""
+    """Return a command that continues an output that was begun or damaged."""
     name = chance.choice(("half", "half.lance", "whole", "whole.lance"))
     source, out = base.folder / "source", work / name
     drawn = chance.random()
@@ -512,7 +509,7 @@ def output_input(chance: Random, base: Base, work: Path) -> Command:
 
     def check(code: int, printed: str) -> str:
         if code:
-            return "it does not go on" if good else ""
+            return "it does not continue" if good else ""
         still = [p for p in damaged if p.is_file() and p.read_bytes() == damaged[p]]
         whole = base.folder / f"whole{out.suffix}"
         return wrong_output(out, json.loads(printed), None if still else whole)
@@ -531,7 +528,7 @@ def _same(path: Path, other: Path) -> bool:
 
 
 def wrong_output(out: Path, summary: Any, whole: Path | None) -> str:
-    """Return what an output lacks of what was said of it.
+    """Return how an output differs from what the command says of it; empty if it does not.
 
     Without ``whole``, an undamaged output to compare with, only its files and rows are counted.
     """
@@ -612,7 +609,7 @@ def response(body: bytes, status: int = 200, *more: str, length: int | None = No
 
 
 def draw_response(chance: Random, elsewhere: str) -> Iterator[bytes]:
-    """Yield the pieces of a response that something is wrong with, as a rule."""
+    """Yield the pieces of a response, usually one with something wrong."""
     good = completion(draw_text(chance))
     waits = ("0", "-1", "nan", "x", "0.1", "Mon, 01 Jan 1990 00:00:00 GMT", "9" * 400)
     drawn = chance.randrange(12)
@@ -676,7 +673,7 @@ class HostileChat(ThreadingTCPServer):
     """A chat server in this process. The path of a request, ``/SEED/...``, decides its answer.
 
     Attributes:
-        strays: seeds of which a request went where a redirect named.
+        strays: seeds whose requests followed a redirect.
     """
 
     daemon_threads = True
@@ -721,7 +718,7 @@ hostile_chat: Final = cache(HostileChat)
 
 
 def answer_input(chance: Random, base: Base, work: Path) -> Command:
-    """Return a command that asks a chat server whose answers are wrong, as a rule."""
+    """Return a command that asks a chat server, whose answers are usually wrong."""
     chat, seed = hostile_chat(), str(chance.randrange(2**32))
     url = f"http://127.0.0.1:{chat.server_address[1]}/{seed}/v1"
     limits = ["--timeout", chance.choice(("0.5", "2")), "--retries", chance.choice("001")]
