@@ -61,8 +61,9 @@ from llmcond.bundled import bundled
 
 #: An input takes some seconds at most.
 LIMIT_SECONDS: Final = 30
-#: A worker's memory may grow by so much from its 20th input on.
+#: A worker's memory may grow by so much after its first inputs, in which it imports and caches.
 GROWTH: Final = 400 * 2**20
+FIRST_INPUTS: Final = 100
 WORKERS: Final = 2
 
 # -- inputs, by kind ---------------------------------------------------------------------------
@@ -340,8 +341,8 @@ class Worker:
             if wrong and self.asked[0] == "request":
                 self._end_server()
             self._memory.append(memory)
-            if len(self._memory) > 20 and memory - self._memory[19] > GROWTH:
-                self._memory = [memory] * 20
+            if memory - self._memory[:FIRST_INPUTS][-1] > GROWTH:
+                self._memory = [memory] * FIRST_INPUTS
                 return str(wrong or f"memory has grown to {memory / 2**20:,.0f} MiB")
             return str(wrong)
         if time.monotonic() > self.until:
