@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from llmcond.commands.base import REUSES_VECTORS, verb
-from llmcond.commands.shared import WithEmbedder, check_source
+from llmcond.commands.shared import TEXT_HELP, WithEmbedder, check_source
 from llmcond.data.readers import FILES
 from llmcond.options import option
 
@@ -45,7 +45,7 @@ class Cluster(WithEmbedder):
     condition: Sequence[str] = option(
         (), metavar="TEXT", repeat=True, help="what texts are compared by; may be repeated"
     )
-    text: str | None = option(None, metavar="COL", help="column of the texts (default: text)")
+    text: str | None = option(None, metavar="COL", help=TEXT_HELP)
     keep: Sequence[str] = option((), metavar="COL", help="further columns to write, such as an id")
     clusters: int | Literal["auto"] = option(
         "auto",

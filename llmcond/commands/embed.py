@@ -8,15 +8,13 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmcond.commands.base import REUSES_VECTORS, verb
-from llmcond.commands.shared import WithEmbedder, WithScale, check_source
-from llmcond.data.readers import FILES
+from llmcond.commands.shared import TEXT_HELP, WithEmbedder, WithScale, check_source
+from llmcond.data.readers import EMBEDDING_SUFFIXES, FILES
 from llmcond.errors import UserError
 from llmcond.options import option
 
 if TYPE_CHECKING:
     from llmcond.workflows.embed import Embedded
-
-_FILES = (".parquet", ".npy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,18 +36,23 @@ class Embed(WithEmbedder, WithScale):
     source: Any = option(
         flag="",
         metavar="SRC",
-        help=f"{FILES}; for --out FOLDER a folder of .parquet files, one of them, or a .lance "
-        "dataset, also by URI (s3://BUCKET/PATH); from Python also a pandas or Arrow table",
+        help=f"{FILES}, or a text file, one text a line; for --out FOLDER a folder of .parquet "
+        "files, one of them, or a .lance dataset, also by URI (s3://BUCKET/PATH); from Python also "
+        "a pandas or Arrow table",
     )
     out: str | Path = option(
         metavar="OUT",
         parse=str,  # a URI is no path
-        help=".parquet or .npy file, or FOLDER: a folder (Parquet files) or a .lance dataset, also "
-        "by URI; the same command goes on with it where it stopped",
+        help=".parquet, .csv or .npy file, or FOLDER: a folder (Parquet files) or a .lance "
+        "dataset, also by URI; the same command goes on with it where it stopped",
     )
-    sentence: str = option("sentence", metavar="COL", help="column of the sentences")
+    text: str | None = option(None, metavar="COL", help=TEXT_HELP)
+    sentence: str | None = option(None, metavar="COL", help="the same as --text")
     condition: str | None = option(
-        None, metavar="COL", help="column of the conditions (default: condition)"
+        None,
+        metavar="COL_OR_TEXT",
+        help="column of the conditions, or where there is none of that name, the condition of "
+        "every row (default: the column condition)",
     )
     keep: Sequence[str] = option(
         (),
@@ -58,7 +61,7 @@ class Embed(WithEmbedder, WithScale):
         "FOLDER all)",
     )
     condition_text: str | None = option(
-        None, metavar="TEXT", help="one condition for every row, instead of a column"
+        None, metavar="TEXT", help="condition of every row, also where a column is called so"
     )
     normalize: bool = option(
         True, help="unit L2 norm, so that inner products are cosines; --no-normalize keeps norms"
@@ -68,11 +71,14 @@ class Embed(WithEmbedder, WithScale):
         """Embed."""
         cluster = self.cluster()
         check_source(self.source)
+        if None not in (self.text, self.sentence) and self.text != self.sentence:
+            raise UserError("--text and --sentence name two columns; give one of them.")
+        column = self.text or self.sentence
         if is_streamed(self.out):
             if not isinstance(self.source, str | Path):
                 raise UserError(
                     f"source is a {type(self.source).__name__}, and out is a folder or dataset, "
-                    f"{self.out}, which is written from files. Name a .parquet or .npy file."
+                    f"{self.out}, which is written from files. Name a .parquet, .csv or .npy file."
                 )
             from llmcond.workflows.embed_stream import embed_stream
 
@@ -81,20 +87,21 @@ class Embed(WithEmbedder, WithScale):
                 source=str(self.source),
                 run_folder=self.folder(),
                 out=str(self.out),
+                text=column,
                 cluster=cluster,
             )
         if cluster is not None:
             raise UserError(f"--scale is for --out FOLDER, and {self.out} is one file.")
         from llmcond.workflows.embed import embed_file
 
-        return self.call(embed_file, run_folder=self.folder(), out=Path(self.out))
+        return self.call(embed_file, run_folder=self.folder(), out=Path(self.out), text=column)
 
 
 def is_streamed(out: str | Path) -> bool:
     """Return whether what is written is a folder or a Lance dataset, not one file."""
     name = str(out)
     suffix = PurePath(name).suffix.lower()
-    if suffix in _FILES:
+    if suffix in EMBEDDING_SUFFIXES:
         if "://" in name:
             raise UserError(
                 f"{name}: one file is written on this machine only. Name a folder or .lance there."

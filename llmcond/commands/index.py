@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from llmcond.commands.base import RESUMES
-from llmcond.commands.shared import WithEmbedder, check_source
+from llmcond.commands.shared import TEXT_HELP, WithEmbedder, check_source
 from llmcond.data.readers import FILES
 from llmcond.errors import UserError
 from llmcond.options import option
@@ -32,7 +32,7 @@ class IndexTexts(WithEmbedder):
         None, flag="", metavar="TEXTS", help=f"{FILES}, or a text file, one text a line"
     )
     out: str | Path = option(metavar="DIR", help="folder of the index")
-    text: str = option("text", metavar="COL", help="column of the texts")
+    text: str | None = option(None, metavar="COL", help=TEXT_HELP)
     id: str | None = option(
         None, metavar="COL", help="column of their ids (default: made of the texts)"
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llmcond.bundled import DEFAULT_RUN, PRETRAINED
 from llmcond.commands.base import Command
-from llmcond.data.readers import SOURCE
+from llmcond.data.readers import SOURCE, TEXT_COLUMNS
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import UserError, nearest
 from llmcond.options import option
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from llmcond.scale.pool import Cluster
 
 DATA = f"{SOURCE} (from Python also a pandas or Arrow table, or a list of dicts)"
+
+TEXT_HELP = f"column of the texts (default: {', or else '.join(TEXT_COLUMNS)})"
 
 _SCALE = "more than one machine (docs/scale.md)"
 

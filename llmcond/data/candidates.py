@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from llmcond.data.datasets import Problems
+from llmcond.data.datasets import Problems, condition_column
 from llmcond.data.readers import (
     SUFFIXES,
+    TEXT_COLUMNS,
     MissingColumnError,
     open_source,
     read_lines,
@@ -57,6 +59,73 @@ def text_file(path: Path, what: str, column: str = "text") -> list[str]:
     return _column(path, column) if suffix_of(str(path)) in SUFFIXES else _lines(path)
 
 
+def is_text_file(given: Any) -> bool:
+    """Return whether a file is there that is no table, so that each line of it is a text."""
+    if not isinstance(given, str | Path):
+        return False
+    path = Path(given).expanduser()
+    return suffix_of(str(path)) not in SUFFIXES and path.is_file()
+
+
+def _are_texts(given: Any) -> bool:
+    return isinstance(given, list | tuple) and all(isinstance(one, str) for one in given)
+
+
+def has_column(given: Any, name: str) -> bool:
+    """Return whether a file or rows in memory have a column; texts without a table have none.
+
+    Raises:
+        UserError: nothing there, or its first row cannot be read.
+    """
+    if is_text_file(given) or _are_texts(given):
+        return False
+    source = open_source(given)
+    if source.splits is not None:
+        return False
+    try:
+        with closing(read_records(source, source.files[0], [name])) as records:
+            next(records, None)
+    except MissingColumnError:
+        return False
+    return True
+
+
+def text_column(has: Callable[[str], bool], named: str | None = None) -> str:
+    """Return the column that texts are in: the one that was named, else text, else sentence.
+
+    ``has`` is whether there is a column of a name.
+    """
+    if named is not None:
+        return named
+    first, second = TEXT_COLUMNS
+    if not has(first):
+        return second if has(second) else first
+    if has(second):
+        log.info(f"the texts are in the column {first}; --text {second} takes the other one")
+    return first
+
+
+def condition_source(
+    has: Callable[[str], bool], condition: str | None, condition_text: str | None = None
+) -> tuple[str | None, str | None]:
+    """Return the column that conditions are in, or the one text that is every row's condition.
+
+    ``condition`` names a column where there is one of that name (as ``has`` says), and is else the
+    text, which a message says. Neither given: the column called condition.
+
+    Raises:
+        UserError: both are given, or an empty text.
+    """
+    if condition is None or condition_text is not None:
+        return condition_column(condition, condition_text), condition_text
+    if has(condition):
+        log.info(f"conditions: the column {condition!r}")
+        return condition, None
+    condition_column(None, condition)
+    log.info(f"condition: {condition!r} for every row, as there is no column of that name")
+    return None, condition
+
+
 def _lines(path: Path) -> list[str]:
     # Whatever its name ends in: a list of texts has no format to tell.
     source = open_source(str(path), (suffix_of(str(path)),))
@@ -100,11 +169,11 @@ def read_collection(given: Any, column: str = "text", others: Sequence[str] = ()
         UserError: as of :func:`text_file`, a folder, or further columns of a text file.
         MissingColumnError: no such column.
     """
-    if isinstance(given, list | tuple) and all(isinstance(one, str) for one in given):
+    if _are_texts(given):
         given = [{column: text} for text in given]
     elif isinstance(given, str | Path) and not str(given).startswith("hf://"):
         path = Path(given).expanduser()
-        if path.is_file() and suffix_of(str(path)) not in SUFFIXES:
+        if is_text_file(path):
             if others:
                 raise UserError(
                     f"{path} is read as a text file, one text a line, and has no column "

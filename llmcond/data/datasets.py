@@ -413,7 +413,8 @@ def read_texts(
                 for name, values in texts.kept.items():
                     values.append(record[name])
     except MissingColumnError as error:
-        other = "" if condition_text else " One condition for every row: --condition-text TEXT."
-        raise UserError(f"{error}{other}") from error
+        other = "" if condition_text else ", and the conditions: --condition COL_OR_TEXT"
+        advice = f"Name the column of the texts: --text COL{other}."
+        raise UserError(f"{error.found} {advice}") from error
     problems.raise_if_any()
     return texts

@@ -14,7 +14,7 @@ import re
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -44,6 +44,10 @@ def source_of(suffixes: Sequence[str]) -> str:
     return f"{files_of(suffixes)}, {places}"
 
 
+#: Columns that hold texts where none is named: the first of them that is there.
+TEXT_COLUMNS = ("text", "sentence")
+#: What files of embeddings end in.
+EMBEDDING_SUFFIXES = (".parquet", ".csv", ".npy")
 FILES, SOURCE = files_of(SUFFIXES), source_of(SUFFIXES)
 #: Characters of a field or a line at most: a small file that is unpacked may hold one of gigabytes.
 MOST_CHARACTERS = 2**24
@@ -226,7 +230,9 @@ def _splits(name: str, paths: Sequence[str], suffixes: Sequence[str]) -> dict[st
     return found
 
 
-def read_records(source: Source, file: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+def read_records(
+    source: Source, file: str, columns: Sequence[str]
+) -> Generator[dict[str, Any], None, None]:
     """Yield a file's rows as dictionaries that hold ``columns`` at least.
 
     Raises:
@@ -357,10 +363,9 @@ def _check_columns(name: str, got: Sequence[str], columns: Sequence[str]) -> Non
         names = [column for column in got if column is not None and len(column) < 100]
         near = did_you_mean(missing[0], names)
         raise MissingColumnError(
-            f"{name} has no column {brief(missing[0])}; it has {listed(got)}.",
-            f"{near + ' ' if near else ''}Say which columns to read: "
-            "--columns sentence1=YOURS (also sentence2=, condition=, label=), or for embed "
-            "--sentence and --condition.",
+            f"{name} has no column {brief(missing[0])}; it has {listed(got)}. {near}".rstrip(),
+            "Say which columns to read: "
+            "--columns sentence1=YOURS (also sentence2=, condition=, label=).",
         )
 
 

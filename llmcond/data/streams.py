@@ -103,6 +103,14 @@ class TextSource(ABC):
     def rows(self, part: str, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
         """Return rows of a part."""
 
+    def columns(self) -> list[str]:
+        """Return the names of the columns of the first part; none where there is no part."""
+        part = next(iter(self.states()), None)
+        if part is None:
+            return []
+        with _reading(self.where(part), self.name):
+            return list(self.schema(part).names)
+
     def where(self, part: str) -> str:
         """Return what messages call a part."""
         return f"{part} of {self.name}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,13 @@ from llmcond.clustering.methods import (
 from llmcond.clustering.page import Drawing, write_page
 from llmcond.clustering.result import Clustered, Clustering, without_condition
 from llmcond.clustering.scores import Scores, score
-from llmcond.data.candidates import Collection, is_missing, read_collection
+from llmcond.data.candidates import (
+    Collection,
+    has_column,
+    is_missing,
+    read_collection,
+    text_column,
+)
 from llmcond.data.readers import MissingColumnError
 from llmcond.data.rows import column_of
 from llmcond.errors import UserError, brief
@@ -75,7 +82,8 @@ def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
     check_seed(seed)
     _check_conditions(condition, guide is not None, labels)
     find = _Finder.of(method, clusters, min_cluster_size, seed)
-    columns, column = _columns(condition, keep, text or "text"), text or "text"
+    column = text_column(partial(has_column, texts), text)
+    columns = _columns(condition, keep, column)
     found = _read(texts, column, [*keep, *labels], "Name one of them (--text COL for the texts).")
     distinct = find.check(found)
     guide_read = None if guide is None else _read_guide(guide, column, found)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from llmcond.data.candidates import (
+    condition_source,
+    has_column,
+    is_text_file,
+    read_collection,
+    text_column,
+)
 from llmcond.data.datasets import Texts, read_texts
+from llmcond.data.readers import EMBEDDING_SUFFIXES
 from llmcond.data.rows import column_of
 from llmcond.display import Displayed
 from llmcond.encoders import resolve_base
@@ -136,7 +146,7 @@ def embed_file(  # noqa: PLR0913 - each is a choice of the user, by keyword
     source: str,
     out: Path,
     *,
-    sentence: str = "sentence",
+    text: str | None = None,
     condition: str | None = None,
     condition_text: str | None = None,
     keep: Sequence[str] = (),
@@ -152,24 +162,46 @@ def embed_file(  # noqa: PLR0913 - each is a choice of the user, by keyword
 
     Arguments as in :class:`llmcond.commands.embed.Embed`.
     """
-    check_output(out, (".parquet", ".npy"), [source, run_folder / "rows.parquet"])
+    check_output(out, EMBEDDING_SUFFIXES, [source, run_folder / "rows.parquet"])
     embeddings = Embeddings(run_folder, head, prompt, device)
     taken = sorted({"sentence", "condition", "embedding"} & set(keep))
-    if keep and (taken or out.suffix != ".parquet"):
+    if keep and (taken or out.suffix == ".npy"):
         wrong = f"{taken[0]!r} is written anyway" if taken else f"{out} holds vectors only"
-        raise UserError(f"--keep: {wrong}. Name other columns, and a .parquet file.")
-    texts = read_texts(source, sentence, condition, condition_text, keep)
+        raise UserError(f"--keep: {wrong}. Name other columns, and a .parquet or .csv file.")
+    texts = _read(source, text, condition, condition_text, keep)
     rows = list(zip(texts.sentences, texts.conditions, strict=True))
     embeddings.extract(rows, texts.file)
     vectors = embeddings.blocks(rows, normalize)
     first = next(vectors)
     dim = first.shape[1]
-    write = _write_parquet if out.suffix == ".parquet" else _write_npy
+    write = {".parquet": _write_parquet, ".csv": _write_csv, ".npy": _write_npy}[out.suffix]
     with replacing(out) as temporary:
         write(temporary, texts, dim, chain([first], vectors))
     name = embeddings.head_name
     log.info(f"{len(rows):,} embeddings of {dim} dimensions by {name} -> {out}")
     return Embedded(out, len(rows), dim, name, embeddings.view.name)
+
+
+def _read(
+    source: Any,
+    text: str | None,
+    condition: str | None,
+    condition_text: str | None,
+    keep: Sequence[str],
+) -> Texts:
+    """Read texts and their conditions, from a table or a text file, one text a line."""
+    has = partial(has_column, source)
+    column, words = condition_source(has, condition, condition_text)
+    if not is_text_file(source):
+        return read_texts(source, text_column(has, text), column, words, keep)
+    if text or keep or words is None:
+        wrong = f"--text {text}" if text else f"--keep {keep[0]}" if keep else "the conditions"
+        raise UserError(
+            f"{source} is read as a text file, one text a line, and has no column for {wrong}. "
+            "Name a table, or one condition for every row: --condition TEXT."
+        )
+    found = read_collection(source)
+    return Texts(found.texts, [words] * len(found.texts), found.file)
 
 
 def _write_parquet(path: Path, texts: Texts, dim: int, blocks: Iterable[Vectors]) -> None:
@@ -186,6 +218,17 @@ def _write_parquet(path: Path, texts: Texts, dim: int, blocks: Iterable[Vectors]
             columns = [*own, texts.sentences[start:stop], texts.conditions[start:stop], embedding]
             writer.write_table(pa.table(columns, schema))
             start = stop
+
+
+def _write_csv(path: Path, texts: Texts, dim: int, blocks: Iterable[Vectors]) -> None:
+    """Write rows whose embeddings are JSON lists, of digits enough to give the same float32."""
+    columns = [*texts.kept.values(), texts.sentences, texts.conditions]
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream)
+        writer.writerow([*texts.kept, "sentence", "condition", "embedding"])
+        vectors = chain.from_iterable(blocks)
+        for *row, vector in zip(*columns, vectors, strict=True):
+            writer.writerow([*row, f"[{', '.join(f'{value:.9g}' for value in vector)}]"])
 
 
 def _write_npy(path: Path, texts: Texts, dim: int, blocks: Iterable[Vectors]) -> None:

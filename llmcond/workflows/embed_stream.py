@@ -15,7 +15,7 @@ import pyarrow as pa
 from annotated_types import Ge, MinLen
 
 from llmcond.bundled import pretrained
-from llmcond.data.datasets import condition_column
+from llmcond.data.candidates import condition_source, text_column
 from llmcond.data.streams import Columns, LanceRows, Part, TextSource, open_texts, survey
 from llmcond.encoders.spec import CUT, InputError
 from llmcond.errors import LlmcondError, UserError, listed
@@ -229,7 +229,7 @@ def embed_stream(  # noqa: PLR0913 - each is a choice of the user, by keyword
     source: str,
     out: str,
     *,
-    sentence: str = "sentence",
+    text: str | None = None,
     condition: str | None = None,
     condition_text: str | None = None,
     keep: Sequence[str] = (),
@@ -250,9 +250,11 @@ def embed_stream(  # noqa: PLR0913 - each is a choice of the user, by keyword
             or embeddings of another model, source or condition, or of rows that have changed.
         DiskFullError: no room; what was written is kept.
     """
-    column = condition_column(condition, condition_text)
     model = Model.find(run_folder, head, prompt, device, normalize)
     texts, output = open_texts(source), open_output(out)
+    has = texts.columns().__contains__
+    sentence = text_column(has, text)
+    column, condition_text = condition_source(has, condition, condition_text)
     made_of = {
         **model.identity,
         "source": texts.name,

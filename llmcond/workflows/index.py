@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmcond.data.candidates import read_collection, text_file
+from llmcond.data.candidates import has_column, read_collection, text_column, text_file
 from llmcond.data.readers import MissingColumnError, suffix_of
 from llmcond.display import Displayed
 from llmcond.errors import UserError
@@ -42,7 +43,7 @@ def index_texts(  # noqa: PLR0913 - each is a choice of the user, by keyword
     texts: Any,
     out: Path,
     *,
-    text: str = "text",
+    text: str | None = None,
     id: str | None = None,  # noqa: A002 - as the column is called
     keep: Sequence[str] = (),
     conditions: Sequence[str] = (),
@@ -70,7 +71,8 @@ def index_texts(  # noqa: PLR0913 - each is a choice of the user, by keyword
     else:
         others = [*keep, *([id] if id else [])]
         try:
-            found = read_collection(texts, text, list(dict.fromkeys(others)))
+            column = text_column(partial(has_column, texts), text)
+            found = read_collection(texts, column, list(dict.fromkeys(others)))
         except MissingColumnError as error:
             raise UserError(f"{error.found} Say which to read: --text, --id, --keep.") from error
         columns: Mapping[str, Any] = {name: found.columns[name] for name in keep}

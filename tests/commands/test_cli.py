@@ -576,7 +576,7 @@ def test_fits_that_cannot_be(capsys, own_run, arguments, expected):
         (["similarity", "a", "b", "--condition", " "], "condition at position 0 is empty"),
         (["similarity", "a", "b", "--condition", "c", "--head", "p", "--prompt", "q"], "not q"),
         (["embed", "texts.csv", "--out", "v.npy"], "no column 'condition'"),
-        (["embed", "texts.csv", "--out", "x.txt"], ".parquet or .npy"),
+        (["embed", "texts.csv", "--out", "x.txt"], ".parquet or .csv or .npy"),
         (["embed", "texts.csv", "--out", "no/v.npy", "--sentence", "x"], "no column 'x'"),
         (
             ["embed", "t.parquet", "--out", "t.parquet", "--condition-text", "c"],

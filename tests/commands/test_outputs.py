@@ -10,6 +10,7 @@ import stat
 import struct
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -216,3 +217,60 @@ def test_what_killed_processes_left_is_removed_after_an_hour(capsys, own):
     assert not old.exists()
     ok(capsys, *extract, "--run", own.parent / "new")
     assert not folder.exists()
+
+
+# -- which column has the texts, and which text is the condition -------------------------------
+
+
+@pytest.mark.parametrize("name", ["text", "sentence"])
+def test_texts_are_in_a_column_called_text_or_sentence(capsys, tiny_run, tmp_path, name):
+    """Every command that reads texts takes both names, and --text for others."""
+    source, run = tmp_path / "texts.csv", ("--run", tiny_run)
+    rows = [("two men ride", "play"), ("three dogs sit", "sit"), ("children walk", "walk")]
+    for column in (name, "body"):
+        source.write_text("\n".join([f"{column},topic", *map(",".join, rows)]) + "\n")
+        flag = () if column == name else ("--text", column)
+        out = tmp_path / column
+        embed = ("embed", source, *flag, *run, "--condition", "the place")
+        assert ok(capsys, *embed, "--out", f"{out}.parquet")["rows"] == 3
+        assert ok(capsys, "index", source, *flag, *run, "--out", f"{out}.index")["texts"] == 3
+        cluster = ("cluster", source, *flag, *run, "--condition", "the place", "--clusters", 2)
+        assert ok(capsys, *cluster, "--out", f"{out}.csv")["texts"] == 3
+        written = pq.read_table(f"{out}.parquet")
+        assert written["sentence"].to_pylist() == [text for text, _ in rows]
+        assert set(written["condition"].to_pylist()) == {"the place"}
+
+
+def test_a_condition_is_a_column_if_there_is_one_of_that_name(capsys, tiny_run, tmp_path):
+    source, out = tmp_path / "texts.csv", tmp_path / "out.csv"
+    source.write_text("text,topic\ntwo men ride,play\nthree dogs sit,sit\n")
+
+    def conditions(*given):
+        assert run(["embed", str(source), "--out", str(out), "--run", str(tiny_run), *given]) == 0
+        with out.open(newline="", encoding="utf-8") as stream:
+            return [row["condition"] for row in csv.DictReader(stream)], capsys.readouterr().err
+
+    found, said = conditions("--condition", "topic")
+    assert (found, "conditions: the column 'topic'\n" in said) == (["play", "sit"], True)
+    found, said = conditions("--condition", "the topic")
+    assert found == ["the topic"] * 2
+    assert "condition: 'the topic' for every row, as there is no column of that name\n" in said
+    assert conditions("--condition-text", "topic")[0] == ["topic"] * 2
+
+
+def test_a_text_file_is_embedded_into_a_csv_file_that_gives_the_same_vectors(
+    capsys, tiny_run, tmp_path
+):
+    source = tmp_path / "texts.txt"
+    source.write_text("two men ride\n\n=three dogs sit\n")
+    embed = ("embed", source, "--run", tiny_run)
+    assert "one condition for every row: --condition TEXT" in refused(
+        capsys, *embed, "--out", tmp_path / "v.csv"
+    )
+    for suffix in ("csv", "npy"):
+        ok(capsys, *embed, "--condition", "the place", "--out", tmp_path / f"v.{suffix}")
+    with (tmp_path / "v.csv").open(newline="", encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    assert [row["sentence"] for row in rows] == ["two men ride", "=three dogs sit"]
+    vectors = np.array([json.loads(row["embedding"]) for row in rows], np.float32)
+    np.testing.assert_array_equal(vectors, np.load(tmp_path / "v.npy"))

@@ -361,7 +361,7 @@ def test_one_condition_for_all_rows_is_asked_for(write_rows: Write):
     texts = read_texts(path, "sentence", condition_text="the place")
     assert texts.conditions == ["the place", "the place"]
     with pytest.raises(
-        UserError, match=r"no column 'conditoin'.*Did you mean 'condition'.*--condition-text TEXT"
+        UserError, match=r"no column 'conditoin'.*Did you mean 'condition'.*--condition COL_OR_TEXT"
     ):
         read_texts(path, "sentence", "conditoin")
     with pytest.raises(UserError, match="both --condition and --condition-text"):
