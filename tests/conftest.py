@@ -24,10 +24,11 @@ WORDS = (
 
 
 def pytest_configure() -> None:
-    """Set signals and threads for all tests.
+    """Set signals, threads and the width of tables for all tests.
 
     What a shell starts in the background ignores interrupts, and so do its children.
     """
+    os.environ.pop("COLUMNS", None)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several workers would wait for each other
