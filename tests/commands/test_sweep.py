@@ -81,9 +81,9 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None, int]]:
     made: list[tuple[str, int | None, int]] = []
     fit = FITS.fit_recipe
 
-    def counted(recipe, pairs, dev, seed, on_epoch, device):
+    def counted(recipe, pairs, dev, seed, *others):
         made.append((recipe.name, recipe.dim, seed))
-        return fit(recipe, pairs, dev, seed, on_epoch, device)
+        return fit(recipe, pairs, dev, seed, *others)
 
     monkeypatch.setattr(FITS, "fit_recipe", counted)
     return made
@@ -386,11 +386,11 @@ def failing(monkeypatch, when, error):
     """Let fits fail; ``when`` is told their number from 0, their recipe and their seed."""
     fit, made = FITS.fit_recipe, []
 
-    def fails(recipe, pairs, dev, seed, on_epoch, device):
+    def fails(recipe, pairs, dev, seed, *others):
         made.append(seed)
         if when(len(made) - 1, recipe, seed):
             raise error
-        return fit(recipe, pairs, dev, seed, on_epoch, device)
+        return fit(recipe, pairs, dev, seed, *others)
 
     monkeypatch.setattr(FITS, "fit_recipe", fails)
     return made

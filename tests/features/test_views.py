@@ -539,7 +539,7 @@ def test_other_rows_are_encoded_for_the_prompts_of_the_heads_that_are_named(
         assert f"{told}: " in captured.err
         assert f"{untold}: " not in captured.err
     # What was encoded for the first head is there for the second one.
-    assert f"{S}: 0 of " in captured.err
+    assert f"{S}: nothing to encode" in captured.err
 
 
 def test_evaluating_in_blocks_and_from_disk_changes_nothing(capsys, monkeypatch, sampled):

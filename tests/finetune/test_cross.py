@@ -234,7 +234,7 @@ def test_similarity_says_what_compared(cross, capsys):
     expected = llmcond.load_cross_encoder(cross).similarity(FIRST, SECOND, "the place")
     assert said["similarities"][0]["similarity"] == pytest.approx(expected, abs=1e-5)
     assert run([str(word) for word in words]) == 0
-    assert "head cross, orders both, fitted on" in capsys.readouterr().err
+    assert "orders both, trained on" in capsys.readouterr().err
 
 
 def test_one_order_is_recorded(train, tmp_path):

@@ -164,11 +164,15 @@ def test_fitting_stops_when_patience_ends(train, dev):
     assert len(record["curve"]) == record["best_epoch"] + 3 < 200
 
 
-def test_each_epoch_is_told(train, dev):
-    told = []
-    head = fit_recipe(recipe("linear", **SHORT), train, dev, 0, lambda *epoch: told.append(epoch))
+def test_each_epoch_is_reported_and_how_far_it_is(train, dev):
+    calls = []
+    head = fit_recipe(recipe("linear", **SHORT), train, dev, 0, lambda *call: calls.append(call))
     scores = [epoch["dev_spearman"] for epoch in head.fit.record["curve"]]
-    assert told == [(number, 5, scores[number - 1]) for number in range(1, 6)]
+    ended = [call for call in calls if call[2] is not None]
+    assert ended == [(number, 5, scores[number - 1]) for number in range(1, 6)]
+    progress = [epoch for epoch, *_ in calls]
+    assert progress == sorted(progress)
+    assert len(calls) > 3 * len(ended)
 
 
 def test_linear_head_learns_a_planted_relation(train, dev):

@@ -41,7 +41,7 @@ def test_rows_of_dev_are_taken_as_often_as_its_weight(run):
     both = WithDev(opened, recipe, view, 0, "cpu", 2, lambda *args: seen.append(args[0]))
     head = both.fit()
     assert len(expected) == len(train) + 2 * len(dev)
-    assert seen == [1, 2, 3]
+    assert [epoch for epoch in seen if epoch == int(epoch)] == [1, 2, 3]
     assert head.fit.record["steps_per_epoch"] == -(-len(expected) // 16)
     assert head.fit.record["best_epoch"] == 3
     assert head.fit.record["trained_on"] == ["train", "dev"]
