@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from llmcond.errors import brief
+from llmcond.errors import brief, plural
 
 #: Characters of a value in the line of a terminal and in a cell, and of the line itself.
 _VALUE, _LINE = 60, 240
@@ -36,7 +36,7 @@ class Displayed:
         """Return the values, and the sizes of the tables, in one line."""
         facts, tables = _split(self._displayed())
         parts = [f"{name}={brief(value, _VALUE)}" for name, value in facts.items()]
-        parts += [f"{name}=<{_count(rows)}>" for name, rows in tables.items()]
+        parts += [f"{name}=<{plural(len(rows), 'row')}>" for name, rows in tables.items()]
         while parts[1:] and len(", ".join(parts)) > _LINE:
             parts = [*parts[: -2 if parts[-1] == "…" else -1], "…"]
         return f"{type(self).__name__}({', '.join(parts)})"
@@ -69,17 +69,13 @@ def _all_rows(values: Any) -> bool:
     return bool(values) and all(isinstance(value, Mapping) for value in values)
 
 
-def _count(rows: Sequence[Any]) -> str:
-    return f"{len(rows):,} row{'' if len(rows) == 1 else 's'}"
-
-
 def _html(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     from tabulate import tabulate
 
     columns = list(dict.fromkeys(key for row in rows[:_ROWS] for key in row))
     cells = [[_cell(row.get(key)) for key in columns] for row in rows[:_ROWS]]
     table = tabulate(cells, columns, "html", disable_numparse=True)
-    more = f" (the first {_ROWS} of {_count(rows)})" if len(rows) > _ROWS else ""
+    more = f" (the first {_ROWS} of {plural(len(rows), 'row')})" if len(rows) > _ROWS else ""
     return f"<p>{escape(name)}{more}</p>{table}"
 
 

@@ -35,7 +35,7 @@ from llmcond.data.candidates import (
 )
 from llmcond.data.readers import MissingColumnError
 from llmcond.data.rows import column_of
-from llmcond.errors import UserError, brief
+from llmcond.errors import UserError, brief, plural
 from llmcond.files import check_output, csv_writer, replacing
 from llmcond.log import log
 from llmcond.options import check_seed
@@ -301,7 +301,7 @@ def _is_poor(scores: Scores) -> bool:
 
 
 def _clusters(found: Clustering) -> str:
-    return f"{found.k} cluster{'s' * (found.k != 1)}"
+    return plural(found.k, "cluster")
 
 
 def _read(given: Any, column: str, others: Sequence[str], advice: str) -> Collection:

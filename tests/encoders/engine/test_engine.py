@@ -287,6 +287,7 @@ def test_encoder_that_cannot_share_exactly_never_does(make, loaded, name):
         EncoderInput(item.instruction if apart.identity.instruction_format else "", item.text)
         for item in prompts(3)
     ]
+    assert not loaded(name).engine.shares
     found, expected = loaded(name).encode_counted(items), apart.encode_counted(items)
     assert found.n_computed == expected.n_computed
     near(found.vectors, expected.vectors)
