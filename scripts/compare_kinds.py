@@ -91,7 +91,7 @@ def main() -> None:
     metric = METRICS["spearman"]
     for name, chosen in groups.items():
         if chosen.any():
-            gain = Gain.of(first[chosen], second[chosen], rows.take(chosen))
+            gain = Gain.of(first[chosen], second[chosen], rows.take(chosen), metric)
             told = [estimate_text(metric, own) for own in (gain.without, gain.trained)]
             by = gain.difference
             told.append(f"{100 * by.value:+.1f} [{100 * by.low:.1f}, {100 * by.high:.1f}]")

@@ -11,22 +11,22 @@ from numpy.typing import NDArray
 
 from llmcond.errors import UserError
 from llmcond.evaluation.paired import RESAMPLES, resample
-from llmcond.metrics import METRICS, Estimate, Floats
+from llmcond.metrics import Estimate, Floats, Metric
 
 
 @dataclass(frozen=True, slots=True)
 class Subset:
-    """Scores of some rows.
+    """The score of some rows.
 
     Attributes:
         n: rows.
         n_conditions: their distinct conditions.
-        spearman: with its 95 % interval; NaN where there are no rows.
+        score: with its 95 % interval; NaN where there are no rows.
     """
 
     n: int
     n_conditions: int
-    spearman: Estimate
+    score: Estimate
 
 
 def seen_unseen(
@@ -35,6 +35,7 @@ def seen_unseen(
     rating: Floats,
     similarity: NDArray[np.floating],
     pair: NDArray[np.int64],
+    metric: Metric,
     resamples: int = RESAMPLES,
 ) -> dict[str, Subset]:
     """Score rows apart by whether their condition occurs in training (Hyper-CL, section 5.3).
@@ -47,6 +48,7 @@ def seen_unseen(
         rating: (n,) on any scale, no NaN.
         similarity: (n,) predicted.
         pair: (n,) number of each row's sentence pair, which the intervals resample.
+        metric: what rows are scored by.
         resamples: bootstrap samples; 0 leaves the intervals NaN.
 
     Returns:
@@ -61,13 +63,13 @@ def seen_unseen(
     parts = {"overall": np.ones_like(is_seen), "seen": is_seen, "unseen": ~is_seen}
     found = {}
     for name, rows in parts.items():
-        spearman = Estimate(math.nan)
+        score = Estimate(math.nan)
         if rows.any():
-            metric, predicted = METRICS["spearman"], similarity[None, rows]
+            predicted = similarity[None, rows]
             drawn = resample([predicted], rating[rows], pair[rows], [metric], resamples)
-            spearman = drawn.estimates(0)[metric.name]
+            score = drawn.estimates(0)[metric.name]
         distinct = {text for text, taken in zip(condition, rows, strict=True) if taken}
-        found[name] = Subset(int(rows.sum()), len(distinct), spearman)
+        found[name] = Subset(int(rows.sum()), len(distinct), score)
     return found
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llmcond.data.rows import Rows
 from llmcond.evaluation.paired import Difference, differences, resample
-from llmcond.metrics import METRICS, Estimate, finite
+from llmcond.metrics import Estimate, Metric, finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,25 +20,32 @@ class Gain:
 
     Attributes:
         n, n_pairs: rated rows, and their sentence pairs.
-        without: Spearman where no row of dev was trained on.
-        trained: Spearman where all folds but the row's own were, all folds taken together.
+        metric: what the scores are.
+        without: the score where no row of dev was trained on.
+        trained: the score where all folds but the row's own were, all folds taken together.
         difference: ``trained`` less ``without``, on the same rows.
     """
 
     n: int
     n_pairs: int
+    metric: Metric
     without: Estimate
     trained: Estimate
     difference: Difference
 
     @classmethod
-    def of(cls, without: NDArray[np.floating], trained: NDArray[np.floating], rows: Rows) -> Gain:
-        """Compare predictions, (n,) each, of rated rows."""
-        metric = METRICS["spearman"]
+    def of(
+        cls,
+        without: NDArray[np.floating],
+        trained: NDArray[np.floating],
+        rows: Rows,
+        metric: Metric,
+    ) -> Gain:
+        """Compare predictions, (n,) each, of rated rows by a metric."""
         found = resample([without[None], trained[None]], rows.rating, rows.pair, [metric])
         before, after = (found.estimates(i)[metric.name] for i in (0, 1))
         difference = differences(found, {0: [1]})[1][metric.name]
-        return cls(len(rows), len(rows.pair_keys()), before, after, difference)
+        return cls(len(rows), len(rows.pair_keys()), metric, before, after, difference)
 
     def to_json(self) -> dict[str, Any]:
         """Return what records and ``--json`` have."""
@@ -47,8 +54,8 @@ class Gain:
             "n_pairs": self.n_pairs,
             **{
                 name: {
-                    "spearman": finite(own.value),
-                    "spearman_ci": [finite(own.low), finite(own.high)],
+                    self.metric.name: finite(own.value),
+                    f"{self.metric.name}_ci": [finite(own.low), finite(own.high)],
                 }
                 for name, own in (
                     ("without", self.without),
@@ -83,16 +90,20 @@ class Folded:
         trained: NDArray[np.floating],
         dev: Rows,
         train: Rows,
+        metric: Metric,
     ) -> Folded:
-        """Compare predictions, (n,) each, of dev's rated rows; ``train`` is what was trained on."""
+        """Compare predictions, (n,) each, of dev's rated rows by a metric.
+
+        ``train`` is what was trained on.
+        """
         known = set(train.condition)
         seen = np.array([text in known for text in dev.condition], dtype=np.bool_)
         parts = {
-            name: Gain.of(without[rows], trained[rows], dev.take(rows))
+            name: Gain.of(without[rows], trained[rows], dev.take(rows), metric)
             for name, rows in (("seen", seen), ("unseen", ~seen))
             if rows.any()
         }
-        return cls(folds, Gain.of(without, trained, dev), parts)
+        return cls(folds, Gain.of(without, trained, dev, metric), parts)
 
     def to_json(self) -> dict[str, Any]:
         """Return what records and ``--json`` have."""

@@ -218,7 +218,7 @@ class Result(Displayed):
             "seed": self.seeds[0] if self.seeds else None,
             "selected_on": self.fits[0].get("selected_on") if self.fits else None,
             **{
-                name: {"n": part.n, "spearman": finite(part.spearman.value)}
+                name: {"n": part.n, self.primary.name: finite(part.score.value)}
                 for name, part in self.by_condition.items()
             },
             **self._new_sentences_json(),
@@ -272,6 +272,7 @@ class ComparedResult(Result):
             "control": self.control,
             "difference": None if self.difference is None else differences,
             "against": self.against,
+            **self._new_sentences_json(),
         }
 
 

@@ -68,7 +68,7 @@ class LastStage(Generic[P]):
             held = fold == number
             self._train(f"fold-{number}", self.dev.take(~held))
             trained[held] = self.model.predict(self.inputs(self.dev.take(held)), shared)
-        return Folded.of(count, without, trained, self.dev, self.train)
+        return Folded.of(count, without, trained, self.dev, self.train, self.model.metric)
 
     def run(self) -> Progress:
         """Train on the share of train and all of dev, and leave the last weights in the model.

@@ -9,8 +9,8 @@ from rich import box
 from rich.table import Table
 
 from llmcond.errors import printable
-from llmcond.metrics import METRICS, Estimate
-from llmcond.report.format import estimate_text
+from llmcond.metrics import Estimate, Metric, metric_of
+from llmcond.report.format import estimate_text, factors_text
 from llmcond.report.terminal import plain, show
 
 Rows = Sequence[Mapping[str, Any]]
@@ -65,23 +65,24 @@ def _clusters(rows: Rows, where: str) -> Table:
 
 def _conditions(rows: Rows, where: str) -> Table:
     first = rows[0]
+    metric = metric_of(first["metric"])
     title = (
-        f"Conditions that train has and has not, {where} (Hyper-CL, section 5.3): Spearman times "
-        f"100, 95 % intervals over pairs; {first['n_seen_conditions']:,} conditions of "
-        f"{first['n_seen']:,} rows are seen, {first['n_unseen_conditions']:,} of "
-        f"{first['n_unseen']:,} are not"
+        f"Conditions that train has and has not, {where} (Hyper-CL, section 5.3): "
+        f"{metric.heading}, 95 % intervals over pairs. {factors_text([metric])}"
+        f"{first['n_seen_conditions']:,} conditions of {first['n_seen']:,} rows are seen, "
+        f"{first['n_unseen_conditions']:,} of {first['n_unseen']:,} are not"
     )
     kinds = ("overall", "seen", "unseen")
     table = _table(title, ("name",), kinds)
     for row in rows:
-        table.add_row(plain(row["name"]), *(_spearman(row, key) for key in kinds))
+        table.add_row(plain(row["name"]), *(_score(metric, row, key) for key in kinds))
     return table
 
 
-def _spearman(row: Mapping[str, Any], key: str) -> str:
+def _score(metric: Metric, row: Mapping[str, Any], key: str) -> str:
     if row[key] is None:
         return "–"
-    return estimate_text(METRICS["spearman"], Estimate.of_json(row[key], row[f"{key}_ci"]))
+    return estimate_text(metric, Estimate.of_json(row[key], row[f"{key}_ci"]))
 
 
 def _examples(head: Mapping[str, Any], side: str) -> Table:

@@ -159,9 +159,9 @@ def model_card(
 
 def _folds(found: Mapping[str, Any]) -> str:
     """Return what folds of dev say of a last stage, as their record has it."""
-    metric = METRICS["spearman"]
+    metric = metric_of(next(iter(found["trained"])))
     with_dev, without = (
-        estimate_text(metric, Estimate.of_json(own["spearman"], own["spearman_ci"]))
+        estimate_text(metric, Estimate.of_json(own[metric.name], own[f"{metric.name}_ci"]))
         for own in (found["trained"], found["without"])
     )
     return (

@@ -16,7 +16,9 @@ from llmcond.report.format import (
     extreme,
     factors_text,
     interval_text,
+    new_sentences_heading,
     probability,
+    sentences_text,
 )
 from llmcond.report.terminal import add_figures, identity_cells, identity_table
 
@@ -159,7 +161,8 @@ def comparison_table(results: Compared, baseline: str, run: object, *, bars: boo
     first, primary = results[0], results[0].primary
     metrics = [metric for name in first.metrics if not (metric := metric_of(name)).secondary]
     title = (
-        f"{run}, {first.split}: {first.counts.text}. {factors_text(metrics)}{caveats(results)} "
+        f"{run}, {first.split}: {first.counts.text}. {sentences_text(first)}{factors_text(metrics)}"
+        f"{caveats(results)} "
         f"Differences are to {baseline} with the same head; p after Holm's correction."
     )
     table = identity_table(title)
@@ -174,6 +177,8 @@ def comparison_table(results: Compared, baseline: str, run: object, *, bars: boo
     table.add_column("verdict", no_wrap=True)
     others = [metric for metric in metrics if metric.name != primary.name]
     add_figures(table, *(metric.heading for metric in others))
+    if first.new_sentences is not None:
+        add_figures(table, new_sentences_heading(first))
     for result in results:
         table.add_row(
             *identity_cells(result, result.head, " (control)" if result.control else ""),
@@ -182,6 +187,7 @@ def comparison_table(results: Compared, baseline: str, run: object, *, bars: boo
             *([_bar(result, least, most)] if bars else []),
             *_evidence(result, baseline),
             *(estimate_text(metric, result.metrics[metric.name]) for metric in others),
+            *([estimate_text(primary, part.main)] if (part := result.new_sentences) else []),
         )
     return table
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from llmcond.evaluation.folds import Folded
 from llmcond.evaluation.paired import LEAST_PAIRS
 from llmcond.evaluation.results import Result
-from llmcond.metrics import METRICS, Estimate, Metric, finite, number
+from llmcond.metrics import Estimate, Metric, finite, number
 
 MINUS = "\N{MINUS SIGN}"
 #: What intervals are, in every title.
@@ -25,7 +25,7 @@ def estimate_text(metric: Metric, estimate: Estimate) -> str:
 
 def folds_text(found: Folded) -> str:
     """Return what training on dev brings, by its folds, in a line."""
-    metric, gain = METRICS["spearman"], found.gain
+    metric, gain = found.gain.metric, found.gain
     parts = [
         f"; {name} conditions ({gain.n:,} rows) {metric.show(gain.trained.value)}, with no row of "
         f"dev {metric.show(gain.without.value)}"
@@ -85,6 +85,11 @@ def sentences_text(result: Result) -> str:
         return ""
     n, n_new = result.counts.n, result.new_sentences.counts.n
     return f"{n - n_new:,} rows share a sentence with training, {n_new:,} do not. "
+
+
+def new_sentences_heading(result: Result) -> str:
+    """Return what the score on rows that share no sentence with training is called."""
+    return f"{result.primary.heading}, unseen sentences"
 
 
 def _chosen_on_dev(result: Result) -> bool:

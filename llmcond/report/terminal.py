@@ -17,8 +17,14 @@ from rich.text import Text
 from llmcond.errors import printable
 from llmcond.evaluation.results import Result
 from llmcond.log import log
-from llmcond.metrics import METRICS, metric_of
-from llmcond.report.format import caveats, estimate_text, factors_text, sentences_text
+from llmcond.metrics import metric_of
+from llmcond.report.format import (
+    caveats,
+    estimate_text,
+    factors_text,
+    new_sentences_heading,
+    sentences_text,
+)
 
 #: How tables are printed -> what tabulate calls it.
 _FORMS = {"markdown": "github", "latex": "latex_booktabs"}
@@ -50,15 +56,13 @@ def results_table(results: Sequence[Result], run: object) -> Table:
     add_figures(table, *(metric.heading for metric in metrics))
     apart = any(result.by_condition for result in results)
     if apart:
-        add_figures(table, "Spearman by condition: seen / unseen")
+        add_figures(table, f"{first.primary.heading} by condition: seen / unseen")
     if first.new_sentences is not None:
-        add_figures(table, f"{first.primary.heading}, unseen sentences")
+        add_figures(table, new_sentences_heading(first))
     for result in results:
         cells = [estimate_text(metric, result.metrics[metric.name]) for metric in metrics]
         if apart:
-            parts = [
-                METRICS["spearman"].show(p.spearman.value) for p in result.by_condition.values()
-            ]
+            parts = [first.primary.show(p.score.value) for p in result.by_condition.values()]
             cells.append(" / ".join(parts))
         if result.new_sentences is not None:
             cells.append(estimate_text(result.primary, result.new_sentences.main))

@@ -82,7 +82,8 @@ class WithDev:
             held = fold == number
             head = self._fit(dev.take(~held))
             trained[held] = self._predicted(head, dev.take(held))
-        return Folded.of(count, without, trained, dev, self.run.rows("train"))
+        metric = self.run.task.main_metric
+        return Folded.of(count, without, trained, dev, self.run.rows("train"), metric)
 
     @property
     def _dev(self) -> Rows:

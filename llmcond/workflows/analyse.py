@@ -28,7 +28,7 @@ from llmcond.heads import PairArrays
 from llmcond.log import log
 from llmcond.metrics import finite
 from llmcond.report.figures import has_matplotlib, plot_clusters
-from llmcond.runs import SavedHead, open_run
+from llmcond.runs import Run, SavedHead, open_run
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import Predictor, Zeroshot, fitted_heads, predict, zeroshots
 from llmcond.runs.provenance import provenance
@@ -108,7 +108,7 @@ def analyse(
     done: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "isotropy": lambda: [_isotropy(one, data, seed) for one in predictors],
         "clusters": lambda: _clusters(predictors, fitted, data, sizes, seed, out),
-        "conditions": lambda: _conditions(predictors, data, run.rows("train")),
+        "conditions": lambda: _conditions(predictors, data, run),
         "norms": lambda: [_norms(head, data) for head in fitted if head.head.generates_matrices],
         "examples": lambda: [_examples(head, data, top) for head in fitted],
     }
@@ -174,18 +174,20 @@ def _before(head: SavedHead) -> Zeroshot:
     return zeroshots(head.view.prompts[0])[-1 if head.view.subtract else 0]
 
 
-def _conditions(predictors: Sequence[Predictor], data: _Split, train: Rows) -> list[dict[str, Any]]:
+def _conditions(predictors: Sequence[Predictor], data: _Split, run: Run) -> list[dict[str, Any]]:
+    train, metric = run.rows("train"), run.task.main_metric
     known = [text for text, rated in zip(train.condition, train.rated, strict=True) if rated]
     conditions = data.texts(data.rows.condition)
     results = []
     for predictor in predictors:
         pairs = data.pairs(predictor)
         similarity = predict(predictor, pairs)
-        found = seen_unseen(known, conditions, pairs.rating, similarity, data.rows.pair[data.rated])
-        row: dict[str, Any] = {"name": predictor.name}
+        group = data.rows.pair[data.rated]
+        found = seen_unseen(known, conditions, pairs.rating, similarity, group, metric)
+        row: dict[str, Any] = {"name": predictor.name, "metric": metric.name}
         row |= {f"n_{kind}_conditions": found[kind].n_conditions for kind in ("seen", "unseen")}
         for kind, one in found.items():
-            value, *interval = map(finite, astuple(one.spearman))
+            value, *interval = map(finite, astuple(one.score))
             row |= {kind: value, f"{kind}_ci": interval, f"n_{kind}": one.n}
         results.append(row)
     return results

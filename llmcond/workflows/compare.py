@@ -24,12 +24,13 @@ from llmcond.features.view import view_of
 from llmcond.files import write_json
 from llmcond.heads import Recipe, load_recipe
 from llmcond.log import log
-from llmcond.metrics import choose_metrics
+from llmcond.metrics import Metric, choose_metrics
 from llmcond.prompts import Prompt, fields_of, load_prompt
 from llmcond.report.comparisons import FEW_PAIRS, summary
 from llmcond.report.page import Page, check_page, page_of, write_page
-from llmcond.runs import AnyRun, OpenedRun, open_any_run, run_exists
+from llmcond.runs import AnyRun, OpenedRun, Run, open_any_run, run_exists
 from llmcond.runs.kinds import examples_of
+from llmcond.runs.new_sentences import trained_sentences, with_new_sentences
 from llmcond.runs.predictors import unscored
 from llmcond.runs.provenance import provenance
 from llmcond.runs.run import inputs_of
@@ -127,6 +128,8 @@ def compare_prompts(
     systems = _zeroshot_systems(run, stored, split)
     fitted, failures, done = _fitted_systems(run, stored, recipes, split, asked)
     systems += fitted
+    if isinstance(run, Run):
+        systems = _with_new_sentences(run, systems, split, metrics)
     comparison = Comparison(
         results=with_evidence(systems, baseline, rows, metrics),
         failures=failures,
@@ -272,6 +275,21 @@ def _fitted_systems(
         similarity = np.stack([one.similarity for one in outcomes if one.similarity is not None])
         systems.append(System((trial.recipe.name, trial.view.subtract), result, similarity))
     return systems, failures, list(done.values())
+
+
+def _with_new_sentences(
+    run: Run, systems: Sequence[System], split: str, metrics: Sequence[Metric]
+) -> list[System]:
+    """Return systems with their score on rows that share no sentence with training."""
+    results = with_new_sentences(
+        [system.result for system in systems],
+        [system.similarity for system in systems],
+        run.rows(split),
+        trained_sentences(run, (), split),
+        metrics,
+    )
+    pairs = zip(systems, results, strict=True)
+    return [replace(system, result=result) for system, result in pairs]
 
 
 def _page(

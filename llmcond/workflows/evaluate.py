@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.data.datasets import DataOptions
-from llmcond.data.rows import Rows, shares_sentence
+from llmcond.data.rows import Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.conditions import seen_unseen
 from llmcond.evaluation.ranked import RankedResults
@@ -28,6 +28,7 @@ from llmcond.runs import DialogueRun, OpenedRun, RankingRun, Run, SavedHead, ope
 from llmcond.runs.cross import CrossEncoder, load_cross_encoder
 from llmcond.runs.extraction import LazyEncoder, extract_prompt
 from llmcond.runs.features import RowFeatures
+from llmcond.runs.new_sentences import trained_sentences, with_new_sentences
 from llmcond.runs.predictors import (
     Predictor,
     asked_for,
@@ -97,9 +98,10 @@ def evaluate(
     if predictions is not None:
         _write_predictions(predictions, rows, similarity)
     results = results_of(predictors, predicted, rows, split, computed, task=run.task.name)
-    results = _by_condition(results, predictors, predicted, rows, run)
-    trained_on = _trained_on(run, fitted, None if other else split)
-    results = _by_sentence(results, predictors, predicted, rows, trained_on, computed)
+    known = trained_sentences(run, fitted, None if other else split)
+    seeded = [own[None] for own in predicted]
+    results = Results(tuple(with_new_sentences(results, seeded, rows, known, computed)))
+    results = _by_condition(results, predictors, predicted, rows, run, computed[0])
     if report is not None:
         best = best_first(results)
         page = page_of(
@@ -205,6 +207,7 @@ def _by_condition(
     predicted: Sequence[NDArray[np.float32]],
     rows: Rows,
     run: Run,
+    metric: Metric,
 ) -> Results[Result]:
     """Return results that tell rows apart whose condition training had, and had not."""
     train, rated = run.rows("train"), rows.rated
@@ -217,41 +220,11 @@ def _by_condition(
         parts = {}
         if one.head is not None:
             scored = similarity[rated]
-            parts = seen_unseen(known, condition, rows.rating[rated], scored, rows.pair[rated], 0)
+            rating, pair = rows.rating[rated], rows.pair[rated]
+            parts = seen_unseen(known, condition, rating, scored, pair, metric, 0)
             del parts["overall"]
         found.append(replace(result, by_condition=parts))
     return Results(tuple(found))
-
-
-def _trained_on(run: Run, heads: Sequence[SavedHead], split: str | None) -> set[str]:
-    """Return the folded sentences of the rated rows that the encoder or a head was trained on.
-
-    Those of ``split``, the run's own rows that are scored, do not count.
-    """
-    splits = {"train", *run.trained_on, *(name for head in heads for name in head.trained_on)}
-    sentences: set[str] = set()
-    for name in splits - {split}:
-        rows = run.rows(name)
-        sentences |= rows.take(rows.rated).folded_sentences()
-    return sentences
-
-
-def _by_sentence(
-    results: Results[Result],
-    predictors: Sequence[Predictor | CrossEncoder],
-    predicted: Sequence[NDArray[np.float32]],
-    rows: Rows,
-    sentences: Set[str],
-    metrics: Sequence[Metric],
-) -> Results[Result]:
-    """Return results that also score the rows which share no sentence with the training rows."""
-    new = rows.rated & ~shares_sentence(rows, sentences)
-    if new.sum() == rows.rated.sum():
-        return results
-    apart = [similarity[new] for similarity in predicted]
-    scored = results_of(predictors, apart, rows.take(new), results[0].split, metrics)
-    pairs = zip(results, scored, strict=True)
-    return Results(tuple(replace(result, new_sentences=part) for result, part in pairs))
 
 
 def _summary(best: Results[Result], source: str) -> list[str]:

@@ -256,7 +256,7 @@ def _log_shared_sentences(name: str, rows: Rows, train: Rows) -> None:
     if shared:
         log.info(
             f"{name}: {shared:,} of {int(rows.rated.sum()):,} rated rows share a sentence with "
-            "train; evaluate scores the others apart as well"
+            "train; evaluate and compare-prompts score the others apart as well"
         )
 
 

@@ -7,6 +7,7 @@ from helpers.commands import ok
 from scipy.stats import spearmanr
 
 from llmcond.cli import run
+from llmcond.report.format import MINUS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,3 +57,40 @@ def test_rows_with_sentences_of_train_are_told_apart(
     )
     known = ok(capsys, *evaluate, "--data", "known.csv")["results"][0]
     assert (known["n_unseen_sentences"], known["unseen_sentences"]["spearman"]) == (0, None)
+
+
+def test_a_comparison_of_prompts_scores_them_apart_too(
+    tmp_path, monkeypatch, capsys, tiny_checkpoint, small_rows
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "train.csv", small_rows[:40])
+    dev = list(small_rows[40:])
+    dev[::5] = [(small_rows[0][0].upper(), *row[1:]) for row in dev[::5]]
+    write(tmp_path / "data" / "dev.csv", dev)
+    compare = ["compare-prompts", "--model", str(tiny_checkpoint()), "--data", "data"]
+    compare += ["--prompts", "concat-sent-cond", "concat-cond-sent", "--pooling", "mean"]
+    compare += ["--heads", "linear", "--seeds", "1", "--set", "epochs=1", "dim=4", "--run", "r"]
+    results = ok(capsys, *compare, "--report", "page.html")["results"]
+    scored = ok(capsys, "evaluate", "--run", "r", "--head", "none")["results"]
+    by_name = {row["name"]: row for row in results}
+    for row in scored:
+        assert by_name[row["name"]]["n_unseen_sentences"] == 32
+        assert by_name[row["name"]]["unseen_sentences"] == row["unseen_sentences"]
+    fitted = [row for row in results if row["head"] == "linear"]
+    assert all(row["unseen_sentences"]["spearman"] != row["spearman"] for row in fitted)
+    page = (tmp_path / "page.html").read_text()
+    assert "8 rows share a sentence with training, 32 do not" in page
+    figures = [f"{100 * row['unseen_sentences']['spearman']:.1f}" for row in results]
+    column = page[page.index(">Spearman, unseen sentences<") :]
+    assert all(f">{figure.replace('-', MINUS)}<" in column for figure in figures)
+    for form in ("table", "markdown", "latex"):
+        assert run([*compare, "--format", form]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "8 rows share a sentence with training, 32 do not" in shown
+        assert "Spearman, unseen sentences" in shown
+        assert all(f"{figure} [" in shown for figure in figures)
+    # A run without such rows has no such column.
+    write(tmp_path / "data" / "dev.csv", small_rows[40:])
+    result = ok(capsys, *compare[:-1], "other")["results"][0]
+    assert "unseen_sentences" not in result

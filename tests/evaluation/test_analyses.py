@@ -29,8 +29,11 @@ from llmcond.evaluation.conditions import (
 )
 from llmcond.evaluation.isotropy import Isotropy, isotropy
 from llmcond.evaluation.paired import resample
+from llmcond.metrics import METRICS
 from llmcond.report.figures import plot_clusters, plot_curve
 from llmcond.workflows.fit import fit_head
+
+SPEARMAN = METRICS["spearman"]
 
 
 def gaussians(n, dim, seed=0, shift=0.0, dtype=np.float32):
@@ -282,16 +285,18 @@ def rated_rows(n=40):
     return condition, rating, similarity, np.repeat(np.arange(n), 2)
 
 
-def test_seen_and_unseen_rows_are_scored_as_if_alone():
+@pytest.mark.parametrize("name", ["spearman", "accuracy"])
+def test_seen_and_unseen_rows_are_scored_as_if_alone(name):
     condition, rating, similarity, pair = rated_rows()
     train = ["condition 1", "condition 4", "condition 4", "never scored"]
-    found = seen_unseen(train, condition, rating, similarity, pair, resamples=50)
+    metric = METRICS[name]
+    found = seen_unseen(train, condition, rating, similarity, pair, metric, resamples=50)
     seen = np.array([text in train for text in condition])
     for kind, rows in (("overall", seen | ~seen), ("seen", seen), ("unseen", ~seen)):
-        alone = resample([similarity[None, rows]], rating[rows], pair[rows], resamples=50)
-        spearman = found[kind].spearman
-        assert spearman == alone.estimates(0)["spearman"]
-        assert spearman.low < spearman.value < spearman.high
+        alone = resample([similarity[None, rows]], rating[rows], pair[rows], [metric], 50)
+        score = found[kind].score
+        assert score == alone.estimates(0)[name]
+        assert score.low < score.value < score.high
     assert found["overall"].n == found["seen"].n + found["unseen"].n == 80
     assert (found["seen"].n_conditions, found["unseen"].n_conditions) == (2, 5)
 
@@ -299,24 +304,24 @@ def test_seen_and_unseen_rows_are_scored_as_if_alone():
 def test_conditions_match_by_their_exact_text():
     _, rating, similarity, pair = rated_rows(2)
     condition = ["The sport", "The sport.", "the sport", "The sport "]
-    found = seen_unseen(["The sport"], condition, rating, similarity, pair, resamples=0)
+    found = seen_unseen(["The sport"], condition, rating, similarity, pair, SPEARMAN, resamples=0)
     assert (found["seen"].n, found["unseen"].n) == (1, 3)
     assert (found["seen"].n_conditions, found["unseen"].n_conditions) == (1, 3)
 
 
 def test_a_part_without_rows_has_no_scores():
     condition, rating, similarity, pair = rated_rows()
-    found = seen_unseen(condition, condition, rating, similarity, pair, resamples=0)
-    assert (found["unseen"].n, math.isnan(found["unseen"].spearman.value)) == (0, True)
-    assert found["seen"].spearman.value == found["overall"].spearman.value
-    found = seen_unseen([], condition, rating, similarity, pair, resamples=0)
+    found = seen_unseen(condition, condition, rating, similarity, pair, SPEARMAN, resamples=0)
+    assert (found["unseen"].n, math.isnan(found["unseen"].score.value)) == (0, True)
+    assert found["seen"].score.value == found["overall"].score.value
+    found = seen_unseen([], condition, rating, similarity, pair, SPEARMAN, resamples=0)
     assert (found["seen"].n, found["unseen"].n) == (0, 80)
 
 
 def test_seen_and_unseen_refuse_predictions_that_are_no_numbers():
     condition, rating, _, pair = rated_rows()
     with pytest.raises(UserError, match="80 of 80 predictions are NaN or infinite"):
-        seen_unseen(["a"], condition, rating, np.full(80, np.inf), pair)
+        seen_unseen(["a"], condition, rating, np.full(80, np.inf), pair, SPEARMAN)
 
 
 @given(n=st.integers(2, 8), height=st.integers(1, 6), width=st.integers(1, 6))

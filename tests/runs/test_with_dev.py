@@ -13,7 +13,8 @@ from llmcond.evaluation.folds import Folded
 from llmcond.features.view import View
 from llmcond.files import digest_file
 from llmcond.heads import load_recipe
-from llmcond.metrics import spearman
+from llmcond.metrics import METRICS, finite, spearman
+from llmcond.report.format import folds_text
 from llmcond.runs import open_run
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.with_dev import WithDev
@@ -131,14 +132,20 @@ def test_a_head_without_ratings_is_refused(run, capsys):
     assert "the head pca learns nothing from ratings" in said
 
 
-def test_rows_of_new_conditions_are_told_apart(run):
+@pytest.mark.parametrize(
+    "metric", [METRICS["spearman"], METRICS["accuracy"]], ids=["spearman", "accuracy"]
+)
+def test_rows_of_new_conditions_are_told_apart(run, metric):
     train, dev = (open_run(run).rows(split) for split in ("train", "dev"))
     new = np.arange(len(dev)) % 3 == 0
     texts = [f"new {text}" if own else text for text, own in zip(dev.condition, new, strict=True)]
     without, trained = np.random.default_rng(0).random((2, len(dev)))
-    folded = Folded.of(2, without, trained, replace(dev, condition=texts), train)
-    assert folded.gain.trained.value == pytest.approx(spearman(trained, dev.rating))
+    folded = Folded.of(2, without, trained, replace(dev, condition=texts), train, metric)
+    assert folded.gain.trained.value == pytest.approx(metric(trained, dev.rating, dev.pair))
+    assert f"{metric.heading} {metric.show(folded.gain.trained.value)}" in folds_text(folded)
     for name, rows in (("seen", ~new), ("unseen", new)):
         gain = folded.by_condition[name]
         assert gain.n == rows.sum()
-        assert gain.without.value == pytest.approx(spearman(without[rows], dev.rating[rows]))
+        expected = metric(without[rows], dev.rating[rows], dev.pair[rows])
+        assert gain.without.value == pytest.approx(expected, nan_ok=True)
+        assert gain.to_json()["without"][metric.name] == finite(gain.without.value)

@@ -1,13 +1,16 @@
 """The first metric of a task chooses epochs and heads, whichever direction is better."""
 
+import csv
 import json
 import shutil
 
+import numpy as np
 import pytest
 from helpers.commands import ok
 
 from llmcond import plugins
 from llmcond.cli import run
+from llmcond.metrics import metric_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -79,3 +82,77 @@ def test_training_an_encoder_is_decided_by_it_too(folder, capsys, tiny_checkpoin
     assert done["dev_mean_error"] == min(scores)
     assert curve[scores.index(min(scores))]["step"] == done["best_step"]
     assert "dev_spearman" not in done
+
+
+@pytest.mark.parametrize(("task", "name"), [("ByAccuracy", "accuracy"), ("ByError", "mean_error")])
+def test_folds_and_parts_of_dev_are_scored_by_it(
+    folder, capsys, tiny_checkpoint, write_rows, small_rows, task, name
+):
+    heading, head = name.replace("_", " "), "linear@concat-sent-cond"
+    write_rows(small_rows[:40], "data/train.csv")
+    dev = [
+        (a, b, c if i // 2 % 3 else f"the mood {i % 2}", r)
+        for i, (a, b, c, r) in enumerate(small_rows[40:])
+    ]
+    # Two pairs with a sentence of train.
+    write_rows([*dev, *((small_rows[0][0], *row[1:]) for row in small_rows[2:6])], "data/dev.csv")
+    words = ("--data", "data", *DATA[2:], "mean", "--task", f"my_tasks.py:{task}", "--run", "r")
+    ok(capsys, "extract", "--model", tiny_checkpoint(), *words)
+    fit = ["fit-head", "--head", "linear", *SMALL, "--run", "r"]
+    assert run([*fit, "--with", "dev", "--folds", "2", "--name", "both", "--json"]) == 0
+    done = capsys.readouterr()
+    folds = json.loads(done.out)["folds"]
+    for gain in (folds, *folds["by_condition"].values()):
+        assert {*gain["trained"], *gain["without"]} == {name, f"{name}_ci"}
+    assert f"(44 rows): {heading} " in done.err
+    ok(capsys, *fit)
+
+    scored = ("--run", "r", "--head", head, "--split", "dev")
+    report = ("--predictions", "p.csv", "--report", "page.html")
+    result = ok(capsys, "evaluate", *scored, *report)["results"][-1]
+    with (folder / "p.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    predicted, rating = (np.array([float(row[key]) for row in rows]) for key in (head, "rating"))
+    pair = np.unique([row["sentence1"] + row["sentence2"] for row in rows], return_inverse=True)[1]
+    new_condition = np.array([row["condition"].startswith("the mood") for row in rows])
+    new_sentences = np.array([row["sentence1"] != small_rows[0][0] for row in rows])
+    metric = metric_of(name)
+    for kind, chosen in (("seen", ~new_condition), ("unseen", new_condition)):
+        expected = metric(predicted[chosen], rating[chosen], pair[chosen])
+        assert set(result[kind]) == {"n", name}
+        assert result[kind][name] == pytest.approx(expected, abs=1e-5)
+    expected = metric(predicted[new_sentences], rating[new_sentences], pair[new_sentences])
+    assert result["n_unseen_sentences"] == 40
+    assert result["unseen_sentences"][name] == pytest.approx(expected, abs=1e-5)
+    (row,) = [
+        row
+        for row in ok(capsys, "analyse", *scored, "--what", "conditions")["conditions"]
+        if row["name"] == head
+    ]
+    assert row["metric"] == name
+    assert row["overall"] == pytest.approx(result[name])
+    assert [row[kind] for kind in ("seen", "unseen")] == [
+        result[kind][name] for kind in ("seen", "unseen")
+    ]
+    shown = (folder / "page.html").read_text()
+    for part in ("seen conditions", "unseen conditions", "unseen sentences"):
+        assert f">{heading}, {part}<" in shown
+    for form in ("table", "markdown", "latex"):
+        assert run(["evaluate", *scored, "--format", form]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"{heading} by condition: seen / unseen" in shown
+        assert f"{heading}, unseen sentences" in shown
+        assert run(["analyse", *scored, "--what", "conditions", "--format", form]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"section 5.3): {heading}, 95" in shown
+        assert "Spearman" not in shown
+
+
+def test_folds_of_a_last_stage_are_scored_by_it(folder, capsys, tiny_checkpoint):
+    words = ["--model", tiny_checkpoint(), "--task", "my_tasks.py:ByError", "--run", "t"]
+    words += ["--epochs", "1", "--batch-size", "16", "--rank", "2", "--head", "none"]
+    done = ok(capsys, "train-lora", *words, *DATA, "mean", "--then", "dev", "--folds", "2")
+    without, trained = (done["then"]["folds"][key] for key in ("without", "trained"))
+    assert {*without, *trained} == {"mean_error", "mean_error_ci"}
+    card = (folder / "t/README.md").read_text()
+    assert f"the mean error is {100 * trained['mean_error']:.1f} [" in " ".join(card.split())

@@ -13,7 +13,7 @@ from llmcond.errors import UserError, install_command
 from llmcond.files import check_output, replacing
 from llmcond.log import log
 from llmcond.metrics import metric_of
-from llmcond.report.format import factors_text
+from llmcond.report.format import factors_text, sentences_text
 from llmcond.report.page.gather import Page
 from llmcond.report.page.tables import difference_table, isotropy_table, main_table, parts_table
 
@@ -42,7 +42,7 @@ def write_page(page: Page, path: Path) -> None:
         data["charts"]["heads"] = heads[0]
     if isotropy:
         data["charts"] |= {f"isotropy-{i}": chart for i, chart in enumerate(isotropy[0])}
-    counted = (f"{one.split}: {one.counts.text}" for one in page.results)
+    counted = (f"{one.split}: {one.counts.text}. {sentences_text(one)}" for one in page.results)
     write_html(
         path,
         _FOLDER / "page.html.j2",

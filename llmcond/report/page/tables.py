@@ -10,7 +10,7 @@ from llmcond.evaluation.paired import Difference
 from llmcond.evaluation.ranking import Part
 from llmcond.evaluation.results import ComparedResult
 from llmcond.metrics import Estimate, Metric, finite, metric_of, number
-from llmcond.report.format import MINUS, probability, range_text
+from llmcond.report.format import MINUS, new_sentences_heading, probability, range_text
 from llmcond.report.page.gather import Page
 
 
@@ -123,6 +123,7 @@ def main_table(page: Page) -> Table:
             zeros = [0.0] * len(results)
             columns.append((column, _intervals(metric, found, zeros, signed=True)))
     primary = results[0].primary
+    columns += _columns_of_parts(results, compared_with)
     deviations = [r.seed_sd.get(primary.name) for r in results]
     if any(one is not None for one in deviations):
         column = Column("sd over seeds", f"standard deviation of {primary.heading} over seeds")
@@ -138,6 +139,34 @@ def main_table(page: Page) -> Table:
     headings, cells_by_column = zip(*columns, strict=True)
     places = frozenset(i for i, r in enumerate(results) if r.name in baselines)
     return Table(headings, list(zip(*cells_by_column, strict=True)), places)
+
+
+def _columns_of_parts(
+    results: Sequence[ComparedResult], compared_with: Sequence[ComparedResult | None]
+) -> list[tuple[Column, Sequence[Cell]]]:
+    """Return the primary metric of rows of new sentences, and of known and new conditions."""
+    first, primary = results[0], results[0].primary
+    columns: list[tuple[Column, Sequence[Cell]]] = []
+    if first.new_sentences is not None:
+        scores, others = (
+            [r.new_sentences.main if r and r.new_sentences else None for r in own]
+            for own in (results, compared_with)
+        )
+        column = Column(
+            new_sentences_heading(first), "of rows that share no sentence with training"
+        )
+        lines = [one.value if one else None for one in others]
+        columns.append((column, _intervals(primary, scores, lines)))
+    for kind, hint in (("seen", "has"), ("unseen", "lacks")):
+        subsets = [r.by_condition.get(kind) for r in results]
+        if any(subsets):
+            column = Column(
+                f"{primary.heading}, {kind} conditions", f"of rows whose condition training {hint}"
+            )
+            values = [one.score.value if one else None for one in subsets]
+            cells = [Cell(minus(primary.show(value)), finite(value)) for value in values]
+            columns.append((column, cells))
+    return columns
 
 
 def _text(text: str) -> Cell:
