@@ -35,6 +35,7 @@ from llmcond.encoders.spec import (
 )
 from llmcond.encoders.threads import Concurrency, WorkerThreads, check_cancelled
 from llmcond.errors import LlmcondError, UserError
+from llmcond.files import digest_bytes
 from llmcond.options import option_of, public_function
 from llmcond.progress import ExtractionBar
 
@@ -46,6 +47,8 @@ _Result = TypeVar("_Result")
 UNIT = 256
 #: Vectors that they may have, where each has several routers.
 _ROUTED = 4_096
+#: Size of a digest of an input's tokens: no two inputs that differ have the same.
+_DIGEST_BYTES = 16
 
 
 class Query(NamedTuple):
@@ -285,8 +288,14 @@ class Encoder:
         encode = map_units if len(units) > 1 else map
         work = _timed(partial(self._encode_unit, queries=queries))
         at_once = 1 if encode is map else self.concurrency.threads
-        for unit, (encoded, seconds) in zip(units, encode(work, parts), strict=True):
+        first: dict[bytes, int] = {}
+        for unit, ((encoded, digests), seconds) in zip(units, encode(work, parts), strict=True):
             vectors[unit], n_tokens[unit] = encoded.vectors, encoded.n_tokens
+            # Rounding depends on the batch, so equal inputs of two batches would differ by noise,
+            # which is all that is left where one is subtracted from the other.
+            same = [first.setdefault(key, index) for key, index in zip(digests, unit, strict=True)]
+            if same != unit:
+                vectors[unit] = vectors[same]
             computed += encoded.n_computed
             if bar is not None:
                 size = sum(inputs[index].size for index in unit)
@@ -297,7 +306,10 @@ class Encoder:
         cuts = self.identity.long_texts == "cut"
         return (n_tokens > self.identity.max_length) & cuts
 
-    def _encode_unit(self, inputs: Sequence[EncoderInput], queries: Queries) -> Encoded:
+    def _encode_unit(
+        self, inputs: Sequence[EncoderInput], queries: Queries
+    ) -> tuple[Encoded, list[bytes]]:
+        """Return the vectors of a unit, and a digest of all that each of them is computed from."""
         # All of a unit have a router, or none has.
         groups = grouped(inputs) or [[place] for place in range(len(inputs))]
         windows = self._windows([inputs[places[0]] for places in groups])
@@ -313,12 +325,17 @@ class Encoder:
         found, computed = self._run(rows, routes)
         vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
         n_tokens = np.empty(len(inputs), dtype=np.int32)
+        digests = [b""] * len(inputs)
         all_of = iter(np.concatenate(found))
         for places, own in zip(groups, windows, strict=True):
+            read_tokens = [(row.ids, row.first, row.last, row.second) for row in own]
+            for place in places:
+                computed_from = repr((read_tokens, inputs[place].router)).encode()
+                digests[place] = digest_bytes(computed_from, size=_DIGEST_BYTES)
             by_window = [[next(all_of) for _ in places] for _ in own]
             vectors[places] = self._averaged([np.stack(part) for part in by_window])
             n_tokens[places] = own[0].n_tokens
-        return Encoded(vectors, n_tokens, self._cut(n_tokens), computed)
+        return Encoded(vectors, n_tokens, self._cut(n_tokens), computed), digests
 
     def _queries(self, inputs: Sequence[EncoderInput]) -> list[Query]:
         """Return plain inputs as routers, each the mean of its windows."""

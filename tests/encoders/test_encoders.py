@@ -13,6 +13,7 @@ import torch
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import load_encoder
 from llmcond.encoders.engine.pooling import mean
+from llmcond.encoders.spec import Router
 from llmcond.errors import LlmcondError, UserError
 
 FORMAT = "Instruct: {instruction}\nQuery: {text}"
@@ -101,6 +102,28 @@ def test_repeated_texts_get_equal_vectors(tiny):
     vectors = tiny.encode(plain(["red hat", "two dogs", "red hat", "red hat"]))
     np.testing.assert_array_equal(vectors[[2, 3]], vectors[[0, 0]])
     assert np.abs(vectors[0] - vectors[1]).max() > 0.01
+
+
+def test_inputs_of_equal_tokens_get_equal_vectors_in_any_batch(tiny_checkpoint):
+    # In bfloat16 the rounding of an input depends on its batch.
+    encoder = load_encoder(
+        str(tiny_checkpoint()), dtype="bfloat16", device="cpu", max_tokens_per_batch=64
+    )
+    spaces = [f"{' ' * n}red hat" for n in range(300)]  # of other lengths: in two units
+    rest = [" ".join(["dog"] * (n % 40 + 1)) for n in range(300)]
+    vectors = encoder.encode(plain([*spaces, *rest]))
+    assert len(np.unique(vectors[:300], axis=0)) == 1
+    assert len(np.unique(vectors[300:], axis=0)) == 40
+
+
+def test_inputs_of_equal_tokens_under_other_routers_stay_apart(tiny):
+    chosen = [("red", 1.0), ("red", 0.5), ("dog", 1.0), ("red", 1.0)]
+    routers = [Router(text, temperature, False, True) for text, temperature in chosen]
+    texts = ["a red hat", "a red hat", "a red hat", " a  red hat"]
+    items = [EncoderInput("", text, router=own) for text, own in zip(texts, routers, strict=True)]
+    vectors = tiny.encode(items)
+    np.testing.assert_array_equal(vectors[0], vectors[3])
+    assert len(np.unique(vectors, axis=0)) == 3
 
 
 def test_no_inputs_give_an_empty_array(tiny):
