@@ -205,7 +205,6 @@ def claim(folder: Path, name: str) -> Iterator[bool]:
     lock = FileLock(path, thread_local=False)
     try:
         with _gate(folder):
-            _remove_left(folder)
             lock.acquire(blocking=False)
     except Timeout:
         yield False
@@ -218,12 +217,17 @@ def claim(folder: Path, name: str) -> Iterator[bool]:
             path.unlink(missing_ok=True)
 
 
-def _remove_left(claims: Path) -> None:
-    """Remove the claims of processes that were killed; the gate is held."""
-    for path in claims.glob("*.lock"):
-        lock = FileLock(path)
-        with suppress(Timeout), lock.acquire(blocking=False):
-            path.unlink(missing_ok=True)
+def remove_abandoned_claims(folder: Path) -> None:
+    """Remove the files of claims whose processes were killed.
+
+    This tries the lock of every claim, so a process that makes many claims calls it once.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with _gate(folder):
+        for path in folder.glob("*.lock"):
+            lock = FileLock(path)
+            with suppress(Timeout), lock.acquire(blocking=False):
+                path.unlink(missing_ok=True)
 
 
 @contextmanager

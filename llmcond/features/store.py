@@ -47,6 +47,7 @@ from llmcond.features.location import (
     claim,
     locate,
     locked,
+    remove_abandoned_claims,
     without_panic,
 )
 from llmcond.files import check_format
@@ -111,6 +112,8 @@ class FeatureStore:
         self._index = KeyIndex()
         self._truncated = np.zeros(0, dtype=np.bool_)
         self._is_alone = True
+        # Perhaps: those of processes that were killed before.
+        self._has_abandoned_claims = True
         newest = self._reading(self._location.newest)
         description = self._location.description(newest)
         if description is not None:
@@ -462,7 +465,11 @@ class FeatureStore:
         or with the process, however it ends.
         """
         self._location.prepare()
-        with claim(self.folder / "claims", name) as mine:
+        claims = self.folder / "claims"
+        if self._has_abandoned_claims:
+            self._has_abandoned_claims = False
+            remove_abandoned_claims(claims)
+        with claim(claims, name) as mine:
             yield mine
 
 

@@ -441,18 +441,27 @@ def test_a_claim_may_end_in_another_thread(store):
         assert mine
 
 
-def test_claims_that_a_kill_left_are_removed_and_others_stay(store):
+def test_claims_that_a_kill_left_are_removed_and_others_stay(tmp_path, store):
     append(store, [0])
     with store.claim("mine") as mine:
         assert mine
         claims = store.folder / "claims"
         (claims / "left.lock").touch()
-        with store.claim("other") as other:
+        second = FeatureStore(tmp_path, IDENTITY, "float32")
+        with second.claim("other") as other:
             assert other
             assert {path.name for path in claims.glob("*.lock")} == {"mine.lock", "other.lock"}
-        with store.claim("mine") as again:
+        with second.claim("mine") as again:
             assert not again
     assert list(claims.glob("*.lock")) == []
+
+
+def test_the_locks_of_others_are_tried_once_whatever_the_number_of_claims(store):
+    with store.claim("first"):
+        abandoned = store.folder / "claims" / "abandoned.lock"
+        abandoned.touch()
+        with store.claim("second"):
+            assert abandoned.exists()
 
 
 def test_claims_leave_no_files_behind(store):
