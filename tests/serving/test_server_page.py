@@ -26,6 +26,13 @@ def test_it_asks_nobody_else_and_runs_its_own_script_only(client):
     assert not re.findall(r"(?:src|href)=[\"'](?!#|data:)", text)
 
 
+def test_an_index_without_conditions_has_a_page(tiny_run, tmp_path):
+    index = Index.build(tmp_path / "i", ["two men play"], run=tiny_run, device="cpu")
+    with served(ServedModel(index.embedder, None, index)) as (client, _):
+        page = client.get("/").body.decode()
+    assert '<input name="condition" required list="conditions" value="">' in page
+
+
 def test_a_browser_compares_embeds_and_searches_with_a_key(browser, tiny_run, tmp_path):
     from axe_playwright_python.sync_playwright import Axe
 
