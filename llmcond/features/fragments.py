@@ -6,7 +6,9 @@ the first fragment by itself, and Lance refuses two that change one fragment at 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import lance
@@ -31,6 +33,8 @@ _LARGEST_PART = 8
 #: or already holds so many rows, or bytes: to rewrite large ones takes who commits longer than
 #: many who encode take to write them.
 _FULL_ROWS, _FULL_BYTES = 32_768, 2**25
+#: What a kill leaves of a transaction or a version that Lance was writing.
+_STAGED = re.compile(r"\.tmp\w+|.+\.manifest#\d+")
 #: Bounds the memory that merging takes.
 _MERGE_BATCH = 1_024
 
@@ -160,6 +164,17 @@ class Target(NamedTuple):
         rows = self.dataset.scanner(fragments=last, batch_size=_MERGE_BATCH, batch_readahead=4)
         merged = self._append(rows.to_reader())
         return self.commit(merged, [own.fragment_id for own in last])
+
+
+def remove_staged_files(folder: Path) -> None:
+    """Remove what killed processes left of a dataset's metadata that they were writing.
+
+    Lance's own clean-up passes over these files. Nobody may be committing.
+    """
+    for name in ("_transactions", "_versions"):
+        for path in (folder / name).glob("*"):
+            if _STAGED.fullmatch(path.name):
+                path.unlink(missing_ok=True)
 
 
 def mergeable(rows: Sequence[int], row_bytes: float) -> int:

@@ -36,6 +36,7 @@ from llmcond.features.fragments import (
     StoreDtype,
     Target,
     mergeable,
+    remove_staged_files,
     row_bytes,
     rows_schema,
     rows_table,
@@ -350,6 +351,8 @@ class FeatureStore:
         # Without locks that hold for everyone, only after the days that Lance leaves it.
         alone = not self._location.shared and not self._is_being_written()
         dataset.cleanup_old_versions(retain_versions=_KEPT_VERSIONS, delete_unverified=alone)
+        if alone:
+            remove_staged_files(Path(self._location.uri))
 
     def _rows_of(self, path: str) -> pa.Table:
         own = f"{self._location.uri}/{path}"

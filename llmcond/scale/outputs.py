@@ -27,7 +27,7 @@ from pyarrow import fs
 
 from llmcond.data.places import is_remote, lance_options, open_place, why
 from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full
-from llmcond.features.fragments import PreemptedError, Target
+from llmcond.features.fragments import PreemptedError, Target, remove_staged_files
 from llmcond.files import replacing, write_json
 
 #: What made the rows, beside them.
@@ -440,3 +440,5 @@ class LanceOutput(Output):
             dataset.cleanup_old_versions(
                 retain_versions=_KEPT_VERSIONS, delete_unverified=not self._remote
             )
+        if not self._remote:
+            remove_staged_files(self._folder)

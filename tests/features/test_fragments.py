@@ -78,8 +78,13 @@ def test_what_a_kill_left_is_removed_by_the_next_one_that_writes(store):
     with store.writing():
         written(store, range(8, 20))
     assert len(files(store)) == len(committed) + 1
+    dataset = store.folder / "vectors.lance"
+    staged = [dataset / "_transactions" / ".tmp5iRQOd", dataset / "_versions" / "9.manifest#1"]
+    for path in staged:
+        path.touch()
     with store.writing():
         assert files(store) == committed
+        assert [path for path in staged if path.exists()] == []
     check_whole(store, 8)
     assert list((store.folder / "claims").glob("*.lock")) == []
 

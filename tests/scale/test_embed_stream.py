@@ -23,6 +23,8 @@ from llmcond.scale import outputs
 from llmcond.workflows import embed_stream
 
 OUTPUTS = ["out", "out.lance"]
+#: Files of Lance that a kill within a commit leaves.
+STAGED = [("_transactions", ".tmp5iRQOd"), ("_versions", "18446744073709551614.manifest#1")]
 
 
 @pytest.fixture
@@ -219,6 +221,16 @@ def test_a_record_that_was_only_half_written_is_no_hindrance(capsys, fitted, sou
         Path(out, name).touch()
     assert ok(capsys, *embed(out, fitted))["rows"] == 250
     assert not Path(out, "._llmcond.json.2fdf50ec").exists()
+
+
+def test_what_a_kill_left_of_a_commit_is_removed(capsys, fitted, source):
+    ok(capsys, *embed("out.lance", fitted))
+    staged = [Path("out.lance", *own) for own in STAGED]
+    for path in staged:
+        path.touch()
+    assert ok(capsys, *embed("out.lance", fitted))["rows"] == 250
+    assert [path for path in staged if path.exists()] == []
+    assert len(table("out.lance")) == 250
 
 
 def change_record(out, **changes):
