@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from llmcond.version import __version__
 
 if TYPE_CHECKING:
+    from llmcond.clustering.result import Clustering, ClusterResult
     from llmcond.commands.analyse import analyse
     from llmcond.commands.annotate import annotate
     from llmcond.commands.bench import bench
@@ -30,33 +31,74 @@ if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder, load_encoder
     from llmcond.encoders.spec import EncoderInput
     from llmcond.errors import LlmcondError, UserError
+    from llmcond.evaluation.results import ComparedResult, Result, Results, SweptResult
+    from llmcond.exporting.exported import ExportResult
     from llmcond.heads.estimator import Head
     from llmcond.integrations.sentence_transformers import load_sentence_transformer
+    from llmcond.metrics import Estimate
     from llmcond.plugins import register
     from llmcond.runs.completer import Completer, Completion, load_completer
     from llmcond.runs.cross import CrossEncoder, load_cross_encoder
     from llmcond.runs.embedder import Embedder, load_embedder
-    from llmcond.runs.features import load_features
-    from llmcond.runs.replies import Candidates, DialogueModel, Talk, load_dialogue
+    from llmcond.runs.features import PairFeatures, load_features
+    from llmcond.runs.replies import Candidates, DialogueModel, Reply, Talk, load_dialogue
     from llmcond.search.hits import Hits
     from llmcond.search.index import Index
+    from llmcond.serving.server import ServeResult
     from llmcond.tasks import Task
+    from llmcond.workflows.account import TrainingResult
+    from llmcond.workflows.analyse import AnalysisResult
+    from llmcond.workflows.annotate import AnnotationResult
+    from llmcond.workflows.bench import Benchmark
+    from llmcond.workflows.compare import Comparison
+    from llmcond.workflows.complete import Completions
+    from llmcond.workflows.embed import EmbedResult
+    from llmcond.workflows.extract import ExtractResult
+    from llmcond.workflows.fit import FittedResult
+    from llmcond.workflows.plan import ExtractionPlan
+    from llmcond.workflows.push import PushResult
+    from llmcond.workflows.reply import Replies
+    from llmcond.workflows.sweep import SweepResult
 
 __all__ = [
+    "AnalysisResult",
+    "AnnotationResult",
+    "Benchmark",
     "Candidates",
+    "ClusterResult",
+    "Clustering",
+    "ComparedResult",
+    "Comparison",
     "Completer",
     "Completion",
+    "Completions",
     "CrossEncoder",
     "DialogueModel",
+    "EmbedResult",
     "Embedder",
     "Encoder",
     "EncoderInput",
+    "Estimate",
+    "ExportResult",
+    "ExtractResult",
+    "ExtractionPlan",
+    "FittedResult",
     "Head",
     "Hits",
     "Index",
     "LlmcondError",
+    "PairFeatures",
+    "PushResult",
+    "Replies",
+    "Reply",
+    "Result",
+    "Results",
+    "ServeResult",
+    "SweepResult",
+    "SweptResult",
     "Talk",
     "Task",
+    "TrainingResult",
     "UserError",
     "__version__",
     "analyse",
@@ -88,20 +130,44 @@ __all__ = [
 
 #: Where names are that are no verbs; a verb is in the module of its command.
 _HOMES = {
+    "AnalysisResult": "llmcond.workflows.analyse",
+    "AnnotationResult": "llmcond.workflows.annotate",
+    "Benchmark": "llmcond.workflows.bench",
     "Candidates": "llmcond.runs.replies",
+    "ClusterResult": "llmcond.clustering.result",
+    "Clustering": "llmcond.clustering.result",
+    "ComparedResult": "llmcond.evaluation.results",
+    "Comparison": "llmcond.workflows.compare",
     "Completer": "llmcond.runs.completer",
     "Completion": "llmcond.runs.completer",
+    "Completions": "llmcond.workflows.complete",
     "CrossEncoder": "llmcond.runs.cross",
     "DialogueModel": "llmcond.runs.replies",
+    "EmbedResult": "llmcond.workflows.embed",
     "Embedder": "llmcond.runs.embedder",
     "Encoder": "llmcond.encoders.encoder",
     "EncoderInput": "llmcond.encoders.spec",
+    "Estimate": "llmcond.metrics",
+    "ExportResult": "llmcond.exporting.exported",
+    "ExtractResult": "llmcond.workflows.extract",
+    "ExtractionPlan": "llmcond.workflows.plan",
+    "FittedResult": "llmcond.workflows.fit",
     "Head": "llmcond.heads.estimator",
     "Hits": "llmcond.search.hits",
     "Index": "llmcond.search.index",
     "LlmcondError": "llmcond.errors",
+    "PairFeatures": "llmcond.runs.features",
+    "PushResult": "llmcond.workflows.push",
+    "Replies": "llmcond.workflows.reply",
+    "Reply": "llmcond.runs.replies",
+    "Result": "llmcond.evaluation.results",
+    "Results": "llmcond.evaluation.results",
+    "ServeResult": "llmcond.serving.server",
+    "SweepResult": "llmcond.workflows.sweep",
+    "SweptResult": "llmcond.evaluation.results",
     "Talk": "llmcond.runs.replies",
     "Task": "llmcond.tasks",
+    "TrainingResult": "llmcond.workflows.account",
     "UserError": "llmcond.errors",
     "load_completer": "llmcond.runs.completer",
     "load_cross_encoder": "llmcond.runs.cross",

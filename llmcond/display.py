@@ -49,6 +49,16 @@ class Displayed:
         return heading + "".join(_html(name, rows) for name, rows in tables.items())
 
 
+class DisplayedDict(Displayed, dict[str, Any]):
+    """A result that is the dictionary which ``--json`` prints."""
+
+    __slots__ = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        return dict(self)
+
+
 def _split(
     values: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Sequence[Mapping[str, Any]]]]:

@@ -1,7 +1,7 @@
 """Results show themselves: one line in a terminal, tables in notebooks."""
 
-import ast
-import importlib
+import inspect
+import pickle
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -11,16 +11,13 @@ from typing import Any
 import pytest
 
 import llmcond
+from llmcond import AnalysisResult, PushResult
 from llmcond.display import Displayed
 from llmcond.search.hits import Hits
-from llmcond.workflows.embed import Embedded
+from llmcond.workflows.embed import EmbedResult
 
-#: The functions that commands are, less those that return dictionaries.
-VERBS = [
-    name
-    for name in llmcond.__all__
-    if find_spec(f"llmcond.commands.{name}") and name not in ("analyse", "push")
-]
+#: The functions that commands are.
+VERBS = [name for name in llmcond.__all__ if find_spec(f"llmcond.commands.{name}")]
 
 
 def hits(n: int) -> Hits:
@@ -33,8 +30,8 @@ def test_a_result_is_one_line_in_a_terminal():
         "Hits(query='beach', conditions={'the place': 1.0}, searched=1, exact=True, "
         "results=<1 row>)"
     )
-    assert repr(Embedded(Path("a.npy"), 3, 4, "none", "x" * 1000)).endswith("…)")
-    assert len(repr(Embedded(Path("a" * 300), 3, 4, "m" * 300, "x" * 300))) < 300
+    assert repr(EmbedResult(Path("a.npy"), 3, 4, "none", "x" * 1000)).endswith("…)")
+    assert len(repr(EmbedResult(Path("a" * 300), 3, 4, "m" * 300, "x" * 300))) < 300
     assert "\n" not in repr(hits(1000))
 
 
@@ -64,24 +61,25 @@ def test_what_has_names_is_a_table_as_well_and_what_is_unknown_is_left_out():
     assert "cost" not in html
 
 
-def returned(verb: str) -> list[type]:
-    """Return the classes in the annotation of what a verb returns."""
-    module = importlib.import_module(f"llmcond.commands.{verb}")
-    tree = ast.parse(Path(module.__file__).read_text("utf-8"))
-    sources = {
-        alias.name: node.module
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    names = re.findall(r"\w+", str(getattr(llmcond, verb).__signature__.return_annotation))
-    return [getattr(importlib.import_module(sources[n]), n) for n in names if n in sources]
+def returned(function: Any) -> list[type]:
+    """Return the classes in the annotation of what a function returns; all of them are public."""
+    names = re.findall(r"\w+", str(inspect.signature(function).return_annotation))
+    return [getattr(llmcond, name) for name in names if name not in ("None", "list")]
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_what_every_verb_returns_shows_itself(verb):
-    classes = returned(verb)
+    classes = returned(getattr(llmcond, verb))
     assert classes
     for cls in classes:
         assert issubclass(cls, Displayed), cls
         assert cls.__repr__ is Displayed.__repr__
+
+
+@pytest.mark.parametrize("cls", [AnalysisResult, PushResult])
+def test_a_result_that_is_a_dictionary_shows_itself_as_others_do(cls):
+    result = cls(split="dev", files=[{"name": "a<b", "size": 1}])
+    assert dict(result) == result.to_json()
+    assert repr(result) == f"{cls.__name__}(split='dev', files=<1 row>)"
+    assert "a&lt;b" in result._repr_html_()
+    assert pickle.loads(pickle.dumps(result)) == result

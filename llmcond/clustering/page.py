@@ -11,7 +11,7 @@ import numpy as np
 
 from llmcond.clustering.methods import NOISE, Vectors, sample
 from llmcond.clustering.plane import places
-from llmcond.clustering.result import Clustered, Clustering
+from llmcond.clustering.result import Clustering, ClusterResult
 from llmcond.clustering.scores import METRICS
 from llmcond.clustering.tables import figures, headings, starts_text
 from llmcond.log import log
@@ -68,7 +68,7 @@ class Drawing:
         }
 
 
-def write_page(result: Clustered, drawing: Drawing, path: Path) -> None:
+def write_page(result: ClusterResult, drawing: Drawing, path: Path) -> None:
     """Write the page of a result."""
     scored = [(one.title, one.scores) for one in result.clusterings if one.scores is not None]
     log.info(f"drawing a map of {len(drawing.texts):,} texts")
@@ -101,7 +101,7 @@ def _crossing(first: Clustering, second: Clustering) -> tuple[Clustering, Cluste
     return first, second, counts.tolist()
 
 
-def _made(result: Clustered) -> dict[str, str]:
+def _made(result: ClusterResult) -> dict[str, str]:
     """Return what made the page, in words."""
     guide = result.guide and ", ".join(f"{name}: {n:,}" for name, n in result.guide.items())
     return {

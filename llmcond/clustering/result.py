@@ -65,7 +65,7 @@ class Clustering(Displayed):
 
 
 @dataclass(frozen=True)
-class Clustered(Displayed):
+class ClusterResult(Displayed):
     """Clusters of texts under each condition, and what made them.
 
     Attributes:

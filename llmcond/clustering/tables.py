@@ -6,7 +6,7 @@ from rich import box
 from rich.table import Table
 
 from llmcond.clustering.methods import NOISE, STARTS
-from llmcond.clustering.result import Clustered, Clustering
+from llmcond.clustering.result import Clustering, ClusterResult
 from llmcond.clustering.scores import METRICS, Scores
 from llmcond.report.format import INTERVALS, estimate_text, factors_text, range_text
 from llmcond.report.terminal import add_figures, plain, show
@@ -15,7 +15,7 @@ from llmcond.report.terminal import add_figures, plain, show
 _SHOWN, _CHARACTERS = 20, 80
 
 
-def show_clusters(result: Clustered, form: str = "table") -> None:
+def show_clusters(result: ClusterResult, form: str = "table") -> None:
     """Print the clusters under each condition, and how they agree with known labels."""
     for one in result.clusterings:
         show(_clusters(one), form)
@@ -62,7 +62,7 @@ def headings(base_name: str) -> list[str]:
     return [text for metric in METRICS for text in (metric.heading, base_name, "difference")]
 
 
-def starts_text(result: Clustered) -> str:
+def starts_text(result: ClusterResult) -> str:
     """Return what a title says of the starts that figures of K-means depend on."""
     if result.method != "kmeans":
         return ""

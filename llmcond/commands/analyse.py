@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from llmcond.commands.base import verb
 from llmcond.commands.shared import InRun
 from llmcond.options import option
 from llmcond.workflows.options import WithSplit
+
+if TYPE_CHECKING:
+    from llmcond.workflows.analyse import AnalysisResult
 
 Analysis = Literal["isotropy", "clusters", "conditions", "norms", "examples"]
 
@@ -32,7 +35,7 @@ class Analyse(InRun, WithSplit):
     top: int = option(5, metavar="N", help="number of rows to list whose similarity changed most")
     seed: int = option(0, metavar="S", help="seed of everything random")
 
-    def execute(self) -> dict[str, Any]:
+    def execute(self) -> AnalysisResult:
         """Analyse."""
         from llmcond.workflows.analyse import ANALYSES, analyse
 
@@ -45,7 +48,7 @@ class Analyse(InRun, WithSplit):
             n_sentences=self.sentences,
         )
 
-    def show(self, result: dict[str, Any], form: str) -> None:
+    def show(self, result: AnalysisResult, form: str) -> None:
         """Print a table for each analysis."""
         from llmcond.report.analyses import show_analyses
 

@@ -14,7 +14,7 @@ from llmcond.options import option
 from llmcond.workflows.options import Split
 
 if TYPE_CHECKING:
-    from llmcond.workflows.annotate import Annotated
+    from llmcond.workflows.annotate import AnnotationResult
 
 _SERVER = "server"
 _PROPOSE = "texts without pairs"
@@ -84,7 +84,7 @@ class Annotate(WithColumns):
         help="further fields of requests, such as temperature=0.7 max_tokens=300",
     )
 
-    def execute(self) -> Annotated:
+    def execute(self) -> AnnotationResult:
         """Rate."""
         data = data_options(self)
         from llmcond.annotation.asking import Prices
@@ -100,7 +100,7 @@ class Annotate(WithColumns):
             prices=Prices(self.price_in, self.price_out),
         )
 
-    def show(self, result: Annotated, form: str) -> None:
+    def show(self, result: AnnotationResult, form: str) -> None:
         """Print how far people's ratings agree, where there are any."""
         if result.agreement is not None:
             from llmcond.report.agreement import show_agreement

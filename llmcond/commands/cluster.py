@@ -13,7 +13,7 @@ from llmcond.data.readers import FILES
 from llmcond.options import option
 
 if TYPE_CHECKING:
-    from llmcond.clustering.result import Clustered
+    from llmcond.clustering.result import ClusterResult
 
 
 def _clusters(text: str) -> int | str:
@@ -77,7 +77,7 @@ class Cluster(WithEmbedder):
     )
     seed: int = option(0, metavar="S", help="random seed of K-means, sampling and the map")
 
-    def execute(self) -> Clustered:
+    def execute(self) -> ClusterResult:
         """Cluster."""
         check_source(self.texts)
         check_source(self.guide)
@@ -85,7 +85,7 @@ class Cluster(WithEmbedder):
 
         return self.call(cluster, run_folder=self.folder())
 
-    def show(self, result: Clustered, form: str) -> None:
+    def show(self, result: ClusterResult, form: str) -> None:
         """Print the clusters, and how well they agree with known labels."""
         from llmcond.clustering.tables import show_clusters
 

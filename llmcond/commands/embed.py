@@ -14,7 +14,7 @@ from llmcond.errors import UserError
 from llmcond.options import option
 
 if TYPE_CHECKING:
-    from llmcond.workflows.embed import Embedded
+    from llmcond.workflows.embed import EmbedResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Embed(WithEmbedder, WithScale):
         True, help="unit L2 norm, so that inner products are cosines; --no-normalize keeps norms"
     )
 
-    def execute(self) -> Embedded:
+    def execute(self) -> EmbedResult:
         """Embed."""
         cluster = self.cluster()
         check_source(self.source)

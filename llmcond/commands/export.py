@@ -12,7 +12,7 @@ from llmcond.commands.shared import WithEmbedder
 from llmcond.options import option
 
 if TYPE_CHECKING:
-    from llmcond.exporting.exported import Exported
+    from llmcond.exporting.exported import ExportResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +33,13 @@ class Export(WithEmbedder):
         (), metavar="C", repeat=True, help="may be repeated (default: any condition)"
     )
 
-    def execute(self) -> Exported:
+    def execute(self) -> ExportResult:
         """Export."""
         from llmcond.exporting.export import export_model
 
         return self.call(export_model, run_folder=self.folder())
 
-    def show(self, result: Exported, form: str) -> None:
+    def show(self, result: ExportResult, form: str) -> None:
         """Say what it is, how it was tried out, and what to know of it."""
         from llmcond.log import log
 

@@ -13,8 +13,8 @@ from llmcond.errors import UserError
 from llmcond.options import option
 
 if TYPE_CHECKING:
-    from llmcond.workflows.extract import Extracted
-    from llmcond.workflows.plan import Planned
+    from llmcond.workflows.extract import ExtractResult
+    from llmcond.workflows.plan import ExtractionPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Extract(InRun, WithTask, WithEncoder, WithScale):
         "on this one)",
     )
 
-    def execute(self) -> Extracted | Planned:
+    def execute(self) -> ExtractResult | ExtractionPlan:
         """Extract, or tell what would be."""
         data = data_options(self)
         cluster = self.cluster()
@@ -85,12 +85,12 @@ class Extract(InRun, WithTask, WithEncoder, WithScale):
 
         return self.call(extract, **given)
 
-    def show(self, result: Extracted | Planned, form: str) -> None:
+    def show(self, result: ExtractResult | ExtractionPlan, form: str) -> None:
         """Print a plan; what was extracted was told while it was."""
         if self.plan:
             from llmcond.report.terminal import listing, show
 
-            show(listing(cast("Planned", result).rows()), form)
+            show(listing(cast("ExtractionPlan", result).rows()), form)
 
 
 extract = verb(Extract)

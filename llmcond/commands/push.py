@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from llmcond.commands.base import verb
 from llmcond.commands.shared import InRun
 from llmcond.options import option
+
+if TYPE_CHECKING:
+    from llmcond.workflows.push import PushResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +28,7 @@ class Push(InRun):
         None, metavar="BRANCH", help="created if it does not exist (default: main)"
     )
 
-    def execute(self) -> dict[str, Any]:
+    def execute(self) -> PushResult:
         """Upload."""
         from llmcond.workflows.push import push_to_hub
 

@@ -12,7 +12,7 @@ from llmcond.options import option
 from llmcond.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from llmcond.serving.server import Stopped
+    from llmcond.serving.server import ServeResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Serve(WithEmbedder, ServerSettings):
         None, metavar="C", help="of requests that name none (default: such are refused)"
     )
 
-    def execute(self) -> Stopped:
+    def execute(self) -> ServeResult:
         """Serve until SIGTERM or Ctrl-C."""
         from llmcond.serving.server import serve
 

@@ -14,7 +14,7 @@ from llmcond.finetune.settings import StageSettings
 from llmcond.options import option
 
 if TYPE_CHECKING:
-    from llmcond.workflows.account import Trained
+    from llmcond.workflows.account import TrainingResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class TrainCross(StageSettings, Training):
     )
     seed: int = option(0, metavar="S", help="seed of everything random")
 
-    def execute(self) -> Trained:
+    def execute(self) -> TrainingResult:
         """Train."""
         data = data_options(self)
         from llmcond.workflows.cross import train_cross

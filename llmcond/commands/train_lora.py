@@ -12,7 +12,7 @@ from llmcond.finetune.settings import StageSettings
 from llmcond.workflows.options import HeadChoice, TeacherOptions
 
 if TYPE_CHECKING:
-    from llmcond.workflows.account import Trained
+    from llmcond.workflows.account import TrainingResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class TrainLora(HeadChoice, StageSettings, TeacherOptions, Training):
     example: ClassVar[str] = "llmcond train-lora --model minilm --head none --run runs/tuned"
     if_interrupted: ClassVar[str] = RESUMES
 
-    def execute(self) -> Trained:
+    def execute(self) -> TrainingResult:
         """Train."""
         data = data_options(self)
         from llmcond.workflows.finetune import train_lora

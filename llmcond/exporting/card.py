@@ -13,13 +13,13 @@ from llmcond.report.card import code, code_block, fenced
 from llmcond.system import versions
 
 if TYPE_CHECKING:
-    from llmcond.exporting.exported import Exported
+    from llmcond.exporting.exported import ExportResult
 
 _TEXTS = '["A man rides a horse.", "A girl cycles."]'
 
 
 def write_card(
-    folder: Path, made: Exported, checkpoint: Checkpoint, view: View, command: str
+    folder: Path, made: ExportResult, checkpoint: Checkpoint, view: View, command: str
 ) -> None:
     """Write README.md: what it is, how it is used, and what made it."""
     from huggingface_hub import ModelCardData
@@ -66,7 +66,7 @@ def write_card(
     write_text(folder / "README.md", "\n\n".join(lines) + "\n")
 
 
-def _use(made: Exported) -> str:
+def _use(made: ExportResult) -> str:
     load, argument = "from sentence_transformers import SentenceTransformer", ""
     model = 'SentenceTransformer("FOLDER")  # where this card lies'
     if made.chosen_by == "any":

@@ -18,7 +18,7 @@ from llmcond.encoders.loading.architecture import quiet
 from llmcond.encoders.spec import Dtype
 from llmcond.errors import LlmcondError, UserError, brief
 from llmcond.exporting.card import write_card
-from llmcond.exporting.exported import Chooses, Exported
+from llmcond.exporting.exported import Chooses, ExportResult
 from llmcond.exporting.modules import (
     NotPlainError,
     Plain,
@@ -48,7 +48,7 @@ def export_model(
     head: str | None = None,
     prompt: str | None = None,
     device: str = "auto",
-) -> Exported:
+) -> ExportResult:
     """Write an embedder as a folder that sentence-transformers loads.
 
     Arguments as in :class:`llmcond.commands.export.Export`.
@@ -86,7 +86,9 @@ def _check(out: Path, conditions: Sequence[str]) -> None:
 # -- one condition, or several -----------------------------------------------------------------
 
 
-def _write_plain(run: Path, out: Path, embedder: Embedder, conditions: Sequence[str]) -> Exported:
+def _write_plain(
+    run: Path, out: Path, embedder: Embedder, conditions: Sequence[str]
+) -> ExportResult:
     ran, dtype = embedder.encoder.identity.dtype, _exported_type(embedder)
     about = {**describe(embedder), "dtype": ran}
     usual = _tried(embedder, conditions[0]) if ran != dtype else None
@@ -105,7 +107,7 @@ def _write_plain(run: Path, out: Path, embedder: Embedder, conditions: Sequence[
     with making(out) as folder:
         modules = write_modules(folder, resolved, tokenizer, made, route=chosen_by == "task")
         _write_settings(folder, *_prompts(made, chosen_by))
-        found = Exported(out, conditions, chosen_by, modules, dtype, dim, None, notes, about)
+        found = ExportResult(out, conditions, chosen_by, modules, dtype, dim, None, notes, about)
         write_card(folder, found, resolved.checkpoint, embedder.view, _command(run, found))
         if _installed():
             got = _loaded(folder, chosen_by, conditions)
@@ -210,7 +212,7 @@ def _write_settings(folder: Path, prompts: Mapping[str, str], default: str | Non
 # -- any condition -----------------------------------------------------------------------------
 
 
-def _write_any(run: Path, out: Path, embedder: Embedder) -> Exported:
+def _write_any(run: Path, out: Path, embedder: Embedder) -> ExportResult:
     wanted = {"the place": _tried(embedder, "the place")}
     dtype, dim = embedder.encoder.identity.dtype, embedder.dim
     modules, notes = [_MODULE.rpartition(".")[2]], []
@@ -223,7 +225,7 @@ def _write_any(run: Path, out: Path, embedder: Embedder) -> Exported:
             "trust_remote_code=True, its word for modules of other packages (llmcond's here, no "
             "code lies in the folder)."
         )
-        found = Exported(out, [], "any", modules, dtype, dim, None, notes, describe(embedder))
+        found = ExportResult(out, [], "any", modules, dtype, dim, None, notes, describe(embedder))
         checkpoint = embedder.encoder.resolved.checkpoint
         write_card(folder, found, checkpoint, embedder.view, _command(run, found))
         if _installed():
@@ -294,7 +296,7 @@ def _compare(got: Mapping[str, Vectors], wanted: Mapping[str, Vectors], dtype: D
     return most
 
 
-def _command(run: Path, found: Exported) -> str:
+def _command(run: Path, found: ExportResult) -> str:
     """Return the command that made an export, without paths of this machine."""
     words = ["llmcond", "export", "--format", "sentence-transformers", "--out", found.out.name]
     words += ["--run", run.name, "--head", str(found.about["head"])]

@@ -15,7 +15,7 @@ Chooses = Literal["fixed", "prompt_name", "task", "any"]
 
 
 @dataclass(frozen=True)
-class Exported(Displayed):
+class ExportResult(Displayed):
     """What was written.
 
     Attributes:

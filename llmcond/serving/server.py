@@ -21,7 +21,7 @@ from llmcond.serving.settings import ServerSettings, read_keys
 
 
 @dataclass(frozen=True)
-class Stopped(Displayed):
+class ServeResult(Displayed):
     """What a server has done, once it is stopped."""
 
     url: str
@@ -44,7 +44,7 @@ def serve(
     index: Path | None = None,
     condition: str | None = None,
     settings: ServerSettings,
-) -> Stopped:
+) -> ServeResult:
     """Serve a model until SIGTERM or Ctrl-C, and answer what was accepted before.
 
     Arguments as in :class:`llmcond.commands.serve.Serve`.
@@ -80,7 +80,7 @@ def serve(
     log.info(
         f"stopped after {duration(seconds)} and {running.server_state.total_requests:,} requests"
     )
-    return Stopped(url, loaded.name, running.server_state.total_requests, round(seconds, 1))
+    return ServeResult(url, loaded.name, running.server_state.total_requests, round(seconds, 1))
 
 
 @contextmanager

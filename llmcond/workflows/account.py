@@ -56,7 +56,7 @@ class _Account:
 
 
 @dataclass(frozen=True)
-class Trained(Displayed):
+class TrainingResult(Displayed):
     """An encoder that was trained, with its head: the run, the head's name, steps and scores."""
 
     record: Mapping[str, Any]

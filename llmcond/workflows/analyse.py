@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from llmcond.arrays import as_matrix
 from llmcond.data.rows import Rows
+from llmcond.display import DisplayedDict
 from llmcond.errors import UserError, install_command
 from llmcond.evaluation.clusters import impurity, project_2d
 from llmcond.evaluation.conditions import (
@@ -34,6 +35,12 @@ from llmcond.runs.predictors import Predictor, Zeroshot, fitted_heads, predict, 
 from llmcond.runs.provenance import provenance
 
 ANALYSES = ("isotropy", "clusters", "conditions", "norms", "examples")
+
+
+class AnalysisResult(DisplayedDict):
+    """Rows of each analysis by its name, the split, and the number of rated rows ``n``."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,7 @@ def analyse(
     n_sentences: int = 20,
     top: int = 5,
     seed: int = 0,
-) -> dict[str, Any]:
+) -> AnalysisResult:
     """Analyse a run's heads, and zero-shot.
 
     Isotropy (CASE, appendix B), impurity of condition clusters (Hyper-CL, section 5.2), seen and
@@ -113,7 +120,7 @@ def analyse(
         "examples": lambda: [_examples(head, data, top) for head in fitted],
     }
     report = {name: done[name]() for name in ANALYSES if name in what}
-    result = {"split": split, "n": len(rated), **report}
+    result = AnalysisResult(split=split, n=len(rated), **report)
     if kept:
         write_json(run.folder / "analyses.json", {**result, "seed": seed, **provenance()})
     return result

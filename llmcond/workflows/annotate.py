@@ -35,7 +35,7 @@ _UNASKED = 100
 
 
 @dataclass(frozen=True)
-class Annotated(Displayed):
+class AnnotationResult(Displayed):
     """What was rated and written.
 
     Attributes:
@@ -108,7 +108,7 @@ def annotate(  # noqa: PLR0913 - each is a choice of the user, by keyword
     concurrency: int = 4,
     prices: Prices = Prices(),
     yes: bool = False,
-) -> Annotated:
+) -> AnnotationResult:
     """Write a file of rows rated by a language model, which ``extract`` reads.
 
     Answers are stored beside it as they come, in ``NAME.answers``, a JSON object a line: a call
@@ -161,7 +161,7 @@ def annotate(  # noqa: PLR0913 - each is a choice of the user, by keyword
             f"({journal.path}). Another --seed asks again."
         )
     tokens_in, tokens_out = (_total(asker.asked, name) for name in ("tokens_in", "tokens_out"))
-    return Annotated(
+    return AnnotationResult(
         out=out,
         model=server.model,
         prompt=rate.name,

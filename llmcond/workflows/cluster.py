@@ -24,7 +24,7 @@ from llmcond.clustering.methods import (
     silhouette,
 )
 from llmcond.clustering.page import Drawing, write_page
-from llmcond.clustering.result import Clustered, Clustering, without_condition
+from llmcond.clustering.result import Clustering, ClusterResult, without_condition
 from llmcond.clustering.scores import Scores, score
 from llmcond.data.candidates import (
     Collection,
@@ -66,7 +66,7 @@ def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
     head: str | None = None,
     prompt: str | None = None,
     device: str = "auto",
-) -> Clustered:
+) -> ClusterResult:
     """Group texts under each condition, and write a table of them where ``out`` is given.
 
     Arguments as in :class:`llmcond.commands.cluster.Cluster`.
@@ -106,7 +106,7 @@ def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
         if drawing is not None and condition:
             described = describe(found.texts, plain, beside[0])
             drawing.add(Clustering(name, None, beside[0], described), plain)
-    result = Clustered(
+    result = ClusterResult(
         out=out,
         report=report,
         file=found.file,

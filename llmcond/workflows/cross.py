@@ -24,7 +24,7 @@ from llmcond.runs import complete_run
 from llmcond.runs.cross import KIND, NAME, load_cross_encoder
 from llmcond.runs.run import origin_record
 from llmcond.tasks import Task
-from llmcond.workflows.account import Trained
+from llmcond.workflows.account import TrainingResult
 from llmcond.workflows.last_stage import check_folds, stage_settings, stage_splits
 from llmcond.workflows.trainable import rated_dataset, rated_task, resolve_trainable, tune_settings
 from llmcond.workflows.training import Kept, Parts, RatedJob, resolve_trained, scores_of, train
@@ -47,7 +47,7 @@ def train_cross(  # noqa: PLR0913 - each is a choice of the user, by keyword
     merge: bool = False,
     task: str | None = None,
     last_stage: StageSettings = StageSettings(),
-) -> Trained:
+) -> TrainingResult:
     """Train an encoder, by adapters or whole, to rate [sentence1; sentence2; condition].
 
     Stopped at any step, the same call goes on from the last checkpoint, as ``train_lora`` does.

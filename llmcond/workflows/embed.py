@@ -46,7 +46,7 @@ Vectors = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Embedded(Displayed):
+class EmbedResult(Displayed):
     """What was written: ``rows`` embeddings of size ``dim``; head ``none`` is zero-shot."""
 
     out: Path | str
@@ -154,7 +154,7 @@ def embed_file(  # noqa: PLR0913 - each is a choice of the user, by keyword
     head: str | None = None,
     prompt: str | None = None,
     device: str = "auto",
-) -> Embedded:
+) -> EmbedResult:
     """Write one condition-aware embedding for each row of a file.
 
     Features go through the run's store, so an interrupted call resumes where it stopped, and a
@@ -179,7 +179,7 @@ def embed_file(  # noqa: PLR0913 - each is a choice of the user, by keyword
         write(temporary, texts, dim, chain([first], vectors))
     name = embeddings.head_name
     log.info(f"{len(rows):,} embeddings of {dim} dimensions by {name} -> {out}")
-    return Embedded(out, len(rows), dim, name, embeddings.view.name)
+    return EmbedResult(out, len(rows), dim, name, embeddings.view.name)
 
 
 def _read(

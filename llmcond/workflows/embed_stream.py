@@ -38,7 +38,7 @@ from llmcond.runs.usual import usual_run
 from llmcond.scale.outputs import RECORD, VECTOR, Output, Unit, open_output
 from llmcond.scale.pool import Cluster, actors
 from llmcond.version import __version__
-from llmcond.workflows.embed import Embedded
+from llmcond.workflows.embed import EmbedResult
 
 FORMAT = 1
 #: Rows that are embedded and written together: bounds memory, and what a kill loses.
@@ -238,7 +238,7 @@ def embed_stream(  # noqa: PLR0913 - each is a choice of the user, by keyword
     prompt: str | None = None,
     device: str = "auto",
     cluster: Cluster | None = None,
-) -> Embedded:
+) -> EmbedResult:
     """Write one condition-aware embedding for each row of a source that is read bit by bit.
 
     Units that are there are left out, so that the same call goes on where it stopped.
@@ -282,7 +282,7 @@ def embed_stream(  # noqa: PLR0913 - each is a choice of the user, by keyword
     n, new = sum(part.rows for part in parts), sum(unit.rows for unit in todo)
     there_before = f" ({n - new:,} were there)" if n > new else ""
     log.info(f"{n:,} embeddings of {dim} dimensions by {model.head} -> {out}{there_before}")
-    return Embedded(out, n, dim, model.head, model.view.name)
+    return EmbedResult(out, n, dim, model.head, model.view.name)
 
 
 def _begun(

@@ -22,7 +22,7 @@ from llmcond.heads.pairs import Fit
 from llmcond.log import log
 from llmcond.progress import duration
 from llmcond.runs.saved import chosen_on_dev
-from llmcond.workflows.account import STATE, Trained, finished
+from llmcond.workflows.account import STATE, TrainingResult, finished
 from llmcond.workflows.trainable import has_router
 from llmcond.workflows.training import RatedJob, train, write_account
 
@@ -61,7 +61,7 @@ def check_ensemble(
         raise UserError("members of an ensemble have vectors of unit length. Add --normalize.")
 
 
-def train_ensemble(job: RatedJob, members: Sequence[RatedJob]) -> Trained:
+def train_ensemble(job: RatedJob, members: Sequence[RatedJob]) -> TrainingResult:
     """Train the members one after the other, or go on where that was stopped.
 
     Each goes on as :func:`llmcond.workflows.training.train` does, and is not trained again once it
@@ -77,7 +77,7 @@ def train_ensemble(job: RatedJob, members: Sequence[RatedJob]) -> Trained:
     done = finished(job.folder, job.made_of)
     if done is not None:
         log.info(f"{job.folder} is trained already, with the same settings; nothing is done")
-        return Trained(done)
+        return TrainingResult(done)
     check_writable(job.folder / STATE / "state.safetensors")
     # It says that the folder is an ensemble which is being trained.
     (job.folder / STATE).mkdir(parents=True, exist_ok=True)
@@ -89,8 +89,8 @@ def train_ensemble(job: RatedJob, members: Sequence[RatedJob]) -> Trained:
     from accelerate import PartialState
 
     if not PartialState().is_main_process:
-        return Trained({})
-    return Trained(_together(job, summaries))
+        return TrainingResult({})
+    return TrainingResult(_together(job, summaries))
 
 
 def _together(job: RatedJob, members: Sequence[dict[str, Any]]) -> dict[str, Any]:

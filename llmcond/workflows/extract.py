@@ -43,7 +43,7 @@ D = TypeVar("D", bound=Data)
 
 
 @dataclass(frozen=True)
-class Extracted(Displayed):
+class ExtractResult(Displayed):
     """What :func:`extract` did.
 
     Attributes:
@@ -84,7 +84,7 @@ def extract(
     task: str | None = None,
     cluster: Cluster | None = None,
     store: str | None = None,
-) -> Extracted:
+) -> ExtractResult:
     """Extract the features of a data set under prompts into a run; what is there is not redone.
 
     Arguments as in :class:`llmcond.commands.extract.Extract`; ``data`` must be the run's own if it
@@ -380,7 +380,7 @@ def _log_plan(run: AnyRun, prompts: Sequence[Prompt]) -> Sequence[Missing | None
 
 def _extract_prompts(
     run: AnyRun, encoder: LazyEncoder, prompts: Sequence[Prompt], missing: Sequence[Missing | None]
-) -> Extracted:
+) -> ExtractResult:
     done, records = {}, {}
     resolved = encoder.resolved
     for prompt, lacking in zip(prompts, missing, strict=True):
@@ -391,7 +391,7 @@ def _extract_prompts(
             log.info(f"the prompt {prompt.name} has changed; fit its heads again")
         records[prompt.name] = extraction_record(done[prompt.name], resolved)
         run.record_prompt(prompt, records[prompt.name])
-    return Extracted(
+    return ExtractResult(
         run.folder,
         run.encoder_name,
         run.identity.fingerprint,

@@ -32,7 +32,7 @@ from llmcond.runs.predictors import predict
 from llmcond.runs.trials import sized
 from llmcond.tasks import RankingTask, Task, find_task
 from llmcond.tasks.dialogue import Dialogue
-from llmcond.workflows.account import Trained, made_of
+from llmcond.workflows.account import TrainingResult, made_of
 from llmcond.workflows.ensemble import check_ensemble, train_ensemble
 from llmcond.workflows.extract import check_prompts, check_routed
 from llmcond.workflows.finetune_dialogues import train_dialogues
@@ -73,7 +73,7 @@ def train_lora(
     task: str | None = None,
     last_stage: StageSettings = StageSettings(),
     taught: TeacherOptions = TeacherOptions(),
-) -> Trained:
+) -> TrainingResult:
     """Train an encoder's adapters, or all of its weights, and a head behind it.
 
     Stopped at any step, the same call goes on from the last checkpoint, and ends as if it had not

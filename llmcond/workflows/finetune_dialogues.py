@@ -18,7 +18,7 @@ from llmcond.prompts import load_prompt
 from llmcond.prompts.utterances import UtteranceInputs
 from llmcond.tasks.dialogue import Dialogue
 from llmcond.tasks.dialogues import Dialogues
-from llmcond.workflows.account import Trained, made_of
+from llmcond.workflows.account import TrainingResult, made_of
 from llmcond.workflows.extract import check_prompts, read_data
 from llmcond.workflows.options import HeadChoice
 from llmcond.workflows.trainable import (
@@ -42,7 +42,7 @@ def train_dialogues(
     settings: Mapping[str, Any],
     merge: bool,
     task: Dialogue,
-) -> Trained:
+) -> TrainingResult:
     """Train an encoder's adapters and a head on dialogues; see :func:`train_lora`.
 
     Raises:

@@ -18,7 +18,7 @@ from llmcond.prompts.queries import QueryInputs
 from llmcond.runs.trials import sized
 from llmcond.tasks import RankingTask
 from llmcond.tasks.graph import Graph, Known, both_directions
-from llmcond.workflows.account import Trained, made_of
+from llmcond.workflows.account import TrainingResult, made_of
 from llmcond.workflows.extract import check_prompts, read_data
 from llmcond.workflows.options import HeadChoice
 from llmcond.workflows.trainable import (
@@ -42,7 +42,7 @@ def train_queries(
     settings: Mapping[str, Any],
     merge: bool,
     task: RankingTask[Any],
-) -> Trained:
+) -> TrainingResult:
     """Train an encoder's adapters and a head on a graph; see :func:`train_lora`.
 
     Raises:

@@ -64,7 +64,7 @@ class Reckoned:
 
 
 @dataclass(frozen=True)
-class Planned(Displayed):
+class ExtractionPlan(Displayed):
     """What an extraction would do.
 
     Attributes:
@@ -163,7 +163,7 @@ def plan(  # noqa: PLR0913 - each is a choice of the user, by keyword
     store: str | None = None,
     price: float | None = None,
     bench: Path | None = None,
-) -> Planned:
+) -> ExtractionPlan:
     """Return what :func:`llmcond.workflows.extract.extract` would do with the same arguments.
 
     ``price`` is that of an hour of one process, or actor; ``bench`` what ``llmcond bench --json``
@@ -205,7 +205,7 @@ def plan(  # noqa: PLR0913 - each is a choice of the user, by keyword
     else:
         threads = Concurrency.of(resolved.device).threads
         fragments = commits = math.ceil(missing.n_missing / (CHUNK // threads))
-    return Planned(
+    return ExtractionPlan(
         encoder=run.encoder_name,
         n_inputs={name: own.n_inputs for name, own in lacking.items()},
         n_missing={name: own.n_missing for name, own in lacking.items()},

@@ -16,6 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePath
 from typing import Any
 
+from llmcond.display import DisplayedDict
 from llmcond.encoders import find_model
 from llmcond.encoders.checkpoints.adapter import (
     CONFIG,
@@ -66,9 +67,15 @@ _VERBATIM = {
 _PATH = re.compile(r"(?<![\w.:/~-])~?(?:/[^\s/'\"`,;()]+)+/([^\s/'\"`,;()]+)")
 
 
+class PushResult(DisplayedDict):
+    """The repository ``repo``, its ``url``, the ``commit``, and the names of its ``files``."""
+
+    __slots__ = ()
+
+
 def push_to_hub(
     run_folder: Path, repo: str, private: bool = False, revision: str | None = None
-) -> dict[str, Any]:
+) -> PushResult:
     """Upload a run's heads, and its encoder if ``train-lora`` trained it, in one commit.
 
     Pushed are the heads, the files of a trained encoder, and the accounts of both, in which a path
@@ -76,9 +83,6 @@ def push_to_hub(
     there and this one does not have is deleted by the same commit.
 
     Arguments as in :class:`llmcond.commands.push.Push`.
-
-    Returns:
-        The repository, its address, the commit, and the names of its files.
 
     Raises:
         UserError: neither a trained encoder nor a fitted head, an encoder that others could not
@@ -101,7 +105,7 @@ def push_to_hub(
         f"to use it: hf download {repo}{branch} --local-dir {folder}, then "
         f'llmcond.{KINDS[run.kind].loader}("{folder}")'
     )
-    return {"repo": repo, "url": url, "commit": commit, "files": files}
+    return PushResult(repo=repo, url=url, commit=commit, files=files)
 
 
 # -- what is there -----------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from llmcond.runs.predictors import Predictor, results_of
 from llmcond.runs.provenance import provenance
 from llmcond.tasks import AnyTask, Data, RankingTask, Task
 from llmcond.tasks.dialogue import Dialogue
-from llmcond.workflows.account import FORMAT, RECORD, STATE, Trained, finished
+from llmcond.workflows.account import FORMAT, RECORD, STATE, TrainingResult, finished
 from llmcond.workflows.evaluate import evaluate
 from llmcond.workflows.last_stage import Staged, run_stage, stage_splits
 from llmcond.workflows.teacher import Teacher
@@ -278,14 +278,14 @@ def keep_head(
     return Kept(name, {"prompt": view.name}, card=card)
 
 
-def train(job: Job) -> Trained:
+def train(job: Job) -> TrainingResult:
     """Train, or go on where the same job was stopped; nothing is done where it has ended."""
     done = finished(job.folder, job.made_of)
     if done is not None:
         log.info(f"{job.folder} is trained already, with the same settings; nothing is done")
-        return Trained(done)
+        return TrainingResult(done)
     check_writable(job.folder / STATE / "state.safetensors")
-    return Trained(_train(job))
+    return TrainingResult(_train(job))
 
 
 def _train(job: Job) -> dict[str, Any]:

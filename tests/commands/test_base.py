@@ -190,6 +190,7 @@ def test_every_public_name_is_pickled_and_found_in_its_module(name):
     # As a generated reference looks a function up, and reads its parameters.
     assert getattr(sys.modules[value.__module__], value.__qualname__) is value
     assert inspect.getdoc(value)
+    assert inspect.isclass(value) == (name[0].isupper())
     if inspect.isfunction(value):
         assert inspect.signature(value).parameters
 

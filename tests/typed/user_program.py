@@ -16,10 +16,13 @@ def run_by_text_or_path(folder: Path) -> None:
     """Give every path as text and as a Path."""
     for run in ("runs/x", folder):
         llmcond.extract(model="minilm", run=run, data=folder, bench="bench.json")
-        fitted = llmcond.fit_head(head="mlp", run=run, set={"epochs": "3"})
-        value: float = fitted.metrics["spearman"].value
-        for result in llmcond.evaluate(run=run, report="page.html", predictions=folder / "p.csv"):
-            name: str = result.name
+        fitted: llmcond.FittedResult = llmcond.fit_head(head="mlp", run=run, set={"epochs": "3"})
+        estimate: llmcond.Estimate = fitted.metrics["spearman"]
+        value: float = estimate.value
+        results: llmcond.Results[llmcond.Result] = llmcond.evaluate(
+            run=run, report="page.html", predictions=folder / "p.csv"
+        )
+        name: str = results[0].name
         llmcond.embed(source="texts.csv", out=run, run=run)
         llmcond.export(out=run, run=run)
         llmcond.serve(run=run, index="texts", api_key_file="keys")
