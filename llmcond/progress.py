@@ -84,13 +84,23 @@ class ExtractionBar(_Bar):
 
     Rate and time left come from the time that batches took to encode, so they leave out the time
     that loading takes. The time left is estimated by characters, since inputs are not encoded in
-    the order of their length. ``processes`` is how many work on the same inputs.
+    the order of their length.
+
+    ``processes`` is how many work on the same inputs. With several, ``stored`` returns how many
+    inputs all of them have stored, and the rate is that of this process.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, processes: int = 1) -> None:
-        super().__init__("encoding", visible=False, clock=clock)
-        self._total, self._processes = "?", processes
-        self._done = self._tokens = 0
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        processes: int = 1,
+        stored: Callable[[], int] | None = None,
+        name: str = "encoding",
+        noun: str = "inputs",
+    ) -> None:
+        super().__init__(name, visible=False, clock=clock)
+        self._total, self._noun, self._processes, self._stored = "?", noun, processes, stored
+        self._inputs = self._characters = self._tokens = 0
         self._seconds = 0.0
 
     def start(self, inputs: int | None, characters: int | None) -> None:
@@ -104,23 +114,30 @@ class ExtractionBar(_Bar):
 
         ``seconds`` is how long one thread or actor encoded them, divided by how many there are.
         """
-        self._done += inputs
+        self._inputs += inputs
+        self._characters += characters
         self._tokens += tokens
         self._seconds += seconds
-        self._show(self._detail(), advance=characters)
+        # The inputs of other processes are taken to be as long as those of this one.
+        share = self._done() / (self._inputs or 1)
+        self._show(self._detail(), completed=self._characters * share)
+
+    def _done(self) -> int:
+        return max(self._inputs, self._stored() if self._stored else 0)
 
     def _detail(self) -> str:
-        if not self._done:
-            return f"{self._total} inputs, loading"
+        if not self._inputs:
+            return f"{self._total} {self._noun}, starting"
         rate = self._tokens / (self._seconds or 1e-9)
-        return f"{self._done:,}/{self._total} inputs, {rate:,.0f} tokens/s"
+        each = f" in each of {self._processes} processes" if self._processes > 1 else ""
+        return f"{self._done():,}/{self._total} {self._noun}, {rate:,.0f} tokens/s{each}"
 
     def _seconds_left(self) -> float | None:
         """Return how much time is left by characters; None before the first batch is measured."""
         task = self._progress.tasks[self._task]
-        if not task.completed or task.remaining is None:
+        if not self._characters or task.remaining is None:
             return None
-        return task.remaining * self._seconds / task.completed / self._processes
+        return max(task.remaining, 0) * self._seconds / self._characters / self._processes
 
 
 class ReadBar(_Bar):

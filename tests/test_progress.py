@@ -82,6 +82,24 @@ def test_an_extraction_is_timed_by_its_batches_alone(clock, lines):
         assert bar._seconds_left() == 10
 
 
+def test_an_extraction_by_several_processes_counts_what_all_of_them_stored(clock, lines):
+    stored = 0
+    with ExtractionBar(clock, processes=2, stored=lambda: stored) as bar:
+        bar.start(1_000, 50_000)
+        clock.now += 40
+        stored = 400  # 200 of them by the other process
+        bar.advance(200, 10_000, 1_200, 40)
+        assert bar._seconds_left() == 60
+        clock.now += 60
+        stored = 1_000
+        bar.advance(300, 15_000, 1_800, 60)
+        assert bar._seconds_left() == 0
+    assert lines == [
+        "encoding: 400/1,000 inputs, 30 tokens/s in each of 2 processes, about 1 min left",
+        "encoding: 1,000/1,000 inputs, 30 tokens/s in each of 2 processes",
+    ]
+
+
 def test_an_extraction_that_is_soon_done_says_nothing(clock, lines):
     with ExtractionBar(clock) as bar:
         bar.start(1_000, 50_000)

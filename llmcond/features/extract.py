@@ -82,7 +82,7 @@ class Extraction:
 
     Attributes:
         n_inputs: distinct inputs asked for.
-        n_computed: of them, encoded and stored now.
+        n_computed: of them, encoded and stored now by this process.
         n_truncated: of all of them, how many the encoder had to cut.
         n_tokens: tokens of the inputs encoded now, before truncation.
         seconds: wall-clock time from when the first input was encoded, so without loading.

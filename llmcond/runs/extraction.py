@@ -85,8 +85,12 @@ def extract_inputs(
     missing: Missing | None = None,
 ) -> Extraction:
     """Extract inputs, with a progress bar and a message that says ``name`` and what was done."""
-    resolved = encoder.resolved
-    with ExtractionBar(processes=encoder.processes) as bar:
+    resolved, processes, before = encoder.resolved, encoder.processes, len(store)
+
+    def stored() -> int:
+        return len(store) - before
+
+    with ExtractionBar(processes=processes, stored=stored if processes > 1 else None) as bar:
         done = extract(
             inputs,
             store,
@@ -98,10 +102,11 @@ def extract_inputs(
         )
     what = "nothing to encode; the vectors of all inputs are stored"
     if done.n_computed:
-        what = (
-            f"{done.n_computed:,} of {done.n_inputs:,} inputs encoded in {done.seconds:.1f} s, "
-            f"{done.n_tokens / done.seconds:,.0f} tokens/s"
-        )
+        n_encoded = stored() if processes > 1 else done.n_computed
+        what = f"{n_encoded:,} of {done.n_inputs:,} inputs encoded in {done.seconds:.1f} s"
+        if processes > 1:
+            what += f" by {processes} processes; this one encoded {done.n_computed:,} of them"
+        what += f", {done.n_tokens / done.seconds:,.0f} tokens/s"
     cut = (
         f"; {done.n_truncated:,} inputs are longer than {resolved.identity.max_length} tokens: "
         f"{CUT}"

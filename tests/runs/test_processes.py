@@ -152,11 +152,15 @@ def test_inputs_of_splits_are_those_of_their_rows_and_can_be_gone_through_again(
 # -- workers ---------------------------------------------------------------------------------------
 
 
-def test_two_workers_store_what_one_stores(two_cores, model, own, alone):
+def test_two_workers_store_what_one_stores(caplog, two_cores, model, own, alone):
+    caplog.set_level("INFO", "llmcond")
     # Each is at a part of its own before either has stored one.
     with nobody_commits_until(own, lambda claims: len(claims) >= 2):
         done = extract(model, OPTIONS, own, DataOptions(), [PROMPT], workers=2)
-    assert 0 < done.prompts[PROMPT].n_computed < 4_000
+    n_computed = done.prompts[PROMPT].n_computed
+    assert 0 < n_computed < 4_000
+    assert f"{PROMPT}: 4,000 of 4,002 inputs encoded" in caplog.text
+    assert f"by 2 processes; this one encoded {n_computed:,} of them" in caplog.text
     np.testing.assert_allclose(vectors_of(own), vectors_of(alone), rtol=0, atol=1e-6)
     assert torch.get_num_threads() == 2
     assert multiprocessing.active_children() == []
