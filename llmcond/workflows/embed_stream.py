@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +23,7 @@ from llmcond.errors import LlmcondError, UserError, listed
 from llmcond.features.view import View
 from llmcond.files import check_format
 from llmcond.log import log
-from llmcond.progress import CountBar
+from llmcond.progress import ExtractionBar
 from llmcond.records import RECORD as RECORD_SCHEMA
 from llmcond.records import check_record
 from llmcond.runs import open_run
@@ -39,6 +40,9 @@ from llmcond.scale.outputs import RECORD, VECTOR, Output, Unit, open_output
 from llmcond.scale.pool import Cluster, actors
 from llmcond.version import __version__
 from llmcond.workflows.embed import EmbedResult
+
+if TYPE_CHECKING:
+    from llmcond.encoders.encoder import Encoded
 
 FORMAT = 1
 #: Rows that are embedded and written together: bounds memory, and what a kill loses.
@@ -107,8 +111,8 @@ class Model:
         run, chosen, view = self._opened
         return make_embedder(LazyEncoder(run.resolve_encoder(self.device))(), view, chosen)
 
-    def vectors(self, rows: Sequence[tuple[str, str]]) -> tuple[Any, int]:
-        """Return (n, k) embeddings of (sentence, condition) rows, and how many inputs were cut.
+    def vectors(self, rows: Sequence[tuple[str, str]]) -> tuple[Any, Encoded]:
+        """Return (n, k) embeddings of (sentence, condition) rows, and what their inputs gave.
 
         They are those of ``llmcond embed`` of a file, up to rounding: features have the number
         type that the run stores them in.
@@ -128,7 +132,7 @@ class Model:
         found = embedder.embedded(rows, distinct, features)
         if self.normalize:
             found = unit_length(found, embedder.head)
-        return found, int(encoded.truncated.sum())
+        return found, encoded
 
 
 @dataclass(frozen=True)
@@ -151,11 +155,20 @@ class _Record:
 
 
 class Done(NamedTuple):
-    """What became of a unit: see :meth:`Output.add`, and how many inputs were cut."""
+    """What became of a unit.
+
+    Attributes:
+        written: see :meth:`Output.add`.
+        n_truncated: inputs that were cut.
+        n_tokens: tokens of the inputs, before truncation.
+        seconds: wall-clock time.
+    """
 
     written: str
     dim: int
     n_truncated: int
+    n_tokens: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -194,6 +207,7 @@ class UnitEmbedder:
             )
         self._work, self._source = work, open_texts(work.source, work.version, patient=True)
         self._output = open_output(work.out, patient=True)
+        _ = model.embedder  # loaded now: the time that rows take leaves loading out
 
     def work(self, unit: Unit) -> Done:
         """Embed and write a unit.
@@ -203,6 +217,7 @@ class UnitEmbedder:
             DiskFullError: no room.
         """
         work, columns = self._work, self._work.columns
+        began = time.monotonic()
         table = self._source.read(unit.part, unit.start, unit.stop, columns)
         sentences = table[columns.sentence]
         if columns.condition is None:
@@ -211,7 +226,7 @@ class UnitEmbedder:
             conditions = table[columns.condition]
         rows = list(zip(sentences.to_pylist(), conditions.to_pylist(), strict=True))
         try:
-            vectors, n_truncated = work.model.vectors(rows)
+            vectors, encoded = work.model.vectors(rows)
         except InputError as error:
             inputs = list(work.model.view.inputs(rows))
             row = unit.start + inputs.index(error.item) // (len(inputs) // len(rows)) + 1
@@ -221,7 +236,8 @@ class UnitEmbedder:
         kept = [table[name] for name in columns.keep.names]
         own = [sentences, conditions, pa.FixedSizeListArray.from_arrays(flat, dim)]
         written = self._output.write(unit, pa.table([*kept, *own], work.schema(dim)))
-        return Done(written, dim, n_truncated)
+        n_truncated, n_tokens = int(encoded.truncated.sum()), int(encoded.n_tokens.sum())
+        return Done(written, dim, n_truncated, n_tokens, time.monotonic() - began)
 
 
 def embed_stream(  # noqa: PLR0913 - each is a choice of the user, by keyword
@@ -277,7 +293,7 @@ def embed_stream(  # noqa: PLR0913 - each is a choice of the user, by keyword
         columns = Columns(sentence, column, _schema(record, out))
         version = texts.version if isinstance(texts, LanceRows) else None
         work = Work(model, texts.name, version, columns, condition_text, output.uri, model.identity)
-        dim = _embed(work, output, todo, sum(unit.rows for unit in units), cluster)
+        dim = _embed(work, output, todo, cluster)
         dim = dim or output.dim
     n, new = sum(part.rows for part in parts), sum(unit.rows for unit in todo)
     there_before = f" ({n - new:,} were there)" if n > new else ""
@@ -380,21 +396,22 @@ def _units(parts: Sequence[Part], size: int) -> list[Unit]:
     return found
 
 
-def _embed(
-    work: Work, output: Output, todo: Sequence[Unit], total: int, cluster: Cluster | None
-) -> int:
+def _embed(work: Work, output: Output, todo: Sequence[Unit], cluster: Cluster | None) -> int:
     """Embed and write units; return the size of the embeddings, 0 where there is nothing to do."""
-    left = sum(unit.rows for unit in todo)
+    total = sum(unit.rows for unit in todo)
     dim, cut = 0, 0
     if not todo:
         return dim
-    with CountBar("embedding") as bar, _executing(work, cluster) as execute:
-        bar.on_item(total - left, total)
+    with (
+        _executing(work, cluster) as (execute, processes),
+        ExtractionBar(processes=processes, name="embedding", noun="rows") as bar,
+    ):
+        bar.start(total, total)
         try:
             for unit, done in execute(todo):
-                dim, cut, left = done.dim, cut + done.n_truncated, left - unit.rows
+                dim, cut = done.dim, cut + done.n_truncated
                 output.add(unit, done.written, work.schema(dim))
-                bar.on_item(total - left, total)
+                bar.advance(unit.rows, unit.rows, done.n_tokens, done.seconds)
         except BaseException:
             # What was written by now need not be done again.
             with suppress(LlmcondError):
@@ -409,13 +426,13 @@ def _embed(
 @contextmanager
 def _executing(
     work: Work, cluster: Cluster | None
-) -> Iterator[Callable[[Iterable[Unit]], Iterator[tuple[Unit, Done]]]]:
-    """Yield what embeds units, in this process or by actors on a cluster."""
+) -> Iterator[tuple[Callable[[Iterable[Unit]], Iterator[tuple[Unit, Done]]], int]]:
+    """Yield what embeds units, in this process or by actors on a cluster, and their number."""
     if cluster is None:
         worker = UnitEmbedder(work)
-        yield lambda units: ((unit, worker.work(unit)) for unit in units)
+        yield lambda units: ((unit, worker.work(unit)) for unit in units), 1
         return
     # A new value, without what was loaded here.
     work = replace(work, model=replace(work.model))
     with actors(cluster, UnitEmbedder, work) as pool:
-        yield pool.map
+        yield pool.map, pool.size

@@ -5,8 +5,10 @@ import re
 import resource
 import shutil
 import signal
+import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import lance
 import numpy as np
@@ -17,6 +19,7 @@ from helpers.commands import ok, refused
 from helpers.processes import Command
 from helpers.units import DiesOnce, embed, killed_at, texts
 
+from llmcond import progress
 from llmcond.cli import run
 from llmcond.data import streams
 from llmcond.scale import outputs
@@ -74,6 +77,25 @@ def test_embeddings_are_those_of_one_file(capsys, fitted, source, out, head):
     assert found.drop(["id", "url", "embedding"]).equals(expected.drop(["embedding"]))
     np.testing.assert_allclose(vectors(found), vectors(expected), atol=2e-4)
     assert np.allclose(np.linalg.norm(vectors(found), axis=1), 1, atol=1e-5)
+
+
+def test_progress_has_a_rate_that_leaves_loading_out(capsys, caplog, monkeypatch, fitted, source):
+    loading, load = [], embed_stream.make_embedder
+
+    def load_slowly(*args):
+        loading.append(10_000)
+        return load(*args)
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(loading))
+    monkeypatch.setattr(embed_stream, "make_embedder", load_slowly)
+    monkeypatch.setattr(embed_stream, "time", clock)
+    monkeypatch.setattr(progress, "EVERY_SECONDS", 0)
+    caplog.set_level("INFO", "llmcond")
+    ok(capsys, *embed("out", fitted))
+    shown = re.findall(r"embedding: (\d+)/250 rows, ([\d,]+) tokens/s", caplog.text)
+    assert [int(rows) for rows, _ in shown] == [40, 80, 100, 130, 170, 210, 250]
+    assert loading == [10_000]
+    assert all(int(rate.replace(",", "")) > 1 for _, rate in shown)
 
 
 def test_outputs_are_equal_and_units_are_files(capsys, fitted, source):
