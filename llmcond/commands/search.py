@@ -92,7 +92,8 @@ class Search(WithDevice):
                     row |= {f"under {text}": score for text, score in told["under"].items()}
                 others = {"without": told["without"], "rank without": told["rank_without"]}
                 row |= {name: value for name, value in others.items() if value is not None}
-            rows.append(row)
+            # Where a line has no room, columns are left out from the right.
+            rows.append(row | {"id": row.pop("id")})
         if rows:
             show(listing(rows), form)
 

@@ -136,8 +136,9 @@ class _Parser:
             token = self._tokens[self._next]
             start, got = token.start, brief(token.text) if token.text else "the end"
             problem = f"{problem}, got {got}"
+        problem += "" if problem.endswith("?") else "."
         raise UserError(
-            f"the filter {brief(self._text)} cannot be applied: character {start + 1}: {problem}. "
+            f"the filter {brief(self._text)} cannot be applied: character {start + 1}: {problem} "
             f"{_ALLOWED}. The columns are {', '.join(self._types)}."
         )
 

@@ -87,6 +87,14 @@ def test_columns_of_a_csv_file_have_the_types_of_their_values(tmp_path, heads_ru
     assert ok(capsys, "search", out, "one", *PLACE)["searched"] == 3
 
 
+def test_kept_columns_stay_longer_than_the_id_in_a_narrow_terminal(made: Path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "52")
+    assert run(["search", str(made), "two dogs", *PLACE]) == 0
+    shown = capsys.readouterr()
+    assert re.search("^ +rank +score +text +year *$", shown.out, re.MULTILINE)
+    assert "columns left out, as a line has 52 characters: id (" in shown.err
+
+
 def test_hits_are_shown_in_a_table(made: Path, capsys):
     several = [*PLACE, "--condition", "the number of people", "--weight", "1", "--weight", "0.5"]
     assert run(["search", str(made), "two dogs", *several, "--explain"]) == 0
