@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from llmcond.commands.base import REUSES_VECTORS, verb
 from llmcond.commands.shared import TEXT_HELP, WithEmbedder, check_source
-from llmcond.data.readers import FILES
+from llmcond.data.readers import FILES, TEXT_FILES
 from llmcond.options import option
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Cluster(WithEmbedder):
     texts: Any = option(
         flag="",
         metavar="TEXTS",
-        help=f"{FILES}, or a text file, one a line (from Python also a list of texts, or a table)",
+        help=f"{TEXT_FILES} (from Python also a list of texts, or a table)",
     )
     out: str | Path | None = option(
         None,
@@ -79,8 +79,8 @@ class Cluster(WithEmbedder):
 
     def execute(self) -> ClusterResult:
         """Cluster."""
-        check_source(self.texts)
-        check_source(self.guide)
+        check_source(self.texts, TEXT_FILES)
+        check_source(self.guide, FILES)
         from llmcond.workflows.cluster import cluster
 
         return self.call(cluster, run_folder=self.folder())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmcond.commands.base import REUSES_VECTORS, verb
 from llmcond.commands.shared import TEXT_HELP, WithEmbedder, WithScale, check_source
-from llmcond.data.readers import EMBEDDING_SUFFIXES, FILES
+from llmcond.data.readers import EMBEDDING_SUFFIXES, TEXT_FILES
 from llmcond.errors import UserError
 from llmcond.options import option
 
@@ -36,7 +36,7 @@ class Embed(WithEmbedder, WithScale):
     source: Any = option(
         flag="",
         metavar="SRC",
-        help=f"{FILES}, or a text file, one text a line; for --out FOLDER a folder of .parquet "
+        help=f"{TEXT_FILES}; for --out FOLDER a folder of .parquet "
         "files, one of them, or a .lance dataset, also by URI (s3://BUCKET/PATH); from Python also "
         "a pandas or Arrow table",
     )
@@ -70,7 +70,7 @@ class Embed(WithEmbedder, WithScale):
     def execute(self) -> EmbedResult:
         """Embed."""
         cluster = self.cluster()
-        check_source(self.source)
+        check_source(self.source, TEXT_FILES)
         if None not in (self.text, self.sentence) and self.text != self.sentence:
             raise UserError("--text and --sentence name two columns; give one of them.")
         column = self.text or self.sentence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from llmcond.commands.base import RESUMES
 from llmcond.commands.shared import TEXT_HELP, WithEmbedder, check_source
-from llmcond.data.readers import FILES
+from llmcond.data.readers import TEXT_FILES
 from llmcond.errors import UserError
 from llmcond.options import option
 
@@ -28,9 +28,7 @@ class IndexTexts(WithEmbedder):
     example: ClassVar[str] = "llmcond index texts.csv --out texts.index --condition 'the place'"
     if_interrupted: ClassVar[str] = RESUMES
 
-    texts: str | None = option(
-        None, flag="", metavar="TEXTS", help=f"{FILES}, or a text file, one text a line"
-    )
+    texts: str | None = option(None, flag="", metavar="TEXTS", help=TEXT_FILES)
     out: str | Path = option(metavar="DIR", help="folder of the index")
     text: str | None = option(None, metavar="COL", help=TEXT_HELP)
     id: str | None = option(
@@ -53,7 +51,7 @@ class IndexTexts(WithEmbedder):
     def execute(self) -> Indexed:
         """Index."""
         if self.texts is not None:
-            check_source(self.texts)
+            check_source(self.texts, TEXT_FILES)
         elif not Path(self.out, "index.json").exists():
             raise UserError(f"there is no index at {self.out}. Name TEXTS to make one of.")
         elif not (self.condition or self.delete or self.run):

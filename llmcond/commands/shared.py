@@ -33,10 +33,11 @@ class InRun(Command):
     run: str | Path = option(DEFAULT_RUN, metavar="DIR", help="folder of this piece of work")
 
 
-def check_source(source: Any) -> None:
+def check_source(source: Any, expected: str = DATA) -> None:
     """Raise a UserError for a file or folder that is not there, before anything heavy is imported.
 
-    What is no path, or an address, is left to what reads it.
+    What is no path, or an address, is left to what reads it. ``expected`` says what the command
+    reads.
     """
     if not isinstance(source, str | Path) or re.match(r"\w{2,}:", str(source)):
         return
@@ -45,7 +46,7 @@ def check_source(source: Any) -> None:
     except (OSError, RuntimeError):  # a name that is too long; ~ of nobody
         found = False
     if not found:
-        raise UserError(f"{source} does not exist. Expected {DATA}.")
+        raise UserError(f"{source} does not exist. Expected {expected}.")
 
 
 def data_options(command: Any) -> DataOptions:

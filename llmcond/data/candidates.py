@@ -14,6 +14,8 @@ from llmcond.data.datasets import Problems, condition_column
 from llmcond.data.readers import (
     SUFFIXES,
     TEXT_COLUMNS,
+    TEXT_FILES,
+    TEXT_SUFFIXES,
     MissingColumnError,
     open_source,
     read_lines,
@@ -48,23 +50,33 @@ def text_file(path: Path, what: str, column: str = "text") -> list[str]:
     Lines without a text are left out. ``what`` is what messages call the texts.
 
     Raises:
-        UserError: no such file, not UTF-8, or an empty text in a table.
+        UserError: no such file, not UTF-8, or an empty text in a table; as of
+            :func:`is_text_file`.
     """
     path = Path(path).expanduser()
     if not path.is_file():
         raise UserError(
-            f"{path} is no file. Expected {what}: a text file, one a line, or a table with a "
+            f"{path} is no file. Expected {what}: a .txt file, one a line, or a table with a "
             f"column {column}."
         )
-    return _column(path, column) if suffix_of(str(path)) in SUFFIXES else _lines(path)
+    return _lines(path) if is_text_file(path) else _column(path, column)
 
 
 def is_text_file(given: Any) -> bool:
-    """Return whether a file is there that is no table, so that each line of it is a text."""
+    """Return whether there is a file of one text a line, by its name.
+
+    Raises:
+        UserError: its name is neither that of such a file nor that of a table.
+    """
     if not isinstance(given, str | Path):
         return False
     path = Path(given).expanduser()
-    return suffix_of(str(path)) not in SUFFIXES and path.is_file()
+    suffix = suffix_of(str(path))
+    if suffix in SUFFIXES or not path.is_file():
+        return False
+    if suffix not in TEXT_SUFFIXES:
+        raise UserError(f"{path} ends in {suffix}. Expected {TEXT_FILES}.")
+    return True
 
 
 def _are_texts(given: Any) -> bool:
@@ -127,8 +139,7 @@ def condition_source(
 
 
 def _lines(path: Path) -> list[str]:
-    # Whatever its name ends in: a list of texts has no format to tell.
-    source = open_source(str(path), (suffix_of(str(path)),))
+    source = open_source(str(path), TEXT_SUFFIXES)
     lines = read_lines(source, source.files[0])
     return [line.strip() for line in lines if line.strip()]
 

@@ -49,6 +49,9 @@ TEXT_COLUMNS = ("text", "sentence")
 #: What files of embeddings end in.
 EMBEDDING_SUFFIXES = (".parquet", ".csv", ".npy")
 FILES, SOURCE = files_of(SUFFIXES), source_of(SUFFIXES)
+#: Names of files that hold one text a line end in one of these.
+TEXT_SUFFIXES = (".txt", "")
+TEXT_FILES = f"{FILES}, or a .txt file, one text a line"
 #: Characters of a field or a line at most: a small file that is unpacked may hold one of gigabytes.
 MOST_CHARACTERS = 2**24
 #: Bytes of what is read as a whole, once it is unpacked.

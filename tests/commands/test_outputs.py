@@ -241,6 +241,22 @@ def test_texts_are_in_a_column_called_text_or_sentence(capsys, tiny_run, tmp_pat
         assert set(written["condition"].to_pylist()) == {"the place"}
 
 
+@pytest.mark.parametrize("command", ["embed", "index", "cluster"])
+@pytest.mark.parametrize(
+    ("name", "problem"), [("texts.cvs", "ends in .cvs."), ("none.csv", "does not exist.")]
+)
+def test_a_file_that_holds_no_texts_is_told_with_what_the_command_reads(
+    capsys, tiny_run, tmp_path, command, name, problem
+):
+    (tmp_path / "texts.cvs").write_text("text\ntwo men ride\nthree dogs sit\n")
+    more = () if command == "index" else ("--condition", "the place")
+    out = ("--out", tmp_path / "out.parquet", "--run", tiny_run)
+    said = refused(capsys, command, tmp_path / name, *more, *out)
+    assert f"{name} {problem} Expected a .csv, " in said
+    assert said.endswith(", or a .txt file, one text a line.")
+    assert not (tmp_path / "out.parquet").exists()
+
+
 def test_a_condition_is_a_column_if_there_is_one_of_that_name(capsys, tiny_run, tmp_path):
     source, out = tmp_path / "texts.csv", tmp_path / "out.csv"
     source.write_text("text,topic\ntwo men ride,play\nthree dogs sit,sit\n")
