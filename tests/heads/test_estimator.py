@@ -349,6 +349,16 @@ def test_cross_validation_cuts_pairs_with_rows(data, routed):
     assert np.isfinite(scores).all()
 
 
+@pytest.mark.parametrize("routed", [False, True])
+def test_weights_of_rows_are_refused_not_ignored(data, routed):
+    weights = np.ones(ROWS)
+    with sklearn.config_context(enable_metadata_routing=routed):
+        with pytest.raises(TypeError, match="sample_weight"):
+            Head("linear").fit(*data, sample_weight=weights)
+        with pytest.raises((TypeError, ValueError), match="sample_weight"):
+            GridSearchCV(Head("linear"), {"dim": [2]}).fit(*data, sample_weight=weights)
+
+
 # -- one side, names, scores -------------------------------------------------------------------
 
 
