@@ -85,15 +85,16 @@ class Search(WithDevice):
 
         rows = []
         for hit in result.rows:
-            row = {key: value for key, value in hit.items() if key != "explain"}
-            if self.explain:
-                told = hit["explain"]
-                if len(told["under"]) > 1:  # of one condition it is the score
-                    row |= {f"under {text}": score for text, score in told["under"].items()}
-                others = {"without": told["without"], "rank without": told["rank_without"]}
+            kept = dict(hit)
+            scores, text_id = kept.pop("explain", None), {"id": kept.pop("id")}
+            row = {name: kept.pop(name) for name in ("rank", "score", "text")}
+            if scores is not None:
+                if len(scores["under"]) > 1:  # of one condition it is the score
+                    row |= {f"under {text}": score for text, score in scores["under"].items()}
+                others = {"without": scores["without"], "rank without": scores["rank_without"]}
                 row |= {name: value for name, value in others.items() if value is not None}
             # Where a line has no room, columns are left out from the right.
-            rows.append(row | {"id": row.pop("id")})
+            rows.append(row | kept | text_id)
         if rows:
             show(listing(rows), form)
 

@@ -93,6 +93,10 @@ def test_kept_columns_stay_longer_than_the_id_in_a_narrow_terminal(made: Path, c
     shown = capsys.readouterr()
     assert re.search("^ +rank +score +text +year *$", shown.out, re.MULTILINE)
     assert "columns left out, as a line has 52 characters: id (" in shown.err
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(["search", str(made), "two dogs", *PLACE, "--explain"]) == 0
+    order = " +".join(["", "rank", "score", "text", "without", "rank without", "year", "id", "$"])
+    assert re.search(f"^{order}", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_hits_are_shown_in_a_table(made: Path, capsys):
