@@ -14,18 +14,18 @@ import llmcond
 from llmcond.bundled import PRETRAINED, pretrained
 from llmcond.errors import UserError
 
-#: Load a model by name, and print its vectors or the error.
+#: Load models by their names and revisions; print the sums of each one's vectors, or its error.
 LOAD = """
 import json, sys
 import llmcond
 
-name, revision = sys.argv[1:]
-try:
-    embedder = llmcond.load_embedder(name, revision=revision or None, device="cpu")
-    vectors = embedder.encode(["two men play in the park", "a dog"], "the place")
-    print(json.dumps({"sums": vectors.sum(axis=1).tolist(), "size": len(vectors[0])}))
-except llmcond.LlmcondError as error:
-    print(json.dumps({"error": str(error), "code": error.exit_code}))
+for name, revision in json.loads(sys.argv[1]):
+    try:
+        embedder = llmcond.load_embedder(name, revision=revision, device="cpu")
+        vectors = embedder.encode(["two men play in the park", "a dog"], "the place")
+        print(json.dumps({"sums": vectors.sum(axis=1).tolist(), "size": len(vectors[0])}))
+    except llmcond.LlmcondError as error:
+        print(json.dumps({"error": str(error), "code": error.exit_code}))
 """
 
 
@@ -37,18 +37,25 @@ def hub(tmp_path):
         yield url, folder
 
 
-def load(tmp_path: Path, endpoint: str, name: str, revision: str = "", offline: str = "0"):
-    """Load it in a process of its own, which reads the hub's settings anew."""
+def load(tmp_path: Path, endpoint: str, *models: tuple[str, str | None], offline: str = "0"):
+    """Load them in a process of its own, which reads the hub's settings anew."""
     settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1"}
     done = subprocess.run(
-        [sys.executable, "-c", LOAD, name, revision],
+        [sys.executable, "-c", LOAD, json.dumps(models)],
         env={**os.environ, **settings, "HF_HUB_OFFLINE": offline},
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=True,
     )
-    return json.loads(done.stdout)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(failed: dict, name: str, code: int, words: str) -> None:
+    """Check that an error says where a model was looked up, and what came of it."""
+    assert failed["error"].startswith(f"there is no run at {name} here, so it was looked up on the")
+    assert words in failed["error"]
+    assert failed["code"] == code
 
 
 def test_a_model_of_the_hub_is_downloaded_and_stays(hub, tmp_path):
@@ -56,29 +63,23 @@ def test_a_model_of_the_hub_is_downloaded_and_stays(hub, tmp_path):
     vectors = llmcond.load_embedder(PRETRAINED, device="cpu").encode(
         ["two men play in the park", "a dog"], "the place"
     )
-    loaded = load(tmp_path, url, "me/tiny", COMMIT)
+    (loaded,) = load(tmp_path, url, ("me/tiny", COMMIT))
     assert loaded["size"] == vectors.shape[1]
     assert loaded["sums"] == pytest.approx(vectors.sum(axis=1).tolist(), abs=1e-4)
-    assert load(tmp_path, url, "me/tiny", COMMIT, offline="1") == loaded
+    again, other = load(tmp_path, url, ("me/tiny", COMMIT), ("me/other", None), offline="1")
+    assert again == loaded
+    check(other, "me/other", 1, "hub cannot be reached")
 
 
-@pytest.mark.parametrize(
-    ("name", "revision", "offline", "code", "words"),
-    [
-        ("me/none", "", "0", 2, "the hub has no such repository"),
-        ("me/tiny", "v9", "0", 2, "me/tiny has no revision 'v9'"),
-        ("me/tiny", "", "0", 2, "has no run.json, so it is not a model of llmcond"),
-        ("me/gated", "", "0", 2, "me/gated is gated"),
-        ("me/tiny", "", "1", 1, "hub cannot be reached"),
-    ],
-)
-def test_what_was_tried_is_said(hub, tmp_path, name, revision, offline, code, words):
+def test_what_was_tried_is_said(hub, tmp_path):
     url, folder = hub
     (folder / "run.json").unlink()
-    failed = load(tmp_path, url, name, revision, offline)
-    assert failed["error"].startswith(f"there is no run at {name} here, so it was looked up on the")
-    assert words in failed["error"]
-    assert failed["code"] == code
+    models = [("me/none", None), ("me/tiny", "v9"), ("me/tiny", None), ("me/gated", None)]
+    none, no_revision, no_run, gated = load(tmp_path, url, *models)
+    check(none, "me/none", 2, "the hub has no such repository")
+    check(no_revision, "me/tiny", 2, "me/tiny has no revision 'v9'")
+    check(no_run, "me/tiny", 2, "has no run.json, so it is not a model of llmcond")
+    check(gated, "me/gated", 2, "me/gated is gated")
 
 
 @pytest.mark.parametrize(
