@@ -21,7 +21,7 @@ def actors_import_helpers():
 def ray(actors_import_helpers):
     from llmcond.scale.pool import Cluster, connected
 
-    with connected(Cluster(actors=4)) as ray:
+    with connected(Cluster(actors=3)) as ray:
         yield ray
 
 

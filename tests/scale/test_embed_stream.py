@@ -361,7 +361,7 @@ def test_a_disk_that_is_nearly_full_is_not_begun_to_write(capsys, fitted, source
 
 # -- by actors ---------------------------------------------------------------------------------
 
-ON_RAY = ("--scale", "ray", "--actors", "2")
+ON_RAY = ("--scale", "ray", "--actors")
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
@@ -370,7 +370,7 @@ def test_actors_write_the_same_also_where_one_dies(
 ):
     ok(capsys, *embed(f"here-{out}", fitted))
     monkeypatch.setattr(embed_stream, "UnitEmbedder", DiesOnce)
-    assert ok(capsys, *embed(out, fitted, *ON_RAY))["rows"] == 250
+    assert ok(capsys, *embed(out, fitted, *ON_RAY, "2"))["rows"] == 250
     assert "an actor died" in caplog.text
     assert table(out).equals(table(f"here-{out}"))
     if out.endswith(".lance"):
@@ -381,18 +381,18 @@ def test_what_actors_refuse_is_told_in_a_line(capsys, fitted, source, ray, monke
     rows = texts(130, 250).to_pydict()
     rows["topic"][119] = "the place " * 50
     pq.write_table(pa.table(rows), "src/b.parquet")
-    line = refused(capsys, *embed("out.lance", fitted, *ON_RAY))
+    line = refused(capsys, *embed("out.lance", fitted, *ON_RAY, "1"))
     assert line.startswith("row 120 of b.parquet: ")
     assert Path("out.lance/_llmcond.json").exists()
-    assert "--scale is for --out FOLDER" in refused(capsys, *embed("v.npy", fitted, *ON_RAY))
-    assert "--actors is for --scale ray" in refused(capsys, *embed("o", fitted, *ON_RAY[2:]))
+    assert "--scale is for --out FOLDER" in refused(capsys, *embed("v.npy", fitted, *ON_RAY, "1"))
+    assert "--actors is for --scale ray" in refused(capsys, *embed("o", fitted, "--actors", "1"))
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
 def test_what_a_killed_driver_left_is_finished_without_ray(capsys, fitted, source, tmp_path, out):
     ok(capsys, *embed(f"here-{out}", fitted))
     first = partial(killed_at, "not committed" if out.endswith(".lance") else "written", 2)
-    killed = Command(tmp_path / "killed", embed(out, fitted, *ON_RAY), first=first)
+    killed = Command(tmp_path / "killed", embed(out, fitted, *ON_RAY, "1"), first=first)
     assert killed.finish()[0] == -signal.SIGKILL
     ok(capsys, *embed(out, fitted))
     assert table(out).equals(table(f"here-{out}"))

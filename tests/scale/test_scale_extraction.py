@@ -31,7 +31,8 @@ from llmcond.workflows.extract import extract
 
 OPTIONS = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
 PROMPTS = ("concat-cond-sent", "routed")
-TWO = Cluster(actors=2)
+#: Each actor imports everything anew: one where nothing rests on there being several.
+ONE, TWO = Cluster(actors=1), Cluster(actors=2)
 
 
 @pytest.fixture(scope="module")
@@ -118,13 +119,13 @@ def test_other_tasks_are_extracted_by_actors(ray, model, tmp_path, task):
     write = {"dialogue": write_dialogues, "kgc": write_graph}[task]
     source = DataOptions(str(write(tmp_path / "data")))
     extract(model, OPTIONS, tmp_path / "alone", source, task=task)
-    extract(model, OPTIONS, tmp_path / "ray", source, task=task, cluster=TWO)
+    extract(model, OPTIONS, tmp_path / "ray", source, task=task, cluster=ONE)
     check_same(tmp_path / "ray", tmp_path / "alone")
 
 
-@pytest.mark.parametrize("first", [None, TWO])
+@pytest.mark.parametrize("first", [None, ONE])
 def test_what_one_way_began_the_other_finishes(ray, model, data, alone, tmp_path, first):
-    second = TWO if first is None else None
+    second = ONE if first is None else None
     extract(model, OPTIONS, tmp_path, DataOptions(str(data)), PROMPTS[:1], cluster=first)
     extract(model, OPTIONS, tmp_path, DataOptions(), PROMPTS, cluster=second)
     check_same(tmp_path, alone)
@@ -185,7 +186,7 @@ def test_a_driver_that_is_ended_goes_on_where_it_committed(ray, model, data, alo
         assert said.splitlines()[-1].startswith("llmcond: error: terminated; what was stored")
         assert not [*Path("/tmp").glob(f"llmcond-ray-{command.process.pid}-*")]
     assert len(vectors(folder)) <= len(vectors(alone))
-    extract(model, OPTIONS, folder, DataOptions(), PROMPTS, cluster=TWO)
+    extract(model, OPTIONS, folder, DataOptions(), PROMPTS, cluster=ONE)
     check_same(folder, alone)
 
 
@@ -196,7 +197,7 @@ def test_an_input_that_the_encoder_cannot_take_is_named(ray, model, tmp_path):
     data.write_text("\n".join(["sentence1,sentence2,condition,label", *lines]), encoding="utf-8")
     options, source = replace(OPTIONS, max_length=32, long_texts="windows"), DataOptions(str(data))
     with pytest.raises(UserError, match=r"^row 1501 of rows.csv, prompt .* is too long without"):
-        extract(model, options, tmp_path / "run", source, PROMPTS[:1], cluster=TWO)
+        extract(model, options, tmp_path / "run", source, PROMPTS[:1], cluster=ONE)
 
 
 def test_an_input_that_gives_nan_is_named(ray, broken, tmp_path):
@@ -206,7 +207,7 @@ def test_an_input_that_gives_nan_is_named(ray, broken, tmp_path):
     data.write_text("\n".join([*lines, "rain,a dog,the place,3"]) + "\n", encoding="utf-8")
     source = DataOptions(str(data))
     with pytest.raises(UserError, match=r"row 21 of rows.csv.*gave NaN or infinity"):
-        extract(broken, OPTIONS, tmp_path / "run", source, PROMPTS[:1], cluster=TWO)
+        extract(broken, OPTIONS, tmp_path / "run", source, PROMPTS[:1], cluster=ONE)
     stored = vectors(tmp_path / "run")
     assert len(stored) == 22  # all other inputs
     assert all(np.isfinite(vector).all() for vector in stored.values())
