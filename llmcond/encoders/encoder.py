@@ -396,8 +396,8 @@ class Encoder:
                 computed += done.n_computed
         except OutOfMemoryError as error:
             raise LlmcondError(
-                f"{self.name} {error} Lower --max-length, or see what fits: llmcond models --check "
-                f"{self.name}"
+                f"{self.name} {error} Encode with a smaller max_length (llmcond extract "
+                f"--max-length), or see what fits: llmcond models --check {self.name}"
             ) from error
         return found, computed
 

@@ -430,7 +430,10 @@ def _take_out(root: Any, merge: bool) -> None:
                 move(module, torch.float32)
                 module.merge()
                 if not base.weight.isfinite().all():
-                    raise ValueError(f"they overflow in {base.weight.dtype}. Try another --dtype.")
+                    raise ValueError(
+                        f"they overflow in {base.weight.dtype}. Try another dtype (llmcond extract "
+                        "--dtype)."
+                    )
             left = base
         else:
             continue

@@ -569,7 +569,8 @@ class _ReleasedBi(PaddedForward):
                 raise UserError(
                     f"router_mode is 'released-bi', which reads sentence and condition as one, and "
                     f"a condition has {len(condition.ids)} of the {runtime.max_length} tokens that "
-                    "the encoder takes. Shorten it, or raise --max-length."
+                    "the encoder takes. Shorten it, or encode with a larger max_length (llmcond "
+                    "extract --max-length)."
                 )
             own = row.ids if len(row.ids) <= room else [*row.ids[: room - 1], row.ids[-1]]
             ids = [*own, row.ids[-1], *condition.ids]

@@ -452,8 +452,9 @@ def try_engine(
     except Exception as error:  # whatever settings and devices can make a network raise
         raise LlmcondError(
             f"{name} cannot be run as {identity.dtype}, quantize {identity.quantize}, on "
-            f"{resolved.device}: {first_line(error)}. Try another --dtype or --quantize, and see "
-            "that its config.json is as it was published."
+            f"{resolved.device}: {first_line(error)}. Extract with another dtype (llmcond "
+            "extract --dtype) or quantize (llmcond extract --quantize), and see that its "
+            "config.json is as it was published."
         ) from error
     return engine
 

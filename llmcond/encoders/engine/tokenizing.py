@@ -282,7 +282,8 @@ class InputTokenizer:
                 raise UserError(
                     f"the condition {text[:80]!r} has {len(condition):,} tokens, which leave no "
                     f"room for two sentences in the {self._identity.max_length} that {self._name} "
-                    "takes. Shorten it, or raise --max-length."
+                    "takes. Shorten it, or train with a larger max_length (llmcond train-cross "
+                    "--max-length)."
                 )
             # The same in either order of the sentences.
             short = min(len(first), len(second), half)
@@ -356,7 +357,8 @@ class InputTokenizer:
                 f"an input is too long without its sentence: {item.text[:80]!r} with its "
                 f"instruction or context has {n - room + self._identity.max_length:,} tokens, of "
                 f"which {sum(map(len, sentence)):,} may be cut, and {self._name} takes "
-                f"{self._identity.max_length}. Shorten the rest of it, or raise --max-length.",
+                f"{self._identity.max_length}. Shorten the rest of it, or encode with a larger "
+                "max_length (llmcond extract --max-length).",
             )
         windows = 1
         if self._identity.long_texts == "windows":

@@ -693,7 +693,7 @@ def test_weights_that_are_not_finite_are_refused(bert, value):
 def test_merged_weights_that_overflow_are_refused(bert):
     _, folder = bert
     checkpoints.change_json(folder / CONFIG, lora_alpha=1e8)
-    with pytest.raises(LlmcondError, match=r"overflow in torch\.float16. Try another --dtype"):
+    with pytest.raises(LlmcondError, match=r"overflow in torch\.float16. Try another dtype"):
         load(folder, dtype="float16")
 
 

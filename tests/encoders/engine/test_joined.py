@@ -86,7 +86,7 @@ def test_a_condition_that_leaves_no_room_is_refused(tokenizer, room, fits):
     if fits:
         assert joined(tokenizer, LONG, LONG, CONDITION, max_length=room)[1].count("two") == 2
         return
-    with pytest.raises(UserError, match=r"has 4 tokens, which leave no room .* raise --max-length"):
+    with pytest.raises(UserError, match=r"has 4 tokens, which leave no room .* larger max_length"):
         joined(tokenizer, LONG, LONG, CONDITION, max_length=room)
 
 
