@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,28 @@ def pytest_collection_finish() -> None:
     # What is imported stays: to look through it for garbage again and again took a tenth of all.
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def flags_of_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where an error names a flag that its command does not take."""
+    from helpers.flags import unknown_flags
+
+    from llmcond import cli
+
+    run_command, complain = cli._run, cli._complain
+
+    def checked(arguments: Sequence[str], signals: Sequence[int]) -> int:
+        def tell(text: str, code: int) -> int:
+            unknown = unknown_flags(arguments, text)
+            assert not unknown, f"{arguments[0]} has no {unknown[0]}: {text}"
+            return complain(text, code)
+
+        with monkeypatch.context() as context:
+            context.setattr(cli, "_complain", tell)
+            return run_command(arguments, signals)
+
+    monkeypatch.setattr(cli, "_run", checked)
 
 
 @pytest.fixture(scope="module")

@@ -48,8 +48,8 @@ class View:
             got = f"{len(apart)} such" if apart else "joint features only"
             raise UserError(
                 f"the head takes e(s) and e(c) each by itself, and the prompt {self.name} gives "
-                f"{got}. Extract the prompt that does (llmcond extract --prompt separate ...) and "
-                f"name it: --prompt {self._named(apart)}"
+                f"{got}. Extract the prompt that does (llmcond extract --prompt separate), and fit "
+                f"the head on it: llmcond fit-head --prompt {self._named(apart)}"
             )
         if self.features == "separate" and len(self.prompts) > 1:
             raise UserError(
@@ -85,14 +85,14 @@ class View:
         start = f"the prompt {self.name} gives e(s) and e(c) each by itself, so "
         if not self.conditioned and not (self.subtract and self.features == "joint"):
             raise UserError(
-                f"{start}without subtraction the condition would be ignored. Leave out "
-                "--no-subtract, choose a prompt that joins both, or a head that takes both."
+                f"{start}without subtraction the condition would be ignored. Subtract, choose a "
+                "prompt that joins both, or a head that takes both."
             )
         if self.conditioned and self.features != "separate":
             alone = "" if self.features == "both" else "--prompt PROMPT or "
             raise UserError(
-                f"{start}the head has no joint features to work on. Name a prompt that joins both: "
-                f"{alone}--prompt PROMPT+{self.name}"
+                f"{start}the head has no joint features to work on. Fit it on a prompt that joins "
+                f"both: llmcond fit-head {alone}--prompt PROMPT+{self.name}"
             )
 
     @property

@@ -169,8 +169,9 @@ def _pushable(folder: Path) -> tuple[OpenedRun, Tuned | None]:
         )
     if tuned.base is not None and _only_here(tuned.base, folder):
         raise UserError(
-            f"{folder} is an adapter of {tuned.base}, a folder that nobody else has. Train it with "
-            "--merge into another --run, and push that: then the whole encoder is in it."
+            f"{folder} is an adapter of {tuned.base}, a folder that nobody else has. Train it by "
+            "llmcond train-lora --merge into another --run, and push that: then the whole encoder "
+            "is in it."
         )
     return run, tuned
 

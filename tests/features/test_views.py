@@ -578,7 +578,7 @@ def test_a_head_can_be_fitted_from_disk(capsys, monkeypatch, sampled, own, name)
         ),
         (["--head", "hypernet", "--set", "features=both"], f"--prompt separate+{J}"),
         (["--head", "hypernet-joint", "--prompt", S], "--prompt PROMPT+separate"),
-        (["--head", "linear", "--prompt", S, "--no-subtract"], "Leave out --no-subtract"),
+        (["--head", "linear", "--prompt", S, "--no-subtract"], "Subtract, choose a prompt"),
         (["--head", "pca", "--prompt", S, "--no-subtract"], "condition would be ignored"),
         (["--head", "mlp", "--prompt", f"{S}+{S}"], "names a prompt twice"),
         (["--head", "mlp", "--prompt", f"{S}+{J}+{S}.toml"], "names a prompt twice"),
