@@ -34,6 +34,8 @@ from llmcond.files import replacing, write_json
 RECORD = "_llmcond.json"
 VECTOR = "embedding"
 _LOCK = "_llmcond.lock"
+#: Key of a Parquet file's metadata: which rows of the source it has.
+_UNIT = b"llmcond.rows"
 _FILE = re.compile(r"part-\d{6}\.parquet")
 #: What a kill leaves of a file that was being written.
 _LEFT = re.compile(rf"\.({_FILE.pattern}|{re.escape(RECORD)})\.[0-9a-f]{{8}}")
@@ -104,7 +106,7 @@ class Output(ABC):
         """
         with self._failing():
             try:
-                with self._filesystem.open_input_file(f"{self._root}/{RECORD}") as stream:
+                with self._open(RECORD) as stream:
                     found = json.loads(stream.read())
             except (FileNotFoundError, NotADirectoryError):
                 self._check_vacant()
@@ -124,6 +126,17 @@ class Output(ABC):
                 f"{self.name} holds other files, which are no embeddings that were begun by "
                 "llmcond embed. Name a new or an empty folder."
             )
+
+    def _open(self, name: str) -> Any:
+        """Open a file of the folder to read.
+
+        Raises:
+            ValueError: a pipe, a device or a folder, of which some would never end.
+        """
+        path = self._folder / name
+        if not self._remote and path.exists() and not path.is_file():
+            raise ValueError(f"{name} is no file")
+        return self._filesystem.open_input_file(f"{self._root}/{name}")
 
     def _names(self) -> list[str]:
         """Return what lies in the folder."""
@@ -255,33 +268,38 @@ class ParquetOutput(Output):
                 "name another --out."
             )
         with ThreadPoolExecutor(_AT_ONCE) as threads:
-            dims = set(threads.map(self._dim, sorted(there), (named[n] for n in sorted(there))))
-        if len(dims) > 1:
-            raise UserError(f"{self.name} holds files of several dimensions; name another --out.")
-        self.dim = max(dims, default=0)
+            schemas = set(
+                threads.map(self._schema, sorted(there), (named[n] for n in sorted(there)))
+            )
+        if len(schemas) > 1:
+            raise UserError(
+                f"{self.name} holds files of several dimensions or columns; name another --out."
+            )
+        for schema in schemas:
+            self.dim = int(schema.field(VECTOR).type.list_size)
         return {named[name].number for name in there}
 
-    def _dim(self, name: str, unit: Unit) -> int:
-        """Return the dimensions of a unit's file, which has the rows of the unit."""
+    def _schema(self, name: str, unit: Unit) -> pa.Schema:
+        """Return the columns of a unit's file, which has the rows of the unit."""
         try:
-            with (
-                self._filesystem.open_input_file(f"{self._root}/{name}") as stream,
-                pq.ParquetFile(stream) as file,
-            ):
+            with self._open(name) as stream, pq.ParquetFile(stream) as file:
                 rows, schema = file.metadata.num_rows, file.schema_arrow
-                dim = int(schema.field(VECTOR).type.list_size)
-        except (OSError, KeyError, AttributeError, pa.ArrowException):
-            rows, dim = -1, 0
-        if rows != unit.rows:
+                known = (schema.metadata or {}).get(_UNIT, _rows_of(unit))
+                damaged = (rows, known) != (unit.rows, _rows_of(unit))
+                damaged = damaged or not schema.field(VECTOR).type.list_size
+        except (OSError, KeyError, AttributeError, ValueError, pa.ArrowException):
+            damaged = True
+        if damaged:
             raise UserError(
                 f"{self.name}/{name} does not hold the {unit.rows:,} embeddings that belong there: "
                 "it was damaged. Remove it, and run the same command again."
             )
-        return dim
+        return schema.remove_metadata()
 
     def write(self, unit: Unit, rows: pa.Table) -> str:
         """Write a unit's file: beside its place, and then there."""
         texts = [name for name in rows.column_names if name != VECTOR]
+        rows = rows.replace_schema_metadata({_UNIT: _rows_of(unit)})
         with self._failing():
             if self._remote:
                 sink = pa.BufferOutputStream()
@@ -302,6 +320,11 @@ class ParquetOutput(Output):
 
 def _file(unit: Unit) -> str:
     return f"part-{unit.number:06}.parquet"
+
+
+def _rows_of(unit: Unit) -> bytes:
+    """Return which rows of the source a unit's file says that it has."""
+    return f"{unit.start}-{unit.stop} of {unit.part}".encode()
 
 
 class LanceOutput(Output):

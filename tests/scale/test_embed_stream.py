@@ -1,6 +1,7 @@
 """Texts that do not fit in memory: what is written, what a kill leaves, and what is refused."""
 
 import json
+import os
 import re
 import resource
 import shutil
@@ -298,11 +299,16 @@ def test_a_record_that_is_no_object_is_told_in_a_line(capsys, begun, content):
     check_refused_as_damaged(capsys, begun, "out", "out/_llmcond.json is damaged")
 
 
-@pytest.mark.parametrize("damage", ["junk", "cut", "rows", "columns"])
+@pytest.mark.parametrize("damage", ["junk", "cut", "rows", "columns", "another's", "pipe"])
 def test_a_file_that_holds_no_embeddings_is_told_in_a_line(capsys, begun, damage):
     path = Path("out/part-000000.parquet")
     whole = path.read_bytes()
-    if damage in ("junk", "cut"):
+    if damage == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    elif damage == "another's":
+        shutil.copy("out/part-000001.parquet", path)
+    elif damage in ("junk", "cut"):
         path.write_bytes(b"junk" if damage == "junk" else whole[:-5])
     else:
         rows = pq.read_table(path)
@@ -310,6 +316,18 @@ def test_a_file_that_holds_no_embeddings_is_told_in_a_line(capsys, begun, damage
     check_refused_as_damaged(capsys, begun, "out", "part-000000.parquet does not hold the 40 emb")
     path.unlink()
     assert ok(capsys, *embed("out", begun))["rows"] == 250
+
+
+def test_a_file_of_other_columns_is_told_in_a_line(capsys, begun):
+    path = Path("out/part-000000.parquet")
+    pq.write_table(pq.read_table(path).drop(["sentence"]), path)
+    check_refused_as_damaged(capsys, begun, "out", "several dimensions or columns")
+
+
+def test_a_record_that_is_a_pipe_is_not_waited_for(capsys, begun):
+    Path("out/_llmcond.json").unlink()
+    os.mkfifo("out/_llmcond.json")
+    assert "out/_llmcond.json is damaged" in refused(capsys, *embed("out", begun))
 
 
 def test_a_dataset_that_lost_a_file_is_told_in_a_line(capsys, begun):
