@@ -141,7 +141,10 @@ def condition_source(
 def _lines(path: Path) -> list[str]:
     source = open_source(str(path), TEXT_SUFFIXES)
     lines = read_lines(source, source.files[0])
-    return [line.strip() for line in lines if line.strip()]
+    texts = [line.strip() for line in lines if line.strip()]
+    if not texts:
+        raise UserError(f"{path} is empty: all of its lines are blank.")
+    return texts
 
 
 def _column(path: Path, name: str) -> list[str]:

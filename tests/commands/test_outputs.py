@@ -257,6 +257,16 @@ def test_a_file_that_holds_no_texts_is_told_with_what_the_command_reads(
     assert not (tmp_path / "out.parquet").exists()
 
 
+@pytest.mark.parametrize("command", ["embed", "index", "cluster"])
+def test_a_text_file_of_blank_lines_is_told(capsys, tiny_run, tmp_path, command):
+    (tmp_path / "blank.txt").write_text("\n \n")
+    more = () if command == "index" else ("--condition", "the place")
+    out = ("--out", tmp_path / "out.parquet", "--run", tiny_run)
+    said = refused(capsys, command, tmp_path / "blank.txt", *more, *out)
+    assert said.endswith("blank.txt is empty: all of its lines are blank.")
+    assert not (tmp_path / "out.parquet").exists()
+
+
 def test_a_condition_is_a_column_if_there_is_one_of_that_name(capsys, tiny_run, tmp_path):
     source, out = tmp_path / "texts.csv", tmp_path / "out.csv"
     source.write_text("text,topic\ntwo men ride,play\nthree dogs sit,sit\n")
