@@ -396,7 +396,10 @@ class AnyRun(ABC):
                 fit = f"Fit it: llmcond fit-head --head {recipe} --run {self.folder}"
                 remedy = fit if recipe else nearest(name, [*known, *recipes])
                 if self.folder == pretrained(self.folder.name):
-                    remedy = "Heads are fitted in a run: llmcond extract --model " + PRETRAINED
+                    remedy = (
+                        f"Heads are fitted in a run: llmcond extract --model {PRETRAINED} --prompt "
+                        f"{' '.join(self.prompts())}"
+                    )
                 raise UserError(f"{self.folder} has no fitted head {name!r} ({fitted}). {remedy}")
             chosen += matches
         return list(dict.fromkeys(chosen))

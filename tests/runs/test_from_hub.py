@@ -99,6 +99,11 @@ def test_an_unknown_name_is_told_what_there_is(tmp_path, monkeypatch, name, word
     assert words in str(raised.value)
 
 
+def test_an_unknown_head_of_the_bundled_model_is_told_with_its_prompt():
+    with pytest.raises(UserError, match="--model minilm-csts --prompt concat-cond-sent$"):
+        llmcond.load_embedder("minilm-csts", head="mpl")
+
+
 def test_a_folder_has_no_revision(tiny_run):
     with pytest.raises(UserError, match="is not a model of the hub"):
         llmcond.load_embedder(tiny_run, revision="main")
