@@ -100,7 +100,7 @@ def test_an_unknown_name_is_told_what_there_is(tmp_path, monkeypatch, name, word
 
 
 def test_an_unknown_head_of_the_bundled_model_is_told_with_its_prompt():
-    with pytest.raises(UserError, match="--model minilm-csts --prompt concat-cond-sent$"):
+    with pytest.raises(UserError, match=r"--model minilm-csts --prompt concat-cond-sent$"):
         llmcond.load_embedder("minilm-csts", head="mpl")
 
 
