@@ -88,10 +88,10 @@ def not_done(error: LlmcondError | str) -> str:
     return f"not done: {text.partition('. ')[0].removesuffix('.')}"
 
 
-def value_of(estimate: Estimate, deviation: float | None = None, seeds: int = 0) -> Value:
+def value_of(estimate: Estimate, seeds: int = 0) -> Value:
     """Return a figure of a result."""
     value, low, high = map(finite, astuple(estimate))
-    return Value(value, low, high, deviation, seeds)
+    return Value(value, low, high, seeds=seeds)
 
 
 def scored(result: Result) -> dict[str, Value]:
@@ -106,11 +106,14 @@ def over_seeds(values: Sequence[Value]) -> Value:
         return Value(None, seeds=len(values))
     if len(found) == 1:
         return replace(values[0], seeds=1)
+    return _of_seeds(statistics.fmean(found), statistics.stdev(found), len(found))
+
+
+def _of_seeds(mean: float, deviation: float, seeds: int) -> Value:
     from scipy.stats import t
 
-    mean, deviation = statistics.fmean(found), statistics.stdev(found)
-    half = float(t.ppf(0.975, len(found) - 1)) * deviation / len(found) ** 0.5
-    return Value(mean, mean - half, mean + half, deviation, len(found))
+    half = float(t.ppf(0.975, seeds - 1)) * deviation / seeds**0.5
+    return Value(mean, mean - half, mean + half, deviation, seeds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,8 +402,12 @@ class Work:
             ).results[0]
         except LlmcondError as error:
             return not_done(error)
+        seeds = len(row.seeds)
+        # A sweep's intervals are over rows as well, those of the other rows over seeds alone.
         return {
-            name: value_of(estimate, row.seed_sd[name], len(row.seeds))
+            name: value_of(estimate, seeds)
+            if (deviation := finite(row.seed_sd[name])) is None
+            else _of_seeds(estimate.value, deviation, seeds)
             for name, estimate in row.metrics.items()
         }
 
