@@ -38,6 +38,7 @@ class _MadeOf:
     settings: Mapping[str, Any]
     head: Mapping[str, Any]
     objective: Mapping[str, Any] = field(default_factory=dict)
+    prompts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,21 @@ def made_of(
         "settings": settings.to_json(),
         "merge": merge,
     }
+
+
+def trained_prompts(folder: Path) -> dict[str, str]:
+    """Return the digests, by their names, of the prompts that a folder's encoder was trained with.
+
+    None where that is not recorded.
+
+    Raises:
+        UserError: the record was damaged.
+    """
+    if not (folder / RECORD).is_file():
+        return {}
+    record = read_record(folder / RECORD, _Account, "Name the prompt: --prompt NAME_OR_FILE.")
+    prompts: dict[str, str] = record["made_of"].get("prompts", {})
+    return prompts
 
 
 def finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | None:

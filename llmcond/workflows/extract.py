@@ -38,6 +38,7 @@ from llmcond.scale.extraction import ray_execution
 from llmcond.scale.pool import Cluster
 from llmcond.tasks import AnyTask, Data, find_task
 from llmcond.tasks.dialogue import Dialogue
+from llmcond.workflows.account import trained_prompts
 
 D = TypeVar("D", bound=Data)
 
@@ -185,10 +186,26 @@ def prepare(
     resolved = resolve(model, options) if cluster is None else _for_actors(model, options, cluster)
     routes = resolved.identity.router == "csr" and not isinstance(chosen, Dialogue)
     default = None if routes else chosen.prompt
-    taken = named or [load_prompt(default or resolved.default_prompt)]
+    taken = named or [load_prompt(default) if default else _usual_prompt(resolved)]
     check_prompts(taken, resolved, chosen)
     check_routed(taken, options, chosen)
     return Prepared(existing, chosen, dataset, resolved, taken, place)
+
+
+def _usual_prompt(resolved: ResolvedEncoder) -> Prompt:
+    """Return the prompt that an encoder was trained with, or else the one that suits it."""
+    checkpoint = resolved.checkpoint
+    folder = checkpoint.members[0].parent if checkpoint.members else checkpoint.adapter
+    trained = trained_prompts(folder or checkpoint.folder) if checkpoint.stated else {}
+    for prompt in map(load_prompt, set(trained).intersection(bundled_names("prompts"))):
+        if prompt.digest == trained[prompt.name]:
+            return prompt
+    if trained:
+        log.info(
+            f"{checkpoint.name} was trained with another prompt than {resolved.default_prompt}, "
+            f"which is taken: name the file of {' or '.join(trained)} by --prompt"
+        )
+    return load_prompt(resolved.default_prompt)
 
 
 def _for_actors(model: str, options: EncoderOptions, cluster: Cluster) -> ResolvedEncoder:

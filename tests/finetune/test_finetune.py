@@ -39,6 +39,7 @@ from llmcond.finetune.state import BEST, STATE, StateFolder, differences
 from llmcond.heads import load_recipe
 from llmcond.heads.objectives import ObjectiveSettings, contrast_groups
 from llmcond.prompts import load_prompt
+from llmcond.workflows.extract import _usual_prompt
 from llmcond.workflows.trainable import tune_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -287,6 +288,27 @@ def test_the_folder_is_all_that_is_needed(tuned, tmp_path, capsys):
     said = ok(capsys, "similarity", *first, *second, "--condition", "the place", "--run", moved)
     assert said["similarities"][0]["similarity"] == pytest.approx(float(whole[0]), abs=1e-5)
     assert said["head"] == "mlp@concat-sent-cond+c"
+
+
+@pytest.mark.parametrize(
+    ("name", "bundled", "expected"),
+    [
+        ("concat-cond-sent", True, "concat-cond-sent"),
+        ("concat-cond-sent", False, "concat-sent-cond"),
+        ("mine", False, "concat-sent-cond"),
+    ],
+)
+def test_an_encoder_is_extracted_with_the_prompt_it_was_trained_with(
+    tuned, tmp_path, caplog, name, bundled, expected
+):
+    caplog.set_level("INFO", "llmcond")
+    folder = Path(shutil.copytree(tuned, tmp_path / "own"))
+    record = json.loads((folder / "training.json").read_text())
+    record["made_of"]["prompts"] = {name: load_prompt(name).digest if bundled else "0"}
+    (folder / "training.json").write_text(json.dumps(record))
+    resolved = resolve(str(folder), EncoderOptions(device="cpu"))
+    assert _usual_prompt(resolved).name == expected
+    assert (f"name the file of {name} by --prompt" in caplog.text) != bundled
 
 
 def test_its_scores_are_those_of_evaluate(tuned, capsys):
