@@ -372,8 +372,13 @@ class LanceOutput(Output):
             )
         self._next = len(found)
         if self._rows:
-            with self._failing():
+            try:
                 self.dim = int(self._dataset.schema.field(VECTOR).type.list_size)
+            except (KeyError, AttributeError) as error:
+                raise UserError(
+                    f"{self.name} has no column {VECTOR} of vectors: it was written by others. "
+                    "Name another --out."
+                ) from error
         return found
 
     def write(self, unit: Unit, rows: pa.Table) -> str:

@@ -330,6 +330,12 @@ def test_a_record_that_is_a_pipe_is_not_waited_for(capsys, begun):
     assert "out/_llmcond.json is damaged" in refused(capsys, *embed("out", begun))
 
 
+@pytest.mark.parametrize("column", ["embedding", "other"])
+def test_a_dataset_that_others_wrote_over_is_told_in_a_line(capsys, begun, column):
+    lance.write_dataset(pa.table({column: [1] * 250}), "out.lance", mode="overwrite")
+    check_refused_as_damaged(capsys, begun, "out.lance", "has no column embedding of vectors")
+
+
 def test_a_dataset_that_lost_a_file_is_told_in_a_line(capsys, begun):
     next(Path("out.lance/data").iterdir()).unlink()
     check_refused_as_damaged(capsys, begun, "out.lance", "out.lance lacks data/")
