@@ -14,7 +14,14 @@ from functools import cache
 from importlib import import_module
 
 from llmcond.commands.base import Command, Parser, add_arguments, run_command
-from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full, printable
+from llmcond.errors import (
+    DiskFullError,
+    LlmcondError,
+    UserError,
+    first_line,
+    is_disk_full,
+    printable,
+)
 from llmcond.log import log_to_terminal
 from llmcond.version import __version__
 
@@ -119,14 +126,21 @@ def _run(arguments: Sequence[str], signals: Sequence[int]) -> int:
         # The reader of a pipe left (`| head`); nothing more can be said on standard output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
-        if is_disk_full(error):
-            return _complain(
-                f"the disk is full: {error}. What was stored is kept.", DiskFullError.exit_code
-            )
-        code = UserError.exit_code if isinstance(error, PermissionError) else LlmcondError.exit_code
-        return _complain(f"{error}. What was stored is kept.", code)
+    except (MemoryError, OSError) as error:
+        return _complain(*_of_the_machine(error))
     return 0
+
+
+def _of_the_machine(error: MemoryError | OSError) -> tuple[str, int]:
+    """Return what is said of too little memory, room or rights, and the exit code."""
+    if isinstance(error, MemoryError):
+        said, code = f"there is not enough memory ({first_line(error)})", LlmcondError.exit_code
+    elif is_disk_full(error):
+        said, code = f"the disk is full: {error}", DiskFullError.exit_code
+    else:
+        wrong = isinstance(error, PermissionError)
+        said, code = str(error), (UserError if wrong else LlmcondError).exit_code
+    return f"{said}. What was stored is kept.", code
 
 
 def _complain(text: str, code: int) -> int:

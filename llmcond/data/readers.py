@@ -469,6 +469,8 @@ def _converted(
     try:
         for batch in batches(list(dict.fromkeys(columns))):
             yield from batch.to_pylist()
+    except MemoryError:  # one of Arrow's own errors, where Arrow raises it
+        raise
     except (pa.ArrowException, OSError, OverflowError, ValueError) as error:
         raise UserError(
             f"{name} is damaged, or holds what cannot be read: {first_line(error)}"

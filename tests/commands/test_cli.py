@@ -13,6 +13,7 @@ from pathlib import Path
 
 import lance
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -731,6 +732,27 @@ def test_a_full_disk_loses_nothing(own_run, tiny, tmp_path):
     assert set(before) <= set(own_run.rglob("*"))
     assert run(["fit-head", "--head", "pca", "--dim", "4", "--run", str(own_run)]) == 0
     assert run(arguments.split()) == 0
+
+
+def let_memory_grow_little():
+    """Let this process have a gibibyte more than it has."""
+    most = psutil.Process().memory_info().vms + 2**30
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def test_what_does_not_fit_in_memory_is_told_in_a_line(tmp_path):
+    """A file of a few kilobytes, whose one text stands in 20,000 rows."""
+    texts = pa.DictionaryArray.from_arrays(pa.array(np.zeros(20_000, np.int32)), ["a" * 2**16])
+    pq.write_table(pa.table({"text": texts}), "bomb.parquet")
+    assert Path("bomb.parquet").stat().st_size < 100_000
+    command = ("embed", "bomb.parquet", "--condition", "the place", "--out", "out.npy")
+    status, out, said = Command(
+        tmp_path / "printed", command, first=let_memory_grow_little
+    ).finish()
+    assert (status, out) == (1, "")
+    assert "llmcond: error: there is not enough memory (" in said.splitlines()[-1]
+    assert "Traceback" not in said
+    assert not Path("out.npy").exists()
 
 
 def test_nan_names_the_row(capsys, tiny_checkpoint, write_rows, small_rows):
