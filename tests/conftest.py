@@ -36,6 +36,8 @@ def pytest_configure() -> None:
 
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+    # Ray's programs would give way to all other tests, and the tests of Ray be the last to end.
+    os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
