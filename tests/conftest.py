@@ -15,6 +15,7 @@ from zlib import crc32
 import pytest
 
 from llmcond.encoders.encoder import Encoder, load_encoder
+from llmcond.log import log_to_terminal
 
 WORDS = (
     "a the two three men women children dogs ride play read sit walk in on at park beach kitchen "
@@ -24,11 +25,13 @@ WORDS = (
 
 
 def pytest_configure() -> None:
-    """Set signals, threads and the width of tables for all tests.
+    """Set signals, threads, messages and the width of tables for all tests.
 
     What a shell starts in the background ignores interrupts, and so do its children.
     """
     os.environ.pop("COLUMNS", None)
+    # From the first command on, a process prints messages: so it is in all tests, in any order.
+    log_to_terminal()
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several workers would wait for each other
