@@ -3,7 +3,6 @@
 import csv
 import gc
 import os
-import re
 import shutil
 import signal
 import sys
@@ -52,13 +51,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out four fifths of the variants of large matrices, unless asked for; Ray comes first.
+    """Leave out four fifths of the variants of large matrices, unless they are asked for.
 
     Which fifth is decided by the names of test and variant, so that all tests together still take
     every architecture and every setting.
     """
-    # What waits for Ray's programs begins first: else the last minutes are spent on it alone.
-    items.sort(key=lambda item: not re.match(r"tests/scale/|.*\[bench_ray\]", item.nodeid))
     if config.getoption("--all") or any("::" in argument for argument in config.args):
         return
     kept: list[pytest.Item] = []
