@@ -134,7 +134,9 @@ def _run(arguments: Sequence[str], signals: Sequence[int]) -> int:
 def _of_the_machine(error: MemoryError | OSError) -> tuple[str, int]:
     """Return what is said of too little memory, room or rights, and the exit code."""
     if isinstance(error, MemoryError):
-        said, code = f"there is not enough memory ({first_line(error)})", LlmcondError.exit_code
+        reason = f" ({first_line(error)})" if str(error) else ""
+        said = f"there is not enough memory{reason}. Free some, or split what is read"
+        code = LlmcondError.exit_code
     elif is_disk_full(error):
         said, code = f"the disk is full: {error}", DiskFullError.exit_code
     else:

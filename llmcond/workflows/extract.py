@@ -197,8 +197,9 @@ def _usual_prompt(resolved: ResolvedEncoder) -> Prompt:
     checkpoint = resolved.checkpoint
     folder = checkpoint.members[0].parent if checkpoint.members else checkpoint.adapter
     trained = trained_prompts(folder or checkpoint.folder) if checkpoint.stated else {}
-    for prompt in map(load_prompt, set(trained).intersection(bundled_names("prompts"))):
-        if prompt.digest == trained[prompt.name]:
+    available = bundled_names("prompts")
+    for name, digest in trained.items():
+        if name in available and (prompt := load_prompt(name)).digest == digest:
             return prompt
     if trained:
         log.info(

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 from openpyxl import Workbook
 
+from llmcond.data import readers
 from llmcond.data.datasets import Columns, read_dataset, read_rows, read_texts
 from llmcond.data.rows import Rows
 from llmcond.errors import LlmcondError, UserError
@@ -623,3 +624,9 @@ def test_what_is_read_as_a_whole_has_a_limit(monkeypatch, tmp_path, name):
     monkeypatch.setattr("llmcond.data.readers.MOST_BYTES", 40_000)
     with pytest.raises(UserError, match=f"{name} holds more than .* MiB.*as .csv, .jsonl or"):
         rows_of(str(path))
+
+
+def test_memory_that_does_not_suffice_is_no_damaged_file():
+    schema, batches = pa.schema({"text": pa.string()}), lambda _: [pa.allocate_buffer(2**60)]
+    with pytest.raises(MemoryError):
+        list(readers._converted(schema, batches, "rows.parquet", ["text"]))

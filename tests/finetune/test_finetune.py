@@ -311,6 +311,15 @@ def test_an_encoder_is_extracted_with_the_prompt_it_was_trained_with(
     assert (f"name the file of {name} by --prompt" in caplog.text) != bundled
 
 
+@pytest.mark.parametrize("names", [("routed", "separate"), ("separate", "routed")])
+def test_of_several_prompts_the_first_is_taken(tuned, tmp_path, names):
+    folder = Path(shutil.copytree(tuned, tmp_path / "own"))
+    record = json.loads((folder / "training.json").read_text())
+    record["made_of"]["prompts"] = {name: load_prompt(name).digest for name in names}
+    (folder / "training.json").write_text(json.dumps(record))
+    assert _usual_prompt(resolve(str(folder), EncoderOptions(device="cpu"))).name == names[0]
+
+
 def test_its_scores_are_those_of_evaluate(tuned, capsys):
     account = json.loads((tuned / "training.json").read_text())
     for scores in account["summary"]["scores"]:
