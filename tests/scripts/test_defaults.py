@@ -23,6 +23,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: Script -> sizes, and a word of what it prints.
 SCRIPTS = {
+    "bench_aspects": (
+        "--model {tiny} --data {aspects} --values 0 2 --labels 4 --draws 2 --json",
+        "| mean of 2 |",
+    ),
     "bench_clusters": (
         "--model {tiny} --data {classes} --guides 6 --seeds 1",
         "| minilm-csts | language |",
@@ -107,6 +111,26 @@ def classes(tmp_path, small_rows):
     return folder
 
 
+@pytest.fixture
+def aspects(tmp_path):
+    """A folder of texts with attributes, one set with crossed conditions and one without."""
+    folder = tmp_path / "aspects"
+    folder.mkdir()
+    people, places = ("men", "women", "children"), ("beach", "park", "street")
+    texts = [
+        {"text": f"the {who} at the {where}, {n} of them", "attrs": {"who": who, "where": where}}
+        for who in people
+        for where in places
+        for n in range(3)
+    ]
+    conditions = {"who": {"text": "the people"}, "where": {"text": "the place"}}
+    crossed = {"name": "crossed", "texts": texts, "conds": conditions}
+    (folder / "crossed.json").write_text(json.dumps(crossed))
+    single = {"texts": texts, "conds": {"who": conditions["who"]}}
+    (folder / "single.json").write_text(json.dumps(single))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def separate(tiny, small_rows, tmp_path_factory):
     """A run with a head on separate features."""
@@ -142,7 +166,7 @@ def in_this_process(monkeypatch, tiny):
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_runs(
-    name, tiny, tmp_path, write_rows, small_rows, classes, separate, monkeypatch, capsys
+    name, tiny, tmp_path, write_rows, small_rows, aspects, classes, separate, monkeypatch, capsys
 ):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
@@ -150,7 +174,9 @@ def test_a_script_runs(
         pytest.skip("this CPU multiplies no prepacked bfloat16")
     sizes, said = SCRIPTS[name]
     rows = write_rows(small_rows[:24])
-    given = sizes.format(tmp=tmp_path, tiny=tiny, rows=rows, classes=classes, run=separate)
+    given = sizes.format(
+        tmp=tmp_path, tiny=tiny, rows=rows, aspects=aspects, classes=classes, run=separate
+    )
     monkeypatch.setattr("sys.argv", [name, *given.split()])
     assert import_module(name).main() in (None, 0)
     assert said in capsys.readouterr().out

@@ -1,0 +1,371 @@
+"""Whether embeddings follow conditions, on texts with several attributes, for any models.
+
+    python scripts/bench_aspects.py --data FOLDER
+    python scripts/bench_aspects.py --data FOLDER --model minilm --variant routed --values 0 4
+    python scripts/bench_aspects.py --data FOLDER --model RUN --only snips hwu --labels 8 64 --json
+
+FOLDER holds NAME.json of each data set and, where there are any, triples/NAME.json; see
+docs/aspects.md for the format and the measures. A model is a bundled model, the folder of a run,
+or an encoder. Variants: ``plain`` are sentence embeddings of the base encoder, without a condition;
+``joint`` and ``routed`` use the prompts concat-cond-sent (without subtraction) and routed;
+``model`` is the prompt and the head of a run. Figures are in percent, with 95 % intervals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmcond import Embedder, load_embedder, load_encoder
+from llmcond.bundled import PRETRAINED, pretrained
+from llmcond.clustering.guide import guided
+from llmcond.clustering.methods import kmeans
+from llmcond.data.aspects import WORDINGS, AspectSample, Wording, read_samples
+from llmcond.encoders.encoder import Encoder
+from llmcond.errors import LlmcondError, UserError
+from llmcond.evaluation.aspects import (
+    FIGURES,
+    AspectFigures,
+    ConditionedVectors,
+    LabelFigures,
+    mean_estimate,
+    measure,
+    measure_labels,
+    needed_rows,
+)
+from llmcond.features.view import View
+from llmcond.log import log, log_to_terminal
+from llmcond.metrics import Estimate, finite, number
+from llmcond.prompts import load_prompt
+from llmcond.runs.embedder import base_encoder
+
+VARIANTS = ("plain", "joint", "routed", "model")
+LOGISTIC = "logistic regression"
+
+Vectors = Any
+#: From n texts and n conditions to (n, d) vectors.
+Encode = Callable[[Sequence[str], Sequence[str]], Vectors]
+
+
+@dataclass(frozen=True)
+class System:
+    """What makes vectors: a model, its variant, and the number of example values of conditions."""
+
+    model: str
+    variant: str
+    n_values: int
+    encode: Encode
+
+    @property
+    def label(self) -> str:
+        """Return what tables call it."""
+        parts = [self.model, "" if self.variant == "model" else self.variant]
+        return ", ".join(filter(None, [*parts, f"{self.n_values} values" * bool(self.n_values)]))
+
+
+# -- models ------------------------------------------------------------------------------------
+
+
+def systems(options: argparse.Namespace) -> Iterator[System]:
+    """Yield every system, one model after the other; plain vectors of an encoder only once."""
+    plain = set()
+    for name in options.model:
+        is_run = pretrained(name) is not None or Path(name, "run.json").is_file()
+        model = load_embedder(name, device=options.device) if is_run else None
+        encoder = _encoder(name, model, options)
+        for variant in options.variant or (["plain", "model"] if is_run else VARIANTS[:3]):
+            if variant == "plain":
+                base = base_encoder(encoder) or encoder
+                if base.identity.fingerprint not in plain:
+                    plain.add(base.identity.fingerprint)
+                    yield System(base.name, variant, 0, _plain(base))
+                continue
+            embedder = _embedder(name, variant, model, encoder)
+            for n_values in options.values:
+                yield System(name, variant, n_values, embedder.encode)
+
+
+def _encoder(name: str, model: Embedder | None, options: argparse.Namespace) -> Encoder:
+    if model is None:
+        return load_encoder(name, dtype=options.dtype or "float32", device=options.device)
+    if options.dtype not in (None, model.encoder.identity.dtype):
+        raise UserError(
+            f"--dtype is {options.dtype}, and {name} was trained in "
+            f"{model.encoder.identity.dtype}. Leave it out: it is for encoders."
+        )
+    return model.encoder
+
+
+def _plain(encoder: Encoder) -> Encode:
+    def encode(texts: Sequence[str], _: Sequence[str]) -> Vectors:
+        distinct = list(dict.fromkeys(texts))
+        place = {text: i for i, text in enumerate(distinct)}
+        return encoder.encode(distinct)[[place[text] for text in texts]]
+
+    return encode
+
+
+def _embedder(name: str, variant: str, model: Embedder | None, encoder: Encoder) -> Embedder:
+    if variant == "joint":
+        return Embedder(encoder, View((load_prompt("concat-cond-sent"),), subtract=False))
+    if variant == "routed":
+        return Embedder(encoder, View((load_prompt("routed"),)))
+    if model is None:
+        raise UserError(
+            f"{name} is an encoder, which has no prompt of its own. Name other variants than "
+            "model: plain, joint or routed."
+        )
+    if model.head is not None and not model.head.compares_by_cosine:
+        raise UserError(
+            f"the head {model.name} of {name} does not compare embeddings by their cosine, which "
+            "is what is measured here."
+        )
+    return model
+
+
+# -- figures -----------------------------------------------------------------------------------
+
+
+def make_condition(text: str, values: Sequence[str]) -> str:
+    """Return a condition with example values."""
+    return f"{text}, such as {', '.join(values)}" if values else text
+
+
+def vectors_of(system: System, sample: AspectSample, wording: Wording) -> ConditionedVectors:
+    """Encode all that the figures of a sample need, in one call."""
+    conditions = {
+        key: make_condition(wordings.say(wording), sample.values[key][: system.n_values])
+        for key, wordings in sample.conditions.items()
+    }
+    rows = needed_rows(sample)
+    texts = [sample.texts[position].text for position, _ in rows]
+    return ConditionedVectors(
+        rows, system.encode(texts, [conditions[condition] for _, condition in rows])
+    )
+
+
+def by_guide(vectors: Vectors, labelled: Any, labels: Sequence[str]) -> tuple[Any, Any]:
+    """Classify and cluster by the closed-form guide of ``llmcond cluster``."""
+    space = guided(vectors, vectors[labelled], labels)
+    return np.unique(labels)[space.argmax(axis=1)], kmeans(space, space.shape[1], seed=0)
+
+
+def by_logistic_regression(
+    vectors: Vectors, labelled: Any, labels: Sequence[str]
+) -> tuple[Any, Any]:
+    """Classify by logistic regression; its classes are the clusters."""
+    from sklearn.linear_model import LogisticRegression
+
+    predicted = LogisticRegression(max_iter=1_000).fit(vectors[labelled], labels).predict(vectors)
+    return predicted, predicted
+
+
+class Benchmark:
+    """The figures of systems on samples, as they are computed."""
+
+    def __init__(self, samples: Sequence[AspectSample], options: argparse.Namespace) -> None:
+        self.rows: list[tuple[System, str, AspectFigures]] = []
+        self.labels: list[tuple[str, str, LabelFigures]] = []
+        self._samples, self._options = samples, options
+
+    def add(self, system: System) -> None:
+        """Measure a system on all samples."""
+        options = self._options
+        for sample in self._samples:
+            began = time.process_time()
+            vectors = vectors_of(system, sample, options.wording)
+            self.rows.append((system, sample.name, measure(sample, vectors, options.seed)))
+            ways = [(f"{system.label}, guide", by_guide)]
+            if system.variant == "plain":
+                ways.append((f"{system.label}, {LOGISTIC}", by_logistic_regression))
+            for name, fit in ways if options.labels else []:
+                figures = measure_labels(
+                    sample, vectors, options.labels, fit, options.draws, options.seed
+                )
+                self.labels += [(name, sample.name, own) for own in figures]
+            log.info(
+                f"{system.label}, {sample.name}: {time.process_time() - began:.1f} s of CPU time"
+            )
+
+    def means(self) -> list[tuple[System, dict[str, Estimate], float, int]]:
+        """Return for each system its means over data sets, of chance too, and their number."""
+        found = []
+        for system in dict.fromkeys(own for own, _, _ in self.rows):
+            of_sets = [figures for own, _, figures in self.rows if own is system]
+            means = {n: mean_estimate([getattr(f, n) for f in of_sets]) for n in FIGURES}
+            chance = mean_estimate([Estimate(f.chance) for f in of_sets]).value
+            found.append((system, means, chance, len(of_sets)))
+        return found
+
+    def label_means(self) -> list[tuple[str, int, int, float, float]]:
+        """Return means over data sets: what is measured, labels, sets, accuracy and V-measure."""
+        found = []
+        for name, size in dict.fromkeys((name, own.n_labels) for name, _, own in self.labels):
+            of_sets = [
+                own
+                for other, _, own in self.labels
+                if (other, own.n_labels) == (name, size) and own.n_conditions
+            ]
+            if of_sets:
+                accuracy = float(np.mean([own.accuracy for own in of_sets]))
+                agreement = float(np.mean([own.v_measure for own in of_sets]))
+                found.append((name, size, len(of_sets), accuracy, agreement))
+        return found
+
+
+# -- tables and JSON ---------------------------------------------------------------------------
+
+
+def shown(estimate: Estimate) -> str:
+    """Return a figure in percent with its interval."""
+    text = number(100 * estimate.value, 1)
+    if np.isfinite([estimate.low, estimate.high]).all():
+        text += f" [{number(100 * estimate.low, 1)}, {number(100 * estimate.high, 1)}]"
+    return text
+
+
+def tables(benchmark: Benchmark) -> Iterator[str]:
+    """Yield the lines of Markdown tables."""
+    headings = "vectors", "set", "accuracy", "right under both", "nearest", "chance", "V-measure"
+    yield f"| {' | '.join(headings)} |"
+    yield "|---" * len(headings) + "|"
+    for system, name, figures in benchmark.rows:
+        cells = [shown(getattr(figures, key)) for key in FIGURES]
+        cells.insert(3, number(100 * figures.chance, 1))
+        yield f"| {' | '.join([system.label, name, *cells])} of {figures.counts['n_clustered']} |"
+    for system, means, chance, n in benchmark.means():
+        cells = [shown(means[key]) for key in FIGURES]
+        cells.insert(3, number(100 * chance, 1))
+        yield f"| {' | '.join([system.label, f'mean of {n}', *cells])} |"
+    if not benchmark.labels:
+        return
+    yield "\n| vectors | set | labels | accuracy | V-measure |\n|---|---|---|---|---|"
+    for label, name, own in benchmark.labels:
+        if own.n_conditions:
+            accuracy = f"{100 * own.accuracy:.1f} ± {number(100 * own.deviation, 1)}"
+            yield f"| {label} | {name} | {own.n_labels} | {accuracy} | {100 * own.v_measure:.1f} |"
+    for label, size, n, right, agreement in benchmark.label_means():
+        yield f"| {label} | mean of {n} | {size} | {100 * right:.1f} | {100 * agreement:.1f} |"
+
+
+def to_json(benchmark: Benchmark, options: argparse.Namespace) -> dict[str, Any]:
+    """Return everything that was measured; figures are fractions."""
+
+    def named(system: System) -> dict[str, Any]:
+        return {
+            "vectors": system.label,
+            "model": system.model,
+            "variant": system.variant,
+            "values": system.n_values,
+        }
+
+    means = []
+    for system, figures, chance, n in benchmark.means():
+        row = {**named(system), "n_sets": n, "chance": finite(chance)}
+        for key, own in figures.items():
+            row |= {key: finite(own.value), f"{key}_ci": [finite(own.low), finite(own.high)]}
+        means.append(row)
+    return {
+        "data": str(options.data),
+        "wording": options.wording,
+        "seed": options.seed,
+        "results": [
+            {**named(system), "set": name, **own.to_json(), "conditions": own.conditions}
+            for system, name, own in benchmark.rows
+        ],
+        "means": means,
+        "labels": [
+            {
+                "vectors": label,
+                "set": name,
+                "labels": own.n_labels,
+                "n_conditions": own.n_conditions,
+                "accuracy": finite(own.accuracy),
+                "deviation": finite(own.deviation),
+                "v_measure": finite(own.v_measure),
+            }
+            for label, name, own in benchmark.labels
+        ],
+        "label_means": [
+            dict(zip(("vectors", "labels", "n_sets", "accuracy", "v_measure"), row, strict=True))
+            for row in benchmark.label_means()
+        ],
+    }
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--data", type=Path, required=True, metavar="FOLDER", help="folder with the data sets")
+    add("--model", nargs="+", default=[PRETRAINED], help="bundled models, runs or encoders")
+    add(
+        "--variant",
+        nargs="+",
+        choices=VARIANTS,
+        help="vectors to measure (default: plain and model for a bundled model or a run, plain, "
+        "joint and routed for an encoder)",
+    )
+    add("--wording", choices=WORDINGS, default="text", help="wording of the conditions")
+    add(
+        "--values",
+        type=_count,
+        nargs="+",
+        default=[0],
+        metavar="N",
+        help="numbers of example values, which no text measured has, beside each condition",
+    )
+    add("--labels", type=_positive, nargs="+", metavar="N", help="numbers of labelled texts")
+    add("--draws", type=_positive, default=5, help="draws of labelled texts (default: 5)")
+    add("--only", nargs="+", default=[], metavar="NAME", help="data sets to measure (default: all)")
+    add("--limit", type=_positive, metavar="N", help="triples of each set at most, for a quick try")
+    add("--dtype", help="dtype of encoders (default: float32); a run has its own")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--seed", type=_count, default=0, help="random seed of samples, K-means and bootstrap")
+    add("--json", action="store_true", help="print one JSON object on the last line")
+    return parser.parse_args(arguments)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if _count(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print tables of every system and data set, and their means."""
+    options = parse(arguments)
+    log_to_terminal()
+    try:
+        samples = read_samples(options.data, options.only, options.seed)
+        if options.limit:
+            samples = [sample.limited(options.limit) for sample in samples]
+        benchmark = Benchmark(samples, options)
+        for system in systems(options):
+            benchmark.add(system)
+    except LlmcondError as error:
+        log.info(f"bench_aspects: {error}")
+        return error.exit_code
+    print("\n".join(tables(benchmark)))
+    if options.json:
+        print(json.dumps(to_json(benchmark, options), allow_nan=False))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
