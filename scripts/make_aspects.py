@@ -40,7 +40,13 @@ import manners
 FOLDER: Final = Path(__file__).resolve().parent / "aspects"
 PIECE: Final = re.compile(r"\{([^{}]*)\}")
 VOWEL: Final = r"(?i:[aeio](?!ne\b|nce\b|uro)|u(?!ni(?!m|n)|s[aeu])|hour|honest)"
+LOWERED: Final = (  # words that only begin a sentence with a capital
+    "A|An|The|This|That|These|It|It's|My|Our|Your|We|They|You|He|She|There|Here|Please|If|As|On|In|At"
+    "|For|From|To|By|When|What|Who|Where|Why|How|Can|Could|Would|Is|Are|Was|Do|Not|No|Nobody|Nothing"
+    "|Some|Somebody|Someone|Any|All|Every|Everything|Each|One|Two|Three|After|Before|So|Just|Only"
+)
 SAMPLE: Final = re.compile(r"(\d+)-(\d+) of (.+)")
+FEWEST: Final = 12  # values of fewer texts say nothing about the words of a value
 TRIES: Final = 50  # how often a text that exists already is drawn anew
 
 Ways = list[str] | dict[str, list[str]]
@@ -123,6 +129,7 @@ def tidy(text: str) -> str:
     text = re.sub(r"(?<![.])([.!?…])[,.](?!\.)", r"\1", text)
     text = re.sub(r",+(?=[,.;:!?])", "", text).strip(" ,;")
     text = re.sub(rf"\b([Aa]) (?={VOWEL})", r"\1n ", text)
+    text = re.sub(rf"(?<=[a-z], )(?:{LOWERED})\b(?!')", lambda match: match[0].lower(), text)
     return re.sub(
         r"(^\W*|(?<!\.\w)(?<!\.)[.!?…][\"')]* )([a-z])",
         lambda match: match[1] + match[2].upper(),
@@ -291,6 +298,8 @@ def telling_words(texts: Sequence[Text], attributes: set[str]) -> Iterator[str]:
                 counts[text.attrs[attribute]].update({*words, ""})  # "" counts the texts
         everywhere = sum(counts.values(), Counter[str]())
         for value, frequency in counts.items():
+            if frequency[""] < FEWEST:
+                continue
             others = max(everywhere[""] - frequency[""], 1)
             for word, texts_with in frequency.items():
                 rest = (everywhere[word] - texts_with) / others

@@ -66,8 +66,11 @@ HESITATIONS: Final = (
 )
 OPENINGS: Final = (
     "I am writing with regard to the following.",
-    "Please permit me to state the following.",
-    "It should be noted that the following applies.",
+    "Please permit me to state my case.",
+    "It should be noted that this is written in good faith.",
+    "Further to our previous correspondence, allow me to add these lines.",
+    "With reference to the above, I wish to put on record what occurred.",
+    "",
     "",
     "",
 )

@@ -87,7 +87,7 @@ def test_a_seed_gives_the_same_texts(aspects, fruits):
     [
         ("  , a apple  broke .. it  is bad .", "An apple broke. It is bad."),
         (
-            "Hello, , the screen broke!. a user wrote... a hour",
+            "Hello, , The screen broke!. a user wrote... a hour",
             "Hello, the screen broke! A user wrote... an hour",
         ),
         (
