@@ -181,14 +181,16 @@ def parse_sample(values: Mapping[str, Any], name: str, source: str) -> AspectSam
     return AspectSample(name, texts, conditions, triples)
 
 
+_KINDS: Mapping[type, str] = {str: "a text", list: "a list", dict: "an object"}
+
+
 def _get(values: Any, key: str, kind: type, source: str) -> Any:
     """Return what a JSON object holds under a key; a UserError where that is of another kind."""
-    names = {str: "a text", list: "a list", dict: "an object"}
     if not isinstance(values, dict):
         raise UserError(f"{source} is {brief(values)}; expected an object.")
     if not isinstance(values.get(key), kind):
         got = brief(values[key]) if key in values else "missing"
-        raise UserError(f"{source}: {key!r} is {got}; expected {names[kind]}.")
+        raise UserError(f"{source}: {key!r} is {got}; expected {_KINDS[kind]}.")
     return values[key]
 
 
@@ -201,7 +203,7 @@ def _parse_text(item: Any, source: str) -> AspectText:
             raise UserError(
                 f"{source}: attrs[{key!r}] is {brief(value)}; expected one value: a text or number."
             )
-    values = {key: str(value) for key, value in attributes.items() if value not in (None, "")}
+    values = {key: str(value) for key, value in attributes.items() if value is not None}
     return AspectText(text, values, str(item.get("group") or ""))
 
 
@@ -268,8 +270,9 @@ def _unseen_values(whole: AspectSample, sample: AspectSample) -> dict[str, list[
     for key in sample.conditions:
         seen = {text.attributes.get(key) for text in sample.texts}
         commonest = [value for value, _ in counts[key].most_common(_COMMONEST)]
-        unseen = [v for v in commonest if v not in seen and len(v) < _LONGEST_VALUE]
-        found[key] = [value.replace("_", " ") for value in unseen]
+        unseen = [v for v in commonest if v not in seen and 0 < len(v) < _LONGEST_VALUE]
+        # Some data sets have values in JSON: texts in quotes are values, objects are not words.
+        found[key] = [v.strip('"').replace("_", " ") for v in unseen if v[0] not in "{["]
     return found
 
 

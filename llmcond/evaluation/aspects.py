@@ -54,7 +54,8 @@ class ConditionedVectors:
 
 def _unit(vectors: Floats) -> Floats:
     norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
-    return np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > ROUNDING)
+    unit: Floats = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > ROUNDING)
+    return unit
 
 
 class ClusterTexts(NamedTuple):
@@ -170,29 +171,29 @@ def measure(sample: AspectSample, vectors: ConditionedVectors, seed: int = 0) ->
     neighbours = find_neighbours(sample, vectors)
     clusters = cluster(sample, vectors, seed)
     by_condition: dict[str, dict[str, float]] = defaultdict(dict)
-    for condition, right in _by_condition(sample, judged).items():
-        by_condition[condition] |= {"accuracy": float(np.mean(right)), "n_judged": len(right)}
-    for own in neighbours:
-        hits = {"nearest": float(own.right.mean()), "chance": float(own.chance.mean())}
-        by_condition[own.condition] |= {**hits, "n_nearest": len(own.right)}
+    for condition, own in _by_condition(sample, judged).items():
+        by_condition[condition] |= {"accuracy": float(np.mean(own)), "n_judged": len(own)}
+    for condition, _, right, chance in neighbours:
+        hits = {"nearest": float(right.mean()), "chance": float(chance.mean())}
+        by_condition[condition] |= {**hits, "n_nearest": len(right)}
     for clustering in clusters:
         by_condition[clustering.condition]["v_measure"] = float(clustering.v_measure().mean())
-    right = np.concatenate([own.right for own in neighbours] or [np.empty(0)])
-    chance = np.concatenate([own.chance for own in neighbours] or [np.empty(0)])
-    texts = np.concatenate([own.positions for own in neighbours] or [np.empty(0, dtype=np.int64)])
+    texts, hit, chances = (
+        np.concatenate([np.empty(0), *(own[column] for own in neighbours)]) for column in (1, 2, 3)
+    )
     # Whatever ignores the condition has these two figures on any triples: they have no error.
     is_blind = len(judged) > 0 and bool((judged.sum(axis=1) == 1).all())
     both = (judged == 1).all(axis=1).astype(np.float64)
     return AspectFigures(
         accuracy=_BLIND[0] if is_blind else _share(judged.mean(axis=1), anchors, seed),
         both=_BLIND[1] if is_blind else _share(both, anchors, seed),
-        nearest=_share(right, texts, seed),
-        chance=float(chance.mean()) if len(chance) else math.nan,
+        nearest=_share(hit, texts, seed),
+        chance=float(chances.mean()) if len(chances) else math.nan,
         v_measure=_mean_v_measure(clusters, len(sample.texts), seed),
         counts={
             "n_triples": len(judged),
             "n_anchors": len(np.unique(anchors)),
-            "n_nearest": len(right),
+            "n_nearest": len(hit),
             "n_clustered": len(clusters),
         },
         conditions=dict(sorted(by_condition.items())),

@@ -217,6 +217,16 @@ def test_triples_are_taken_as_the_file_has_them(tmp_path):
     assert len(sample.limited(1).texts) == 3
 
 
+def test_example_values_are_words_that_no_text_measured_has(tmp_path):
+    values = as_json()
+    sizes = ("very_large", '"next week"', '{"hour": 9}', "", "x" * 40, "very_large")
+    more = [{"text": "more", "attrs": {"size": size}} for size in sizes]
+    write(tmp_path, {**values, "texts": [*values["texts"], *more]})
+    write(tmp_path / "triples", {**values, "triples": [[0, 4, 16, "colour", "size"]]})
+    (sample,) = read_samples(tmp_path)
+    assert sample.values == {"colour": [], "size": ["very large", "next week"]}
+
+
 def test_triples_alone_are_of_the_texts_of_the_set(tmp_path):
     write(tmp_path, as_json())
     triple = dict(zip("axycd", (0, 4, 16, "colour", "size"), strict=True))
@@ -225,10 +235,10 @@ def test_triples_alone_are_of_the_texts_of_the_set(tmp_path):
     assert (len(sample.texts), len(sample.triples)) == (48, 1)
 
 
-def test_values_may_be_numbers_and_missing():
-    items = [{"text": "a", "attrs": {"n": 1, "size": None}}, {"text": "b", "attrs": {"n": 2.5}}]
+def test_values_may_be_numbers_and_empty_and_missing():
+    items = [{"text": "a", "attrs": {"n": 1, "size": None}}, {"text": "b", "attrs": {"n": ""}}]
     sample = parse_sample({"texts": items, "conds": {"n": {"text": "the number"}}}, "s", "s.json")
-    assert [text.attributes for text in sample.texts] == [{"n": "1"}, {"n": "2.5"}]
+    assert [text.attributes for text in sample.texts] == [{"n": "1"}, {"n": ""}]
 
 
 def test_a_wording_that_is_missing_is_the_noun_phrase():
