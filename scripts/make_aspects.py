@@ -31,6 +31,7 @@ import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -125,7 +126,7 @@ def as_sentence(text: str) -> str:
 def tidy(text: str) -> str:
     """Repair spaces, punctuation, capitals and articles of an expanded template."""
     text = re.sub(r"\s+", " ", text)
-    text = re.sub(r" (?=[,.;:!?](?!\w))", "", text)
+    text = re.sub(r" (?=[,.;:!?](?![\w()]))", "", text)
     text = re.sub(r"(?<![.])([.!?…])[,.](?!\.)", r"\1", text)
     text = re.sub(r",+(?=[,.;:!?])", "", text).strip(" ,;")
     text = re.sub(rf"\b([Aa]) (?={VOWEL})", r"\1n ", text)
@@ -137,6 +138,7 @@ def tidy(text: str) -> str:
     )
 
 
+@cache
 def read_toml(name: str, folder: Path) -> dict[str, Any]:
     """Read a domain file."""
     path = folder / f"{name}.toml"
@@ -156,16 +158,17 @@ def read_domain(name: str, folder: Path = FOLDER) -> Domain:
         for table, entries in tables.items():
             entries.update(content.get(table, {}))
     domain = Domain(name, main.get("templates", []), **tables, manners=main.get("manners", 0.0))
+    path = folder / f"{name}.toml"
     for place, text in pieces(domain):
         for reference in PIECE.findall(text):
-            check_reference(domain, reference, f"{folder / name}.toml, {place}")
+            check_reference(domain, reference, f"{path}, {place}")
     for attribute in domain.values:
         missing = {"text", "question", "short", "description", "other"} - set(
             domain.conditions.get(attribute, {})
         )
         if missing:
             lacks = ", ".join(sorted(missing))
-            raise DomainError(f"{folder / name}.toml: [conditions.{attribute}] lacks {lacks}")
+            raise DomainError(f"{path}: [conditions.{attribute}] lacks {lacks}")
     return domain
 
 

@@ -46,6 +46,7 @@ def aspects(monkeypatch):
 def fruits(aspects, tmp_path):
     def read(text=DOMAIN):
         (tmp_path / "fruits.toml").write_text(text)
+        aspects.read_toml.cache_clear()
         return aspects.read_domain("fruits", tmp_path)
 
     return read
