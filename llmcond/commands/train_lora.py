@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from llmcond.commands.base import RESUMES, verb
 from llmcond.commands.shared import data_options
 from llmcond.commands.training import Training
-from llmcond.finetune.settings import StageSettings
+from llmcond.finetune.settings import AspectSettings, StageSettings
 from llmcond.workflows.options import HeadChoice, TeacherOptions
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainLora(HeadChoice, StageSettings, TeacherOptions, Training):
+class TrainLora(HeadChoice, StageSettings, TeacherOptions, AspectSettings, Training):
     """Train an encoder's adapters and a head together; stopped, the same command goes on."""
 
     example: ClassVar[str] = "llmcond train-lora --model minilm --head none --run runs/tuned"
@@ -36,6 +36,7 @@ class TrainLora(HeadChoice, StageSettings, TeacherOptions, Training):
             settings=self.tune_settings(),
             last_stage=self.part(StageSettings),
             taught=self.part(TeacherOptions),
+            aspects=self.part(AspectSettings),
         )
 
 

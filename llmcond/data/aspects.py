@@ -121,16 +121,28 @@ def read_samples(folder: Path, names: Sequence[str] = (), seed: int = 0) -> list
     Raises:
         UserError: no such folder or set, or a file that is not in the format.
     """
-    known = {path.stem: path for path in sorted(folder.glob("*.json"))}
-    if not known:
-        raise UserError(
-            f"{folder} holds no data set. Name a folder that has one file NAME.json a set: "
-            '{"texts": [{"text", "attrs"}], "conds": {ID: {"text"}}}'
-        )
+    known = set_files(folder)
     for name in names:
         if name not in known:
             raise UserError(f"{folder} has no set {name!r}. {nearest(name, known)}")
     return [read_sample(known[name], seed) for name in names or known]
+
+
+def set_files(folder: Path) -> dict[str, Path]:
+    """Return the file of each set of a folder by its name; a UserError if there is none."""
+    found = {path.stem: path for path in sorted(folder.glob("*.json"))}
+    if not found:
+        raise UserError(
+            f"{folder} holds no data set. Name a folder that has one file NAME.json a set: "
+            '{"texts": [{"text", "attrs"}], "conds": {ID: {"text"}}}'
+        )
+    return found
+
+
+def read_sets(folder: Path) -> list[AspectSample]:
+    """Read all sets of a folder with all of their texts; errors as of :func:`read_samples`."""
+    files = set_files(folder).items()
+    return [parse_sample(read_json(path), name, str(path)) for name, path in files]
 
 
 def read_sample(path: Path, seed: int = 0) -> AspectSample:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Le, Lt, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MinLen, MultipleOf
 
 from llmcond.config import STRICT
 from llmcond.errors import UserError
@@ -18,6 +19,7 @@ _LARGEST = 1_000_000
 Count = Annotated[int, Ge(1), Le(_LARGEST)]
 Share = Annotated[float, Ge(0), Lt(1)]
 _STAGE = "last stage"
+_ASPECTS = "texts with attributes"
 
 #: Settings by the names that recipes and records had before -> their names now.
 _RENAMED = {
@@ -173,3 +175,46 @@ class StageSettings:
         if self.then_learning_rate is None:
             return 0.5
         return self.then_learning_rate / settings.learning_rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class AspectSettings:
+    """Training on texts with attributes, beside rated rows: many conditions, no ratings.
+
+    Each step draws groups of texts, each group under one condition, and adds their supervised
+    contrastive loss: texts with the same value of the condition are to be near to each other.
+
+    Attributes:
+        aspects: a folder with one file NAME.json a set (see :mod:`llmcond.data.aspects`).
+        aspects_weight: weight of the contrastive loss; that of the squared error of ratings is 1.
+        aspects_texts: texts of a group, an even number.
+        aspects_values: share of the groups whose condition names two to five example values.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    aspects: str | Path | None = option(
+        None,
+        help="folder of texts with attributes, one NAME.json a set: train on them as well, so "
+        "that more conditions work",
+        metavar="FOLDER",
+        group=_ASPECTS,
+    )
+    aspects_weight: Annotated[float, Gt(0), Le(_LARGEST)] = option(
+        0.25, help="weight of their contrastive loss", metavar="W", group=_ASPECTS
+    )
+    aspects_groups: Count = option(
+        16, help="groups of texts a step, each under one condition", metavar="N", group=_ASPECTS
+    )
+    aspects_texts: Annotated[int, Ge(4), Le(_LARGEST), MultipleOf(2)] = option(
+        6, help="texts of a group", metavar="N", group=_ASPECTS
+    )
+    aspects_temperature: Annotated[float, Ge(1e-3), Le(_LARGEST)] = option(
+        0.07, help="temperature of the contrastive loss", metavar="T", group=_ASPECTS
+    )
+    aspects_values: Annotated[float, Ge(0), Le(1)] = option(
+        0.4,
+        help="share of the groups whose condition names example values",
+        metavar="SHARE",
+        group=_ASPECTS,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,14 +12,16 @@ from numpy.typing import NDArray
 
 from llmcond.bundled import bundled_names
 from llmcond.config import build
+from llmcond.data.aspects import AspectSample, read_sets
 from llmcond.data.datasets import DataOptions
 from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderOptions, ResolvedEncoder
 from llmcond.errors import UserError
 from llmcond.features.view import View, view_of
+from llmcond.finetune.aspects import AspectGroups, AspectModel
 from llmcond.finetune.inputs import RatedInputs
 from llmcond.finetune.model import HeadPlan, TunedModel
-from llmcond.finetune.settings import StageSettings
+from llmcond.finetune.settings import AspectSettings, StageSettings
 from llmcond.heads import FittedHead, Recipe, load_head, load_recipe
 from llmcond.heads.objectives import ObjectiveSettings, check_contrasts
 from llmcond.heads.recipes import parse_settings
@@ -33,6 +35,7 @@ from llmcond.runs.trials import sized
 from llmcond.tasks import RankingTask, Task, find_task
 from llmcond.tasks.dialogue import Dialogue
 from llmcond.workflows.account import TrainingResult, made_of
+from llmcond.workflows.aspects import aspect_settings, aspects_record
 from llmcond.workflows.ensemble import check_ensemble, train_ensemble
 from llmcond.workflows.extract import check_prompts, check_routed
 from llmcond.workflows.finetune_dialogues import train_dialogues
@@ -62,7 +65,8 @@ if TYPE_CHECKING:
     from llmcond.finetune.build import Trainable
 
 
-def train_lora(
+def train_lora(  # noqa: PLR0913 - each is a choice of the user, by keyword
+    *,
     model: str,
     options: EncoderOptions,
     run_folder: Path,
@@ -73,6 +77,7 @@ def train_lora(
     task: str | None = None,
     last_stage: StageSettings = StageSettings(),
     taught: TeacherOptions = TeacherOptions(),
+    aspects: AspectSettings = AspectSettings(),
 ) -> TrainingResult:
     """Train an encoder's adapters, or all of its weights, and a head behind it.
 
@@ -88,11 +93,13 @@ def train_lora(
     """
     check_seed(choice.seed)
     stage = stage_settings(last_stage)
+    learned = aspect_settings(aspects)
     ranking = find_task(task)
     if not isinstance(ranking, Task) and (
-        stage or taught != TeacherOptions() or choice.ensemble != 1
+        stage or taught != TeacherOptions() or choice.ensemble != 1 or learned
     ):
         option = "--ensemble" if choice.ensemble != 1 else "--teacher"
+        option = f"--aspects {learned.aspects}" if learned else option
         option = f"--then {stage.then}" if stage else option
         raise UserError(
             f"{option} is for rated pairs, and the task {ranking.name} has none. Leave it out."
@@ -110,6 +117,7 @@ def train_lora(
         stage_splits(dataset, stage)  # told before training rather than after it
     folder = None if taught.teacher is None else Path(taught.teacher)
     teacher = find_teacher(folder, taught.teacher_rows, dataset)
+    sets = [] if learned is None else read_sets(Path(str(learned.aspects)))
     resolved = resolve_trainable(model, options, tuning, merge)
     knowing = [f"the teacher {taught.teacher}"] if teacher and teacher.knows_dev(dataset) else []
     check_folds(stage, model, resolved, dataset, *knowing)
@@ -121,6 +129,7 @@ def train_lora(
         "objective": asdict(plan.objective),
         **({} if stage is None else {"then": asdict(stage)}),
         **({} if teacher is None else {"teacher": dict(teacher.record)}),
+        **({} if learned is None else {"aspects": aspects_record(learned, sets)}),
     }
     check_ensemble(choice.ensemble, plan, resolved, tuning, merge)
     job = _HeadJob(
@@ -138,6 +147,8 @@ def train_lora(
         view=view,
         stage=stage,
         teacher=teacher,
+        aspects=learned,
+        sets=sets,
     )
     if choice.ensemble == 1:
         return train(job)
@@ -151,6 +162,8 @@ class _HeadJob(RatedJob):
 
     plan: HeadPlan
     view: View
+    aspects: AspectSettings | None = None
+    sets: Sequence[AspectSample] = ()
 
     def member(self, number: int) -> _HeadJob:
         """Return the same with another seed, for a member of an ensemble."""
@@ -170,7 +183,17 @@ class _HeadJob(RatedJob):
         if counts:
             log.info(f"contrastive pairs: {counts['n_contrastive_pairs']:,} in {len(train):,} rows")
         scored = None if dev is None else self.inputs(dev, trainable.tokenizer)
-        return Parts(TunedModel(trainable.engine, plan, dims), train, scored)
+        if self.aspects is None:
+            return Parts(TunedModel(trainable.engine, plan, dims), train, scored)
+        groups = AspectGroups(self.sets, self.aspects)
+        model = AspectModel(trainable.engine, plan, dims, groups, trainable.tokenizer)
+        return Parts(model, train, scored)
+
+    def about(self) -> dict[str, Any]:
+        """See :class:`RatedJob`; the sets of texts with attributes by their names."""
+        record = RatedJob.about(self)
+        names = [sample.name for sample in self.sets]
+        return {**record, "aspects": names} if names else record
 
     def inputs(self, rows: Rows, tokenizer: InputTokenizer) -> RatedInputs:
         """See :class:`RatedJob`."""

@@ -1,0 +1,200 @@
+"""Training on texts with attributes: the groups that are drawn, their loss, and the command."""
+
+import itertools
+import json
+import math
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.commands import ok, refused
+
+import llmcond
+from llmcond.cli import run
+from llmcond.data.aspects import read_sets
+from llmcond.errors import UserError
+from llmcond.files import digest_file
+from llmcond.finetune.aspects import AspectGroups, supervised_contrast
+from llmcond.finetune.settings import AspectSettings
+from llmcond.progress import TrainBar
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PEOPLE = ["two men", "three women", "children", "two dogs"]
+PLACES = ["in the park", "at the beach", "in the kitchen", "on the street"]
+VERBS = ["play", "sit", "read", "walk"]
+
+
+@pytest.fixture(scope="module")
+def aspects(tmp_path_factory) -> Path:
+    """A folder with one set: people who do something somewhere, every combination once."""
+    folder = tmp_path_factory.mktemp("aspects")
+    texts = [
+        {"text": f"{who} {verb} {where}", "attrs": {"who": who, "where": where, "verb": verb}}
+        for who, where, verb in itertools.product(PEOPLE, PLACES, VERBS)
+    ]
+    conditions = {
+        "who": {"text": "the number of people", "question": "who", "para": ["people"]},
+        "where": {"text": "the place", "para": ["park or street"]},
+    }
+    (folder / "scenes.json").write_text(json.dumps({"texts": texts, "conds": conditions}))
+    return folder
+
+
+def groups_of(folder: Path, **settings) -> AspectGroups:
+    return AspectGroups(read_sets(folder), AspectSettings(aspects=str(folder), **settings))
+
+
+def texts_of(batch) -> list[tuple[str, str]]:
+    """Return the text and the condition of each text of a batch, as its labels order them."""
+    rows = batch.rows
+    first = zip(rows.sentence1, rows.condition, strict=True)
+    return [*first, *zip(rows.sentence2, rows.condition, strict=True)]
+
+
+def test_texts_of_a_group_have_a_value_in_common_or_not_as_their_numbers_say(aspects):
+    batch = groups_of(aspects, aspects_groups=60, aspects_values=0).draw([0, 1])
+    wordings = {"the number of people": PEOPLE, "who": PEOPLE, "people": PEOPLE}
+    wordings |= {"the place": PLACES, "park or street": PLACES}
+    found = texts_of(batch)
+    assert Counter(batch.group.tolist()) == dict.fromkeys(range(60), 6)
+    for group in range(60):
+        chosen = np.flatnonzero(batch.group == group)
+        conditions = {found[i][1] for i in chosen}
+        assert len(conditions) == 1
+        values = wordings[conditions.pop()]
+        named = [next(own for own in values if own in found[i][0]) for i in chosen]
+        numbers = batch.value[chosen]
+        for i, j in itertools.combinations(range(6), 2):
+            assert (numbers[i] == numbers[j]) == (named[i] == named[j])
+        assert len({found[i][0] for i in chosen}) == 6
+        assert Counter(numbers.tolist())[0] in (2, 3)
+    assert {condition for _, condition in found} == set(wordings)
+
+
+def test_texts_of_other_values_share_the_other_attributes_of_the_first_text(aspects):
+    batch = groups_of(aspects, aspects_groups=30, aspects_values=0).draw([0, 2])
+    found, shared = texts_of(batch), []
+    for group in range(30):
+        chosen = np.flatnonzero(batch.group == group)
+        anchor = found[chosen[0]][0]
+        for i in chosen[batch.value[chosen] != 0]:
+            values = (*PEOPLE, *PLACES, *VERBS)
+            shared.append(sum(own in anchor and own in found[i][0] for own in values))
+    # Of texts drawn at random half an attribute would be shared; at most two can be.
+    assert np.mean(shared) > 1.5
+
+
+def test_the_same_seed_draws_the_same_groups(aspects):
+    groups = groups_of(aspects)
+    first, again, other = groups.draw([0, 1]), groups.draw([0, 1]), groups.draw([0, 2])
+    assert texts_of(first) == texts_of(again)
+    assert first.value.tolist() == again.value.tolist()
+    assert texts_of(first) != texts_of(other)
+
+
+def test_conditions_name_example_values_as_often_as_asked(aspects):
+    named = {}
+    for share in (0, 0.5, 1):
+        batch = groups_of(aspects, aspects_groups=200, aspects_values=share).draw([1])
+        conditions = dict(zip(batch.group[: len(batch.rows)], batch.rows.condition, strict=True))
+        named[share] = [own for own in conditions.values() if ", such as " in own]
+    assert not named[0]
+    assert 70 < len(named[0.5]) < 130
+    assert len(named[1]) == 200
+    examples = [own.split(", such as ")[1].split(", ") for own in named[1]]
+    assert {len(own) for own in examples} == {2, 3, 4}
+    assert all(set(own) <= set(PEOPLE) or set(own) <= set(PLACES) for own in examples)
+
+
+def test_the_loss_compares_texts_of_one_group_only():
+    vectors = torch.tensor([[1.0, 0], [1, 0], [0, 1], [0.6, 0.8], [0.8, 0.6]])
+    group, value = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 0, 1, 0, 0])
+    loss = supervised_contrast(3 * vectors, group, value, temperature=0.5)
+    # The first two are each other's positives, beside one negative; the last two have no negative.
+    expected = math.log(math.exp(2) + 1) - 2
+    assert float(loss) == pytest.approx(expected * 2 / 4, abs=1e-6)
+
+
+def test_the_loss_of_copies_of_one_vector_is_that_of_chance():
+    vectors = torch.ones(6, 4)
+    value = torch.tensor([0, 0, 1, 2, 3, 4])
+    loss = supervised_contrast(vectors, torch.zeros(6), value, temperature=0.07)
+    assert float(loss) == pytest.approx(math.log(5), abs=1e-5)
+
+
+# -- the command -------------------------------------------------------------------------------
+
+PLAIN = "--head none --pooling mean --dtype float32 --rank full --batch-size 20 --epochs 2"
+
+
+@pytest.fixture(scope="module")
+def command(tiny_checkpoint, small_rows, aspects, tmp_path_factory) -> list[str]:
+    data = tmp_path_factory.mktemp("data") / "rows.csv"
+    lines = ["sentence1,sentence2,condition,label"]
+    lines += [",".join(str(value) for value in row) for row in small_rows]
+    data.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    given = ["train-lora", "--model", str(tiny_checkpoint()), "--data", str(data)]
+    return [*given, *PLAIN.split(), "--aspects", str(aspects), "--aspects-groups", "4"]
+
+
+def test_training_on_aspects_resumes_bit_equal_and_is_recorded(
+    command, aspects, tmp_path, monkeypatch, capsys
+):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    record = ok(capsys, *command, "--checkpoint-steps", "1", "--run", whole)
+    assert record["aspects"] == ["scenes"]
+    made_of = json.loads((whole / "training.json").read_text())["made_of"]["aspects"]
+    assert made_of["aspects"] == {"scenes": digest_file(aspects / "scenes.json")}
+    assert made_of["aspects_groups"] == 4
+
+    class Stopped(Exception):  # noqa: N818 - it stands for a kill
+        pass
+
+    def stop(_, done, *__):
+        if done.step == 2:
+            raise Stopped
+
+    monkeypatch.setattr(TrainBar, "on_step", stop)
+    with pytest.raises(Stopped):
+        run([*command, "--checkpoint-steps", "1", "--run", str(stopped)])
+    monkeypatch.undo()
+    ok(capsys, *command, "--checkpoint-steps", "1", "--run", stopped)
+    name = "model.safetensors"
+    assert digest_file(whole / name) == digest_file(stopped / name)
+    without = tmp_path / "without"
+    ok(capsys, *command[: command.index("--aspects")], "--run", without)
+    assert digest_file(whole / name) != digest_file(without / name)
+
+
+def test_training_lowers_the_contrastive_loss(command, tmp_path, capsys):
+    options = "--epochs 12 --learning-rate 5e-3 --aspects-weight 1 --aspects-groups 16"
+    options += " --early-stopping-patience 12"
+    ok(capsys, *command, *options.split(), "--run", tmp_path / "run")
+    curve = json.loads((tmp_path / "run" / "training.json").read_text())["curve"]
+    losses = [entry["loss"] for entry in curve]
+    # That of ratings is below 0.4 from the first epoch on.
+    assert losses[-1] < losses[0] - 0.5, losses
+
+
+def test_mistakes_are_told(command, aspects, tmp_path, capsys):
+    base = command[: command.index("--aspects")]
+
+    def said(*given: object) -> str:
+        return refused(capsys, *base, "--run", tmp_path / "run", *given)
+
+    assert said("--aspects-groups", 3) == (
+        "--aspects-groups needs texts with attributes. Add --aspects FOLDER."
+    )
+    assert "holds no data set" in said("--aspects", tmp_path)
+    assert "aspects_texts" in said("--aspects", aspects, "--aspects-texts", 5)
+    (tmp_path / "odd").mkdir()
+    single = {"texts": [{"text": "a", "attrs": {"c": 1}}], "conds": {"c": "the c"}}
+    (tmp_path / "odd" / "one.json").write_text(json.dumps(single))
+    assert "nothing to learn from" in said("--aspects", tmp_path / "odd")
+    shutil.rmtree(tmp_path / "odd")
+    with pytest.raises(UserError, match="for rated pairs, and the task kgc has none"):
+        llmcond.train_lora(model="minilm", head="linear", task="kgc", aspects=aspects)
