@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from llmcond.commands.sweep import sweep
     from llmcond.commands.train_cross import train_cross
     from llmcond.commands.train_lora import train_lora
+    from llmcond.conditions import Condition
     from llmcond.encoders.encoder import Encoder, load_encoder
     from llmcond.encoders.spec import EncoderInput
     from llmcond.errors import LlmcondError, UserError
@@ -72,6 +73,7 @@ __all__ = [
     "Completer",
     "Completion",
     "Completions",
+    "Condition",
     "CrossEncoder",
     "DialogueModel",
     "EmbedResult",
@@ -141,6 +143,7 @@ _HOMES = {
     "Completer": "llmcond.runs.completer",
     "Completion": "llmcond.runs.completer",
     "Completions": "llmcond.workflows.complete",
+    "Condition": "llmcond.conditions",
     "CrossEncoder": "llmcond.runs.cross",
     "DialogueModel": "llmcond.runs.replies",
     "EmbedResult": "llmcond.workflows.embed",

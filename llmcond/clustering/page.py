@@ -14,6 +14,7 @@ from llmcond.clustering.plane import places
 from llmcond.clustering.result import Clustering, ClusterResult
 from llmcond.clustering.scores import METRICS
 from llmcond.clustering.tables import figures, headings, starts_text
+from llmcond.conditions import Condition
 from llmcond.log import log
 from llmcond.report.format import factors_text
 from llmcond.report.page.render import write_html
@@ -103,9 +104,16 @@ def _crossing(first: Clustering, second: Clustering) -> tuple[Clustering, Cluste
 
 def _made(result: ClusterResult) -> dict[str, str]:
     """Return what made the page, in words."""
+    conditions = [one.condition for one in result.clusterings]
+    values = {
+        f"values of {one.text}": ", ".join(one.values)
+        for one in conditions
+        if isinstance(one, Condition) and one.values
+    }
     guide = result.guide and ", ".join(f"{name}: {n:,}" for name, n in result.guide.items())
     return {
         "texts": f"{result.file}, {result.texts:,}, of which {result.distinct:,} differ",
+        **values,
         "encoder": result.encoder,
         "prompt": result.prompt,
         "head": result.head,

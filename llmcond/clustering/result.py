@@ -10,6 +10,7 @@ from typing import Any
 from llmcond.clustering.describe import Cluster
 from llmcond.clustering.methods import NOISE, Labels
 from llmcond.clustering.scores import Scores
+from llmcond.conditions import condition_json, condition_text
 from llmcond.display import Displayed
 from llmcond.metrics import finite
 
@@ -44,7 +45,8 @@ class Clustering(Displayed):
     @property
     def title(self) -> str:
         """Return what tables and the page call it."""
-        return without_condition(self.encoder) if self.condition is None else self.condition
+        condition = self.condition
+        return without_condition(self.encoder) if condition is None else condition_text(condition)
 
     @property
     def k(self) -> int:
@@ -54,7 +56,7 @@ class Clustering(Displayed):
     def to_json(self) -> dict[str, Any]:
         """Return it as ``--json`` prints it, without the label of each text."""
         return {
-            "condition": self.condition,
+            **condition_json(self.condition),
             "k": self.k,
             "noise": int((self.labels == NOISE).sum()),
             "clusters": [one.to_json() for one in self.clusters],

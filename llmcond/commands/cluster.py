@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from llmcond.commands.base import REUSES_VECTORS, verb
-from llmcond.commands.shared import TEXT_HELP, WithEmbedder, check_source
+from llmcond.commands.shared import TEXT_HELP, WithConditions, WithEmbedder, check_source
 from llmcond.data.readers import FILES, TEXT_FILES
 from llmcond.options import option
 
@@ -22,7 +22,7 @@ def _clusters(text: str) -> int | str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster(WithEmbedder):
+class Cluster(WithConditions, WithEmbedder):
     """Group texts under a condition, or under several, side by side."""
 
     example: ClassVar[str] = (
@@ -83,7 +83,7 @@ class Cluster(WithEmbedder):
         check_source(self.guide, FILES)
         from llmcond.workflows.cluster import cluster
 
-        return self.call(cluster, run_folder=self.folder())
+        return self.call(cluster, run_folder=self.folder(), condition=self.conditions())
 
     def show(self, result: ClusterResult, form: str) -> None:
         """Print the clusters, and how well they agree with known labels."""

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmcond.commands.base import REUSES_VECTORS, verb
-from llmcond.commands.shared import TEXT_HELP, WithEmbedder, WithScale, check_source
+from llmcond.commands.shared import TEXT_HELP, VALUES_HELP, WithEmbedder, WithScale, check_source
 from llmcond.data.readers import EMBEDDING_SUFFIXES, TEXT_FILES
 from llmcond.errors import UserError
 from llmcond.options import option
@@ -53,6 +53,9 @@ class Embed(WithEmbedder, WithScale):
         metavar="COL_OR_TEXT",
         help="column of the conditions, or where there is none of that name, the condition of "
         "every row (default: the column condition)",
+    )
+    values: str | None = option(
+        None, metavar="VALUES", help=f"{VALUES_HELP}. Every condition of the file gets them"
     )
     keep: Sequence[str] = option(
         (),

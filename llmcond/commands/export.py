@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from llmcond.commands.base import verb
-from llmcond.commands.shared import WithEmbedder
+from llmcond.commands.shared import WithConditions, WithEmbedder
 from llmcond.options import option
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export(WithEmbedder):
+class Export(WithConditions, WithEmbedder):
     """Write an embedder as a model of sentence-transformers.
 
     Under one condition, or several that are chosen with each call, it needs no llmcond any more;
@@ -37,7 +37,7 @@ class Export(WithEmbedder):
         """Export."""
         from llmcond.exporting.export import export_model
 
-        return self.call(export_model, run_folder=self.folder())
+        return self.call(export_model, run_folder=self.folder(), condition=self.conditions())
 
     def show(self, result: ExportResult, form: str) -> None:
         """Say what it is, how it was tried out, and what to know of it."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmcond.bundled import DEFAULT_RUN, PRETRAINED
 from llmcond.commands.base import Command
+from llmcond.conditions import MAX_VALUES, with_values
 from llmcond.data.readers import SOURCE, TEXT_COLUMNS
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import UserError, nearest
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 DATA = f"{SOURCE} (from Python also a pandas or Arrow table, or a list of dicts)"
 
 TEXT_HELP = f"column of the texts (default: {', or else '.join(TEXT_COLUMNS)})"
+
+VALUES_HELP = (
+    f'up to {MAX_VALUES} example values of the condition, such as "Italian, Thai, Indian"; put a '
+    "value that has a comma in double quotes"
+)
 
 _SCALE = "more than one machine (docs/scale.md)"
 
@@ -151,6 +157,24 @@ class WithEmbedder(HeadOptions):
         from llmcond.runs.usual import usual_run
 
         return usual_run(self.run, self.model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithConditions(Command):
+    """A command with several conditions, which declares ``condition`` itself."""
+
+    condition: Sequence[str] = ()
+    values: Sequence[str] = option(
+        (),
+        metavar="VALUES",
+        repeat=True,
+        help=f"{VALUES_HELP}. With several --condition, give it once for each, in their order "
+        "('' for none)",
+    )
+
+    def conditions(self) -> list[str]:
+        """Return the conditions with their values."""
+        return with_values(self.condition, self.values)
 
 
 @dataclass(frozen=True, kw_only=True)

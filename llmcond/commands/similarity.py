@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from llmcond.commands.shared import WithEmbedder
+from llmcond.commands.shared import WithConditions, WithEmbedder
+from llmcond.conditions import condition_json
 from llmcond.options import option
 
 
@@ -21,7 +22,7 @@ class Similarities:
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each condition."""
         pairs = zip(self.conditions, self.values, strict=True)
-        return [{"condition": text, "similarity": round(value, 6)} for text, value in pairs]
+        return [{**condition_json(one), "similarity": round(value, 6)} for one, value in pairs]
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
@@ -29,7 +30,7 @@ class Similarities:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Similarity(WithEmbedder):
+class Similarity(WithConditions, WithEmbedder):
     """Compare two sentences under conditions."""
 
     example: ClassVar[str] = (
@@ -48,22 +49,28 @@ class Similarity(WithEmbedder):
         from llmcond.runs.embedder import describe
         from llmcond.runs.familiarity import unfamiliar
 
-        n, folder = len(self.condition), self.folder()
-        texts = [self.sentence1] * n, [self.sentence2] * n, self.condition
+        conditions, folder = self.conditions(), self.folder()
+        n = len(conditions)
+        texts = [self.sentence1] * n, [self.sentence2] * n, conditions
         loaded = cross.load_comparing(folder, self.head, self.prompt, self.device)
         if isinstance(loaded, cross.CrossEncoder):
             values = loaded.similarity(*texts)
-            return Similarities(self.condition, values.tolist(), cross.describe(loaded))
-        for text, nearest in unfamiliar(open_run(folder), loaded, self.condition).items():
+            return Similarities(conditions, values.tolist(), cross.describe(loaded))
+        for text, nearest in unfamiliar(open_run(folder), loaded, conditions).items():
             log.warning(
                 f"the condition {text!r} is unlike those that {loaded.name} was fitted on (the "
                 f"nearest is {nearest!r}); what it gives may mean little (--head none: zero-shot)"
             )
         values = loaded.similarity(*texts)
-        return Similarities(self.condition, values.tolist(), describe(loaded))
+        return Similarities(conditions, values.tolist(), describe(loaded))
 
     def show(self, result: Similarities, form: str) -> None:
         """Print a table."""
         from llmcond.report.terminal import listing, show
 
-        show(listing(result.rows()), form)
+        rows = result.rows()
+        columns = ["condition", "values", "similarity"]
+        if not any("values" in row for row in rows):
+            columns.remove("values")
+        rows = [{**row, "values": ", ".join(row.get("values", ()))} for row in rows]
+        show(listing(rows, columns), form)

@@ -26,6 +26,7 @@ from llmcond.clustering.methods import (
 from llmcond.clustering.page import Drawing, write_page
 from llmcond.clustering.result import Clustering, ClusterResult, without_condition
 from llmcond.clustering.scores import Scores, score
+from llmcond.conditions import condition_text
 from llmcond.data.candidates import (
     Collection,
     has_column,
@@ -157,7 +158,7 @@ def _check_conditions(condition: Sequence[str], guided: bool, labels: Sequence[s
         )
     if any(not one.strip() for one in condition):
         raise UserError("--condition is empty; give a text.")
-    twice = [one for one, n in Counter(condition).items() if n > 1]
+    twice = [one for one, n in Counter(map(condition_text, condition)).items() if n > 1]
     if twice:
         raise UserError(f"--condition {brief(twice[0])} is given twice; give it once.")
     if guided and len(condition) > 1:
@@ -174,7 +175,7 @@ def _check_conditions(condition: Sequence[str], guided: bool, labels: Sequence[s
 
 def _columns(condition: Sequence[str], keep: Sequence[str], text: str) -> list[tuple[str, str]]:
     """Return what the columns of each condition's clusters and of their names are called."""
-    ends = [f" ({one})" for one in condition] if len(condition) > 1 else [""]
+    ends = [f" ({condition_text(one)})" for one in condition] if len(condition) > 1 else [""]
     found = [(f"cluster{end}", f"name{end}") for end in ends]
     taken = {text, *(name for pair in found for name in pair)}
     double = [name for name in keep if name in taken] or [

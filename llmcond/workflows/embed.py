@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from llmcond.conditions import with_same_values
 from llmcond.data.candidates import (
     condition_source,
     has_column,
@@ -149,6 +150,7 @@ def embed_file(  # noqa: PLR0913 - each is a choice of the user, by keyword
     text: str | None = None,
     condition: str | None = None,
     condition_text: str | None = None,
+    values: str | None = None,
     keep: Sequence[str] = (),
     normalize: bool = True,
     head: str | None = None,
@@ -169,7 +171,8 @@ def embed_file(  # noqa: PLR0913 - each is a choice of the user, by keyword
         wrong = f"{taken[0]!r} is written anyway" if taken else f"{out} holds vectors only"
         raise UserError(f"--keep: {wrong}. Name other columns, and a .parquet or .csv file.")
     texts = _read(source, text, condition, condition_text, keep)
-    rows = list(zip(texts.sentences, texts.conditions, strict=True))
+    conditions = with_same_values(texts.conditions, values)
+    rows = list(zip(texts.sentences, conditions, strict=True))
     embeddings.extract(rows, texts.file)
     vectors = embeddings.blocks(rows, normalize)
     first = next(vectors)

@@ -16,6 +16,7 @@ import pyarrow as pa
 from annotated_types import Ge, MinLen
 
 from llmcond.bundled import pretrained
+from llmcond.conditions import example_values, with_same_values
 from llmcond.data.candidates import condition_source, text_column
 from llmcond.data.streams import Columns, LanceRows, Part, TextSource, open_texts, survey
 from llmcond.encoders.spec import CUT, InputError
@@ -177,6 +178,7 @@ class Work:
 
     Attributes:
         version: of the source, if it is a Lance dataset.
+        values: example values of every condition; None: conditions are taken as they are.
         identity: of the model, as the process that shares the work has it.
     """
 
@@ -185,6 +187,7 @@ class Work:
     version: int | None
     columns: Columns
     condition_text: str | None
+    values: Sequence[str] | None
     out: str
     identity: Mapping[str, Any]
 
@@ -224,7 +227,8 @@ class UnitEmbedder:
             conditions: Any = pa.array([work.condition_text] * unit.rows, pa.string())
         else:
             conditions = table[columns.condition]
-        rows = list(zip(sentences.to_pylist(), conditions.to_pylist(), strict=True))
+        with_values = with_same_values(conditions.to_pylist(), work.values)
+        rows = list(zip(sentences.to_pylist(), with_values, strict=True))
         try:
             vectors, encoded = work.model.vectors(rows)
         except InputError as error:
@@ -248,6 +252,7 @@ def embed_stream(  # noqa: PLR0913 - each is a choice of the user, by keyword
     text: str | None = None,
     condition: str | None = None,
     condition_text: str | None = None,
+    values: str | None = None,
     keep: Sequence[str] = (),
     normalize: bool = True,
     head: str | None = None,
@@ -271,12 +276,14 @@ def embed_stream(  # noqa: PLR0913 - each is a choice of the user, by keyword
     has = texts.columns().__contains__
     sentence = text_column(has, text)
     column, condition_text = condition_source(has, condition, condition_text)
+    examples = None if values is None else example_values(values)
     made_of = {
         **model.identity,
         "source": texts.name,
         "sentence": sentence,
         "condition": column,
         "condition_text": condition_text,
+        "values": list(examples) if examples else None,
         "keep": list(keep),
     }
     before = output.record()
@@ -292,7 +299,16 @@ def embed_stream(  # noqa: PLR0913 - each is a choice of the user, by keyword
         todo = [unit for unit in units if unit.number not in there]
         columns = Columns(sentence, column, _schema(record, out))
         version = texts.version if isinstance(texts, LanceRows) else None
-        work = Work(model, texts.name, version, columns, condition_text, output.uri, model.identity)
+        work = Work(
+            model,
+            texts.name,
+            version,
+            columns,
+            condition_text,
+            examples,
+            output.uri,
+            model.identity,
+        )
         dim = _embed(work, output, todo, cluster)
         dim = dim or output.dim
     n, new = sum(part.rows for part in parts), sum(unit.rows for unit in todo)

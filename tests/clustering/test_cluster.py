@@ -98,6 +98,26 @@ def test_conditions_stand_side_by_side(call):
     )
 
 
+def test_values_stand_beside_conditions_and_change_their_clusters(call, module_run):
+    both = (*PLACE, *PEOPLE_TOO, "--values", "kitchen, beach", "--values", "")
+    found = call(*both, "--clusters", 4, "--out", "out.csv", "--report", "page.html")
+    first, second = found["clusterings"]
+    assert (first["condition"], first["values"]) == ("the place", ["kitchen", "beach"])
+    assert (second["condition"], "values" in second) == ("the number of people", False)
+    assert list(table("out.csv")[0])[1:3] == ["cluster (the place)", "name (the place)"]
+    page = Path("page.html").read_text()
+    assert "such as kitchen" not in page
+    assert '<dt>values of the place</dt><dd dir="auto">kitchen, beach</dd>' in page
+    condition = llmcond.Condition("the place", ["kitchen", "beach"])
+    given = {"texts": TEXTS, "clusters": 4, "run": module_run}
+    made, plain = (
+        llmcond.cluster(condition=one, **given).clusterings[0] for one in (condition, "the place")
+    )
+    assert made.to_json()["clusters"] == first["clusters"]
+    assert made.silhouette != plain.silhouette
+    assert (made.condition, made.title) == (condition, "the place")
+
+
 def test_known_labels_score_it_beside_the_base_encoder(call, capsys, module_run, texts):
     found = call(*PLACE, *PEOPLE_TOO, "--labels", "place", "people", "--out", "out.csv")
     rows, scores = table("out.csv"), [one["scores"] for one in found["clusterings"]]
@@ -260,6 +280,9 @@ def test_too_long_texts_are_cut_and_counted(call, write_rows, capsys, module_run
         ((), "neither --condition nor --guide"),
         (("--condition", " "), "--condition is empty"),
         ((*PLACE, *PLACE), "'the place' is given twice"),
+        ((*PLACE, *PLACE, "--values", "", "--values", "a, b"), "'the place' is given twice"),
+        ((*PLACE, *PEOPLE_TOO, "--values", "a, b"), "1 --values and 2 --condition; give --values"),
+        (("--values", "a, b"), "1 --values and 0 --condition"),
         ((*PLACE, "--clusters", "1"), "--clusters is 1; it must be at least 2"),
         ((*PLACE, "--clusters", "-3"), "--clusters is '-3'; give a number"),
         ((*PLACE, "--clusters", "some"), "--clusters is 'some'; give a number, or auto"),

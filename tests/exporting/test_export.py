@@ -172,6 +172,10 @@ def test_any_condition(fitted, tmp_path):
     pairs = list(zip(TEXTS, ["the place", "the colour", "the place"], strict=True))
     np.testing.assert_allclose(model.encode(pairs), wanted, atol=1e-6)
     np.testing.assert_allclose(model.encode(TEXTS, condition="the place")[0], wanted[0], atol=1e-6)
+    place = llmcond.Condition("the place", ["park", "beach"])
+    wanted_there = embedder.encode(TEXTS, place)
+    np.testing.assert_allclose(model.encode(TEXTS, condition=place), wanted_there, atol=1e-6)
+    assert np.abs(wanted_there[0] - wanted[0]).max() > 1e-3
     # As sentence-transformers itself writes and loads modules of other packages.
     from sentence_transformers import SentenceTransformer
 

@@ -20,6 +20,7 @@ from helpers.commands import ok, refused
 from helpers.processes import Command
 from helpers.units import DiesOnce, embed, killed_at, texts
 
+import llmcond
 from llmcond import progress
 from llmcond.cli import run
 from llmcond.data import streams
@@ -134,6 +135,22 @@ def test_one_condition_for_all_and_columns_that_are_kept(capsys, fitted, source)
     assert found.column_names == ["url", "sentence", "condition", "embedding"]
     assert set(found["condition"].to_pylist()) == {"the place"}
     assert not np.allclose(np.linalg.norm(vectors(found), axis=1), 1, atol=1e-2)
+
+
+def test_every_condition_gets_the_same_values(capsys, fitted, source):
+    given = ("--values", "Rome, Paris", "--head", "none")
+    ok(capsys, *embed("out", fitted, *given))
+    found, expected = table("out"), of_one_file(capsys, fitted, *given)
+    assert found["condition"].equals(expected["condition"])
+    assert set(found["condition"].to_pylist()) == {"the place", "the number of people"}
+    np.testing.assert_allclose(vectors(found), vectors(expected), atol=2e-4)
+    rows = found.slice(0, 4).to_pydict()
+    conditions = [llmcond.Condition(text, ["Rome", "Paris"]) for text in rows["condition"]]
+    embedder = llmcond.load_embedder(fitted, head="none", device="cpu")
+    wanted = embedder.encode(rows["sentence"], conditions)
+    np.testing.assert_allclose(rows["embedding"], wanted, atol=5e-3)
+    plain = embedder.encode(rows["sentence"], rows["condition"])
+    assert np.abs(plain - wanted).max() > 5e-2
 
 
 def test_one_large_file_and_types_of_all_kinds(capsys, fitted, source):
@@ -432,6 +449,7 @@ def test_what_a_killed_driver_left_is_finished_without_ray(capsys, fitted, sourc
         (("--head", "none"), "begun with another head"),
         (("--no-normalize",), "another normalize True, not False"),
         (("--keep", "id"), r"another keep \[\], not \['id'\]"),
+        (("--values", "a, b"), r"another values None, not \['a', 'b'\]"),
         (("--condition-text", "the mood"), "condition 'topic', not None; condition_text None"),
     ],
 )
