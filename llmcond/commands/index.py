@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from llmcond.commands.base import RESUMES
-from llmcond.commands.shared import TEXT_HELP, WithEmbedder, check_source
+from llmcond.commands.shared import TEXT_HELP, WithConditions, WithEmbedder, check_source
 from llmcond.data.readers import TEXT_FILES
 from llmcond.errors import UserError
 from llmcond.options import option
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndexTexts(WithEmbedder):
+class IndexTexts(WithConditions, WithEmbedder):
     """Make an index of texts for searching, or add to the one that is there.
 
     A text whose id is there replaces that one; the same id with the same text costs nothing, so
@@ -42,7 +42,7 @@ class IndexTexts(WithEmbedder):
         metavar="C",
         repeat=True,
         help="make the vectors of all texts under it now; may be repeated. That saves time where "
-        "the model encodes each text together with the condition",
+        "the model encodes each text together with the condition. The index records its --values",
     )
     delete: Sequence[str] = option(
         (), metavar="ID", help="ids of texts to delete, or a file with one a line"
@@ -58,4 +58,4 @@ class IndexTexts(WithEmbedder):
             raise UserError("there is nothing to do. Name TEXTS, --condition or --delete.")
         from llmcond.workflows.index import index_texts
 
-        return self.call(index_texts, conditions=self.condition)
+        return self.call(index_texts, conditions=self.conditions())

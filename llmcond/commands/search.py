@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcond.commands.shared import WithDevice
+from llmcond.commands.shared import WithConditions, WithDevice
+from llmcond.conditions import Condition, condition_titles
 from llmcond.errors import UserError
 from llmcond.log import log
 from llmcond.options import option
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search(WithDevice):
+class Search(WithConditions, WithDevice):
     """Find the texts of an index that are nearest to a query under a condition."""
 
     example: ClassVar[str] = (
@@ -27,7 +28,11 @@ class Search(WithDevice):
 
     folder: str | Path = option(flag="", metavar="DIR", help="an index; see llmcond index")
     query: str = option(flag="", metavar="QUERY", help="a text")
-    condition: Sequence[str] = option(metavar="C", repeat=True, help="may be repeated")
+    condition: Sequence[str] = option(
+        metavar="C",
+        repeat=True,
+        help="may be repeated. Without --values it has those that llmcond index was given",
+    )
     weight: Sequence[float] = option(
         (),
         metavar="W",
@@ -61,20 +66,27 @@ class Search(WithDevice):
                 f"there are {len(self.weight)} --weight and {len(self.condition)} --condition; "
                 "give one for each, in their order."
             )
-        if len(set(self.condition)) < len(self.condition):
+        conditions = self.conditions()
+        if len(set(conditions)) < len(conditions):
             raise UserError("--condition names a text twice; give it once, with a larger --weight.")
-        weights = self.weight or [1.0] * len(self.condition)
+        weights = self.weight or [1.0] * len(conditions)
         from llmcond.search import Index
 
         index = Index.open(self.folder, device=self.device)
         hits = index.search(
             self.query,
-            dict(zip(self.condition, weights, strict=True)),
+            dict(zip(conditions, weights, strict=True)),
             self.k,
             where=self.where,
             rerank=self.rerank,
             explain=self.explain,
         )
+        for one in hits.conditions:
+            if isinstance(one, Condition) and one not in conditions:
+                log.info(
+                    f"{one.text!r} has the values that the index records: {', '.join(one.values)} "
+                    "(--values '' for none)"
+                )
         if self.explain and hits.rows:
             _report_plain(hits)
         return hits
@@ -90,7 +102,9 @@ class Search(WithDevice):
             row = {name: kept.pop(name) for name in ("rank", "score", "text")}
             if scores is not None:
                 if len(scores["under"]) > 1:  # of one condition it is the score
-                    row |= {f"under {text}": score for text, score in scores["under"].items()}
+                    titles = condition_titles([*scores["under"]])
+                    under = zip(titles, scores["under"].values(), strict=True)
+                    row |= {f"under {title}": score for title, score in under}
                 others = {"without": scores["without"], "rank without": scores["rank_without"]}
                 row |= {name: value for name, value in others.items() if value is not None}
             # Where a line has no room, columns are left out from the right.

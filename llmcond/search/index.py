@@ -13,13 +13,14 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
 from filelock import FileLock, Timeout
 
+from llmcond.conditions import Condition
 from llmcond.errors import UserError, brief, listed, plural
 from llmcond.features.extract import COUNTED_FIRST, WINDOW
 from llmcond.features.missing import count_missing
@@ -116,6 +117,7 @@ class Index:
             found = Model.find(**given, device=device)
             _record(folder, found)  # of one that nothing was written into, another
             index = cls(folder, found)
+        conditions = index._with_recorded_values(conditions)
         if len(rows):
             index._add(rows, conditions)
         index.prepare(conditions)
@@ -161,7 +163,7 @@ class Index:
                 "another index: llmcond index TEXTS --out DIR"
             )
         if model.made_by != record["made_by"]:  # the run was moved
-            _record(folder, model, record["conditions"])
+            _record(folder, model, record["conditions"], record.get("values"))
         return cls(folder, model)
 
     def __len__(self) -> int:
@@ -178,7 +180,7 @@ class Index:
 
     @property
     def conditions(self) -> list[str]:
-        """Return the conditions that it holds vectors for."""
+        """Return the conditions that it holds vectors for; values are a part of their texts."""
         return self._views.conditions()
 
     @property
@@ -221,6 +223,7 @@ class Index:
 
     def _add(self, rows: Rows, conditions: Sequence[str] = ()) -> Written:
         with self._writing():
+            self._record_values(conditions)
             conditions = self._remembered(conditions)
             plan = rows.against(self._version.table)
             if plan.n_new:
@@ -257,13 +260,18 @@ class Index:
         Where each text is encoded together with the condition (:attr:`encodes_pairs`), texts that
         are added later are encoded under these as well, and what others wrote is taken up.
 
+        Values of a :class:`llmcond.Condition` are recorded: from now on its text alone, here and in
+        :meth:`search`, means the condition with these values. Without values it means the text
+        alone again.
+
         Raises:
             UserError: an empty condition, or a folder that cannot be written.
             DiskFullError: no room; what was encoded is kept for the next time.
         """
-        wanted = list(dict.fromkeys(_checked(conditions)))
-        if wanted and self.encodes_pairs:
+        wanted = list(dict.fromkeys(self._with_recorded_values(_checked(conditions))))
+        if any(isinstance(one, Condition) for one in wanted) or (wanted and self.encodes_pairs):
             with self._writing():
+                self._record_values(wanted)
                 self._remembered(wanted)
                 self._complete(wanted)
         for condition in wanted:
@@ -319,6 +327,24 @@ class Index:
         if every != known:
             write_json(self.folder / "index.json", {**record, "conditions": every})
         return every
+
+    def _record_values(self, conditions: Sequence[str]) -> None:
+        """Record the values of conditions that have been named with values, or with none."""
+        named = {one.text: [*one.values] for one in conditions if isinstance(one, Condition)}
+        record = read_json(self.folder / "index.json")
+        values = {t: v for t, v in {**record.get("values", {}), **named}.items() if v}
+        if values != record.get("values", {}):
+            write_json(self.folder / "index.json", {**record, "values": values})
+
+    def _with_recorded_values(self, conditions: Sequence[str]) -> list[str]:
+        """Return conditions; those given as a text alone with the values recorded for the text."""
+        recorded = read_json(self.folder / "index.json").get("values", {})
+        return [
+            Condition(one, recorded[one])
+            if one in recorded and not isinstance(one, Condition)
+            else one
+            for one in conditions
+        ]
 
     def _store(self) -> FeatureStore:
         """Return where vectors are until the texts that are encoded are all there."""
@@ -398,6 +424,8 @@ class Index:
         Args:
             query: a text, or several.
             condition: a text, or several with weights: scores are then weighted sums of cosines.
+                A text alone has the values that the index records for it (:meth:`prepare`), a
+                :class:`llmcond.Condition` its own.
             k: hits; all texts if there are fewer.
             where: a filter on the columns in a small part of SQL, such as
                 ``kind = 'news' AND year > 2020``; see docs/search.md.
@@ -436,7 +464,8 @@ class Index:
         """
         for text in queries:
             check_text(text, "the query")
-        weights = _weights(condition)
+        given = _weights(condition)
+        weights = dict(zip(self._with_recorded_values([*given]), given.values(), strict=True))
         if k < 1:
             raise UserError(f"k is {k}; it must be at least 1.")
         if prepare and rerank is None and self.encodes_pairs:
@@ -474,11 +503,17 @@ class _Record:
     made_by: Mapping[Literal["run", "model", "head", "prompt"], str]
     identity: Mapping[str, Any]
     conditions: Sequence[str]
+    values: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-def _record(folder: Path, model: Model, conditions: Sequence[str] = ()) -> None:
+def _record(
+    folder: Path,
+    model: Model,
+    conditions: Sequence[str] = (),
+    values: Mapping[str, Sequence[str]] | None = None,
+) -> None:
     record = {"made_by": model.made_by, "identity": model.identity, "conditions": [*conditions]}
-    write_json(folder / "index.json", {"format": FORMAT, **record})
+    write_json(folder / "index.json", {"format": FORMAT, **record, "values": dict(values or {})})
 
 
 def _is_vacant(folder: Path) -> bool:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from llmcond.arrays import Array
+from llmcond.conditions import condition_flags
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError, brief, plural
 from llmcond.log import log
@@ -154,8 +155,8 @@ class Searched:
             raise UserError(
                 "this model encodes each text together with the condition, which is still to be "
                 f"done under {brief(condition)} for {absent:,} of {plural(n, 'text')}. Encode "
-                f"them: llmcond index --out {self.version.table.folder} --condition "
-                f"{brief(condition)}"
+                f"them: llmcond index --out {self.version.table.folder} "
+                f"{condition_flags(condition or '')}"
             )
         return view.scores(self._under(queries, condition))
 

@@ -349,6 +349,56 @@ def test_a_condition_that_is_not_prepared(build, caplog):
     assert "1 text under 'the number of people', which is kept" in caplog.text
 
 
+# -- example values ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", ["low", "linear"])
+def test_a_text_means_the_condition_with_the_values_that_are_recorded(build, head: str):
+    seas, snow = (llmcond.Condition(PLACE, values) for values in (["sea", "lake"], ["snow"]))
+    index = build(TEXTS, head=head, conditions=[seas])
+    check_against_all(index, TEXTS, seas)
+    recorded = index.search(QUERY, PLACE, prepare=False)
+    assert list(recorded.conditions) == [seas]
+    assert recorded.rows == index.search(QUERY, seas).rows
+    # Others, and none, are other conditions, whatever is recorded.
+    check_against_all(index, TEXTS, snow)
+    plain = index.search(QUERY, llmcond.Condition(PLACE))
+    assert list(plain.conditions) == [PLACE]
+    scores = [hits.rows[0]["score"] for hits in (plain, recorded, index.search(QUERY, snow))]
+    assert len(set(scores)) == 3
+    # Those who open it know them, and texts that are added without naming them have them.
+    again = Index.open(index.folder, device="cpu")
+    assert again.search(QUERY, PLACE, prepare=False).rows == recorded.rows
+    build(["people ski in the snow"], head=head, conditions=[PLACE])
+    again.refresh()
+    check_against_all(again, [*TEXTS, "people ski in the snow"], seas)
+    # What was named last is recorded, and so is that there are none.
+    again.prepare([snow])
+    assert list(index.search(QUERY, PLACE).conditions) == [snow]
+    again.prepare([llmcond.Condition(PLACE)])
+    assert list(index.search(QUERY, PLACE).conditions) == [PLACE]
+    assert sorted(again.conditions) == [PLACE, seas, snow]
+
+
+def test_values_are_kept_where_a_run_is_moved(build, heads_run: Path, tmp_path: Path):
+    seas = llmcond.Condition(PLACE, ["sea", "lake"])
+    folder = build(TEXTS, conditions=[seas]).folder
+    moved = shutil.copytree(heads_run, tmp_path / "moved")
+    index = Index.build(folder, run=moved, device="cpu")
+    assert list(index.search(QUERY, PLACE).conditions) == [seas]
+
+
+def test_an_index_from_before_values_were_recorded_is_opened(build):
+    folder = build(TEXTS, conditions=[PLACE]).folder
+    record = json.loads((folder / "index.json").read_text())
+    del record["values"]
+    (folder / "index.json").write_text(json.dumps(record))
+    index = Index.open(folder, device="cpu")
+    check_against_all(index, TEXTS)
+    index.prepare([llmcond.Condition(PLACE, ["sea"])])
+    assert list(index.search(QUERY, PLACE).conditions) == ["the place, such as sea"]
+
+
 @pytest.mark.parametrize("head", ["own", "both"])
 def test_rerank_encodes_the_texts_nearest_without_a_condition(build, head: str, caplog):
     caplog.set_level("INFO")

@@ -99,6 +99,31 @@ def test_kept_columns_stay_longer_than_the_id_in_a_narrow_terminal(made: Path, c
     assert re.search(f"^{order}", capsys.readouterr().out, re.MULTILINE)
 
 
+def test_values_are_named_once(made: Path, texts: Path, capsys):
+    values = ("--values", 'beach, "Hyde Park"')
+    ok(capsys, "index", texts, "--out", made, "--id", "id", "--keep", "year", *PLACE, *values)
+    reads = "the place, such as beach, Hyde Park"
+    found = ok(capsys, "search", made, "two dogs", *PLACE)
+    assert found["conditions"] == {reads: 1.0}
+    assert found["results"] == ok(capsys, "search", made, "two dogs", *PLACE, *values)["results"]
+    assert run(["search", str(made), "two dogs", *PLACE]) == 0
+    said = "'the place' has the values that the index records: beach, Hyde Park (--values '' for"
+    assert said in " ".join(capsys.readouterr().err.split())
+    plain = ok(capsys, "search", made, "two dogs", *PLACE, "--values", "")
+    assert plain["conditions"] == {"the place": 1.0}
+    assert plain["results"] != found["results"]
+    both = (*PLACE, *PLACE, "--values", "", *values, "--explain")
+    assert run(["search", str(made), "two dogs", *both]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"under the place under {reads}" in shown
+    several = (*PLACE, "--condition", "the number of people", *values, "--values", "")
+    assert run(["search", str(made), "two dogs", *several, "--explain"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "under the place under the number of people" in shown
+    said = refused(capsys, "index", "--out", made, "--delete", "a", *values)
+    assert "1 --values and 0 --condition" in said
+
+
 def test_hits_are_shown_in_a_table(made: Path, capsys):
     several = [*PLACE, "--condition", "the number of people", "--weight", "1", "--weight", "0.5"]
     assert run(["search", str(made), "two dogs", *several, "--explain"]) == 0
