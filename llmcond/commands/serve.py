@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from llmcond.commands.base import verb
-from llmcond.commands.shared import WithEmbedder
+from llmcond.commands.shared import VALUES_HELP, WithEmbedder
+from llmcond.conditions import Condition
+from llmcond.errors import UserError
 from llmcond.options import option
 from llmcond.serving.settings import ServerSettings
 
@@ -33,12 +35,18 @@ class Serve(WithEmbedder, ServerSettings):
     condition: str | None = option(
         None, metavar="C", help="of requests that name none (default: such are refused)"
     )
+    values: str | None = option(None, metavar="VALUES", help=VALUES_HELP)
 
     def execute(self) -> ServeResult:
         """Serve until SIGTERM or Ctrl-C."""
+        condition = self.condition
+        if self.values is not None:
+            if condition is None:
+                raise UserError("--values are given without --condition; name the condition.")
+            condition = Condition(condition, self.values)
         from llmcond.serving.server import serve
 
-        return self.call(serve, settings=self.part(ServerSettings))
+        return self.call(serve, condition=condition, settings=self.part(ServerSettings))
 
 
 serve = verb(Serve)

@@ -153,7 +153,7 @@ class Endpoints:
                 param="dimensions",
             )
         texts = [asked.input] if isinstance(asked.input, str) else asked.input
-        rows = self._rows("input", texts, self._condition(asked.condition))
+        rows = self._rows("input", texts, self._condition(asked))
         encoded = await self._encoded(request, rows, len(texts))
 
         def response() -> Response:
@@ -172,7 +172,7 @@ class Endpoints:
     async def similarity(self, request: Request) -> Response:
         """Return how similar pairs of texts are under conditions."""
         asked = await read_request(request, SimilarityRequest, self._limit)
-        condition = self._condition(asked.condition)
+        condition = self._condition(asked)
         given: dict[str, Texts] = {
             "sentence1": asked.sentence1,
             "sentence2": asked.sentence2,
@@ -210,7 +210,7 @@ class Endpoints:
         if index is None:
             raise _not_served("there is no index to search; start the server with --index DIR.")
         request.state.texts = 1
-        condition = self._condition(asked.condition)
+        condition = self._condition(asked)
 
         def plan() -> Callable[[], list[Hits]]:
             index.refresh()
@@ -231,8 +231,13 @@ class Endpoints:
         (hits,) = await self._waited(request, calls)
         return json_response({"model": self._model.name, **hits.to_json()})
 
-    def _condition(self, given: Any) -> Any:
+    def _condition(self, asked: EmbeddingsRequest | SimilarityRequest | SearchRequest) -> Any:
         """Return a request's condition, or the server's own; a RequestError where neither is."""
+        try:
+            given = asked.conditions()
+        except UserError as error:
+            text = f"values: {error}"
+            raise RequestError(422, "invalid_value", text, param="values") from None
         found = self._model.condition if given is None else given
         if found is None:
             raise RequestError(

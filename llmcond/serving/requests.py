@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
-from llmcond.errors import brief, did_you_mean
+from llmcond.conditions import Condition
+from llmcond.errors import UserError, brief, did_you_mean, plural
 from llmcond.serving.errors import RequestError
 
 T = TypeVar("T", bound=BaseModel)
 
 #: A text, or several.
 Texts = str | Annotated[list[str], Field(fail_fast=True)]
+
+#: Example values of one condition.
+_Values = Annotated[list[str], Field(fail_fast=True)]
 
 _Weight = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -25,22 +30,50 @@ class _Body(BaseModel):
     model: str | None = None
 
 
-class EmbeddingsRequest(_Body):
+class _ConditionedRequest(_Body):
+    """A condition for all texts, or one for each, with values for all conditions or for each."""
+
+    condition: Texts | None = None
+    values: _Values | Annotated[list[_Values], Field(fail_fast=True)] | None = None
+
+    def conditions(self) -> Texts | None:
+        """Return the conditions with their values; None: there are none.
+
+        Raises:
+            UserError: values that are not right, or do not go with the conditions.
+        """
+        condition, values = self.condition, self.values
+        if condition is None or values is None:
+            _check_values(condition, values)
+            return condition
+        nested = bool(values) and not isinstance(values[0], str)
+        if isinstance(condition, str):
+            if nested:
+                raise UserError("there is one condition, and values is a list of lists; give one.")
+            return Condition(condition, values)  # type: ignore[arg-type]
+        each = values if nested else [values] * len(condition)
+        if len(each) != len(condition):
+            raise UserError(
+                f"there are values of {plural(len(each), 'condition')}, and {len(condition)} in "
+                "condition; give a list for each, or one list for all."
+            )
+        return [Condition(*pair) for pair in zip(condition, each, strict=True)]  # type: ignore[arg-type]
+
+
+class EmbeddingsRequest(_ConditionedRequest):
     """Texts to embed, as in OpenAI's protocol, and the condition, one for all or one for each."""
 
     input: Texts
-    condition: Texts | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
     user: str | None = None
 
 
-class SimilarityRequest(_Body):
+class SimilarityRequest(_ConditionedRequest):
     """Pairs of sentences to compare; one text stands for as many as the others are."""
 
     sentence1: Texts
     sentence2: Texts
-    condition: Texts | None = None
 
 
 class SearchRequest(_Body):
@@ -48,9 +81,41 @@ class SearchRequest(_Body):
 
     query: str
     condition: str | dict[str, _Weight] | None = None
+    values: _Values | dict[str, _Values] | None = None
     k: int = Field(10, ge=1, le=10_000)
     where: str | None = None
     explain: bool = False
+
+    def conditions(self) -> str | Mapping[str, float] | None:
+        """Return the condition, or conditions with weights, with their values; None: there is none.
+
+        Raises:
+            UserError: values that are not right, or do not go with the conditions.
+        """
+        condition, values = self.condition, self.values
+        if condition is None or values is None:
+            _check_values(condition, values)
+            return condition
+        weights = {condition: 1.0} if isinstance(condition, str) else condition
+        if isinstance(values, list):
+            if len(weights) != 1:
+                raise UserError(
+                    f"values is a list, and there are {plural(len(weights), 'condition')}; give an "
+                    "object with the values of each."
+                )
+            values = dict.fromkeys(weights, values)
+        for name in values.keys() - weights.keys():
+            raise UserError(f"they are of {brief(name)}, which is not in condition.")
+        return {
+            Condition(one, values[one]) if one in values else one: weight
+            for one, weight in weights.items()
+        }
+
+
+def _check_values(condition: object, values: object) -> None:
+    """Raise a UserError for values without a condition."""
+    if condition is None and values is not None:
+        raise UserError("there is no condition that they are values of; give it as well.")
 
 
 async def read_request(request: Request, kind: type[T], limit: int) -> T:

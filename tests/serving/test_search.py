@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from helpers.serving import served
 
+from llmcond.conditions import Condition
 from llmcond.errors import UserError
 from llmcond.search import Index
 from llmcond.search.table import Table
@@ -45,6 +46,27 @@ def test_hits_are_those_of_the_index(searched):
     assert embedded.status == 200
 
 
+def test_values_are_those_of_the_index_or_of_the_request(tiny_run, tmp_path):
+    place = Condition(PLACE, ["night", "morning"])
+    index = Index.build(tmp_path / "i", TEXTS, conditions=[place], run=tiny_run, device="cpu")
+    index.search("two men", "the mood")  # which encodes the texts under it
+    index.search("two men", Condition(PLACE))
+    asked = {"query": "two men", "condition": PLACE}
+    with served(load_model(None, None, None, None, "cpu", index.folder, None)) as (client, _):
+        found = client.post("/v1/search", asked).json
+        assert found["conditions"] == {place: 1.0}
+        assert found["results"] == index.search("two men", place).to_json()["results"]
+        same = {**asked, "values": ["night", "morning"]}
+        assert client.post("/v1/search", same).json["results"] == found["results"]
+        none = client.post("/v1/search", {**asked, "values": []}).json
+        assert none["conditions"] == {PLACE: 1.0}
+        assert none["results"] != found["results"]
+        several = {PLACE: 1, "the mood": 0.5}
+        each = {**asked, "condition": several, "values": {PLACE: []}}
+        found = client.post("/v1/search", each).json
+        assert found["conditions"] == several
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -58,6 +80,13 @@ def test_hits_are_those_of_the_index(searched):
         ({"where": "lpad('a', 2147483647, 'b') = text"}, "functions are not allowed"),
         ({"where": "array_repeat(1, 1000000000) = [1]"}, "functions are not allowed"),
         ({"condition": {PLACE: 1e308}}, "must be between -1,000,000 and 1,000,000"),
+        (
+            {"values": ["Rome", "Paris, Texas"]},
+            "--condition 'the place' --values 'Rome,\"Paris, Texas\"'",
+        ),
+        ({"condition": {PLACE: 1, "b": 1}, "values": ["a"]}, "values is a list, and there are 2"),
+        ({"values": {"the mood": ["sad"]}}, "'the mood', which is not in condition"),
+        ({"condition": None, "values": ["a"]}, "no condition that they are values of"),
     ],
 )
 def test_what_the_index_refuses_is_told(searched, changes, words):

@@ -18,6 +18,7 @@ from helpers.waiting import PATIENCE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from llmcond.conditions import Condition
 from llmcond.errors import UserError
 from llmcond.features.view import View
 from llmcond.prompts.template import load_prompt
@@ -57,12 +58,33 @@ def test_embeddings_are_those_of_the_embedder(client, embedder):
 def test_openais_client_gets_them(client, embedder):
     openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"{client.url}/v1", api_key="none", max_retries=0) as own:
-        answer = own.embeddings.create(model="x", input=TEXTS, extra_body={"condition": PLACE})
+        body = {"condition": PLACE, "values": ["park", "beach"]}
+        answer = own.embeddings.create(model="x", input=TEXTS, extra_body=body)
         found = np.array([one.embedding for one in answer.data])
-        np.testing.assert_allclose(found, embedder.encode(TEXTS, PLACE), atol=1e-6)
+        wanted = embedder.encode(TEXTS, Condition(PLACE, ["park", "beach"]))
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
         assert [one.id for one in own.models.list()] == [Path(embedder.encoder.name).name]
         with pytest.raises(openai.UnprocessableEntityError, match="condition is missing"):
             own.embeddings.create(model="x", input=TEXTS)
+
+
+def test_values_are_those_of_each_condition_or_of_all(client, embedder):
+    values, others = ["park", "beach"], ["sad, gay", "calm"]
+    place, mood = Condition(PLACE, values), Condition("the mood", others)
+    body = {"input": TEXTS, "condition": PLACE, "values": values}
+    wanted = embedder.encode(TEXTS, place)
+    np.testing.assert_allclose(vectors(client.post("/v1/embeddings", body)), wanted, atol=1e-6)
+    assert np.abs(wanted - embedder.encode(TEXTS, PLACE)).max() > 1e-3
+    each = [PLACE, "the mood", PLACE]
+    body = {"input": TEXTS, "condition": each, "values": [values, others, []]}
+    wanted = embedder.encode(TEXTS, [place, mood, PLACE])
+    np.testing.assert_allclose(vectors(client.post("/v1/embeddings", body)), wanted, atol=1e-6)
+    body["values"] = values
+    wanted = embedder.encode(TEXTS, [Condition(one, values) for one in each])
+    np.testing.assert_allclose(vectors(client.post("/v1/embeddings", body)), wanted, atol=1e-6)
+    pair = {"sentence1": TEXTS[0], "sentence2": TEXTS[1], "condition": PLACE, "values": values}
+    (found,) = client.post("/v1/similarity", pair).json["similarities"]
+    assert found == pytest.approx(embedder.similarity(TEXTS[0], TEXTS[1], place), abs=1e-6)
 
 
 def test_texts_that_are_too_long_are_cut_and_counted(client):
@@ -145,6 +167,30 @@ WRONG = [
     ("/v1/embeddings", b"[" * 9_000, 400, None, "recursion limit"),
     ("/v1/embeddings", b'{"input": "\xff"}', 400, None, "invalid unicode"),
     ("/v1/embeddings", b'{"input": "\\ud800"}', 400, None, "no JSON"),
+    ("/v1/embeddings", {"input": TEXTS, "values": ["a"]}, 422, "values", "there is no condition"),
+    ("/v1/embeddings", {**GOOD, "values": "a, b"}, 422, "values", "should be a valid array"),
+    (
+        "/v1/embeddings",
+        {**GOOD, "values": ["a", 7]},
+        422,
+        "values",
+        r"values\[1\] should be a valid",
+    ),
+    ("/v1/embeddings", {**GOOD, "values": [["a"], ["b"]]}, 422, "values", "a list of lists; give"),
+    ("/v1/embeddings", {**GOOD, "values": ["a"] * 9 + [["b"]]}, 422, "values", "should be a valid"),
+    (
+        "/v1/embeddings",
+        {**GOOD, "values": [f"{i}" for i in range(65)]},
+        422,
+        "values",
+        "at most 64",
+    ),
+    ("/v1/embeddings", {**GOOD, "condition": " ", "values": ["a"]}, 422, "values", "no condition"),
+    (
+        "/v1/embeddings",
+        {**GOOD, "condition": ["a", "b", "c"], "values": [["a"], ["b"]]},
+        *(422, "values", "values of 2 conditions, and 3 in condition"),
+    ),
     ("/v1/similarity", {**SIDES, "sentence2": TEXTS[:2]}, 422, "sentence2", "3 in sentence1, 2 in"),
     ("/v1/similarity", {**SIDES, "sentence1": ["a", "", "b"]}, 422, "sentence1", "is empty"),
     ("/v1/search", {"query": "a", "condition": PLACE}, 404, None, "with --index"),
