@@ -97,7 +97,7 @@ def _casual(text: str, rng: Random) -> str:
     text = _replace(_replace(text, CONTRACTIONS), SLANG).lower().rstrip(".")
     tag = rng.choice(TAGS)
     text = text if rng.random() < 0.5 else rng.choice((f"{tag} {text}", f"{text} {tag}"))
-    return text.replace(". ", rng.choice((". ", "... ", " - ", ", ")))
+    return re.sub(r"(?<!\.)\. ", rng.choice((". ", "... ", " - ", ", ")), text)
 
 
 def _formal(text: str, rng: Random) -> str:
@@ -119,11 +119,11 @@ def _terse(text: str, rng: Random) -> str:
     )
     text = re.sub(r"(^|[.!?] )(?:I|We|It|They|He|She) ", r"\1", text).replace("!", ".")
     text = re.sub(r"(^|[.!?] )([a-z])", lambda match: match[1] + match[2].upper(), text)
-    return text.replace(" and ", rng.choice((", ", " + ", " & ")))
+    return re.sub(",? and ", rng.choice((", ", " + ", " & ")), text)
 
 
 def _excited(text: str, rng: Random) -> str:
-    text = re.sub(r"\.(?= |$)", lambda _: rng.choice(("!", "!!", "!!!")), text)
+    text = re.sub(r"(?<!\.)\.(?= |$)", lambda _: rng.choice(("!", "!!", "!!!")), text)
     text = re.sub(r"\bso\b", "sooo", text)
     return rng.choice(
         (f"{rng.choice(EXCITED)}! {text}", f"{text} {rng.choice((':D', '!!1', 'xx', '<3'))}")
@@ -138,7 +138,7 @@ def _hesitant(text: str, rng: Random) -> str:
             first = sentence if re.match(r"I\b", sentence) else sentence[:1].lower() + sentence[1:]
             sentences[index] = f"{opening[0].upper()}{opening[1:]} {first}"
     return re.sub(
-        r"\.$", rng.choice((".", "...", ", sort of.", ", I suppose.")), " ".join(sentences)
+        r"(?<!\.)\.$", rng.choice((".", "...", ", sort of.", ", I suppose.")), " ".join(sentences)
     )
 
 

@@ -162,6 +162,16 @@ def test_each_manner(aspects, manner, expected):
     assert text not in results
 
 
+def test_manners_keep_ellipses_and_do_not_double_commas(aspects):
+    text = "We waited... The soup was cold, and nobody came..."
+    for manner in aspects.manners.MANNERS.values():
+        for seed in range(20):
+            result = manner(text, Random(seed))
+            assert "...." not in result
+            assert ",," not in result
+            assert "..," not in result
+
+
 def test_the_domain_files_are_sound(aspects, tmp_path, capsys):
     names = aspects.domain_names()
     assert aspects.main(["--out", str(tmp_path), "--texts", "60"]) == 0
