@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,20 +176,26 @@ class Benchmark:
         self._samples, self._options = samples, options
 
     def add(self, system: System) -> None:
-        """Measure a system on all samples."""
+        """Measure a system on all samples, and print a line of the table for each."""
         options = self._options
         for sample in self._samples:
             began = time.process_time()
             vectors = vectors_of(system, sample, options.wording)
-            self.rows.append((system, sample.name, measure(sample, vectors, options.seed)))
+            figures = measure(sample, vectors, options.seed)
+            self.rows.append((system, sample.name, figures))
+            # A long run that is interrupted has then shown what it measured.
+            estimates = {key: getattr(figures, key) for key in FIGURES}
+            print(line(system.label, sample.name, estimates, figures.chance), flush=True)
             ways = [(f"{system.label}, guide", by_guide)]
             if system.variant == "plain":
                 ways.append((f"{system.label}, {LOGISTIC}", by_logistic_regression))
             for name, fit in ways if options.labels else []:
-                figures = measure_labels(
-                    sample, vectors, options.labels, fit, options.draws, options.seed
-                )
-                self.labels += [(name, sample.name, own) for own in figures]
+                self.labels += [
+                    (name, sample.name, own)
+                    for own in measure_labels(
+                        sample, vectors, options.labels, fit, options.draws, options.seed
+                    )
+                ]
             log.info(
                 f"{system.label}, {sample.name}: {time.process_time() - began:.1f} s of CPU time"
             )
@@ -231,19 +237,21 @@ def shown(estimate: Estimate) -> str:
     return text
 
 
-def tables(benchmark: Benchmark) -> Iterator[str]:
-    """Yield the lines of Markdown tables."""
-    headings = "vectors", "set", "accuracy", "right under both", "nearest", "chance", "V-measure"
-    yield f"| {' | '.join(headings)} |"
-    yield "|---" * len(headings) + "|"
-    for system, name, figures in benchmark.rows:
-        cells = [shown(getattr(figures, key)) for key in FIGURES]
-        cells.insert(3, number(100 * figures.chance, 1))
-        yield f"| {' | '.join([system.label, name, *cells])} of {figures.counts['n_clustered']} |"
+#: Headings of the table of figures.
+HEADINGS = "vectors", "set", "accuracy", "right under both", "nearest", "chance", "V-measure"
+
+
+def line(label: str, name: str, figures: Mapping[str, Estimate], chance: float) -> str:
+    """Return a line of the table of figures."""
+    cells = [shown(figures[key]) for key in FIGURES]
+    cells.insert(3, number(100 * chance, 1))
+    return f"| {' | '.join([label, name, *cells])} |"
+
+
+def summary(benchmark: Benchmark) -> Iterator[str]:
+    """Yield the lines of means, and the table of what labels bring."""
     for system, means, chance, n in benchmark.means():
-        cells = [shown(means[key]) for key in FIGURES]
-        cells.insert(3, number(100 * chance, 1))
-        yield f"| {' | '.join([system.label, f'mean of {n}', *cells])} |"
+        yield line(system.label, f"mean of {n}", means, chance)
     if not benchmark.labels:
         return
     yield "\n| vectors | set | labels | accuracy | V-measure |\n|---|---|---|---|---|"
@@ -356,12 +364,13 @@ def main(arguments: list[str] | None = None) -> int:
         if options.limit:
             samples = [sample.limited(options.limit) for sample in samples]
         benchmark = Benchmark(samples, options)
+        print(f"| {' | '.join(HEADINGS)} |\n" + "|---" * len(HEADINGS) + "|", flush=True)
         for system in systems(options):
             benchmark.add(system)
     except LlmcondError as error:
         log.info(f"bench_aspects: {error}")
         return error.exit_code
-    print("\n".join(tables(benchmark)))
+    print("\n".join(summary(benchmark)))
     if options.json:
         print(json.dumps(to_json(benchmark, options), allow_nan=False))
     return 0
