@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from llmcond import Embedder, load_embedder, load_encoder
+from llmcond import Condition, Embedder, load_embedder, load_encoder
 from llmcond.bundled import PRETRAINED, pretrained
 from llmcond.clustering.guide import guided
 from llmcond.clustering.methods import kmeans
@@ -133,15 +133,10 @@ def _embedder(name: str, variant: str, model: Embedder | None, encoder: Encoder)
 # -- figures -----------------------------------------------------------------------------------
 
 
-def make_condition(text: str, values: Sequence[str]) -> str:
-    """Return a condition with example values."""
-    return f"{text}, such as {', '.join(values)}" if values else text
-
-
 def vectors_of(system: System, sample: AspectSample, wording: Wording) -> ConditionedVectors:
     """Encode all that the figures of a sample need, in one call."""
     conditions = {
-        key: make_condition(wordings.say(wording), sample.values[key][: system.n_values])
+        key: Condition(wordings.say(wording), sample.values[key][: system.n_values])
         for key, wordings in sample.conditions.items()
     }
     rows = needed_rows(sample)
