@@ -82,6 +82,7 @@ NEEDS = {"bench_cross": "datasets", "bench_serve": "sentence_transformers"}
 OTHERS = {
     *("fuzz", "house", "bench_inputs", "bench_process", "reproduce"),
     *("fuzz_changes", "fuzz_services"),
+    *("make_aspects", "manners"),
     *("make_sample", "make_sample_graph", "make_dialogues", "make_pretrained"),
 }
 #: What needs data that is not shipped.
