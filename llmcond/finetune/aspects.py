@@ -6,6 +6,7 @@ import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from llmcond.arrays import Positions
+from llmcond.conditions import Condition
 from llmcond.data.aspects import AspectSample, ConditionWordings
 from llmcond.data.rows import Rows
 from llmcond.encoders.engine.engine import Engine
@@ -25,8 +27,10 @@ from llmcond.finetune.settings import AspectSettings
 
 #: Longer texts, in characters, are left out: they would make steps slow.
 LONGEST_TEXT = 700
-#: Other values of a group's condition that are considered, and texts of them in all.
-_VALUES, _CANDIDATES = 20, 40
+#: How many values of its condition a group has, and how many texts of each.
+SHAPES = ((2, 3), (3, 3), (3, 4), (4, 3), (4, 2), (6, 2))
+#: Texts of a value among which the one is chosen that shares most attributes with another text.
+_CANDIDATES = 12
 #: Example values in a condition, at least and at most.
 _EXAMPLES = 2, 5
 
@@ -36,9 +40,9 @@ class AspectBatch:
     """Texts of several groups, each group under one condition.
 
     Attributes:
-        rows: n pairs of texts of a group; a text occurs once in its group.
-        group: (2n,) the group of each text, those of the first texts of all pairs coming first.
-        value: (2n,) which texts of a group have the same value of its condition.
+        rows: n texts, each beside itself, under the condition of its group.
+        group: (n,) the group of each text.
+        value: (n,) which texts of a group have the same value of its condition.
     """
 
     rows: Rows
@@ -56,13 +60,19 @@ class _Question:
     texts: Mapping[str, Sequence[int]]
     repeated: Sequence[str]
 
+    def shared(self, first: int, second: int) -> int:
+        """Return how many attributes two texts share."""
+        one, other = (self.source.texts[i].attributes for i in (first, second))
+        return sum(other.get(key) == value for key, value in one.items())
+
 
 class AspectGroups:
     """Draws groups of texts under one condition, in one of its wordings.
 
-    Two or three texts of a group share a value of the condition. The others have other values, and
-    as many of the first text's other attributes as possible: those are the hardest to tell apart.
-    Sets are drawn in proportion to the square root of their number of conditions.
+    A group is a table: texts of a row have the same value of the condition, and texts of a column
+    share as many other attributes as possible. So the text that is nearest by everything else has
+    another value, as in paired triples. Sets are drawn in proportion to the square root of their
+    number of conditions.
     """
 
     def __init__(self, samples: Sequence[AspectSample], settings: AspectSettings) -> None:
@@ -84,42 +94,37 @@ class AspectGroups:
         """Return the groups of a step; the same seed gives the same groups."""
         state = np.random.SeedSequence(seed).generate_state(1, np.uint64)
         rng = random.Random(int(state[0]))  # noqa: S311  # nothing is secret here
-        drawn = [self._group(rng) for _ in range(self.settings.aspects_groups)]
-        pairs = [
-            (texts[i], texts[i + 1], condition, (number, values[i]), (number, values[i + 1]))
-            for number, (condition, texts, values) in enumerate(drawn)
-            for i in range(0, len(texts) - 1, 2)
-        ]
-        first, second, conditions, *labels = zip(*pairs, strict=True)
-        number = np.arange(len(pairs))
-        group, value = np.array([*labels[0], *labels[1]]).T
-        rows = Rows(first, second, conditions, np.zeros(len(pairs)), number + 1, "aspects")
-        return AspectBatch(rows, group, value)
+        texts: list[tuple[str, str, int, int]] = []
+        group = 0
+        while len(texts) < self.settings.aspects_texts:
+            condition, members = self._group(rng)
+            texts += [(text, condition, group, value) for text, value in members]
+            group += 1
+        sentences, conditions, groups, values = zip(*texts, strict=True)
+        number = np.arange(len(texts))
+        rows = Rows(sentences, sentences, conditions, np.zeros(len(texts)), number + 1, "aspects")
+        return AspectBatch(rows, np.array(groups), np.array(values))
 
-    def _group(self, rng: random.Random) -> tuple[str, list[str], list[int]]:
-        """Return a condition, texts, and a number for the value of each."""
+    def _group(self, rng: random.Random) -> tuple[str, list[tuple[str, int]]]:
+        """Return a condition, and texts with a number for the value of each."""
         question = rng.choice(rng.choices(self._sets, self._weights)[0])
-        value = rng.choice(question.repeated)
-        same = question.texts[value]
-        positions = rng.sample(same, min(len(same), rng.choice((2, 3))))
-        others = [other for other in question.texts if other != value]
-        rng.shuffle(others)
-        others = others[:_VALUES]
-        anchor = question.source.texts[positions[0]].attributes
-        candidates = []
-        for number, other in enumerate(others, 1):
-            texts = question.texts[other]
-            for position in rng.sample(texts, min(len(texts), max(3, _CANDIDATES // len(others)))):
-                attributes = question.source.texts[position].attributes
-                shared = sum(attributes.get(key) == own for key, own in anchor.items())
-                candidates.append((shared, rng.random(), position, number))
-        candidates.sort(reverse=True)
-        chosen = candidates[: self.settings.aspects_texts - len(positions)]
-        numbers = [0] * len(positions) + [number for *_, number in chosen]
-        positions += [position for *_, position, _ in chosen]
-        shown = {value, *(others[number - 1] for *_, number in chosen)}
-        condition = self._say(question, shown, rng)
-        return condition, [question.source.texts[i].text for i in positions], numbers
+        n_values, n_texts = rng.choice(SHAPES)
+        values = rng.sample(question.repeated, min(n_values, len(question.repeated)))
+        others = [value for value in question.texts if value not in values]
+        values += rng.sample(others, min(len(others), n_values - len(values)))
+        texts = question.texts[values[0]]
+        first = rng.sample(texts, min(n_texts, len(texts)))
+        chosen = [(i, 0) for i in first]
+        for number, value in enumerate(values[1:], 1):
+            texts, taken = question.texts[value], set[int]()
+            for base in first:
+                drawn = rng.sample(texts, min(len(texts), _CANDIDATES))
+                left = [i for i in drawn if i not in taken]
+                if left:
+                    taken.add(max(left, key=partial(question.shared, base)))
+            chosen += [(i, number) for i in sorted(taken)]
+        condition = self._say(question, set(values), rng)
+        return condition, [(question.source.texts[i].text, number) for i, number in chosen]
 
     def _say(self, question: _Question, shown: set[str], rng: random.Random) -> str:
         """Return the condition in some wording; with example values for a share of the groups.
@@ -135,7 +140,7 @@ class AspectGroups:
         if rng.random() < 0.5 and len(absent) >= _EXAMPLES[0]:
             values = absent
         examples = rng.sample(values, min(len(values), rng.randint(*_EXAMPLES)))
-        return condition + ", such as " + ", ".join(own.replace("_", " ") for own in examples)
+        return Condition(condition, [own.replace("_", " ") for own in examples])
 
 
 def _questions(sample: AspectSample) -> list[_Question]:
@@ -201,7 +206,7 @@ class AspectModel(TunedModel):
         used = texts.used(every)
         vectors = texts.embed(self.engine, used)
         with torch.autocast(vectors.device.type, enabled=False):
-            embeddings = self.head(*texts.batch(every, used, vectors.float()))
+            embeddings, _ = self.head(*texts.batch(every, used, vectors.float())).chunk(2)
             group, value = (
                 torch.from_numpy(own).to(embeddings.device) for own in (drawn.group, drawn.value)
             )

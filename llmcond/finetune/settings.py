@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Le, Lt, MinLen, MultipleOf
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from llmcond.config import STRICT
 from llmcond.errors import UserError
@@ -187,7 +187,7 @@ class AspectSettings:
     Attributes:
         aspects: a folder with one file NAME.json a set (see :mod:`llmcond.data.aspects`).
         aspects_weight: weight of the contrastive loss; that of the squared error of ratings is 1.
-        aspects_texts: texts of a group, an even number.
+        aspects_texts: texts a step; the last group may exceed it.
         aspects_values: share of the groups whose condition names two to five example values.
     """
 
@@ -203,11 +203,11 @@ class AspectSettings:
     aspects_weight: Annotated[float, Gt(0), Le(_LARGEST)] = option(
         0.25, help="weight of their contrastive loss", metavar="W", group=_ASPECTS
     )
-    aspects_groups: Count = option(
-        16, help="groups of texts a step, each under one condition", metavar="N", group=_ASPECTS
-    )
-    aspects_texts: Annotated[int, Ge(4), Le(_LARGEST), MultipleOf(2)] = option(
-        6, help="texts of a group", metavar="N", group=_ASPECTS
+    aspects_texts: Annotated[int, Ge(4), Le(_LARGEST)] = option(
+        96,
+        help="texts a step, in groups of 6 to 12 under one condition",
+        metavar="N",
+        group=_ASPECTS,
     )
     aspects_temperature: Annotated[float, Ge(1e-3), Le(_LARGEST)] = option(
         0.07, help="temperature of the contrastive loss", metavar="T", group=_ASPECTS

@@ -14,10 +14,11 @@ from helpers.commands import ok, refused
 
 import llmcond
 from llmcond.cli import run
+from llmcond.conditions import Condition
 from llmcond.data.aspects import read_sets
 from llmcond.errors import UserError
 from llmcond.files import digest_file
-from llmcond.finetune.aspects import AspectGroups, supervised_contrast
+from llmcond.finetune.aspects import SHAPES, AspectGroups, supervised_contrast
 from llmcond.finetune.settings import AspectSettings
 from llmcond.progress import TrainBar
 
@@ -48,64 +49,56 @@ def groups_of(folder: Path, **settings) -> AspectGroups:
     return AspectGroups(read_sets(folder), AspectSettings(aspects=str(folder), **settings))
 
 
-def texts_of(batch) -> list[tuple[str, str]]:
-    """Return the text and the condition of each text of a batch, as its labels order them."""
-    rows = batch.rows
-    first = zip(rows.sentence1, rows.condition, strict=True)
-    return [*first, *zip(rows.sentence2, rows.condition, strict=True)]
-
-
 def test_texts_of_a_group_have_a_value_in_common_or_not_as_their_numbers_say(aspects):
-    batch = groups_of(aspects, aspects_groups=60, aspects_values=0).draw([0, 1])
-    wordings = {"the number of people": PEOPLE, "who": PEOPLE, "people": PEOPLE}
-    wordings |= {"the place": PLACES, "park or street": PLACES}
-    found = texts_of(batch)
-    assert Counter(batch.group.tolist()) == dict.fromkeys(range(60), 6)
-    for group in range(60):
+    batch = groups_of(aspects, aspects_texts=500, aspects_values=0).draw([0, 1])
+    values = {"the number of people": PEOPLE, "who": PEOPLE, "people": PEOPLE}
+    values |= {"the place": PLACES, "park or street": PLACES}
+    rows = batch.rows
+    assert list(rows.sentence1) == list(rows.sentence2)
+    assert set(rows.condition) == set(values)
+    for group in range(batch.group.max() + 1):
         chosen = np.flatnonzero(batch.group == group)
-        conditions = {found[i][1] for i in chosen}
-        assert len(conditions) == 1
-        values = wordings[conditions.pop()]
-        named = [next(own for own in values if own in found[i][0]) for i in chosen]
-        numbers = batch.value[chosen]
-        for i, j in itertools.combinations(range(6), 2):
-            assert (numbers[i] == numbers[j]) == (named[i] == named[j])
-        assert len({found[i][0] for i in chosen}) == 6
-        assert Counter(numbers.tolist())[0] in (2, 3)
-    assert {condition for _, condition in found} == set(wordings)
+        assert len({rows.condition[i] for i in chosen}) == 1
+        assert len({rows.sentence1[i] for i in chosen}) == len(chosen)
+        legal = values[rows.condition[chosen[0]]]
+        named = [next(own for own in legal if own in rows.sentence1[i]) for i in chosen]
+        for i, j in itertools.combinations(range(len(chosen)), 2):
+            assert (batch.value[chosen[i]] == batch.value[chosen[j]]) == (named[i] == named[j])
+        sizes = Counter(batch.value[chosen].tolist())
+        assert (len(sizes), sizes[0]) in {(min(n, 4), m) for n, m in SHAPES}
 
 
-def test_texts_of_other_values_share_the_other_attributes_of_the_first_text(aspects):
-    batch = groups_of(aspects, aspects_groups=30, aspects_values=0).draw([0, 2])
-    found, shared = texts_of(batch), []
-    for group in range(30):
-        chosen = np.flatnonzero(batch.group == group)
-        anchor = found[chosen[0]][0]
-        for i in chosen[batch.value[chosen] != 0]:
-            values = (*PEOPLE, *PLACES, *VERBS)
-            shared.append(sum(own in anchor and own in found[i][0] for own in values))
-    # Of texts drawn at random half an attribute would be shared; at most two can be.
-    assert np.mean(shared) > 1.5
+def test_texts_of_other_values_share_other_attributes_with_those_of_the_first(aspects):
+    batch = groups_of(aspects, aspects_texts=500, aspects_values=0).draw([0, 2])
+    texts, shared = batch.rows.sentence1, []
+    for i in np.flatnonzero(batch.value > 0):
+        first = np.flatnonzero((batch.group == batch.group[i]) & (batch.value == 0))
+        values = (*PEOPLE, *PLACES, *VERBS)
+        counts = [sum(own in texts[k] and own in texts[i] for own in values) for k in first]
+        shared.append(max(counts))
+    # Two can be shared. Of texts drawn at random about one in four attributes would be.
+    assert np.mean(shared) > 1.6
 
 
 def test_the_same_seed_draws_the_same_groups(aspects):
     groups = groups_of(aspects)
     first, again, other = groups.draw([0, 1]), groups.draw([0, 1]), groups.draw([0, 2])
-    assert texts_of(first) == texts_of(again)
+    assert first.rows.texts == again.rows.texts
     assert first.value.tolist() == again.value.tolist()
-    assert texts_of(first) != texts_of(other)
+    assert first.rows.texts != other.rows.texts
 
 
 def test_conditions_name_example_values_as_often_as_asked(aspects):
     named = {}
     for share in (0, 0.5, 1):
-        batch = groups_of(aspects, aspects_groups=200, aspects_values=share).draw([1])
-        conditions = dict(zip(batch.group[: len(batch.rows)], batch.rows.condition, strict=True))
-        named[share] = [own for own in conditions.values() if ", such as " in own]
+        batch = groups_of(aspects, aspects_texts=1800, aspects_values=share).draw([1])
+        conditions = dict(zip(batch.group.tolist(), batch.rows.condition, strict=True))
+        named[share] = [own for own in conditions.values() if isinstance(own, Condition)]
+        count = len(conditions)
     assert not named[0]
-    assert 70 < len(named[0.5]) < 130
-    assert len(named[1]) == 200
-    examples = [own.split(", such as ")[1].split(", ") for own in named[1]]
+    assert 0.35 * count < len(named[0.5]) < 0.65 * count
+    assert len(named[1]) == count
+    examples = [own.values for own in named[1]]
     assert {len(own) for own in examples} == {2, 3, 4}
     assert all(set(own) <= set(PEOPLE) or set(own) <= set(PLACES) for own in examples)
 
@@ -138,7 +131,7 @@ def command(tiny_checkpoint, small_rows, aspects, tmp_path_factory) -> list[str]
     lines += [",".join(str(value) for value in row) for row in small_rows]
     data.write_text("\n".join(lines) + "\n", encoding="utf-8")
     given = ["train-lora", "--model", str(tiny_checkpoint()), "--data", str(data)]
-    return [*given, *PLAIN.split(), "--aspects", str(aspects), "--aspects-groups", "4"]
+    return [*given, *PLAIN.split(), "--aspects", str(aspects), "--aspects-texts", "24"]
 
 
 def test_training_on_aspects_resumes_bit_equal_and_is_recorded(
@@ -149,7 +142,7 @@ def test_training_on_aspects_resumes_bit_equal_and_is_recorded(
     assert record["aspects"] == ["scenes"]
     made_of = json.loads((whole / "training.json").read_text())["made_of"]["aspects"]
     assert made_of["aspects"] == {"scenes": digest_file(aspects / "scenes.json")}
-    assert made_of["aspects_groups"] == 4
+    assert made_of["aspects_texts"] == 24
 
     class Stopped(Exception):  # noqa: N818 - it stands for a kill
         pass
@@ -171,7 +164,7 @@ def test_training_on_aspects_resumes_bit_equal_and_is_recorded(
 
 
 def test_training_lowers_the_contrastive_loss(command, tmp_path, capsys):
-    options = "--epochs 12 --learning-rate 5e-3 --aspects-weight 1 --aspects-groups 16"
+    options = "--epochs 12 --learning-rate 5e-3 --aspects-weight 1 --aspects-texts 96"
     options += " --early-stopping-patience 12"
     ok(capsys, *command, *options.split(), "--run", tmp_path / "run")
     curve = json.loads((tmp_path / "run" / "training.json").read_text())["curve"]
@@ -186,11 +179,11 @@ def test_mistakes_are_told(command, aspects, tmp_path, capsys):
     def said(*given: object) -> str:
         return refused(capsys, *base, "--run", tmp_path / "run", *given)
 
-    assert said("--aspects-groups", 3) == (
-        "--aspects-groups needs texts with attributes. Add --aspects FOLDER."
+    assert said("--aspects-texts", 30) == (
+        "--aspects-texts needs texts with attributes. Add --aspects FOLDER."
     )
     assert "holds no data set" in said("--aspects", tmp_path)
-    assert "aspects_texts" in said("--aspects", aspects, "--aspects-texts", 5)
+    assert "aspects_texts" in said("--aspects", aspects, "--aspects-texts", 3)
     (tmp_path / "odd").mkdir()
     single = {"texts": [{"text": "a", "attrs": {"c": 1}}], "conds": {"c": "the c"}}
     (tmp_path / "odd" / "one.json").write_text(json.dumps(single))
