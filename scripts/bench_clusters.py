@@ -24,11 +24,11 @@ from sklearn.metrics import v_measure_score
 
 from llmcond import Embedder, load_embedder, load_encoder
 from llmcond.bundled import PRETRAINED
-from llmcond.clustering.guide import guided
 from llmcond.clustering.methods import NOISE, choose_k, hdbscan, kmeans, sample
 from llmcond.clustering.result import without_condition
 from llmcond.encoders import EncoderInput
 from llmcond.features.view import View
+from llmcond.heads.guide import fit_guide
 from llmcond.prompts import load_prompt
 from llmcond.runs.embedder import base_encoder, unit_length
 
@@ -73,7 +73,8 @@ def measure(vectors: Vectors, truth: Any, sizes: Sequence[int], seeds: int) -> d
         for size in sizes:
             told = sample(len(truth), size, seed)
             rest = np.setdiff1d(every, told)
-            space = guided(vectors, vectors[told], truth[told].astype(str).tolist())
+            guide = fit_guide(vectors[told], truth[told].astype(str).tolist())
+            space = guide.transform(vectors)
             found[str(size)] = v_measure_score(truth[rest], kmeans(space, k, seed)[rest])
         for name, value in found.items():
             scores.setdefault(name, []).append(float(value))

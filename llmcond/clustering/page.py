@@ -77,6 +77,7 @@ def write_page(result: ClusterResult, drawing: Drawing, path: Path) -> None:
         "result": result,
         "shown": drawing.shown,
         "drawn": len(drawing.texts),
+        "labelled": sum(sum((one.guide or {}).values()) for one in result.clusterings),
         "noise": NOISE,
         "crossings": [_crossing(a, b) for a, b in combinations(drawing.shown, 2)],
         "scores": [(title, scores, figures(scores)) for title, scores in scored],
@@ -110,7 +111,11 @@ def _made(result: ClusterResult) -> dict[str, str]:
         for one in conditions
         if isinstance(one, Condition) and one.values
     }
-    guide = result.guide and ", ".join(f"{name}: {n:,}" for name, n in result.guide.items())
+    guides = {
+        f"guide of {one.title}": ", ".join(f"{name}: {n:,}" for name, n in one.guide.items())
+        for one in result.clusterings
+        if one.guide
+    }
     return {
         "texts": f"{result.file}, {result.texts:,}, of which {result.distinct:,} differ",
         **values,
@@ -118,7 +123,7 @@ def _made(result: ClusterResult) -> dict[str, str]:
         "prompt": result.prompt,
         "head": result.head,
         "method": result.method,
-        "guide": guide or "none",
+        **(guides or {"guide": "none"}),
         "seed": str(result.seed),
         "llmcond": __version__,
     }

@@ -32,6 +32,7 @@ class Clustering(Displayed):
         silhouette: the mean of the clusters', on at most 2,000 texts; None: undefined.
         silhouettes: of every K that was tried, where K was chosen by them.
         scores: beside known labels, where some were given.
+        guide: label -> how many labelled texts of the guide have it; None: there is no guide.
     """
 
     encoder: str
@@ -41,6 +42,7 @@ class Clustering(Displayed):
     silhouette: float | None = None
     silhouettes: Mapping[int, float] = field(default_factory=dict)
     scores: Scores | None = None
+    guide: Mapping[str, int] | None = None
 
     @property
     def title(self) -> str:
@@ -63,6 +65,7 @@ class Clustering(Displayed):
             "silhouette": finite(self.silhouette),
             "silhouettes": {str(k): round(score, 4) for k, score in self.silhouettes.items()},
             "scores": None if self.scores is None else self.scores.to_json(),
+            "guide": None if self.guide is None else dict(self.guide),
         }
 
 
@@ -74,7 +77,6 @@ class ClusterResult(Displayed):
         out: the table that was written; None: there is none.
         file: where the texts are from.
         texts, distinct: how many, and how many of them differ.
-        guide: labels of the guide -> how many texts of it have each; None: there is no guide.
         clusterings: one for each condition.
     """
 
@@ -88,7 +90,6 @@ class ClusterResult(Displayed):
     head: str
     method: str
     seed: int
-    guide: Mapping[str, int] | None
     clusterings: Sequence[Clustering]
 
     def to_json(self) -> dict[str, Any]:

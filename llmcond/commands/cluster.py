@@ -8,8 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from llmcond.commands.base import REUSES_VECTORS, verb
-from llmcond.commands.shared import TEXT_HELP, WithConditions, WithEmbedder, check_source
-from llmcond.data.readers import FILES, TEXT_FILES
+from llmcond.commands.shared import (
+    TEXT_HELP,
+    WithConditions,
+    WithEmbedder,
+    WithGuide,
+    check_source,
+)
+from llmcond.data.readers import TEXT_FILES
 from llmcond.options import option
 
 if TYPE_CHECKING:
@@ -22,7 +28,7 @@ def _clusters(text: str) -> int | str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster(WithConditions, WithEmbedder):
+class Cluster(WithGuide, WithConditions, WithEmbedder):
     """Group texts under a condition, or under several, side by side."""
 
     example: ClassVar[str] = (
@@ -60,12 +66,6 @@ class Cluster(WithConditions, WithEmbedder):
     min_cluster_size: int | None = option(
         None, metavar="N", help="of hdbscan (default: one text in 100, and 5 at least)"
     )
-    guide: Any = option(
-        None,
-        metavar="SRC",
-        help="a few labelled texts, columns text (or as --text says) and label, that say what "
-        "clusters are wanted",
-    )
     labels: Sequence[str] = option(
         (),
         metavar="COL",
@@ -80,7 +80,7 @@ class Cluster(WithConditions, WithEmbedder):
     def execute(self) -> ClusterResult:
         """Cluster."""
         check_source(self.texts, TEXT_FILES)
-        check_source(self.guide, FILES)
+        self.check_guide()
         from llmcond.workflows.cluster import cluster
 
         return self.call(cluster, run_folder=self.folder(), condition=self.conditions())

@@ -8,7 +8,14 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmcond.commands.base import REUSES_VECTORS, verb
-from llmcond.commands.shared import TEXT_HELP, VALUES_HELP, WithEmbedder, WithScale, check_source
+from llmcond.commands.shared import (
+    TEXT_HELP,
+    VALUES_HELP,
+    WithEmbedder,
+    WithGuide,
+    WithScale,
+    check_source,
+)
 from llmcond.data.readers import EMBEDDING_SUFFIXES, TEXT_FILES
 from llmcond.errors import UserError
 from llmcond.options import option
@@ -18,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Embed(WithEmbedder, WithScale):
+class Embed(WithGuide, WithEmbedder, WithScale):
     """Write an embedding for each row of a file, or of more than fits in memory.
 
     What --out names decides: a file, whose texts are read at once, or a folder or Lance dataset,
@@ -74,6 +81,7 @@ class Embed(WithEmbedder, WithScale):
         """Embed."""
         cluster = self.cluster()
         check_source(self.source, TEXT_FILES)
+        self.check_guide()
         if None not in (self.text, self.sentence) and self.text != self.sentence:
             raise UserError("--text and --sentence name two columns; give one of them.")
         column = self.text or self.sentence

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from llmcond.bundled import DEFAULT_RUN, PRETRAINED
 from llmcond.commands.base import Command
 from llmcond.conditions import MAX_VALUES, with_values
-from llmcond.data.readers import SOURCE, TEXT_COLUMNS
+from llmcond.data.readers import FILES, SOURCE, TEXT_COLUMNS
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import UserError, nearest
 from llmcond.options import option
@@ -175,6 +175,22 @@ class WithConditions(Command):
     def conditions(self) -> list[str]:
         """Return the conditions with their values."""
         return with_values(self.condition, self.values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithGuide(Command):
+    """A command that a few labelled texts can guide."""
+
+    guide: Any = option(
+        None,
+        metavar="SRC",
+        help="a few labelled texts that embeddings follow: a table with the columns text, label "
+        "and, where there are several conditions, condition",
+    )
+
+    def check_guide(self) -> None:
+        """Raise a UserError if the guide's file is not there."""
+        check_source(self.guide, FILES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from llmcond.arrays import as_list
 from llmcond.bundled import pretrained
+from llmcond.data.guides import LabelledTexts, check_labelled
 from llmcond.data.readers import described_source
 from llmcond.encoders import resolve_base
 from llmcond.errors import UserError
 from llmcond.features.view import Part, View
 from llmcond.heads import FittedHead, Gathered, Matrix, cosine
 from llmcond.heads.cache import ConditionCache
+from llmcond.heads.guide import Guide, apply_guides, fit_guide
 from llmcond.log import log
 from llmcond.prompts import Prompt
 from llmcond.runs import (
@@ -50,6 +53,7 @@ class Embedder(Comparing):
         head: g, with its name in the run; None: zero-shot, the features as they are.
         cache: keeps what a hypernetwork makes of conditions, from one call to the next.
         fitted_on: the data that the head was fitted on.
+        guides: what maps embeddings under some conditions; see :meth:`guided`.
     """
 
     encoder: Encoder
@@ -58,6 +62,7 @@ class Embedder(Comparing):
     name: str = "none"
     cache: ConditionCache | None = None
     fitted_on: str = ""
+    guides: Mapping[str, Guide] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Return what it is made of, in a line."""
@@ -86,7 +91,8 @@ class Embedder(Comparing):
                 Or one text; the result is one vector, (k,), then.
             conditions: n conditions, one for each sentence; or one text for all sentences.
             normalize: whether to scale embeddings to unit L2 norm, so that inner products are
-                cosines. Where the head compares embeddings in another way, they are never scaled.
+                cosines. Where the head compares embeddings in another way, they are never scaled;
+                where a guide maps them, they always are.
             show_progress: whether to show a progress bar on standard error.
 
         Raises:
@@ -98,6 +104,33 @@ class Embedder(Comparing):
             return one
         vectors = self._encode(checked_texts(sentences, conditions), show_progress)
         return unit_length(vectors, self.head) if normalize else vectors
+
+    def guided(self, texts: Iterable[str], labels: Iterable[Any], condition: str) -> Embedder:
+        """Return an embedder whose embeddings under a condition follow a few labelled texts.
+
+        A linear map, fitted in closed form, brings texts of one label together. Embeddings keep
+        their size, and those under other conditions stay as they are.
+
+        >>> guided = embedder.guided(texts, ["praise", "complaint", ...], "the sentiment")
+        >>> guided.encode(other_texts, "the sentiment")
+
+        Args:
+            texts: m texts; 8 to 64 often help.
+            labels: m labels, two different ones at least.
+            condition: the condition, whose former guide this one replaces.
+
+        Raises:
+            UserError: a text that is empty or has two labels, fewer than two labels, or a head
+                that does not compare embeddings by their cosine.
+        """
+        return self.with_guide(check_labelled(condition, as_list(texts), as_list(labels)))
+
+    def with_guide(self, labelled: LabelledTexts) -> Embedder:
+        """Return an embedder that is guided by labelled texts; see :meth:`guided`."""
+        condition = labelled.condition or ""
+        vectors = replace(self, guides={}).encode(labelled.texts, condition)
+        guide = guide_of(labelled, vectors, self.head)
+        return replace(self, guides={**self.guides, condition: guide})
 
     def _encode(self, texts: Sequence[tuple[str, str]], show_progress: bool) -> Vectors:
         # One call encodes them all, so that inputs in common are encoded once.
@@ -152,11 +185,14 @@ class Embedder(Comparing):
 
         features = self.view.sentence(read)
         if self.head is None:
-            return features.read()
-        condition = self.view.condition(read)
-        if self.cache is not None and condition is not None:
-            return self.cache.transform(features, condition)
-        return self.head.transform(features, condition)
+            made = features.read()
+        else:
+            condition = self.view.condition(read)
+            if self.cache is not None and condition is not None:
+                made = self.cache.transform(features, condition)
+            else:
+                made = self.head.transform(features, condition)
+        return apply_guides(made, [own for _, own in texts], self.guides)
 
     def _compared(
         self,
@@ -171,6 +207,20 @@ class Embedder(Comparing):
     def compare(self, first: Vectors, second: Vectors) -> Vectors:
         """Return how similar embeddings, (n, k), are to others row by row, (n,)."""
         return cosine(first, second) if self.head is None else self.head.compare(first, second)
+
+
+def guide_of(labelled: LabelledTexts, vectors: Vectors, head: FittedHead | None) -> Guide:
+    """Fit a guide to the embeddings, (m, k), of labelled texts.
+
+    Raises:
+        UserError: the head does not compare embeddings by their cosine.
+    """
+    if head is not None and not head.compares_by_cosine:
+        raise UserError(
+            "the head compares embeddings in a way of its own, and a guide maps embeddings that "
+            "are compared by cosine. Choose another --head."
+        )
+    return fit_guide(vectors, labelled.labels, source=labelled.source, digest=labelled.digest)
 
 
 def unit_length(vectors: Vectors, head: FittedHead | None) -> Vectors:
@@ -336,4 +386,11 @@ def describe(embedder: Embedder) -> dict[str, Any]:
         "head": embedder.name,
         "fitted_on": embedder.fitted_on,
         "dim": embedder.dim,
+        **guides_json(embedder.guides),
     }
+
+
+def guides_json(guides: Mapping[Any, Guide]) -> dict[str, Any]:
+    """Return what made guides, by their conditions, as commands print it; {}: there are none."""
+    made = {str(condition): guide.to_json() for condition, guide in guides.items()}
+    return {"guides": made} if made else {}

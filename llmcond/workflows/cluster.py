@@ -12,7 +12,6 @@ from typing import Any, Literal
 import numpy as np
 
 from llmcond.clustering.describe import describe
-from llmcond.clustering.guide import guided
 from llmcond.clustering.methods import (
     CLEAR,
     NOISE,
@@ -34,6 +33,7 @@ from llmcond.data.candidates import (
     read_collection,
     text_column,
 )
+from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.data.readers import MissingColumnError
 from llmcond.data.rows import column_of
 from llmcond.errors import UserError, brief, plural
@@ -87,17 +87,19 @@ def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
     columns = _columns(condition, keep, column)
     found = _read(texts, column, [*keep, *labels], "Name one of them (--text COL for the texts).")
     distinct = find.check(found)
-    guide_read = None if guide is None else _read_guide(guide, column, found)
-    known = _known(found, labels, guide_read)
-    if guide_read is not None and find.k is None and method == "kmeans":
-        find = replace(find, k=len(set(guide_read.columns["label"])))
+    guides = {} if guide is None else _read_guides(guide, text, condition, found)
+    known = _known(found, labels, guides)
 
     given = Embeddings(run_folder, head, prompt, device)
     drawing = None if report is None else Drawing(found.texts, seed)
     made: list[Clustering] = []
     for asked in condition or (None,):
-        vectors = _vectors(given, found, asked, guide_read)
-        made.append(find.clustering(given.encoder.name, asked, vectors, found.texts))
+        vectors = _vectors(given, found, asked, guides.get(asked))
+        guide_labels = given.guides[asked].labels if asked in guides else None
+        clustering = find.guided(guide_labels).clustering(
+            given.encoder.name, asked, vectors, found.texts
+        )
+        made.append(replace(clustering, guide=guide_labels))
         if drawing is not None:
             drawing.add(made[-1], vectors)
     if labels:
@@ -118,7 +120,6 @@ def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
         head=given.head_name,
         method=method,
         seed=seed,
-        guide=None if guide_read is None else dict(Counter(guide_read.columns["label"])),
         clusterings=made,
     )
     if out is not None:
@@ -133,18 +134,14 @@ def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
 
 
 def _vectors(
-    given: Embeddings, found: Collection, condition: str | None, guide: Collection | None
+    given: Embeddings, found: Collection, condition: str | None, labelled: LabelledTexts | None
 ) -> Vectors:
-    """Return what is clustered of n texts, (n, d): embeddings, or where a guide places them."""
-    rows = [*found.texts, *(guide.texts if guide else ())]
+    """Return what is clustered of n texts, (n, d): embeddings that follow labelled texts if any."""
+    if labelled is not None:
+        given.guide(labelled)
     if condition is None:
-        vectors = given.alone(rows)
-    else:
-        vectors = given.of([(one, condition) for one in rows], found.file)
-    if guide is None:
-        return vectors
-    n = len(found.texts)
-    return guided(vectors[:n], vectors[n:], guide.columns["label"])
+        return given.alone(found.texts)
+    return given.of([(one, condition) for one in found.texts], found.file)
 
 
 # -- what was asked for ------------------------------------------------------------------------
@@ -161,11 +158,6 @@ def _check_conditions(condition: Sequence[str], guided: bool, labels: Sequence[s
     twice = [one for one, n in Counter(map(condition_text, condition)).items() if n > 1]
     if twice:
         raise UserError(f"--condition {brief(twice[0])} is given twice; give it once.")
-    if guided and len(condition) > 1:
-        raise UserError(
-            f"--guide says what clusters are wanted, and there are {len(condition)} conditions. "
-            "Give one --condition, or none, and another command for another guide."
-        )
     if len(labels) > 1 and len(labels) != len(condition):
         raise UserError(
             f"--labels names {len(labels)} columns, and there are {len(condition)} times "
@@ -228,6 +220,11 @@ class _Finder:
     def again(self, k: int) -> _Finder:
         """Return what finds as many clusters of other vectors, if it is told how many."""
         return replace(self, k=k) if self.method == "kmeans" else self
+
+    def guided(self, labels: Mapping[str, int] | None) -> _Finder:
+        """Return what finds as many clusters as a guide has labels, unless a number is given."""
+        chooses = self.k is None and self.method == "kmeans"
+        return replace(self, k=len(labels)) if labels and chooses else self
 
     def check(self, found: Collection) -> int:
         """Return how many texts differ; a UserError where there are too few."""
@@ -312,44 +309,29 @@ def _read(given: Any, column: str, others: Sequence[str], advice: str) -> Collec
         raise UserError(f"{error.found} {advice}") from error
 
 
-def _read_guide(given: Any, column: str, among: Collection) -> Collection:
-    """Return the labelled texts of a guide; those that are not among the others are told."""
-    guide = _read(given, column, ["label"], f"A guide has the columns {column} and label.")
-    labels: dict[str, str] = {}
-    for number, (text, value) in enumerate(
-        zip(guide.texts, guide.columns["label"], strict=True), 1
-    ):
-        where = f"row {number} of {guide.file}"
-        if is_missing(value):
-            raise UserError(f"{where}: label is empty. Mend or remove it and try again.")
-        label = str(value).strip()
-        if labels.setdefault(text, label) != label:
-            raise UserError(
-                f"{where}: {brief(text)} is labelled {brief(label)}, and {brief(labels[text])} "
-                "before. Keep one of them."
-            )
-    if len(set(labels.values())) < 2:
-        raise UserError(
-            f"{guide.file} has one label, {brief(next(iter(labels.values())))}; a guide shows what "
-            "sets clusters apart, by texts of two labels at least."
-        )
-    others = len(labels.keys() - set(among.texts))
+def _read_guides(
+    given: Any, text: str | None, conditions: Sequence[str], among: Collection
+) -> dict[str | None, LabelledTexts]:
+    """Return labelled texts by condition; how many are not among those to cluster is logged."""
+    read = read_guide(given, text, [*conditions] or [None])
+    distinct = {text for labelled in read for text in labelled.texts}
+    others = len(distinct - set(among.texts))
     if others:
         log.info(
-            f"{guide.file}: {others:,} of {len(labels):,} labelled texts are not in {among.file}; "
-            "they guide too, and are in no cluster"
+            f"{read[0].source}: {others:,} of {len(distinct):,} labelled texts are not in "
+            f"{among.file}; they guide too, and are in no cluster"
         )
-    return Collection(list(labels), guide.file, {"label": list(labels.values())})
+    return {labelled.condition: labelled for labelled in read}
 
 
 def _known(
-    found: Collection, names: Sequence[str], guide: Collection | None
+    found: Collection, names: Sequence[str], guides: Mapping[str | None, LabelledTexts]
 ) -> dict[str, list[str | None]]:
-    """Return the known labels of each column; None where there is none, or the guide has the text.
+    """Return the known labels of each column; None where there is none, or a guide has the text.
 
-    What the guide was told would be no test.
+    What a guide was told would be no test.
     """
-    told = set(guide.texts) if guide else set()
+    told = {text for labelled in guides.values() for text in labelled.texts}
     known = {}
     for name in names:
         values = [

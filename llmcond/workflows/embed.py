@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -24,6 +24,7 @@ from llmcond.data.candidates import (
     text_column,
 )
 from llmcond.data.datasets import Texts, read_texts
+from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.data.readers import EMBEDDING_SUFFIXES
 from llmcond.data.rows import column_of
 from llmcond.display import Displayed
@@ -34,10 +35,11 @@ from llmcond.features.store import FeatureStore
 from llmcond.features.view import Part
 from llmcond.files import check_output, replacing
 from llmcond.heads import Matrix
+from llmcond.heads.guide import Guide, apply_guides
 from llmcond.log import log
 from llmcond.prompts import Prompt
 from llmcond.runs import open_run
-from llmcond.runs.embedder import choose_model, unit_length
+from llmcond.runs.embedder import choose_model, guide_of, guides_json, unit_length
 from llmcond.runs.extraction import LazyEncoder, extract_inputs
 
 #: Rows whose vectors are in memory at a time.
@@ -48,17 +50,23 @@ Vectors = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class EmbedResult(Displayed):
-    """What was written: ``rows`` embeddings of size ``dim``; head ``none`` is zero-shot."""
+    """What was written: ``rows`` embeddings of size ``dim``; head ``none`` is zero-shot.
+
+    ``guides`` are those of some conditions.
+    """
 
     out: Path | str
     rows: int
     dim: int
     head: str
     prompt: str
+    guides: Mapping[Any, Guide] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
-        return {**asdict(self), "out": str(self.out)}
+        own = {**vars(self), "out": str(self.out)}
+        del own["guides"]
+        return own | guides_json(self.guides)
 
 
 class Embeddings:
@@ -69,6 +77,7 @@ class Embeddings:
     Attributes:
         view: what is encoded of a text and its condition.
         head_name: the head's; ``none``: zero-shot.
+        guides: what maps embeddings under some conditions; None: of texts by themselves.
     """
 
     def __init__(self, run_folder: Path, head: str | None, prompt: str | None, device: str) -> None:
@@ -77,6 +86,22 @@ class Embeddings:
         self.head_name = self._chosen.name if self._chosen else "none"
         self.encoder = LazyEncoder(run.resolve_encoder(device))
         self._store = run.store_for_others()
+        self.guides: dict[str | None, Guide] = {}
+
+    def guide(self, labelled: LabelledTexts) -> None:
+        """Fit a guide to labelled texts, for all embeddings under their condition from now on.
+
+        Raises:
+            UserError: as of :meth:`extract`, or the head does not compare by cosine.
+        """
+        texts, condition = labelled.texts, labelled.condition
+        self.guides.pop(condition, None)
+        if condition is None:
+            vectors, head = self.alone(texts), None
+        else:
+            vectors = self.of([(text, condition) for text in texts], labelled.source)
+            head = self._chosen.head if self._chosen else None
+        self.guides[condition] = guide_of(labelled, vectors, head)
 
     def extract(self, rows: Sequence[tuple[str, str]], file: str) -> None:
         """Encode what the store lacks for (sentence, condition) rows of a file so named.
@@ -105,6 +130,7 @@ class Embeddings:
                 found = features.read()
             else:
                 found = head.transform(features, self.view.condition(read))
+            found = apply_guides(found, [condition for _, condition in part], self.guides)
             yield unit_length(found, head) if normalize else found
 
     def of(self, rows: Sequence[tuple[str, str]], file: str) -> Vectors:
@@ -118,7 +144,9 @@ class Embeddings:
 
     def alone(self, texts: Sequence[str]) -> Vectors:
         """Return (n, d) the encoder's own vectors of texts, without a condition or a head."""
-        return _alone(self.encoder, self._store, texts)
+        vectors = _alone(self.encoder, self._store, texts)
+        guide = self.guides.get(None)
+        return vectors if guide is None else guide.transform(vectors)
 
     def base(self, texts: Sequence[str]) -> tuple[str, Vectors]:
         """Return plain embeddings of texts, (n, d), and the name of the encoder they are of.
@@ -130,7 +158,7 @@ class Embeddings:
         if resolved is None:
             log.info(f"no base of {self.encoder.name} is recorded; its own vectors are taken")
         if resolved is None or resolved is self.encoder.resolved:
-            return self.encoder.name, self.alone(texts)
+            return self.encoder.name, _alone(self.encoder, self._store, texts)
         base = LazyEncoder(resolved)
         store = FeatureStore(self._store.root, resolved.identity, self._store.dtype)
         return base.name, _alone(base, store, texts)
@@ -151,6 +179,7 @@ def embed_file(  # noqa: PLR0913 - each is a choice of the user, by keyword
     condition: str | None = None,
     condition_text: str | None = None,
     values: str | None = None,
+    guide: Any = None,
     keep: Sequence[str] = (),
     normalize: bool = True,
     head: str | None = None,
@@ -164,7 +193,7 @@ def embed_file(  # noqa: PLR0913 - each is a choice of the user, by keyword
 
     Arguments as in :class:`llmcond.commands.embed.Embed`.
     """
-    check_output(out, EMBEDDING_SUFFIXES, [source, run_folder / "rows.parquet"])
+    check_output(out, EMBEDDING_SUFFIXES, [source, guide, run_folder / "rows.parquet"])
     embeddings = Embeddings(run_folder, head, prompt, device)
     taken = sorted({"sentence", "condition", "embedding"} & set(keep))
     if keep and (taken or out.suffix == ".npy"):
@@ -172,6 +201,9 @@ def embed_file(  # noqa: PLR0913 - each is a choice of the user, by keyword
         raise UserError(f"--keep: {wrong}. Name other columns, and a .parquet or .csv file.")
     texts = _read(source, text, condition, condition_text, keep)
     conditions = with_same_values(texts.conditions, values)
+    if guide is not None:
+        for labelled in read_guide(guide, text, list(dict.fromkeys(conditions))):
+            embeddings.guide(labelled)
     rows = list(zip(texts.sentences, conditions, strict=True))
     embeddings.extract(rows, texts.file)
     vectors = embeddings.blocks(rows, normalize)
@@ -182,7 +214,7 @@ def embed_file(  # noqa: PLR0913 - each is a choice of the user, by keyword
         write(temporary, texts, dim, chain([first], vectors))
     name = embeddings.head_name
     log.info(f"{len(rows):,} embeddings of {dim} dimensions by {name} -> {out}")
-    return EmbedResult(out, len(rows), dim, name, embeddings.view.name)
+    return EmbedResult(out, len(rows), dim, name, embeddings.view.name, embeddings.guides)
 
 
 def _read(

@@ -6,7 +6,7 @@ import base64
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
@@ -18,11 +18,13 @@ from annotated_types import Ge, MinLen
 from llmcond.bundled import pretrained
 from llmcond.conditions import example_values, with_same_values
 from llmcond.data.candidates import condition_source, text_column
+from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.data.streams import Columns, LanceRows, Part, TextSource, open_texts, survey
 from llmcond.encoders.spec import CUT, InputError
 from llmcond.errors import LlmcondError, UserError, listed
 from llmcond.features.view import View
 from llmcond.files import check_format
+from llmcond.heads.guide import Guide, apply_guides
 from llmcond.log import log
 from llmcond.progress import ExtractionBar
 from llmcond.records import RECORD as RECORD_SCHEMA
@@ -32,6 +34,8 @@ from llmcond.runs.embedder import (
     Embedder,
     choose_head,
     choose_model,
+    guide_of,
+    guides_json,
     make_embedder,
     unit_length,
 )
@@ -58,6 +62,7 @@ class Model:
         run: its folder, or the name of a bundled model.
         head: its full name; ``none``: zero-shot.
         prompt: for zero-shot.
+        guides: what maps embeddings under some conditions.
     """
 
     run: str
@@ -65,6 +70,13 @@ class Model:
     prompt: str | None
     device: str
     normalize: bool
+    guides: dict[Any, Guide] = field(default_factory=dict)
+
+    def guide(self, labelled: LabelledTexts) -> None:
+        """Fit a guide to labelled texts, for all embeddings under their condition from now on."""
+        rows = [(text, labelled.condition or "") for text in labelled.texts]
+        guide = guide_of(labelled, self.vectors(rows)[0], self.embedder.head)
+        self.guides[labelled.condition] = guide
 
     @classmethod
     def find(
@@ -80,7 +92,8 @@ class Model:
 
     def to_json(self) -> dict[str, Any]:
         """Return what a record tells of it."""
-        return {"run": self.run, "head": self.head, "prompt": self.view.name}
+        made = {"run": self.run, "head": self.head, "prompt": self.view.name}
+        return {**made, **guides_json(self.guides)}
 
     @cached_property
     def _opened(self) -> tuple[Any, Any, View]:
@@ -104,6 +117,7 @@ class Model:
             "subtraction": view.subtract,
             "head": None if chosen is None else str(chosen.record["weights_sha256"]),
             "normalize": self.normalize,
+            "guides": {str(c): guide.digest for c, guide in self.guides.items()} or None,
         }
 
     @cached_property
@@ -131,6 +145,7 @@ class Model:
             item = distinct[int(np.argmin(finite))]
             raise InputError(item, f"the encoder gave NaN or infinity for {item.text[:80]!r}.")
         found = embedder.embedded(rows, distinct, features)
+        found = apply_guides(found, [condition for _, condition in rows], self.guides)
         if self.normalize:
             found = unit_length(found, embedder.head)
         return found, encoded
@@ -253,6 +268,7 @@ def embed_stream(  # noqa: PLR0913 - each is a choice of the user, by keyword
     condition: str | None = None,
     condition_text: str | None = None,
     values: str | None = None,
+    guide: Any = None,
     keep: Sequence[str] = (),
     normalize: bool = True,
     head: str | None = None,
@@ -277,6 +293,12 @@ def embed_stream(  # noqa: PLR0913 - each is a choice of the user, by keyword
     sentence = text_column(has, text)
     column, condition_text = condition_source(has, condition, condition_text)
     examples = None if values is None else example_values(values)
+    if guide is not None:
+        conditions = with_same_values([condition_text] if condition_text else [], values)
+        for labelled in read_guide(guide, text, conditions, closed=bool(conditions)):
+            named = [labelled.condition or ""]
+            (own,) = named if conditions else with_same_values(named, values)
+            model.guide(replace(labelled, condition=own))
     made_of = {
         **model.identity,
         "source": texts.name,
@@ -314,7 +336,7 @@ def embed_stream(  # noqa: PLR0913 - each is a choice of the user, by keyword
     n, new = sum(part.rows for part in parts), sum(unit.rows for unit in todo)
     there_before = f" ({n - new:,} were there)" if n > new else ""
     log.info(f"{n:,} embeddings of {dim} dimensions by {model.head} -> {out}{there_before}")
-    return EmbedResult(out, n, dim, model.head, model.view.name)
+    return EmbedResult(out, n, dim, model.head, model.view.name, model.guides)
 
 
 def _begun(
@@ -383,7 +405,7 @@ def _check_same(out: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> 
     told = []
     for name in now:
         if before.get(name) != now[name]:
-            digests = name in ("encoder", "prompt", "head")
+            digests = name in ("encoder", "prompt", "head", "guides")
             told.append(name if digests else f"{name} {before.get(name)!r}, not {now[name]!r}")
     if told:
         raise UserError(

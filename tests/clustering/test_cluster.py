@@ -210,10 +210,29 @@ def test_a_guide_says_what_is_wanted(call, guide, write_rows):
     found = call("--guide", guide, "--labels", "place", "--out", "out.csv")
     (one,) = found["clusterings"]
     assert (one["condition"], one["k"], one["scores"]["n"]) == (None, 4, 24)
-    assert found["guide"] == dict(zip(PLACES, (8, 8, 4, 4), strict=True))
+    assert one["guide"] == dict(zip(PLACES, (8, 8, 4, 4), strict=True))
     # Even random features tell places apart once they are told which to look for.
     assert one["scores"]["v_measure"] > 0.5
     assert one["scores"]["minus_base_v_measure"] > 0.1
+
+
+def test_each_condition_has_the_labels_of_its_rows(call, write_rows, tmp_path):
+    rows = [(text, place, "the place") for _, text, _, place in ROWS[:24]]
+    rows += [
+        (text, who, "the number of people") for _, text, who, _ in ROWS[:24] if "dogs" not in who
+    ]
+    guide = write_rows(rows, "both.csv", "text,label,condition")
+    several = (*PLACE, *PEOPLE_TOO, "--condition", "the mood")
+    page = tmp_path / "page.html"
+    found = call(*several, "--guide", guide, "--out", "out.csv", "--report", page)
+    place, people, mood = found["clusterings"]
+    assert (place["k"], people["k"], mood["guide"]) == (4, 3, None)
+    assert people["guide"] == dict.fromkeys(PEOPLE[:3], 6)
+    # What is clustered under one condition does not depend on the labels of another.
+    alone = write_rows([row[:2] for row in rows[:24]], "place.csv", "text,label")
+    (same,) = call(*PLACE, "--guide", alone, "--out", "out.csv")["clusterings"]
+    assert same["clusters"] == place["clusters"]
+    assert "guide of the number of people" in page.read_text()
 
 
 def test_labelled_texts_from_elsewhere_guide_as_well(call, capsys, module_run, texts, write_rows):
