@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmcond.commands.base import RESUMES
 from llmcond.commands.shared import TEXT_HELP, WithConditions, WithEmbedder, check_source
-from llmcond.data.readers import TEXT_FILES
+from llmcond.data.readers import FILES, TEXT_FILES
 from llmcond.errors import UserError
 from llmcond.options import option
 
@@ -44,6 +44,13 @@ class IndexTexts(WithConditions, WithEmbedder):
         help="make the vectors of all texts under it now; may be repeated. That saves time where "
         "the model encodes each text together with the condition. The index records its --values",
     )
+    guide: Any = option(
+        None,
+        metavar="SRC",
+        help="a few labelled texts that searches follow from now on: a table with the columns "
+        "text, label and, unless there is one --condition, condition. none: remove the guide of "
+        "each --condition",
+    )
     delete: Sequence[str] = option(
         (), metavar="ID", help="ids of texts to delete, or a file with one a line"
     )
@@ -54,8 +61,10 @@ class IndexTexts(WithConditions, WithEmbedder):
             check_source(self.texts, TEXT_FILES)
         elif not Path(self.out, "index.json").exists():
             raise UserError(f"there is no index at {self.out}. Name TEXTS to make one of.")
-        elif not (self.condition or self.delete or self.run):
+        elif not (self.condition or self.delete or self.run or self.guide is not None):
             raise UserError("there is nothing to do. Name TEXTS, --condition or --delete.")
+        if self.guide != "none":
+            check_source(self.guide, FILES)
         from llmcond.workflows.index import index_texts
 
         return self.call(index_texts, conditions=self.conditions())

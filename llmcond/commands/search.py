@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from llmcond.commands.shared import WithConditions, WithDevice
-from llmcond.conditions import Condition, condition_titles
+from llmcond.conditions import Condition, condition_text, condition_titles
 from llmcond.errors import UserError
 from llmcond.log import log
 from llmcond.options import option
@@ -87,6 +87,11 @@ class Search(WithConditions, WithDevice):
                     f"{one.text!r} has the values that the index records: {', '.join(one.values)} "
                     "(--values '' for none)"
                 )
+        for guided, guide in hits.guides.items():
+            log.info(
+                f"{condition_text(guided)!r} follows the labels of a guide: "
+                f"{', '.join(guide.labels)} ({guide.source})"
+            )
         if self.explain and hits.rows:
             _report_plain(hits)
         return hits

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmcond.display import Displayed
+from llmcond.heads.guide import Guide
+from llmcond.runs.embedder import guides_json
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Hits(Displayed):
         plain: name of the encoder that gave the scores without a condition, if there are any.
         exact: whether all of these were compared under the condition; else only the nearest of them
             by their embeddings without it.
+        guides: those of its conditions that the index has.
     """
 
     query: str
@@ -30,6 +33,7 @@ class Hits(Displayed):
     searched: int
     exact: bool = True
     plain: str | None = None
+    guides: Mapping[Any, Guide] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -43,6 +47,7 @@ class Hits(Displayed):
             "searched": self.searched,
             "exact": self.exact,
             **({} if self.plain is None else {"plain": self.plain}),
+            **guides_json(self.guides),
         }
 
     def to_pandas(self) -> Any:

@@ -2,8 +2,9 @@
 
 ``index.json`` says what makes the vectors: a run, or a bundled model, and its head. ``texts.lance``
 holds the texts with their ids, other columns, and e(s) where the prompt gives it; ``views/`` the
-vectors under conditions that were asked for. ``encoding/`` is there while texts are encoded, so
-that what was encoded is not lost when that is interrupted.
+vectors under conditions that were asked for; ``guides/`` what a few labelled texts make of these.
+``encoding/`` is there while texts are encoded, so that what was encoded is not lost when that is
+interrupted.
 """
 
 from __future__ import annotations
@@ -11,22 +12,25 @@ from __future__ import annotations
 import math
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
 from filelock import FileLock, Timeout
 
+from llmcond.arrays import as_list
 from llmcond.conditions import Condition
+from llmcond.data.guides import LabelledTexts, check_labelled
 from llmcond.errors import UserError, brief, listed, plural
 from llmcond.features.extract import COUNTED_FIRST, WINDOW
 from llmcond.features.missing import count_missing
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import ViewInputs
 from llmcond.files import check_format, read_json, write_json
+from llmcond.heads.guide import Guide, guide_file, load_guides, save_guide
 from llmcond.log import log
 from llmcond.prompts.template import Part
 from llmcond.records import RECORD, check_record
@@ -116,6 +120,7 @@ class Index:
                 )
             found = Model.find(**given, device=device)
             _record(folder, found)  # of one that nothing was written into, another
+            shutil.rmtree(folder / "guides", ignore_errors=True)
             index = cls(folder, found)
         conditions = index._with_recorded_values(conditions)
         if len(rows):
@@ -164,6 +169,7 @@ class Index:
             )
         if model.made_by != record["made_by"]:  # the run was moved
             _record(folder, model, record["conditions"], record.get("values"))
+        model.guides.update(load_guides(folder / "guides"))
         return cls(folder, model)
 
     def __len__(self) -> int:
@@ -182,6 +188,11 @@ class Index:
     def conditions(self) -> list[str]:
         """Return the conditions that it holds vectors for; values are a part of their texts."""
         return self._views.conditions()
+
+    @property
+    def guides(self) -> dict[str, Guide]:
+        """Return the guides of conditions; see :meth:`guide`."""
+        return dict(self._version.guides)
 
     @property
     def columns(self) -> list[str]:
@@ -276,6 +287,44 @@ class Index:
                 self._complete(wanted)
         for condition in wanted:
             self._version.view(condition)
+
+    def guide(self, texts: Iterable[str], labels: Iterable[Any], condition: str) -> None:
+        """Let searches under a condition follow a few labelled texts, from now on.
+
+        A linear map of the vectors under the condition brings texts of one label together; see
+        :meth:`llmcond.Embedder.guided`. No text of the index is encoded again. The map is kept, in
+        the place of a former one; an index that is open elsewhere has it when it is opened again.
+
+        Args:
+            texts: m texts, which need not be in the index; 8 to 64 often help.
+            labels: m labels, two different ones at least.
+            condition: a text alone has the values that the index records for it.
+
+        Raises:
+            UserError: a text that is empty or has two labels, fewer than two labels, or a folder
+                that cannot be written.
+            DiskFullError: no room.
+        """
+        self.follow(check_labelled(condition, as_list(texts), as_list(labels)))
+
+    def follow(self, labelled: LabelledTexts) -> None:
+        """Let searches follow labelled texts; see :meth:`guide`."""
+        given = check_text(labelled.condition or "", "the condition")
+        (condition,) = self._with_recorded_values([given])
+        guide = self._model.fit_guide(replace(labelled, condition=condition))
+        with self._writing():
+            self._record_values([condition])
+            save_guide(guide, condition, self.folder / "guides")
+            self._model.guides[condition] = guide
+            self._version = Version(self._version.table, self._views, self._model)
+
+    def unguide(self, condition: str) -> None:
+        """Remove the guide of a condition, if it has one."""
+        (condition,) = self._with_recorded_values(_checked([condition]))
+        with self._writing():
+            guide_file(self.folder / "guides", condition).unlink(missing_ok=True)
+            self._model.guides.pop(condition, None)
+            self._version = Version(self._version.table, self._views, self._model)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from llmcond.bundled import pretrained
+from llmcond.data.guides import LabelledTexts
 from llmcond.errors import UserError
 from llmcond.features.view import View
+from llmcond.heads.guide import Guide
 from llmcond.runs import Run, SavedHead, open_run
-from llmcond.runs.embedder import Embedder, base_encoder, choose_model, make_embedder
+from llmcond.runs.embedder import (
+    Embedder,
+    base_encoder,
+    choose_model,
+    guide_of,
+    make_embedder,
+)
 from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.usual import usual_run
 from llmcond.search.projection import ALONE, Projections, Sources
@@ -23,12 +31,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Model:
-    """A run with one of its heads, or zero-shot. The encoder is loaded when it is needed."""
+    """A run with one of its heads, or zero-shot. The encoder is loaded when it is needed.
+
+    Attributes:
+        guides: what maps vectors under some conditions.
+    """
 
     run: Run
     saved: SavedHead | None
     view: View
     device: str
+    guides: dict[Any, Guide] = field(default_factory=dict)
 
     @classmethod
     def find(
@@ -102,10 +115,28 @@ class Model:
         """Return the encoder whose plain embeddings conditions are compared with; None: unknown."""
         return base_encoder(self.encoder())
 
+    def fit_guide(self, labelled: LabelledTexts) -> Guide:
+        """Fit a guide of the vectors that searches compare.
+
+        Raises:
+            UserError: the encoder gave NaN.
+        """
+        project, texts = self.projections.of(labelled.condition), labelled.texts
+        vectors = project(texts, self.projections.stored(texts), self.projections.encode)
+        return guide_of(labelled, vectors, self.saved.head if self.saved else None)
+
     @cached_property
+    def _unguided(self) -> Embedder:
+        return make_embedder(self.encoder(), self.view, self.saved)
+
+    @property
     def embedder(self) -> Embedder:
         """Return it as an embedder, which loads the encoder."""
-        return make_embedder(self.encoder(), self.view, self.saved)
+        guides = {}
+        for condition, guide in self.guides.items():
+            basis = self.projections.of(condition).basis
+            guides[condition] = guide if basis is None else guide.lifted(basis)
+        return replace(self._unguided, guides=guides)
 
 
 def short_name(encoder: Encoder) -> str:

@@ -118,16 +118,22 @@ class Projection:
         features = self._sources.view.sentence(read)
         if self._head is None:
             return unit_length(features.read(), None)
-        if self._matrix is None:
+        matrix = self._factored[0]
+        if matrix is None:
             made = self._head.transform(features, self._sources.view.condition(read))
         else:
             activation = ACTIVATIONS[self._head.settings.activation]
-            made = activation(torch.from_numpy(features.read() @ self._matrix)).numpy()
+            made = activation(torch.from_numpy(features.read() @ matrix)).numpy()
         return unit_length(made, self._head)
 
+    @property
+    def basis(self) -> Array | None:
+        """Return Q, (k, r), with which vectors z of this are embeddings zQ^T; None: they are."""
+        return self._factored[1]
+
     @cached_property
-    def _matrix(self) -> Array | None:
-        """Return what a hypernetwork multiplies features by, made once; None: it is none.
+    def _factored(self) -> tuple[Array | None, Array | None]:
+        """Return what a hypernetwork multiplies features by, and the basis; None: it is none.
 
         Where nothing comes behind, it is M, (dim, r), with r as small as can be, so that x M has
         the cosines of x W_c. In low rank W_c = W_1 W_2, and with W_2^T = Q R the inner products of
@@ -135,17 +141,17 @@ class Projection:
         """
         head, prompt = self._head, self._sources.view.of_condition()
         if head is None or prompt is None or not head.generates_matrices:
-            return None
+            return None, None
         vector = self._of_condition[prompt.unconditional.render("", str(self._condition))]
         factors = [factor[0] for factor in head.module.generated_matrices(vector[None])]
-        last = factors[-1]
+        last, basis = factors[-1], None
         if head.settings.activation == "none" and last.shape[0] < last.shape[1]:
-            upper: Any = np.linalg.qr(last.T.astype(np.float64), mode="r")
+            basis, upper = np.linalg.qr(last.T.astype(np.float64))
             factors[-1] = upper.T.astype(np.float32)
         matrix: Array = factors[0]
         for factor in factors[1:]:
             matrix = matrix @ factor
-        return matrix
+        return matrix, basis
 
 
 class Projections:

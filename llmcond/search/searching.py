@@ -145,7 +145,9 @@ class Searched:
     def _under(self, given: _Encoded, condition: str | None) -> Array:
         """Return the unit vectors of a few texts under a condition, (n, k)."""
         projections = self.version.model.projections
-        return projections.of(condition)(given.texts, given.stored, projections.encode)
+        made = projections.of(condition)(given.texts, given.stored, projections.encode)
+        guide = self.version.guides.get(condition)
+        return made if guide is None else guide.transform(made)
 
     def _scores(self, queries: _Encoded, condition: str | None) -> Scores:
         """Return the cosines of queries with all texts under a condition, (q, n)."""
@@ -208,7 +210,9 @@ class Searched:
             found.append(row)
         base = self.version.model.base if self.explain else None
         name = None if base is None else short_name(base)
-        return Hits(query.texts[0], dict(self.weights), found, self.n, exact, name)
+        every = self.version.guides
+        guides = {condition: every[condition] for condition in self.weights if condition in every}
+        return Hits(query.texts[0], dict(self.weights), found, self.n, exact, name, guides)
 
     def _plain(
         self, query: _Encoded, near: Positions, hits: Sequence[Mapping[str, Any]]

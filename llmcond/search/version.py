@@ -19,13 +19,15 @@ from llmcond.search.views import Segment, View, Views, view_of
 
 #: Views that are kept open.
 _OPEN = 64
+#: Rows that a guide maps at a time.
+_ROWS = 4_096
 
 
 class Version:
-    """The texts as they were when it was opened. Several threads may read it."""
+    """The texts and guides as they were when it was opened. Several threads may read it."""
 
     def __init__(self, table: Table, views: Views, model: Model) -> None:
-        self.table, self.model = table, model
+        self.table, self.model, self.guides = table, model, dict(model.guides)
         self._views = views
         self._open: OrderedDict[str | None, View] = OrderedDict()
         self._making = threading.Lock()
@@ -52,19 +54,48 @@ class Version:
             found = self._open.get(condition)
             if found is not None:
                 return found
-            segments: Sequence[Segment] = self._views.read(condition)
-            found, absent = view_of(segments, self.table)
-            joint = self.model.is_joint(condition)
-            if len(absent) and joint and encode is None:
+            segments = self._unguided(condition, encode)
+            if segments is None:
                 return None
-            if len(absent):
-                made = self._made(condition, absent, encode if joint else None)
-                segments = self._kept(condition, segments, made, joint)
-                found, _ = view_of(segments, self.table)
-            self._open[condition] = found
+            if condition in self.guides:
+                segments = self._guided(str(condition), segments)
+            found = self._open[condition] = view_of(segments, self.table)[0]
             if len(self._open) > _OPEN:
                 self._open.popitem(last=False)
             return found
+
+    def _unguided(self, condition: str | None, encode: Encode | None) -> Sequence[Segment] | None:
+        """Return the vectors of all texts as the model makes them; None: some are to be encoded."""
+        segments: Sequence[Segment] = self._views.read(condition)
+        absent = view_of(segments, self.table)[1]
+        joint = self.model.is_joint(condition)
+        if not len(absent):
+            return segments
+        if joint and encode is None:
+            return None
+        made = self._made(condition, absent, encode if joint else None)
+        return self._kept(condition, segments, made, joint)
+
+    def _guided(self, condition: str, unguided: Sequence[Segment]) -> Sequence[Segment]:
+        """Return what the condition's guide makes of the vectors of all texts."""
+        guide = self.guides[condition]
+        segments: Sequence[Segment] = self._views.read(condition, guide.digest)
+        absent = view_of(segments, self.table)[1]
+        if not len(absent):
+            return segments
+        vectors = np.empty((len(absent), unguided[0].vectors.shape[1]), dtype=np.float16)
+        # The last number stands for rows that are not in the table.
+        places = np.full(len(self.table) + 1, -1)
+        places[absent] = np.arange(len(absent))
+        for segment in unguided:
+            targets = places[self.table.positions(segment.numbers)]
+            wanted = np.flatnonzero(targets >= 0)
+            for start in range(0, len(wanted), _ROWS):
+                rows = wanted[start : start + _ROWS]
+                given = torch.from_numpy(segment.vectors[rows]).float().numpy()
+                vectors[targets[rows]] = torch.from_numpy(guide.transform(given)).half().numpy()
+        made = Segment(self.table.numbers[absent], vectors)
+        return self._kept(condition, segments, made, False, guide.digest)
 
     def _made(self, condition: str | None, absent: Positions, encode: Encode | None) -> Segment:
         project, columns = self.model.projections.of(condition), ["text"] if encode else []
@@ -84,11 +115,16 @@ class Version:
         return Segment(self.table.numbers[absent], vectors)
 
     def _kept(
-        self, condition: str | None, segments: Sequence[Segment], made: Segment, joint: bool
+        self,
+        condition: str | None,
+        segments: Sequence[Segment],
+        made: Segment,
+        joint: bool,
+        guide: str = "",
     ) -> Sequence[Segment]:
         """Keep a segment on disk; one that costs no encoding also goes without that."""
         try:
-            return self._views.add(condition, made, self.table, lasting=joint)
+            return self._views.add(condition, made, self.table, lasting=joint, guide=guide)
         except (OSError, UserError) as error:
             if joint:
                 raise

@@ -2,7 +2,8 @@
 
 A view is a folder of segments, each the vectors of some rows, by their row numbers. What was
 computed of a row stays right, so that a view only grows: rows that were deleted are left out when
-segments are merged. ``view.json`` names the segments, and is replaced as a whole.
+segments are merged. ``view.json`` names the segments, and is replaced as a whole. What a guide
+makes of the vectors under a condition is another view, under the guide's digest.
 """
 
 from __future__ import annotations
@@ -98,14 +99,15 @@ class Views:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def _place(self, condition: str | None) -> Path:
-        name = "alone" if condition is None else digest_text(condition, size=12)
-        return self.folder / name
+    def _place(self, condition: str | None, guide: str) -> Path:
+        if condition is None:
+            return self.folder / "alone"
+        return self.folder / digest_text(condition, *filter(None, [guide]), size=12)
 
     def conditions(self) -> list[str]:
         """Return the conditions that there are views of, sorted."""
         records = (self._record(path.parent) for path in self.folder.glob("*/view.json"))
-        return sorted(record["condition"] for record in records if record.get("condition"))
+        return sorted({record["condition"] for record in records if record.get("condition")})
 
     def _record(self, place: Path) -> dict[str, Any]:
         try:
@@ -113,9 +115,9 @@ class Views:
         except UserError:  # there is none, or it was removed just now
             return {"segments": []}
 
-    def read(self, condition: str | None) -> list[Segment]:
+    def read(self, condition: str | None, guide: str = "") -> list[Segment]:
         """Return the segments of a view; none where there is no view."""
-        place, problem = self._place(condition), "lacks files"
+        place, problem = self._place(condition, guide), "lacks files"
         for _ in range(3):  # others may merge segments while they are opened
             try:
                 found = [_open(place, name) for name in self._record(place)["segments"]]
@@ -130,21 +132,27 @@ class Views:
         raise LlmcondError(f"{place} {problem}. Delete it: it is made anew when it is needed.")
 
     def add(
-        self, condition: str | None, segment: Segment, table: Table, *, lasting: bool
+        self,
+        condition: str | None,
+        segment: Segment,
+        table: Table,
+        *,
+        lasting: bool,
+        guide: str = "",
     ) -> list[Segment]:
         """Add a segment to a view, and return all; ``lasting`` ones are never dropped for room.
 
         Raises:
             DiskFullError, UserError: it cannot be written.
         """
-        place = self._place(condition)
+        place = self._place(condition, guide)
         place.mkdir(parents=True, exist_ok=True)
         with FileLock(self.folder / ".lock"):
             names = list(self._record(place)["segments"])
             _sweep(place, names)
             segment = _without(segment, [_open(place, name) for name in names])
             if not len(segment.numbers):
-                return self.read(condition)
+                return self.read(condition, guide)
             if len(names) >= _SEGMENTS:
                 old = [_open(place, name) for name in names]
                 segment, dropped, names = _merged([*old, segment], table), names, []
@@ -156,7 +164,7 @@ class Views:
             for name in dropped:
                 _remove(place, name)
             self._drop_oldest(place)
-        return self.read(condition)
+        return self.read(condition, guide)
 
     def _drop_oldest(self, kept: Path) -> None:
         """Remove the least recently used views above the budget, but for one."""

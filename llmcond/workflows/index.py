@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from llmcond.data.candidates import has_column, read_collection, text_column, text_file
+from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.data.readers import MissingColumnError, suffix_of
 from llmcond.display import Displayed
 from llmcond.errors import UserError
+from llmcond.heads.guide import Guide
+from llmcond.runs.embedder import guides_json
 from llmcond.search import Index
 from llmcond.search.columns import infer_types
 from llmcond.search.table import Table
+
+#: In the place of a guide: the one that is there is removed.
+NO_GUIDE = "none"
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,7 @@ class Indexed(Displayed):
     Attributes:
         texts: how many it holds.
         conditions: those that it holds vectors for.
+        guides: those of its conditions.
     """
 
     out: Path
@@ -33,10 +40,13 @@ class Indexed(Displayed):
     unchanged: int
     deleted: int
     conditions: Sequence[str]
+    guides: Mapping[str, Guide] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
-        return {**asdict(self), "out": str(self.out)}
+        own = {**vars(self), "out": str(self.out)}
+        del own["guides"]
+        return own | guides_json(self.guides)
 
 
 def index_texts(  # noqa: PLR0913 - each is a choice of the user, by keyword
@@ -48,6 +58,7 @@ def index_texts(  # noqa: PLR0913 - each is a choice of the user, by keyword
     keep: Sequence[str] = (),
     conditions: Sequence[str] = (),
     delete: Sequence[str] = (),
+    guide: Any = None,
     run: Path | None = None,
     model: str | None = None,
     head: str | None = None,
@@ -63,6 +74,9 @@ def index_texts(  # noqa: PLR0913 - each is a choice of the user, by keyword
         DiskFullError: no room; the same command goes on.
     """
     made_by: dict[str, Any] = {"run": run, "model": model, "head": head, "prompt": prompt}
+    labelled = _read_guide(guide, text, conditions)
+    of_guide = [one.condition for one in labelled if one.condition is not None]
+    conditions = list(dict.fromkeys([*conditions, *of_guide]))
     deleted = 0
     if delete:
         deleted = Index.build(out, **made_by, device=device).delete(_ids(delete))
@@ -87,9 +101,23 @@ def index_texts(  # noqa: PLR0913 - each is a choice of the user, by keyword
             **made_by,
             device=device,
         )
+    for own in labelled:
+        index.follow(own)
+    if guide == NO_GUIDE:
+        for condition in conditions:
+            index.unguide(condition)
     done = index.written
     counts = (done.added, done.replaced, done.unchanged)
-    return Indexed(out, len(index), *counts, deleted, index.conditions)
+    return Indexed(out, len(index), *counts, deleted, index.conditions, index.guides)
+
+
+def _read_guide(given: Any, text: str | None, conditions: Sequence[str]) -> list[LabelledTexts]:
+    """Return the labelled texts of a guide for each of its conditions; none without a guide."""
+    if given == NO_GUIDE and not conditions:
+        raise UserError("--guide none removes the guide of a --condition; name it.")
+    if given is None or given == NO_GUIDE:
+        return []
+    return read_guide(given, text, conditions, closed=False)
 
 
 def _ids(given: Sequence[str]) -> list[str]:

@@ -49,13 +49,15 @@ def compared(index: Index, texts: list[str], query: str, condition: str) -> np.n
     return index.embedder.similarity([query] * len(texts), texts, condition)
 
 
-def check_against_all(index: Index, texts: list[str], condition: str = PLACE) -> None:
+def check_against_all(
+    index: Index, texts: list[str], condition: str = PLACE, close: float = CLOSE
+) -> None:
     hits = index.search(QUERY, condition, len(texts))
     wanted = dict(zip(texts, compared(index, texts, QUERY, condition).tolist(), strict=True))
     assert sorted(row["text"] for row in hits.rows) == sorted(texts)
     assert [row["rank"] for row in hits.rows] == list(range(1, len(texts) + 1))
     for row in hits.rows:
-        assert row["score"] == pytest.approx(wanted[row["text"]], abs=CLOSE)
+        assert row["score"] == pytest.approx(wanted[row["text"]], abs=close)
     assert [row["score"] for row in hits.rows] == sorted(
         (row["score"] for row in hits.rows), reverse=True
     )
@@ -679,3 +681,38 @@ def test_a_damaged_record_is_told_in_a_line(build):
     (folder / "index.json").write_text('{"format": 1, "made_by": {"run": 3}}')
     with pytest.raises(LlmcondError, match=r"it was damaged\. Make another index"):
         Index.open(folder)
+
+
+# -- guides ------------------------------------------------------------------------------------
+
+#: A guide stretches what half precision loses.
+STRETCHED = 4 * CLOSE
+
+
+@pytest.mark.parametrize("head", ["low", "linear"])
+def test_searches_follow_labelled_texts(build, head: str, tmp_path: Path, monkeypatch):
+    index = build(TEXTS, head=head, conditions=[PLACE, NUMBER])
+    plain = index.search(QUERY, PLACE, 5).to_json()
+    other = index.search(QUERY, NUMBER, 5).to_json()
+    labels = [text.split()[-1] for text in TEXTS[:20]]
+    with monkeypatch.context() as patch:  # the texts of the index are not encoded again
+        patch.setattr(Index, "_encode", None)
+        index.guide(TEXTS[:20], labels, PLACE)
+        check_against_all(index, TEXTS, close=STRETCHED)
+    found = index.search(QUERY, PLACE, 5).to_json()
+    assert found["results"] != plain["results"]
+    assert found["guides"][PLACE]["labels"]["beach"] == 4
+    assert index.search(QUERY, NUMBER, 5).to_json() == other
+    weighted = index.search(QUERY, {PLACE: 1, NUMBER: 0.5}, 5, explain=True)
+    assert weighted.guides.keys() == {PLACE}
+    # It is kept, holds for texts that are added, and for embeddings of the index's own model.
+    again = Index.open(tmp_path / "index", device="cpu")
+    again.add(["dogs walk at the beach"])
+    check_against_all(again, [*TEXTS, "dogs walk at the beach"], close=STRETCHED)
+    assert again.conditions == sorted([PLACE, NUMBER])
+    # Another guide takes its place, and without one vectors are as they were.
+    again.guide(TEXTS[:20], [text.split()[0] for text in TEXTS[:20]], PLACE)
+    check_against_all(again, [*TEXTS, "dogs walk at the beach"], close=STRETCHED)
+    again.delete([row["id"] for row in again.search("dogs walk at the beach", PLACE, 1).rows])
+    again.unguide(PLACE)
+    assert Index.open(tmp_path / "index", device="cpu").search(QUERY, PLACE, 5).to_json() == plain

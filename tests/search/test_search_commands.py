@@ -195,3 +195,27 @@ def test_wrong_texts_are_told_in_a_line(made: Path, texts: Path, tmp_path: Path,
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "x.json").write_text(json.dumps({}))
     assert "is no index" in told(texts, "--out", tmp_path / "folder")
+
+
+def test_a_guide_is_recorded_and_followed(made: Path, tmp_path: Path, capsys):
+    labels = tmp_path / "labels.csv"
+    labels.write_text("text,label\nmen in the park,park\ndogs at the beach,beach\na park,park\n")
+    values = ("--values", "park, beach")
+    before = ok(capsys, "search", made, "two dogs", *PLACE, *values)
+    index = ("index", "--out", made)
+    result = ok(capsys, *index, *PLACE, *values, "--guide", labels)
+    reads = "the place, such as park, beach"
+    guide = {"labels": {"park": 2, "beach": 1}, "source": "labels.csv"}
+    assert result["guides"] == {reads: guide}
+    found = ok(capsys, "search", made, "two dogs", *PLACE)
+    assert (found["guides"], found["conditions"]) == ({reads: guide}, {reads: 1.0})
+    assert found["results"] != before["results"]
+    assert run(["search", str(made), "two dogs", *PLACE]) == 0
+    messages = " ".join(capsys.readouterr().err.split())
+    assert "'the place' follows the labels of a guide: park, beach (labels.csv)" in messages
+    assert "no column condition, and there are 0" in refused(capsys, *index, "--guide", labels)
+    assert "does not exist" in refused(capsys, *index, *PLACE, "--guide", tmp_path / "other.csv")
+    assert "name it" in refused(capsys, *index, "--guide", "none")
+    assert "guides" not in ok(capsys, *index, *PLACE, "--guide", "none")
+    after = ok(capsys, "search", made, "two dogs", *PLACE)
+    assert after["results"] == before["results"]
