@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from llmcond.commands.base import verb
-from llmcond.commands.shared import VALUES_HELP, WithEmbedder
+from llmcond.commands.shared import VALUES_HELP, WithEmbedder, WithGuide
 from llmcond.conditions import Condition
 from llmcond.errors import UserError
 from llmcond.options import option
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(WithEmbedder, ServerSettings):
+class Serve(WithGuide, WithEmbedder, ServerSettings):
     """Serve embeddings, similarity and search over HTTP.
 
     OpenAI's protocol for embeddings, with a condition. There is no encryption: where others than
@@ -39,6 +39,7 @@ class Serve(WithEmbedder, ServerSettings):
 
     def execute(self) -> ServeResult:
         """Serve until SIGTERM or Ctrl-C."""
+        self.check_guide()
         condition = self.condition
         if self.values is not None:
             if condition is None:

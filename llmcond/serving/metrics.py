@@ -47,7 +47,7 @@ class Metrics:
             "llmcond_batch_seconds", "Until encoded.", registry=registry, buckets=_SECONDS
         )
         self._waiting = Gauge("llmcond_waiting_texts", "Rows in no batch yet.", registry=registry)
-        about = {key: str(value) for key, value in model.describe().items()}
+        about = {name: str(value) for name, value in model.describe().items() if name != "guides"}
         info = Gauge("llmcond_model_info", "What is served.", [*about], registry=registry)
         info.labels(**about).set(1)
 

@@ -11,7 +11,10 @@ from typing import Any
 
 import uvicorn
 
+from llmcond.data.guides import read_guide
+from llmcond.errors import UserError
 from llmcond.runs.cross import load_comparing
+from llmcond.runs.embedder import Embedder
 from llmcond.runs.usual import usual_run
 from llmcond.search import Index
 from llmcond.serving.app import Endpoints
@@ -35,8 +38,14 @@ def load_model(
     device: str,
     index: Path | None,
     condition: str | None,
+    guide: Any = None,
 ) -> ServedModel:
     """Load what is to be served; arguments and errors as of ``serve``."""
+    if guide is not None and index is not None:
+        raise UserError(
+            f"an index has its own guides. Give this one to it: llmcond index --out {index} "
+            "--guide FILE"
+        )
     if index is not None:
         given: dict[str, Any] = {"run": run, "model": model, "head": head, "prompt": prompt}
         if any(given.values()) and (index / "index.json").exists():
@@ -45,7 +54,14 @@ def load_model(
         else:
             found = Index.open(index, device=device)
         return ServedModel(found.embedder, condition, found)
-    return ServedModel(load_comparing(usual_run(run, model), head, prompt, device), condition)
+    loaded = load_comparing(usual_run(run, model), head, prompt, device)
+    if guide is not None:
+        if not isinstance(loaded, Embedder):
+            raise UserError("a cross-encoder has no embeddings that --guide could map; omit it.")
+        conditions = [] if condition is None else [condition]
+        for labelled in read_guide(guide, None, conditions, closed=False):
+            loaded = loaded.with_guide(labelled)
+    return ServedModel(loaded, condition)
 
 
 class Running(uvicorn.Server):

@@ -43,6 +43,7 @@ def serve(
     device: str = "auto",
     index: Path | None = None,
     condition: str | None = None,
+    guide: Any = None,
     settings: ServerSettings,
 ) -> ServeResult:
     """Serve a model until SIGTERM or Ctrl-C, and answer what was accepted before.
@@ -65,7 +66,7 @@ def serve(
     with bound(settings.host, settings.port) as listening:
         from llmcond.serving.running import Running, load_model
 
-        loaded = load_model(run, model, head, prompt, device, index, condition)
+        loaded = load_model(run, model, head, prompt, device, index, condition, guide)
         running = Running(loaded, settings, keys)
         host, port = listening.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
