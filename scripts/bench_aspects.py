@@ -25,7 +25,6 @@ import numpy as np
 
 from llmcond import Condition, Embedder, load_embedder, load_encoder
 from llmcond.bundled import PRETRAINED, pretrained
-from llmcond.clustering.guide import guided
 from llmcond.clustering.methods import kmeans
 from llmcond.data.aspects import WORDINGS, AspectSample, Wording, read_samples
 from llmcond.encoders.encoder import Encoder
@@ -35,19 +34,21 @@ from llmcond.evaluation.aspects import (
     AspectFigures,
     ConditionedVectors,
     LabelFigures,
+    LabelFit,
+    LabelFitted,
     mean_estimate,
     measure,
     measure_labels,
     needed_rows,
 )
 from llmcond.features.view import View
+from llmcond.heads.guide import fit_guide
 from llmcond.log import log, log_to_terminal
 from llmcond.metrics import Estimate, finite, number
 from llmcond.prompts import load_prompt
 from llmcond.runs.embedder import base_encoder
 
 VARIANTS = ("plain", "joint", "routed", "model")
-LOGISTIC = "logistic regression"
 
 Vectors = Any
 #: From n texts and n conditions to (n, d) vectors.
@@ -146,20 +147,26 @@ def vectors_of(system: System, sample: AspectSample, wording: Wording) -> Condit
     )
 
 
-def by_guide(vectors: Vectors, labelled: Any, labels: Sequence[str]) -> tuple[Any, Any]:
-    """Classify and cluster by the closed-form guide of ``llmcond cluster``."""
-    space = guided(vectors, vectors[labelled], labels)
-    return np.unique(labels)[space.argmax(axis=1)], kmeans(space, space.shape[1], seed=0)
+def by_vectors(vectors: Vectors, labelled: Any, labels: Sequence[str]) -> LabelFitted:
+    """Classify by the nearest mean of a label's vectors, and cluster."""
+    classes, members = np.unique(labels, return_inverse=True)
+    means = np.eye(len(classes))[members].T @ vectors[labelled]
+    means /= np.linalg.norm(means, axis=1, keepdims=True)
+    predicted = classes[(vectors @ means.T).argmax(axis=1)]
+    return LabelFitted(predicted, kmeans(vectors, len(classes), seed=0), vectors)
 
 
-def by_logistic_regression(
-    vectors: Vectors, labelled: Any, labels: Sequence[str]
-) -> tuple[Any, Any]:
+def by_guide(vectors: Vectors, labelled: Any, labels: Sequence[str]) -> LabelFitted:
+    """Do the same with vectors that a guide maps."""
+    return by_vectors(fit_guide(vectors[labelled], labels).transform(vectors), labelled, labels)
+
+
+def by_logistic_regression(vectors: Vectors, labelled: Any, labels: Sequence[str]) -> LabelFitted:
     """Classify by logistic regression; its classes are the clusters."""
     from sklearn.linear_model import LogisticRegression
 
     predicted = LogisticRegression(max_iter=1_000).fit(vectors[labelled], labels).predict(vectors)
-    return predicted, predicted
+    return LabelFitted(predicted, predicted)
 
 
 class Benchmark:
@@ -181,12 +188,14 @@ class Benchmark:
             # A long run that is interrupted has then shown what it measured.
             estimates = {key: getattr(figures, key) for key in FIGURES}
             print(line(system.label, sample.name, estimates, figures.chance), flush=True)
-            ways = [(f"{system.label}, guide", by_guide)]
-            if system.variant == "plain":
-                ways.append((f"{system.label}, {LOGISTIC}", by_logistic_regression))
-            for name, fit in ways if options.labels else []:
+            ways: dict[str, LabelFit] = {
+                "nearest mean": by_vectors,
+                "guide": by_guide,
+                "logistic regression": by_logistic_regression,
+            }
+            for way, fit in ways.items() if options.labels else []:
                 self.labels += [
-                    (name, sample.name, own)
+                    (f"{system.label}, {way}", sample.name, own)
                     for own in measure_labels(
                         sample, vectors, options.labels, fit, options.draws, options.seed
                     )
@@ -205,8 +214,11 @@ class Benchmark:
             found.append((system, means, chance, len(of_sets)))
         return found
 
-    def label_means(self) -> list[tuple[str, int, int, float, float]]:
-        """Return means over data sets: what is measured, labels, sets, accuracy and V-measure."""
+    def label_means(self) -> list[tuple[str, int, int, float, float, float]]:
+        """Return means over data sets.
+
+        These are what is measured, labels, sets, accuracy, V-measure and nearest neighbours.
+        """
         found = []
         for name, size in dict.fromkeys((name, own.n_labels) for name, _, own in self.labels):
             of_sets = [
@@ -215,9 +227,9 @@ class Benchmark:
                 if (other, own.n_labels) == (name, size) and own.n_conditions
             ]
             if of_sets:
-                accuracy = float(np.mean([own.accuracy for own in of_sets]))
-                agreement = float(np.mean([own.v_measure for own in of_sets]))
-                found.append((name, size, len(of_sets), accuracy, agreement))
+                names = ("accuracy", "v_measure", "nearest")
+                means = [float(np.mean([getattr(own, n) for own in of_sets])) for n in names]
+                found.append((name, size, len(of_sets), means[0], means[1], means[2]))
         return found
 
 
@@ -249,13 +261,15 @@ def summary(benchmark: Benchmark) -> Iterator[str]:
         yield line(system.label, f"mean of {n}", means, chance)
     if not benchmark.labels:
         return
-    yield "\n| vectors | set | labels | accuracy | V-measure |\n|---|---|---|---|---|"
+    yield "\n| vectors | set | labels | accuracy | V-measure | nearest |\n|---|---|---|---|---|---|"
     for label, name, own in benchmark.labels:
         if own.n_conditions:
             accuracy = f"{100 * own.accuracy:.1f} ± {number(100 * own.deviation, 1)}"
-            yield f"| {label} | {name} | {own.n_labels} | {accuracy} | {100 * own.v_measure:.1f} |"
-    for label, size, n, right, agreement in benchmark.label_means():
-        yield f"| {label} | mean of {n} | {size} | {100 * right:.1f} | {100 * agreement:.1f} |"
+            others = f"{100 * own.v_measure:.1f} | {number(100 * own.nearest, 1)}"
+            yield f"| {label} | {name} | {own.n_labels} | {accuracy} | {others} |"
+    for label, size, n, *values in benchmark.label_means():
+        cells = " | ".join(number(100 * value, 1) for value in values)
+        yield f"| {label} | mean of {n} | {size} | {cells} |"
 
 
 def to_json(benchmark: Benchmark, options: argparse.Namespace) -> dict[str, Any]:
@@ -293,12 +307,20 @@ def to_json(benchmark: Benchmark, options: argparse.Namespace) -> dict[str, Any]
                 "accuracy": finite(own.accuracy),
                 "deviation": finite(own.deviation),
                 "v_measure": finite(own.v_measure),
+                "nearest": finite(own.nearest),
             }
             for label, name, own in benchmark.labels
         ],
         "label_means": [
-            dict(zip(("vectors", "labels", "n_sets", "accuracy", "v_measure"), row, strict=True))
-            for row in benchmark.label_means()
+            {
+                "vectors": label,
+                "labels": size,
+                "n_sets": n,
+                "accuracy": finite(accuracy),
+                "v_measure": finite(agreement),
+                "nearest": finite(nearest),
+            }
+            for label, size, n, accuracy, agreement, nearest in benchmark.label_means()
         ],
     }
 

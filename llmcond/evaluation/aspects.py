@@ -369,16 +369,28 @@ def _mean_v_measure(clusters: Sequence[Clustering], n_texts: int, seed: int) -> 
 
 # -- a few labelled texts ----------------------------------------------------------------------
 
-#: From (n, d) vectors, (m,) positions of those with a label and (m,) labels to (n,) predicted
-#: labels and (n,) clusters.
-LabelFit = Callable[[Floats, Indices, Sequence[str]], tuple[Sequence[Any], Sequence[Any]]]
+
+class LabelFitted(NamedTuple):
+    """What was learnt from labels: of n texts predicted labels, clusters, and (n, d) vectors.
+
+    ``vectors`` are None where neighbours are not looked for.
+    """
+
+    predicted: Sequence[Any] | NDArray[Any]
+    clusters: Sequence[Any] | NDArray[Any]
+    vectors: NDArray[Any] | None = None
+
+
+#: From (n, d) vectors, (m,) positions of those with a label and (m,) labels to what is learnt.
+LabelFit = Callable[[Floats, Indices, Sequence[str]], LabelFitted]
 
 
 class LabelFigures(NamedTuple):
     """What ``n_labels`` labelled texts bring, on the texts without a label, of how many conditions.
 
     Figures are means over conditions and draws, NaN where no condition has enough texts.
-    ``deviation`` is the standard deviation of the accuracy over draws.
+    ``deviation`` is the standard deviation of the accuracy over draws. ``nearest`` is the share of
+    texts without a label whose nearest other one has the same value, NaN without vectors.
     """
 
     n_labels: int
@@ -386,6 +398,7 @@ class LabelFigures(NamedTuple):
     accuracy: float
     deviation: float
     v_measure: float
+    nearest: float = math.nan
 
 
 def measure_labels(
@@ -418,17 +431,28 @@ def measure_labels(
             by_draw = []
             for draw in range(draws):
                 labelled = _draw_labels(texts.values, size, f"{seed} {draw} {condition}")
-                predicted, clusters = fit(points, labelled, values[labelled].tolist())
+                fitted = fit(points, labelled, values[labelled].tolist())
                 rest = np.setdiff1d(np.arange(len(values)), labelled)
-                right = np.asarray(predicted)[rest] == values[rest]
-                agreement = v_measure_score(values[rest], np.asarray(clusters)[rest])
-                by_draw.append((right.mean(), agreement))
+                right = np.asarray(fitted.predicted)[rest] == values[rest]
+                agreement = v_measure_score(values[rest], np.asarray(fitted.clusters)[rest])
+                nearest = math.nan
+                if fitted.vectors is not None:
+                    nearest = _share_nearest(fitted.vectors[rest], values[rest])
+                by_draw.append((right.mean(), agreement, nearest))
             scores.append(by_draw)
-        means = np.mean(scores, axis=0) if scores else np.full((draws, 2), math.nan)
-        accuracy, agreement = means.mean(axis=0).tolist()
+        means = np.mean(scores, axis=0) if scores else np.full((draws, 3), math.nan)
+        accuracy, agreement, nearest = means.mean(axis=0).tolist()
         deviation = float(means[:, 0].std(ddof=1)) if draws > 1 else math.nan
-        found.append(LabelFigures(size, len(scores), accuracy, deviation, agreement))
+        found.append(LabelFigures(size, len(scores), accuracy, deviation, agreement, nearest))
     return found
+
+
+def _share_nearest(vectors: NDArray[Any], values: NDArray[Any]) -> float:
+    """Return the share of n texts whose nearest other text by cosine has the same value."""
+    points = _unit(np.asarray(vectors, dtype=np.float64))
+    cosines = points @ points.T
+    np.fill_diagonal(cosines, -np.inf)
+    return float((values[cosines.argmax(axis=1)] == values).mean())
 
 
 def _draw_labels(values: Sequence[str], size: int, seed: str) -> Indices:

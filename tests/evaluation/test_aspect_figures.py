@@ -20,6 +20,7 @@ from llmcond.data.aspects import (
 from llmcond.errors import UserError
 from llmcond.evaluation.aspects import (
     ConditionedVectors,
+    LabelFitted,
     cluster_texts,
     mean_estimate,
     measure,
@@ -145,12 +146,13 @@ def test_labels_are_learned_on_the_labelled_texts_alone(sample):
         assert len(set(labels)) > 1
         seen.append(tuple(labelled))
         nearest = (points @ points[labelled].T).argmax(axis=1)
-        return np.array(labels)[nearest], np.zeros(len(points))
+        vectors = points if len(labels) > 2 else None
+        return LabelFitted(np.array(labels)[nearest], np.zeros(len(points)), vectors)
 
     few, more, too_many = measure_labels(sample, perfect(sample), [2, 24, 40], fit, draws=3)
     assert few.n_conditions == more.n_conditions == 2
     assert few.accuracy < more.accuracy == 1
-    assert more.v_measure == 0
+    assert (more.v_measure, more.nearest, math.isnan(few.nearest)) == (0, 1, True)
     assert (too_many.n_conditions, math.isnan(too_many.accuracy)) == (0, True)
     assert len(set(seen)) == len(seen) == 12
 
