@@ -63,7 +63,7 @@ class IndexTexts(WithConditions, WithEmbedder):
             raise UserError(f"there is no index at {self.out}. Name TEXTS to make one of.")
         elif not (self.condition or self.delete or self.run or self.guide is not None):
             raise UserError("there is nothing to do. Name TEXTS, --condition or --delete.")
-        if self.guide != "none":
+        if not (isinstance(self.guide, str) and self.guide == "none"):
             check_source(self.guide, FILES)
         from llmcond.workflows.index import index_texts
 

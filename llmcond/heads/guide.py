@@ -40,7 +40,7 @@ class Guide:
         gains: (r,) by how much each direction is stretched, less 1.
         labels: label -> how many labelled texts have it.
         source: where the labelled texts are from; empty: from Python.
-        digest: of the labelled texts; two guides of the same texts are the same.
+        digest: of the labelled texts and of how it is fitted; equal ones map alike.
     """
 
     mean: Array
@@ -85,7 +85,7 @@ def fit_guide(
         vectors: (m, d) embeddings of the labelled texts; their length does not count.
         labels: (m,) two different ones at least.
         source: see :class:`Guide`.
-        digest: see :class:`Guide`.
+        digest: of the labelled texts.
     """
     from sklearn.linear_model import Ridge
 
@@ -102,7 +102,7 @@ def fit_guide(
         (np.sqrt((sizes / _RESIDUAL) ** 2 + 1) - 1).astype(np.float32),
         dict(Counter(map(str, labels))),
         source,
-        digest,
+        digest_text(digest, str(_ALPHA), str(_RESIDUAL)),
     )
 
 

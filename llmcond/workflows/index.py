@@ -103,7 +103,7 @@ def index_texts(  # noqa: PLR0913 - each is a choice of the user, by keyword
         )
     for own in labelled:
         index.follow(own)
-    if guide == NO_GUIDE:
+    if _removes(guide):
         for condition in conditions:
             index.unguide(condition)
     done = index.written
@@ -111,11 +111,15 @@ def index_texts(  # noqa: PLR0913 - each is a choice of the user, by keyword
     return Indexed(out, len(index), *counts, deleted, index.conditions, index.guides)
 
 
+def _removes(guide: Any) -> bool:
+    return isinstance(guide, str) and guide == NO_GUIDE  # a table compares each of its cells
+
+
 def _read_guide(given: Any, text: str | None, conditions: Sequence[str]) -> list[LabelledTexts]:
     """Return the labelled texts of a guide for each of its conditions; none without a guide."""
-    if given == NO_GUIDE and not conditions:
+    if _removes(given) and not conditions:
         raise UserError("--guide none removes the guide of a --condition; name it.")
-    if given is None or given == NO_GUIDE:
+    if given is None or _removes(given):
         return []
     return read_guide(given, text, conditions, closed=False)
 

@@ -5,10 +5,12 @@ import json
 import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from helpers.commands import ok, refused
 
 from llmcond.cli import run
+from llmcond.workflows.index import index_texts
 
 ROWS = [("a", "two men play in the park", "2019"), ("b", "children sit at the beach", "2024")]
 ROWS += [("c", "three women walk in the rain", "2025"), ("d", "two dogs play at the beach", "2020")]
@@ -219,3 +221,6 @@ def test_a_guide_is_recorded_and_followed(made: Path, tmp_path: Path, capsys):
     assert "guides" not in ok(capsys, *index, *PLACE, "--guide", "none")
     after = ok(capsys, "search", made, "two dogs", *PLACE)
     assert after["results"] == before["results"]
+    table = pd.DataFrame({"text": ["men in the park", "dogs at the beach"], "label": ["a", "b"]})
+    result = index_texts(None, made, conditions=["the place"], guide=table)
+    assert result.to_json()["guides"][reads]["labels"] == {"a": 1, "b": 1}
