@@ -320,6 +320,10 @@ RENDERED = {
         (f"Answer the question about the Sentence: {QUESTION}", SENTENCE),
         ("Answer the question about a given Sentence", QUESTION),
     ),
+    "identify": (
+        (f"Identify {CONDITION} in the given text", SENTENCE),
+        ("Identify what is said in the given text", CONDITION),
+    ),
     "sts-sent": (
         (f"Retrieve semantically similar text, with regard to {CONDITION}.", SENTENCE),
         ("Retrieve semantically similar text.", CONDITION),
