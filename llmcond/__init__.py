@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from llmcond.commands.analyse import analyse
     from llmcond.commands.annotate import annotate
     from llmcond.commands.bench import bench
+    from llmcond.commands.check_condition import check_condition
     from llmcond.commands.cluster import cluster
     from llmcond.commands.compare_prompts import compare_prompts
     from llmcond.commands.complete import complete
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from llmcond.workflows.analyse import AnalysisResult
     from llmcond.workflows.annotate import AnnotationResult
     from llmcond.workflows.bench import Benchmark
+    from llmcond.workflows.check_condition import ConditionChecks
     from llmcond.workflows.compare import Comparison
     from llmcond.workflows.complete import Completions
     from llmcond.workflows.embed import EmbedResult
@@ -74,6 +76,7 @@ __all__ = [
     "Completion",
     "Completions",
     "Condition",
+    "ConditionChecks",
     "CrossEncoder",
     "DialogueModel",
     "EmbedResult",
@@ -106,6 +109,7 @@ __all__ = [
     "analyse",
     "annotate",
     "bench",
+    "check_condition",
     "cluster",
     "compare_prompts",
     "complete",
@@ -144,6 +148,7 @@ _HOMES = {
     "Completion": "llmcond.runs.completer",
     "Completions": "llmcond.workflows.complete",
     "Condition": "llmcond.conditions",
+    "ConditionChecks": "llmcond.workflows.check_condition",
     "CrossEncoder": "llmcond.runs.cross",
     "DialogueModel": "llmcond.runs.replies",
     "EmbedResult": "llmcond.workflows.embed",

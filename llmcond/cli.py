@@ -43,6 +43,7 @@ COMMANDS = {
     "index": "index:IndexTexts",
     "search": "search:Search",
     "cluster": "cluster:Cluster",
+    "check-condition": "check_condition:CheckCondition",
     "export": "export:Export",
     "serve": "serve:Serve",
     "annotate": "annotate:Annotate",

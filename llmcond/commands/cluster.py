@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from llmcond.commands.base import REUSES_VECTORS, verb
 from llmcond.commands.shared import (
+    CHECK_HELP,
     TEXT_HELP,
     WithConditions,
     WithEmbedder,
@@ -75,6 +76,7 @@ class Cluster(WithGuide, WithConditions, WithEmbedder):
     report: str | Path | None = option(
         None, metavar="FILE.html", help="a page with a map of the texts, to look around in"
     )
+    check: bool = option(True, help=f"{CHECK_HELP}; not with --guide")
     seed: int = option(0, metavar="S", help="random seed of K-means, sampling and the map")
 
     def execute(self) -> ClusterResult:

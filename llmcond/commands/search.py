@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcond.commands.shared import WithConditions, WithDevice
+from llmcond.commands.shared import CHECK_HELP, WithConditions, WithDevice
 from llmcond.conditions import Condition, condition_text, condition_titles
 from llmcond.errors import UserError
 from llmcond.log import log
 from llmcond.options import option
 
 if TYPE_CHECKING:
-    from llmcond.search import Hits
+    from llmcond.search import Hits, Index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,7 @@ class Search(WithConditions, WithDevice):
         "texts nearest without it, which is not exact. The prompt has to encode texts alone as "
         "well, which the bundled model's does not",
     )
+    check: bool = option(True, help=f"{CHECK_HELP}, once for an index and a condition")
     explain: bool = option(
         False,
         help="show each hit's score under each condition and without one, by the encoder before "
@@ -94,6 +95,8 @@ class Search(WithConditions, WithDevice):
             )
         if self.explain and hits.rows:
             _report_plain(hits)
+        if self.check and self.rerank is None:
+            _report_checks(index, hits)
         return hits
 
     def show(self, result: Hits, form: str) -> None:
@@ -116,6 +119,14 @@ class Search(WithConditions, WithDevice):
             rows.append(row | kept | text_id)
         if rows:
             show(listing(rows), form)
+
+
+def _report_checks(index: Index, hits: Hits) -> None:
+    """Say of each condition without a guide whether it is expected to work."""
+    for condition in hits.conditions:
+        check = None if condition in hits.guides else index.check(condition)
+        if check is not None and check.expected is not None:
+            log.info(f"{condition_text(condition)}: {check.sentence()}")
 
 
 def _report_plain(hits: Hits) -> None:

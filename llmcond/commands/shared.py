@@ -24,6 +24,11 @@ DATA = f"{SOURCE} (from Python also a pandas or Arrow table, or a list of dicts)
 
 TEXT_HELP = f"column of the texts (default: {', or else '.join(TEXT_COLUMNS)})"
 
+CHECK_HELP = (
+    "say whether each condition is expected to work on these texts, as llmcond check-condition "
+    "does, on a sample of 100"
+)
+
 VALUES_HELP = (
     f'up to {MAX_VALUES} example values of the condition, such as "Italian, Thai, Indian"; put a '
     "value that has a comma in double quotes"

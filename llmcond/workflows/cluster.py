@@ -37,6 +37,7 @@ from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.data.readers import MissingColumnError
 from llmcond.data.rows import column_of
 from llmcond.errors import UserError, brief, plural
+from llmcond.evaluation.condition_checks import FEW_TEXTS, check_conditions, find_calibration
 from llmcond.files import check_output, csv_writer, replacing
 from llmcond.log import log
 from llmcond.options import check_seed
@@ -63,6 +64,7 @@ def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
     guide: Any = None,
     labels: Sequence[str] = (),
     report: Path | None = None,
+    check: bool = True,
     seed: int = 0,
     head: str | None = None,
     prompt: str | None = None,
@@ -126,6 +128,8 @@ def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
         kept = {name: found.columns[name] for name in keep}
         _write(out, {column: found.texts, **kept}, made, columns)
     _note_quality(made, method, guide is not None)
+    checked = condition if check and guide is None else ()
+    _note_conditions(given, found, checked, run_folder)
     where = "" if out is None else f" -> {out}"
     log.info(f"{len(found.texts):,} texts in {_counted(made)}{where}")
     if drawing is not None and report is not None:
@@ -292,6 +296,19 @@ def _note_quality(made: Sequence[Clustering], method: Method, guided: bool) -> N
         "a silhouette does not tell whether clusters are those you want: read some texts of each. "
         + ("More texts in the guide may help." if guided else _GUIDE)
     )
+
+
+def _note_conditions(
+    given: Embeddings, found: Collection, conditions: Sequence[str], run_folder: Path
+) -> None:
+    """Say of each condition whether it is expected to work; nothing of too few texts."""
+    calibration = find_calibration(run_folder) if conditions else None
+    if calibration is None or not calibration.tells_apart:
+        return
+    encode = partial(given.of, file=found.file)
+    for one in check_conditions(found.texts, conditions, encode, calibration, most=FEW_TEXTS):
+        if one.expected is not None:
+            log.info(f"{condition_text(one.condition)}: {one.sentence()}")
 
 
 def _is_poor(scores: Scores) -> bool:

@@ -81,7 +81,7 @@ NEEDS = {"bench_cross": "datasets", "bench_serve": "sentence_transformers"}
 #: What has tests of its own, or is imported by scripts.
 OTHERS = {
     *("fuzz", "house", "bench_inputs", "bench_process", "reproduce"),
-    *("fuzz_changes", "fuzz_services"),
+    *("calibrate_conditions", "fuzz_changes", "fuzz_services"),
     *("make_aspects", "manners"),
     *("make_sample", "make_sample_graph", "make_dialogues", "make_pretrained"),
 }

@@ -1,0 +1,127 @@
+"""Say whether conditions are expected to work on texts, without labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from llmcond.bundled import PRETRAINED
+from llmcond.conditions import condition_titles
+from llmcond.data.candidates import has_column, read_collection, text_column
+from llmcond.data.readers import MissingColumnError
+from llmcond.display import Displayed
+from llmcond.errors import UserError, brief
+from llmcond.evaluation.condition_checks import (
+    CALIBRATION,
+    Calibration,
+    ConditionCheck,
+    check_conditions,
+    find_calibration,
+)
+from llmcond.log import log
+from llmcond.options import check_seed
+from llmcond.workflows.embed import Embeddings
+
+
+@dataclass(frozen=True)
+class ConditionChecks(Displayed):
+    """What is expected of conditions on some texts.
+
+    Attributes:
+        file: where the texts are from.
+        texts: how many there are.
+        calibration: what turns indicators into an expected accuracy.
+        checks: one for each condition.
+    """
+
+    file: str
+    texts: int
+    encoder: str
+    prompt: str
+    head: str
+    seed: int
+    calibration: Calibration
+    checks: Sequence[ConditionCheck]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        return {
+            **vars(self),
+            "calibration": {**self.calibration.to_json(), "of_this_model": self.calibration.is_own},
+            "checks": [one.to_json() for one in self.checks],
+        }
+
+    def _displayed(self) -> Mapping[str, Any]:
+        """Return the texts, the model and a row for each condition."""
+        facts = {name: getattr(self, name) for name in ("file", "texts", "encoder", "head")}
+        titles = condition_titles([one.condition for one in self.checks])
+        rows = [
+            {"condition": title, "verdict": one.verdict, **one.to_json()["indicators"]}
+            for title, one in zip(titles, self.checks, strict=True)
+        ]
+        return {**facts, "checks": rows}
+
+
+def check_condition(
+    run_folder: Path,
+    texts: Any,
+    condition: Sequence[str],
+    *,
+    text: str | None = None,
+    seed: int = 0,
+    head: str | None = None,
+    prompt: str | None = None,
+    device: str = "auto",
+) -> ConditionChecks:
+    """Say whether conditions are expected to work on texts.
+
+    Arguments as in :class:`llmcond.commands.check_condition.CheckCondition`.
+
+    Raises:
+        UserError: texts, a column or conditions that are wrong, or no calibration.
+        LlmcondError: the encoder fails.
+    """
+    check_seed(seed)
+    if any(not one.strip() for one in condition):
+        raise UserError("--condition is empty; give a text.")
+    twice = [one for i, one in enumerate(condition) if one in condition[:i]]
+    if twice:
+        raise UserError(f"--condition {brief(str(twice[0]))} is given twice; give it once.")
+    calibration = find_calibration(run_folder)
+    if calibration is None:
+        raise UserError(
+            f"neither {run_folder} nor the bundled model has a file {CALIBRATION}, which says what "
+            "accuracy to expect. Make one: python scripts/calibrate_conditions.py"
+        )
+    try:
+        found = read_collection(texts, text_column(partial(has_column, texts), text))
+    except MissingColumnError as error:
+        raise UserError(f"{error.found} Name one of them by --text COL.") from error
+    given = Embeddings(run_folder, head, prompt, device)
+    checks = check_conditions(
+        found.texts, condition, partial(given.of, file=found.file), calibration, seed=seed
+    )
+    if not calibration.is_own:
+        log.info(
+            f"the expected accuracy was calibrated on {PRETRAINED}, not on this run: take it as a "
+            "rough guide"
+        )
+    if not calibration.tells_apart:
+        log.warning(
+            "the calibration does not rank conditions of other texts better than chance, so do not "
+            "rely on the verdicts. Fit it on more conditions: python "
+            "scripts/calibrate_conditions.py"
+        )
+    return ConditionChecks(
+        file=found.file,
+        texts=len(found.texts),
+        encoder=given.encoder.name,
+        prompt=given.view.name,
+        head=given.head_name,
+        seed=seed,
+        calibration=calibration,
+        checks=checks,
+    )

@@ -1,0 +1,134 @@
+"""``llmcond check-condition``, and the line that cluster and search print."""
+
+import csv
+import json
+import shutil
+
+import pytest
+from helpers.commands import ok, refused
+
+import llmcond
+from llmcond.cli import run
+from llmcond.evaluation.condition_checks import INDICATORS, Calibration
+
+#: Captions that differ in the number of people and in the place.
+NUMBERS = ("A man", "A woman", "Two men", "Two girls", "Five people", "A crowd of people")
+PLACES = ("at the beach", "in a kitchen", "on the street", "in the park", "on a boat", "at a desk")
+CAPTIONS = [f"{who} {where}." for who in NUMBERS for where in PLACES]
+
+
+@pytest.fixture
+def captions(tmp_path):
+    path = tmp_path / "captions.csv"
+    with path.open("w", newline="") as stream:
+        csv.writer(stream).writerows([("text",), *((text,) for text in CAPTIONS)])
+    return path
+
+
+@pytest.fixture
+def calibrated_run(tiny_run, tmp_path):
+    """A run with a calibration of its own, which ranked conditions of other texts well."""
+    run_folder = shutil.copytree(tiny_run, tmp_path / "run")
+    measured = {"spearman_left_out": {"family": {"value": 0.6, "low": 0.4, "high": 0.7}}}
+    calibration = Calibration(0.5, {"effect_rewordings": 0.5}, 0.1, measured)
+    (run_folder / "conditions.json").write_text(json.dumps(calibration.to_json()))
+    return run_folder
+
+
+@pytest.fixture
+def call(captions, capsys):
+    def call(*arguments):
+        return ok(capsys, "check-condition", captions, "--device", "cpu", *arguments)
+
+    return call
+
+
+def test_a_condition_of_captions_is_expected_to_work_better_than_nonsense(call):
+    number, nonsense = call(
+        *("--model", "minilm-csts", "--condition", "the number of people"),
+        *("--condition", "the flavour of the warranty"),
+    )["checks"]
+    assert number["indicators"].keys() == INDICATORS.keys()
+    for name in ("spread", "spread_above"):
+        assert number["indicators"][name] > nonsense["indicators"][name]
+    assert number["texts"] == len(CAPTIONS)
+
+
+def test_what_is_printed_says_what_to_do(captions, tiny_run, capsys):
+    arguments = ["check-condition", str(captions), "--run", str(tiny_run), "--device", "cpu"]
+    arguments += ["--condition", "the place", "--values", "beach, park"]
+    assert run(arguments) == 0
+    printed = capsys.readouterr()
+    words = " ".join(printed.out.split())
+    assert "the place: this condition" in words
+    assert "expected accuracy" in words
+    assert INDICATORS["effect"].split()[0] in words
+    assert "calibrated on minilm-csts, not on this run" in printed.err
+
+
+def test_a_function_checks_texts_in_memory(tiny_run):
+    result = llmcond.check_condition(texts=CAPTIONS, condition="the place", run=tiny_run)
+    (check,) = result.checks
+    assert check.expected.low <= check.expected.value <= check.expected.high
+    assert result.to_json()["calibration"]["of_this_model"] is False
+    assert "checks=<1 row>" in repr(result)
+
+
+def test_few_texts_and_repeats_are_too_few_to_tell(tiny_run):
+    texts = CAPTIONS[:10] * 5
+    (check,) = llmcond.check_condition(texts=texts, condition="the place", run=tiny_run).checks
+    assert (check.verdict, check.expected, check.n_texts) == ("too few texts to tell", None, 10)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--condition", " "), "--condition is empty"),
+        (("--condition", "a", "--condition", "a"), "'a' is given twice"),
+        (("--condition", "a", "--text", "title"), "title"),
+        (("--condition", "a", "--seed", "-1"), "seed"),
+    ],
+)
+def test_wrong_input_is_refused_in_a_line(captions, tiny_run, capsys, given, said):
+    assert said in refused(capsys, "check-condition", captions, "--run", tiny_run, *given)
+
+
+def test_cluster_says_whether_a_condition_is_expected_to_work(captions, calibrated_run, capsys):
+    arguments = ["cluster", str(captions), "--run", str(calibrated_run), "--condition", "the place"]
+    arguments += ["--clusters", "3", "--device", "cpu"]
+    assert run(arguments) == 0
+    assert "the place: this condition" in capsys.readouterr().err
+    assert run([*arguments, "--no-check"]) == 0
+    assert "this condition" not in capsys.readouterr().err
+
+
+def test_search_checks_a_condition_once_for_an_index(captions, calibrated_run, tmp_path, capsys):
+    out = tmp_path / "index"
+    ok(capsys, "index", captions, "--out", out, "--run", calibrated_run, "--device", "cpu")
+    arguments = ["search", str(out), "A dog", "--condition", "the place", "--device", "cpu"]
+    assert run(arguments) == 0
+    first = capsys.readouterr().err
+    assert "the place: this condition" in first
+    (kept,) = (out / "checks").iterdir()
+    written = kept.stat().st_mtime_ns
+    assert run(arguments) == 0
+    assert "the place: this condition" in capsys.readouterr().err
+    assert kept.stat().st_mtime_ns == written
+    kept.write_text("{")
+    assert run(arguments) == 0  # what is damaged is made anew
+    assert "the place: this condition" in capsys.readouterr().err
+    assert kept.stat().st_mtime_ns > written
+    assert run([*arguments, "--no-check"]) == 0
+    assert "this condition" not in capsys.readouterr().err
+
+
+def test_a_calibration_that_ranks_no_better_than_chance_is_not_relied_on(
+    captions, calibrated_run, capsys
+):
+    path = calibrated_run / "conditions.json"
+    path.write_text(path.read_text().replace('"low": 0.4', '"low": -0.1'))
+    common = [str(captions), "--run", str(calibrated_run), "--condition", "the place"]
+    assert run(["check-condition", *common]) == 0
+    assert "do not rely on the verdicts" in capsys.readouterr().err
+    assert run(["cluster", *common, "--clusters", "3"]) == 0
+    assert "this condition" not in capsys.readouterr().err
