@@ -52,10 +52,7 @@ Verdict = Literal["works", "works in part", "not expected to work", "too few tex
 #: From n (text, condition) rows to (n, d) vectors.
 Encode = Callable[[Sequence[tuple[str, str]]], NDArray[Any]]
 
-ADVICE = (
-    "give example values (--values), labelled texts (--guide of llmcond cluster), or a larger "
-    "encoder"
-)
+ADVICE = "give example values (--values), labelled texts (--guide), or a larger encoder"
 
 
 # -- wordings ----------------------------------------------------------------------------------

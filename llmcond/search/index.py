@@ -2,9 +2,9 @@
 
 ``index.json`` says what makes the vectors: a run, or a bundled model, and its head. ``texts.lance``
 holds the texts with their ids, other columns, and e(s) where the prompt gives it; ``views/`` the
-vectors under conditions that were asked for; ``guides/`` what a few labelled texts make of these.
-``encoding/`` is there while texts are encoded, so that what was encoded is not lost when that is
-interrupted.
+vectors under conditions that were asked for; ``guides/`` what a few labelled texts make of these;
+``checks/`` what was measured of conditions. ``encoding/`` is there while texts are encoded, so that
+what was encoded is not lost when that is interrupted.
 """
 
 from __future__ import annotations
