@@ -261,7 +261,7 @@ def rank_correlation(values: Floats, accuracies: Floats, seed: int) -> Estimate:
 
 def families_of(options: argparse.Namespace) -> dict[str, str]:
     """Return the family of each set that is named in one."""
-    found = {}
+    found: dict[str, str] = {}
     for text in options.family:
         name, equals, sets = text.partition("=")
         if not (name and equals and sets):
