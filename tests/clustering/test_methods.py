@@ -8,7 +8,6 @@ from scipy.linalg import orthogonal_procrustes
 from sklearn.metrics import adjusted_rand_score, v_measure_score
 
 from llmcond.clustering.describe import describe
-from llmcond.clustering.guide import guided
 from llmcond.clustering.methods import (
     CLEAR,
     NOISE,
@@ -78,20 +77,6 @@ def test_a_sample_is_drawn_where_there_are_many():
     drawn = sample(5 * SAMPLE, SAMPLE, 1)
     assert len(set(drawn.tolist())) == SAMPLE
     assert drawn.tolist() == sorted(drawn) == sample(5 * SAMPLE, SAMPLE, 1).tolist()
-
-
-def test_a_guide_finds_what_is_wanted_not_what_is_most_apart():
-    random = np.random.default_rng(0)
-    wanted, other = random.integers(2, size=(2, 400))
-    # The wanted direction is small beside another one.
-    points = random.normal(scale=0.05, size=(400, 16)).astype(np.float32)
-    points[:, 0] += 0.3 * wanted
-    points[:, 1] += 1.0 * other
-    assert v_measure_score(wanted, kmeans(points, 2, 0)) < 0.05
-    labels = ["yes" if one else "no" for one in wanted[:60]]
-    found = guided(points, points[:60], labels)
-    assert found.shape == (400, 2)
-    assert v_measure_score(wanted[60:], kmeans(found, 2, 0)[60:]) > 0.9
 
 
 def test_names_are_what_sets_a_cluster_apart():

@@ -159,7 +159,7 @@ def test_texts_that_are_added_meanwhile_are_found(folder, searched, tiny_run):
 def test_an_index_is_served_by_its_own_model_only(folder, tiny_run, tmp_path):
     found = load_model(tiny_run, None, "none", None, "cpu", folder, PLACE)
     assert found.index is not None
-    assert found.model is found.index.embedder
+    assert found.model.encoder is found.index.embedder.encoder
     with pytest.raises(UserError, match="was made with"):
         load_model(None, "minilm-csts", None, None, "cpu", folder, None)
     with pytest.raises(UserError, match="does not exist"):
