@@ -26,7 +26,7 @@ from llmcond.finetune.model import HeadPlan, TunedModel
 from llmcond.finetune.settings import AspectSettings
 
 #: Longer texts, in characters, are left out: they would make steps slow.
-LONGEST_TEXT = 700
+_LONGEST_TEXT = 700
 #: How many values of its condition a group has, and how many texts of each.
 SHAPES = ((2, 3), (3, 3), (3, 4), (4, 3), (4, 2), (6, 2))
 #: Texts of a value among which the one is chosen that shares most attributes with another text.
@@ -55,7 +55,6 @@ class _Question:
     """A condition of a set: its wordings, and the texts that have each value."""
 
     source: AspectSample
-    key: str
     wordings: ConditionWordings
     texts: Mapping[str, Sequence[int]]
     repeated: Sequence[str]
@@ -123,16 +122,16 @@ class AspectGroups:
                 if left:
                     taken.add(max(left, key=partial(question.shared, base)))
             chosen += [(i, number) for i in sorted(taken)]
-        condition = self._say(question, set(values), rng)
+        condition = self._word_condition(question, set(values), rng)
         return condition, [(question.source.texts[i].text, number) for i, number in chosen]
 
-    def _say(self, question: _Question, shown: set[str], rng: random.Random) -> str:
+    def _word_condition(self, question: _Question, shown: set[str], rng: random.Random) -> str:
         """Return the condition in some wording; with example values for a share of the groups.
 
         Half of these have examples that no text of the group has, where there are enough.
         """
-        said = question.wordings
-        condition = rng.choice([said.text, said.text, said.question or said.text, *said.others])
+        ways = question.wordings
+        condition = rng.choice([ways.text, ways.text, ways.question or ways.text, *ways.others])
         if rng.random() >= self.settings.aspects_values:
             return condition
         values = sorted(question.texts)
@@ -140,7 +139,7 @@ class AspectGroups:
         if rng.random() < 0.5 and len(absent) >= _EXAMPLES[0]:
             values = absent
         examples = rng.sample(values, min(len(values), rng.randint(*_EXAMPLES)))
-        return Condition(condition, [own.replace("_", " ") for own in examples])
+        return Condition(condition, [value.replace("_", " ") for value in examples])
 
 
 def _questions(sample: AspectSample) -> list[_Question]:
@@ -149,11 +148,11 @@ def _questions(sample: AspectSample) -> list[_Question]:
     for key, wordings in sample.conditions.items():
         texts: dict[str, list[int]] = defaultdict(list)
         for position, text in enumerate(sample.texts):
-            if key in text.attributes and len(text.text) < LONGEST_TEXT:
+            if key in text.attributes and len(text.text) < _LONGEST_TEXT:
                 texts[text.attributes[key]].append(position)
         repeated = [value for value, positions in texts.items() if len(positions) > 1]
         if len(texts) > 1 and repeated:
-            found.append(_Question(sample, key, wordings, texts, repeated))
+            found.append(_Question(sample, wordings, texts, repeated))
     return found
 
 
@@ -208,7 +207,8 @@ class AspectModel(TunedModel):
         with torch.autocast(vectors.device.type, enabled=False):
             embeddings, _ = self.head(*texts.batch(every, used, vectors.float())).chunk(2)
             group, value = (
-                torch.from_numpy(own).to(embeddings.device) for own in (drawn.group, drawn.value)
+                torch.from_numpy(labels).to(embeddings.device)
+                for labels in (drawn.group, drawn.value)
             )
             temperature = self._groups.settings.aspects_temperature
             contrast = supervised_contrast(embeddings, group, value, temperature)

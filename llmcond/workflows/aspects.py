@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcond.config import build
-from llmcond.data.aspects import AspectSample, set_files
+from llmcond.data.aspects import set_files
 from llmcond.errors import UserError
 from llmcond.files import digest_file
 from llmcond.finetune.settings import AspectSettings
@@ -30,8 +30,8 @@ def aspect_settings(given: AspectSettings) -> AspectSettings | None:
     return None
 
 
-def aspects_record(settings: AspectSettings, sets: list[AspectSample]) -> dict[str, Any]:
+def aspects_record(settings: AspectSettings) -> dict[str, Any]:
     """Return what decides the groups that are drawn: settings, and the digest of each set."""
     files = set_files(Path(str(settings.aspects)))
-    digests = {sample.name: digest_file(files[sample.name]) for sample in sets}
+    digests = {name: digest_file(path) for name, path in files.items()}
     return {**asdict(settings), "aspects": digests}

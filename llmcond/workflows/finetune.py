@@ -129,7 +129,7 @@ def train_lora(  # noqa: PLR0913 - each is a choice of the user, by keyword
         "objective": asdict(plan.objective),
         **({} if stage is None else {"then": asdict(stage)}),
         **({} if teacher is None else {"teacher": dict(teacher.record)}),
-        **({} if learned is None else {"aspects": aspects_record(learned, sets)}),
+        **({} if learned is None else {"aspects": aspects_record(learned)}),
     }
     check_ensemble(choice.ensemble, plan, resolved, tuning, merge)
     job = _HeadJob(
