@@ -28,8 +28,13 @@ def pretrained(name: object) -> Path | None:
 
     It is laid out as a run that was pushed: without data and features.
     """
-    found = bundled("models") / str(name)
-    return found if str(name) == PRETRAINED else None
+    return bundled("models") / str(name) if name in pretrained_names() else None
+
+
+def pretrained_names() -> list[str]:
+    """Return the names of the bundled encoders that were trained, the default one first."""
+    names = {path.parent.name for path in bundled("models").glob("*/run.json")}
+    return sorted(names, key=lambda name: (name != PRETRAINED, name))
 
 
 def bundled_names(kind: str, task: str | None = None) -> list[str]:

@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import numpy as np
 from sklearn.metrics import v_measure_score
 
 from llmcond import Embedder, load_embedder, load_encoder
-from llmcond.bundled import PRETRAINED
+from llmcond.bundled import pretrained_names
 from llmcond.clustering.methods import NOISE, choose_k, hdbscan, kmeans, sample
 from llmcond.clustering.result import without_condition
 from llmcond.encoders import EncoderInput
@@ -47,21 +48,26 @@ def read(folder: Path) -> tuple[list[str], dict[str, Any]]:
 
 def systems(model: str, texts: list[str]) -> dict[str, Callable[[str], Vectors]]:
     """Return what makes vectors of the texts under a condition, by name."""
-    encoder, bundled = load_encoder(model), load_embedder(PRETRAINED)
-    base = base_encoder(bundled.encoder) or encoder
+    encoder = load_encoder(model)
     routed = Embedder(encoder, View((load_prompt("routed"),)))
 
     def alone(encoder: Any) -> Callable[[str], Vectors]:
         vectors = unit_length(encoder.encode([EncoderInput("", text) for text in texts]), None)
         return lambda _: vectors
 
-    plain = {without_condition(one.name): alone(one) for one in (base, encoder)}
-    return {
-        **plain,
-        f"{encoder.name}, routed": lambda condition: routed.encode(texts, condition),
-        without_condition(PRETRAINED): alone(bundled.encoder),
-        PRETRAINED: lambda condition: bundled.encode(texts, condition),
+    makers = {
+        without_condition(encoder.name): alone(encoder),
+        f"{encoder.name}, routed": partial(routed.encode, texts),
     }
+    for name in pretrained_names():
+        bundled = load_embedder(name)
+        base = base_encoder(bundled.encoder) or encoder
+        makers |= {
+            without_condition(base.name): alone(base),
+            without_condition(name): alone(bundled.encoder),
+            name: partial(bundled.encode, texts),
+        }
+    return makers
 
 
 def measure(vectors: Vectors, truth: Any, sizes: Sequence[int], seeds: int) -> dict[str, Any]:

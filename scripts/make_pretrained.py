@@ -1,10 +1,11 @@
 """Put an encoder that was trained, with its head, into models/: the bundled model.
 
     python scripts/make_pretrained.py runs/csts --name minilm-csts
+    python scripts/make_pretrained.py runs/conditions --note scripts/aspects/DATA.md
 
-docs/results.md has the commands that made the run. What is laid out is what `llmcond push` uploads:
-adapter, head, the account of the training and the card, without rows, features and paths. It
-computes in float32, whatever it was trained in.
+docs/results.md has the commands that made the runs. What is laid out is what `llmcond push`
+uploads: adapter, head, the account of the training and the card, without rows, features and paths.
+It computes in float32, whatever it was trained in. Its card ends with the note.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from llmcond.bundled import PRETRAINED, bundled
 from llmcond.files import read_json, write_json
 from llmcond.runs import open_any_run
-from llmcond.workflows.push import stage_run
+from llmcond.workflows.push import CARD, stage_run
 
 
 def in_float32(folder: Path, name: str) -> None:
@@ -46,12 +47,18 @@ def main() -> None:
     )
     parser.add_argument("run", type=Path, help="folder that train-lora made")
     parser.add_argument("--name", default=PRETRAINED)
+    parser.add_argument("--note", type=Path, help="Markdown, such as the licences of the data")
     parser.add_argument("--out", type=Path, default=bundled("models"), help="default: models/")
     given = parser.parse_args()
     target = given.out / given.name
     with tempfile.TemporaryDirectory() as temporary:
         stage_run(given.run, Path(temporary))
         in_float32(Path(temporary), given.name)
+        if given.note is not None:
+            card = Path(temporary, CARD)
+            parts = [path.read_text(encoding="utf-8").strip() for path in (card, given.note)]
+            card.unlink()  # it is a link to the card of the run
+            card.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(temporary, target)
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
 
-from llmcond.bundled import PRETRAINED
+from llmcond.bundled import pretrained_names
 from llmcond.commands.shared import WithEncoderSettings
 from llmcond.encoders import EncoderOptions
 from llmcond.encoders.known import MODELS, PADDING_SIDE, default_prompt
@@ -33,7 +33,7 @@ class Models:
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
         if self.report is None:
-            return {"models": list(self.rows), "bundled": [PRETRAINED]}
+            return {"models": list(self.rows), "bundled": pretrained_names()}
         return {**self.report, "problem": str(self.problem) if self.problem else None}
 
 
@@ -74,8 +74,8 @@ class ListModels(WithEncoderSettings):
 
             show(listing(models_in_brief()), form)
             log.info(
-                f"bundled, trained on C-STS: {PRETRAINED} (minilm with a LoRA adapter), which is "
-                "taken where texts are embedded and there is no run of your own data"
+                f"bundled, minilm with a LoRA adapter: {', '.join(pretrained_names())}. The first "
+                "is taken where texts are embedded and there is no run of your own data"
             )
 
     def failed(self, result: Models) -> LlmcondError | None:

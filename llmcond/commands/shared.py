@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from llmcond.bundled import DEFAULT_RUN, PRETRAINED
+from llmcond.bundled import DEFAULT_RUN, PRETRAINED, pretrained_names
 from llmcond.commands.base import Command
 from llmcond.conditions import MAX_VALUES, with_values
 from llmcond.data.readers import FILES, SOURCE, TEXT_COLUMNS
@@ -154,7 +154,9 @@ class WithEmbedder(HeadOptions):
         f"own, else the bundled model {PRETRAINED})",
     )
     model: str | None = option(
-        None, metavar="NAME", help=f"a bundled model instead of a run: {PRETRAINED}"
+        None,
+        metavar="NAME",
+        help=f"a bundled model instead of a run: {' or '.join(pretrained_names())}",
     )
 
     def folder(self) -> Path:

@@ -54,7 +54,7 @@ class MtebEncoder(AbsEncoder):  # type: ignore[misc]  # of a library without typ
         condition: str | None = None,
         **_: Any,
     ) -> None:
-        """Load it; ``model_name`` is a run's folder or ``minilm-csts``, the bundled model.
+        """Load it; ``model_name`` is a run's folder or the name of a bundled model.
 
         Raises:
             UserError, LlmcondError: as :func:`llmcond.load_embedder`, or its vectors are not

@@ -104,7 +104,7 @@ def load_sentence_transformer(path: str | Path, *, device: str = "auto") -> Sent
     ``encode([(text, condition), ...])`` one for each.
 
     Args:
-        path: what ``llmcond export`` wrote, a run's folder, or ``minilm-csts``, the bundled model.
+        path: what ``llmcond export`` wrote, a run's folder, or the name of a bundled model.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
 
     Raises:

@@ -121,6 +121,13 @@ def model_card(
             f"with the head `{code(teacher['head'])}`, rated: sentence pairs of train under "
             "conditions of other rows."
         )
+    aspects = made_of.get("aspects")
+    if aspects is not None:
+        sets = ", ".join(f"`{code(name)}`" for name in sorted(aspects["aspects"]))
+        stage += (
+            f" Each step also had {aspects['aspects_texts']:,} texts with known attributes, which "
+            f"were contrasted under conditions that ask for these, of the sets {sets}."
+        )
     headings = ["split", own.rows]
     for metric in metrics:
         headings += [metric.heading] if metric.secondary else [metric.heading, "95 % interval"]
@@ -151,6 +158,7 @@ def model_card(
             "seed": summary["seed"],
             **{key: summary[key] for key in ("trained_on", "then", "members") if key in summary},
             **({} if taught is None else {"teacher": taught}),
+            **({} if aspects is None else {"aspects": aspects}),
             "base": base["weights"],
             "versions": account["versions"],
         },

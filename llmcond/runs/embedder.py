@@ -247,10 +247,10 @@ def load_embedder(
     """Load a run's encoder with one of its heads.
 
     Args:
-        run: the run's folder; ``minilm-csts``, the bundled model; or ``OWNER/NAME`` of what
+        run: the run's folder; the name of a bundled model; or ``OWNER/NAME`` of what
             ``llmcond push`` uploaded to the Hugging Face hub, which is downloaded where no folder
             is called so. None: ``runs/default`` where that was made from data of your own, else
-            the bundled model.
+            the default one of the bundled models.
         head: a fitted head's name, or its recipe's if that is fitted once. ``none``: zero-shot.
             None: the run's default (``llmcond heads --run RUN --default NAME``), else the head with
             the best score on dev, or zero-shot if there is none.
@@ -326,7 +326,7 @@ def log_model(run: AnyRun, chosen: Saved[Any] | None, prompt: str, named: str | 
     source = described_source(run.manifest["data"]["source"])
     if run.folder == pretrained(run.folder.name):
         is_default = chosen is not None and default is not None and chosen.name == default[0]
-        parts = [f"{run.folder.name} (bundled; trained on C-STS)", "" if is_default else head]
+        parts = [f"{run.folder.name} (bundled)", "" if is_default else head]
     else:
         parts = [str(run.folder), f"encoder {run.encoder_name}", head]
     fitted = f"fitted on {source}" if chosen is not None and parts[-1] else ""

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, cast
 
 from filelock import FileLock
 
-from llmcond.bundled import PRETRAINED, bundled_names, pretrained
+from llmcond.bundled import bundled_names, pretrained
 from llmcond.config import check_name
 from llmcond.data.datasets import DataOptions, Dataset
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
@@ -397,8 +397,8 @@ class AnyRun(ABC):
                 remedy = fit if recipe else nearest(name, [*known, *recipes])
                 if self.folder == pretrained(self.folder.name):
                     remedy = (
-                        f"Heads are fitted in a run: llmcond extract --model {PRETRAINED} --prompt "
-                        f"{' '.join(self.prompts())}"
+                        "Heads are fitted in a run: llmcond extract --model "
+                        f"{self.folder.name} --prompt {' '.join(self.prompts())}"
                     )
                 raise UserError(f"{self.folder} has no fitted head {name!r} ({fitted}). {remedy}")
             chosen += matches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmcond.bundled import DEFAULT_RUN, PRETRAINED, bundled, pretrained
+from llmcond.bundled import DEFAULT_RUN, PRETRAINED, bundled, pretrained, pretrained_names
 from llmcond.data.readers import SAMPLE
 from llmcond.encoders.checkpoints.checkpoint import hub_errors, looks_like_hub_name
 from llmcond.encoders.known import known_names
@@ -18,7 +18,7 @@ def usual_run(run: str | Path | None, model: str | None = None) -> Path:
 
     Args:
         run: its folder, or the name of a bundled model. None: ``runs/default`` where that was made
-            from data of the user's own, and otherwise the bundled model that was trained on C-STS.
+            from data of the user's own, and otherwise the default one of the bundled models.
         model: the name of a bundled model, instead.
 
     Raises:
@@ -30,8 +30,8 @@ def usual_run(run: str | Path | None, model: str | None = None) -> Path:
             raise UserError(f"--run is {run} and --model {model}; give one of them.")
         if found is None:
             raise UserError(
-                f"--model is {model!r}, and the bundled model is {PRETRAINED}. Another encoder is "
-                f"used by a run: llmcond extract --model {model} --run DIR"
+                f"--model is {model!r}, and the bundled models are {', '.join(pretrained_names())}."
+                f" Another encoder is used by a run: llmcond extract --model {model} --run DIR"
             )
         return found
     if run is not None:
@@ -73,7 +73,9 @@ def find_run(run: str | Path | None, revision: str | None = None) -> Path:
 
 def _no_such_model(name: str) -> str:
     """Return what is said of a name that is neither a run nor a bundled model."""
-    models = did_you_mean(name, [PRETRAINED]) or f"The bundled model is {PRETRAINED!r}."
+    models = did_you_mean(name, pretrained_names()) or (
+        f"The bundled models are {', '.join(map(repr, pretrained_names()))}."
+    )
     encoders = [known.rpartition("/")[2] for known in known_names()]
     if name in (*encoders, *known_names()):
         return (

@@ -35,6 +35,7 @@ from llmcond.encoders.checkpoints.checkpoint import (
     weight_files,
 )
 from llmcond.errors import LlmcondError, UserError, first_line
+from llmcond.evaluation.condition_checks import CALIBRATION
 from llmcond.files import digest_file, gib, read_json, write_json, write_text
 from llmcond.heads.storage import weights_of
 from llmcond.log import log
@@ -49,7 +50,16 @@ MANIFEST, CARD = "run.json", "README.md"
 #: A checkpoint's files that hold tokens, which may look like paths.
 _VOCABULARIES = {"tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"}
 #: What an earlier push may have left in a repository, which would be taken for this one's.
-_PUSHED = (*SETTINGS, "heads/*", "*/config.json", "*.safetensors", CONFIG, TUNED, RECORD)
+_PUSHED = (
+    *SETTINGS,
+    "heads/*",
+    "*/config.json",
+    "*.safetensors",
+    CONFIG,
+    TUNED,
+    RECORD,
+    CALIBRATION,
+)
 
 #: Texts and names of the user's that decide what is computed: templates, and columns.
 _VERBATIM = {
@@ -225,6 +235,8 @@ def _stage(run: OpenedRun, tuned: Tuned | None, staged: Path) -> None:
     if tuned:
         account(RECORD)
         account(TUNED)
+    if (folder / CALIBRATION).is_file():
+        _place(folder, CALIBRATION, staged)
     if (folder / CARD).is_file():
         _place(folder, CARD, staged)
         path = _PATH.search((folder / CARD).read_text(encoding="utf-8"))

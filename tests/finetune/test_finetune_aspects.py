@@ -143,6 +143,9 @@ def test_training_on_aspects_resumes_bit_equal_and_is_recorded(
     made_of = json.loads((whole / "training.json").read_text())["made_of"]["aspects"]
     assert made_of["aspects"] == {"scenes": digest_file(aspects / "scenes.json")}
     assert made_of["aspects_texts"] == 24
+    card = (whole / "README.md").read_text()
+    assert "Each step also had 24 texts with known attributes" in card
+    assert "of the sets `scenes`." in card
 
     class Stopped(Exception):  # noqa: N818 - it stands for a kill
         pass

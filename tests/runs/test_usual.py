@@ -69,12 +69,12 @@ def messages(capsys, *more):
     return json.loads(printed.out)["similarities"][0]["similarity"], printed.err.splitlines()
 
 
-BUNDLED = "model: minilm-csts (bundled; trained on C-STS), prompt concat-cond-sent"
+BUNDLED = f"model: {PRETRAINED} (bundled), prompt concat-cond-sent"
 
 
 def test_one_line_says_which_model_is_used(capsys):
     assert messages(capsys)[1] == [BUNDLED]
-    zero_shot = "model: minilm-csts (bundled; trained on C-STS), zero-shot, prompt concat-cond-sent"
+    zero_shot = f"model: {PRETRAINED} (bundled), zero-shot, prompt concat-cond-sent"
     assert messages(capsys, "--head", "none")[1] == [zero_shot]
 
 
@@ -143,13 +143,17 @@ def test_what_is_named_is_what_is_taken(tmp_path, capsys):
 def test_it_can_be_trained_and_laid_out_again(
     write_rows, small_rows, monkeypatch, capsys, tmp_path
 ):
-    data, made = write_rows(small_rows[:48]), tmp_path / "again"
+    data, made, note = write_rows(small_rows[:48]), tmp_path / "again", tmp_path / "note.md"
+    note.write_text("## Data and licences\n\nMine.\n")
     trained = ok(
         capsys, "train-lora", "--model", "minilm", "--dtype", "bfloat16", "--data", data, "--head",
         "none", "--prompt", "concat-cond-sent", "--rank", "1", "--epochs", "1", "--then", "dev",
         "--run", made,
     )  # fmt: skip
-    monkeypatch.setattr("sys.argv", ["make_pretrained", str(made), "--out", str(tmp_path / "out")])
+    monkeypatch.setattr(
+        "sys.argv",
+        ["make_pretrained", str(made), "--note", str(note), "--out", str(tmp_path / "out")],
+    )
     runpy.run_path(str(ROOT / "scripts" / "make_pretrained.py"), run_name="__main__")
     there = tmp_path / "out" / PRETRAINED
     assert {path.name for path in there.iterdir()} == {
@@ -158,6 +162,8 @@ def test_it_can_be_trained_and_laid_out_again(
         for path in pretrained(PRETRAINED).iterdir()
         if path.name != CALIBRATION
     }
+    assert (there / "README.md").read_text().endswith(f"```\n\n{note.read_text()}")
+    assert "licences" not in (made / "README.md").read_text()
     embedder = llmcond.load_embedder(there)
     assert embedder.name == trained["head"]
     assert embedder.encoder.resolved.identity.dtype == "float32"
