@@ -8,7 +8,7 @@ from pathlib import Path
 #: The run of commands that are not told of another.
 DEFAULT_RUN = Path("runs/default")
 #: The bundled encoder with its head that commands take where there is no run.
-PRETRAINED = "minilm-csts"
+PRETRAINED = "minilm-conditions"
 
 
 def bundled(kind: str, task: str | None = None) -> Path:

@@ -1,6 +1,6 @@
 """Fit what ``llmcond check-condition`` expects of conditions, on texts with known attributes.
 
-    python scripts/calibrate_conditions.py --data FOLDER [FOLDER ...] [--model minilm-csts]
+    python scripts/calibrate_conditions.py --data FOLDER [FOLDER ...] [--model minilm-conditions]
     python scripts/calibrate_conditions.py --data FOLDER --model RUN --figures figures.jsonl
         --family requests=snips,hwu --family reviews=hotel_reviews,restaurant_reviews
 
@@ -51,7 +51,7 @@ from llmcond.metrics import Estimate
 from llmcond.runs.usual import usual_run
 
 #: The indicators that are fitted, each with the sign that its coefficient must have.
-FITTED: Mapping[str, int] = {"spread": 1, "spread_above": 1}
+FITTED: Mapping[str, int] = {"rewordings": 1, "effect_rewordings": 1}
 #: Texts of a condition, and how many texts, triples and anchors it must have at least.
 TEXTS, LEAST_TEXTS, LEAST_TRIPLES, LEAST_ANCHORS = 50, 30, 50, 10
 #: Texts that a value must have, and triples of each anchor and other condition, and in all.

@@ -63,7 +63,7 @@ def test_what_is_printed_says_what_to_do(captions, tiny_run, capsys):
     assert "the place: this condition" in words
     assert "expected accuracy" in words
     assert INDICATORS["effect"].split()[0] in words
-    assert "calibrated on minilm-csts, not on this run" in printed.err
+    assert "calibrated on minilm-conditions, not on this run" in printed.err
 
 
 def test_a_function_checks_texts_in_memory(tiny_run):

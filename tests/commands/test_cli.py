@@ -268,7 +268,7 @@ def test_listings(capsys, command):
 
 
 def test_the_bundled_model_is_listed_apart(capsys):
-    assert ok(capsys, "models")["bundled"] == ["minilm-csts"]
+    assert ok(capsys, "models")["bundled"] == ["minilm-conditions", "minilm-csts"]
     assert run(["models"]) == 0
     assert "minilm-csts" in capsys.readouterr().err
 

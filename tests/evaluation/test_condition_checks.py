@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from llmcond.bundled import PRETRAINED
 from llmcond.conditions import Condition
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation import condition_checks
@@ -122,10 +123,10 @@ def test_calibration_of_a_run_is_read_and_checked(tmp_path, monkeypatch):
     path.write_text(json.dumps(written))
     assert find_calibration(tmp_path) == CALIBRATION
     monkeypatch.setattr(condition_checks, "bundled", lambda _: tmp_path)
-    (tmp_path / "minilm-csts").mkdir()
-    path.rename(tmp_path / "minilm-csts" / "conditions.json")
+    (tmp_path / PRETRAINED).mkdir()
+    path.rename(tmp_path / PRETRAINED / "conditions.json")
     assert find_calibration(tmp_path).is_own is False
-    assert find_calibration(tmp_path / "minilm-csts").is_own is True
+    assert find_calibration(tmp_path / PRETRAINED).is_own is True
     for damage, message in [
         ({"coefficients": {"luck": 1.0}}, "'luck', no indicator"),
         ({"intercept": "0.5"}, "intercept = '0.5'"),
