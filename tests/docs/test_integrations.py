@@ -27,7 +27,7 @@ def test_an_export_of_the_bundled_model(tmp_path, monkeypatch, capsys):
     home = {}
     exec(block('SentenceTransformer("places")'), home)  # the page's own text
     texts = ["Two women read a book at the beach.", "Two women cook at night."]
-    wanted = llmcond.load_embedder("minilm-csts").encode(texts, "the place")
+    wanted = llmcond.load_embedder("minilm-conditions").encode(texts, "the place")
     np.testing.assert_allclose(home["vectors"], wanted, atol=1e-5)
 
 
