@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import sys
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -100,10 +101,12 @@ def main() -> None:
         )
         rng.shuffle(others)
         rows.append([" ".join([problem.format(thing), *others]), *values])
-    with parser.parse_args().out.open("w", newline="", encoding="utf-8") as file:
+    out = parser.parse_args().out
+    with out.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["text", "product", "problem", "sentiment", "urgency"])
         writer.writerows(rows)
+    sys.stdout.write(f"{out}: {len(rows)} tickets\n")
 
 
 if __name__ == "__main__":
