@@ -62,8 +62,9 @@ def systems(model: str, texts: list[str]) -> dict[str, Callable[[str], Vectors]]
     for name in pretrained_names():
         bundled = load_embedder(name)
         base = base_encoder(bundled.encoder) or encoder
+        if without_condition(base.name) not in makers:
+            makers[without_condition(base.name)] = alone(base)
         makers |= {
-            without_condition(base.name): alone(base),
             without_condition(name): alone(bundled.encoder),
             name: partial(bundled.encode, texts),
         }

@@ -21,9 +21,11 @@ from helpers.dialogues import write_dialogues
 from huggingface_hub import constants
 
 import llmcond
+from llmcond.bundled import PRETRAINED, pretrained
 from llmcond.cli import run
 from llmcond.encoders.checkpoints import checkpoint
 from llmcond.errors import LlmcondError, UserError
+from llmcond.evaluation.condition_checks import CALIBRATION
 from llmcond.files import digest_file
 from llmcond.runs import open_run
 from llmcond.workflows.push import _PATH, push_to_hub
@@ -439,6 +441,13 @@ def test_a_card_of_the_users_own_is_pushed_instead(hub, frozen, tmp_path):
     (copy / "README.md").write_text("---\nlicense: mit\n---\nMine.\n")
     push_to_hub(copy, REPO)
     assert hub.files()["README.md"] == (copy / "README.md").read_bytes()
+
+
+def test_the_calibration_of_check_condition_is_pushed(hub, frozen, tmp_path):
+    copy = Path(shutil.copytree(frozen, tmp_path / "copy"))
+    shutil.copy(pretrained(PRETRAINED) / CALIBRATION, copy)
+    push_to_hub(copy, REPO)
+    assert hub.files()[CALIBRATION] == (copy / CALIBRATION).read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["whole", "adapter"])

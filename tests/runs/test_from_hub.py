@@ -85,7 +85,7 @@ def test_what_was_tried_is_said(hub, tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("minlm-csts", "Did you mean 'minilm-csts'"),
+        ("minlm-csts", "Did you mean 'minilm-csts' or 'minilm-conditions'?"),
         ("all-MiniLM-L6-v2", "load_encoder('all-MiniLM-L6-v2') loads it"),
         ("all-MiniLM-L6-v2", "'minilm-csts'"),
         ("NV-Embd-v2", "Did you mean 'NV-Embed-v2'"),
