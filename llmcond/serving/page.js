@@ -7,6 +7,8 @@
     return made;
   };
   const lines = (text) => text.split("\n").map((line) => line.trim()).filter(Boolean);
+  const values = (text) => text.split(",").map((value) => value.trim()).filter(Boolean);
+  const valued = (condition, text) => (values(text).length ? { condition, values: values(text) } : { condition });
   const figure = (value) => (value === null ? "–" : value.toFixed(3));
 
   const table = (caption, heads, rows) => {
@@ -27,9 +29,15 @@
   // By endpoint: the body that is sent for what a form holds, and how an answer is shown.
   const endpoints = {
     "/v1/similarity": {
-      body: (form) => ({
-        sentence1: form.sentence1, sentence2: form.sentence2, condition: lines(form.conditions),
-      }),
+      body: (form) => {
+        const examples = form.values.split("\n");
+        const rows = form.conditions.split("\n").map((text, i) => [text.trim(), values(examples[i] ?? "")])
+          .filter(([condition]) => condition);
+        return {
+          sentence1: form.sentence1, sentence2: form.sentence2, condition: rows.map(([condition]) => condition),
+          ...(rows.some(([, own]) => own.length) ? { values: rows.map(([, own]) => own) } : {}),
+        };
+      },
       show: (answer, { condition }) =>
         table("Similarity under each condition", [["Condition", "text"], ["Similarity", "number"], ["", ""]],
           answer.similarities.map((value, i) => [condition[i], figure(value), element("meter", {
@@ -37,7 +45,7 @@
           })])),
     },
     "/v1/embeddings": {
-      body: (form) => ({ input: lines(form.texts), condition: form.condition, encoding_format: "float" }),
+      body: (form) => ({ input: lines(form.texts), ...valued(form.condition, form.values), encoding_format: "float" }),
       show: (answer, { input }) => {
         const vectors = answer.data.map((one) => one.embedding);
         const heads = [["Text", "text"], ...input.map((_, i) => [`${i + 1}`, "number"]), ["Begins with", "number"]];
@@ -49,7 +57,7 @@
     },
     "/v1/search": {
       body: (form) => ({
-        query: form.query, condition: form.condition, k: Number(form.k),
+        query: form.query, ...valued(form.condition, form.values), k: Number(form.k),
         ...(form.where.trim() ? { where: form.where } : {}),
       }),
       show: (answer) => element("ol", {}, ...answer.results.map(({ rank, score, text, ...others }) =>
