@@ -55,7 +55,7 @@ def systems(model: str, texts: list[str]) -> dict[str, Callable[[str], Vectors]]
         vectors = unit_length(encoder.encode([EncoderInput("", text) for text in texts]), None)
         return lambda _: vectors
 
-    makers = {
+    makers: dict[str, Callable[[str], Vectors]] = {
         without_condition(encoder.name): alone(encoder),
         f"{encoder.name}, routed": partial(routed.encode, texts),
     }

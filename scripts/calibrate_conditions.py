@@ -21,7 +21,7 @@ import json
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,18 +40,13 @@ from llmcond.evaluation.condition_checks import (
     CALIBRATION,
     INDICATORS,
     Calibration,
-    Encode,
     indicators,
-    rewordings,
-    unrelated,
 )
 from llmcond.files import write_json
 from llmcond.log import log, log_to_terminal
 from llmcond.metrics import Estimate
 from llmcond.runs.usual import usual_run
 
-#: The indicators that are fitted, each with the sign that its coefficient must have.
-FITTED: Mapping[str, int] = {"rewordings": 1, "effect_rewordings": 1}
 #: Texts of a condition, and how many texts, triples and anchors it must have at least.
 TEXTS, LEAST_TEXTS, LEAST_TRIPLES, LEAST_ANCHORS = 50, 30, 50, 10
 #: Texts that a value must have, and triples of each anchor and other condition, and in all.
@@ -61,6 +56,8 @@ LEAST_CONDITIONS = 10
 RESAMPLES = 2_000
 LONGEST_TEXT = 600
 
+#: From n (text, condition) rows to (n, d) vectors.
+Encode = Callable[[Sequence[tuple[str, str]]], NDArray[Any]]
 Triples = list[tuple[int, int, int]]
 Floats = NDArray[np.float64]
 
@@ -150,11 +147,7 @@ def accuracy_of(vectors: NDArray[Any], triples: Triples) -> float:
 
 def figures_of(drawn: Drawn, encode: Encode, model: str) -> Figures:
     """Measure one condition."""
-    lists = [drawn.condition], rewordings(drawn.condition), unrelated(drawn.condition)
-    asked = [one for names in lists for one in names]
-    vectors = encode([(text, one) for one in asked for text in drawn.texts])
-    under = dict(zip(asked, np.split(vectors, len(asked)), strict=True))
-    own, reworded, others = ([under[one] for one in names] for names in lists)
+    vectors = encode([(text, drawn.condition) for text in drawn.texts])
     return Figures(
         model=model,
         set=drawn.set,
@@ -162,8 +155,8 @@ def figures_of(drawn: Drawn, encode: Encode, model: str) -> Figures:
         condition=drawn.condition,
         n_texts=len(drawn.texts),
         n_triples=len(drawn.triples),
-        accuracy=accuracy_of(own[0], drawn.triples),
-        indicators=indicators(own[0], reworded, others),
+        accuracy=accuracy_of(vectors, drawn.triples),
+        indicators=indicators(vectors),
     )
 
 
@@ -224,13 +217,12 @@ def keep_figures(path: Path | None, figures: Figures) -> None:
 
 
 def fit(rows: Sequence[Figures]) -> tuple[float, dict[str, float]]:
-    """Return the intercept and the coefficients of least squares, each of the sign it must have."""
-    inputs = np.array([[row.indicators[name] for name in FITTED] for row in rows])
+    """Return the intercept and the coefficients of least squares; no coefficient is negative."""
+    inputs = np.array([[row.indicators[name] for name in INDICATORS] for row in rows])
     design = np.column_stack([np.ones(len(rows)), inputs])
-    signs = np.array([0, *FITTED.values()])
-    bounds = np.where(signs > 0, 0, -np.inf), np.where(signs < 0, 0, np.inf)
+    bounds = [-np.inf, *(0 for _ in INDICATORS)], np.inf
     intercept, *others = lsq_linear(design, [row.accuracy for row in rows], bounds).x.tolist()
-    return intercept, dict(zip(FITTED, others, strict=True))
+    return intercept, dict(zip(INDICATORS, others, strict=True))
 
 
 def predict(rows: Sequence[Figures], groups: Sequence[str]) -> Floats:
@@ -291,7 +283,7 @@ def calibrate(rows: Sequence[Figures], families: Mapping[str, str], seed: int) -
     }
     residuals = accuracies - left_out["family"]
     error = float(np.sqrt(np.mean(residuals**2)))
-    freedom = max(1, len(rows) - len(FITTED) - 1)
+    freedom = max(1, len(rows) - len(INDICATORS) - 1)
     intercept, coefficients = fit(rows)
     return Calibration(
         intercept=round(intercept, 6),

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class CheckCondition(WithConditions, WithEmbedder):
     """Say whether conditions are expected to work on texts, without labels.
 
-    The texts are embedded under each condition, under rewordings of it, and under unrelated
-    conditions. What these have in common predicts the share of comparisons that follow the
-    condition, where 50 % is chance. At most 200 texts are sampled; fewer than 20 tell nothing.
+    The texts are embedded under each condition. How clearly they fall into groups predicts the
+    share of comparisons that follow the condition, where 50 % is chance. It cannot tell by which
+    aspect they are grouped. At most 200 texts are sampled; fewer than 20 tell nothing.
     """
 
     example: ClassVar[str] = (

@@ -53,7 +53,7 @@ class Search(WithConditions, WithDevice):
         "texts nearest without it, which is not exact. The prompt has to encode texts alone as "
         "well, which the bundled model's does not",
     )
-    check: bool = option(True, help=f"{CHECK_HELP}, once for an index and a condition")
+    check: bool = option(True, help=CHECK_HELP)
     explain: bool = option(
         False,
         help="show each hit's score under each condition and without one, by the encoder before "

@@ -25,8 +25,7 @@ DATA = f"{SOURCE} (from Python also a pandas or Arrow table, or a list of dicts)
 TEXT_HELP = f"column of the texts (default: {', or else '.join(TEXT_COLUMNS)})"
 
 CHECK_HELP = (
-    "say whether each condition is expected to work on these texts, as llmcond check-condition "
-    "does, on a sample of 100"
+    "say whether each condition is expected to work on these texts, as llmcond check-condition does"
 )
 
 VALUES_HELP = (

@@ -2,9 +2,9 @@
 
 ``index.json`` says what makes the vectors: a run, or a bundled model, and its head. ``texts.lance``
 holds the texts with their ids, other columns, and e(s) where the prompt gives it; ``views/`` the
-vectors under conditions that were asked for; ``guides/`` what a few labelled texts make of these;
-``checks/`` what was measured of conditions. ``encoding/`` is there while texts are encoded, so that
-what was encoded is not lost when that is interrupted.
+vectors under conditions that were asked for; ``guides/`` what a few labelled texts make of these.
+``encoding/`` is there while texts are encoded, so that what was encoded is not lost when that is
+interrupted.
 """
 
 from __future__ import annotations
@@ -13,35 +13,33 @@ import math
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, overload
 
 import numpy as np
 from filelock import FileLock, Timeout
-from numpy.typing import NDArray
 
 from llmcond.arrays import as_list
 from llmcond.conditions import Condition
 from llmcond.data.guides import LabelledTexts, check_labelled
-from llmcond.errors import LlmcondError, UserError, brief, listed, plural
+from llmcond.errors import UserError, brief, listed, plural
 from llmcond.evaluation.condition_checks import (
-    FEW_TEXTS,
-    INDICATORS,
+    MOST_TEXTS,
     ConditionCheck,
-    check_conditions,
     find_calibration,
+    sample_texts,
 )
 from llmcond.features.extract import COUNTED_FIRST, WINDOW
 from llmcond.features.missing import count_missing
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import ViewInputs
-from llmcond.files import check_format, digest_text, read_json, write_json
+from llmcond.files import check_format, read_json, write_json
 from llmcond.heads.guide import Guide, guide_file, load_guides, save_guide
 from llmcond.log import log
 from llmcond.prompts.template import Part
-from llmcond.records import RECORD, check_record, read_record
+from llmcond.records import RECORD, check_record
 from llmcond.runs.embedder import Embedder
 from llmcond.runs.extraction import extract_inputs
 from llmcond.search.hits import Hits
@@ -440,39 +438,22 @@ class Index:
     # -- checking ------------------------------------------------------------------------------
 
     def check(self, condition: str) -> ConditionCheck | None:
-        """Say whether a condition is expected to work on the texts, by a sample of 100 of them.
+        """Say whether a condition is expected to work on the texts, by a sample of 200 of them.
 
-        What was measured is kept, and measured anew when there are twice as many texts. None: there
-        is no calibration that tells conditions apart.
+        None: there is no calibration that tells conditions apart, or there are no vectors of the
+        texts under the condition; :meth:`prepare` or a search makes them.
         """
         calibration = find_calibration(self._model.run.folder)
         if calibration is None or not calibration.tells_apart:
             return None
-        condition = self._with_recorded_values([check_text(condition, "the condition")])[0]
-        table = self._version.table
-        path = self.folder / "checks" / f"{digest_text(condition, size=12)}.json"
-        with suppress(LlmcondError):  # there is none, or it is damaged
-            kept = read_record(path, _KeptCheck)
-            values = kept["indicators"]
-            if len(table) < 2 * kept["size"] and values.keys() == INDICATORS.keys():
-                return ConditionCheck.of(condition, kept["texts"], values, calibration)
+        (condition,) = self._with_recorded_values([check_text(condition, "the condition")])
+        view, table = self._version.view(condition), self._version.table
+        if view is None or not len(table):
+            return None
         # More than are compared, as texts may repeat.
-        places = np.random.default_rng(0).permutation(len(table))[: 2 * FEW_TEXTS]
-        texts = table.take(np.sort(places), ["text"])["text"].to_pylist()
-        found = check_conditions(texts, [condition], self._encode_rows, calibration, most=FEW_TEXTS)
-        check = found[0]
-        if check.expected is not None:
-            record = {"condition": condition, "size": len(table), "texts": check.n_texts}
-            try:
-                path.parent.mkdir(exist_ok=True)
-                write_json(path, {**record, "indicators": dict(check.indicators)})
-            except (OSError, UserError) as error:
-                log.info(f"the check of {condition!r} is not kept for the next time: {error}")
-        return check
-
-    def _encode_rows(self, rows: Sequence[tuple[str, str]]) -> NDArray[np.float32]:
-        texts, conditions = zip(*rows, strict=True)
-        return self.embedder.encode(texts, conditions)
+        rows = np.sort(np.random.default_rng(0).permutation(len(table))[: 2 * MOST_TEXTS])
+        texts = table.take(rows, ["text"])["text"].to_pylist()
+        return ConditionCheck.of(condition, view.rows(rows[sample_texts(texts)]), calibration)
 
     # -- searching -----------------------------------------------------------------------------
 
@@ -598,17 +579,6 @@ class _Record:
     identity: Mapping[str, Any]
     conditions: Sequence[str]
     values: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _KeptCheck:
-    """What is kept of a check: texts of the index, those looked at, and the indicators."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
-
-    size: int
-    texts: int
-    indicators: Mapping[str, float]
 
 
 def _record(

@@ -77,6 +77,18 @@ class View:
                 found[:, positions[there]] = own[:, there]
         return found
 
+    def rows(self, rows: Positions) -> NDArray[np.float32]:
+        """Return the (m, k) vectors of m rows of the table."""
+        found = np.empty((len(rows), self.segments[0].vectors.shape[1]), dtype=np.float32)
+        place = np.empty(self.n, dtype=np.int64)
+        for segment, positions in zip(self.segments, self.positions, strict=True):
+            place[:] = -1
+            own = np.arange(self.n) if positions is None else positions
+            place[own[own >= 0]] = np.flatnonzero(own >= 0)
+            there = place[rows] >= 0
+            found[there] = segment.vectors[place[rows][there]]
+        return found
+
 
 def view_of(segments: Sequence[Segment], table: Table) -> tuple[View, Positions]:
     """Return a view of a table's rows, and the positions of rows that no segment has."""

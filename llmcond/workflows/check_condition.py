@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmcond.bundled import PRETRAINED
 from llmcond.conditions import condition_titles
 from llmcond.data.candidates import has_column, read_collection, text_column
@@ -18,8 +20,8 @@ from llmcond.evaluation.condition_checks import (
     CALIBRATION,
     Calibration,
     ConditionCheck,
-    check_conditions,
     find_calibration,
+    sample_texts,
 )
 from llmcond.log import log
 from llmcond.options import check_seed
@@ -101,9 +103,12 @@ def check_condition(
     except MissingColumnError as error:
         raise UserError(f"{error.found} Name one of them by --text COL.") from error
     given = Embeddings(run_folder, head, prompt, device)
-    checks = check_conditions(
-        found.texts, condition, partial(given.of, file=found.file), calibration, seed=seed
-    )
+    sample = [found.texts[position] for position in sample_texts(found.texts, seed)]
+    vectors = given.of([(text, one) for one in condition for text in sample], found.file)
+    checks = [
+        ConditionCheck.of(one, own, calibration)
+        for one, own in zip(condition, np.split(vectors, len(condition)), strict=True)
+    ]
     if not calibration.is_own:
         log.info(
             f"the expected accuracy was calibrated on {PRETRAINED}, not on this run: take it as a "

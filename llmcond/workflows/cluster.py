@@ -37,7 +37,7 @@ from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.data.readers import MissingColumnError
 from llmcond.data.rows import column_of
 from llmcond.errors import UserError, brief, plural
-from llmcond.evaluation.condition_checks import FEW_TEXTS, check_conditions, find_calibration
+from llmcond.evaluation.condition_checks import ConditionCheck, find_calibration, sample_texts
 from llmcond.files import check_output, csv_writer, replacing
 from llmcond.log import log
 from llmcond.options import check_seed
@@ -95,6 +95,7 @@ def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
     given = Embeddings(run_folder, head, prompt, device)
     drawing = None if report is None else Drawing(found.texts, seed)
     made: list[Clustering] = []
+    samples: list[Vectors] = []
     for asked in condition or (None,):
         vectors = _vectors(given, found, asked, guides.get(asked))
         guide_labels = given.guides[asked].labels if asked in guides else None
@@ -102,6 +103,7 @@ def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
             given.encoder.name, asked, vectors, found.texts
         )
         made.append(replace(clustering, guide=guide_labels))
+        samples.append(vectors[sample_texts(found.texts)])
         if drawing is not None:
             drawing.add(made[-1], vectors)
     if labels:
@@ -128,8 +130,7 @@ def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
         kept = {name: found.columns[name] for name in keep}
         _write(out, {column: found.texts, **kept}, made, columns)
     _note_quality(made, method, guide is not None)
-    checked = condition if check and guide is None else ()
-    _note_conditions(given, found, checked, run_folder)
+    _note_conditions(condition if check and guide is None else (), samples, run_folder)
     where = "" if out is None else f" -> {out}"
     log.info(f"{len(found.texts):,} texts in {_counted(made)}{where}")
     if drawing is not None and report is not None:
@@ -299,16 +300,16 @@ def _note_quality(made: Sequence[Clustering], method: Method, guided: bool) -> N
 
 
 def _note_conditions(
-    given: Embeddings, found: Collection, conditions: Sequence[str], run_folder: Path
+    conditions: Sequence[str], samples: Sequence[Vectors], run_folder: Path
 ) -> None:
     """Say of each condition whether it is expected to work; nothing of too few texts."""
     calibration = find_calibration(run_folder) if conditions else None
     if calibration is None or not calibration.tells_apart:
         return
-    encode = partial(given.of, file=found.file)
-    for one in check_conditions(found.texts, conditions, encode, calibration, most=FEW_TEXTS):
-        if one.expected is not None:
-            log.info(f"{condition_text(one.condition)}: {one.sentence()}")
+    for condition, vectors in zip(conditions, samples, strict=True):
+        check = ConditionCheck.of(condition, vectors, calibration)
+        if check.expected is not None:
+            log.info(f"{condition_text(condition)}: {check.sentence()}")
 
 
 def _is_poor(scores: Scores) -> bool:

@@ -6,7 +6,7 @@ import re
 
 from helpers.serving import served
 
-from llmcond import Condition
+from llmcond import Condition, load_embedder
 from llmcond.search import Index
 from llmcond.serving.model import ServedModel
 
@@ -36,7 +36,6 @@ def test_an_index_without_conditions_has_a_page(tiny_run, tmp_path):
 
 def test_a_browser_compares_embeds_and_searches_with_a_key(browser, tiny_run, tmp_path):
     from axe_playwright_python.sync_playwright import Axe
-    from playwright.sync_api import expect
 
     texts = ["two men play", HOSTILE, "children read"]
     index = Index.build(tmp_path / "i", texts, conditions=[PLACE], run=tiny_run, device="cpu")
@@ -62,12 +61,6 @@ def test_a_browser_compares_embeds_and_searches_with_a_key(browser, tiny_run, tm
         wanted = index.embedder.similarity("A man rides a horse along the beach.", HOSTILE, PLACE)
         assert shown.nth(0).locator("td").nth(1).inner_text() == f"{wanted:.3f}"
         assert not compare.get_by_role("alert").is_visible()
-        compare.get_by_label("Example values").fill("\nbeach, snow")
-        compare.get_by_label("Conditions").fill(f"{PLACE}\n{PLACE}")
-        compare.get_by_role("button").click()
-        again = Condition(PLACE, ["beach", "snow"])
-        wanted = index.embedder.similarity("A man rides a horse along the beach.", HOSTILE, again)
-        expect(shown.nth(1).locator("td").nth(1)).to_have_text(f"{wanted:.3f}")
         compare.get_by_text("The request, for curl").click()
         assert "$KEY" in compare.locator("pre").inner_text()
         assert "k3y" not in compare.locator("pre").inner_text()
@@ -75,9 +68,6 @@ def test_a_browser_compares_embeds_and_searches_with_a_key(browser, tiny_run, tm
         embed.get_by_role("button").click()
         embed.locator("tbody tr").nth(2).wait_for()
         assert embed.locator("tbody tr").nth(0).locator("td").nth(3).inner_text() == "1.000"
-        embed.get_by_label("Example values").fill("beach, snow")
-        embed.get_by_role("button").click()
-        expect(embed.locator("pre")).to_contain_text('"values":["beach","snow"]')
         search.get_by_label("Query").fill("two men play")
         search.get_by_label("Condition").fill(PLACE)
         search.get_by_label("Query").press("Tab")
@@ -96,4 +86,25 @@ def test_a_browser_compares_embeds_and_searches_with_a_key(browser, tiny_run, tm
     compare.get_by_role("alert").wait_for()
     assert compare.get_by_role("alert").inner_text() == "The server does not answer."
     assert complaints == []
+    tab.close()
+
+
+def test_a_browser_sends_example_values(browser, tiny_run):
+    from playwright.sync_api import expect
+
+    embedder = load_embedder(tiny_run, device="cpu")
+    tab = browser.new_page()
+    with served(ServedModel(embedder)) as (client, _):
+        tab.goto(client.url)
+        compare, embed = (tab.locator(f"#{name}") for name in ("similarity", "embeddings"))
+        compare.get_by_label("Conditions").fill(f"{PLACE}\n\n{PLACE}")
+        compare.get_by_label("Example values").fill("\n\nbeach, snow")
+        compare.get_by_role("button").click()
+        pair = [compare.get_by_label(f"{name} text").input_value() for name in ("First", "Second")]
+        for row, condition in enumerate([PLACE, Condition(PLACE, ["beach", "snow"])]):
+            shown = compare.locator("tbody tr").nth(row).locator("td").nth(1)
+            expect(shown).to_have_text(f"{embedder.similarity(*pair, condition):.3f}")
+        embed.get_by_label("Example values").fill("beach, snow")
+        embed.get_by_role("button").click()
+        expect(embed.locator("pre")).to_contain_text('"values":["beach","snow"]')
     tab.close()
