@@ -162,7 +162,8 @@ def read_domain(name: str, folder: Path = FOLDER) -> Domain:
     for place, text in pieces(domain):
         for reference in PIECE.findall(text):
             check_reference(domain, reference, f"{path}, {place}")
-    for attribute in domain.values:
+    attributes = [*domain.values, *(["manner"] if domain.manners else [])]
+    for attribute in attributes:
         missing = {"text", "question", "short", "description", "other"} - set(
             domain.conditions.get(attribute, {})
         )

@@ -114,6 +114,7 @@ def test_spaces_punctuation_and_articles_are_repaired(aspects, text, expected):
         ("{2-2 of", "{2-3 of", "template 1: .* draws more names than it lists"),
         ("[conditions.size]", "[conditions.sise]", r"\[conditions.size\] lacks description, other"),
         ("[words]", "[words", r"fruits.toml: .*line"),
+        ("templates =", "manners = 0.1\ntemplates =", r"\[conditions.manner\] lacks description"),
         (
             "templates =",
             'include = ["vegetables"]\ntemplates =',
