@@ -166,7 +166,8 @@ def rates(server: Server, rows: list[Row], given: argparse.Namespace) -> list[di
             began, used = time.perf_counter(), sum(server.process.cpu_times()[:2])
             took = asyncio.run(load(server.port, waiting, clients))
             seconds = time.perf_counter() - began
-            used = sum(server.process.cpu_times()[:2]) - used
+            # The system counts in hundredths of a second, so a short run may read as none.
+            used = max(0.01, sum(server.process.cpu_times()[:2]) - used)
             p50, p99 = np.percentile(took, [50, 99])
             found.append(
                 {
