@@ -5,7 +5,8 @@ is tagged so. Like CUDA, the stand-in raises an error where tensors of different
 where NumPy reads a tensor of the GPU, where memory runs out, and where its attention for uneven
 lengths gets what FlashAttention does not take. Unlike CUDA, it also raises an error where the
 project copies asynchronously from or to pageable memory, and where it reads a copy before the
-event behind it has happened. It counts kernel launches, copies, waits of the host, and device memory::
+event behind it has happened. It counts kernel launches, copies, waits of the host, and the memory
+of each device::
 
     with StandIn(gpus=1, gib=24, capability=(8, 9)) as gpu:
         ...

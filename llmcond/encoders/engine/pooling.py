@@ -73,8 +73,11 @@ def routed(hidden: Tensor, spans: Sequence[tuple[int, int]], routes: Sequence[Ro
     """Return the vectors of inputs under each of their routers, one behind the other.
 
     ``hidden`` is (inputs, tokens, dim); the tokens ``first`` to ``last`` of an input count.
-    Input by input, so that none depends on what it is in a batch with.
+    Input by input, so that none depends on what it is in a batch with; but all at once on a GPU,
+    where launching kernels for each would take many times as long as the whole network.
     """
+    if not hidden.is_cpu:
+        return _routed_at_once(hidden, spans, routes)
     found = []
     for states, (first, last), route in zip(hidden, spans, routes, strict=True):
         own = states[first:last].float()
@@ -86,6 +89,40 @@ def routed(hidden: Tensor, spans: Sequence[tuple[int, int]], routes: Sequence[Ro
             near = near / (near.var(dim=1, correction=0, keepdim=True) + 1e-12).sqrt()
         found.append((near / route.temperature).softmax(dim=1) @ own)
     return torch.cat(found)
+
+
+def _routed_at_once(
+    hidden: Tensor, spans: Sequence[tuple[int, int]], routes: Sequence[Routes]
+) -> Tensor:
+    """Compute what :func:`routed` does, with as many routers for each input as any has."""
+    device, width = hidden.device, hidden.shape[2]
+    counts = torch.tensor([len(route.queries) for route in routes])
+    at = torch.arange(int(counts.max()))
+    real = at < counts[:, None]
+    # Where an input has fewer routers, its first stands in for those that it has not.
+    rows = torch.where(real, at, 0) + (counts.cumsum(0) - counts)[:, None]
+    kept = to_device(real.flatten().nonzero()[:, 0], device)
+    first, last = torch.tensor(spans).T[:, :, None]
+    tokens = torch.arange(hidden.shape[1])
+    counted = to_device((first <= tokens) & (tokens < last), device)[:, None]
+    settings = [(route.temperature, route.centre, route.standardize) for route in routes]
+    told = to_device(torch.tensor(settings, dtype=torch.float32), device)
+    temperature, centre, standardize = told.T[:, :, None, None]
+
+    own = hidden.float()
+    weights = counted.float() / counted.sum(dim=2, keepdim=True)
+    centred = own - centre * (weights @ own)
+    near_to = torch.nn.functional.normalize(centred, dim=2)
+    every = to_device(torch.cat([route.queries for route in routes]), device)
+    every = torch.nn.functional.normalize(every, dim=1)
+    queries = every.index_select(0, to_device(rows.flatten(), device)).view(*rows.shape, width)
+    near = queries @ near_to.transpose(1, 2)
+    apart = near - (near * weights).sum(dim=2, keepdim=True)
+    spread = ((apart.square() * weights).sum(dim=2, keepdim=True) + 1e-12).sqrt()
+    near = near / torch.where(standardize > 0, spread, 1.0) / temperature
+    vectors = near.masked_fill(~counted, float("-inf")).softmax(dim=2) @ own
+    found: Tensor = vectors.flatten(0, 1).index_select(0, kept)
+    return found
 
 
 #: Part of the network are ``pooler``'s dense layer behind the first token, and the latent attention

@@ -1,0 +1,76 @@
+"""Routed pooling on the stand-in for a GPU: the CPU's vectors, in one operation for all inputs."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from helpers.standin import StandIn
+
+from llmcond.benchmark.checks import Bench, distance
+from llmcond.benchmark.shapes import csts_inputs
+from llmcond.encoders.encoder import Encoder
+from llmcond.encoders.engine.pooling import Routes, routed
+from llmcond.encoders.spec import EncoderInput, Router
+
+
+def _inputs(n: int, conditions: Sequence[str]) -> list[EncoderInput]:
+    texts = [
+        dataclasses.replace(one, text=f"{one.text} {at}")
+        for at, one in enumerate(csts_inputs(n, False))
+    ]
+    routers = [Router(condition, 0.05, True, True) for condition in conditions]
+    return [dataclasses.replace(text, router=router) for text in texts for router in routers]
+
+
+def test_inputs_with_other_routers_and_settings_get_the_vectors_of_the_cpu() -> None:
+    chance = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4, 9, 8, generator=chance)
+    spans = [(0, 9), (2, 5), (3, 4), (1, 8)]
+    routes = [
+        Routes(torch.randn(k, 8, generator=chance), temperature, centre, standardize)
+        for k, temperature, centre, standardize in [
+            (3, 0.05, True, True),
+            (1, 1.0, False, True),
+            (2, 0.1, True, True),
+            (3, 0.5, False, False),
+        ]
+    ]
+    own = hidden.clone().requires_grad_()
+    wanted = routed(own, spans, routes)
+    wanted.square().sum().backward()
+
+    with StandIn():
+        theirs = hidden.clone().to("cuda").requires_grad_()
+        found = routed(theirs, spans, routes)
+        found.square().sum().backward()
+        vectors, gradient = found.detach().cpu(), theirs.grad.cpu()
+
+    assert found.shape == (9, 8)
+    torch.testing.assert_close(vectors, wanted.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradient, own.grad, atol=1e-3, rtol=1e-3)
+
+
+def test_an_encoder_gives_the_vectors_of_the_cpu(tmp_path: Path) -> None:
+    inputs = _inputs(20, ["the place", "how many people there are"])
+    on_cpu = Encoder(Bench("cpu", tmp_path).resolve("minilm")).encode_counted(inputs).vectors
+
+    with StandIn():
+        on_gpu = Encoder(Bench("cuda:0", tmp_path).resolve("minilm")).encode_counted(inputs).vectors
+
+    assert distance(on_gpu, on_cpu) <= 1e-4
+    assert np.abs(on_gpu[0] - on_gpu[1]).max() > 1e-3  # the router has an effect
+
+
+def test_launches_do_not_grow_with_the_inputs_or_their_routers(tmp_path: Path) -> None:
+    launches = []
+    with StandIn() as gpu:
+        encoder = Encoder(Bench("cuda:0", tmp_path).resolve("minilm", "bfloat16"))
+        for inputs in (_inputs(16, ["a"]), _inputs(128, ["a"]), _inputs(16, list("abcdefgh"))):
+            queries = encoder.queries({one.router.text for one in inputs if one.router})
+            gpu.reset()
+            encoder.encode_counted(inputs, queries)
+            launches.append(gpu.n_launches)
+
+    assert max(launches) <= 1.1 * launches[0], launches
