@@ -43,8 +43,9 @@ _P = ParamSpec("_P")
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-#: Inputs that one thread tokenises and encodes at a time.
-UNIT = 256
+#: Inputs that one thread tokenises and encodes at a time, on a CPU and on a GPU, whose batches of
+#: short texts would otherwise stay far below its token budget.
+UNIT, UNIT_ON_GPU = 256, 2_048
 #: Vectors that they may have, where each has several routers.
 _ROUTED = 4_096
 #: Size of a digest of an input's tokens: no two inputs that differ have the same.
@@ -114,6 +115,7 @@ class Encoder:
         exclusive = resolved.identity.quantize != "none"
         self.concurrency = Concurrency.of(resolved.device, exclusive=exclusive)
         self._threads = WorkerThreads(self.concurrency)
+        self._unit = UNIT if resolved.device == "cpu" else UNIT_ON_GPU
         # A fast tokenizer is one object in Rust, which refuses a second borrower.
         self._tokenizing = threading.Lock()
         threads, pad_id = self.concurrency.threads, self._tokenizer.pad_id
@@ -187,7 +189,7 @@ class Encoder:
             check_inputs([EncoderInput("", text) for text in column])
         sizes = [sum(map(len, row)) for row in rows]
         order = sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)
-        units = [order[start : start + UNIT] for start in range(0, len(order), UNIT)]
+        units = [order[start : start + self._unit] for start in range(0, len(order), self._unit)]
         vectors, n_cut = np.empty((len(rows), self.dim), dtype=np.float32), 0
 
         def encode(unit: Sequence[int]) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
@@ -254,7 +256,9 @@ class Encoder:
                 f"own states: --pooling {' or '.join(ROUTED_POOLINGS)}."
             )
         ordered = [plain[index] for index in plan_inputs(plain, by_prefix=False)]
-        units = [ordered[start : start + UNIT] for start in range(0, len(ordered), UNIT)]
+        units = [
+            ordered[start : start + self._unit] for start in range(0, len(ordered), self._unit)
+        ]
         found = (query for unit in map_units(self._queries, units) for query in unit)
         return {item.text: query for item, query in zip(ordered, found, strict=True)}
 
@@ -283,7 +287,7 @@ class Encoder:
             if bar is not None:
                 bar.advance(len(found), sum(inputs[place].size for place in found), 0, 0.0)
         left = set(found)
-        units = list(_units([place for place in order if place not in left], inputs))
+        units = list(_units([place for place in order if place not in left], inputs, self._unit))
         parts = ([inputs[index] for index in unit] for unit in units)
         encode = map_units if len(units) > 1 else map
         work = _timed(partial(self._encode_unit, queries=queries))
@@ -429,20 +433,20 @@ def _timed(work: Callable[[_Item], _Result]) -> Callable[[_Item], tuple[_Result,
     return timed
 
 
-def _units(order: Sequence[int], inputs: Sequence[EncoderInput]) -> Iterator[list[int]]:
+def _units(order: Sequence[int], inputs: Sequence[EncoderInput], size: int) -> Iterator[list[int]]:
     """Yield the inputs that are encoded together: those with a router apart from others.
 
-    A unit has ``UNIT`` inputs that go through the network, with up to ``_ROUTED`` routers.
+    A unit has ``size`` inputs that go through the network, with up to ``_ROUTED`` routers.
     """
     plain = [index for index in order if inputs[index].router is None]
-    yield from (plain[start : start + UNIT] for start in range(0, len(plain), UNIT))
+    yield from (plain[start : start + size] for start in range(0, len(plain), size))
     unit: list[int] = []
     bases: set[object] = set()
     for index in order:
         if inputs[index].router is None:
             continue
         base = unrouted(inputs[index])
-        if (base not in bases and len(bases) == UNIT) or len(unit) == _ROUTED:
+        if (base not in bases and len(bases) == size) or len(unit) == _ROUTED:
             yield unit
             unit, bases = [], set()
         unit.append(index)

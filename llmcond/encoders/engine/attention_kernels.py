@@ -32,6 +32,12 @@ def attend(
         # Without AMX, PyTorch's attention in 16 bit takes longer on a CPU than casting does.
         query, key, value = query.float(), key.float(), value.float()
         mask = None if mask is None else mask.float()
+    elif grouped:
+        # With a mask, or in float32, CUDA's fast kernels may not take fewer key heads, and PyTorch
+        # would keep the scores of all pairs in memory.
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        grouped = False
     output = scaled_dot_product_attention(
         query,
         key,

@@ -14,10 +14,10 @@ from llmcond.encoders.engine.attention import AttentionPlan
 from llmcond.encoders.engine.batching import Batch, Segment
 from llmcond.encoders.loading.device import to_device
 
-#: Tokens of adjacent branches that attend in one call, under a mask.
-BRANCH_TOKENS = 192
-#: Padding, in tokens, that costs as much as a call of its own.
-_CALL = 64
+#: Tokens of adjacent branches that attend in one call, under a mask, on a CPU and on a GPU.
+BRANCH_TOKENS, _BRANCH_TOKENS_ON_GPU = 192, 1_024
+#: Padding, in tokens, that costs as much as a call of its own: on a CPU, and on a GPU.
+_CALL, _CALL_ON_GPU = 64, 4_096
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +117,22 @@ def plan_attention(
     """Return the layout of a packed row for products of PyTorch."""
     if batch.shared:
         return Blocks(_branches(batch, device, dtype), batch.n_tokens)
-    blocks = [_group(runs, causal, device, dtype) for runs in _groups(batch.segments)]
+    call = _CALL if device.type == "cpu" else _CALL_ON_GPU
+    blocks = [_group(runs, causal, device, dtype) for runs in _groups(batch.segments, call)]
     return Blocks(blocks, batch.n_tokens)
 
 
-def _groups(segments: Sequence[Segment]) -> list[list[tuple[int, int, int]]]:
-    """Return runs of texts of one length, (start, rows, length), grouped where padding pays."""
+def _groups(segments: Sequence[Segment], call: int) -> list[list[tuple[int, int, int]]]:
+    """Return runs of texts of one length, (start, rows, length), grouped where padding pays.
+
+    A ``call`` of its own costs as much as so many tokens of padding.
+    """
     groups: list[list[tuple[int, int, int]]] = []
     for length, texts in groupby(segments, key=lambda segment: segment.length):
         starts = [text.start for text in texts]
         rows = len(starts)
         longest = max(n for _, _, n in groups[-1]) if groups else 0
-        if not groups or not 0 <= rows * (longest - length) <= _CALL:
+        if not groups or not 0 <= rows * (longest - length) <= call:
             groups.append([])
         groups[-1].append((starts[0], rows, length))
     return groups
@@ -174,6 +178,7 @@ def _branches(batch: Batch, device: torch.device, dtype: torch.dtype) -> list[At
     keys and values that are gathered for it are one path and its own.
     """
     segments = batch.segments
+    most = BRANCH_TOKENS if device.type == "cpu" else _BRANCH_TOKENS_ON_GPU
     children: dict[int, list[int]] = {}
     for index, segment in enumerate(segments):
         children.setdefault(segment.parent, []).append(index)
@@ -197,14 +202,14 @@ def _branches(batch: Batch, device: torch.device, dtype: torch.dtype) -> list[At
         family = waiting.pop()
         first, path = segments[family[0]], positions_of(batch.path(family[0]))
         sizes = accumulate(segments[index].until - segments[index].start for index in family)
-        taken = sum(size <= BRANCH_TOKENS for size in sizes)
+        taken = sum(size <= most for size in sizes)
         waiting.append(family[max(taken, 1) :])
         if taken:
             pieces.append(piece(path, first.start, first.start, segments[family[taken - 1]].until))
         elif not len(path):
             pieces.append(_group([(first.start, 1, first.length)], True, device, dtype))
         else:
-            starts = range(first.start, first.stop, BRANCH_TOKENS)
+            starts = range(first.start, first.stop, most)
             stops = (*starts[1:], first.stop)
             pieces += [piece(path, first.start, *ends) for ends in zip(starts, stops, strict=True)]
         if not taken:

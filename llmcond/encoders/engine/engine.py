@@ -6,6 +6,7 @@ alone, which it tries out when it is made.
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections import deque
@@ -47,6 +48,7 @@ from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import RELEASED
 from llmcond.errors import LlmcondError, UserError, first_line
 
+_log = logging.getLogger(__name__)
 #: What weights the tokens of an input: of routed pooling, or of a router inside the encoder.
 Route = Routes | CsrQuery
 
@@ -140,6 +142,7 @@ class Engine:
             dtype=TORCH_DTYPES[self.identity.dtype],
             max_length=self.identity.max_length,
             skipped_id=skipped_id(model.network),
+            spread=len(set(getattr(model.network, "hf_device_map", {}).values())) > 1,
         )
         self._longest = _longest_packed(config)
         # Work is queued on a GPU by one thread at a time: activations of two would need twice
@@ -398,8 +401,13 @@ class Engine:
                         return False
             if self.inside and not self.reads_routers:
                 return self._routes_as(rows, most)
-        except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            # Neither says anything of the architecture, and after the latter nothing more runs.
+            if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
+                raise
             # Whatever an architecture does not take: it is padded then, as it always was.
+            kernel = self._runtime.kernel or torch.nn.functional.scaled_dot_product_attention
+            _log.debug("%s does not pack with %s: %s", self._name, kernel.__name__, error)
             return False
         return True
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from llmcond.encoders.engine.attention import AttentionPlan
@@ -32,6 +36,7 @@ class Runtime:
         pad_id: fills rows up; masked, so its value never matters.
         kernel: attention for uneven lengths; None: PyTorch's own for even ones.
         skipped_id: see :func:`skipped_id`.
+        spread: whether its layers are on several devices.
         max_length: tokens that an input may have.
         step: packed rows are filled up to a multiple of so many tokens. oneDNN prepares a product
             for each number of rows that it meets, in milliseconds, and keeps it, in megabytes.
@@ -48,6 +53,7 @@ class Runtime:
     kernel: Kernel | None = None
     skipped_id: int | None = None
     step: int = 1
+    spread: bool = False
 
 
 def skipped_id(network: Any) -> int | None:
@@ -140,24 +146,25 @@ class PackedForward:
     def prepare(self) -> None:
         """Make what the network is given; needs no lock of the device."""
         runtime, skipped = self._runtime, self._runtime.skipped_id
-        ids: list[int] = []
-        positions: list[int] = []
-        types: list[int] = []
-        for segment in self._batch.segments:
-            row = self._rows[segment.source]
-            part = row.ids[segment.begin : segment.end]
-            ids += part
-            positions += _positions(part, segment.begin, skipped)
-            types += [int(at >= row.second) for at in range(segment.begin, segment.end)]
-        fill = self._width - len(ids)
-        ids += fill * [runtime.pad_id]
-        arguments = {"input_ids": ids, "position_ids": positions + fill * [skipped or 0]}
-        if any(types):
-            arguments["token_type_ids"] = types + fill * [0]
-        self._arguments = {
-            key: to_device(torch.tensor([value]), runtime.device)
-            for key, value in arguments.items()
-        }
+        segments, n = self._batch.segments, self._batch.n_tokens
+        sources = [self._rows[segment.source] for segment in segments]
+        texts = (
+            row.ids[segment.begin : segment.end]
+            for row, segment in zip(sources, segments, strict=True)
+        )
+        # Token ids, positions and token types of the whole row, in one copy.
+        values = np.zeros((3, 1, self._width), dtype=np.int64)
+        ids, positions, types = values[:, 0]
+        ids[:n] = np.fromiter(chain.from_iterable(texts), np.int64, n)
+        ids[n:], positions[n:] = runtime.pad_id, skipped or 0
+        lengths = [segment.length for segment in segments]
+        offsets = [segment.begin - segment.start for segment in segments]
+        within = np.arange(n) + np.repeat(offsets, lengths)
+        positions[:n] = within if skipped is None else _counted_from(skipped, ids[:n], lengths)
+        types[:n] = within >= np.repeat([row.second for row in sources], lengths)
+        names = ["input_ids", "position_ids", *(["token_type_ids"] if types.any() else [])]
+        given = to_device(torch.from_numpy(values[: len(names)]), runtime.device)
+        self._arguments = dict(zip(names, given, strict=True))
         # transformers passes a mask of four dimensions on as it is, and makes none for the row.
         self._arguments["attention_mask"] = torch.zeros(1, 1, 1, 1, device=runtime.device)
         self._arguments["packed"] = attention_plan(runtime, self._batch)
@@ -215,20 +222,35 @@ def filled(batch: Batch, runtime: Runtime) -> int:
 def attention_plan(runtime: Runtime, batch: Batch) -> AttentionPlan:
     """Return which tokens of a packed row attend to which, for the kernel that there is."""
     causal = runtime.attention == "causal"
-    if runtime.kernel is None:
-        return plan_attention(batch, causal, runtime.device, runtime.dtype)
-    return plan_varlen(batch, causal, runtime.device, runtime.kernel)
+
+    def plan(device: torch.device) -> AttentionPlan:
+        if runtime.kernel is None:
+            return plan_attention(batch, causal, device, runtime.dtype)
+        return plan_varlen(batch, causal, device, runtime.kernel)
+
+    return _ByDevice(cache(plan)) if runtime.spread else plan(runtime.device)
 
 
-def _positions(ids: list[int], begin: int, skipped: int | None) -> list[int]:
-    if skipped is None:
-        return list(range(begin, begin + len(ids)))
-    # Encoders with such positions are bidirectional, so a segment is a whole input.
-    positions, last = [], skipped
-    for token in ids:
-        last += token != skipped
-        positions.append(skipped if token == skipped else last)
-    return positions
+@dataclass(frozen=True, slots=True)
+class _ByDevice:
+    """The plan of a row for a network on several devices: each layer attends on its own."""
+
+    plan: Callable[[torch.device], AttentionPlan]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """See :class:`AttentionPlan`."""
+        return self.plan(query.device).attend(query, key, value, scale)
+
+
+def _counted_from(skipped: int, ids: NDArray[np.int64], lengths: list[int]) -> NDArray[np.int64]:
+    """Return the positions of tokens that are counted behind a padding token's.
+
+    Encoders with such positions are bidirectional, so a segment is a whole input.
+    """
+    counted = (ids != skipped).cumsum()
+    ends = np.cumsum(lengths)[:-1]
+    before = np.concatenate([[0], counted[ends - 1]])
+    return np.where(ids == skipped, skipped, skipped + counted - np.repeat(before, lengths))
 
 
 def _pooled_range(row: Tokens, pooling: str) -> tuple[int, int]:

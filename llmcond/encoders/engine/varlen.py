@@ -76,10 +76,10 @@ def plan_varlen(
     The keys of a segment with a path are gathered; so that memory stays bounded whatever the tree,
     those of few segments at a time where they are many.
     """
+    if not batch.shared:
+        return Varlen([_run(batch.segments, None, device)], causal, kernel)
     limit = _GATHERED * batch.n_tokens
     positions = [positions_of([*batch.path(i), s]) for i, s in enumerate(batch.segments)]
-    if not batch.shared:
-        return Varlen([_run(batch.segments, positions, device, gather=False)], causal, kernel)
     cuts, size = [0], 0
     for index, keys in enumerate(positions):
         if size and size + len(keys) > limit:
@@ -87,20 +87,23 @@ def plan_varlen(
             size = 0
         size += len(keys)
     parts = [slice(*ends) for ends in pairwise([*cuts, len(positions)])]
-    runs = [_run(batch.segments[part], positions[part], device, gather=True) for part in parts]
+    runs = [_run(batch.segments[part], positions[part], device) for part in parts]
     return Varlen(runs, causal, kernel)
 
 
-def _run(
-    segments: Sequence[Segment], positions: list[Tensor], device: torch.device, gather: bool
-) -> _Run:
-    def ends(lengths: list[int]) -> Tensor:
-        return to_device(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), device)
+def _run(segments: Sequence[Segment], positions: list[Tensor] | None, device: torch.device) -> _Run:
+    """Return the call for some segments, which see these positions, or themselves only."""
 
-    lengths, key_lengths = [s.length for s in segments], [len(keys) for keys in positions]
+    def ends(lengths: list[int]) -> tuple[Tensor, int]:
+        starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        return to_device(starts, device), max(lengths)
+
     queries = slice(segments[0].start, segments[-1].stop)
-    keys = to_device(torch.cat(positions), device) if gather else queries
-    return _Run(queries, keys, (ends(lengths), ends(key_lengths), max(lengths), max(key_lengths)))
+    own, longest = ends([segment.length for segment in segments])
+    if positions is None:
+        return _Run(queries, queries, (own, own, longest, longest))
+    keys, most = ends([len(one) for one in positions])
+    return _Run(queries, to_device(torch.cat(positions), device), (own, keys, longest, most))
 
 
 def varlen_kernels(device: torch.device, dtype: torch.dtype) -> list[Callable[..., Any]]:
