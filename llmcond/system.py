@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import platform
@@ -11,9 +12,16 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmcond.errors import UserError
 from llmcond.version import __version__
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_log = logging.getLogger(__name__)
 
 _LIBRARIES = (
     "numpy",
@@ -59,6 +67,8 @@ def choose_device(device: str) -> str:
     import torch
 
     if device == "auto" and not torch.cuda.is_available():
+        if torch.backends.mps.is_available():
+            _tell_of_mps()
         return "cpu"
     match = re.fullmatch(r"cuda(?::(\d+))?", "cuda" if device == "auto" else device)
     if match is None:
@@ -78,22 +88,46 @@ def choose_device(device: str) -> str:
     return f"cuda:{index}"
 
 
-def check_capability(gpu: str, capability: tuple[int, int], built_for: Sequence[str]) -> None:
-    """Refuse a GPU that is older than what PyTorch was built for, such as ``sm_80``.
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; to a GPU it is copied from pinned memory, and nobody waits.
 
-    Its first kernel would fail without saying why.
+    A plain copy would wait for all work that is queued on the GPU, the batch before included.
+    """
+    if values.is_cpu and device.type == "cuda":
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)
+
+
+def check_capability(gpu: str, capability: tuple[int, int], built_for: Sequence[str]) -> None:
+    """Refuse a GPU that PyTorch was not built for; ``built_for`` has entries such as ``sm_80``.
+
+    Its first kernel would fail without saying why. Kernels of a capability run on GPUs of the same
+    major version and as high a minor one; ``compute_90`` is compiled for any that is as high.
 
     Raises:
-        UserError: naming both.
+        UserError: naming what the GPU has and what PyTorch was built for.
     """
-    matches = (re.fullmatch(r"(?:sm|compute)_(\d+)(\d)[af]?", one) for one in built_for)
-    least = min(((int(match[1]), int(match[2])) for match in matches if match), default=(0, 0))
-    if capability < least:
-        own, needed = (".".join(map(str, pair)) for pair in (capability, least))
-        raise UserError(
-            f"{gpu} has compute capability {own}, and this PyTorch was built for {needed} and "
-            "above. Use --device cpu, or install a build of PyTorch for it (https://pytorch.org)."
+    found = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", one) for one in built_for]
+    kinds = [(match[1], (int(match[2]), int(match[3]))) for match in found if match]
+    fits = (
+        least <= capability and (kind == "compute" or least[0] == capability[0])
+        for kind, least in kinds
+    )
+    if kinds and not any(fits):
+        own, *known = (
+            ".".join(map(str, pair))
+            for pair in (capability, *sorted({least for _, least in kinds}))
         )
+        raise UserError(
+            f"{gpu} has compute capability {own}, and this PyTorch was built for "
+            f"{', '.join(known)}. Use --device cpu, or install a build of PyTorch for it "
+            "(https://pytorch.org)."
+        )
+
+
+@cache
+def _tell_of_mps() -> None:
+    _log.info("the GPU of this Mac is not used: llmcond computes on CUDA GPUs and on CPUs.")
 
 
 def processes(*modules: str) -> ForkServerContext | SpawnContext:

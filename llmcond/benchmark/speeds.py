@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import statistics
 import sys
 import time
@@ -193,13 +192,6 @@ def run_encoder(
                     f"{loaded.encoder.name}, {loaded.precision}, {label}: profile",
                     first_line(error),
                 )
-
-
-def release(device: str) -> None:
-    """Give back the memory of encoders that are no longer used."""
-    gc.collect()
-    if device != "cpu":
-        torch.cuda.empty_cache()
 
 
 def _load(resolved: ResolvedEncoder) -> _Loaded:

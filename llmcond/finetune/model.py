@@ -25,6 +25,7 @@ from llmcond.heads.objectives import (
 )
 from llmcond.metrics import METRICS, Metric
 from llmcond.prompts import Prompt
+from llmcond.system import to_device
 
 #: Inputs with routers that are encoded at a time where there are no gradients.
 _ROUTED = 1_024
@@ -89,12 +90,13 @@ class TunedModel(RatedModel[RatedInputs]):
         with torch.autocast(vectors.device.type, enabled=False):
             batch = inputs.batch(rows, used, vectors.float())
             first, second = self.head(*batch).chunk(2)
-            pair, contrastive = torch.from_numpy(inputs.pair[rows]).to(first.device), None
+            device, contrastive = first.device, None
+            pair = to_device(torch.from_numpy(inputs.pair[rows]), device)
             if self.plan.objective.contrasts:
                 found = adjacent_pairs(contrast_groups(inputs.pair)[rows])
-                contrastive = torch.from_numpy(found).to(first.device)
+                contrastive = to_device(torch.from_numpy(found), device)
             info = RatedBatch(self.head.similarity, pair, contrastive)
-            rating = torch.from_numpy(inputs.rating[rows]).to(first)
+            rating = to_device(torch.from_numpy(inputs.rating[rows]), device).to(first)
             loss: Tensor = self.objective(first, second, rating, info)
             return loss
 

@@ -16,6 +16,7 @@ from llmcond.heads.objectives import adjacent_pairs, contrast_groups
 from llmcond.heads.pairs import PairArrays
 from llmcond.heads.sampler import GroupSampler
 from llmcond.heads.settings import TrainingSettings
+from llmcond.system import to_device
 
 #: Features that are computed or gathered are made plain arrays if these take no more bytes.
 _DENSE_BYTES = 2**29
@@ -96,13 +97,14 @@ class Loader:
                 chosen = rows[positions]
                 self.steps += 1
                 batch = self._conditions.batch(sides, chosen, self._dtype).to(device)
-                rating = torch.from_numpy(self.rating[chosen].astype(np.float32)).to(device)
+                rating = torch.from_numpy(self.rating[chosen].astype(np.float32))
                 pair = contrastive = None
                 if self._pair is not None:
-                    pair = torch.from_numpy(self._pair[chosen]).to(device)
+                    pair = to_device(torch.from_numpy(self._pair[chosen]), device)
                 if self._group is not None:
-                    contrastive = torch.from_numpy(adjacent_pairs(self._group[chosen])).to(device)
-                yield batch, rating, pair, contrastive
+                    adjacent = torch.from_numpy(adjacent_pairs(self._group[chosen]))
+                    contrastive = to_device(adjacent, device)
+                yield batch, to_device(rating, device), pair, contrastive
 
     def in_order(self) -> Iterator[Batch]:
         """Yield batches of all rows as they stand."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from llmcond.arrays import Array, MatrixLike
 from llmcond.heads.pairs import Fit, PairArrays
+from llmcond.system import to_device
 
 T = TypeVar("T")
 M = TypeVar("M", bound="HeadModule")
@@ -48,10 +49,7 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device."""
-        if device.type == "cpu":
-            return self
-        pinned = [None if part is None else part.pin_memory() for part in self]
-        moved = [None if part is None else part.to(device, non_blocking=True) for part in pinned]
+        moved = [None if part is None else to_device(part, device) for part in self]
         return Batch(*moved)  # type: ignore[arg-type]
 
 

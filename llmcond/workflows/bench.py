@@ -14,9 +14,10 @@ from llmcond.benchmark.checks import Bench, Check, run_checks
 from llmcond.benchmark.machine import describe_machine
 from llmcond.benchmark.markdown import page
 from llmcond.benchmark.shapes import Shape, random_encoder
-from llmcond.benchmark.speeds import Profile, Scale, Skipped, Speed, release, run_encoder
+from llmcond.benchmark.speeds import Profile, Scale, Skipped, Speed, run_encoder
 from llmcond.display import Displayed
 from llmcond.encoders import EncoderOptions, resolve
+from llmcond.encoders.loading.memory import release
 from llmcond.encoders.loading.quantization import require
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Quantize

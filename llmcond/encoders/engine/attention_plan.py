@@ -12,7 +12,7 @@ from torch import Tensor
 from llmcond.encoders.engine import attention_kernels
 from llmcond.encoders.engine.attention import AttentionPlan
 from llmcond.encoders.engine.batching import Batch, Segment
-from llmcond.encoders.loading.device import to_device
+from llmcond.system import to_device
 
 #: Tokens of adjacent branches that attend in one call, under a mask, on a CPU and on a GPU.
 BRANCH_TOKENS, _BRANCH_TOKENS_ON_GPU = 192, 1_024

@@ -36,9 +36,9 @@ from llmcond.encoders.engine.forward import (
     filled,
 )
 from llmcond.encoders.engine.tokenizing import Tokens
-from llmcond.encoders.loading.device import to_device
 from llmcond.encoders.spec import RELEASED, EncoderIdentity
 from llmcond.errors import UserError
+from llmcond.system import to_device
 
 #: What routes one input: its condition's query, (d,), or for modes that read it, its tokens.
 CsrQuery = Tensor | Tokens

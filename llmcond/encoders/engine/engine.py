@@ -39,7 +39,6 @@ from llmcond.encoders.loading.device import (
     TORCH_DTYPES,
     default_token_budget,
     fetch,
-    to_device,
 )
 from llmcond.encoders.loading.direction import check_direction
 from llmcond.encoders.loading.loading import LoadedModel
@@ -47,6 +46,7 @@ from llmcond.encoders.loading.memory import tokens_that_fit
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import RELEASED
 from llmcond.errors import LlmcondError, UserError, first_line
+from llmcond.system import to_device
 
 _log = logging.getLogger(__name__)
 #: What weights the tokens of an input: of routed pooling, or of a router inside the encoder.

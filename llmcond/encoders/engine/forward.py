@@ -19,9 +19,9 @@ from llmcond.encoders.engine.batching import Batch
 from llmcond.encoders.engine.pooling import PoolBatch, Routes, routed
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.encoders.engine.varlen import plan_varlen
-from llmcond.encoders.loading.device import to_device
 from llmcond.encoders.spec import Attention
 from llmcond.plugins import is_plugin
+from llmcond.system import to_device
 
 Kernel = Callable[..., Any]
 

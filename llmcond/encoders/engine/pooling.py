@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from llmcond import plugins
-from llmcond.encoders.loading.device import to_device
 from llmcond.encoders.spec import Pooling
 from llmcond.errors import UserError, first_line
 from llmcond.files import digest_bytes
+from llmcond.system import to_device
 
 #: From (inputs, tokens, dim), (inputs, tokens) bool that is True at the tokens that count, one at
 #: least for each input, and the tokens of each input; to (inputs, dim) in float32. Texts are padded

@@ -12,8 +12,8 @@ from torch import Tensor
 from llmcond.encoders.engine.engine import Engine, Route
 from llmcond.encoders.engine.pooling import Routes
 from llmcond.encoders.engine.tokenizing import Tokens
-from llmcond.encoders.loading.device import to_device
 from llmcond.encoders.spec import EncoderInput, Router
+from llmcond.system import to_device
 
 
 def unrouted(item: EncoderInput) -> tuple[EncoderInput, Router | None]:

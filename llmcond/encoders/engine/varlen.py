@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llmcond.encoders.engine.attention_plan import positions_of
 from llmcond.encoders.engine.batching import Batch, Segment
-from llmcond.encoders.loading.device import to_device
+from llmcond.system import to_device
 
 #: Keys and values that a kernel is given at a time, against tokens of the row.
 _GATHERED = 8

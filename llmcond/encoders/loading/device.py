@@ -28,16 +28,6 @@ def choose_dtype(dtype: Literal["auto"] | Dtype, device: str) -> Dtype:
     return "bfloat16" if native_bfloat16() else "float32"
 
 
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device; to a GPU it is copied from pinned memory, and nobody waits.
-
-    A plain copy would wait for all work that is queued on the GPU, the batch before included.
-    """
-    if values.is_cpu and device.type == "cuda":
-        return values.pin_memory().to(device, non_blocking=True)
-    return values.to(device)
-
-
 def fetch(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """Return a tensor on the CPU; from a GPU it is there once the event has happened."""
     if not values.is_cuda:

@@ -21,7 +21,7 @@ from llmcond.encoders.checkpoints.weights import (
 )
 from llmcond.encoders.loading.architecture import build_on_meta, quiet
 from llmcond.encoders.loading.device import TORCH_DTYPES
-from llmcond.encoders.loading.memory import Footprint, available, footprint
+from llmcond.encoders.loading.memory import Footprint, available, footprint, release
 from llmcond.encoders.loading.quantization import installed, quantization, require
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Quantize
@@ -54,6 +54,8 @@ def load_model(resolved: ResolvedEncoder, config: Any) -> LoadedModel:
             library, or an adapter of another architecture.
         LlmcondError: weights that do not fit the architecture, or no memory for them.
     """
+    if resolved.device != "cpu":
+        release(resolved.device)  # the memory of an encoder that was there before
     checkpoint, identity = resolved.checkpoint, resolved.identity
     arguments: dict[str, Any] = {"dtype": TORCH_DTYPES[identity.dtype]}
     if identity.quantize != "none":
@@ -108,7 +110,7 @@ def _read(
 ) -> Any:
     checkpoint = resolved.checkpoint
     try:
-        return read_network(resolved, config, arguments)
+        network = read_network(resolved, config, arguments)
     except torch.OutOfMemoryError as error:
         raise _no_memory(resolved, size) from error
     except UnpicklingError as error:
@@ -122,6 +124,11 @@ def _read(
         shapes = "mismatch" in str(error) and "shape" in str(error)
         why = "their shapes are not those of config.json" if shapes else first_line(error)
         raise LlmcondError(f"the weights of {checkpoint.name} cannot be loaded: {why}.") from error
+    on_gpus = resolved.device != "cpu" and resolved.identity.quantize != "none"
+    # Where it spreads an encoder, accelerate reckons with a reserve that we do not know of.
+    if on_gpus and any(value.device.type in ("cpu", "meta") for value in network.parameters()):
+        raise _no_memory(resolved, size)
+    return network
 
 
 def _drop_pooler(network: Any, resolved: ResolvedEncoder) -> None:
@@ -143,7 +150,8 @@ def _placement(resolved: ResolvedEncoder, size: Footprint) -> str:
     others = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     others += ["cpu"] if identity.quantize == "none" else []
     together = sum(available(device) for device in others)
-    spreads = resolved.options.device == "auto" and resolved.device != "cpu"
+    # One that was named with its number is not exceeded.
+    spreads = resolved.options.device in ("auto", "cuda") and resolved.device != "cpu"
     if spreads and needed <= together:
         return "auto"
     raise _no_memory(resolved, size)
@@ -155,6 +163,9 @@ def _no_memory(resolved: ResolvedEncoder, size: Footprint) -> LlmcondError:
     needed = {kind: gib(size.loading(dtype, kind)) for kind in kinds}
     smaller = kinds[kinds.index(quantize) + 1 :]
     advice = [f"--quantize {kind} ({needed[kind]})" for kind in smaller]
+    named = resolved.options.device.startswith("cuda:")
+    if named and torch.cuda.device_count() > 1:
+        advice.append(f"--device auto, which takes all {torch.cuda.device_count()} GPUs")
     advice += ["--device cpu"] if resolved.device != "cpu" else []
     return LlmcondError(
         f"{resolved.checkpoint.name} does not fit into the memory of {resolved.device}: as "

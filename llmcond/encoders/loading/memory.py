@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,8 +92,19 @@ def _per_token(config: Any) -> int:
 
 
 def available(device: str) -> int:
-    """Return the bytes that are free on a device now."""
+    """Return the bytes that are free on a device now.
+
+    Of a GPU also those that PyTorch keeps for this process, of tensors that are no more.
+    """
     if device.startswith("cuda"):
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + kept)
     return free_memory()
+
+
+def release(device: str) -> None:
+    """Free what is no longer used; of a GPU also what PyTorch keeps for this process."""
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.empty_cache()
