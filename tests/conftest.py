@@ -136,7 +136,7 @@ def browser() -> Iterator[Any]:
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A maker of real checkpoints with random weights: a small BERT or a small Mistral."""
 
-    def make(kind: str = "bert", seed: int = 0, hidden: int = 32) -> Path:
+    def make(kind: str = "bert", seed: int = 0, hidden: int = 32, layers: int = 2) -> Path:
         import torch
         from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
         from transformers import (
@@ -167,7 +167,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         shape = {
             "vocab_size": len(vocabulary),
             "hidden_size": hidden,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": layers,
             "num_attention_heads": 4,
             "intermediate_size": 64,
             "max_position_embeddings": 64,

@@ -1,6 +1,5 @@
 """Every check of ``llmcond bench`` on the stand-in for a GPU."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,6 @@ def _checks(tmp_path: Path) -> list[tuple[str, float, checks.Measure]]:
 
 
 _NAMES = [name for name, *_ in _checks(Path()) if name not in _OTHER]
-
-
-@pytest.fixture
-def gpu() -> Iterator[StandIn]:
-    with StandIn(gpus=1, gib=80) as stand:
-        yield stand
 
 
 @pytest.mark.parametrize("name", _NAMES)

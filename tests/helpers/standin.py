@@ -434,15 +434,15 @@ class StandIn:
             kind = "cpu" if str(device_type).startswith("cuda") else device_type
             real_autocast(block, kind, *args, **kwargs)
 
-        run = threading.Thread.run
+        begin = threading.Thread._bootstrap_inner
 
-        def run_in_modes(thread: threading.Thread) -> None:
+        def begin_in_modes(thread: threading.Thread) -> None:
             with _modes(self):
-                run(thread)
+                begin(thread)
 
         yield mock.patch.object(torch, "Generator", Generator)
         yield mock.patch.object(torch.autocast, "__init__", autocast)
-        yield mock.patch.object(threading.Thread, "run", run_in_modes)
+        yield mock.patch.object(threading.Thread, "_bootstrap_inner", begin_in_modes)
         if self.total < 2**31:  # transformers takes 1.2 GiB off the memory of a GPU
             import transformers.modeling_utils as loading
 
