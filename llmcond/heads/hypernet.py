@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from llmcond.errors import UserError
 from llmcond.heads.conditioned import ConditionedHead, ConditionedSettings
 from llmcond.heads.module import ACTIVATIONS, AT_ONCE
 from llmcond.heads.settings import Activation, Size, SizeOrNone
+from llmcond.system import to_device
 
 #: From so many rows a condition on, a product for each beats one that pads them to equal numbers.
 _MANY_ROWS = 16
@@ -145,33 +147,36 @@ def by_condition(
     count = len(factors[0])
     if not len(x):
         return x.new_empty(0, factors[-1].shape[2], dtype=factors[-1].dtype)
+    put = partial(to_device, device=x.device)
+    which = which.cpu()  # the one time that a GPU is waited for: the layout is made on the CPU
     rows = torch.bincount(which, minlength=count)
     order = torch.argsort(which, stable=True)
     if 1 < count <= len(x) // _MANY_ROWS:
-        parts = list(torch.split(x.index_select(0, order), rows.tolist()))
+        parts = list(torch.split(x.index_select(0, put(order)), rows.tolist()))
         for factor in factors:
             parts = [
                 batched_product(part[None], matrix[None])[0]
                 for part, matrix in zip(parts, factor, strict=True)
             ]
-        return torch.cat(parts).index_select(0, torch.argsort(order))
+        return torch.cat(parts).index_select(0, put(torch.argsort(order)))
     most = max(4, -(-2 * len(x) // max(count, 1)))
     width = int(min(int(rows.max()), most))
     pieces = (rows + width - 1) // width
     ordered = which[order]
     begins = torch.cumsum(rows, 0) - rows
-    rank = torch.arange(len(x), device=x.device) - begins[ordered]
+    rank = torch.arange(len(x)) - begins[ordered]
     position = (torch.cumsum(pieces, 0) - pieces)[ordered] * width + rank
     total = int(pieces.sum())
-    grouped = x.new_zeros(total * width, x.shape[1]).index_copy(0, position, x[order])
+    grouped = x.new_zeros(total * width, x.shape[1])
+    grouped = grouped.index_copy(0, put(position), x[put(order)])
     grouped = grouped.view(total, width, -1)
     # As a rule every condition is one piece, and no matrix is copied at all.
     single = bool((pieces == 1).all())
-    owner = torch.repeat_interleave(torch.arange(count, device=x.device), pieces)
+    owner = put(torch.repeat_interleave(torch.arange(count), pieces))
     for factor in factors:
         # Not factor[owner]: gradients of an index are added in any order on several threads.
         matrices = factor if single else factor.index_select(0, owner)
         grouped = batched_product(grouped, matrices)
     back = torch.empty_like(position)
     back[order] = position
-    return grouped.reshape(total * width, -1)[back]
+    return grouped.reshape(total * width, -1)[put(back)]

@@ -15,7 +15,7 @@ import torch
 from helpers import checkpoints
 from helpers.commands import ok, refused
 from helpers.processes import Command
-from helpers.training import on_cpu, resumed, stop_after
+from helpers.training import resumed, stop_after, trainer_of
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModel
@@ -24,20 +24,14 @@ import llmcond
 from llmcond import plugins
 from llmcond.bundled import bundled_names
 from llmcond.cli import run
-from llmcond.data.datasets import read_dataset
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.errors import UserError
-from llmcond.features.view import view_of
 from llmcond.files import digest_file
-from llmcond.finetune.build import load_trainable
-from llmcond.finetune.inputs import RatedInputs
-from llmcond.finetune.loop import Trainer
-from llmcond.finetune.model import HeadPlan, TunedModel
 from llmcond.finetune.order import Order
 from llmcond.finetune.settings import TuneSettings
 from llmcond.finetune.state import BEST, STATE, StateFolder, differences
 from llmcond.heads import load_recipe
-from llmcond.heads.objectives import ObjectiveSettings, contrast_groups
+from llmcond.heads.objectives import contrast_groups
 from llmcond.prompts import load_prompt
 from llmcond.workflows.extract import _usual_prompt
 from llmcond.workflows.trainable import tune_settings
@@ -130,23 +124,6 @@ def test_what_a_recipe_says_of_training_is_legal(name):
 
 
 # -- going on ----------------------------------------------------------------------------------
-
-
-def trainer_of(tiny, data, folder, dropout=0.1, **settings):
-    """A trainer of a BERT and a hypernetwork with a contrast, dropout and all."""
-    tuning = TuneSettings(rank=4, batch_size=16, checkpoint_steps=3, **settings)
-    resolved = resolve(str(tiny), EncoderOptions(dtype="float32", device="cpu", pooling="mean"))
-    trainable = load_trainable(resolved, tuning, seed=5)
-    recipe = load_recipe("hypernet").with_settings(
-        {"dim": 8, "rank": 2, "info_nce": 1.0, "dropout": dropout, "learning_rate": 1e-2}, "test"
-    )
-    view = view_of(recipe, [load_prompt("separate")], False)
-    splits = read_dataset(str(data)).splits
-    train, dev = (RatedInputs.of(splits[s], view, trainable.tokenizer) for s in ("train", "dev"))
-    objective = ObjectiveSettings(info_nce=1.0)
-    model = TunedModel(trainable.engine, HeadPlan(recipe, objective, 5), (32, 32))
-    state = StateFolder(folder, {"settings": tuning.to_json()})
-    return Trainer(model, train, dev, tuning, on_cpu(), state)
 
 
 @pytest.mark.parametrize(("average", "first"), [(0.0, 1), (0.9, 2)])

@@ -1,19 +1,59 @@
 """Trainings that are stopped, and go on."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
+from llmcond.data.datasets import read_dataset
+from llmcond.encoders import EncoderOptions, resolve
+from llmcond.features.view import view_of
+from llmcond.finetune.build import load_trainable, prepare_accelerator
+from llmcond.finetune.inputs import RatedInputs
 from llmcond.finetune.loop import Trainer
+from llmcond.finetune.model import HeadPlan, TunedModel
+from llmcond.finetune.settings import TuneSettings
+from llmcond.finetune.state import StateFolder
+from llmcond.heads import load_recipe
+from llmcond.heads.objectives import ObjectiveSettings
+from llmcond.prompts import load_prompt
+
+ON_CPU = EncoderOptions(dtype="float32", device="cpu", pooling="mean")
 
 
 def on_cpu() -> Accelerator:
     """Return what computes in float32, whatever precision an earlier training of a process had."""
     AcceleratorState._reset_state()
     return Accelerator(cpu=True)
+
+
+def trainer_of(
+    model: Path,
+    data: Path,
+    folder: Path,
+    dropout: float = 0.1,
+    options: EncoderOptions = ON_CPU,
+    **settings: Any,
+) -> Trainer:
+    """Return a trainer of an encoder and a hypernetwork with a contrast, dropout and all."""
+    tuning = TuneSettings(rank=4, batch_size=16, checkpoint_steps=3, **settings)
+    resolved = resolve(str(model), options)
+    trainable = load_trainable(resolved, tuning, seed=5)
+    recipe = load_recipe("hypernet").with_settings(
+        {"dim": 8, "rank": 2, "info_nce": 1.0, "dropout": dropout, "learning_rate": 1e-2}, "test"
+    )
+    view = view_of(recipe, [load_prompt("separate")], False)
+    splits = read_dataset(str(data)).splits
+    train, dev = (RatedInputs.of(splits[s], view, trainable.tokenizer) for s in ("train", "dev"))
+    tuned = TunedModel(
+        trainable.engine, HeadPlan(recipe, ObjectiveSettings(info_nce=1.0), 5), (32, 32)
+    )
+    state = StateFolder(folder, {"settings": tuning.to_json()})
+    return Trainer(tuned, train, dev, tuning, prepare_accelerator(resolved), state)
 
 
 class _Stopped(Exception):  # noqa: N818 - it stands for a kill

@@ -1,0 +1,65 @@
+"""Training on the stand-in for a GPU: LoRA and QLoRA, stopped and resumed, as on the CPU."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.standin import StandIn
+from helpers.training import resumed, trainer_of
+
+from llmcond.encoders import EncoderOptions
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantize"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "4bit")]
+)
+def test_stopped_and_resumed_it_ends_bit_equal(
+    gpu: StandIn,
+    tiny_checkpoint: Callable[..., Path],
+    write_rows: Any,
+    small_rows: Any,
+    tmp_path: Path,
+    dtype: Any,
+    quantize: Any,
+) -> None:
+    if quantize != "none":
+        pytest.importorskip("bitsandbytes")
+    options = EncoderOptions(dtype=dtype, quantize=quantize, device="cuda", pooling="mean")
+    model, data = tiny_checkpoint("mistral"), write_rows(small_rows)
+    make = partial(trainer_of, model, data, options=options, epochs=1, adapter_dropout=0.1)
+    whole = make(tmp_path / "whole")
+    whole.run(lambda *_: None)
+    expected = {name: value.detach().cpu() for name, value in whole.model.trained().items()}
+
+    again = resumed(partial(make, tmp_path / "again"), 4)
+    assert again.progress.step == 3
+    again.run(lambda *_: None)
+
+    assert again.progress.curve == whole.progress.curve
+    for name, value in again.model.trained().items():
+        assert value.is_cuda
+        assert torch.equal(value.detach().cpu(), expected[name]), name
+
+
+def test_steps_are_those_of_the_cpu(
+    tiny_checkpoint: Callable[..., Path], write_rows: Any, small_rows: Any, tmp_path: Path
+) -> None:
+    model, data, losses = tiny_checkpoint("mistral"), write_rows(small_rows), []
+    for device in ("cpu", "cuda"):
+        options = EncoderOptions(dtype="float32", device=device, pooling="mean")
+        seen: list[float] = []
+        with StandIn() as gpu:
+            plain = {"dropout": 0.0, "encoder_dropout": False, "epochs": 1}
+            trainer = trainer_of(model, data, tmp_path / device, options=options, **plain)
+            trainer.run(lambda progress, steps, loss, seen=seen: seen.append(loss))
+            assert bool(gpu.n_launches) == (device == "cuda")
+            ours = [line for line in gpu.unpinned if line.split(", ")[1].startswith("heads/")]
+            assert not ours, gpu.report()
+        losses.append(seen)
+    assert len(losses[0]) > 2
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)

@@ -1,0 +1,123 @@
+"""Mistakes that a GPU punishes, made on purpose: the stand-in sees each of them."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.standin import StandIn
+
+from llmcond.benchmark.checks import Bench
+from llmcond.benchmark.shapes import csts_inputs
+from llmcond.encoders.encoder import Encoder
+from llmcond.encoders.engine import engine, forward
+from llmcond.errors import LlmcondError
+
+INPUTS = csts_inputs(8, instruct=False)
+
+
+def load(folder: Path) -> Encoder:
+    return Encoder(Bench("cuda:0", folder).resolve("minilm", "bfloat16"))
+
+
+def test_a_tensor_that_was_left_on_the_cpu(
+    gpu: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "to_device", lambda values, device: values)
+    with pytest.raises(LlmcondError, match="Expected all tensors to be on the same device"):
+        load(tmp_path)
+
+
+def test_a_copy_that_is_read_before_its_event(
+    gpu: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = load(tmp_path)
+    fetch = engine.fetch
+    monkeypatch.setattr(engine, "fetch", lambda values: (fetch(values)[0], None))
+    with pytest.raises(RuntimeError, match=r"read before its event, encoders/engine/engine\.py"):
+        encoder.encode_counted(INPUTS)
+
+
+def test_a_copy_from_memory_that_is_not_pinned(
+    gpu: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unpinned(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return values.to(device, non_blocking=True)
+
+    encoder = load(tmp_path)
+    monkeypatch.setattr(forward, "to_device", unpinned)
+    with pytest.raises(RuntimeError, match="memory that is not pinned"):
+        encoder.encode_counted(INPUTS)
+
+
+def test_a_value_that_the_host_waits_for(
+    gpu: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = load(tmp_path)
+    finish = engine.Engine.finish
+
+    def waits(own: Any, pooled: torch.Tensor) -> torch.Tensor:
+        assert pooled.isfinite().all()
+        return finish(own, pooled)
+
+    gpu.reset()
+    encoder.encode_counted(INPUTS)
+    assert not gpu.waits
+    monkeypatch.setattr(engine.Engine, "finish", waits)
+    encoder.encode_counted(INPUTS)
+    assert gpu.waits.total() == 1
+
+
+def test_tensors_that_are_kept(
+    gpu: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder, kept = load(tmp_path), []
+    finish = engine.Engine.finish
+
+    def keeps(own: Any, pooled: torch.Tensor) -> torch.Tensor:
+        kept.append(pooled)
+        return finish(own, pooled)
+
+    gc.collect()
+    before = gpu.used[0]
+    monkeypatch.setattr(engine.Engine, "finish", keeps)
+    encoder.encode_counted(INPUTS)
+    gc.collect()
+    assert gpu.used[0] == before + 8 * encoder.dim * 4
+
+
+def test_tensors_of_two_gpus() -> None:
+    with StandIn(gpus=2):
+        first, second = (torch.ones(2, device=f"cuda:{number}") for number in range(2))
+        with pytest.raises(RuntimeError, match="same device"):
+            first + second
+        with pytest.raises(TypeError, match="can't convert"):
+            first.numpy()
+        assert (first + second.to(0)).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cu_seq_q": torch.tensor([0, 3])}, "dtype int32"),
+        ({"cu_seq_q": torch.tensor([0, 2], dtype=torch.int32)}, "do not cover"),
+        ({"max_q": 4}, "max_q and max_k"),
+        ({"query": torch.zeros(3, 2, 8)}, "fp16 and bf16"),
+        ({"query": torch.zeros(3, 4, 8, dtype=torch.bfloat16)}, "same number of heads"),
+        ({"query": torch.zeros(3, 2, 12, dtype=torch.bfloat16)}, "multiple of 8"),
+    ],
+)
+def test_what_flash_attention_does_not_take(gpu: StandIn, changes: Any, said: str) -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    text = torch.zeros(3, 2, 8, dtype=torch.bfloat16)
+    ends = torch.tensor([0, 3], dtype=torch.int32)
+    given = {"query": text, "key": text, "value": text, "cu_seq_q": ends, "cu_seq_k": ends}
+    given = {**given, "max_q": 3, "max_k": 3}
+    on_gpu = {
+        name: value.to("cuda") if isinstance(value, torch.Tensor) else value
+        for name, value in {**given, **changes}.items()
+    }
+    with pytest.raises((RuntimeError, ValueError), match=said):
+        varlen_attn(**on_gpu)
