@@ -32,11 +32,10 @@ def page(
         "",
         ", ".join(f"{name} {version}" for name, version in machine["versions"].items()) + ".",
         "",
-        "## Checks",
-        "",
-        _table([_check_row(check) for check in checks]),
-        *_speeds(speeds),
     ]
+    if checks:
+        lines += ["## Checks", "", _table([_check_row(check) for check in checks])]
+    lines += _speeds(speeds)
     for profile in profiles:
         what = f"{profile.model}, {profile.precision}, {profile.inputs}"
         rows = [

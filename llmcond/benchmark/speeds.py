@@ -169,9 +169,14 @@ class _Loaded:
 
 
 def run_encoder(
-    resolved: ResolvedEncoder, scale: Scale, *, must_pack: bool, profile: bool = False
+    resolved: ResolvedEncoder,
+    scale: Scale,
+    *,
+    must_pack: bool,
+    check: bool = True,
+    profile: bool = False,
 ) -> Iterator[Check | Speed | Skipped | Profile]:
-    """Load an encoder, check it, and yield its speeds; with ``profile`` where the time goes.
+    """Load an encoder, ``check`` it, and yield its speeds; with ``profile`` where the time goes.
 
     An NV-Embed's ``resolved`` is not to be folded: that is done here, to compare both.
 
@@ -179,7 +184,8 @@ def run_encoder(
         LlmcondError: it cannot be loaded here.
     """
     loaded = _load(resolved)
-    yield from _checks(loaded, must_pack)
+    if check:
+        yield from _checks(loaded, must_pack)
     every = list(_ways(loaded))
     for label, inputs, names in _inputs(loaded, scale):
         chosen = [way for way in every if names is None or way.name in names]

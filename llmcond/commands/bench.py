@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from llmcond.benchmark.checks import Level
 from llmcond.benchmark.shapes import Shape
 from llmcond.commands.base import verb
 from llmcond.commands.shared import WithDevice
@@ -35,6 +36,11 @@ class Bench(WithDevice):
     )
     quantize: Sequence[Quantize] = option(
         (), help="weights as they are, or in 8 or 4 bit (default: all that go here)"
+    )
+    checks: Level = option(
+        "all",
+        help="none; quick: of each encoder that is timed; all: also of every kind of encoder, "
+        "small and with random weights",
     )
     quick: bool = option(False, help="small shapes and few inputs: checks rather than speeds")
     profile: bool = option(False, help="also list the kernels that take longest")

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
-from llmcond.benchmark.checks import Bench, Check, run_checks
+from llmcond.benchmark.checks import Bench, Check, Level, run_checks
 from llmcond.benchmark.machine import describe_machine
 from llmcond.benchmark.markdown import page
 from llmcond.benchmark.shapes import Shape, random_encoder
@@ -69,11 +69,14 @@ def bench(
     shapes: Sequence[Shape],
     device: str,
     quantize: Sequence[Quantize],
+    checks: Level,
     quick: bool,
     profile: bool,
     out: Path | None,
 ) -> Benchmark:
-    """Run all checks, then time each encoder in each precision; see the command's options.
+    """Run the checks, then time each encoder in each precision; see the command's options.
+
+    The page is written after the checks and after each encoder: a rented machine may be taken back.
 
     Raises:
         UserError: an unknown model, or a device, library or place that is not there.
@@ -84,23 +87,29 @@ def bench(
         check_output(out, [".md"])
     if set(quantize) - {"none"}:
         require("--quantize 8bit and 4bit", "bitsandbytes", "accelerate")
-    checks: list[Check] = []
+    checked: list[Check] = []
     speeds: list[Speed] = []
     skipped: list[Skipped] = []
     profiles: list[Profile] = []
     places: dict[type, list[Any]] = {
-        Check: checks,
+        Check: checked,
         Speed: speeds,
         Skipped: skipped,
         Profile: profiles,
     }
-    result = Benchmark(describe_machine(device), checks, speeds, skipped, profiles)
+    result = Benchmark(describe_machine(device), checked, speeds, skipped, profiles)
+
+    def write() -> None:
+        if out is not None:
+            write_text(out, result.to_markdown())
+
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         subjects = dict(_subjects(models, shapes, device, folder, quick))
-        for check in run_checks(Bench(device, folder)):
+        for check in run_checks(Bench(device, folder)) if checks == "all" else ():
             _log.info("%s: %s", check.name, _said(check))
-            checks.append(check)
+            checked.append(check)
+        write()
         scale = Scale.of(device, quick=quick)
         for name, kind in product(subjects, quantize or get_args(Quantize)):
             _log.info("timing %s, quantize %s", name, kind)
@@ -108,12 +117,12 @@ def bench(
             try:
                 own = subjects[name](kind)
                 drawn = own.checkpoint.drawn_on is not None
-                for found in run_encoder(own, scale, must_pack=drawn, profile=profile):
+                options = {"check": checks != "none", "must_pack": drawn, "profile": profile}
+                for found in run_encoder(own, scale, **options):
                     places[type(found)].append(found)
             except (LlmcondError, RuntimeError, MemoryError) as error:  # of the device's too
                 skipped.append(Skipped(f"{name}, quantize {kind}", first_line(error)))
-            if out is not None:  # each time: a rented machine may be taken back
-                write_text(out, result.to_markdown())
+            write()
     return result
 
 

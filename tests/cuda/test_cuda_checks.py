@@ -1,13 +1,17 @@
 """Every check of ``llmcond bench`` on the stand-in for a GPU."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from helpers.standin import StandIn
 
 from llmcond.benchmark import checks
+from llmcond.encoders.encoder import Encoder
+from llmcond.encoders.resolve import ResolvedEncoder
+from llmcond.encoders.spec import EncoderInput
 
-#: It starts processes, which have a test of their own.
+#: It starts processes, and has a test of its own.
 _OTHER = ("two processes on one device = one",)
 
 
@@ -28,3 +32,16 @@ def test_each_check_passes_on_a_gpu(gpu: StandIn, tmp_path: Path, name: str) -> 
     assert gpu.n_launches > 0
     if "16 bit" in name:
         assert check.note == "varlen_attn"
+
+
+def encode_on_a_gpu(resolved: ResolvedEncoder, inputs: Sequence[EncoderInput]) -> checks.Vectors:
+    with StandIn() as gpu:
+        vectors = Encoder(resolved).encode_counted(inputs).vectors
+        assert gpu.n_launches > 0
+    return vectors
+
+
+def test_two_processes_compute_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_encode", encode_on_a_gpu)
+    difference, _ = checks._two_processes(checks.Bench("cuda:0", tmp_path))
+    assert difference <= checks.BOUNDS["float32"]

@@ -13,6 +13,7 @@ from helpers.graphs import write_graph
 from helpers.serving import served
 from helpers.standin import StandIn
 
+from llmcond.cli import run
 from llmcond.runs.embedder import load_embedder
 from llmcond.serving.model import ServedModel
 
@@ -166,3 +167,38 @@ def test_adapters_are_trained(
         assert gpu.n_launches > 0
     account = json.loads((tmp_path / "cuda/training.json").read_text())
     assert account["made_of"]["encoder"]["quantize"] == quantize
+
+
+@pytest.mark.parametrize("level", ["none", "quick"])
+def test_bench_times_every_precision_and_checks_as_it_is_asked(
+    capsys: Any, tmp_path: Path, level: str
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    page = tmp_path / "bench.md"
+    command = ("bench", "--quick", "--checks", level, "--shape", "qwen2-7b", "--device", "cuda")
+    with StandIn() as gpu:
+        result = ok(capsys, *command, "--out", page)
+        assert gpu.n_launches > 0
+    assert not result["skipped"]
+    assert {row["precision"] for row in result["speeds"]} == {"bfloat16", "8bit", "4bit"}
+    assert all(check["passed"] for check in result["checks"])
+    assert len(result["checks"]) == (0 if level == "none" else 6)
+    assert ("## Checks" in page.read_text()) == (level == "quick")
+
+
+def test_a_bench_that_is_killed_leaves_its_checks(
+    capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llmcond.benchmark import checks
+    from llmcond.workflows import bench
+
+    def killed(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    exact = [("folded", 1e-4, checks._folded)]
+    monkeypatch.setattr(checks, "_all", lambda given: iter(exact))
+    monkeypatch.setattr(bench, "run_encoder", killed)
+    page = tmp_path / "bench.md"
+    command = ["bench", "--quick", "--shape", "minilm", "--device", "cpu", "--out", str(page)]
+    assert run(command) == 130
+    assert "| folded " in page.read_text()
