@@ -12,7 +12,7 @@ from helpers.cases import CASES
 from helpers.standin import StandIn
 
 from llmcond.benchmark.checks import Bench, distance
-from llmcond.benchmark.shapes import csts_inputs
+from llmcond.benchmark.shapes import csts_inputs, long_inputs
 from llmcond.encoders.encoder import Encoder, load_encoder
 from llmcond.encoders.loading import memory
 from llmcond.encoders.loading.architecture import build_on_meta, load_config
@@ -137,6 +137,22 @@ def test_weights_take_the_bytes_that_are_reckoned_with(
         expected -= 2 * sum(value.numel() for value in empty.pooler.parameters())
     assert abs(gpu.used[0] - expected) <= blocks + 0.02 * expected
     del encoder
+
+
+@pytest.mark.parametrize("shape", ["minilm", "qwen2-7b"])
+def test_a_batch_takes_no_more_than_is_reckoned_with(
+    gpu: StandIn, tmp_path: Path, shape: str
+) -> None:
+    encoder = encoder_of(tmp_path, shape, "bfloat16", max_tokens_per_batch=2_048)
+    inputs = long_inputs(32, instruct=False)
+    gc.collect()
+    gpu.reset()
+    before = gpu.used[0]
+
+    encoder.encode_counted(inputs)
+
+    expected = footprint(encoder.engine.model.network).batch("bfloat16", 2_048)
+    assert 0.3 * expected <= gpu.peak[0] - before <= expected
 
 
 def test_memory_that_pytorch_keeps_is_free(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ OTHERS = {
     *("fuzz", "house", "bench_inputs", "bench_process", "reproduce"),
     *("calibrate_conditions", "fuzz_changes", "fuzz_services"),
     *("make_aspects", "manners"),
-    *("make_sample", "make_sample_graph", "make_dialogues", "make_pretrained"),
+    *("make_sample", "make_sample_graph", "make_dialogues", "make_pretrained", "memory_table"),
 }
 #: What needs data that is not shipped.
 PAPERS = {"reproduce_case", "reproduce_hypercl"}
