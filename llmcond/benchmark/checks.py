@@ -396,7 +396,7 @@ _LITTLE = 64 * 2**20
 def _out_of_memory(bench: Bench) -> tuple[float, str]:
     _need_cuda(bench)
     encoder = Encoder(bench.resolve("mistral-7b", max_tokens_per_batch=2**16, max_length=512))
-    inputs = long_inputs(128, instruct=True)
+    inputs = long_inputs(64, instruct=True)
     with ways(encoder.engine):
         whole = encoder.encode_counted(inputs).vectors
         before = encoder.engine.budget

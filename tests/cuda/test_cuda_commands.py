@@ -169,20 +169,24 @@ def test_adapters_are_trained(
     assert account["made_of"]["encoder"]["quantize"] == quantize
 
 
-@pytest.mark.parametrize("level", ["none", "quick"])
+@pytest.mark.parametrize(
+    ("level", "precisions", "n_checks"),
+    [("none", ["bfloat16"], 0), ("quick", ["bfloat16", "8bit", "4bit"], 6)],
+)
 def test_bench_times_every_precision_and_checks_as_it_is_asked(
-    capsys: Any, tmp_path: Path, level: str
+    capsys: Any, tmp_path: Path, level: str, precisions: list[str], n_checks: int
 ) -> None:
     pytest.importorskip("bitsandbytes")
     page = tmp_path / "bench.md"
     command = ("bench", "--quick", "--checks", level, "--shape", "qwen2-7b", "--device", "cuda")
+    command = (*command, "--quantize", *(p.replace("bfloat16", "none") for p in precisions))
     with StandIn() as gpu:
         result = ok(capsys, *command, "--out", page)
         assert gpu.n_launches > 0
     assert not result["skipped"]
-    assert {row["precision"] for row in result["speeds"]} == {"bfloat16", "8bit", "4bit"}
+    assert {row["precision"] for row in result["speeds"]} == set(precisions)
     assert all(check["passed"] for check in result["checks"])
-    assert len(result["checks"]) == (0 if level == "none" else 6)
+    assert len(result["checks"]) == n_checks
     assert ("## Checks" in page.read_text()) == (level == "quick")
 
 
