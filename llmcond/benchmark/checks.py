@@ -34,8 +34,6 @@ from llmcond.files import digest_bytes
 from llmcond.system import processes
 
 Vectors = NDArray[np.float32]
-#: Which checks are run: those of each encoder that is timed are few, those on small ones many.
-Level = Literal["none", "quick", "all"]
 DtypeOrAuto = Dtype | Literal["auto"]
 
 #: Most that vectors of one text may differ by, by what its weights are in: rounding stays below,

@@ -20,6 +20,8 @@ from llmcond.encoders.resolve import ResolvedEncoder, settle
 from llmcond.encoders.spec import EncoderInput
 
 Shape = Literal["nv-embed-v2", "mistral-7b", "qwen2-7b", "xlm-r-large", "minilm"]
+#: Which checks are run: those of each encoder that is timed are few, those on small ones many.
+Level = Literal["none", "quick", "all"]
 #: The known model that a shape is of.
 SHAPES: Mapping[Shape, str] = {
     "nv-embed-v2": "nvidia/NV-Embed-v2",

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcond.benchmark.checks import Level
-from llmcond.benchmark.shapes import Shape
+from llmcond.benchmark.shapes import Level, Shape
 from llmcond.commands.base import verb
 from llmcond.commands.shared import WithDevice
 from llmcond.encoders.spec import Quantize

@@ -10,10 +10,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
-from llmcond.benchmark.checks import Bench, Check, Level, run_checks
+from llmcond.benchmark.checks import Bench, Check, run_checks
 from llmcond.benchmark.machine import describe_machine
 from llmcond.benchmark.markdown import page
-from llmcond.benchmark.shapes import Shape, random_encoder
+from llmcond.benchmark.shapes import Level, Shape, random_encoder
 from llmcond.benchmark.speeds import Profile, Scale, Skipped, Speed, run_encoder
 from llmcond.display import Displayed
 from llmcond.encoders import EncoderOptions, resolve
