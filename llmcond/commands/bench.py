@@ -38,8 +38,8 @@ class Bench(WithDevice):
     )
     checks: Level = option(
         "all",
-        help="none; quick: of each encoder that is timed; all: also of every kind of encoder, "
-        "small and with random weights",
+        help="checks to run: none, quick (only those of each timed encoder) or all (also those of "
+        "small random encoders of every architecture)",
     )
     quick: bool = option(False, help="small shapes and few inputs: checks rather than speeds")
     profile: bool = option(False, help="also list the kernels that take longest")

@@ -150,11 +150,10 @@ class StandIn:
         gib: float = 80.0,
         capability: tuple[int, int] = (9, 0),
         *,
-        varlen: bool = True,
         built_for: Sequence[str] = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"),
     ) -> None:
         self.gpus, self.total, self.capability = gpus, int(gib * 2**30), capability
-        self.varlen, self.built_for = varlen, list(built_for)
+        self.built_for = list(built_for)
         self.index, self.fraction = 0, 1.0
         self.used, self.peak = [0] * gpus, [0] * gpus
         self.launches: Counter[str] = Counter()
@@ -447,10 +446,7 @@ class StandIn:
             import transformers.modeling_utils as loading
 
             yield mock.patch.object(loading, "caching_allocator_warmup")
-        if self.varlen:
-            from torch.nn.attention import varlen
-
-            yield mock.patch.object(varlen, "varlen_attn", varlen_attn)
+        yield mock.patch("torch.nn.attention.varlen.varlen_attn", varlen_attn)
 
 
 @contextlib.contextmanager

@@ -150,7 +150,7 @@ def _placement(resolved: ResolvedEncoder, size: Footprint) -> str:
     others = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     others += ["cpu"] if identity.quantize == "none" else []
     together = sum(available(device) for device in others)
-    # One that was named with its number is not exceeded.
+    # A GPU that was named by its number is used alone.
     spreads = resolved.options.device in ("auto", "cuda") and resolved.device != "cpu"
     if spreads and needed <= together:
         return "auto"
