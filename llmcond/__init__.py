@@ -5,8 +5,9 @@ The public names are imported when they are first used, so that the command line
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from llmcond.lazy import lazy_getattr
 from llmcond.version import __version__
 
 if TYPE_CHECKING:
@@ -189,13 +190,9 @@ _HOMES = {
 
 
 if not TYPE_CHECKING:  # type checkers would take any name for one of the package
-
-    def __getattr__(name: str) -> Any:
-        if name not in __all__:
-            raise AttributeError(f"module 'llmcond' has no attribute {name!r}")
-        from importlib import import_module
-
-        return getattr(import_module(_HOMES.get(name, f"llmcond.commands.{name}")), name)
+    __getattr__ = lazy_getattr(
+        __name__, {name: _HOMES.get(name, f"llmcond.commands.{name}") for name in __all__}
+    )
 
 
 def __dir__() -> list[str]:

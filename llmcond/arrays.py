@@ -178,3 +178,28 @@ def _by_appearance(values: NDArray[Any]) -> tuple[Positions, Positions]:
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
     return first[order], rank[inverse.reshape(-1)]
+
+
+def cosine(first: Array, second: Array) -> Array:
+    """Return the cosine of each row of ``first`` with that of ``second``, (n,) float32.
+
+    A zero vector has cosine 0 with everything: it says nothing of its text.
+    """
+    product = _inner(first, second)
+    norms = np.sqrt(_inner(first, first)) * np.sqrt(_inner(second, second))
+    zeros = np.zeros(len(norms), dtype=np.float64)
+    cosines: Array = np.divide(product, norms, out=zeros, where=norms > 0).astype(np.float32)
+    return cosines
+
+
+def _inner(first: Array, second: Array) -> NDArray[np.float64]:
+    inner: NDArray[np.float64] = np.einsum("nd,nd->n", first, second, dtype=np.float64)
+    return inner
+
+
+def gelu(values: Array) -> Array:
+    """Return x Φ(x) of each value x, with Φ the distribution function of the normal one."""
+    from scipy.special import erf
+
+    activated: Array = values * (0.5 * (1 + erf(values * np.float32(0.5**0.5))))
+    return activated

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import rankdata
 
 from llmcond import plugins
 from llmcond.errors import UserError, first_line, nearest
@@ -128,6 +127,8 @@ def pearson(prediction: Floats, rating: Floats, group: Indices | None = None) ->
 
 def spearman(prediction: Floats, rating: Floats, group: Indices | None = None) -> float:
     """Return the Spearman rank correlation; ties share their mean rank, NaN as :func:`pearson`."""
+    from scipy.stats import rankdata
+
     return pearson(rankdata(prediction), rankdata(rating))
 
 

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import platform
 import re
+import sys
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -30,6 +31,7 @@ _LIBRARIES = (
     "scikit-learn",
     "scipy",
     "tokenizers",
+    "openvino",
     "torch",
     "transformers",
     "accelerate",
@@ -62,7 +64,7 @@ def choose_device(device: str) -> str:
     Raises:
         UserError: another name, or a device that this machine lacks.
     """
-    if device == "cpu":
+    if device == "cpu" or (device == "auto" and not _may_have_gpu()):
         return "cpu"
     import torch
 
@@ -86,6 +88,14 @@ def choose_device(device: str) -> str:
         f"cuda:{index} ({gpu.name})", (gpu.major, gpu.minor), torch.cuda.get_arch_list()
     )
     return f"cuda:{index}"
+
+
+def _may_have_gpu() -> bool:
+    """Return whether there may be a GPU; False, which spares the import of PyTorch, is certain."""
+    if "torch" in sys.modules or platform.system() != "Linux":
+        return True
+    # Of the drivers of NVIDIA, in WSL and else, and of AMD.
+    return any(Path("/dev", name).exists() for name in ("nvidiactl", "nvidia0", "dxg", "kfd"))
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -143,13 +153,39 @@ def processes(*modules: str) -> ForkServerContext | SpawnContext:
     return context
 
 
+@cache
 def native_bfloat16() -> bool:
     """Return whether this CPU multiplies bfloat16 in hardware."""
-    import torch
+    native = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
+    try:
+        # One line for each core, all alike; PyTorch, which asks the CPU itself, takes a second.
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        import torch
 
-    capabilities = torch.cpu.get_capabilities()
-    native = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
-    return any(capabilities.get(name) for name in native)
+        capabilities = torch.cpu.get_capabilities()
+        return any(capabilities.get(name) for name in (*native, "sve_bf16"))
+    flags = (line for line in lines if line.startswith(("flags", "Features")))
+    return not native.isdisjoint(next(flags, "").split())
+
+
+def cpu_threads() -> int:
+    """Return how many threads compute on a CPU: PyTorch's number, whether it is imported or not.
+
+    That is ``OMP_NUM_THREADS``, or the number of physical cores that this process may use.
+    """
+    if "torch" in sys.modules:
+        import torch
+
+        return torch.get_num_threads()
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    import psutil
+
+    cores = psutil.cpu_count(logical=False) or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    return max(1, min(cores, allowed))
 
 
 def free_memory() -> int:

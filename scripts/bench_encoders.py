@@ -26,6 +26,7 @@ from bench_process import alone
 
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
+from llmcond.encoders.engine.engine import torch_engine
 from llmcond.encoders.engine.nv_embed import NVEmbedModel
 from llmcond.encoders.known import find_model, known_names
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
@@ -49,6 +50,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
         like=task["like"],
         max_tokens_per_batch=task["tokens_per_batch"],
         fold_latents=task["fold"],
+        runtime="torch",
     )
     began = time.perf_counter()
     resolved = resolve(task["checkpoint"], options, identify=False)
@@ -87,7 +89,7 @@ class PlainLoop:
         resolved = encoder.resolved
         config = load_config(resolved.checkpoint, resolved.identity.attention)
         self.tokenizer = load_tokenizer(resolved.checkpoint, config)
-        self.network: Any = encoder.engine.model.network
+        self.network: Any = torch_engine(encoder).model.network
 
     def tokens(self, inputs: list[EncoderInput]) -> int:
         """Count the tokens of the inputs."""
@@ -124,7 +126,7 @@ class PlainLoop:
 
 
 def _weights(encoder: Encoder) -> int:
-    network = encoder.engine.model.network
+    network = torch_engine(encoder).model.network
     tensors = [*network.parameters(), *network.buffers()]
     extra = [
         value

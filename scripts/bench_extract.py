@@ -1,14 +1,20 @@
-r"""Measure extraction: llmcond's ways against sentence-transformers and a plain transformers loop.
+r"""Measure extraction: llmcond's ways through an encoder, and those of other libraries.
 
 Every way has a process of its own, and all take turns on the same texts, so that a busy machine is
-busy for each of them; ratios are medians of rounds. Before each turn the way's process measures the
-machine's matrix product in the type that the way computes in.
+busy for each of them; ratios are medians over rounds. Processor seconds are those of all threads
+of a way's process. Before each turn, that process measures the machine's matrix product in the
+type that the way computes in.
 
-    python scripts/bench_extract.py --model minilm
+    python scripts/bench_extract.py --model minilm --threads 2
+    python scripts/bench_extract.py --model xlm-r-base --tokens 512 --inputs 64 --threads 1
     python scripts/bench_extract.py --model Salesforce/SFR-Embedding-Mistral --conditions 2 8 32 \
         --set num_hidden_layers=8 hidden_size=1024 intermediate_size=3584 --dtype float32
 
-Models other than minilm get random weights: speed does not depend on them.
+A model is a known one, a shape (mpnet-base, xlm-r-base) or the folder of a checkpoint. All but
+minilm and folders get random weights: speed does not depend on them. OpenVINO and ONNX Runtime get
+a graph that PyTorch exports, so none of llmcond's code is in it; this needs the packages onnx and
+onnxruntime, and an encoder with bidirectional attention. ONNX Runtime computes float32 or int8,
+whatever --dtype is.
 """
 
 from __future__ import annotations
@@ -18,130 +24,315 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from bench_inputs import make_branches, make_inputs, random_checkpoint
+from bench_inputs import (
+    SHAPES,
+    export_onnx,
+    join_inputs,
+    make_branches,
+    make_inputs,
+    optimize_onnx,
+    quantize_onnx,
+    random_checkpoint,
+)
+from bench_process import alone
 from numpy.typing import NDArray
 
 from llmcond.benchmark.speeds import linear_flops, peak_memory, product_peak, synchronize
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.engine.batching import pack_shared
+from llmcond.encoders.engine.engine import torch_engine
 from llmcond.encoders.engine.tokenizing import InputTokenizer
-from llmcond.encoders.known import find_model, known_names
+from llmcond.encoders.known import find_model
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.encoders.loading.device import TORCH_DTYPES
 from llmcond.encoders.loading.loading import load_model
+from llmcond.encoders.openvino.library import import_openvino
+from llmcond.encoders.resolve import ResolvedEncoder, is_encoder
 from llmcond.encoders.spec import EncoderInput
-from llmcond.system import choose_device
+from llmcond.errors import first_line
 
 Vectors = NDArray[np.float32]
 #: Rows of the matrices whose product is measured on a CPU; a GPU takes four times as many.
 PRODUCT = 2_048
+#: Inputs of a batch of the other libraries.
+BATCH = 32
 #: Ways by name: what runs, and the type that it computes in; None is that of --dtype.
 WAYS: dict[str, tuple[str, str | None]] = {
-    "sentence-transformers, float32": ("peer", "float32"),
-    "sentence-transformers": ("peer", None),
+    "sentence-transformers, float32": ("sentence-transformers", "float32"),
+    "sentence-transformers": ("sentence-transformers", None),
     "plain transformers loop": ("loop", None),
-    "llmcond, padded": ("padded", None),
-    "llmcond, packed": ("packed", None),
-    "llmcond, packed, shared prefixes": ("shared", None),
+    "OpenVINO": ("openvino", None),
+    "ONNX Runtime, float32": ("onnx", "float32"),
+    "ONNX Runtime, int8": ("int8", "float32"),
+    "llmcond": ("llmcond", None),
+    "llmcond, PyTorch, packed": ("packed", None),
+    "llmcond, PyTorch, padded": ("padded", None),
+    "llmcond, PyTorch, shared prefixes": ("shared", None),
+}
+#: The poolings that other libraries are given, by the names of sentence-transformers.
+POOLINGS = {"mean": "mean", "last": "lasttoken", "cls": "cls"}
+OPENVINO_TYPES = {"float32": "f32", "bfloat16": "bf16"}
+#: The ways that run a graph, and the modules that ways need.
+GRAPHS = ("openvino", "onnx", "int8")
+MODULES = {
+    "sentence-transformers": "sentence_transformers",
+    "openvino": "openvino",
+    "onnx": "onnxruntime",
+    "int8": "onnxruntime",
 }
 
 
 # -- the ways ----------------------------------------------------------------------------------
 
 
-class Way:
+class Way(ABC):
     """An encoder, and one way through it."""
 
     def __init__(self, task: dict[str, Any]) -> None:
-        self.kind = task["kind"]
-        self.device = choose_device(task["device"])
-        self.options = EncoderOptions(
-            dtype=task["dtype"],
-            quantize=task["quantize"],
-            device=self.device,
-            like=task["like"],
-            max_tokens_per_batch=task["max_tokens_per_batch"],
-            share_prefixes=self.kind == "shared",
-        )
-        self.resolved = resolve(task["checkpoint"], self.options, identify=False)
-        config = load_config(self.resolved.checkpoint, self.resolved.identity.attention)
-        self.flops = linear_flops(self.resolved)
-        tokenizer = load_tokenizer(self.resolved.checkpoint, config)
-        self.tokenizer = InputTokenizer(tokenizer, self.resolved.identity, "the model")
-        if self.kind == "peer":
-            self.peer = self._peer(task)
-        elif self.kind == "loop":
-            self.network: Any = load_model(self.resolved, config).network
-        else:
-            self.encoder = Encoder(self.resolved)
-            self.encoder.engine.packs &= self.kind != "padded"
+        self.task = task
+        self.resolved = resolve(task["checkpoint"], encoder_options(task), identify=False)
+        self.identity, self.device = self.resolved.identity, self.resolved.device
+        self.config = load_config(self.resolved.checkpoint, self.identity.attention)
+        tokenizer = load_tokenizer(self.resolved.checkpoint, self.config)
+        self.tokenizer = InputTokenizer(tokenizer, self.identity, "the model")
+        self.load()
 
-    def _peer(self, task: dict[str, Any]) -> Any:
+    @abstractmethod
+    def load(self) -> None:
+        """Load the network."""
+
+    @abstractmethod
+    def encode(self, inputs: list[EncoderInput]) -> Vectors:
+        """Return the vectors of inputs."""
+
+    def computed(self, inputs: list[EncoderInput]) -> int:
+        """Return the tokens that are computed for inputs, padding included."""
+        lengths = [len(row.ids) for row in self.tokenizer(inputs)]
+        return padded(lengths, sorted(range(len(inputs)), key=lambda i: -lengths[i]), BATCH)
+
+
+class SentenceTransformersWay(Way):
+    """The library that most use; it sorts by length in characters and pads batches."""
+
+    def load(self) -> None:
+        """Load the network."""
         from sentence_transformers import SentenceTransformer
         from sentence_transformers.models import Pooling, Transformer
 
         folder = str(self.resolved.checkpoint.folder)
-        arguments = {"dtype": TORCH_DTYPES[task["dtype"]]}
+        arguments = {"dtype": TORCH_DTYPES[self.identity.dtype]}
         if (Path(folder) / "modules.json").is_file():
-            return SentenceTransformer(folder, device=self.device, model_kwargs=arguments)
-        transformer = Transformer(folder, model_kwargs=arguments)
-        mode = {"last": "lasttoken"}.get(self.resolved.identity.pooling, "mean")
-        pooling = Pooling(transformer.get_embedding_dimension(), pooling_mode=mode)
-        return SentenceTransformer(modules=[transformer, pooling], device=self.device)
+            self.peer = SentenceTransformer(folder, device=self.device, model_kwargs=arguments)
+        else:
+            transformer = Transformer(folder, model_kwargs=arguments)
+            mode = POOLINGS[self.identity.pooling]
+            pooling = Pooling(transformer.get_embedding_dimension(), pooling_mode=mode)
+            self.peer = SentenceTransformer(modules=[transformer, pooling], device=self.device)
+        self.peer.max_seq_length = self.identity.max_length
 
     def encode(self, inputs: list[EncoderInput]) -> Vectors:
         """Return the vectors of inputs."""
-        if self.kind == "peer":
-            texts = [self.tokenizer.format(item) for item in inputs]
-            vectors: Vectors = self.peer.encode(texts, batch_size=32, normalize_embeddings=True)
-            return vectors
-        return self._loop(inputs) if self.kind == "loop" else self.encoder.encode(inputs)
+        texts = [self.tokenizer.format(item) for item in inputs]
+        vectors: Vectors = self.peer.encode(texts, batch_size=BATCH, normalize_embeddings=True)
+        return vectors
 
     def computed(self, inputs: list[EncoderInput]) -> int:
         """Return the tokens that are computed for inputs, padding included."""
-        if self.kind not in ("peer", "loop"):
-            return self.encoder.encode_counted(inputs).n_computed
-        order = list(range(len(inputs)))
-        if self.kind == "peer":
-            # It sorts by length in characters and pads batches of 32.
-            texts = [self.tokenizer.format(item) for item in inputs]
-            order.sort(key=lambda i: -len(texts[i]))
-            lengths = [len(row) for row in self.peer.tokenizer(texts)["input_ids"]]
-        else:
-            lengths = [len(row.ids) for row in self.tokenizer(inputs)]
-        return padded(lengths, order, 32)
+        texts = [self.tokenizer.format(item) for item in inputs]
+        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+        tokenized = self.peer.tokenizer(texts, truncation=True, max_length=self.identity.max_length)
+        return padded([len(ids) for ids in tokenized["input_ids"]], order, BATCH)
+
+
+class LoopWay(Way):
+    """A loop over batches in the order of the inputs, by transformers."""
+
+    def load(self) -> None:
+        """Load the network."""
+        self.network: Any = load_model(self.resolved, self.config).network
 
     @torch.inference_mode()
-    def _loop(self, inputs: list[EncoderInput]) -> Vectors:
-        """Encode batches of 32 in their order, padded to the longest."""
-        rows = self.tokenizer(inputs)
+    def encode(self, inputs: list[EncoderInput]) -> Vectors:
+        """Return the vectors of inputs."""
+        rows = [row.ids for row in self.tokenizer(inputs)]
         vectors = []
-        for start in range(0, len(rows), 32):
-            batch = rows[start : start + 32]
-            width = max(len(row.ids) for row in batch)
-            ids = torch.tensor([row.ids + [0] * (width - len(row.ids)) for row in batch])
-            ends = torch.tensor([len(row.ids) for row in batch])
-            mask = (torch.arange(width) < ends[:, None]).long()
-            hidden = self.network(
-                input_ids=ids.to(self.device), attention_mask=mask.to(self.device)
-            ).last_hidden_state.float()
-            if self.resolved.identity.pooling == "last":
-                pooled = hidden[torch.arange(len(batch)), ends.to(self.device) - 1]
-            else:
-                weights = mask.unsqueeze(-1).to(self.device)
-                pooled = (hidden * weights).sum(1) / weights.sum(1)
-            vectors.append(torch.nn.functional.normalize(pooled, dim=1).cpu())
-        return torch.cat(vectors).numpy()
+        for start in range(0, len(rows), BATCH):
+            batch = make_batch(rows[start : start + BATCH], self.identity.pooling)
+            ids, mask, weights = (torch.from_numpy(part).to(self.device) for part in batch)
+            hidden = self.network(input_ids=ids, attention_mask=mask).last_hidden_state.float()
+            vectors.append((weights[:, None] @ hidden)[:, 0].cpu().numpy())
+        return unit(np.concatenate(vectors))
+
+    def computed(self, inputs: list[EncoderInput]) -> int:
+        """Return the tokens that are computed for inputs, padding included."""
+        lengths = [len(row.ids) for row in self.tokenizer(inputs)]
+        return padded(lengths, list(range(len(inputs))), BATCH)
+
+
+class GraphWay(Way):
+    """A library that runs a graph; inputs are sorted by length, and padded in batches."""
+
+    def load(self) -> None:
+        """Load the tokenizer and the network."""
+        from tokenizers import Tokenizer
+
+        self.texts_to_ids = Tokenizer.from_file(
+            str(self.resolved.checkpoint.folder / "tokenizer.json")
+        )
+        self.texts_to_ids.no_padding()
+        self.texts_to_ids.enable_truncation(self.identity.max_length)
+        self.load_graph(self.task["graphs"][self.task["kind"]])
+
+    @abstractmethod
+    def load_graph(self, path: str) -> None:
+        """Load the network."""
+
+    @abstractmethod
+    def run(self, batches: list[list[NDArray[Any]]]) -> list[Vectors]:
+        """Return the vectors of each batch."""
+
+    def encode(self, inputs: list[EncoderInput]) -> Vectors:
+        """Return the vectors of inputs."""
+        texts = [self.tokenizer.format(item) for item in inputs]
+        rows = [encoding.ids for encoding in self.texts_to_ids.encode_batch(texts)]
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+        batches = [
+            make_batch([rows[i] for i in order[start : start + BATCH]], self.identity.pooling)
+            for start in range(0, len(order), BATCH)
+        ]
+        pooled = np.concatenate(self.run(batches))
+        vectors = np.empty_like(pooled)
+        vectors[order] = pooled
+        return unit(vectors)
+
+
+class OpenVinoWay(GraphWay):
+    """OpenVINO by itself, with one stream for each thread."""
+
+    def load_graph(self, path: str) -> None:
+        """Compile the network."""
+        openvino, threads = import_openvino(), self.task["threads"]
+        settings = {
+            "INFERENCE_PRECISION_HINT": OPENVINO_TYPES[self.identity.dtype],
+            "INFERENCE_NUM_THREADS": threads,
+            "NUM_STREAMS": threads,
+        }
+        network = openvino.Core().compile_model(path, "CPU", settings)
+        self.queue = openvino.AsyncInferQueue(network, threads)
+        self.queue.set_callback(self._pool)
+        self.pooled: list[Any] = []
+
+    def run(self, batches: list[list[NDArray[Any]]]) -> list[Vectors]:
+        """Return the vectors of each batch."""
+        self.pooled = [None] * len(batches)
+        for number, (ids, mask, weights) in enumerate(batches):
+            inputs = {"input_ids": ids, "attention_mask": mask}
+            self.queue.start_async(inputs, (number, weights))
+        self.queue.wait_all()
+        return self.pooled
+
+    def _pool(self, request: Any, batch: tuple[int, Vectors]) -> None:
+        number, weights = batch
+        self.pooled[number] = pool(weights, request.get_output_tensor(0).data)
+
+
+class OnnxWay(GraphWay):
+    """ONNX Runtime by itself, with all of its optimisations."""
+
+    def load_graph(self, path: str) -> None:
+        """Load the network."""
+        runtime = import_module("onnxruntime")
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = self.task["threads"]
+        options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_ALL
+        self.session = runtime.InferenceSession(path, options, ["CPUExecutionProvider"])
+
+    def run(self, batches: list[list[NDArray[Any]]]) -> list[Vectors]:
+        """Return the vectors of each batch."""
+        return [
+            pool(weights, self.session.run(None, {"input_ids": ids, "attention_mask": mask})[0])
+            for ids, mask, weights in batches
+        ]
+
+
+class LlmcondWay(Way):
+    """One of llmcond's own ways."""
+
+    def load(self) -> None:
+        """Load the encoder."""
+        self.encoder = Encoder(self.resolved)
+        if self.task["kind"] == "padded":
+            torch_engine(self.encoder).packs = False
+
+    def encode(self, inputs: list[EncoderInput]) -> Vectors:
+        """Return the vectors of inputs."""
+        return self.encoder.encode(inputs)
+
+    def computed(self, inputs: list[EncoderInput]) -> int:
+        """Return the tokens that are computed for inputs, padding included."""
+        return self.encoder.encode_counted(inputs).n_computed
+
+
+#: What is not here is llmcond's own.
+PEERS: dict[str, type[Way]] = {
+    "sentence-transformers": SentenceTransformersWay,
+    "loop": LoopWay,
+    "openvino": OpenVinoWay,
+    "onnx": OnnxWay,
+    "int8": OnnxWay,
+}
+
+
+def encoder_options(task: dict[str, Any]) -> EncoderOptions:
+    """Return the options of the encoder that a way goes through."""
+    return EncoderOptions(
+        dtype=task["dtype"],
+        quantize=task["quantize"] if task["kind"] != "sentence-transformers" else "none",
+        device=task["device"],
+        runtime="auto" if task["kind"] == "llmcond" else "torch",
+        like=task["like"],
+        max_length=task["max_length"],
+        max_tokens_per_batch=task["max_tokens_per_batch"],
+        share_prefixes=task["kind"] in ("llmcond", "shared"),
+    )
+
+
+def make_batch(rows: list[list[int]], pooling: str) -> list[NDArray[Any]]:
+    """Return the padded ids and the mask of a batch, and the weights of tokens in its vectors."""
+    ends = np.array([[len(row)] for row in rows])
+    at = np.arange(ends.max())
+    real = at < ends
+    ids = np.zeros(real.shape, dtype=np.int64)
+    ids[real] = np.concatenate(rows)
+    pooled = {"mean": real, "last": at == ends - 1, "cls": real & (at == 0)}[pooling]
+    weights = pooled / pooled.sum(axis=1, keepdims=True)
+    return [ids, real.astype(np.int64), weights.astype(np.float32)]
+
+
+def pool(weights: Vectors, states: Vectors) -> Vectors:
+    """Return the weighted mean of each input's states."""
+    means: Vectors = (weights[:, None] @ states)[:, 0]
+    return means
+
+
+def unit(vectors: Vectors) -> Vectors:
+    """Return vectors of length 1."""
+    scaled: Vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    return scaled
 
 
 def machine_peak(device: str, dtype: torch.dtype) -> float:
@@ -161,27 +352,28 @@ def padded(lengths: list[int], order: list[int], size: int) -> int:
 def work(connection: Connection, task: dict[str, Any]) -> None:
     """Load a way, then take a turn whenever asked to."""
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    way = Way(task)
+    way = PEERS.get(task["kind"], LlmcondWay)(task)
     inputs = [EncoderInput(*texts) for texts in task["inputs"]]
     began = time.perf_counter()
-    way.encode(inputs[: max(32, len(inputs) // 16)])
+    way.encode(inputs[: max(BATCH, len(inputs) // 16)])
     first = time.perf_counter() - began
-    computed = way.computed(inputs)
+    computed, flops = way.computed(inputs), linear_flops(way.resolved)
     connection.send("ready")
     while connection.recv() == "go":
-        peak = machine_peak(way.device, TORCH_DTYPES[way.resolved.identity.dtype])
+        peak = machine_peak(way.device, TORCH_DTYPES[way.identity.dtype])
         synchronize(way.device)
-        began = time.perf_counter()
+        began, processor = time.perf_counter(), time.process_time()
         vectors = way.encode(inputs)
         synchronize(way.device)
-        seconds = time.perf_counter() - began
+        seconds, processor = time.perf_counter() - began, time.process_time() - processor
         np.save(task["vectors"], vectors)
         connection.send(
             {
                 "seconds": seconds,
+                "processor": processor,
                 "computed": computed,
                 "peak": peak,
-                "share": way.flops * computed / seconds / peak,
+                "share": flops * computed / seconds / peak,
                 "memory": peak_memory(way.device),
                 "first": first,
             }
@@ -204,46 +396,101 @@ def measure(
         except EOFError:
             raise SystemExit(f"{name} could not be loaded; see above.") from None
         workers[name] = ours
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in tasks}
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in tasks}
     for _ in range(rounds):
         for name, connection in workers.items():
             connection.send("go")
-            found[name].append(connection.recv())
+            turns[name].append(connection.recv())
     for connection in workers.values():
         connection.send("stop")
-    return found
+    return turns
+
+
+# -- which ways there are ----------------------------------------------------------------------
+
+
+def export_graphs(resolved: ResolvedEncoder, folder: Path) -> dict[str, str]:
+    """Write the graphs that other libraries run into a folder; return their paths by way.
+
+    Those that cannot be made are left out, and a line says why.
+    """
+    kind = json.loads((resolved.checkpoint.folder / "config.json").read_text())["model_type"]
+    if not is_encoder(kind) or resolved.device != "cpu":
+        return {}
+    source = str(resolved.checkpoint.folder)
+    paths = {name: folder / f"{name}.onnx" for name in GRAPHS}
+    steps: dict[str, Callable[[], None]] = {
+        "openvino": lambda: export_onnx(source, paths["openvino"]),
+        "onnx": lambda: optimize_onnx(paths["openvino"], paths["onnx"], source),
+        "int8": lambda: quantize_onnx(paths["onnx"], paths["int8"]),
+    }
+    graphs = {}
+    for name, step in steps.items():
+        try:
+            step()
+        except Exception as error:  # whatever the libraries raise for networks they do not take
+            print(f"No graph for {name}: {first_line(error)}", file=sys.stderr)
+            break
+        graphs[name] = str(paths[name])
+    return graphs
+
+
+def reason_against(kind: str, dtype: str, resolved: ResolvedEncoder, graphs: Any) -> str | None:
+    """Return why a way cannot be measured; None where it can.
+
+    ``resolved`` is the encoder with the library that llmcond chooses by itself.
+    """
+    module, pooling = MODULES.get(kind), resolved.identity.pooling
+    reasons = {
+        f"{module} is not installed": module is not None and find_spec(module) is None,
+        f"the model pools by {pooling}": kind in PEERS and pooling not in POOLINGS,
+        "it has no graph of the model": kind in GRAPHS and kind not in graphs,
+        f"it does not compute {dtype}": kind == "openvino" and dtype not in OPENVINO_TYPES,
+        "PyTorch computes it, as below": kind == "llmcond" and resolved.runtime == "torch",
+        "the model shares no prefixes": kind == "shared" and not resolved.shares_prefixes,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def choose_ways(
+    options: argparse.Namespace, resolved: ResolvedEncoder, graphs: dict[str, str]
+) -> dict[str, tuple[str, str]]:
+    """Return what runs and its type, for each way that can be measured; say what cannot."""
+    ways: dict[str, tuple[str, str]] = {}
+    for name in options.ways:
+        kind, dtype = WAYS[name][0], WAYS[name][1] or options.dtype
+        if (kind, dtype) in ways.values() or (options.skip_peers and kind in PEERS):
+            continue
+        reason = reason_against(kind, dtype, resolved, graphs)
+        if reason is None:
+            ways[name] = kind, dtype
+        else:
+            print(f"{name} is left out: {reason}.", file=sys.stderr)
+    return ways
 
 
 # -- the table ---------------------------------------------------------------------------------
 
 
-def compare(options: argparse.Namespace, inputs: list[EncoderInput], label: str) -> dict[str, Any]:
-    """Measure all ways on some inputs; return figures and print them as a Markdown table."""
-    checkpoint, like = find_checkpoint(options)
-    token_ids = tokenize(options, checkpoint, like, inputs)
+def compare(
+    options: argparse.Namespace, task: dict[str, Any], inputs: list[EncoderInput], label: str
+) -> dict[str, Any]:
+    """Measure the ways of ``task`` on some inputs; return figures and print them as a table."""
+    token_ids = tokenize(task, inputs)
     useful = sum(map(len, token_ids))
-    dtype = options.dtype
-    left_out = set() if shares(options, checkpoint, like) else {"shared"}
     with tempfile.TemporaryDirectory() as scratch:
-        tasks = {}
-        for number, (name, (kind, own)) in enumerate(WAYS.items()):
-            peer = kind in ("peer", "loop")
-            if kind in left_out or own == dtype or (peer and options.skip_peers):
-                continue
-            tasks[name] = {
+        tasks = {
+            name: {
+                **task,
                 "kind": kind,
-                "dtype": own or dtype,
-                "quantize": "none" if kind in ("peer",) else options.quantize,
-                "checkpoint": str(checkpoint),
-                "like": like,
-                "device": options.device,
-                "max_tokens_per_batch": options.max_tokens_per_batch,
+                "dtype": dtype,
                 "inputs": [(item.instruction, item.text) for item in inputs],
-                "vectors": f"{scratch}/{number}.npy",
+                "vectors": f"{scratch}/{kind}-{dtype}.npy",
             }
-        found = measure(tasks, options.rounds)
-        vectors = {name: np.load(task["vectors"]) for name, task in tasks.items()}
-    rows = [row(name, found, vectors, useful) for name in tasks]
+            for name, (kind, dtype) in task["ways"].items()
+        }
+        turns = measure(tasks, options.rounds)
+        vectors = {name: np.load(one["vectors"]) for name, one in tasks.items()}
     result = {
         "model": options.model,
         "inputs": len(inputs),
@@ -252,8 +499,9 @@ def compare(options: argparse.Namespace, inputs: list[EncoderInput], label: str)
         "allowed_by_sharing": useful / sum(b.n_tokens for b in pack_shared(token_ids, 10**9)),
         "rounds": options.rounds,
         "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "rows": rows,
+        "threads": task["threads"],
+        "dtype": options.dtype,
+        "rows": [row(name, turns, vectors, useful) for name in tasks],
     }
     show(result)
     return result
@@ -261,27 +509,32 @@ def compare(options: argparse.Namespace, inputs: list[EncoderInput], label: str)
 
 def row(
     name: str,
-    found: dict[str, list[dict[str, Any]]],
+    turns: dict[str, list[dict[str, Any]]],
     vectors: dict[str, Vectors],
     useful: int,
 ) -> dict[str, Any]:
     """Return the figures of one way; ratios are medians over rounds."""
-    mine, first = found[name], next(iter(found))
+    mine, first = turns[name], next(iter(turns))
 
     def median(key: str) -> float:
         return float(statistics.median(turn[key] for turn in mine))
 
-    ratios = {
-        other: statistics.median(
-            theirs["seconds"] / turn["seconds"] for theirs, turn in zip(turns, mine, strict=True)
-        )
-        for other, turns in found.items()
-    }
+    def ratios(key: str) -> dict[str, float]:
+        return {
+            other: statistics.median(a[key] / b[key] for a, b in zip(theirs, mine, strict=True))
+            for other, theirs in turns.items()
+        }
+
+    by_wall = ratios("seconds")
     return {
         "way": name,
         "tokens_per_second": useful / median("seconds"),
-        "ratio_to_first": ratios[first],
-        "ratios": ratios,
+        "seconds": median("seconds"),
+        "processor_seconds": median("processor"),
+        "ratio_to_first": by_wall[first],
+        "ratio_to_openvino": by_wall.get("OpenVINO"),
+        "ratios": by_wall,
+        "ratios_by_processor": ratios("processor"),
         "useful_share": useful / median("computed"),
         "peak_share": median("share"),
         "peak_gflops": median("peak") / 1e9,
@@ -295,19 +548,22 @@ def row(
 def show(result: dict[str, Any]) -> None:
     """Print the figures as a Markdown table."""
     print(
-        f"\n{result['model']}, {result['what']}: {result['inputs']:,} inputs of "
+        f"\n{result['model']}, {result['dtype']}, {result['what']}: {result['inputs']:,} inputs of "
         f"{result['tokens']:,} tokens, {result['rounds']} rounds, {result['threads']} threads, "
         f"torch {result['torch']}. Sharing prefixes allows {result['allowed_by_sharing']:.2f}x.\n"
     )
     print(
-        "| way | tokens/s | against the first | useful of computed tokens "
-        "| of the product's peak | peak memory GiB | first batches s | largest difference "
-        "| least cosine |"
+        "| way | tokens/s | wall s | processor s | against the first | against OpenVINO "
+        "| useful of computed tokens | of the product's peak | peak memory GiB | first batches s "
+        "| largest difference | least cosine |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---" * 12 + "|")
     for line in result["rows"]:
+        ratio = line["ratio_to_openvino"]
         print(
-            f"| {line['way']} | {line['tokens_per_second']:,.0f} | {line['ratio_to_first']:.2f} "
+            f"| {line['way']} | {line['tokens_per_second']:,.0f} | {line['seconds']:.2f} "
+            f"| {line['processor_seconds']:.2f} | {line['ratio_to_first']:.2f} "
+            f"| {'' if ratio is None else f'{ratio:.2f}'} "
             f"| {line['useful_share']:.0%} | {line['peak_share']:.0%} | {line['memory_gib']:.2f} "
             f"| {line['first_seconds']:.1f} | {line['largest_difference']:.1e} "
             f"| {line['least_cosine']:.5f} |"
@@ -316,58 +572,116 @@ def show(result: dict[str, Any]) -> None:
 
 def find_checkpoint(options: argparse.Namespace) -> tuple[Path | str, str | None]:
     """Return the model to measure, made if it must be, and what it is like."""
+    if Path(options.model).is_dir():
+        return options.model, None
     known = find_model(options.model)
-    assert known is not None
-    if known.alias == "minilm" and not options.set:
+    if known is not None and known.alias == "minilm" and not options.set:
         return "minilm", None
+    shape = known or SHAPES.get(options.model)
+    if shape is None:
+        raise SystemExit(
+            f"{options.model} is no known model (llmcond models), no folder, and none of "
+            f"{', '.join(SHAPES)}."
+        )
     parent = options.folder or Path(tempfile.gettempdir()) / "llmcond-bench"
     sizes = {key: int(value) for key, _, value in (pair.partition("=") for pair in options.set)}
-    return random_checkpoint(known, parent, sizes), known.repo
+    # In a process of its own: those that are started from here count what this one takes at most.
+    return alone(random_checkpoint, shape, parent, sizes), known.repo if known else None
 
 
-def tokenize(
-    options: argparse.Namespace, checkpoint: Path | str, like: str | None, inputs: Any
-) -> list[list[int]]:
+def tokenize(task: dict[str, Any], inputs: Sequence[EncoderInput]) -> list[list[int]]:
     """Return the ids of each input."""
-    resolved = resolve(str(checkpoint), EncoderOptions(like=like), identify=False)
+    resolved = resolve(task["checkpoint"], encoder_options(task), identify=False)
     tokenizer = load_tokenizer(resolved.checkpoint, load_config(resolved.checkpoint))
     return [row.ids for row in InputTokenizer(tokenizer, resolved.identity, "it")(inputs)]
 
 
-def shares(options: argparse.Namespace, checkpoint: Path | str, like: str | None) -> bool:
-    """Tell whether the encoder can share prefixes."""
-    return resolve(str(checkpoint), EncoderOptions(like=like), identify=False).shares_prefixes
+def make_cases(
+    options: argparse.Namespace, task: dict[str, Any], instruct: bool
+) -> list[tuple[list[EncoderInput], str]]:
+    """Return what is encoded, and how a table calls it."""
+    if options.tokens:
+        short = make_inputs(2_000, instruct=False)
+        lengths = [len(ids) for ids in tokenize(task, short)]
+        copies = 2 * options.inputs * options.tokens // sum(lengths) + 1
+        long = join_inputs(short * copies, lengths * copies, options.tokens)
+        return [(long[: options.inputs], f"inputs of about {options.tokens} tokens")]
+    return [
+        (make_branches(options.sentences, k, instruct), f"{k} conditions a sentence")
+        for k in options.conditions
+    ] or [(make_inputs(options.inputs, instruct), "C-STS inputs")]
 
 
-def main() -> None:
-    """Parse, measure, print."""
+def parse_options() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=known_names(), default="minilm")
+    parser.add_argument("--model", default="minilm", help="known model, shape, or a folder")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=N", help="other sizes")
     parser.add_argument("--folder", type=Path, help="where random checkpoints are kept")
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(TORCH_DTYPES))
     parser.add_argument("--quantize", default="none", choices=("none", "8bit", "4bit"))
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--inputs", type=int, default=2_000, help="of C-STS, without --conditions")
+    parser.add_argument("--threads", type=int, help="threads of every way (default: PyTorch's)")
     parser.add_argument(
-        "--conditions", type=int, nargs="+", default=[], metavar="K", help="of each sentence"
+        "--inputs", type=int, default=2_000, help="number of inputs, without --conditions"
     )
-    parser.add_argument("--sentences", type=int, default=24, help="with --conditions")
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="join texts to inputs of about N tokens"
+    )
+    parser.add_argument(
+        "--conditions", type=int, nargs="+", default=[], metavar="K", help="conditions a sentence"
+    )
+    parser.add_argument("--sentences", type=int, default=24, help="sentences, with --conditions")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens-per-batch", type=int)
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=WAYS,
+        default=[*WAYS],
+        metavar="WAY",
+        help=f"ways to measure, of: {'; '.join(WAYS)} (default: all)",
+    )
     parser.add_argument("--skip-peers", action="store_true", help="llmcond's own ways only")
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def set_threads(threads: int) -> None:
+    """Let the processes that are started from now on compute by so many threads."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
+        os.environ[name] = str(threads)
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    options = parse_options()
+    if options.threads:
+        set_threads(options.threads)
     checkpoint, like = find_checkpoint(options)
-    resolved = resolve(str(checkpoint), EncoderOptions(like=like), identify=False)
+    task: dict[str, Any] = {
+        "kind": "llmcond",
+        "checkpoint": str(checkpoint),
+        "like": like,
+        "dtype": options.dtype,
+        "quantize": options.quantize,
+        "device": options.device,
+        "max_length": options.tokens,
+        "max_tokens_per_batch": options.max_tokens_per_batch,
+        "threads": options.threads or torch.get_num_threads(),
+    }
+    resolved = resolve(task["checkpoint"], encoder_options(task), identify=False)
     instruct = bool(resolved.identity.instruction_format)
-    cases = [
-        (make_branches(options.sentences, k, instruct), f"{k} conditions a sentence")
-        for k in options.conditions
-    ] or [(make_inputs(options.inputs, instruct), "C-STS inputs")]
-    results = [compare(options, inputs, label) for inputs, label in cases]
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = not options.skip_peers and any(WAYS[name][0] in GRAPHS for name in options.ways)
+        task["graphs"] = alone(export_graphs, resolved, Path(folder)) if wanted else {}
+        task["ways"] = choose_ways(options, resolved, task["graphs"])
+        results = [
+            compare(options, task, inputs, label)
+            for inputs, label in make_cases(options, task, instruct)
+        ]
     if options.json:
         print(json.dumps({"results": results}))
 

@@ -1,18 +1,23 @@
-"""Checkpoints with random weights and inputs of C-STS length, for the benchmarks."""
+"""Checkpoints with random weights, ONNX files and inputs of C-STS length, for the benchmarks."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.known import KnownModel
-from llmcond.encoders.loading.architecture import build_on_meta, load_config
+from llmcond.encoders.loading.architecture import build_on_meta, load_config, quiet
+from llmcond.encoders.openvino.architectures import ARCHITECTURES
 from llmcond.encoders.spec import EncoderInput
 
 SHARD = 2 * 2**30
@@ -20,11 +25,36 @@ SAMPLE = Path(__file__).resolve().parent.parent / "llmcond" / "data" / "sample"
 INSTRUCTION = "Retrieve semantically similar texts to the Condition, given the Sentence: {}"
 
 
-def random_checkpoint(known: KnownModel, parent: Path, sizes: Mapping[str, int]) -> Path:
-    """Make a checkpoint of a known model's architecture with random weights, unless it is there.
+@dataclass(frozen=True)
+class Shape:
+    """An architecture of a common size that no known model has; its settings are as assumed."""
+
+    repo: str
+    architecture: Mapping[str, Any] = field(repr=False)
+
+
+_BASE = {
+    "hidden_size": 768,
+    "intermediate_size": 3_072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 514,
+    "layer_norm_eps": 1e-05,
+}
+SHAPES = {
+    "mpnet-base": Shape("mpnet-base", {"model_type": "mpnet", "vocab_size": 30_527, **_BASE}),
+    "xlm-r-base": Shape(
+        "xlm-r-base",
+        {"model_type": "xlm-roberta", "vocab_size": 250_002, "type_vocab_size": 1, **_BASE},
+    ),
+}
+
+
+def random_checkpoint(known: KnownModel | Shape, parent: Path, sizes: Mapping[str, int]) -> Path:
+    """Make a checkpoint of a model's architecture with random weights, unless it is there.
 
     Args:
-        known: the model.
+        known: the model or shape.
         parent: folder of the checkpoint's own.
         sizes: what is to be other than the model has it, such as ``num_hidden_layers``.
     """
@@ -35,13 +65,19 @@ def random_checkpoint(known: KnownModel, parent: Path, sizes: Mapping[str, int])
     return folder
 
 
-def _make_checkpoint(known: KnownModel, folder: Path, sizes: Mapping[str, int]) -> None:
+def _make_checkpoint(known: KnownModel | Shape, folder: Path, sizes: Mapping[str, int]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     architecture = json.loads(json.dumps(dict(known.architecture)))
     (architecture.get("text_config") or architecture).update(sizes)
+    if architecture["model_type"] in ARCHITECTURES:
+        # OpenVINO reads config.json by itself, without the defaults that transformers knows.
+        from transformers import AutoConfig
+
+        architecture = AutoConfig.for_model(**architecture).to_dict()
     (folder / "config.json").write_text(json.dumps(architecture))
     make_tokenizer(folder)
-    checkpoint = resolve(str(folder), EncoderOptions(like=known.repo), identify=False).checkpoint
+    like = known.repo if isinstance(known, KnownModel) else None
+    checkpoint = resolve(str(folder), EncoderOptions(like=like), identify=False).checkpoint
     names = build_on_meta(load_config(checkpoint)).state_dict()
     generator = torch.Generator().manual_seed(0)
     index, total = {}, sum(value.numel() * 2 for value in names.values())
@@ -54,7 +90,8 @@ def _make_checkpoint(known: KnownModel, folder: Path, sizes: Mapping[str, int]) 
             written, size, current = written + 1, 0, {}
         # Norms near one, everything else as transformers initialises it.
         random = torch.randn(value.shape, generator=generator) * 0.02
-        current[name] = (random + 1 if "norm" in name and value.dim() == 1 else random).bfloat16()
+        scales = "norm" in name.lower() and name.endswith("weight") and value.dim() == 1
+        current[name] = (random + 1 if scales else random).bfloat16()
         index[name] = f"model-{written:05d}.safetensors"
         size += n_bytes
     save_file(current, folder / f"model-{written:05d}.safetensors", {"format": "pt"})
@@ -67,17 +104,22 @@ def make_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    special = ["<unk>", "<s>", "</s>", "<bos>", "<eos>", "<|endoftext|>"]
+    # The first four as XLM-R has them: its positions are counted by what is not the padding token.
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<bos>", "<eos>", "<|endoftext|>"]
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     trainer = trainers.BpeTrainer(vocab_size=8_000, special_tokens=special, show_progress=False)
     texts = [row[key] for row in _sample() for key in ("sentence1", "sentence2", "condition")]
     tokenizer.train_from_iterator([*texts, INSTRUCTION * 50, "Instruct: Query: " * 50], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
     )
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        pad_token="<pad>",
     ).save_pretrained(folder)
 
 
@@ -112,3 +154,88 @@ def make_branches(n_sentences: int, n_conditions: int, instruct: bool) -> list[E
                 else EncoderInput("", f"{sentence} {condition}")
             )
     return inputs
+
+
+def join_inputs(
+    inputs: Iterable[EncoderInput], lengths: Iterable[int], n_tokens: int
+) -> list[EncoderInput]:
+    """Return inputs of about ``n_tokens`` tokens, each made of consecutive shorter inputs.
+
+    ``lengths`` are the numbers of tokens of ``inputs``, special tokens included. An input that is
+    left over at the end and is too short is dropped.
+    """
+    joined: list[EncoderInput] = []
+    texts: list[str] = []
+    room = n_tokens
+    for item, length in zip(inputs, lengths, strict=True):
+        if texts and length > room:
+            joined.append(EncoderInput("", " ".join(texts)))
+            texts, room = [], n_tokens
+        texts.append(item.text)
+        room -= length - 2  # only one pair of special tokens remains
+    return joined
+
+
+class _States(torch.nn.Module):
+    """A network whose only output is the tensor of its tokens' states."""
+
+    def __init__(self, network: torch.nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Return the states, (inputs, tokens, width)."""
+        states: torch.Tensor = self.network(input_ids, attention_mask).last_hidden_state
+        return states
+
+
+@quiet()
+def export_onnx(folder: str, path: Path) -> None:
+    """Write the network of a checkpoint as an ONNX file in float32, for other libraries.
+
+    Its inputs are ``input_ids`` and ``attention_mask``, (inputs, tokens) int64, and its output is
+    ``states``, (inputs, tokens, width). This takes the older exporter of PyTorch and plain
+    attention: OpenVINO and ONNX Runtime fuse such a graph best. It needs the package onnx.
+    """
+    from transformers import AutoModel
+
+    network = AutoModel.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+    )
+    example = torch.ones(2, 8, dtype=torch.int64)
+    names, axes = ["input_ids", "attention_mask"], {0: "inputs", 1: "tokens"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            _States(network).eval(),
+            (example, example),
+            str(path),
+            dynamo=False,
+            input_names=names,
+            output_names=["states"],
+            dynamic_axes=dict.fromkeys((*names, "states"), axes),
+        )
+
+
+def optimize_onnx(path: Path, optimized: Path, folder: str) -> None:
+    """Write an ONNX file with the fused layers that ONNX Runtime has for networks like BERT."""
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    optimizer = import_module("onnxruntime.transformers.optimizer")
+    network = optimizer.optimize_model(
+        str(path),
+        model_type="bert",
+        num_heads=config["num_attention_heads"],
+        hidden_size=config["hidden_size"],
+    )
+    network.save_model_to_file(str(optimized), use_external_data_format=True)
+
+
+def quantize_onnx(path: Path, quantized: Path) -> None:
+    """Write an ONNX file with weights in int8, whose activations are quantized as it runs."""
+    quantization = import_module("onnxruntime.quantization")
+    quantization.quantize_dynamic(
+        path,
+        quantized,
+        use_external_data_format=True,
+        extra_options={"DefaultTensorType": 1},  # float32: it does not know what fused layers give
+    )

@@ -29,6 +29,7 @@ from torch.nn import functional
 
 from llmcond import load_encoder
 from llmcond.encoders.encoder import Encoder
+from llmcond.encoders.engine.engine import torch_engine
 from llmcond.encoders.engine.prepacked import can_prepack, prepack
 from llmcond.encoders.spec import EncoderInput
 
@@ -274,8 +275,8 @@ def race(int8: Forward, bfloat16: Forward, words: int, threads: int, rounds: int
 
 def run(rows: int, layers: int | None, rounds: int) -> dict[str, Any]:
     """Make the schemes and measure them."""
-    encoder = load_encoder("minilm", dtype="float32", device="cpu")
-    network = encoder.engine.model.network
+    encoder = load_encoder("minilm", dtype="float32", device="cpu", runtime="torch")
+    network = torch_engine(encoder).model.network
     network.encoder.layer = network.encoder.layer[:layers]
     judged, others = make_texts(rows)
     moments = measure_moments(network, make_batches(encoder, others))

@@ -221,7 +221,7 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
         made_by = {"run": options.run, "head": options.head, "device": "cpu"}
         embedder = Index.build(Path(temporary) / "empty", **made_by).embedder
         head = embedder.head
-        if head is None or not head.generates_matrices:
+        if not isinstance(head, FittedHead) or not head.generates_matrices:
             raise SystemExit("bench_search: name a --head that makes a matrix of each condition")
         real = embedder.encoder.encode(texts).astype(np.float16).astype(np.float32)
         of_conditions = embedder.encoder.encode(conditions)

@@ -39,7 +39,8 @@ from llmcond.finetune.inputs import RatedInputs
 from llmcond.finetune.model import HeadPlan, TunedModel
 from llmcond.finetune.settings import TuneSettings
 from llmcond.heads import load_recipe
-from llmcond.heads.objectives import Objective, ObjectiveSettings
+from llmcond.heads.objectives import Objective
+from llmcond.heads.settings import ObjectiveSettings
 from llmcond.prompts import load_prompt
 from llmcond.system import choose_device
 

@@ -22,7 +22,7 @@ from llmcond.benchmark.golden import golden_differences
 from llmcond.benchmark.shapes import Shape, csts_inputs, long_inputs, random_encoder
 from llmcond.encoders import EncoderOptions
 from llmcond.encoders.encoder import Encoder
-from llmcond.encoders.engine.engine import Engine, try_engine
+from llmcond.encoders.engine.engine import Engine, torch_engine, try_engine
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.encoders.loading.loading import LoadedModel, load_model
@@ -173,20 +173,20 @@ def ways(engine: Engine, *, packs: bool | None = None, shares: bool = False) -> 
 
 def packing_difference(encoder: Encoder, inputs: Sequence[EncoderInput]) -> tuple[float, str]:
     """Return how far packed vectors are from padded ones, and what attends."""
-    if not encoder.engine.packs:
+    if not torch_engine(encoder).packs:
         raise RuntimeError("packed rows gave other vectors when it was loaded, so rows are padded")
-    with ways(encoder.engine):
+    with ways(torch_engine(encoder)):
         packed = encoder.encode_counted(inputs).vectors
-    with ways(encoder.engine, packs=False):
+    with ways(torch_engine(encoder), packs=False):
         padded = encoder.encode_counted(inputs).vectors
-    return distance(packed, padded), encoder.engine.kernel_name
+    return distance(packed, padded), torch_engine(encoder).kernel_name
 
 
 def sharing_difference(encoder: Encoder, inputs: Sequence[EncoderInput]) -> tuple[float, str]:
     """Return how far vectors are from those without shared prefixes, and what sharing saved."""
-    with ways(encoder.engine, shares=True):
+    with ways(torch_engine(encoder), shares=True):
         shared = encoder.encode_counted(inputs)
-    with ways(encoder.engine):
+    with ways(torch_engine(encoder)):
         whole = encoder.encode_counted(inputs)
     if not shared.n_computed < whole.n_computed:
         raise RuntimeError("no prefix was shared")
@@ -395,9 +395,9 @@ def _out_of_memory(bench: Bench) -> tuple[float, str]:
     _need_cuda(bench)
     encoder = Encoder(bench.resolve("mistral-7b", max_tokens_per_batch=2**16, max_length=512))
     inputs = long_inputs(64, instruct=True)
-    with ways(encoder.engine):
+    with ways(torch_engine(encoder)):
         whole = encoder.encode_counted(inputs).vectors
-        before = encoder.engine.budget
+        before = torch_engine(encoder).budget
         torch.cuda.empty_cache()
         most = torch.cuda.get_device_properties(bench.device).total_memory
         limit = (torch.cuda.memory_reserved(bench.device) + _LITTLE) / most
@@ -406,9 +406,9 @@ def _out_of_memory(bench: Bench) -> tuple[float, str]:
             halved = encoder.encode_counted(inputs).vectors
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, bench.device)
-    if encoder.engine.budget >= before:
+    if torch_engine(encoder).budget >= before:
         raise RuntimeError("memory did not run out, so nothing was halved")
-    return distance(whole, halved), f"{before:,} to {encoder.engine.budget:,} tokens a batch"
+    return distance(whole, halved), f"{before:,} to {torch_engine(encoder).budget:,} tokens a batch"
 
 
 def _two_processes(bench: Bench) -> tuple[float, str]:

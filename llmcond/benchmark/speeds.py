@@ -31,6 +31,7 @@ from llmcond.benchmark.checks import (
 from llmcond.benchmark.peers import Encode, PlainLoop, sentence_transformers
 from llmcond.benchmark.shapes import branching_inputs, csts_inputs, long_inputs, shortened
 from llmcond.encoders.encoder import Encoder
+from llmcond.encoders.engine.engine import torch_engine
 from llmcond.encoders.engine.prepacked import PrepackedLinear
 from llmcond.encoders.loading.architecture import build_on_meta, load_config
 from llmcond.encoders.loading.device import TORCH_DTYPES
@@ -158,7 +159,7 @@ class _Loaded:
     @contextmanager
     def unfolded(self) -> Iterator[None]:
         """Have the latent block as the original has it for a block."""
-        network: Any = self.encoder.engine.model.network
+        network: Any = torch_engine(self.encoder).model.network
         folded = network.latent_attention_model
         network.latent_attention_model = self.whole.to(folded.scores.weight.device)  # type: ignore[union-attr]
         try:
@@ -203,7 +204,7 @@ def run_encoder(
 def _load(resolved: ResolvedEncoder) -> _Loaded:
     began = time.perf_counter()
     encoder = Encoder(resolved)
-    network: Any = encoder.engine.model.network
+    network: Any = torch_engine(encoder).model.network
     whole: nn.Module | None = getattr(network, "latent_attention_model", None)
     if whole is not None:
         folded: Any = copy.deepcopy(whole)
@@ -220,7 +221,7 @@ def _checks(loaded: _Loaded, must_pack: bool) -> Iterator[Check]:
     of = f"{encoder.name}, {loaded.precision}"
 
     def packed() -> tuple[float, str]:
-        if not (encoder.engine.packs or must_pack):
+        if not (torch_engine(encoder).packs or must_pack):
             raise SkippedError("its rows are padded: packing does not give the same vectors")
         return packing_difference(encoder, inputs)
 
@@ -244,7 +245,7 @@ def _checks(loaded: _Loaded, must_pack: bool) -> Iterator[Check]:
 
 def _ways(loaded: _Loaded) -> Iterator[_Way]:
     encoder = loaded.encoder
-    engine = encoder.engine
+    engine = torch_engine(encoder)
 
     def own(name: str, within: Callable[[], AbstractContextManager[Any]]) -> _Way:
         def computed(inputs: Sequence[EncoderInput]) -> int:
@@ -259,7 +260,7 @@ def _ways(loaded: _Loaded) -> Iterator[_Way]:
         yield own("padded", partial(ways, engine, packs=False))
     if loaded.whole is not None:
         yield own("packed, not folded", loaded.unfolded)
-    network = encoder.engine.model.network
+    network = torch_engine(encoder).model.network
     plain = loaded.unfolded if loaded.whole is not None else nullcontext
     if any(isinstance(module, PrepackedLinear) for module in network.modules()):
         # Ours is laid out for products, which a plain one is not.
@@ -296,7 +297,7 @@ def _inputs(
         shortened(one, length, lambda item: encoder._tokenizer([item])[0].n_tokens) for one in whole
     ]
     yield f"{length} tokens", long, ("packed", "padded", PLAIN)
-    if encoder.engine.shares:
+    if torch_engine(encoder).shares:
         inputs = branching_inputs(n, CONDITIONS, instruct)
         yield f"{CONDITIONS} conditions a sentence", inputs, ("packed", "packed, shared prefixes")
 
@@ -351,7 +352,7 @@ def _measure(
             peak_share=statistics.median(shares),
             memory_gib=memory[way.name],
             load_seconds=loaded.seconds,
-            kernel=encoder.engine.kernel_name,
+            kernel=torch_engine(encoder).kernel_name,
             difference=distance(vectors[way.name], vectors[here[0].name]) if way.ours else None,
             ratios={
                 other.name: statistics.median(
@@ -370,7 +371,7 @@ def _profile(loaded: _Loaded, label: str, inputs: list[EncoderInput]) -> Profile
     encoder = loaded.encoder
     gpu = encoder.resolved.device != "cpu"
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
-    with ways(encoder.engine), torch.profiler.profile(activities=kinds) as profiler:
+    with ways(torch_engine(encoder)), torch.profiler.profile(activities=kinds) as profiler:
         encoder.encode_counted(inputs)
         synchronize(encoder.resolved.device)
     timed = [

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.special import xlogy
-from scipy.stats import t as student
 
 from llmcond.clustering.methods import Labels
 from llmcond.data.candidates import is_missing
@@ -56,8 +54,15 @@ def _without_each(term: _Term, figure: _Figure, counts: Floats, cells: Indices) 
     return figure(len(cells) - 1, *sums)
 
 
+def _entropy_term(x: Floats) -> Floats:
+    """Return x log x, 0 of 0."""
+    from scipy.special import xlogy
+
+    return np.asarray(xlogy(x, x))
+
+
 _PARTS: Mapping[str, tuple[_Term, _Figure]] = {
-    "v_measure": (lambda x: xlogy(x, x), _v_measure),
+    "v_measure": (_entropy_term, _v_measure),
     "ari": (lambda x: x * (x - 1), _rand),
 }
 
@@ -133,6 +138,8 @@ class _Measured:
             return Estimate(self.value, self.value, self.value)
         if n < LEAST_PAIRS:
             return Estimate(self.value)
+        from scipy.stats import t as student
+
         error = math.sqrt(float(self.influence.var(ddof=1)) / n + self.astray**2)
         half = float(student.ppf(1 - LEVEL / 2, n - 1)) * error
         ends = sorted((self.value, self.corrected))

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from llmcond.errors import UserError
@@ -192,6 +190,9 @@ def shares_sentence(rows: Rows, sentences: Set[str]) -> NDArray[np.bool_]:
 
 def save_rows(path: Path, splits: Mapping[str, Rows]) -> None:
     """Write the rows of all splits to a Parquet file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     tables = [
         pa.table(
             {
@@ -208,15 +209,18 @@ def save_rows(path: Path, splits: Mapping[str, Rows]) -> None:
     pq.write_table(pa.concat_tables(tables), path.absolute())
 
 
+#: The columns that rows have, by the names of their Arrow types; all others are texts.
 _COLUMNS = {
-    **dict.fromkeys(("split", "file", "sentence1", "sentence2", "condition"), pa.string()),
-    "number": pa.int64(),
-    "rating": pa.float64(),
+    **dict.fromkeys(("split", "file", "sentence1", "sentence2", "condition"), "string"),
+    "number": "int64",
+    "rating": "double",
 }
 
 
-def _shared(column: pa.ChunkedArray) -> list[Any]:
+def _shared(column: Any) -> list[Any]:
     """Return the values of a column; texts that occur again are one object."""
+    import pyarrow as pa
+
     if not pa.types.is_string(column.type):
         return list(column.to_pylist())
     encoded = column.combine_chunks().dictionary_encode()
@@ -226,10 +230,13 @@ def _shared(column: pa.ChunkedArray) -> list[Any]:
 
 def load_rows(path: Path, conditioned: tuple[bool, bool] = (True, True)) -> dict[str, Rows]:
     """Return the rows that :func:`save_rows` wrote, by split; a UserError if it is damaged."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
         table = pq.read_table(path.absolute())
         table.select([*_COLUMNS])
-        kinds = ((name, _COLUMNS.get(name, pa.string())) for name in table.column_names)
+        kinds = ((name, _COLUMNS.get(name, "string")) for name in table.column_names)
         table = table.cast(pa.schema([pa.field(*kind, nullable=False) for kind in kinds]))
         columns = {name: _shared(table[name]) for name in table.column_names}
     except (OSError, KeyError, ValueError, pa.ArrowException) as error:
@@ -254,6 +261,8 @@ def load_rows(path: Path, conditioned: tuple[bool, bool] = (True, True)) -> dict
 
 def column_of(values: Sequence[Any]) -> Any:
     """Return values as an Arrow array, as texts where they are of several types."""
+    import pyarrow as pa
+
     try:
         return pa.array(values)
     except (pa.ArrowException, OverflowError):  # values of several types

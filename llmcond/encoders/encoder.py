@@ -14,16 +14,12 @@ from functools import partial
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from llmcond.arrays import as_list
-from llmcond.encoders.engine.csr import CsrQuery
-from llmcond.encoders.engine.engine import Engine, OutOfMemoryError, Route, n_routes, try_engine
+from llmcond.encoders.engine.interface import AnyEngine, OutOfMemoryError, n_routes
 from llmcond.encoders.engine.routing import grouped, routers_of, routes_of, unrouted
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens, check_inputs
-from llmcond.encoders.loading.architecture import load_config, load_tokenizer
-from llmcond.encoders.loading.loading import load_model
 from llmcond.encoders.options import EncoderOptions
 from llmcond.encoders.resolve import ResolvedEncoder, resolve
 from llmcond.encoders.spec import (
@@ -36,6 +32,7 @@ from llmcond.encoders.spec import (
 from llmcond.encoders.threads import Concurrency, WorkerThreads, check_cancelled
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_bytes
+from llmcond.log import log
 from llmcond.options import option_of, public_function
 from llmcond.progress import ExtractionBar
 
@@ -61,7 +58,7 @@ class Query(NamedTuple):
         n_tokens: tokens it has, before truncation.
     """
 
-    state: CsrQuery
+    state: NDArray[np.float32] | Tokens
     n_tokens: int
 
 
@@ -91,6 +88,31 @@ _Unit = Sequence[EncoderInput]
 _Map = Callable[[Callable[[_Unit], Any], Iterable[_Unit]], Iterable[Any]]
 
 
+def _load(resolved: ResolvedEncoder, threads: int) -> tuple[InputTokenizer, Sequence[AnyEngine]]:
+    """Load an encoder's tokenizer and its engines, one for each member of an ensemble."""
+    why = resolved.not_openvino
+    if resolved.runtime == "openvino":
+        from llmcond.encoders.openvino.engine import load_engines
+        from llmcond.encoders.openvino.weights import CannotRunError
+
+        try:
+            return load_engines(resolved)
+        except CannotRunError as error:
+            why = str(error)
+    from llmcond.encoders.engine.engine import load_torch_engines
+
+    # Where the weights are broken, PyTorch is what says so.
+    loaded = load_torch_engines(resolved, threads)
+    if resolved.identity.runtime == "openvino":
+        raise LlmcondError(
+            f"{resolved.checkpoint.name} cannot be run by OpenVINO: {why}. Compute with PyTorch "
+            "(llmcond extract --runtime torch)."
+        )
+    if why:
+        log.info(f"{resolved.checkpoint.name} is computed by PyTorch on this CPU: {why}")
+    return loaded
+
+
 class Encoder:
     """A frozen encoder on one device. Make one with :func:`load_encoder`.
 
@@ -108,22 +130,12 @@ class Encoder:
             LlmcondError: its weights are broken or do not fit into memory.
         """
         self.resolved = resolved
-        config = load_config(resolved.checkpoint, resolved.identity.attention)
-        tokenizer = load_tokenizer(resolved.checkpoint, config)
-        self._tokenizer = InputTokenizer(tokenizer, resolved.identity, resolved.checkpoint.name)
-        # bitsandbytes keeps what it is at in the layers themselves.
-        exclusive = resolved.identity.quantize != "none"
-        self.concurrency = Concurrency.of(resolved.device, exclusive=exclusive)
+        self.concurrency = Concurrency.of(resolved)
         self._threads = WorkerThreads(self.concurrency)
         self._unit = UNIT if resolved.device == "cpu" else UNIT_ON_GPU
         # A fast tokenizer is one object in Rust, which refuses a second borrower.
         self._tokenizing = threading.Lock()
-        threads, pad_id = self.concurrency.threads, self._tokenizer.pad_id
-        #: One for each member of an ensemble.
-        self._engines = [
-            try_engine(load_model(member, config), member, pad_id, threads)
-            for member in resolved.each_member()
-        ]
+        self._tokenizer, self._engines = _load(resolved, self.concurrency.threads)
         self.engine = self._engines[0]
         self.dim = sum(engine.dim for engine in self._engines)
 
@@ -282,7 +294,7 @@ class Encoder:
         if found:
             own = [queries[inputs[place].text] for place in found]
             states: list[Any] = [query.state for query in own]
-            vectors[found] = self.engine.finish(torch.stack(states)).cpu().numpy()
+            vectors[found] = self.engine.finish_states(np.stack(states))
             n_tokens[found] = [query.n_tokens for query in own]
             if bar is not None:
                 bar.advance(len(found), sum(inputs[place].size for place in found), 0, 0.0)
@@ -318,10 +330,12 @@ class Encoder:
         groups = grouped(inputs) or [[place] for place in range(len(inputs))]
         windows = self._windows([inputs[places[0]] for places in groups])
         rows: list[Tokens] = []
-        routes: list[Route] = []
+        routes: list[Any] = []
         for places, own in zip(groups, windows, strict=True):
             routers = routers_of([inputs[place] for place in places])
-            read = [queries[router.text].state for router in routers]
+            read: Any = [queries[router.text].state for router in routers]
+            if routers and not self.engine.inside:
+                read = np.stack(read)
             for window in own:
                 added = routes_of(self.engine, read, routers[0]) if routers else []
                 routes += added
@@ -348,10 +362,7 @@ class Encoder:
             return [Query(own[0], own[0].n_tokens) for own in windows]
         rows = iter(self._run([row for own in windows for row in own], queries=True)[0])
         means = [np.mean([next(rows) for _ in own], axis=0)[0] for own in windows]
-        return [
-            Query(torch.from_numpy(mean), own[0].n_tokens)
-            for mean, own in zip(means, windows, strict=True)
-        ]
+        return [Query(mean, own[0].n_tokens) for mean, own in zip(means, windows, strict=True)]
 
     def _is_query(self, item: EncoderInput, queries: Queries) -> bool:
         """Return whether an input is a router that is known, as the encoder pools it, and whole."""
@@ -365,7 +376,7 @@ class Encoder:
             return self._tokenizer.windows(inputs)
 
     def _run(
-        self, rows: Sequence[Tokens], routes: Sequence[Route] = (), *, queries: bool = False
+        self, rows: Sequence[Tokens], routes: Sequence[Any] = (), *, queries: bool = False
     ) -> tuple[list[NDArray[np.float32]], int]:
         """Return (1, dim) for each row, or (routes, dim), and how many tokens were computed.
 
@@ -383,9 +394,9 @@ class Encoder:
 
     def _run_by(
         self,
-        engine: Engine,
+        engine: AnyEngine,
         rows: Sequence[Tokens],
-        routes: Sequence[Route] = (),
+        routes: Sequence[Any] = (),
         *,
         queries: bool = False,
     ) -> tuple[list[NDArray[np.float32]], int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from llmcond.encoders.engine.engine import check_ids
+from llmcond.encoders.engine.interface import check_ids
 from llmcond.encoders.engine.nv_embed import read_config
 from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.known import PADDING_SIDE, KnownModel

@@ -21,6 +21,7 @@ from llmcond.encoders.spec import (
     Quantize,
     RouterMode,
     RouterPlace,
+    Runtime,
     check_instruction_format,
     check_special_tokens,
 )
@@ -52,6 +53,11 @@ class EncoderOptions:
         "none", help="weights in 8 or 4 bit (needs the extra quantize)"
     )
     device: str = _option("auto", metavar="D", help="auto, cpu, cuda or cuda:N")
+    runtime: Literal["auto"] | Runtime = _option(
+        "auto",
+        help="library that computes. auto: on a CPU OpenVINO, where it is installed and has the "
+        "architecture (encoders of the BERT kind); otherwise PyTorch",
+    )
     attention: Attention | None = _option(help="its direction (default: the model's own)")
     max_tokens_per_batch: int | None = _option(
         metavar="N", help="token budget of one forward pass (default: by the device and its memory)"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from llmcond.encoders.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from llmcond.encoders.checkpoints.settings import (
@@ -20,6 +20,7 @@ from llmcond.encoders.checkpoints.settings import (
     stated_beside,
 )
 from llmcond.encoders.known import default_prompt, joint_prompt
+from llmcond.encoders.openvino.architectures import ARCHITECTURES
 from llmcond.encoders.options import EncoderOptions, check_choice
 from llmcond.encoders.spec import (
     RELEASED,
@@ -28,10 +29,11 @@ from llmcond.encoders.spec import (
     Dtype,
     EncoderIdentity,
     PoolOver,
+    Runtime,
     pools_chosen_tokens,
 )
 from llmcond.errors import UserError
-from llmcond.system import choose_device
+from llmcond.system import choose_device, native_bfloat16
 
 _FALLBACK_LENGTH = 512
 
@@ -55,6 +57,8 @@ class ResolvedEncoder:
         device: where it will run: ``cpu`` or ``cuda:N``.
         options: what the user chose; what was left open is as training recorded it, if it did.
         assumed: what no file and no option said, in sentences for the user.
+        runtime: the library that computes.
+        not_openvino: why OpenVINO does not compute, on a CPU; "" where it does, or was not wanted.
     """
 
     checkpoint: Checkpoint
@@ -62,6 +66,8 @@ class ResolvedEncoder:
     device: str
     options: EncoderOptions
     assumed: tuple[str, ...]
+    runtime: Runtime = "torch"
+    not_openvino: str = ""
 
     @property
     def shares_prefixes(self) -> bool:
@@ -191,7 +197,10 @@ def settle(
             f"whole weights of the base, though its adapter was trained on {trained} ones "
             f"(--quantize {trained})"
         )
-    return ResolvedEncoder(checkpoint, identity, device, options, tuple(assumed))
+    runtime, reason = _runtime(checkpoint, settings, identity, options, device)
+    if identity.dtype != "float32":
+        identity = replace(identity, runtime=runtime)
+    return ResolvedEncoder(checkpoint, identity, device, options, tuple(assumed), runtime, reason)
 
 
 def resolve_base(resolved: ResolvedEncoder) -> ResolvedEncoder | None:
@@ -244,15 +253,50 @@ def _router(
     return given
 
 
-def _dtype(checkpoint: Checkpoint, options: EncoderOptions, device: str) -> Dtype:
-    from llmcond.encoders.loading.device import choose_dtype
+def _runtime(
+    checkpoint: Checkpoint,
+    settings: Settings,
+    identity: EncoderIdentity,
+    options: EncoderOptions,
+    device: str,
+) -> tuple[Runtime, str]:
+    """Return the library that computes, and why it is not OpenVINO where that was not chosen."""
+    if options.runtime == "torch" or (options.runtime == "auto" and device != "cpu"):
+        return "torch", ""
+    from llmcond.encoders.openvino.support import reason_against
 
+    on_gpu = "OpenVINO computes on CPUs only (--device cpu)"
+    reason = reason_against(checkpoint, identity, settings.config) if device == "cpu" else on_gpu
+    if reason is None:
+        return "openvino", ""
+    if options.runtime == "openvino":
+        raise UserError(
+            f"runtime is 'openvino', which does not run {checkpoint.name}: {reason}. Leave out "
+            "--runtime, and PyTorch does."
+        )
+    return "torch", reason
+
+
+def _dtype(checkpoint: Checkpoint, options: EncoderOptions, device: str) -> Dtype:
     reason = checkpoint.known.no_float16 if checkpoint.known else ""
     if reason and options.dtype == "float16":
         raise UserError(f"{checkpoint.name} may not be computed in float16: {reason}.")
     if reason and options.dtype == "auto":
         return "bfloat16"
     return choose_dtype(options.dtype, device)
+
+
+def choose_dtype(dtype: Literal["auto"] | Dtype, device: str) -> Dtype:
+    """Return ``dtype``, or for ``auto`` the fastest one that ``device`` computes natively."""
+    if dtype != "auto":
+        return dtype
+    if device.startswith("cuda"):
+        import torch
+
+        # Before compute capability 8.0 bfloat16 is emulated, and float16 is the fast type.
+        major, _ = torch.cuda.get_device_capability(device)
+        return "bfloat16" if major >= 8 else "float16"
+    return "bfloat16" if native_bfloat16() else "float32"
 
 
 def _attention(
@@ -268,7 +312,7 @@ def _attention(
             )
         return known
     kind = str(settings.config.get("model_type"))
-    if kind in encoder_types() and settings.attention != "causal":
+    if is_encoder(kind) and settings.attention != "causal":
         if given == "causal":
             raise UserError(
                 f"attention is 'causal', but {checkpoint.name} is an encoder ({kind}), which is "
@@ -278,6 +322,11 @@ def _attention(
     if given is None and settings.attention is None:
         assumed.append("causal attention: a decoder whose config does not say (--attention)")
     return given or settings.attention or "causal"
+
+
+def is_encoder(model_type: str) -> bool:
+    """Return whether an architecture is an encoder; for common ones without transformers."""
+    return model_type in ARCHITECTURES or model_type in encoder_types()
 
 
 def encoder_types() -> frozenset[str]:

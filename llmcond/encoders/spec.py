@@ -32,6 +32,8 @@ RELEASED: tuple[RouterMode, ...] = ("released-tri", "released-bi")
 Attention = Literal["bidirectional", "causal"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Quantize = Literal["none", "8bit", "4bit"]
+#: The library that computes: PyTorch, or on a CPU OpenVINO.
+Runtime = Literal["torch", "openvino"]
 #: In which orders a cross-encoder reads two sentences: the mean of both, or as they are given.
 Orders = Literal["both", "given"]
 #: What becomes of an input that is longer than the encoder takes: its sentence is cut, or read in
@@ -199,6 +201,8 @@ class EncoderIdentity:
         router, router_mode, router_layers, router_strength: where the routers of inputs act; for
             ``csr`` how, in how many of the last layers, and what their weights are multiplied by.
         engine: version of the code that computes vectors.
+        runtime: the library that computes in 16 bit. In float32 it is always recorded as ``torch``:
+            there the vectors of OpenVINO are those of PyTorch, up to 1e-5.
     """
 
     weights: str
@@ -217,6 +221,7 @@ class EncoderIdentity:
     router_mode: RouterMode = "paper"
     router_layers: int = 3
     router_strength: float = 1.0
+    runtime: Runtime = "torch"
 
     @property
     def fingerprint(self) -> str:
@@ -229,6 +234,8 @@ class EncoderIdentity:
         # Records have had these keys not from the start.
         if self.long_texts == "cut":
             del values["long_texts"]
+        if self.runtime == "torch":
+            del values["runtime"]
         if self.router == "none":
             values = {key: v for key, v in values.items() if not key.startswith("router")}
         return values

@@ -6,16 +6,19 @@ of the cores each are faster than one with all: cores do not wait for each other
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmcond.errors import LlmcondError
+from llmcond.system import cpu_threads
+
+if TYPE_CHECKING:
+    from llmcond.encoders.resolve import ResolvedEncoder
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -40,19 +43,21 @@ def check_cancelled() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Concurrency:
-    """How many threads run an encoder, and how many of PyTorch's own each of them has (cores)."""
+    """How many threads run an encoder, and how many of PyTorch's threads each of them has."""
 
     threads: int
     cores: int
 
     @classmethod
-    def of(cls, device: str, *, exclusive: bool = False) -> Concurrency:
-        """Return what suits a device; exclusive networks allow one forward pass at a time only."""
-        cores = torch.get_num_threads()
-        if device != "cpu":
-            # One prepares and stores what the other computes; the device does one thing at a time.
-            return cls(2, cores)
-        threads = 1 if exclusive else min(cores, _MAX_THREADS)
+    def of(cls, resolved: ResolvedEncoder) -> Concurrency:
+        """Return what suits an encoder."""
+        cores = cpu_threads()
+        if resolved.device != "cpu" or resolved.runtime == "openvino":
+            # One prepares and stores what the other computes. A GPU does one thing at a time, and
+            # OpenVINO shares the cores among the batches of any thread.
+            return cls(min(2, cores) if resolved.device == "cpu" else 2, cores)
+        # bitsandbytes keeps what it is at in the layers themselves.
+        threads = 1 if resolved.identity.quantize != "none" else min(cores, _MAX_THREADS)
         return cls(threads, cores // threads)
 
 
@@ -102,6 +107,10 @@ class WorkerThreads:
         count = self.concurrency.threads
         with self._starting:
             if self._executor is None:
+                torch: Any = sys.modules.get("torch")
+                if torch is None:  # then another library computes, which has threads of its own
+                    self._executor = ThreadPoolExecutor(count, "llmcond-encode")
+                    return self._executor
                 cores = torch.get_num_threads()
                 self._executor = ThreadPoolExecutor(
                     count, "llmcond-encode", initializer=self._begin
@@ -116,6 +125,8 @@ class WorkerThreads:
             return self._executor
 
     def _begin(self) -> None:
+        import torch
+
         # A thread takes PyTorch's number when it first computes, unless it has asked before.
         torch.get_num_threads()
         torch.set_num_threads(self.concurrency.cores)

@@ -14,7 +14,6 @@ from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import t as student
 
 from llmcond.metrics import (
     DEFAULT,
@@ -93,6 +92,8 @@ class Resampled:
         of :func:`differences` do. There is none for fewer than ``LEAST_PAIRS`` sentence pairs, nor
         for two seeds, whose deviation says next to nothing.
         """
+        from scipy.stats import t as student
+
         found = {}
         for m, metric in enumerate(self.metrics):
             value, own, n_pairs = float(self.values[m, i]), self.by_seed[m][i], self.n_pairs[m]
@@ -208,6 +209,8 @@ def differences(
 
 def _differences(found: Resampled, m: int, baseline: int, others: list[int]) -> Floats:
     """Return (6, systems) the figures of their differences in a metric, but for the correction."""
+    from scipy.stats import t as student
+
     values = found.values[m][others] - found.values[m, baseline]
     sampled = found.sampled[m][others] - found.sampled[m, baseline]
     by_seed = [found.by_seed[m][i] for i in (baseline, *others)]

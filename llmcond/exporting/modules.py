@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from llmcond.arrays import Array
 from llmcond.encoders.checkpoints.checkpoint import read_settings
 from llmcond.encoders.checkpoints.weights import all_weights
 from llmcond.encoders.engine.tokenizing import InputTokenizer
@@ -20,16 +21,19 @@ from llmcond.errors import UserError
 from llmcond.exporting.tokenizers import Around, around, write_tokenizer
 from llmcond.files import write_json
 from llmcond.finetune.state import write_tensors
-from llmcond.heads.module import DenseLayer
+from llmcond.heads.layers import DenseLayer
+from llmcond.heads.settings import Activation
 from llmcond.prompts import Prompt
 from llmcond.runs.embedder import Embedder
+
+TensorLayer: TypeAlias = DenseLayer[Tensor]
 
 #: The pooling modules of sentence-transformers, by our names.
 _POOLINGS = {"cls": "cls_token", "mean": "mean_tokens", "last": "lasttoken", "pooler": "cls_token"}
 #: Its settings in the form that other servers read as well.
 _MODES = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens",
           "lasttoken")  # fmt: skip
-_ACTIVATIONS: Mapping[str, type[nn.Module]] = {
+_ACTIVATIONS: Mapping[Activation, type[nn.Module]] = {
     "none": nn.Identity, "relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh,
 }  # fmt: skip
 #: Those that a factor above 0 can be taken out of.
@@ -50,10 +54,10 @@ class Plain:
     """
 
     around: Mapping[str, Around]
-    layers: Mapping[str, Sequence[DenseLayer]]
+    layers: Mapping[str, Sequence[TensorLayer]]
 
     @property
-    def one(self) -> Sequence[DenseLayer] | None:
+    def one(self) -> Sequence[TensorLayer] | None:
         """Return the layers where they are the same under all conditions; None: they are not."""
         first, *others = self.layers.values()
         same = all(
@@ -141,33 +145,44 @@ def plain(embedder: Embedder, conditions: Sequence[str]) -> tuple[Plain, Any]:
     return Plain(known, _layers(embedder, conditions)), tokenizer
 
 
-def _layers(embedder: Embedder, conditions: Sequence[str]) -> dict[str, list[DenseLayer]]:
+def _layers(embedder: Embedder, conditions: Sequence[str]) -> dict[str, list[TensorLayer]]:
     view, head, found = embedder.view, embedder.head, {}
     of_condition, subtracts = view.of_condition(), view.subtracts
     for condition in conditions:
         given = None
         if of_condition is not None:
             given = _encoded(embedder, of_condition, condition)[None]
-        layers: list[DenseLayer] | None = []
+        made: Sequence[DenseLayer[Any]] | None = []
         if head is not None and not head.is_identity:
-            layers = head.module.dense_layers(given)
-        if layers is None:
+            made = head.dense_layers(given)
+        if made is None:
             raise NotPlainError(
                 f"the head {embedder.name} ({head and head.kind}) is no such layers"
             )
+        layers = [_without_mean(layer) for layer in made]
         if subtracts:
             taken = _encoded(embedder, view.prompts[0], condition)
             first = layers[0] if layers else DenseLayer(torch.eye(len(taken)))
-            bias = -(first.weight @ taken) + (0 if first.bias is None else first.bias)
-            layers = [first._replace(bias=bias), *layers[1:]]
+            layers = [_without_mean(first._replace(mean=torch.from_numpy(taken))), *layers[1:]]
         found[condition] = layers
     return found
 
 
-def _encoded(embedder: Embedder, prompt: Prompt, condition: str) -> Tensor:
+def _without_mean(layer: DenseLayer[Any]) -> TensorLayer:
+    """Return a layer of tensors whose bias has what the layer subtracts from its inputs."""
+    weight, bias, activation, mean = layer
+    weight = torch.as_tensor(weight)
+    bias = None if bias is None else torch.as_tensor(bias)
+    if mean is not None:
+        bias = -(weight @ torch.as_tensor(mean)) + (0 if bias is None else bias)
+    return DenseLayer(weight, bias, activation)
+
+
+def _encoded(embedder: Embedder, prompt: Prompt, condition: str) -> Array:
     """Return the unconditional vector of a condition, (dim,)."""
     item = prompt.unconditional.render("", condition)
-    return torch.from_numpy(embedder.encoder.encode([item])[0])
+    vector: Array = embedder.encoder.encode([item])[0]
+    return vector
 
 
 # -- files -------------------------------------------------------------------------------------
@@ -222,7 +237,7 @@ def write_modules(
     return [kind for kind, _ in kinds]
 
 
-def _needs_scale(layers: Sequence[DenseLayer]) -> bool:
+def _needs_scale(layers: Sequence[TensorLayer]) -> bool:
     """Return whether layers make something else of a vector than of its multiples."""
     return any(layer.bias is not None or layer.activation not in _HOMOGENEOUS for layer in layers)
 
@@ -231,7 +246,7 @@ def _type(kind: str) -> str:
     return f"sentence_transformers.models.{kind}"
 
 
-def _write_network(folder: Path, resolved: ResolvedEncoder) -> list[DenseLayer]:
+def _write_network(folder: Path, resolved: ResolvedEncoder) -> list[TensorLayer]:
     """Write the encoder's weights, an adapter's among them; return the layers of its own."""
     checkpoint, identity = resolved.checkpoint, resolved.identity
     config = read_settings(checkpoint.folder / "config.json", {})
@@ -271,7 +286,7 @@ def reads_both_ways(resolved: ResolvedEncoder) -> bool:
     return resolved.identity.attention == "bidirectional" and not own
 
 
-def _write_dense(folder: Path, layer: DenseLayer) -> None:
+def _write_dense(folder: Path, layer: TensorLayer) -> None:
     kind = _ACTIVATIONS[layer.activation]
     tensors = {"linear.weight": layer.weight.float()}
     if layer.bias is not None:
@@ -289,7 +304,7 @@ def _write_dense(folder: Path, layer: DenseLayer) -> None:
     write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
 
 
-def _write_router(folder: Path, layers: Mapping[str, Sequence[DenseLayer]]) -> None:
+def _write_router(folder: Path, layers: Mapping[str, Sequence[TensorLayer]]) -> None:
     """Write a route for each condition, whose name torch need not be able to give a module."""
     names = {condition: f"condition_{number}" for number, condition in enumerate(layers)}
     types, structure = {}, {}

@@ -27,12 +27,12 @@ import numpy as np
 from llmcond.encoders.spec import EncoderInput, InputError, plan_inputs
 from llmcond.features.keys import KeyIndex
 from llmcond.features.missing import Missing, count_missing, counting, fresh, windows
-from llmcond.features.store import FeatureStore
 from llmcond.files import digest_bytes
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoded, Queries, Query
     from llmcond.encoders.threads import Concurrency, WorkerThreads
+    from llmcond.features.store import FeatureStore
 
 #: Inputs that a kill can lose at most; committed in parts, one for each thread that encodes.
 CHUNK = 1_024

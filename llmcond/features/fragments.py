@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import lance
 import numpy as np
@@ -19,9 +19,7 @@ from lance.fragment import FragmentMetadata, LanceFragment, write_fragments
 from numpy.typing import NDArray
 
 from llmcond.encoders.spec import EncoderInput
-from llmcond.features.keys import KEY_BYTES
-
-StoreDtype = Literal["float16", "float32"]
+from llmcond.features.keys import KEY_BYTES, StoreDtype
 
 _KEY = pa.binary(KEY_BYTES)
 _ARROW = {"float16": pa.float16(), "float32": pa.float32()}

@@ -1,11 +1,18 @@
-"""An index from keys to places that grows cheaply and takes 24 bytes a key."""
+"""An index from keys to places that grows cheaply and takes 24 bytes a key.
+
+Importing this module imports no storage library.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+#: The number type that a store has for features.
+StoreDtype = Literal["float16", "float32"]
 
 KEY_BYTES = 16
 

@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, takewhile
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from llmcond.encoders.spec import EncoderInput
 from llmcond.features.keys import KeyIndex
-from llmcond.features.store import FeatureStore
+
+if TYPE_CHECKING:
+    from llmcond.features.store import FeatureStore
 
 #: Missing inputs that are kept as a sample.
 _SAMPLE = 2_048

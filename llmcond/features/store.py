@@ -33,7 +33,6 @@ from llmcond.errors import LlmcondError, UserError, is_disk_full
 from llmcond.features.fragments import (
     Fragment,
     PreemptedError,
-    StoreDtype,
     Target,
     mergeable,
     remove_staged_files,
@@ -41,7 +40,7 @@ from llmcond.features.fragments import (
     rows_schema,
     rows_table,
 )
-from llmcond.features.keys import KEY_BYTES, KeyIndex
+from llmcond.features.keys import KEY_BYTES, KeyIndex, StoreDtype
 from llmcond.features.location import (
     SPARE_BYTES,
     array_on_disk,

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
+from llmcond.arrays import Concatenated, Difference, Matrix
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
-from llmcond.heads import Concatenated, Difference, Matrix, Recipe
 from llmcond.prompts import Prompt
 from llmcond.prompts import template as templates
+
+if TYPE_CHECKING:
+    from llmcond.heads import Recipe
 
 T = TypeVar("T")
 Part = Literal["conditional", "unconditional"]

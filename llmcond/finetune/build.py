@@ -12,7 +12,8 @@ from accelerate.state import AcceleratorState
 
 from llmcond.encoders.checkpoints.checkpoint import settings_files
 from llmcond.encoders.engine.csr import HeavyRouter
-from llmcond.encoders.engine.engine import Engine, OutOfMemoryError, is_out_of_memory, try_engine
+from llmcond.encoders.engine.engine import Engine, is_out_of_memory, try_engine
+from llmcond.encoders.engine.interface import OutOfMemoryError
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.encoders.loading.loading import load_model

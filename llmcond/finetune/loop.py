@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llmcond.arrays import Positions
-from llmcond.encoders.engine.engine import OutOfMemoryError, is_out_of_memory
+from llmcond.encoders.engine.engine import is_out_of_memory
+from llmcond.encoders.engine.interface import OutOfMemoryError
 from llmcond.errors import LlmcondError, UserError
 from llmcond.finetune.base import R, Shared, TrainedModel
 from llmcond.finetune.order import Order

@@ -18,11 +18,11 @@ from llmcond.heads import FittedHead, Recipe
 from llmcond.heads.module import seeded
 from llmcond.heads.objectives import (
     Objective,
-    ObjectiveSettings,
     RatedBatch,
     adjacent_pairs,
     contrast_groups,
 )
+from llmcond.heads.settings import ObjectiveSettings
 from llmcond.metrics import METRICS, Metric
 from llmcond.prompts import Prompt
 from llmcond.system import to_device

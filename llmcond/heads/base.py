@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,15 +11,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmcond.arrays import Array, Gathered, MatrixLike, as_matrix
+from llmcond.arrays import Array, Gathered, MatrixLike, as_matrix, cosine
 from llmcond.errors import UserError
 from llmcond.heads.batches import SharedConditions
+from llmcond.heads.layers import DenseLayer
 from llmcond.heads.module import AT_ONCE, HeadModule
 from llmcond.heads.pairs import Fit
+from llmcond.heads.transform import check_features, transform_blocks
 from llmcond.system import choose_device
-
-#: Vectors transformed at a time, so that memory does not grow with their number.
-_BLOCK = 65_536
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +58,11 @@ class Fitted:
     def features(self) -> str:
         """Return which features of a sentence it takes: ``joint``, ``separate`` or ``both``."""
         return str(getattr(self.settings, "features", self.family.features))
+
+    @property
+    def conditioned(self) -> bool:
+        """Return whether it takes the condition's own features."""
+        return self.family.conditioned
 
     @property
     def is_identity(self) -> bool:
@@ -116,12 +121,14 @@ class FittedHead(Fitted):
                 given = Gathered(given, np.zeros(n, dtype=np.int64))
         shared, sides = SharedConditions(given), [as_matrix(features)]
         device = next(iter(self.module.state_dict().values()), torch.empty(0)).device
-        blocks = []
-        for start in range(0, max(n, 1), _BLOCK):
-            batch = shared.batch(sides, slice(start, start + _BLOCK), torch.float32)
+
+        def embed(rows: slice) -> Array:
+            batch = shared.batch(sides, rows, torch.float32)
             with torch.inference_mode():
-                blocks.append(self.module(*batch.to(device)).cpu().numpy())
-        return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+                embedded: Array = self.module(*batch.to(device)).cpu().numpy()
+            return embedded
+
+        return transform_blocks(embed, n)
 
     def similarity(
         self, first: MatrixLike, second: MatrixLike, condition: MatrixLike | None = None
@@ -137,6 +144,13 @@ class FittedHead(Fitted):
             sides = [torch.from_numpy(np.ascontiguousarray(side)) for side in (first, second)]
             found: Array = self.module.similarity(*sides).float().numpy()
         return found
+
+    def dense_layers(self, condition: Array | None = None) -> Sequence[DenseLayer[Any]] | None:
+        """Return the layers that it is under one condition, (1, dim_c).
+
+        None: it is no such layers; see :meth:`HeadModule.dense_layers`.
+        """
+        return self.module.dense_layers(None if condition is None else torch.from_numpy(condition))
 
     def matrix_norms(self, condition: MatrixLike) -> NDArray[np.float64]:
         """Return the Frobenius norm of the matrix W_c of each condition, (u,).
@@ -164,43 +178,4 @@ class FittedHead(Fitted):
 
     def check(self, features: MatrixLike, condition: MatrixLike | None) -> None:
         """Check what the head is to be applied to; errors are those of :meth:`transform`."""
-        kind = self.kind
-        if features.shape[1] != self.dim_in:
-            raise UserError(
-                f"the features have {features.shape[1]} dimensions; this {kind} head was fitted on "
-                f"{self.dim_in}."
-            )
-        got = 0 if condition is None else int(condition.shape[1])
-        if condition is not None and len(condition) not in (1, len(features)):
-            raise UserError(
-                f"there are {len(features)} sentences and {len(condition)} conditions; they must "
-                "be as many, or one condition for all."
-            )
-        if got == self.dim_condition:
-            return
-        if not got:
-            raise UserError(
-                f"this {kind} head takes the features of each condition as well, "
-                f"(n, {self.dim_condition}); none were given."
-            )
-        wanted = f"{self.dim_condition} dimensions" if self.dim_condition else "none"
-        raise UserError(
-            f"the conditions have {got} dimensions; this {kind} head was fitted on {wanted}."
-        )
-
-
-def cosine(first: Array, second: Array) -> Array:
-    """Return the cosine of each row of ``first`` with that of ``second``, (n,) float32.
-
-    A zero vector has cosine 0 with everything: it says nothing of its text.
-    """
-    product = _inner(first, second)
-    norms = np.sqrt(_inner(first, first)) * np.sqrt(_inner(second, second))
-    zeros = np.zeros(len(norms), dtype=np.float64)
-    cosines: Array = np.divide(product, norms, out=zeros, where=norms > 0).astype(np.float32)
-    return cosines
-
-
-def _inner(first: Array, second: Array) -> NDArray[np.float64]:
-    inner: NDArray[np.float64] = np.einsum("nd,nd->n", first, second, dtype=np.float64)
-    return inner
+        check_features(self, features, condition)

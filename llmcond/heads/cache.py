@@ -6,12 +6,12 @@ import threading
 from collections import OrderedDict
 
 import numpy as np
-import torch
 
 from llmcond.arrays import Array, MatrixLike, as_matrix
 from llmcond.errors import UserError
 from llmcond.heads.base import FittedHead
-from llmcond.heads.module import ACTIVATIONS, AT_ONCE
+from llmcond.heads.layers import ACTIVATIONS
+from llmcond.heads.module import AT_ONCE
 
 
 class ConditionCache:
@@ -55,9 +55,7 @@ class ConditionCache:
                 for factor in factors:
                     values = values @ factor
                 output[rows] = values
-        activation = ACTIVATIONS[self.head.settings.activation]
-        embedded: Array = activation(torch.from_numpy(output)).numpy()
-        return embedded
+        return ACTIVATIONS[self.head.settings.activation](output)
 
     def _factors(self, vectors: Array) -> list[list[Array]]:
         """Return the factors of conditions, made where they are not kept."""

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
-from llmcond.config import STRICT
 from llmcond.heads.module import HeadModule
 from llmcond.heads.pairs import Fit, PairArrays
-
-
-@dataclass(frozen=True, slots=True)
-class NoSettings:
-    """Nothing to set."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+from llmcond.heads.settings import NoSettings
 
 
 class Identity(HeadModule):

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import init
 
+from llmcond.heads.layers import linear_forms
 from llmcond.heads.module import HeadModule
 from llmcond.heads.settings import SizedSettings
 
@@ -19,7 +20,7 @@ class Linear(HeadModule):
 
     def __init__(self, settings: SizedSettings, dim_in: int, dim_condition: int = 0) -> None:
         super().__init__(settings, dim_in, dim_condition)
-        self.add_layer("weight", settings.dim, dim_in, bias=False)
+        self.add_layers(linear_forms(settings, dim_in))
 
     def start_at_identity(self) -> None:
         """See :class:`HeadModule`."""

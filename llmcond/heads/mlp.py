@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from annotated_types import Ge, Le
 from torch import Tensor
 
-from llmcond.heads.module import ACTIVATIONS, DenseLayer, HeadModule
-from llmcond.heads.settings import Activation, SizedSettings, SizeOrNone
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MlpSettings(SizedSettings):
-    """The MLP's settings.
-
-    Attributes:
-        hidden: width of the hidden layers; 0: as wide as the embeddings. CASE does not state it.
-        depth: layers, the last one included; 2 in CASE.
-        activation: ``relu`` as in CASE, ``gelu``, ``tanh`` or ``none``.
-        last: what stands behind the last layer: ``same`` as behind the others, as in CASE, or
-            ``none``: neither activation nor dropout.
-    """
-
-    hidden: SizeOrNone = 0
-    depth: Annotated[int, Ge(1), Le(16)] = 2
-    activation: Activation = "relu"
-    last: Literal["same", "none"] = "same"
+from llmcond.heads.layers import DenseLayer, mlp_forms
+from llmcond.heads.module import ACTIVATIONS, HeadModule
+from llmcond.heads.settings import MlpSettings
 
 
 class Mlp(HeadModule):
@@ -40,10 +20,8 @@ class Mlp(HeadModule):
 
     def __init__(self, settings: MlpSettings, dim_in: int, dim_condition: int = 0) -> None:
         super().__init__(settings, dim_in, dim_condition)
-        hidden = settings.hidden or settings.dim
-        sizes = [dim_in, *[hidden] * (settings.depth - 1), settings.dim]
-        for number, (into, out) in enumerate(pairwise(sizes), start=1):
-            self.add_layer(f"weight{number}", out, into, bias=False)
+        self.forms = mlp_forms(settings, dim_in)
+        self.add_layers(self.forms)
 
     def start_at_identity(self) -> None:
         """See :class:`HeadModule`: f(x) - f(-x) = x for ReLU and GELU, if two layers have room."""
@@ -61,20 +39,15 @@ class Mlp(HeadModule):
                 first[begin : begin + n] = sign * torch.eye(n)
                 second[:, begin : begin + n] = sign * torch.eye(settings.dim, n)
 
-    def dense_layers(self, condition: Tensor | None) -> list[DenseLayer]:
+    def dense_layers(self, condition: Tensor | None) -> list[DenseLayer[Tensor]]:
         """See :class:`HeadModule`."""
-        settings = self.settings
-        names = [f"weight{number}" for number in range(1, settings.depth + 1)]
-        last = settings.activation if settings.last == "same" else "none"
-        behind = [settings.activation] * (settings.depth - 1) + [last]
-        layers = zip(names, behind, strict=True)
-        return [DenseLayer(self.get_parameter(name), None, f) for name, f in layers]
+        return [form.layer(self.state_dict()) for form in self.forms]
 
     def forward(self, x: Tensor, condition: Any = None, which: Any = None) -> Tensor:
         """Return embeddings, (m, dim)."""
         settings = self.settings
-        for number in range(1, settings.depth + 1):
-            x = self.affine(f"weight{number}", x)
+        for number, form in enumerate(self.forms, start=1):
+            x = self.affine(form.name, x)
             if number < settings.depth or settings.last == "same":
-                x = self.dropout(ACTIVATIONS[settings.activation](x))
+                x = self.dropout(ACTIVATIONS[form.activation](x))
         return x

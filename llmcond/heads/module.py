@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from llmcond.arrays import Array, MatrixLike
+from llmcond.heads.layers import DenseLayer, LayerForm
 from llmcond.heads.pairs import Fit, PairArrays
+from llmcond.heads.settings import Activation
 from llmcond.system import to_device
 
 T = TypeVar("T")
@@ -51,20 +53,6 @@ class Batch(NamedTuple):
         """Return the batch on a device."""
         moved = [None if part is None else to_device(part, device) for part in self]
         return Batch(*moved)  # type: ignore[arg-type]
-
-
-class DenseLayer(NamedTuple):
-    """A linear layer with what stands behind it: f(x W^T + b).
-
-    Attributes:
-        weight: (out, in).
-        bias: (out,); None: there is none.
-        activation: f, one of ``ACTIVATIONS``.
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
-    activation: str = "none"
 
 
 class HeadModule(nn.Module):
@@ -140,13 +128,14 @@ class HeadModule(nn.Module):
         """
         raise NotImplementedError
 
-    def dense_layers(self, condition: Tensor | None) -> list[DenseLayer] | None:
+    def dense_layers(self, condition: Tensor | None) -> list[DenseLayer[Tensor]] | None:
         """Return the layers that a fitted head is under one condition, (1, dim_condition).
 
         None where it is no such layers. Heads of one linear layer, with the activation of their
         settings behind it or none, are found out; a subclass of several layers names them.
         """
-        twin, activation = self, getattr(self.settings, "activation", "none")
+        activation: Activation = getattr(self.settings, "activation", "none")
+        twin = self
         if activation != "none":
             twin = copy.copy(self)
             twin.settings = replace(self.settings, activation="none")
@@ -173,6 +162,11 @@ class HeadModule(nn.Module):
         self.add_weight(name, (out, into), into)
         if bias:
             self.add_weight(f"{name}_bias", (out,), into)
+
+    def add_layers(self, forms: Sequence[LayerForm]) -> None:
+        """Register the parameters of dense layers."""
+        for form in forms:
+            self.add_layer(form.name, form.size_out, form.size_in, bias=False)
 
     def affine(self, name: str, values: Tensor) -> Tensor:
         """Apply a layer of :meth:`add_layer`: (n, a) W^T, and the bias if it has one."""

@@ -13,95 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from annotated_types import Ge, Le
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from llmcond import plugins
-from llmcond.config import STRICT
 from llmcond.errors import UserError
-
-#: Beyond any use, and below what overflows; so is the least temperature.
-_LARGEST = 1_000_000
-
-Weight = Annotated[float, Ge(0), Le(_LARGEST)]
-_Positive = Annotated[float, Ge(1 / _LARGEST), Le(_LARGEST)]
+from llmcond.heads.settings import ObjectiveSettings
 
 #: Above it softplus is the identity to the last bit of float64; PyTorch takes 20, where it is not.
 _LINEAR = 40.0
 
 #: (n, k) twice -> (n,).
 Similarity = Callable[[Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectiveSettings:
-    """What is minimised: a weighted sum of objectives.
-
-    Attributes:
-        mse: weight of the mean of (cos(z1, z2) - r)^2 (CASE, equation 2, as a mean over the batch).
-        info_nce: weight of the contrastive objective of Hyper-CL (section 3.3), with the cosines
-            p of the positive and n of the negative, and the temperature t.
-        info_nce_form: ``acl``: -log(e^(p/t) / (e^(p/t) + e^(n/t))), as in ACL 2024 and the
-            released code; ``v1``: as in arXiv version 1, where the denominator has the cosines of
-            each first sentence with the second one under the other condition, and not p, so that
-            it may be below 0;
-            ``self-negatives``: ``acl`` with half the cosine of each sentence with itself under the
-            other condition added to the denominator (the released code's ``cl_in_batch_neg``).
-        quadruplet: weight of max(0, margin + (1 - p) - (1 - n)), the quadruplet objective of C-STS.
-        cosent: weight of CoSENT, log(1 + sum of e^(scale (cos_j - cos_i))) over the rows i and j
-            of the batch with rating_i > rating_j.
-        ranking: weight of RankNet on cosines, the mean over the same i and j of
-            log(1 + e^(scale (cos_j - cos_i))).
-        objective: an objective of the user's own, ``FILE.py:NAME`` or ``package.module:NAME``.
-        objective_weight: its weight.
-        temperature: t of ``info_nce``.
-        margin: of ``quadruplet``.
-        scale: of ``cosent`` and ``ranking``.
-        ties: ``drop``: ``info_nce`` and ``quadruplet`` leave out contrastive pairs of equal rating;
-            ``keep``: the first row of such pairs counts as the higher, as in the code of C-STS and
-            Hyper-CL; ``gap``: each contrastive pair weighs as much as its ratings differ, and so
-            does each i and j of ``ranking``.
-    """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
-
-    mse: Weight = 1.0
-    info_nce: Weight = 0.0
-    info_nce_form: Literal["acl", "v1", "self-negatives"] = "acl"
-    quadruplet: Weight = 0.0
-    cosent: Weight = 0.0
-    ranking: Weight = 0.0
-    objective: str = ""
-    objective_weight: Weight = 1.0
-    temperature: _Positive = 1.5
-    margin: Weight = 1.0
-    scale: _Positive = 20.0
-    ties: Literal["drop", "keep", "gap"] = "drop"
-
-    def __post_init__(self) -> None:
-        """Refuse settings that leave nothing to minimise."""
-        own = bool(self.objective) and self.objective_weight > 0
-        if not own and not any(getattr(self, name) for name in OBJECTIVES):
-            raise ValueError(
-                f"the weights {', '.join(OBJECTIVES)} are all 0, so there is nothing to minimise: "
-                "set one of them at least above 0"
-            )
-
-    @property
-    def contrasts(self) -> bool:
-        """Return whether contrastive pairs are needed."""
-        if self.info_nce > 0 or self.quadruplet > 0:
-            return True
-        return bool(self.objective) and bool(getattr(_custom(self), "contrasts", False))
-
-
-def _custom(settings: ObjectiveSettings) -> Any:
-    return plugins.recorded(settings.objective, "the setting objective")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +59,7 @@ class Objective(nn.Module):
         self.settings = settings
         self.custom: Any = None
         if settings.objective and settings.objective_weight:
-            found = _custom(settings)
+            found = settings.load_objective()
             self.custom = found() if isinstance(found, type) else found
 
     def forward(

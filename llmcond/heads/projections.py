@@ -4,39 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from annotated_types import Ge, Gt
 from torch import Tensor
 
 from llmcond.arrays import Array, as_matrix
-from llmcond.config import STRICT
 from llmcond.errors import UserError
 from llmcond.heads.module import HeadModule
 from llmcond.heads.pairs import Fit, PairArrays
+from llmcond.heads.settings import IcaSettings, ProjectionSettings
 
 #: Directions with less than this share of the widest one's spread are rounding, not signal.
 _RANK_TOLERANCE = 1e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProjectionSettings:
-    """The settings of PCA, whitening and random projection: the number of components."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
-
-    dim: Annotated[int, Ge(1)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IcaSettings(ProjectionSettings):
-    """The settings of FastICA, which has converged once the unmixing matrix changes by less."""
-
-    max_iterations: Annotated[int, Ge(1)]
-    tolerance: Annotated[float, Gt(0)]
 
 
 class Projection(HeadModule):

@@ -15,10 +15,9 @@ from llmcond.errors import UserError, nearest
 from llmcond.heads.base import FittedHead
 from llmcond.heads.fit import fit_by_gradient
 from llmcond.heads.module import HeadModule
-from llmcond.heads.objectives import ObjectiveSettings
 from llmcond.heads.pairs import OnEpoch, PairArrays
 from llmcond.heads.query_maps import PREFIX, query_family
-from llmcond.heads.settings import TrainingSettings
+from llmcond.heads.settings import ObjectiveSettings, TrainingSettings
 from llmcond.metrics import METRICS, Metric
 from llmcond.system import choose_device
 

@@ -1,4 +1,4 @@
-"""What recipes may say of heads that are trained by gradient."""
+"""The settings that recipes have. Importing this module imports no torch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,129 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from llmcond import plugins
 from llmcond.config import STRICT
-from llmcond.heads.contrastive import ContrastSettings
-from llmcond.heads.objectives import ObjectiveSettings
 
-#: Beyond any use, and below what overflows.
-Count = Annotated[int, Ge(1), Le(1_000_000)]
+#: Beyond any use, and below what overflows; its inverse is the least temperature.
+_LARGEST = 1_000_000
+
+Count = Annotated[int, Ge(1), Le(_LARGEST)]
 Size = Annotated[int, Ge(1), Le(65_536)]
 SizeOrNone = Annotated[int, Ge(0), Le(65_536)]
 
+Weight = Annotated[float, Ge(0), Le(_LARGEST)]
+_Positive = Annotated[float, Ge(1 / _LARGEST), Le(_LARGEST)]
+
 Activation = Literal["none", "relu", "gelu", "tanh"]
+
+#: The settings that are weights of objectives.
+_OBJECTIVES = ("mse", "cosent", "ranking", "info_nce", "quadruplet")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveSettings:
+    """What is minimised: a weighted sum of objectives.
+
+    Attributes:
+        mse: weight of the mean of (cos(z1, z2) - r)^2 (CASE, equation 2, as a mean over the batch).
+        info_nce: weight of the contrastive objective of Hyper-CL (section 3.3), with the cosines
+            p of the positive and n of the negative, and the temperature t.
+        info_nce_form: ``acl``: -log(e^(p/t) / (e^(p/t) + e^(n/t))), as in ACL 2024 and the
+            released code; ``v1``: as in arXiv version 1, where the denominator has the cosines of
+            each first sentence with the second one under the other condition, and not p, so that
+            it may be below 0;
+            ``self-negatives``: ``acl`` with half the cosine of each sentence with itself under the
+            other condition added to the denominator (the released code's ``cl_in_batch_neg``).
+        quadruplet: weight of max(0, margin + (1 - p) - (1 - n)), the quadruplet objective of C-STS.
+        cosent: weight of CoSENT, log(1 + sum of e^(scale (cos_j - cos_i))) over the rows i and j
+            of the batch with rating_i > rating_j.
+        ranking: weight of RankNet on cosines, the mean over the same i and j of
+            log(1 + e^(scale (cos_j - cos_i))).
+        objective: an objective of the user's own, ``FILE.py:NAME`` or ``package.module:NAME``.
+        objective_weight: its weight.
+        temperature: t of ``info_nce``.
+        margin: of ``quadruplet``.
+        scale: of ``cosent`` and ``ranking``.
+        ties: ``drop``: ``info_nce`` and ``quadruplet`` leave out contrastive pairs of equal rating;
+            ``keep``: the first row of such pairs counts as the higher, as in the code of C-STS and
+            Hyper-CL; ``gap``: each contrastive pair weighs as much as its ratings differ, and so
+            does each i and j of ``ranking``.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    mse: Weight = 1.0
+    info_nce: Weight = 0.0
+    info_nce_form: Literal["acl", "v1", "self-negatives"] = "acl"
+    quadruplet: Weight = 0.0
+    cosent: Weight = 0.0
+    ranking: Weight = 0.0
+    objective: str = ""
+    objective_weight: Weight = 1.0
+    temperature: _Positive = 1.5
+    margin: Weight = 1.0
+    scale: _Positive = 20.0
+    ties: Literal["drop", "keep", "gap"] = "drop"
+
+    def __post_init__(self) -> None:
+        """Refuse settings that leave nothing to minimise."""
+        own = bool(self.objective) and self.objective_weight > 0
+        if not own and not any(getattr(self, name) for name in _OBJECTIVES):
+            raise ValueError(
+                f"the weights {', '.join(_OBJECTIVES)} are all 0, so there is nothing to minimise: "
+                "set one of them at least above 0"
+            )
+
+    @property
+    def contrasts(self) -> bool:
+        """Return whether contrastive pairs are needed."""
+        if self.info_nce > 0 or self.quadruplet > 0:
+            return True
+        return bool(self.objective) and bool(getattr(self.load_objective(), "contrasts", False))
+
+    def load_objective(self) -> Any:
+        """Return the objective of the user's own that the settings name.
+
+        Raises:
+            UserError: the user has not loaded or registered it.
+        """
+        return plugins.recorded(self.objective, "the setting objective")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContrastSettings:
+    """What queries are contrasted with, and how.
+
+    The defaults are those of SimKGC's commands for WN18RR.
+
+    Attributes:
+        temperature: of the scores, at the start.
+        learn_temperature: whether it is trained along.
+        margin: subtracted from the score of each query with its own candidate.
+        directions: ``both``: each query finds its candidate among those of the batch, and each
+            candidate its query; ``query``: the first only.
+        negatives: candidates of a batch: its ``tails``, or all its ``entities``, heads as well.
+        self_negatives: whether a query's own head is a candidate too.
+        queue: earlier batches whose candidates are still contrasted with, as they were then.
+        queue_weight: what the scores of those are multiplied by.
+        random_candidates: entities drawn for each batch, besides those of its triples.
+        relation_negatives: other relations that each triple is contrasted with: its tail is to be
+            nearer to the head under its relation than under those (Hyper-CL's contrast of one
+            sentence under two conditions, of which SimKGC has nothing); 0: none.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    temperature: Annotated[float, Gt(0), Le(_LARGEST)] = 0.05
+    learn_temperature: bool = True
+    margin: Weight = 0.02
+    directions: Literal["both", "query"] = "both"
+    negatives: Literal["tails", "entities"] = "tails"
+    self_negatives: bool = True
+    queue: Annotated[int, Ge(0), Le(1_000)] = 0
+    queue_weight: Weight = 0.5
+    random_candidates: Annotated[int, Ge(0), Le(_LARGEST)] = 0
+    relation_negatives: Annotated[int, Ge(0), Le(1_000)] = 0
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: two bases of a class cannot both have them
@@ -104,3 +217,45 @@ class SizedSettings(TrainingSettings):
     """The settings of a head whose embeddings have a size k, ``dim``: at most the features'."""
 
     dim: Size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpSettings(SizedSettings):
+    """The MLP's settings.
+
+    Attributes:
+        hidden: width of the hidden layers; 0: as wide as the embeddings. CASE does not state it.
+        depth: layers, the last one included; 2 in CASE.
+        activation: ``relu`` as in CASE, ``gelu``, ``tanh`` or ``none``.
+        last: what stands behind the last layer: ``same`` as behind the others, as in CASE, or
+            ``none``: neither activation nor dropout.
+    """
+
+    hidden: SizeOrNone = 0
+    depth: Annotated[int, Ge(1), Le(16)] = 2
+    activation: Activation = "relu"
+    last: Literal["same", "none"] = "same"
+
+
+@dataclass(frozen=True, slots=True)
+class NoSettings:
+    """Nothing to set."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectionSettings:
+    """The settings of PCA, whitening and random projection: the number of components."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    dim: Annotated[int, Ge(1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IcaSettings(ProjectionSettings):
+    """The settings of FastICA, which has converged once the unmixing matrix changes by less."""
+
+    max_iterations: Annotated[int, Ge(1)]
+    tolerance: Annotated[float, Gt(0)]

@@ -1,4 +1,7 @@
-"""A fitted head on disk: a folder with head.json and its weights in safetensors, never a pickle."""
+"""A fitted head on disk: a folder with head.json and its weights in safetensors, never a pickle.
+
+Importing this module imports no torch; :mod:`llmcond.heads.loading` makes modules of what is read.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +10,25 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
-import torch
 from annotated_types import Ge, Le, Lt
 from filelock import FileLock
-from safetensors import SafetensorError
 from safetensors.numpy import save as save_tensors
-from safetensors.torch import load as load_tensors
 
-from llmcond.config import build
 from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.files import check_format, read_json, replacing, write_json
-from llmcond.heads.base import Fitted, FittedHead
-from llmcond.heads.ensemble import Ensemble
-from llmcond.heads.module import HeadModule
-from llmcond.heads.pairs import Fit
-from llmcond.heads.queries import FittedQueryHead
-from llmcond.heads.query_maps import QueryEnsemble
-from llmcond.heads.recipes import find_family
-from llmcond.heads.turn_fit import FittedRoles
 from llmcond.records import RECORD, check_record
+
+if TYPE_CHECKING:
+    from llmcond.heads.base import Fitted
 
 #: In format 1 the weights had one name, so that a head could not be replaced at once.
 FORMAT = 2
 _AGAIN = "Fit the head again."
+#: The sizes that head.json records; only heads that rank candidates have relations.
+_SIZES = ("dim_in", "dim_condition", "n_relations", "dim_out")
 #: Beyond any features, and below what overflows.
 _Size = Annotated[int, Ge(0), Le(2**24)]
 
@@ -89,10 +85,7 @@ def save_head(head: Fitted, folder: Path, record: dict[str, Any]) -> None:
         "kind": head.kind,
         "settings": asdict(head.settings),
         "seed": head.seed,
-        "dim_in": head.dim_in,
-        "dim_condition": head.dim_condition,
-        **({"n_relations": head.n_relations} if isinstance(head, FittedQueryHead) else {}),
-        "dim_out": head.dim_out,
+        **{name: getattr(head, name) for name in _SIZES if hasattr(head, name)},
         "weights_sha256": hashlib.sha256(weights).hexdigest(),
         "fit": dict(head.fit.record),
         **record,
@@ -127,37 +120,29 @@ def _sweep(folder: Path) -> None:
                 path.unlink()
 
 
-def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
-    """Return the head of a folder, and everything that its head.json records.
+class HeadFiles(NamedTuple):
+    """The files of a head.
+
+    Attributes:
+        source: path of head.json.
+        description: what it holds.
+        path: path of the weights.
+        weights: their bytes, in the format of safetensors.
+    """
+
+    source: Path
+    description: dict[str, Any]
+    path: Path
+    weights: bytes
+
+
+def read_head(folder: Path) -> HeadFiles:
+    """Read the files of a head, and check that they belong together.
 
     Raises:
-        UserError: no head there, one that ranks candidates, one written by a newer version, or one
-            of the user's own code that was neither named nor registered.
+        UserError: no head there, or one written by a newer version.
         LlmcondError: its files were damaged.
     """
-    head, description = _load(folder)
-    if not isinstance(head, FittedHead):
-        raise UserError(f"{folder} holds a head that ranks candidates; it compares no pairs.")
-    return head, description
-
-
-def load_query_head(folder: Path) -> tuple[FittedQueryHead, dict[str, Any]]:
-    """Return a head that ranks candidates, on no graph yet; else as :func:`load_head`."""
-    head, description = _load(folder)
-    if not isinstance(head, FittedQueryHead):
-        raise UserError(f"{folder} holds a {head.kind} head; it maps no queries of a graph.")
-    return head, description
-
-
-def load_roles_head(folder: Path) -> tuple[FittedRoles, dict[str, Any]]:
-    """Return a head that maps utterances of dialogues to roles; else as :func:`load_head`."""
-    head, description = _load(folder)
-    if not isinstance(head, FittedRoles):
-        raise UserError(f"{folder} holds a {head.kind} head; it maps no utterances of dialogues.")
-    return head, description
-
-
-def _load(folder: Path) -> tuple[Fitted, dict[str, Any]]:
     source = folder / "head.json"
     description = read_json(source)
     check_format(description, FORMAT, str(folder))
@@ -167,35 +152,16 @@ def _load(folder: Path) -> tuple[Fitted, dict[str, Any]]:
         weights = path.read_bytes()
     except OSError as error:
         if read_json(source) != description:  # it was replaced just now
-            return _load(folder)
+            return read_head(folder)
         raise LlmcondError(f"{path} cannot be read: {error.strerror}. {_AGAIN}") from error
     if hashlib.sha256(weights).hexdigest() != description["weights_sha256"]:
         raise LlmcondError(f"{path} is damaged: it is not what head.json describes. {_AGAIN}")
-    kind, family = find_family(description["kind"], str(source))
-    settings = build(family.Settings, description["settings"], str(source))
-    dims = [description["dim_in"], description.get("dim_condition", 0)]
-    if family.maps_queries:
-        dims.append(description.get("n_relations", 0))
-    try:
-        tensors = load_tensors(weights)
-        with torch.device("meta"):  # takes no memory, whatever sizes a damaged file names
-            _made(family, settings, dims).load_state_dict(tensors, assign=True)
-        module = _made(family, settings, dims)
-        module.load_state_dict(tensors)
-    except (ArithmeticError, KeyError, RuntimeError, SafetensorError, ValueError) as error:
-        raise LlmcondError(
-            f"{path} does not hold the parameters of a {kind} head of these settings "
-            f"({first_line(error)}). {_AGAIN}"
-        ) from error
-    made: Any = FittedHead
-    if family.maps_queries or family.maps_turns:
-        made = FittedQueryHead if family.maps_queries else FittedRoles
-    fit = Fit(description["fit"])
-    return made(kind, family, module.finished(), description["seed"], fit), description
+    return HeadFiles(source, description, path, weights)
 
 
-def _made(family: type[HeadModule], settings: Any, dims: Sequence[int]) -> HeadModule:
-    heads: list[Any] = [family(settings, *dims) for _ in range(getattr(settings, "members", 1))]
-    joined: Any = QueryEnsemble if family.maps_queries else Ensemble
-    made: HeadModule = heads[0] if len(heads) == 1 else joined(heads)
-    return made
+def damaged_weights(path: Path, kind: str, error: Exception) -> LlmcondError:
+    """Return the error that weights are not those of a head, and why."""
+    return LlmcondError(
+        f"{path} does not hold the parameters of a {kind} head of these settings "
+        f"({first_line(error)}). {_AGAIN}"
+    )

@@ -3,7 +3,15 @@
 from llmcond.runs.create import RunExistsError, complete_run, create_run, where_model
 from llmcond.runs.open import open_any_run, open_run, run_exists
 from llmcond.runs.run import AnyRun, head_record
-from llmcond.runs.saved import Saved, SavedHead, SavedQueryHead, SavedRoles, dev_score, head_name
+from llmcond.runs.saved import (
+    Saved,
+    SavedEmbeddingHead,
+    SavedHead,
+    SavedQueryHead,
+    SavedRoles,
+    dev_score,
+    head_name,
+)
 from llmcond.runs.task_runs import DialogueRun, OpenedRun, RankingRun, Run
 
 __all__ = [
@@ -14,6 +22,7 @@ __all__ = [
     "Run",
     "RunExistsError",
     "Saved",
+    "SavedEmbeddingHead",
     "SavedHead",
     "SavedQueryHead",
     "SavedRoles",

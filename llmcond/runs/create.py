@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from llmcond.encoders import ResolvedEncoder, find_model
 from llmcond.encoders.spec import Orders
 from llmcond.errors import UserError
-from llmcond.features.store import StoreDtype
 from llmcond.files import making, write_json
 from llmcond.runs.manifest import FORMAT, HERE
 from llmcond.runs.open import run_of
@@ -17,6 +16,9 @@ from llmcond.runs.provenance import provenance
 from llmcond.runs.task_runs import DialogueRun, OpenedRun, RankingRun, Run
 from llmcond.tasks import AnyTask, Data, RankingTask, Task
 from llmcond.tasks.dialogue import Dialogue
+
+if TYPE_CHECKING:
+    from llmcond.features.keys import StoreDtype
 
 
 class RunExistsError(UserError):

@@ -17,7 +17,6 @@ from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderIdentity
 from llmcond.encoders.spec import Orders
 from llmcond.errors import UserError
-from llmcond.heads import FittedHead, load_head
 from llmcond.log import log
 from llmcond.records import check_record
 from llmcond.runs.comparing import Comparing, Vectors
@@ -29,6 +28,7 @@ from llmcond.runs.task_runs import Run
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder
+    from llmcond.heads import FittedHead
 
 #: What records call its head, and the head's folder in a run.
 KIND: Final = "regression"
@@ -107,6 +107,8 @@ def load_cross_encoder(
         UserError: no such run, a run of another kind, or an encoder that has changed.
         LlmcondError: the encoder or the head cannot be loaded.
     """
+    from llmcond.heads import load_head
+
     opened = open_run(Path(run), cross=True)
     if opened.cross is None:
         raise UserError(

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from llmcond.arrays import as_list
+from llmcond.arrays import Gathered, Matrix, as_list, cosine
 from llmcond.bundled import pretrained
 from llmcond.data.guides import LabelledTexts, check_labelled
 from llmcond.data.readers import described_source
 from llmcond.encoders import resolve_base
 from llmcond.errors import UserError
 from llmcond.features.view import Part, View
-from llmcond.heads import FittedHead, Gathered, Matrix, cosine
-from llmcond.heads.cache import ConditionCache
 from llmcond.heads.guide import Guide, apply_guides, fit_guide
+from llmcond.heads.plain import EmbeddingHead, PlainHead
 from llmcond.log import log
 from llmcond.prompts import Prompt
 from llmcond.runs import (
@@ -27,7 +26,7 @@ from llmcond.runs import (
     RankingRun,
     Run,
     Saved,
-    SavedHead,
+    SavedEmbeddingHead,
     SavedQueryHead,
     SavedRoles,
     open_run,
@@ -39,6 +38,7 @@ from llmcond.runs.usual import find_run
 if TYPE_CHECKING:
     from llmcond.encoders import EncoderInput
     from llmcond.encoders.encoder import Encoded, Encoder
+    from llmcond.heads.cache import ConditionCache
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -58,7 +58,7 @@ class Embedder(Comparing):
 
     encoder: Encoder
     view: View
-    head: FittedHead | None = None
+    head: EmbeddingHead | None = None
     name: str = "none"
     cache: ConditionCache | None = None
     fitted_on: str = ""
@@ -209,7 +209,7 @@ class Embedder(Comparing):
         return cosine(first, second) if self.head is None else self.head.compare(first, second)
 
 
-def guide_of(labelled: LabelledTexts, vectors: Vectors, head: FittedHead | None) -> Guide:
+def guide_of(labelled: LabelledTexts, vectors: Vectors, head: EmbeddingHead | None) -> Guide:
     """Fit a guide to the embeddings, (m, k), of labelled texts.
 
     Raises:
@@ -223,7 +223,7 @@ def guide_of(labelled: LabelledTexts, vectors: Vectors, head: FittedHead | None)
     return fit_guide(vectors, labelled.labels, source=labelled.source, digest=labelled.digest)
 
 
-def unit_length(vectors: Vectors, head: FittedHead | None) -> Vectors:
+def unit_length(vectors: Vectors, head: EmbeddingHead | None) -> Vectors:
     """Return embeddings, (n, k), with unit L2 norm; as they are where their cosine is not taken.
 
     Those of norm 0, which say nothing, stay so.
@@ -271,13 +271,22 @@ def load_embedder(
     return make_embedder(LazyEncoder(resolved)(), view, chosen)
 
 
-def make_embedder(encoder: Encoder, view: View, chosen: SavedHead | None) -> Embedder:
+def make_embedder(encoder: Encoder, view: View, chosen: SavedEmbeddingHead | None) -> Embedder:
     """Return an encoder with a head of its run, or zero-shot, as one object."""
     if chosen is None:
         return Embedder(encoder, view)
-    cache = ConditionCache(chosen.head) if chosen.head.generates_matrices else None
     fitted_on = described_source(chosen.record["data"]["source"])
+    cache = condition_cache(chosen.head)
     return Embedder(encoder, view, chosen.head, chosen.name, cache, fitted_on)
+
+
+def condition_cache(head: EmbeddingHead) -> ConditionCache | None:
+    """Return a cache of what a hypernetwork makes of conditions; None: the head is none."""
+    if isinstance(head, PlainHead) or not head.generates_matrices:
+        return None
+    from llmcond.heads.cache import ConditionCache
+
+    return ConditionCache(head)
 
 
 def base_encoder(encoder: Encoder) -> Encoder | None:
@@ -298,7 +307,7 @@ def base_encoder(encoder: Encoder) -> Encoder | None:
 
 def choose_model(
     run: Run, head: str | None, prompt: str | None = None
-) -> tuple[SavedHead | None, View]:
+) -> tuple[SavedEmbeddingHead | None, View]:
     """Return what embeds texts, a head (None: zero-shot) and its view, and log what it is.
 
     Raises:
@@ -334,7 +343,9 @@ def log_model(run: AnyRun, chosen: Saved[Any] | None, prompt: str, named: str | 
 
 
 @overload
-def choose_head(run: Run, name: str | None, prompt: str | None = None) -> SavedHead | None: ...
+def choose_head(
+    run: Run, name: str | None, prompt: str | None = None
+) -> SavedEmbeddingHead | None: ...
 
 
 @overload
@@ -360,14 +371,12 @@ def choose_head(run: AnyRun, name: str | None, prompt: str | None = None) -> Sav
         wanted = default[0]
     if wanted is None or wanted == "none":
         return None
-    found = run.find_heads([wanted])
-    found = [head for head in found if head.name == wanted] or found
-    if len(found) > 1:
+    names = run.full_head_names([wanted])
+    if len(names) > 1:
         raise UserError(
-            f"{run.folder} has several heads {wanted!r}: {', '.join(h.name for h in found)}. Give "
-            "the full name."
+            f"{run.folder} has several heads {wanted!r}: {', '.join(names)}. Give the full name."
         )
-    chosen = found[0]
+    chosen = run.load_applied_head(names[0])
     if prompt is not None and set(prompt.split("+")) != set(chosen.view.name.split("+")):
         raise UserError(
             f"the head {chosen.name} was fitted on the prompt {chosen.view.name}, not {prompt}. "
@@ -381,6 +390,8 @@ def describe(embedder: Embedder) -> dict[str, Any]:
     return {
         "encoder": embedder.encoder.name,
         "fingerprint": embedder.encoder.identity.fingerprint,
+        "runtime": embedder.encoder.resolved.runtime,
+        "dtype": embedder.encoder.identity.dtype,
         "prompt": embedder.view.name,
         "subtract": embedder.view.subtracts,
         "head": embedder.name,

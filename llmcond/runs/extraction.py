@@ -11,7 +11,6 @@ from llmcond.encoders.spec import CUT, InputError
 from llmcond.errors import UserError
 from llmcond.features.extract import Execute, Extraction, extract
 from llmcond.features.missing import Missing
-from llmcond.features.store import FeatureStore
 from llmcond.log import log
 from llmcond.progress import ExtractionBar
 from llmcond.prompts import Prompt
@@ -19,6 +18,7 @@ from llmcond.prompts.inputs import PromptInputs
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder
+    from llmcond.features.store import FeatureStore
 
 
 class LazyEncoder:
@@ -125,5 +125,6 @@ def extraction_record(done: Extraction, resolved: ResolvedEncoder) -> dict[str, 
         "n_truncated": done.n_truncated,
         "max_length": resolved.identity.max_length,
         "device": resolved.device,
+        "runtime": resolved.runtime,
         "share_prefixes": resolved.shares_prefixes,
     }

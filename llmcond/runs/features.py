@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.arrays import Array
+from llmcond.arrays import Array, Concatenated, Matrix
 from llmcond.bundled import DEFAULT_RUN
 from llmcond.data.rows import Rows
-from llmcond.features.store import FeatureStore
 from llmcond.features.view import Part, Read, View, view_of
-from llmcond.heads import Concatenated, Matrix, PairArrays, Recipe, load_recipe
+from llmcond.heads.pairs import PairArrays
 from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import RowInputs, row_inputs
 from llmcond.runs import AnyRun, Run, open_run
+
+if TYPE_CHECKING:
+    from llmcond.features.store import FeatureStore
+    from llmcond.heads import Recipe
 
 Side = Literal["first", "second"]
 
@@ -131,6 +134,8 @@ def load_features(
     Raises:
         UserError: no such run, recipe, split or prompt, or features that are not there.
     """
+    from llmcond.heads import load_recipe
+
     opened, recipe = open_run(Path(run)), load_recipe(head)
     view = view_of(recipe, prompts_for(opened, recipe, prompt), subtract)
     pairs = Features(opened).rated(view, split)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,7 @@ class Zeroshot:
         return head_name(self.recipe, self.view)
 
 
-Predictor = SavedHead | Zeroshot
+Predictor: TypeAlias = "SavedHead | Zeroshot"
 #: Of a run of whatever kind.
 AnyPredictor = Saved[Any] | Zeroshot
 

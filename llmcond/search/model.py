@@ -13,7 +13,7 @@ from llmcond.data.guides import LabelledTexts
 from llmcond.errors import UserError
 from llmcond.features.view import View
 from llmcond.heads.guide import Guide
-from llmcond.runs import Run, SavedHead, open_run
+from llmcond.runs import Run, SavedEmbeddingHead, open_run
 from llmcond.runs.embedder import (
     Embedder,
     base_encoder,
@@ -38,7 +38,7 @@ class Model:
     """
 
     run: Run
-    saved: SavedHead | None
+    saved: SavedEmbeddingHead | None
     view: View
     device: str
     guides: dict[Any, Guide] = field(default_factory=dict)

@@ -16,15 +16,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from llmcond.arrays import Array, Dense, Gathered, Matrix
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError, brief
 from llmcond.features.view import Part, View
-from llmcond.heads import FittedHead
-from llmcond.heads.module import ACTIVATIONS
+from llmcond.heads.layers import ACTIVATIONS
+from llmcond.heads.plain import EmbeddingHead, PlainHead
 from llmcond.prompts import Prompt
 from llmcond.prompts import template as templates
 from llmcond.runs.embedder import unit_length
@@ -83,7 +82,7 @@ class Projection:
     def __init__(
         self,
         sources: Sources,
-        head: FittedHead | None,
+        head: EmbeddingHead | None,
         condition: str | None,
         of_condition: dict[EncoderInput, Array],
     ) -> None:
@@ -123,7 +122,7 @@ class Projection:
             made = self._head.transform(features, self._sources.view.condition(read))
         else:
             activation = ACTIVATIONS[self._head.settings.activation]
-            made = activation(torch.from_numpy(features.read() @ matrix)).numpy()
+            made = activation(features.read() @ matrix)
         return unit_length(made, self._head)
 
     @property
@@ -140,7 +139,7 @@ class Projection:
         x W_1 W_2 are those of x W_1 R^T, of K numbers in the place of k.
         """
         head, prompt = self._head, self._sources.view.of_condition()
-        if head is None or prompt is None or not head.generates_matrices:
+        if isinstance(head, PlainHead | None) or not head.generates_matrices or prompt is None:
             return None, None
         vector = self._of_condition[prompt.unconditional.render("", str(self._condition))]
         factors = [factor[0] for factor in head.module.generated_matrices(vector[None])]
@@ -161,7 +160,7 @@ class Projections:
     """
 
     def __init__(
-        self, sources: Sources, head: FittedHead | None, encoder: Callable[[], Encoder]
+        self, sources: Sources, head: EmbeddingHead | None, encoder: Callable[[], Encoder]
     ) -> None:
         self._sources, self._head, self._encoder = sources, head, encoder
         self._kept: OrderedDict[str | None, Projection] = OrderedDict()

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from llmcond.arrays import Array
@@ -17,6 +16,7 @@ from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError, brief, plural
 from llmcond.log import log
 from llmcond.runs.embedder import unit_length
+from llmcond.search.halves import largest
 from llmcond.search.hits import Hits
 from llmcond.search.model import short_name
 from llmcond.search.projection import ALONE
@@ -181,7 +181,7 @@ class Searched:
     def _best(scores: Scores, k: int, mask: NDArray[np.bool_] | None = None) -> Positions:
         """Return the places of the k best scores, (n,); of equal ones the first."""
         given = scores if mask is None else np.where(mask, scores, -np.inf)
-        found = torch.topk(torch.from_numpy(given), k).indices.numpy()
+        found = largest(given, k)
         order: Positions = found[np.lexsort((found, -scores[found]))]
         return order
 

@@ -7,11 +7,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from llmcond.errors import UserError
 from llmcond.log import log
+from llmcond.search.halves import narrowed, widened
 from llmcond.search.model import Model
 from llmcond.search.projection import Encode
 from llmcond.search.table import VECTOR, Positions, Table, vectors_of
@@ -92,8 +92,8 @@ class Version:
             wanted = np.flatnonzero(targets >= 0)
             for start in range(0, len(wanted), _ROWS):
                 rows = wanted[start : start + _ROWS]
-                given = torch.from_numpy(segment.vectors[rows]).float().numpy()
-                vectors[targets[rows]] = torch.from_numpy(guide.transform(given)).half().numpy()
+                given = widened(segment.vectors[rows])
+                vectors[targets[rows]] = narrowed(guide.transform(given))
         made = Segment(self.table.numbers[absent], vectors)
         return self._kept(condition, segments, made, False, guide.digest)
 
@@ -105,12 +105,11 @@ class Version:
         done = 0
         for part, rows in self.table.blocks(absent, columns):
             texts = rows["text"].to_pylist() if encode else [""] * len(part)
-            # PyTorch converts from and to half precision several times faster than NumPy.
-            stored = torch.from_numpy(vectors_of(rows).copy()).float().numpy()
+            stored = widened(vectors_of(rows).copy())
             made = project(texts, stored, encode or self.model.projections.encode)
             if not done:
                 vectors = np.empty((len(absent), made.shape[1]), dtype=np.float16)
-            vectors[done : done + len(part)] = torch.from_numpy(made).half().numpy()
+            vectors[done : done + len(part)] = narrowed(made)
             done += len(part)
         return Segment(self.table.numbers[absent], vectors)
 

@@ -18,20 +18,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from filelock import FileLock
 from numpy.typing import NDArray
 
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_text, read_json, replacing, write_json
+from llmcond.search.halves import products
 from llmcond.search.table import Positions, Table
 
 #: Bytes of views that can be made again at any time, above which the least recently used ones go.
 BUDGET = 2**31
 #: More segments than this are merged.
 _SEGMENTS = 8
-#: Rows whose scores are computed at a time: half precision is widened in the processor's cache.
-_ROWS = 4_096
 
 
 class Segment(NamedTuple):
@@ -59,17 +57,8 @@ class View:
     def scores(self, queries: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return cosines with unit queries, (q, k), of all the table's rows: (q, n)."""
         found = np.full((len(queries), self.n), -np.inf, dtype=np.float32)
-        given = torch.from_numpy(np.ascontiguousarray(queries.T))
         for segment, positions in zip(self.segments, self.positions, strict=True):
-            vectors = torch.from_numpy(segment.vectors)
-            # One buffer for all: to allocate and fault in memory takes longer than the products.
-            wide = torch.empty(min(_ROWS, len(vectors)), vectors.shape[1])
-            scores = torch.empty(len(vectors), len(queries))
-            for start in range(0, len(vectors), _ROWS):
-                part = vectors[start : start + _ROWS]
-                rows = wide[: len(part)].copy_(part)
-                torch.mm(rows, given, out=scores[start : start + len(part)])
-            own = scores.numpy().T
+            own = products(segment.vectors, queries)
             if positions is None:
                 found = own
             else:

@@ -7,7 +7,7 @@ import base64
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from fastapi import FastAPI
@@ -17,11 +17,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from llmcond.encoders.encoder import Encoded
 from llmcond.errors import LlmcondError, UserError, did_you_mean, plural
 from llmcond.runs.comparing import checked_texts
 from llmcond.runs.embedder import Embedder, unit_length
-from llmcond.search import Hits
 from llmcond.serving.batching import Batcher, ClosedError, Row
 from llmcond.serving.errors import RequestError, json_response, refusal
 from llmcond.serving.metrics import Metrics
@@ -36,6 +34,10 @@ from llmcond.serving.requests import (
 )
 from llmcond.serving.settings import ServerSettings
 from llmcond.version import __version__
+
+if TYPE_CHECKING:
+    from llmcond.encoders.encoder import Encoded
+    from llmcond.search import Hits
 
 #: Time limit of a search's filter.
 _FILTER_SECONDS = 5.0

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmcond.encoders.encoder import Encoded
+if TYPE_CHECKING:
+    from llmcond.encoders.encoder import Encoded
 
 #: The texts of one vector, or of one comparison.
 Row = tuple[str, ...]
@@ -232,4 +233,6 @@ class Batcher:
             start = own.stop
             if job.done == len(job.rows):
                 vectors, n_tokens, truncated = map(np.concatenate, zip(*job.parts, strict=True))
+                from llmcond.encoders.encoder import Encoded
+
                 job.settle(Encoded(vectors, n_tokens, truncated, 0))

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmcond.encoders.encoder import Encoded, Encoder
 from llmcond.runs import cross
 from llmcond.runs.cross import CrossEncoder
 from llmcond.runs.embedder import Embedder, describe
-from llmcond.search import Index
 from llmcond.search.model import short_name
 from llmcond.serving.batching import Row
+
+if TYPE_CHECKING:
+    from llmcond.encoders.encoder import Encoded, Encoder
+    from llmcond.search import Index
 
 #: Encoded before the first request, and by whoever asks whether the server is ready.
 _READY = "ready"
@@ -62,6 +64,8 @@ class ServedModel:
         """
         if isinstance(self.model, Embedder):
             return self.model.encode_counted([(text, condition) for text, condition in rows])
+        from llmcond.encoders.encoder import Encoded
+
         similarities = self.model.similarity(*map(list, zip(*rows, strict=True)))
         none = np.zeros(len(rows), dtype=np.int32)
         return Encoded(similarities, none, none.astype(bool), 0)

@@ -16,7 +16,6 @@ from llmcond.errors import UserError
 from llmcond.runs.cross import load_comparing
 from llmcond.runs.embedder import Embedder
 from llmcond.runs.usual import usual_run
-from llmcond.search import Index
 from llmcond.serving.app import Endpoints
 from llmcond.serving.batching import Batcher
 from llmcond.serving.gate import Gate
@@ -47,6 +46,8 @@ def load_model(
             "--guide FILE"
         )
     if index is not None:
+        from llmcond.search import Index
+
         given: dict[str, Any] = {"run": run, "model": model, "head": head, "prompt": prompt}
         if any(given.values()) and (index / "index.json").exists():
             # Without texts it is only opened, and refused where another model made it.

@@ -14,8 +14,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from llmcond.data.datasets import DEV_FRACTION, FRACTIONS, SPLITS, Problems
@@ -152,6 +150,9 @@ class Dialogues:
 
     def save(self, folder: Path) -> None:
         """Write ``dialogues.parquet``, complete or absent: a row an utterance."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         kept = ("digest", "source", "notes", "split_seed", "drop_leaks")
         about = {key: value for key, value in self.to_json().items() if key in kept}
         splits = self.splits.values()
@@ -176,6 +177,9 @@ class Dialogues:
         Raises:
             UserError: the file is missing or damaged.
         """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         path = folder / "dialogues.parquet"
         try:
             table = pq.read_table(path.absolute())

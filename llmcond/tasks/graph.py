@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from llmcond.data.datasets import SPLITS, Problems
@@ -143,6 +141,9 @@ class Graph:
 
     def save(self, folder: Path) -> None:
         """Write the graph as three Parquet files, each complete or absent."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         about = {"digest": self.digest, "source": self.source, "notes": list(self.notes)}
         names = np.repeat(list(self.splits), [len(own) for own in self.splits.values()])
         flat = np.concatenate([own.T for own in self.splits.values()], axis=1)
@@ -167,6 +168,9 @@ class Graph:
         Raises:
             UserError: a file is missing or damaged, or they are not of one graph.
         """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         try:
             tables = {
                 name: pq.read_table((folder / f"{name}.parquet").absolute())
@@ -675,7 +679,7 @@ def _columns(texts: Texts) -> dict[str, list[str]]:
     return {"id": list(texts.ids), "name": list(texts.names), "text": list(texts.texts)}
 
 
-def _texts(table: pa.Table) -> Texts:
+def _texts(table: Any) -> Texts:
     ids, names, texts = (table[name].to_pylist() for name in ("id", "name", "text"))
     inverse = table["inverse"].to_pylist() if "inverse" in table.column_names else ()
     return Texts(ids, names, texts, inverse)

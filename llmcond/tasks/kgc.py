@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +17,11 @@ from llmcond.arrays import MatrixLike
 from llmcond.data.datasets import DataOptions
 from llmcond.data.queries import QueryRows
 from llmcond.errors import UserError
-from llmcond.heads import QueryArrays, joint_keys
 from llmcond.tasks.graph import Graph, Known, both_directions, read_graph, with_others
 from llmcond.tasks.ranking import QueryTexts, RankingTask
+
+if TYPE_CHECKING:
+    from llmcond.heads import QueryArrays
 
 
 class Kgc(RankingTask[Graph]):
@@ -100,6 +102,8 @@ class Kgc(RankingTask[Graph]):
         asked: NDArray[np.int64],
     ) -> QueryArrays:
         """Return the graph as heads take it; in training only train is known."""
+        from llmcond.heads import QueryArrays, joint_keys
+
         n, n_relations = dataset.n_entities, dataset.n_relations
         train = dataset.splits["train"]
         keys = joint_keys(asked[:, 0], asked[:, 1], n_relations)

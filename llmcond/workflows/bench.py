@@ -137,8 +137,13 @@ def _subjects(
         def named(
             kind: Quantize, name: str = name, length: int = min(own, _LONGEST)
         ) -> ResolvedEncoder:
+            # What is checked and timed are PyTorch's kernels.
             options = EncoderOptions(
-                device=device, quantize=kind, max_length=length, fold_latents=False
+                device=device,
+                quantize=kind,
+                max_length=length,
+                fold_latents=False,
+                runtime="torch",
             )
             return resolve(name, options, identify=False)
 

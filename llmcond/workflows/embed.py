@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from llmcond.arrays import Matrix
 from llmcond.conditions import with_same_values
 from llmcond.data.candidates import (
     condition_source,
@@ -31,16 +30,17 @@ from llmcond.display import Displayed
 from llmcond.encoders import resolve_base
 from llmcond.encoders.spec import EncoderInput, InputError
 from llmcond.errors import UserError
-from llmcond.features.store import FeatureStore
 from llmcond.features.view import Part
 from llmcond.files import check_output, replacing
-from llmcond.heads import Matrix
 from llmcond.heads.guide import Guide, apply_guides
 from llmcond.log import log
 from llmcond.prompts import Prompt
 from llmcond.runs import open_run
 from llmcond.runs.embedder import choose_model, guide_of, guides_json, unit_length
 from llmcond.runs.extraction import LazyEncoder, extract_inputs
+
+if TYPE_CHECKING:
+    from llmcond.features.store import FeatureStore
 
 #: Rows whose vectors are in memory at a time.
 _BLOCK = 8_192
@@ -154,6 +154,8 @@ class Embeddings:
         That is the base which an adapter was trained on, or the encoder itself where it was not
         trained. Where all its weights were trained, no base is recorded, and it stands in.
         """
+        from llmcond.features.store import FeatureStore
+
         resolved = resolve_base(self.encoder.resolved)
         if resolved is None:
             log.info(f"no base of {self.encoder.name} is recorded; its own vectors are taken")
@@ -240,6 +242,9 @@ def _read(
 
 
 def _write_parquet(path: Path, texts: Texts, dim: int, blocks: Iterable[Vectors]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     text, vector, start = pa.string(), pa.list_(pa.float32(), dim), 0
     kept = {name: column_of(values) for name, values in texts.kept.items()}
     types = {name: column.type for name, column in kept.items()}

@@ -179,6 +179,8 @@ def prepare(
     """
     place = None if store is None else recorded(store)
     existing = open_any_run(run_folder) if run_exists(run_folder) else None
+    if existing is not None and options.runtime == "auto":
+        options = replace(options, runtime=existing.runtime)
     # All that can be wrong in files is found before a model is looked for, or downloaded.
     named = [load_prompt(name) for name in prompts]
     chosen = task_of(existing, task)
@@ -228,7 +230,8 @@ def _for_actors(model: str, options: EncoderOptions, cluster: Cluster) -> Resolv
             "mix. Add --dtype: bfloat16 from compute capability 8.0 on (A100, H100), float16 "
             "before."
         )
-    return replace(resolve(model, replace(options, device="cpu")), device="cuda:0")
+    options = replace(options, device="cpu", runtime="torch")
+    return replace(resolve(model, options), device="cuda:0")
 
 
 def task_of(run: AnyRun | None, name: str | None) -> AnyTask[Any]:

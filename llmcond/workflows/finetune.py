@@ -23,8 +23,9 @@ from llmcond.finetune.inputs import RatedInputs
 from llmcond.finetune.model import HeadPlan, TunedModel
 from llmcond.finetune.settings import AspectSettings, StageSettings
 from llmcond.heads import FittedHead, Recipe, load_head, load_recipe
-from llmcond.heads.objectives import ObjectiveSettings, check_contrasts
+from llmcond.heads.objectives import check_contrasts
 from llmcond.heads.recipes import parse_settings
+from llmcond.heads.settings import ObjectiveSettings
 from llmcond.log import log
 from llmcond.options import check_seed
 from llmcond.prompts import fields_of, load_prompt

@@ -29,8 +29,8 @@ from llmcond.encoders.spec import EncoderInput
 from llmcond.encoders.threads import Concurrency, WorkerThreads
 from llmcond.errors import UserError
 from llmcond.features.extract import CHUNK, WINDOW
-from llmcond.features.fragments import StoreDtype, row_bytes
-from llmcond.features.keys import KeyIndex
+from llmcond.features.fragments import row_bytes
+from llmcond.features.keys import KeyIndex, StoreDtype
 from llmcond.features.missing import Missing, count_missing, together
 from llmcond.records import RECORD, read_record
 from llmcond.runs import AnyRun, create_run, open_any_run
@@ -203,7 +203,7 @@ def plan(  # noqa: PLR0913 - each is a choice of the user, by keyword
         seconds = 3600 * hours.value / count if hours else 0.0
         fragments, commits = fragments_and_commits(missing.n_missing, seconds, cluster, count)
     else:
-        threads = Concurrency.of(resolved.device).threads
+        threads = Concurrency.of(resolved).threads
         fragments = commits = math.ceil(missing.n_missing / (CHUNK // threads))
     return ExtractionPlan(
         encoder=run.encoder_name,

@@ -177,7 +177,7 @@ def resolve_trainable(
             "windows are for frozen encoders: training reads each text once. Leave out "
             "--long-texts windows, or shorten the texts."
         )
-    resolved = resolve(model, options)
+    resolved = resolve(model, replace(options, runtime="torch"))
     for assumption in resolved.assumed:
         log.info(f"assumed: {assumption}")
     require("training an encoder", "accelerate", "peft", extra="lora")

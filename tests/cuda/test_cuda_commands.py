@@ -31,10 +31,10 @@ def on_both(capsys: Any, *command: object) -> list[Any]:
 
 
 def close(first: Any, second: Any, apart: float = 1e-3) -> bool:
-    """Return whether two answers are the same but for rounding and times."""
+    """Return whether two answers are the same but for rounding, times and what computed."""
     if isinstance(first, dict):
         both = first.keys() == second.keys()
-        timed = ("seconds", "device")
+        timed = ("seconds", "device", "runtime")
         keys = [key for key in first if not any(word in key for word in timed)]
         return both and all(close(first[key], second[key], apart) for key in keys)
     if isinstance(first, list):

@@ -180,7 +180,8 @@ def test_an_encoder_that_is_spread_is_packed_and_gives_the_same(
 ) -> None:
     folder = str(tiny_checkpoint(kind, layers=8))
     inputs = csts_inputs(24, instruct=False)
-    on_cpu = load_encoder(folder, device="cpu", dtype="float32", pooling="mean")
+    own = {"dtype": "float32", "pooling": "mean", "runtime": "torch"}
+    on_cpu = load_encoder(folder, device="cpu", **own)
     wanted = on_cpu.encode_counted(inputs).vectors
     size = footprint(on_cpu.engine.model.network).weights(dtype, "none")
 

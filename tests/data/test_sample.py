@@ -10,11 +10,11 @@ import pytest
 from helpers.paths import ROOT
 from scipy.stats import spearmanr
 
+from llmcond.arrays import cosine
 from llmcond.data.datasets import Dataset, read_dataset
 from llmcond.data.rows import Rows, leaked_pairs
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.spec import EncoderInput
-from llmcond.heads.base import cosine
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,9 @@ from helpers import checkpoints
 from torch import nn
 from torch.nn import functional
 
-from llmcond.encoders import EncoderInput, EncoderOptions, encoder, resolve
+from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import load_encoder
+from llmcond.encoders.engine import engine
 from llmcond.errors import LlmcondError, UserError
 
 # What is this small is done before a second thread has woken up.
@@ -59,7 +60,8 @@ def inputs(texts, instruction=""):
 
 
 def load(name, **options):
-    options = {"dtype": "float32", "device": "cpu", "max_tokens_per_batch": 100_000, **options}
+    fixed = {"dtype": "float32", "device": "cpu", "runtime": "torch"}
+    options = {**fixed, "max_tokens_per_batch": 100_000, **options}
     return load_encoder(str(name), **options)
 
 
@@ -616,7 +618,7 @@ def turned(monkeypatch, to_causal):
 
     With None the config says nothing, as it did before transformers read it.
     """
-    honest = encoder.load_config
+    honest = engine.load_config
 
     def load_config(checkpoint, attention):
         config = honest(checkpoint, attention)
@@ -626,7 +628,7 @@ def turned(monkeypatch, to_causal):
             config.is_causal = to_causal
         return config
 
-    monkeypatch.setattr(encoder, "load_config", load_config)
+    monkeypatch.setattr(engine, "load_config", load_config)
 
 
 @pytest.mark.parametrize("kind", ["gte-qwen2", "nv-embed"])
@@ -648,7 +650,7 @@ def test_causal_model_that_runs_in_both_directions_is_caught(tmp_path, monkeypat
 def test_direction_that_holds_without_padding_only_is_caught(tmp_path, monkeypatch):
     """What code of checkpoints does: set on the layers, SDPA is causal again for padded batches."""
     made = checkpoints.make("gte-qwen2", tmp_path / "model")
-    honest = encoder.load_model
+    honest = engine.load_model
 
     def load_model(resolved, config):
         model = honest(resolved, config)
@@ -657,7 +659,7 @@ def test_direction_that_holds_without_padding_only_is_caught(tmp_path, monkeypat
         return model
 
     turned(monkeypatch, to_causal=None)
-    monkeypatch.setattr(encoder, "load_model", load_model)
+    monkeypatch.setattr(engine, "load_model", load_model)
     with pytest.raises(LlmcondError, match=r"causal way in a padded batch"):
         load(made.folder, like="Alibaba-NLP/gte-Qwen2-7B-instruct")
 

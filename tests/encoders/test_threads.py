@@ -305,7 +305,7 @@ def encoders(tiny_checkpoint):
     """A bidirectional encoder and a causal one that shares prefixes, of three threads each."""
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
-    options = {"dtype": "float32", "device": "cpu"}
+    options = {"dtype": "float32", "device": "cpu", "runtime": "torch"}
     made = {
         "bert": load_encoder(str(tiny_checkpoint()), **options),
         "mistral": load_encoder(str(tiny_checkpoint("mistral")), pooling="last", **options),

@@ -542,7 +542,8 @@ def test_an_error_in_a_thread_keeps_what_the_others_compute(tmp_path, checkpoint
 @pytest.fixture
 def interruptible(checkpoint):
     """An encoder that computes one input at a time, and is interrupted at a forward pass."""
-    encoder = Encoder(resolve(str(checkpoint), EncoderOptions(dtype="float32", device="cpu")))
+    own = {"dtype": "float32", "device": "cpu", "runtime": "torch"}
+    encoder = Encoder(resolve(str(checkpoint), EncoderOptions(**own)))
     encoder.concurrency = Concurrency(2, 1)
     encoder.engine.budget = 1
     encoder.passes, encoder.interrupted_at = 0, None

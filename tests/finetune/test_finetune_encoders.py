@@ -32,7 +32,7 @@ from llmcond.finetune.settings import TuneSettings
 from llmcond.finetune.targets import choose, projections
 from llmcond.heads import load_recipe
 from llmcond.heads.module import Batch
-from llmcond.heads.objectives import ObjectiveSettings
+from llmcond.heads.settings import ObjectiveSettings
 from llmcond.prompts import load_prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,12 +13,12 @@ from llmcond.config import build
 from llmcond.errors import UserError
 from llmcond.heads.objectives import (
     Objective,
-    ObjectiveSettings,
     RatedBatch,
     adjacent_pairs,
     check_contrasts,
     contrast_groups,
 )
+from llmcond.heads.settings import ObjectiveSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,7 +19,7 @@ from llmcond.finetune.model import HeadPlan, TunedModel
 from llmcond.finetune.settings import TuneSettings
 from llmcond.finetune.state import StateFolder
 from llmcond.heads import load_recipe
-from llmcond.heads.objectives import ObjectiveSettings
+from llmcond.heads.settings import ObjectiveSettings
 from llmcond.prompts import load_prompt
 
 ON_CPU = EncoderOptions(dtype="float32", device="cpu", pooling="mean")

@@ -40,7 +40,8 @@ SCRIPTS = {
         "| average |",
     ),
     "bench_encoders": ("--inputs 2 --layers 1 --folder {tmp}", "| plain loop |"),
-    "bench_extract": ("--inputs 2 --rounds 1", "| llmcond, packed |"),
+    "bench_extract": ("--inputs 2 --rounds 1", "| llmcond, PyTorch, packed |"),
+    "bench_first": ("--rounds 1 --imports", "| json |"),
     "bench_fit": (
         "--rows 32 --epochs 1 --rounds 1 --pairs 64 --sentences 2 --conditions 2",
         "| hypernet-full-mse |",
@@ -156,12 +157,14 @@ def in_this_process(monkeypatch, tiny):
     for name in ("bench_extract", "bench_serve"):
         monkeypatch.setattr(import_module(name), "multiprocessing", threads)
     monkeypatch.setattr(import_module("bench_extract"), "PRODUCT", 64)
+    monkeypatch.setattr(import_module("bench_first"), "WAYS", {"an empty program": ""})
+    monkeypatch.setattr(import_module("bench_first"), "COMMAND", ["-c", "import json"])
     for name, size in (("WIDE", 64), ("NARROW", 8), ("DIM", 64)):
         monkeypatch.setattr(import_module("bench_fit"), name, size)
     monkeypatch.setattr(
         import_module("bench_int8"), "load_encoder", lambda _, **how: load_encoder(tiny, **how)
     )
-    for name in ("bench_encoders", "bench_fit", "bench_scale"):
+    for name in ("bench_encoders", "bench_extract", "bench_fit", "bench_scale"):
         monkeypatch.setattr(import_module(name), "alone", lambda function, *given: function(*given))
 
 

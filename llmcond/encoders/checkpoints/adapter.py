@@ -43,12 +43,12 @@ _HISTORY = {
     "lora_dropout", "lora_ga_config", "runtime_config",
 }  # fmt: skip
 #: How adapters are begun beside the base's weights; other ways change those as well.
-_BEGUN = (None, True, False, "gaussian", "eva", "orthogonal")
+BEGUN = (None, True, False, "gaussian", "eva", "orthogonal")
 
 #: What peft calls the only adapter of a model.
 _NAME = "default"
 #: What adapters of models for other tasks have in front of each name.
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 #: Layers of other tasks, which an encoder leaves out.
 _HEADS = re.compile(r"(lm_head|embed_out|score|cls|classifier|qa_outputs)\.")
 _HEADS_AND_POOLER = re.compile(rf"{_HEADS.pattern}|(\w+\.)?pooler\.")
@@ -294,7 +294,7 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
         ) from error
     # Types of 8 bit can be neither checked nor added to anything.
     tensors = {
-        key.removeprefix(_PREFIX): value.float() if value.element_size() == 1 else value
+        key.removeprefix(PREFIX): value.float() if value.element_size() == 1 else value
         for key, value in loaded.items()
     }
     broken = [key for key, value in tensors.items() if not value.isfinite().all()]
@@ -339,7 +339,7 @@ def _lora_config(record: Mapping[str, Any], name: str, root: Any) -> Any:
     from peft import LoraConfig, PeftConfig
 
     begun = record.get("init_lora_weights")
-    if begun not in _BEGUN:
+    if begun not in BEGUN:
         raise UserError(
             f"{name} was begun by init_lora_weights = {begun!r}, which changes the base's weights "
             "too. Convert it to a plain one: save_pretrained(FOLDER, "

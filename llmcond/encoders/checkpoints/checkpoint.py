@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,12 @@ _SETTINGS = (
 SETTINGS = (
     *_SETTINGS, "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json",
 )  # fmt: skip
+#: What an encoder leaves out rightly: heads of other tasks, and buffers of older versions.
+NOT_OURS = re.compile(
+    r"^(\w+\.)?(lm_head|embed_out|cls|classifier|score|qa_outputs|predictions|"
+    r"vocab_(transform|layer_norm|projector)|(discriminator|generator)_predictions(_head)?)\.|"
+    r"^(mlp|head|decoder)\.|(^|\.)pooler\.|\.(position_ids|inv_freq|masked_bias)$"
+)
 #: The same weights in other formats.
 _COPIES = ("onnx/*", "openvino/*", "original/*", "consolidated*")
 
@@ -213,6 +220,13 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in _shards(folder / "model.safetensors.index.json")]
 
 
+def old_weight_files(folder: Path) -> list[Path]:
+    """Return a checkpoint's files of weights in PyTorch's own format; [] without any."""
+    if (folder / "pytorch_model.bin").is_file():
+        return [folder / "pytorch_model.bin"]
+    return [folder / name for name in _shards(folder / "pytorch_model.bin.index.json")]
+
+
 def _shards(index: Path) -> list[str]:
     if not index.is_file():
         return []
@@ -280,6 +294,43 @@ def dense_folders(folder: Path) -> list[str]:
     modules = read_settings(folder / "modules.json", [])
     dense = (module for module in modules if kind_of(module) == "Dense")
     return [str(module["path"]) for module in dense if module.get("path")]
+
+
+#: Activations of dense layers, by their names in torch.nn.
+_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU")
+#: What decides what else a dense layer does, and the one value that is supported.
+_DENSE = {
+    "use_residual": False,
+    "module_input_name": "sentence_embedding",
+    "module_output_name": "sentence_embedding",
+}
+
+
+def check_dense(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the activation of each dense layer behind the pooling, by its folder, in order.
+
+    Raises:
+        UserError: a setting that is not supported.
+    """
+    activations: dict[str, str] = {}
+    for name in dense_folders(checkpoint.folder):
+        folder = checkpoint.folder / name
+        config = read_settings(folder / "config.json", {})
+        activation = str(config.get("activation_function"))
+        kind = activation.rpartition(".")[2]
+        if kind not in _ACTIVATIONS or not activation.startswith("torch.nn."):
+            raise UserError(
+                f"{checkpoint.name} has a dense layer with the activation {activation!r}. "
+                f"Supported: {', '.join(_ACTIVATIONS)} of torch.nn."
+            )
+        for key, usual in _DENSE.items():
+            if config.get(key) not in (None, usual):
+                raise UserError(
+                    f"{checkpoint.name} has a dense layer with {key} = {config[key]!r}, which is "
+                    f"not supported; expected {usual!r}."
+                )
+        activations[name] = kind
+    return activations
 
 
 def kind_of(module: Mapping[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +13,17 @@ from torch import Tensor, nn
 
 from llmcond.encoders.checkpoints.adapter import ROUTER, counted
 from llmcond.encoders.checkpoints.checkpoint import (
+    NOT_OURS,
     WEIGHT_FILES,
     Checkpoint,
-    dense_folders,
-    read_settings,
+    check_dense,
     weight_files,
 )
 from llmcond.encoders.engine.csr import HeavyRouter
 from llmcond.encoders.loading.architecture import build_on_meta, load_config, network_class
 from llmcond.encoders.loading.device import TORCH_DTYPES
 from llmcond.encoders.resolve import ResolvedEncoder
-from llmcond.errors import LlmcondError, UserError, first_line
+from llmcond.errors import LlmcondError, first_line
 from llmcond.files import digest_bytes
 
 
@@ -72,7 +71,7 @@ def read_network(resolved: ResolvedEncoder, config: Any, arguments: dict[str, An
     missing = [
         key for key in report["missing_keys"] if needs_pooler or not key.startswith("pooler.")
     ]
-    unexpected = [key for key in report["unexpected_keys"] if not _NOT_OURS.search(key)]
+    unexpected = [key for key in report["unexpected_keys"] if not NOT_OURS.search(key)]
     if missing:
         also = f" It has {counted(unexpected, 'weights')} that belong to another one."
         raise LlmcondError(
@@ -131,51 +130,6 @@ def _drawn(resolved: ResolvedEncoder, config: Any, device: str) -> Iterator[tupl
         yield name, _Drawn(name, value.shape, dtype, device)
 
 
-#: What an encoder leaves out rightly: heads of other tasks, and buffers of older versions.
-_NOT_OURS = re.compile(
-    r"^(\w+\.)?(lm_head|embed_out|cls|classifier|score|qa_outputs|predictions|"
-    r"vocab_(transform|layer_norm|projector)|(discriminator|generator)_predictions(_head)?)\.|"
-    r"^(mlp|head|decoder)\.|(^|\.)pooler\.|\.(position_ids|inv_freq|masked_bias)$"
-)
-
-
-_ACTIVATIONS = {kind.__name__: kind for kind in (nn.Identity, nn.Tanh, nn.ReLU, nn.GELU)}
-
-#: What decides what else a dense layer does, and the one value that is supported.
-_DENSE = {
-    "use_residual": False,
-    "module_input_name": "sentence_embedding",
-    "module_output_name": "sentence_embedding",
-}
-
-
-def check_dense(checkpoint: Checkpoint) -> dict[str, type[nn.Module]]:
-    """Return the activation of each dense layer behind the pooling, by its folder, in order.
-
-    Raises:
-        UserError: a setting that is not supported.
-    """
-    activations: dict[str, type[nn.Module]] = {}
-    for name in dense_folders(checkpoint.folder):
-        folder = checkpoint.folder / name
-        config = read_settings(folder / "config.json", {})
-        activation = str(config.get("activation_function"))
-        kind = _ACTIVATIONS.get(activation.rpartition(".")[2])
-        if kind is None or not activation.startswith("torch.nn."):
-            raise UserError(
-                f"{checkpoint.name} has a dense layer with the activation {activation!r}. "
-                f"Supported: {', '.join(_ACTIVATIONS)} of torch.nn."
-            )
-        for key, usual in _DENSE.items():
-            if config.get(key) not in (None, usual):
-                raise UserError(
-                    f"{checkpoint.name} has a dense layer with {key} = {config[key]!r}, which is "
-                    f"not supported; expected {usual!r}."
-                )
-        activations[name] = kind
-    return activations
-
-
 def load_router(resolved: ResolvedEncoder, width: int) -> HeavyRouter | None:
     """Load the weights of a heavy router, for states of a ``width``; None if there are none yet.
 
@@ -208,7 +162,7 @@ def load_dense(resolved: ResolvedEncoder, width: int) -> tuple[nn.Sequential, in
         LlmcondError: weights that cannot be read.
     """
     layers: list[nn.Module] = []
-    for name, kind in check_dense(resolved.checkpoint).items():
+    for name, activation in check_dense(resolved.checkpoint).items():
         folder = resolved.checkpoint.folder / name
         try:
             weights = load_file(folder / "model.safetensors")
@@ -221,7 +175,7 @@ def load_dense(resolved: ResolvedEncoder, width: int) -> tuple[nn.Sequential, in
                 f"the dense layer {name} of {resolved.checkpoint.name} cannot be loaded from its "
                 f"model.safetensors, the one format that is read: {first_line(error)}"
             ) from error
-        layers += [linear, kind()]
+        layers += [linear, getattr(nn, activation)()]
         width = linear.out_features
     dense = nn.Sequential(*layers).to(resolved.device).requires_grad_(False)
     return dense, width

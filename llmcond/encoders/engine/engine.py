@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -31,21 +31,32 @@ from llmcond.encoders.engine.forward import (
     Runtime,
     skipped_id,
 )
-from llmcond.encoders.engine.pooling import Routes, find_pooling
+from llmcond.encoders.engine.interface import (
+    OutOfMemoryError,
+    Pooled,
+    Routes,
+    check_ids,
+    n_routes,
+)
+from llmcond.encoders.engine.pooling import find_pooling
 from llmcond.encoders.engine.prepacked import can_prepack, prepack
-from llmcond.encoders.engine.tokenizing import Tokens
-from llmcond.encoders.loading.architecture import token_embeddings
+from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
+from llmcond.encoders.loading.architecture import (
+    load_config,
+    load_tokenizer,
+    token_embeddings,
+)
 from llmcond.encoders.loading.device import (
     TORCH_DTYPES,
     default_token_budget,
     fetch,
 )
 from llmcond.encoders.loading.direction import check_direction
-from llmcond.encoders.loading.loading import LoadedModel
+from llmcond.encoders.loading.loading import LoadedModel, load_model
 from llmcond.encoders.loading.memory import tokens_that_fit
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import RELEASED
-from llmcond.errors import LlmcondError, UserError, first_line
+from llmcond.errors import LlmcondError, first_line
 from llmcond.system import to_device
 
 _log = logging.getLogger(__name__)
@@ -55,25 +66,6 @@ Route = Routes | CsrQuery
 #: How far the vectors of packed inputs may be from those in padded rows, as a share of their norm.
 #: Rounding stays well below; texts that see each other, or wrong positions, go well above.
 _SAME = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
-
-
-class OutOfMemoryError(LlmcondError):
-    """One input alone is too much for the memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pooled:
-    """What a batch gives.
-
-    Attributes:
-        inputs: positions of its inputs.
-        vectors: one for each, (inputs, dim); of routed ones, one for each route of each.
-        n_computed: tokens that went through the network, padding included.
-    """
-
-    inputs: Sequence[int]
-    vectors: NDArray[np.float32]
-    n_computed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +275,7 @@ class Engine:
         if self._csr and queries:
             return self._csr.capture_padded(self._runtime, rows)
         if self._csr and routes:
-            return self._csr.padded(self._runtime, rows, routes)
+            return self._csr.padded(self._runtime, rows, _tensors(routes))
         return PaddedForward(self._runtime, rows, routes)
 
     def _packed(
@@ -297,7 +289,7 @@ class Engine:
         if self._csr and queries:
             return self._csr.capture_packed(self._runtime, batch, rows)
         if self._csr and routes:
-            return self._csr.packed(self._runtime, batch, rows, routes)
+            return self._csr.packed(self._runtime, batch, rows, _tensors(routes))
         return PackedForward(self._runtime, batch, rows, routes)
 
     @property
@@ -345,6 +337,12 @@ class Engine:
         with torch.autocast(self.out.type, enabled=False):
             pooled = self.model.dense(pooled)
         return torch.nn.functional.normalize(pooled, dim=1) if self.identity.normalize else pooled
+
+    def finish_states(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return :meth:`finish` of an array, as an array."""
+        with torch.inference_mode():
+            vectors: NDArray[np.float32] = self.finish(torch.from_numpy(states)).cpu().numpy()
+        return vectors
 
     def _shrink(self, budget: int, n_tokens: int, rows: Sequence[Tokens]) -> None:
         # Where prefixes are shared, inputs that are the same cannot be parted.
@@ -427,9 +425,8 @@ class Engine:
         return bool((apart <= most * wanted.norm(dim=1)).all())
 
 
-def n_routes(route: Route) -> int:
-    """Return how many vectors an input has by what routes it."""
-    return len(route.queries) if isinstance(route, Routes) else 1
+def _tensors(queries: Sequence[Any]) -> list[CsrQuery]:
+    return [torch.from_numpy(one) if isinstance(one, np.ndarray) else one for one in queries]
 
 
 def _attends_by_interface(network: Any) -> bool:
@@ -467,19 +464,35 @@ def try_engine(
     return engine
 
 
-def check_ids(rows: Sequence[Tokens], n_ids: int, name: str) -> None:
-    """Refuse tokens that the network of an encoder, of this name, has no embedding of.
+def load_torch_engines(
+    resolved: ResolvedEncoder, threads: int
+) -> tuple[InputTokenizer, list[Engine]]:
+    """Load an encoder's tokenizer and its engines, one for each member of an ensemble.
 
     Raises:
-        UserError: naming one.
+        UserError: the checkpoint cannot be loaded with stock transformers classes.
+        LlmcondError: its weights are broken or do not fit into memory.
     """
-    ids: set[int | None] = set(chain.from_iterable(row.ids for row in rows))
-    for wrong in (one for one in ids if one is None or one >= n_ids):
-        raise UserError(
-            f"the tokenizer of {name} gives the token id {wrong}, and its network has embeddings "
-            f"for the ids 0 to {n_ids - 1:,} only. Put the tokenizer that it was trained with "
-            "beside its weights."
-        )
+    config = load_config(resolved.checkpoint, resolved.identity.attention)
+    tokenizer = load_tokenizer(resolved.checkpoint, config)
+    inputs = InputTokenizer(tokenizer, resolved.identity, resolved.checkpoint.name)
+    engines = [
+        try_engine(load_model(member, config), member, inputs.pad_id, threads)
+        for member in resolved.each_member()
+    ]
+    return inputs, engines
+
+
+def torch_engine(encoder: Any) -> Engine:
+    """Return the engine of an encoder that PyTorch computes.
+
+    Raises:
+        TypeError: another library does.
+    """
+    engine = encoder.engine
+    if not isinstance(engine, Engine):
+        raise TypeError(f"{encoder.name} is computed by {encoder.resolved.runtime}, not by PyTorch")
+    return engine
 
 
 def _longest_packed(config: Any) -> int:

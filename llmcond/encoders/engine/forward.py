@@ -16,7 +16,8 @@ from torch import Tensor
 from llmcond.encoders.engine.attention import AttentionPlan
 from llmcond.encoders.engine.attention_plan import plan_attention
 from llmcond.encoders.engine.batching import Batch
-from llmcond.encoders.engine.pooling import PoolBatch, Routes, routed
+from llmcond.encoders.engine.interface import Routes
+from llmcond.encoders.engine.pooling import PoolBatch, routed
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.encoders.engine.varlen import plan_varlen
 from llmcond.encoders.spec import Attention

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from llmcond import plugins
+from llmcond.encoders.engine.interface import Routes
 from llmcond.encoders.spec import Pooling
 from llmcond.errors import UserError, first_line
 from llmcond.files import digest_bytes
@@ -54,21 +54,6 @@ def mean(hidden: Tensor, counted: Tensor, lengths: Sequence[int]) -> Tensor:
     return (hidden.float() * weights).sum(dim=1) / weights.sum(dim=1)
 
 
-@dataclass(frozen=True, slots=True)
-class Routes:
-    """What weights the tokens of one input: several routers, with the settings they share.
-
-    Attributes:
-        queries: (k, dim) the routers' vectors, as they leave the encoder's own pooling.
-        temperature, centre, standardize: see :class:`llmcond.encoders.spec.Router`.
-    """
-
-    queries: Tensor
-    temperature: float
-    centre: bool
-    standardize: bool
-
-
 def routed(hidden: Tensor, spans: Sequence[tuple[int, int]], routes: Sequence[Routes]) -> Tensor:
     """Return the vectors of inputs under each of their routers, one behind the other.
 
@@ -82,7 +67,8 @@ def routed(hidden: Tensor, spans: Sequence[tuple[int, int]], routes: Sequence[Ro
     for states, (first, last), route in zip(hidden, spans, routes, strict=True):
         own = states[first:last].float()
         centred = own - own.mean(dim=0) if route.centre else own
-        queries = torch.nn.functional.normalize(to_device(route.queries, own.device), dim=1)
+        asked = to_device(torch.as_tensor(route.queries), own.device)
+        queries = torch.nn.functional.normalize(asked, dim=1)
         near = queries @ torch.nn.functional.normalize(centred, dim=1).T
         if route.standardize:
             # Above 0, and its gradient finite, also where all tokens are alike: a single one is.
@@ -113,7 +99,8 @@ def _routed_at_once(
     weights = counted.float() / counted.sum(dim=2, keepdim=True)
     centred = own - centre * (weights @ own)
     near_to = torch.nn.functional.normalize(centred, dim=2)
-    every = to_device(torch.cat([route.queries for route in routes]), device)
+    every = torch.cat([torch.as_tensor(route.queries) for route in routes])
+    every = to_device(every, device)
     every = torch.nn.functional.normalize(every, dim=1)
     queries = every.index_select(0, to_device(rows.flatten(), device)).view(*rows.shape, width)
     near = queries @ near_to.transpose(1, 2)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from llmcond.encoders.engine.engine import Engine, Route
-from llmcond.encoders.engine.pooling import Routes
+from llmcond.encoders.engine.interface import AnyEngine, Routes
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.encoders.spec import EncoderInput, Router
 from llmcond.system import to_device
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llmcond.encoders.engine.engine import Engine
 
 
 def unrouted(item: EncoderInput) -> tuple[EncoderInput, Router | None]:
@@ -42,12 +43,14 @@ def router_inputs(items: Sequence[EncoderInput]) -> dict[str, EncoderInput]:
     return {text: EncoderInput("", text) for text in texts}
 
 
-def routes_of(engine: Engine, queries: Sequence[Any], router: Router) -> list[Route]:
-    """Return what routes one input by several queries: all at once, or inside the network each."""
+def routes_of(engine: AnyEngine, queries: Any, router: Router) -> list[Any]:
+    """Return what routes one input by several queries: all at once, or inside the network each.
+
+    ``queries`` are (k, width), an array or a tensor; or a list, where routers are inside.
+    """
     if engine.inside:
         return list(queries)
-    settings = router.temperature, router.centre, router.standardize
-    return [Routes(torch.stack(list(queries)), *settings)]
+    return [Routes(queries, router.temperature, router.centre, router.standardize)]
 
 
 def embed_routed(
@@ -61,6 +64,8 @@ def embed_routed(
     ``tokens`` are those of the inputs, ``queries`` those of the routers by their texts. Raises as
     ``Engine.embed``.
     """
+    import torch
+
     parts, order = [], [place for place, item in enumerate(items) if item.router is None]
     if order:
         parts.append(engine.embed([tokens[place] for place in order]))
@@ -71,17 +76,15 @@ def embed_routed(
         states = None if engine.reads_routers else engine.embed(read, queries=True)
         row_of = {text: row for row, text in enumerate(texts)}
         rows: list[Tokens] = []
-        routes: list[Route] = []
+        routes: list[Any] = []
         for own in groups:
             routers = routers_of([items[place] for place in own])
             numbers = [row_of[router.text] for router in routers]
             if states is None:
-                found: Sequence[Any] = [read[number] for number in numbers]
+                found: Any = [read[number] for number in numbers]
             else:
                 # Not states[numbers]: gradients of an index are added in any order.
-                found = list(
-                    states.index_select(0, to_device(torch.tensor(numbers), states.device))
-                )
+                found = states.index_select(0, to_device(torch.tensor(numbers), states.device))
             added = routes_of(engine, found, routers[0])
             routes += added
             rows += [tokens[own[0]]] * len(added)

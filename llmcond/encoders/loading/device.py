@@ -1,31 +1,17 @@
-"""The fastest number type that a device computes natively."""
+"""Number types, copies and token budgets by device."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from llmcond.encoders.spec import Dtype
-from llmcond.system import native_bfloat16
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-
-def choose_dtype(dtype: Literal["auto"] | Dtype, device: str) -> Dtype:
-    """Return ``dtype``, or for ``auto`` the fastest one that ``device`` computes natively."""
-    if dtype != "auto":
-        return dtype
-    if device.startswith("cuda"):
-        # Before compute capability 8.0 bfloat16 is emulated, and float16 is the fast type.
-        major, _ = torch.cuda.get_device_capability(device)
-        return "bfloat16" if major >= 8 else "float16"
-    return "bfloat16" if native_bfloat16() else "float32"
 
 
 def fetch(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -11,9 +11,8 @@ from safetensors import SafetensorError
 from torch import nn
 
 from llmcond.encoders.checkpoints.adapter import attach, inject
-from llmcond.encoders.checkpoints.checkpoint import fetch_weights
+from llmcond.encoders.checkpoints.checkpoint import check_dense, fetch_weights
 from llmcond.encoders.checkpoints.weights import (
-    check_dense,
     check_size,
     load_dense,
     load_router,

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import checkpoints
+from helpers.adapters import tune
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import nn
@@ -58,7 +59,9 @@ def inputs(texts=TEXTS):
 
 
 def load(folder, **options):
-    return load_encoder(str(folder), **{"dtype": "float32", "device": "cpu", **options})
+    return load_encoder(
+        str(folder), **{"dtype": "float32", "device": "cpu", "runtime": "torch", **options}
+    )
 
 
 def vectors(folder, **options):
@@ -74,27 +77,6 @@ def far(found, expected):
     """Return how far vectors are from others at most, as a share of their norm."""
     away = np.linalg.norm(found - expected, axis=1)
     return float((away / np.linalg.norm(expected, axis=1)).max())
-
-
-def tune(network, folder, base, seed=0, **config):
-    """Put an adapter onto a network with peft, draw its weights, and save it; return the model."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(seed)
-    made = LoraConfig(**{"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, **config})
-    model = get_peft_model(network, made).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "lora_B" in name or "lora_embedding_A" in name:
-                weight.normal_(0, 0.3)
-            elif "magnitude" in name:
-                weight.mul_(1.3)
-            elif "modules_to_save" in name:
-                weight.add_(0.2)
-    made.base_model_name_or_path = None  # saving would look for it on the hub
-    model.save_pretrained(folder, save_embedding_layers=False)
-    checkpoints.change_json(folder / CONFIG, base_model_name_or_path=str(base))
-    return model
 
 
 def minilm_folder():
@@ -449,8 +431,8 @@ def fingerprint(folder, **options):
 
 
 def load_identity(folder, **options):
-    return resolve(str(folder), EncoderOptions(**{"dtype": "float32", "device": "cpu", **options}))\
-        .identity  # fmt: skip
+    fixed = {"dtype": "float32", "device": "cpu", "runtime": "torch"}
+    return resolve(str(folder), EncoderOptions(**{**fixed, **options})).identity
 
 
 def test_adapter_has_another_fingerprint_than_its_base_and_than_other_adapters(tuned, tmp_path):

@@ -636,7 +636,7 @@ def test_length_that_is_no_number_does_no_harm(folder, length):
 def test_network_that_cannot_be_run_is_told(folder, monkeypatch):
     monkeypatch.setattr(BertModel, "forward", lambda *_, **__: {}["a setting"])
     with pytest.raises(LlmcondError, match=r"cannot be run as float32.*'a setting'"):
-        load_encoder(str(folder), dtype="float32", device="cpu")
+        load_encoder(str(folder), dtype="float32", device="cpu", runtime="torch")
 
 
 def test_settings_that_are_not_read_do_no_harm(folder):
@@ -794,10 +794,11 @@ def test_code_of_a_part_from_elsewhere_is_not_asked_for(folder, monkeypatch):
 )
 @pytest.mark.parametrize("kind", ["bert", "mistral"])
 def test_attention_that_a_config_names_is_not_loaded(tiny_checkpoint, tmp_path, named, kind):
-    plain = load_encoder(str(tiny_checkpoint(kind)), dtype="float32", device="cpu")
+    options = {"dtype": "float32", "device": "cpu", "runtime": "torch"}
+    plain = load_encoder(str(tiny_checkpoint(kind)), **options)
     folder = shutil.copytree(tiny_checkpoint(kind), tmp_path / "model")
     change_json(folder / "config.json", attn_implementation=named)
-    encoder = load_encoder(str(folder), dtype="float32", device="cpu")
+    encoder = load_encoder(str(folder), **options)
     items = [EncoderInput("", "two men in the park"), EncoderInput("", "a red hat")]
     assert encoder.engine.packs
     np.testing.assert_array_equal(encoder.encode(items), plain.encode(items))

@@ -33,7 +33,8 @@ def near(vectors, expected):
 
 
 def load(folder, case, **options):
-    options = {"dtype": "float32", "device": "cpu", "max_length": MAX_LENGTH, **options}
+    fixed = {"dtype": "float32", "device": "cpu", "runtime": "torch", "max_length": MAX_LENGTH}
+    options = {**fixed, **options}
     return load_encoder(str(folder), like=case.like, **case.options, **options)
 
 
@@ -191,7 +192,12 @@ def test_pairs_are_packed_with_their_token_types(make):
     case = CASES["simcse-bert"]
     # Without --like: SimCSE's own pooling takes no pairs.
     encoder = load_encoder(
-        str(make("simcse-bert")), dtype="float32", device="cpu", max_length=60, pooling="mean"
+        str(make("simcse-bert")),
+        dtype="float32",
+        device="cpu",
+        max_length=60,
+        pooling="mean",
+        runtime="torch",
     )
     assert case.kind == "simcse-bert"
     assert encoder.engine.packs
@@ -233,7 +239,8 @@ def test_pairs_of_a_decoder_are_packed_alike(make, name):
     near(found, np.concatenate([encoder.encode_counted([item]).vectors for item in items]))
 
 
-def test_minilm_packs_to_its_own_vectors(minilm):
+def test_minilm_packs_to_its_own_vectors():
+    minilm = load_encoder("minilm", dtype="float32", device="cpu", runtime="torch")
     assert minilm.engine.packs
     items = mix(minilm, seed=3, n_inputs=12)
     found = minilm.encode_counted(items)

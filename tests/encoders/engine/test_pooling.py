@@ -31,7 +31,7 @@ def failing(hidden, counted):
 
 LEVEL = 3
 """
-OPTIONS = {"dtype": "float32", "device": "cpu"}
+OPTIONS = {"dtype": "float32", "device": "cpu", "runtime": "torch"}
 INPUTS = [
     *(EncoderInput("", text) for text in ("two dogs", "a man reads in the park", "hat")),
     EncoderInput("", "the number of people", context="two women ride"),

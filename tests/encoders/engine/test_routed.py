@@ -13,7 +13,7 @@ from helpers.identities import IDENTITY
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import UNIT, load_encoder
 from llmcond.encoders.engine import pooling
-from llmcond.encoders.engine.pooling import Routes
+from llmcond.encoders.engine.interface import Routes
 from llmcond.encoders.spec import ROUTED_POOLINGS, Router
 from llmcond.encoders.threads import Concurrency
 from llmcond.errors import UserError
@@ -32,7 +32,13 @@ def load(name, folder):
     case = CASES[name]
     made = checkpoints.make(case.kind, folder / "model", **case.made).folder
     checkpoints.change_json(made / "config.json", **case.config)
-    options = {"dtype": "float32", "device": "cpu", "max_length": MAX_LENGTH, **case.options}
+    options = {
+        "dtype": "float32",
+        "device": "cpu",
+        "runtime": "torch",
+        "max_length": MAX_LENGTH,
+        **case.options,
+    }
     return load_encoder(str(made), like=case.like, **options)
 
 

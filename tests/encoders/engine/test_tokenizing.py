@@ -358,13 +358,11 @@ def calls(encoder):
 
 
 @pytest.fixture(scope="module")
-def encoders(folders, minilm):
+def encoders(folders):
     """Encoders whose vectors are means, of unit norm."""
-    tiny = {
-        kind: load_encoder(str(folders[kind]), dtype="float32", device="cpu", pooling="mean")
-        for kind in ("bert", "roberta")
-    }
-    return {"minilm": minilm, **tiny}
+    options = {"dtype": "float32", "device": "cpu", "runtime": "torch", "pooling": "mean"}
+    names = {"minilm": "minilm", **{kind: str(folders[kind]) for kind in ("bert", "roberta")}}
+    return {kind: load_encoder(name, **options) for kind, name in names.items()}
 
 
 @pytest.mark.parametrize("kind", ["minilm", "bert", "roberta"])

@@ -61,7 +61,9 @@ def bert(make):
 
 
 def load(folder, **options):
-    return load_encoder(str(folder), **{"dtype": "float32", "device": "cpu", **options})
+    return load_encoder(
+        str(folder), **{"dtype": "float32", "device": "cpu", "runtime": "torch", **options}
+    )
 
 
 def change_weights(folder, change):

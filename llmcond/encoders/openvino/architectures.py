@@ -1,0 +1,118 @@
+"""The architectures that OpenVINO runs: how they differ, and the tensors that each has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How the networks of a ``model_type`` differ from BERT's.
+
+    Attributes:
+        prefix: what stands before the names of tensors in checkpoints for other tasks.
+        attention, output: names of a layer's attention, and of the projection behind it.
+        projections: names of the query, the key and the value.
+        typed: whether the halves of a pair have embeddings of their own.
+        padding: the id of the padding token where positions are counted from it + 1, and the
+            token itself has position ``padding``. None: positions are counted from 0.
+        relative: whether attention has a bias by the distance of two tokens, the same for all
+            layers.
+    """
+
+    prefix: str
+    attention: str = "attention.self"
+    output: str = "attention.output.dense"
+    norm: str = "attention.output.LayerNorm"
+    projections: tuple[str, str, str] = ("query", "key", "value")
+    typed: bool = True
+    padding: int | None = None
+    relative: bool = False
+
+
+ARCHITECTURES = {
+    "bert": Architecture("bert"),
+    "roberta": Architecture("roberta", padding=1),
+    "xlm-roberta": Architecture("roberta", padding=1),
+    "mpnet": Architecture(
+        "mpnet",
+        attention="attention.attn",
+        output="attention.attn.o",
+        norm="attention.LayerNorm",
+        projections=("q", "k", "v"),
+        typed=False,
+        padding=1,
+        relative=True,
+    ),
+}
+#: The activations by their names in config.json, with OpenVINO's names of the approximation.
+GELU = {
+    "gelu": "erf",
+    "gelu_new": "tanh",
+    "gelu_pytorch_tanh": "tanh",
+}
+ACTIVATIONS = (*GELU, "relu")
+
+
+def tensor_shapes(config: Mapping[str, Any], *, pooler: bool) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor that a network has, by its name without a prefix.
+
+    ``config`` is that of a checkpoint of one of :data:`ARCHITECTURES`; ``pooler``: with the dense
+    layer on the first token.
+
+    Raises:
+        KeyError, TypeError, ValueError: a size that is missing, or is no number.
+    """
+    own = ARCHITECTURES[config["model_type"]]
+    width, inner = int(config["hidden_size"]), int(config["intermediate_size"])
+    linear = {
+        **dict.fromkeys((f"{own.attention}.{name}" for name in own.projections), (width, width)),
+        own.output: (width, width),
+        "intermediate.dense": (inner, width),
+        "output.dense": (width, inner),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (int(config["vocab_size"]), width),
+        "embeddings.position_embeddings.weight": (int(config["max_position_embeddings"]), width),
+    }
+    if own.typed:
+        types = int(config.get("type_vocab_size", 2))
+        shapes["embeddings.token_type_embeddings.weight"] = (types, width)
+    if own.relative:
+        buckets = int(config.get("relative_attention_num_buckets", 32))
+        heads = int(config["num_attention_heads"])
+        shapes["encoder.relative_attention_bias.weight"] = (buckets, heads)
+    layers = [f"encoder.layer.{i}" for i in range(int(config["num_hidden_layers"]))]
+    norms = ["embeddings.LayerNorm"]
+    for layer in layers:
+        norms += [f"{layer}.{own.norm}", f"{layer}.output.LayerNorm"]
+        for name, shape in linear.items():
+            shapes[f"{layer}.{name}.weight"] = shape
+            shapes[f"{layer}.{name}.bias"] = shape[:1]
+    if pooler:
+        shapes |= {"pooler.dense.weight": (width, width), "pooler.dense.bias": (width,)}
+    for norm in norms:
+        shapes |= {f"{norm}.weight": (width,), f"{norm}.bias": (width,)}
+    return shapes
+
+
+def linear_layers(config: Mapping[str, Any], *, pooler: bool) -> dict[str, tuple[int, ...]]:
+    """Return the shape of the weight of each linear layer, by the layer's name."""
+    shapes = tensor_shapes(config, pooler=pooler)
+    return {
+        name: shapes[f"{name}.weight"]
+        for name in (key.removesuffix(".bias") for key in shapes if key.endswith(".bias"))
+        if len(shapes[f"{name}.weight"]) == 2
+    }
+
+
+def bytes_needed(config: Mapping[str, Any], *, pooler: bool) -> int:
+    """Return the bytes of memory that a network needs while it is compiled.
+
+    They are those of its tensors in float32, and of OpenVINO's copies of them.
+    """
+    shapes = tensor_shapes(config, pooler=pooler)
+    return 2 * 4 * sum(math.prod(shape) for shape in shapes.values())

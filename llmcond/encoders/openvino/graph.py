@@ -1,0 +1,181 @@
+"""Networks of the BERT kind as OpenVINO graphs, made straight from a checkpoint's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcond.encoders.engine.tokenizing import Tokens
+from llmcond.encoders.openvino.architectures import ARCHITECTURES, GELU
+from llmcond.encoders.openvino.library import import_openvino
+
+Tensors = Mapping[str, NDArray[np.float32]]
+
+
+#: Rows of attention are as long as a multiple of so many tokens; see :func:`pack_inputs`.
+STEP = 16
+#: Added to the scores of what stands behind an input's last token; its weights are 0.
+_MASKED = -1e9
+#: The largest distance of two tokens that MPNet's bias tells from larger ones.
+_MAX_DISTANCE = 128
+
+
+def make_graph(tensors: Tensors, config: Mapping[str, Any]) -> Any:
+    """Return an ``openvino.Model``: from packed inputs to the states of their tokens.
+
+    The n tokens of all inputs are one behind the other, without padding; only attention sees them
+    as the rows of a rectangle, (b, t). The inputs of the graph are those of :class:`PackedInputs`,
+    in their order, but for those that are None. Its output is (n, width) float32.
+    """
+    layers = _Layers(tensors, config)
+    own, op = layers.own, layers.op
+
+    def parameter(name: str, rank: int, kind: Any = np.int64) -> Any:
+        return op.parameter([-1] * rank, kind, name=name)
+
+    ids, positions, types = (parameter(name, 1) for name in ("ids", "positions", "types"))
+    rectangle, packed = parameter("rectangle", 2), parameter("packed", 1)
+    mask, buckets = parameter("mask", 2, np.float32), parameter("buckets", 2)
+    x = op.add(layers.look_up("word", ids), layers.look_up("position", positions))
+    bias = op.unsqueeze(mask, np.array([1, 2]))
+    if own.typed:
+        x = op.add(x, layers.look_up("token_type", types))
+    if own.relative:
+        table = layers.constant("encoder.relative_attention_bias.weight")
+        distance = op.transpose(op.gather(table, buckets, np.int64(0)), np.array([2, 0, 1]))
+        bias = op.add(op.unsqueeze(distance, np.array([0])), bias)
+    x = layers.norm("embeddings.LayerNorm", x)
+    for number in range(int(config["num_hidden_layers"])):
+        x = layers.layer(f"encoder.layer.{number}", x, rectangle, packed, bias)
+    inputs = [ids, positions, *[types] * own.typed, rectangle, packed, mask]
+    return import_openvino().Model([x], [*inputs, *[buckets] * own.relative], "encoder")
+
+
+class _Layers:
+    """The parts of a network, as operations on OpenVINO's nodes."""
+
+    def __init__(self, tensors: Tensors, config: Mapping[str, Any]) -> None:
+        self.op, self.own = import_openvino().opset13, ARCHITECTURES[config["model_type"]]
+        self._tensors, self._activation = tensors, config["hidden_act"]
+        self._eps = float(config.get("layer_norm_eps", 1e-12))
+        heads, self._width = int(config["num_attention_heads"]), int(config["hidden_size"])
+        self._heads = np.array([0, 0, heads, self._width // heads])
+
+    def constant(self, name: str) -> Any:
+        return self.op.constant(self._tensors[name], shared_memory=True)
+
+    def look_up(self, name: str, indices: Any) -> Any:
+        table = self.constant(f"embeddings.{name}_embeddings.weight")
+        return self.op.gather(table, indices, np.int64(0))
+
+    def linear(self, name: str, x: Any) -> Any:
+        product = self.op.matmul(x, self.constant(f"{name}.weight"), False, True)
+        return self.op.add(product, self.constant(f"{name}.bias"))
+
+    def norm(self, name: str, x: Any) -> Any:
+        unit = self.op.mvn(x, np.array([-1]), True, self._eps, "INSIDE_SQRT")
+        scaled = self.op.multiply(unit, self.constant(f"{name}.weight"))
+        return self.op.add(scaled, self.constant(f"{name}.bias"))
+
+    def layer(self, name: str, x: Any, rectangle: Any, packed: Any, bias: Any) -> Any:
+        op, own = self.op, self.own
+
+        def heads(part: str) -> Any:
+            values = self.linear(f"{name}.{own.attention}.{part}", x)
+            rows = op.gather(values, rectangle, np.int64(0))
+            return self._turn(op.reshape(rows, self._heads, True))
+
+        attended = self._turn(op.scaled_dot_product_attention(*map(heads, own.projections), bias))
+        tokens = op.reshape(attended, np.array([-1, self._width]), False)
+        joined = op.gather(tokens, packed, np.int64(0))
+        x = self.norm(f"{name}.{own.norm}", op.add(self.linear(f"{name}.{own.output}", joined), x))
+        inner = self.linear(f"{name}.intermediate.dense", x)
+        relu = self._activation == "relu"
+        inner = op.relu(inner) if relu else op.gelu(inner, GELU[self._activation])
+        outer = self.linear(f"{name}.output.dense", inner)
+        return self.norm(f"{name}.output.LayerNorm", op.add(outer, x))
+
+    def _turn(self, x: Any) -> Any:
+        """Swap the axes of tokens and heads."""
+        return self.op.transpose(x, np.array([0, 2, 1, 3]))
+
+
+class PackedInputs(NamedTuple):
+    """What a graph is given for a batch of b inputs that have n tokens together.
+
+    Attributes:
+        ids, positions: (n,) int64 of each token.
+        types: (n,) int64, 1 in the second half of a pair; None: the architecture has none.
+        rectangle: (b, t) int64, which of the n tokens stands there; any, behind an input's last.
+        packed: (n,) int64, where in the flattened rectangle each token is.
+        mask: (b, t) float32, 0 at tokens, and a large negative number behind an input's last.
+        buckets: (t, t) int64, see :func:`relative_buckets`; None: the architecture has none.
+    """
+
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    types: NDArray[np.int64] | None
+    rectangle: NDArray[np.int64]
+    packed: NDArray[np.int64]
+    mask: NDArray[np.float32]
+    buckets: NDArray[np.int64] | None
+
+    @property
+    def given(self) -> list[NDArray[Any]]:
+        """Return them as the graph takes them."""
+        return [part for part in self if part is not None]
+
+
+def pack_inputs(rows: Sequence[Tokens], config: Mapping[str, Any]) -> PackedInputs:
+    """Return what :func:`make_graph`'s graph is given for a batch.
+
+    Rows of attention are filled up to a multiple of :data:`STEP` tokens. A token's weights are
+    then summed in the same order whatever the length of the rectangle: so a vector does not depend
+    on what else is in its batch.
+    """
+    own = ARCHITECTURES[config["model_type"]]
+    lengths = np.array([len(row.ids) for row in rows])
+    at = np.arange(-(-lengths.max() // STEP) * STEP)
+    real, starts = at < lengths[:, None], np.cumsum(lengths) - lengths
+    ids = np.concatenate([row.ids for row in rows]).astype(np.int64)
+    positions = np.broadcast_to(at, real.shape)[real]
+    if own.padding is not None:
+        counted = np.zeros(real.shape, dtype=np.int64)
+        counted[real] = ids != own.padding
+        positions = (counted.cumsum(axis=1) * counted)[real] + own.padding
+    types = None
+    if own.typed:
+        typed = int(config.get("type_vocab_size", 2)) > 1
+        second = np.array([row.second for row in rows])
+        types = ((at >= second[:, None])[real] & typed).astype(np.int64)
+    return PackedInputs(
+        ids,
+        positions,
+        types,
+        np.where(real, starts[:, None] + at, 0),
+        np.flatnonzero(real),
+        np.where(real, 0, _MASKED).astype(np.float32),
+        relative_buckets(len(at), int(config.get("relative_attention_num_buckets", 32)))
+        if own.relative
+        else None,
+    )
+
+
+def relative_buckets(length: int, n_buckets: int) -> NDArray[np.int64]:
+    """Return the bucket of the distance of each two tokens, (t, t), as MPNet and T5 count them.
+
+    Half of the buckets are for tokens behind, half for those before. Of each half the first half
+    are for one distance each, and the others for ranges that grow by a constant factor.
+    """
+    half = n_buckets // 2
+    exact = half // 2
+    distance = np.arange(length) - np.arange(length)[:, None]
+    size = np.abs(distance)
+    with np.errstate(divide="ignore"):
+        scale = np.log(size.astype(np.float32) / exact) / np.float32(np.log(_MAX_DISTANCE / exact))
+    large = exact + np.where(size < exact, 0, scale * (half - exact)).astype(np.int64)
+    within = np.where(size < exact, size, np.minimum(large, half - 1))
+    return (np.where(distance > 0, half, 0) + within).astype(np.int64)

@@ -1,0 +1,65 @@
+"""Decide whether OpenVINO runs an encoder, before anything of it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from llmcond.encoders.checkpoints.checkpoint import Checkpoint
+from llmcond.encoders.openvino import library
+from llmcond.encoders.openvino.architectures import ACTIVATIONS, ARCHITECTURES
+from llmcond.encoders.openvino.weights import CannotRunError, check_files
+from llmcond.encoders.spec import EncoderIdentity
+
+_POOLINGS = ("mean", "cls", "last", "pooler")
+#: The settings of a config that change what a network computes, with the values that are computed.
+_SETTINGS: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ACTIVATIONS,
+    "position_embedding_type": (None, "absolute"),
+    "is_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "quantization_config": (None,),
+}
+
+
+def reason_against(
+    checkpoint: Checkpoint, identity: EncoderIdentity, config: Mapping[str, Any]
+) -> str | None:
+    """Return why an encoder on a CPU is not run by OpenVINO; None where it is.
+
+    Of a checkpoint that is not downloaded yet, its weights are not looked at.
+
+    Raises:
+        UserError: one of its small files cannot be read.
+    """
+    return next(_reasons(checkpoint, identity, config), None)
+
+
+def _reasons(
+    checkpoint: Checkpoint, identity: EncoderIdentity, config: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield every reason; each is looked for once those before it are not there."""
+    kind = str(config.get("model_type"))
+    whole = identity.quantize == "none" and checkpoint.drawn_on is None
+    refused = {
+        "OpenVINO is not installed (pip install openvino)": not library.is_installed(),
+        f"its architecture is {kind}": kind not in ARCHITECTURES,
+        "its attention is causal": identity.attention != "bidirectional",
+        "a router acts inside its network": identity.router != "none",
+        f"it pools by {identity.pooling}": identity.pooling not in _POOLINGS,
+        "its weights are not those of its files": not whole,
+        "OpenVINO does not compute float16 on a CPU": identity.dtype == "float16",
+    }
+    yield from (reason for reason, holds in refused.items() if holds)
+    for key, legal in _SETTINGS.items():
+        if config.get(key) not in legal:
+            yield f"its config.json has {key} = {config.get(key)!r}"
+    if identity.dtype == "bfloat16" and not library.computes_bfloat16():
+        yield "OpenVINO does not compute bfloat16 on this CPU"
+    pooler = identity.pooling == "pooler"
+    try:
+        for adapter in checkpoint.members or (checkpoint.adapter,):
+            check_files(replace(checkpoint, adapter=adapter), config, pooler=pooler)
+    except CannotRunError as error:
+        yield str(error)

@@ -1,0 +1,102 @@
+"""Ways through an encoder: which there are, their batches, and their inputs."""
+
+from argparse import Namespace
+from importlib import import_module
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+from helpers.paths import ROOT
+
+from llmcond.encoders import EncoderInput, EncoderOptions, resolve
+
+GRAPHS = ("openvino", "onnx", "int8")
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return import_module("bench_extract")
+
+
+@pytest.mark.parametrize(
+    ("pooling", "weights"),
+    [
+        ("mean", [[0.5, 0.5, 0], [1 / 3, 1 / 3, 1 / 3]]),
+        ("last", [[0, 1, 0], [0, 0, 1]]),
+        ("cls", [[1, 0, 0], [1, 0, 0]]),
+    ],
+)
+def test_a_batch_is_padded_and_pooled_by_weights(script, pooling, weights):
+    ids, mask, found = script.make_batch([[5, 6], [7, 8, 9]], pooling)
+    assert ids.tolist() == [[5, 6, 0], [7, 8, 9]]
+    assert mask.tolist() == [[1, 1, 0], [1, 1, 1]]
+    np.testing.assert_allclose(found, weights, rtol=1e-6)
+
+
+def test_short_inputs_are_joined_to_long_ones(script):
+    short = [EncoderInput("", text) for text in "abcde"]
+    joined = script.join_inputs(short, [6, 6, 6, 11, 3], 10)
+    assert [item.text for item in joined] == ["a b", "c", "d"]
+
+
+def test_ways_that_cannot_be_measured_are_named(script, tiny_checkpoint, capsys):
+    resolved = resolve(str(tiny_checkpoint()), EncoderOptions(), identify=False)
+    options = Namespace(ways=[*script.WAYS], dtype="float16", skip_peers=False)
+    ways = script.choose_ways(options, resolved, {})
+    assert ways["llmcond, PyTorch, packed"] == ("packed", "float16")
+    told = capsys.readouterr().err
+    assert "llmcond, PyTorch, shared prefixes is left out: the model shares no prefixes." in told
+    for name in ("OpenVINO", "ONNX Runtime, float32", "ONNX Runtime, int8"):
+        assert f"{name} is left out: " in told
+        assert name not in ways
+    options.skip_peers = True
+    ways = script.choose_ways(options, resolved, {})
+    assert all(name.startswith("llmcond") for name in ways)
+
+
+def test_a_model_that_is_unknown_is_refused(script):
+    with pytest.raises(SystemExit, match=r"nothing is no known model .* mpnet-base, xlm-r-base\."):
+        script.find_checkpoint(Namespace(model="nothing", set=[], folder=None))
+
+
+@pytest.mark.parametrize("shape", ["mpnet-base", "xlm-r-base"])
+@pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("onnx", "onnxruntime", "openvino")),
+    reason="needs onnx, onnxruntime and openvino",
+)
+def test_other_libraries_give_the_same_vectors(script, shape, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "alone", lambda function, *given: function(*given))
+    sizes = "vocab_size=9000 hidden_size=32 intermediate_size=64 num_hidden_layers=2"
+    options = Namespace(
+        model=shape, set=f"{sizes} num_attention_heads=2".split(), folder=tmp_path / "models"
+    )
+    folder, like = script.find_checkpoint(options)
+    assert like is None
+    task = dict.fromkeys(("like", "max_length", "max_tokens_per_batch"))
+    task |= {"checkpoint": str(folder), "dtype": "float32", "quantize": "none", "device": "cpu"}
+    resolved = resolve(str(folder), EncoderOptions(), identify=False)
+    assert resolved.runtime == "openvino"
+    task |= {"threads": 1, "graphs": script.export_graphs(resolved, tmp_path)}
+    assert [*task["graphs"]] == [*GRAPHS]
+    inputs = [EncoderInput("", text) for text in ("a man rides", "two women read a book", "")]
+    vectors = {}
+    for kind in ("loop", "llmcond", "packed", *GRAPHS):
+        way = script.PEERS.get(kind, script.LlmcondWay)({**task, "kind": kind})
+        vectors[kind] = way.encode(inputs)
+        assert way.computed(inputs) >= sum(len(row.ids) for row in way.tokenizer(inputs))
+    for kind in ("llmcond", "packed", "openvino", "onnx"):
+        np.testing.assert_allclose(vectors[kind], vectors["loop"], atol=1e-5)
+    assert (vectors["int8"] * vectors["loop"]).sum(axis=1).min() > 0.9
+
+
+def test_inputs_have_about_as_many_tokens_as_asked(script, tiny_checkpoint):
+    task = dict.fromkeys(("like", "max_tokens_per_batch"))
+    task |= {"kind": "packed", "checkpoint": str(tiny_checkpoint()), "dtype": "float32"}
+    task |= {"quantize": "none", "device": "cpu", "max_length": 40}
+    options = Namespace(tokens=40, inputs=3)
+    [(inputs, label)] = script.make_cases(options, task, instruct=False)
+    assert label == "inputs of about 40 tokens"
+    lengths = [len(ids) for ids in script.tokenize(task, inputs)]
+    assert len(lengths) == 3
+    assert all(15 < length <= 40 for length in lengths)

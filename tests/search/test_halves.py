@@ -1,0 +1,27 @@
+"""NumPy and PyTorch give the same of vectors in half precision."""
+
+import numpy as np
+import pytest
+
+from llmcond.search import halves
+
+
+@pytest.mark.parametrize("n", [1, 3, 9_000])
+def test_many_values_are_as_few(monkeypatch, n):
+    chance = np.random.default_rng(n)
+    vectors = chance.standard_normal((n, 24)).astype(np.float16)
+    queries = chance.standard_normal((2, 24)).astype(np.float32)
+
+    def both(function, *given):
+        few = function(*given)
+        with monkeypatch.context() as patch:
+            patch.setattr(halves, "_FEW", 0)
+            return few, function(*given)
+
+    np.testing.assert_array_equal(*both(halves.widened, vectors))
+    wide = chance.standard_normal((n, 24)).astype(np.float32)
+    np.testing.assert_array_equal(*both(halves.narrowed, wide))
+    products = both(halves.products, vectors, queries)
+    np.testing.assert_allclose(*products, atol=1e-5)
+    found = both(halves.largest, products[0][0], min(5, n))
+    assert set(found[0]) == set(found[1])
