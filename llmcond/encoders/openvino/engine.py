@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,6 @@ from llmcond.encoders.openvino.library import import_openvino
 from llmcond.encoders.openvino.tokenizer import JsonTokenizer, can_read
 from llmcond.encoders.openvino.weights import CannotRunError, read_dense, read_tensors
 from llmcond.encoders.resolve import ResolvedEncoder
-from llmcond.errors import first_line
 from llmcond.files import gib
 from llmcond.system import cpu_threads, free_memory
 
@@ -105,14 +105,16 @@ class OpenVinoEngine:
             "NUM_STREAMS": self.streams,
             "INFERENCE_NUM_THREADS": cores,
         }
-        try:
-            graph = make_graph(tensors, config)
-            self._network: Any = openvino.Core().compile_model(graph, "CPU", settings)
-        except (RuntimeError, ValueError) as error:
-            raise CannotRunError(f"OpenVINO cannot compile it: {first_line(error)}") from error
         self._threads = threading.local()
         self.budget = resolved.options.max_tokens_per_batch or _BUDGET
         self.dim = len(self._dense[-1].weight) if self._dense else width
+        try:
+            graph = make_graph(tensors, config)
+            self._network: Any = openvino.Core().compile_model(graph, "CPU", settings)
+            # On CPUs without AVX it compiles, and fails when it is first run.
+            list(self.run([Tokens([0, 0], 0, 2, 2, 2)]))
+        except (RuntimeError, ValueError) as error:
+            raise CannotRunError(f"OpenVINO cannot run it: {_last_line(error)}") from error
 
     def run(
         self,
@@ -148,7 +150,8 @@ class OpenVinoEngine:
                 yield Pooled(done.batch, vectors, len(states))
         finally:
             for left in begun:
-                left.request.wait()
+                with suppress(RuntimeError):  # the first error is the one that is raised
+                    left.request.wait()
 
     def finish_states(self, states: Vectors) -> Vectors:
         """Return vectors as inputs have them, (n, dim), of what left the pooling, (n, width)."""
@@ -291,6 +294,11 @@ _ACTIVATIONS: dict[str, Callable[[Vectors], Vectors]] = {
     "ReLU": lambda values: np.maximum(values, 0),
     "GELU": gelu,
 }
+
+
+def _last_line(error: Exception) -> str:
+    """Return the last line of an error's message: before it OpenVINO names places in its code."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import random
 import shutil
 import subprocess
@@ -338,6 +339,26 @@ def test_what_turns_out_late_is_told(tiny_checkpoint, monkeypatch, dtype):
     else:  # the vectors of PyTorch would be others
         with pytest.raises(LlmcondError, match=r"cannot be run by OpenVINO.*--runtime torch"):
             load_encoder(str(tiny_checkpoint()), dtype=dtype, device="cpu")
+
+
+OLD_CPU = """
+import logging
+import llmcond
+logging.basicConfig(level="INFO")
+encoder = llmcond.load_encoder("minilm", dtype="float32", device="cpu")
+print(encoder.engine.__class__.__module__, encoder.encode(["a dog"]).shape)
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of other CPUs")
+def test_cpu_that_openvino_fails_on_is_left_to_pytorch():
+    """As one without AVX is: there the network compiles, and cannot be run."""
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "SSE41"}
+    done = subprocess.run(
+        [sys.executable, "-c", OLD_CPU], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout.strip() == "llmcond.encoders.engine.engine (1, 384)"
+    assert "is computed by PyTorch on this CPU: OpenVINO cannot run it" in done.stderr
 
 
 def test_too_little_memory_halves_the_batch(minilm, monkeypatch):
