@@ -1,7 +1,8 @@
 """Batch inputs, run a network by OpenVINO, and pool the states of their tokens with numpy.
 
-A vector does not depend on what it is in a batch with, nor on the number of threads: OpenVINO's
-products do not depend on how many rows they have, and see :func:`pack_inputs` for attention.
+The states of tokens do not depend on what an input is in a batch with, nor on the number of
+threads: each row of OpenVINO's products is computed alike, however many rows there are, and
+:func:`pack_inputs` has the lengths of attention chosen so that the same holds for it.
 """
 
 from __future__ import annotations
