@@ -1,0 +1,67 @@
+"""The library that a run's vectors are computed by, on this machine and on another one."""
+
+import numpy as np
+import pytest
+
+import llmcond
+from llmcond.encoders.openvino import library
+from llmcond.errors import UserError
+from llmcond.runs.open import open_run
+
+pytest.importorskip("openvino")
+in_bfloat16 = pytest.mark.skipif(not library.computes_bfloat16(), reason="no bfloat16 on this CPU")
+ROW = (["two men play in the park"], "the place")
+
+
+@pytest.fixture
+def extract(tmp_path, tiny_checkpoint, write_rows, small_rows):
+    """An extraction of a few rows into a run, by a runtime and in a dtype."""
+    data = write_rows(small_rows)
+
+    def made(runtime, dtype, prompt="concat-cond-sent"):
+        options = {"model": str(tiny_checkpoint()), "data": str(data), "device": "cpu"}
+        folder = tmp_path / "run"
+        llmcond.extract(**options, runtime=runtime, dtype=dtype, prompt=[prompt], run=folder)
+        return open_run(folder)
+
+    return made
+
+
+def runtime_of(run):
+    return llmcond.load_embedder(run.folder, head="none", device="cpu").encoder.resolved.runtime
+
+
+@in_bfloat16
+def test_a_run_keeps_the_runtime_of_its_vectors_in_16_bit(extract, tmp_path):
+    run = extract("torch", "bfloat16")
+    assert "runtime" not in run.manifest["encoder"]["identity"]
+    assert run.manifest["prompts"]["concat-cond-sent"]["extraction"]["runtime"] == "torch"
+    assert runtime_of(run) == "torch"
+    assert len(extract("auto", "bfloat16", "concat-sent-cond").prompts()) == 2
+    with pytest.raises(UserError, match="runtime: 'openvino', not 'torch'"):
+        extract("openvino", "bfloat16", "routed")
+
+
+@in_bfloat16
+def test_without_openvino_its_run_is_used_by_pytorch_and_not_extended(extract, monkeypatch, caplog):
+    run = extract("auto", "bfloat16")
+    assert run.manifest["encoder"]["identity"]["runtime"] == "openvino"
+    expected = llmcond.load_embedder(run.folder, head="none", device="cpu").encode(*ROW)
+    monkeypatch.setattr(library, "is_installed", lambda: False)
+    caplog.set_level("INFO")
+    embedder = llmcond.load_embedder(run.folder, head="none", device="cpu")
+    assert embedder.encoder.resolved.runtime == "torch"
+    assert any("differ by rounding" in line for line in caplog.messages)
+    assert (embedder.encode(*ROW) * expected).sum() > 0.99
+    with pytest.raises(UserError, match=r"runtime is 'openvino'.*OpenVINO is not installed"):
+        extract("auto", "bfloat16", "concat-sent-cond")
+
+
+def test_in_float32_runs_are_shared_by_both(extract, monkeypatch):
+    run = extract("torch", "float32")
+    assert runtime_of(run) == "openvino"
+    before = llmcond.load_embedder(run.folder, head="none", device="cpu").encode(*ROW)
+    assert len(extract("openvino", "float32", "concat-sent-cond").prompts()) == 2
+    monkeypatch.setattr(library, "is_installed", lambda: False)
+    embedder = llmcond.load_embedder(run.folder, head="none", prompt="concat-cond-sent")
+    np.testing.assert_allclose(embedder.encode(*ROW), before, atol=1e-5)
