@@ -4,6 +4,7 @@ import threading
 import time
 from itertools import count
 from threading import Event
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -265,19 +266,23 @@ def test_workers_that_a_new_thread_starts_leave_its_number_as_it_was(workers):
 
 
 @pytest.mark.parametrize(
-    ("cores", "device", "exclusive", "expected"),
+    ("cores", "device", "quantize", "runtime", "expected"),
     [
-        (1, "cpu", False, (1, 1)),
-        (2, "cpu", False, (2, 1)),
-        (6, "cpu", False, (6, 1)),
-        (6, "cpu", True, (1, 6)),
-        (32, "cpu", False, (8, 4)),
-        (4, "cuda:0", False, (2, 4)),
+        (1, "cpu", "none", "torch", (1, 1)),
+        (2, "cpu", "none", "torch", (2, 1)),
+        (6, "cpu", "none", "torch", (6, 1)),
+        (6, "cpu", "4bit", "torch", (1, 6)),
+        (32, "cpu", "none", "torch", (8, 4)),
+        (4, "cuda:0", "none", "torch", (2, 4)),
+        (1, "cpu", "none", "openvino", (1, 1)),
+        (6, "cpu", "none", "openvino", (2, 6)),
     ],
 )
-def test_workers_share_the_cores(cores, device, exclusive, expected):
+def test_workers_share_the_cores(cores, device, quantize, runtime, expected):
     torch.set_num_threads(cores)
-    workers = WorkerThreads(Concurrency.of(device, exclusive=exclusive))
+    identity = SimpleNamespace(quantize=quantize)
+    resolved = SimpleNamespace(device=device, identity=identity, runtime=runtime)
+    workers = WorkerThreads(Concurrency.of(resolved))
     (threads,) = set(workers.map(lambda _: torch.get_num_threads(), range(20)))
     assert (workers.concurrency.threads, threads) == expected
 
