@@ -30,8 +30,8 @@ from torch.nn import functional
 from llmcond import load_encoder
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.engine.engine import torch_engine
-from llmcond.encoders.engine.prepacked import can_prepack, prepack
 from llmcond.encoders.spec import EncoderInput
+from llmcond.system import native_bfloat16
 
 #: From token ids, (texts, tokens), to token vectors.
 Forward = Callable[[Tensor], Tensor]
@@ -281,10 +281,9 @@ def run(rows: int, layers: int | None, rounds: int) -> dict[str, Any]:
     judged, others = make_texts(rows)
     moments = measure_moments(network, make_batches(encoder, others))
     half = copy.deepcopy(network).bfloat16()
-    prepack(half)
     bfloat16, scheme_a = stock(half), Int8Bert(network, moments)
     forwards: dict[str, Forward] = {
-        "bfloat16, prepacked: what llmcond takes": bfloat16,
+        "bfloat16": bfloat16,
         "int8 weights per channel, to nearest": simulate(network, lambda x: x),
         "+ activations per tensor (ONNX Runtime, dynamic)": simulate(network, per_tensor),
         "+ activations per token, symmetric": simulate(network, per_token),
@@ -312,7 +311,7 @@ def print_tables(result: dict[str, Any]) -> None:
             for kind in kinds
         ]
         print(f"| {row['scheme']} | {' | '.join(cells)} |")
-    print("\nSpeed of scheme A, 51 texts of 20 tokens, bfloat16 prepacked being 1\n")
+    print("\nSpeed of scheme A, 51 texts of 20 tokens, bfloat16 being 1\n")
     print("| threads | median (quartiles) |\n|---|---|")
     for row in result["speed"]:
         low, high = row["quartiles"]
@@ -327,7 +326,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25, help="turns that each speed is taken of")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args()
-    if not can_prepack(torch.bfloat16):
+    if not native_bfloat16():
         raise SystemExit("This CPU's PyTorch lacks bfloat16 products, which int8 is compared with.")
     result = run(options.rows, options.layers, options.rounds)
     print_tables(result)

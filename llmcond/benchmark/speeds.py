@@ -32,10 +32,8 @@ from llmcond.benchmark.peers import Encode, PlainLoop, sentence_transformers
 from llmcond.benchmark.shapes import branching_inputs, csts_inputs, long_inputs, shortened
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.engine.engine import torch_engine
-from llmcond.encoders.engine.prepacked import PrepackedLinear
 from llmcond.encoders.loading.architecture import build_on_meta, load_config
 from llmcond.encoders.loading.device import TORCH_DTYPES
-from llmcond.encoders.loading.loading import load_model
 from llmcond.encoders.loading.memory import POOLS
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import EncoderInput
@@ -262,10 +260,6 @@ def _ways(loaded: _Loaded) -> Iterator[_Way]:
         yield own("packed, not folded", loaded.unfolded)
     network = torch_engine(encoder).model.network
     plain = loaded.unfolded if loaded.whole is not None else nullcontext
-    if any(isinstance(module, PrepackedLinear) for module in network.modules()):
-        # Ours is laid out for products, which a plain one is not.
-        config = load_config(encoder.resolved.checkpoint, encoder.identity.attention)
-        network, plain = load_model(encoder.resolved, config).network, nullcontext
     loop = PlainLoop(encoder, network)
     yield _Way(PLAIN, loop.encode, loop.computed, plain, ours=False)
     try:

@@ -39,7 +39,6 @@ from llmcond.encoders.engine.interface import (
     n_routes,
 )
 from llmcond.encoders.engine.pooling import find_pooling
-from llmcond.encoders.engine.prepacked import can_prepack, prepack
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.loading.architecture import (
     load_config,
@@ -106,8 +105,7 @@ class Engine:
     ) -> None:
         """Find the fastest way that gives the right vectors.
 
-        So many threads as ``concurrency`` run it at a time. The weights of a ``frozen`` one stay as
-        they are, and may be laid out for products.
+        So many threads as ``concurrency`` run it at a time. One that is not ``frozen`` is trained.
         """
         self.model, self.identity, self.dim = model, resolved.identity, model.dim
         self.shares = resolved.shares_prefixes
@@ -144,13 +142,9 @@ class Engine:
         csr = self.identity.router == "csr"
         self._csr = Csr(model.network, self.identity, self._name) if csr else None
         self.packs = self._choose_packing()
-        on_cpu = self.device.type == self.out.type == "cpu"
-        plain = self.identity.quantize == "none" and can_prepack(self._runtime.dtype)
-        prepacks = self.packs and frozen and on_cpu and plain
-        if prepacks:
-            prepack(model.network)
-        # Products in 16 bit are prepared for each number of rows in training too.
-        if prepacks or (self.packs and not frozen and self.out.type == "cpu"):
+        # Products in 16 bit are prepared for each number of rows; in training all may be in 16 bit.
+        in_16_bit = self.identity.dtype != "float32" or not frozen
+        if self.packs and in_16_bit and self.out.type == "cpu":
             self._runtime = replace(self._runtime, step=STEP)
 
     # -- batches -------------------------------------------------------------------------------

@@ -13,15 +13,11 @@ from helpers.cases import CASES, MAX_LENGTH, TASKS, WORDS, mix
 from helpers.kernels import kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
-from transformers import AttentionInterface, BertConfig
-from transformers.activations import ACT2FN
-from transformers.models.bert.modeling_bert import BertOutput
+from transformers import AttentionInterface
 
 from llmcond.encoders import MODELS, EncoderInput
 from llmcond.encoders.encoder import load_encoder
 from llmcond.encoders.engine import attention, engine, varlen
-from llmcond.encoders.engine.prepacked import PrepackedLinear, PrepackedOutput, can_prepack, prepack
 from llmcond.errors import LlmcondError, UserError
 
 # What is this small is done before a second thread has woken up.
@@ -659,116 +655,3 @@ def test_other_errors_are_not_taken_for_memory(make):
         encoder.encode_counted([EncoderInput("", "dogs"), EncoderInput("", "a man")])
     assert memory.errors == 1
     assert encoder.engine.budget == budget
-
-
-# -- prepacked weights -------------------------------------------------------------------------
-
-prepacks = pytest.mark.skipif(
-    not can_prepack(torch.bfloat16), reason="this CPU multiplies no prepacked bfloat16"
-)
-
-
-@prepacks
-@pytest.mark.parametrize("bias", [True, False])
-def test_prepacked_layer_is_the_layer_it_was_made_of(bias):
-    torch.manual_seed(0)
-    linear = nn.Linear(48, 80, bias=bias).to(torch.bfloat16)
-    packed = PrepackedLinear(linear)
-    assert torch.equal(packed.weight, linear.weight)
-    assert (packed.in_features, packed.out_features) == (48, 80)
-    for rows in (1, 2, 7, 64, 1_500):
-        x = torch.randn(1, rows, 48, dtype=torch.bfloat16)
-        with torch.inference_mode():
-            found, expected = packed(x), linear(x)
-        assert found.dtype == torch.bfloat16
-        assert found.shape == expected.shape
-        torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6)
-
-
-@prepacks
-@pytest.mark.parametrize("name", ["gelu", "silu", "relu"])
-def test_activation_is_done_within_the_layer_before_it(name):
-    torch.manual_seed(0)
-    block = nn.Module()
-    block.dense, block.intermediate_act_fn = nn.Linear(48, 80), ACT2FN[name]
-    block.to(torch.bfloat16)
-    x = torch.randn(64, 48, dtype=torch.bfloat16)
-    with torch.inference_mode():
-        expected = block.intermediate_act_fn(block.dense(x))
-        prepack(block)
-        found = block.intermediate_act_fn(block.dense(x))
-    assert block.dense.activation
-    assert isinstance(block.intermediate_act_fn, nn.Identity)
-    torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6)
-
-
-@prepacks
-@pytest.mark.parametrize("name", ["gelu_new", "gelu_python", "mish"])
-def test_activation_that_is_not_known_stays(name):
-    block = nn.Module()
-    block.dense, block.intermediate_act_fn = nn.Linear(48, 80), ACT2FN[name]
-    block.to(torch.bfloat16)
-    prepack(block)
-    assert block.dense.activation is None
-    assert type(block.intermediate_act_fn) is type(ACT2FN[name])
-
-
-@prepacks
-def test_residual_is_added_within_the_layer_before_it():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4}
-    block = nn.Sequential(BertOutput(BertConfig(**sizes))).to(torch.bfloat16).eval()
-    x, residual = (torch.randn(64, size, dtype=torch.bfloat16) for size in (80, 48))
-    with torch.inference_mode():
-        expected = block[0](x, residual)
-        prepack(block)
-        found = block[0](x, residual)
-    assert isinstance(block[0], PrepackedOutput)
-    torch.testing.assert_close(found, expected, rtol=2**-5, atol=2**-5)
-
-
-@prepacks
-def test_output_of_another_kind_is_left_as_it_is():
-    class Output(nn.Module):
-        """Looks like BERT's, and adds nothing."""
-
-        def __init__(self):
-            super().__init__()
-            self.dense, self.LayerNorm = nn.Linear(48, 48), nn.LayerNorm(48)
-            self.dropout = nn.Dropout()
-
-        def forward(self, hidden_states):
-            return self.LayerNorm(self.dropout(self.dense(hidden_states)))
-
-    block = nn.Sequential(Output()).to(torch.bfloat16)
-    prepack(block)
-    assert type(block[0]) is Output
-    assert isinstance(block[0].dense, PrepackedLinear)
-
-
-@pytest.mark.matrix
-@prepacks
-def test_prepacked_encoder_gives_the_vectors_of_a_plain_one(make, monkeypatch, name):
-    options = {"dtype": "bfloat16"}
-    if not CASES[name].window:
-        pytest.skip("it is padded")
-    prepacked = load(make(name), CASES[name], **options)
-    monkeypatch.setattr(engine, "can_prepack", lambda dtype: False)
-    plain = load(make(name), CASES[name], **options)
-    kinds = [
-        {type(part) for part in encoder.engine.model.network.modules()}
-        for encoder in (prepacked, plain)
-    ]
-    assert PrepackedLinear in kinds[0]
-    assert PrepackedLinear not in kinds[1]
-    items = mix(plain, seed=10, n_inputs=25)
-    found, expected = (encoder.encode_counted(items).vectors for encoder in (prepacked, plain))
-    cosines = (found * expected).sum(axis=1) / (
-        np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1)
-    )
-    assert cosines.min() > 0.995
-
-
-def test_float32_is_not_prepacked(loaded):
-    parts = loaded("e5-mistral").engine.model.network.modules()
-    assert not any(isinstance(part, PrepackedLinear) for part in parts)
