@@ -103,9 +103,9 @@ class OpenVinoEngine:
             "INFERENCE_PRECISION_HINT": _PRECISIONS[self._identity.dtype],
             # Several processes on one machine would pin their threads to the same cores.
             "ENABLE_CPU_PINNING": False,
-            # What is prepared for each shape is kept, and batches have ever new ones: 5,000 of them,
-            # OpenVINO's own number, would take a gigabyte, and 300 are as fast.
-            "CPU_RUNTIME_CACHE_CAPACITY": 300,
+            # What is prepared for a shape is kept, and batches have ever new ones. OpenVINO's own
+            # limit, 5,000, takes a gigabyte; this one is as fast.
+            "CPU_RUNTIME_CACHE_CAPACITY": 128,
             "NUM_STREAMS": self.streams,
             "INFERENCE_NUM_THREADS": cores,
         }
