@@ -1,8 +1,8 @@
 """Vectors in half precision: widened, narrowed and multiplied, (n, k) at a time.
 
-PyTorch converts half precision six times as fast as NumPy, but takes more than a second to import.
-So it is used where there are many values. Which one it is depends on their number alone, so that
-equal searches have equal scores.
+PyTorch converts half precision several times as fast as NumPy, but takes more than a second to
+import. So it is used where there are many values. Which one it is depends on their number alone, so
+that equal searches have equal scores.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _FEW = 2**22
 _ROWS = 4_096
 
 
-def widened(vectors: NDArray[np.float16]) -> NDArray[np.float32]:
-    """Return vectors in float32."""
-    if vectors.size <= _FEW:
+def widened(vectors: NDArray[np.float16], n_values: int) -> NDArray[np.float32]:
+    """Return vectors in float32; ``n_values`` are converted in all, block by block."""
+    if n_values <= _FEW:
         return vectors.astype(np.float32)
     import torch
 
@@ -28,9 +28,9 @@ def widened(vectors: NDArray[np.float16]) -> NDArray[np.float32]:
     return wide
 
 
-def narrowed(vectors: NDArray[np.float32]) -> NDArray[np.float16]:
-    """Return vectors in float16."""
-    if vectors.size <= _FEW:
+def narrowed(vectors: NDArray[np.float32], n_values: int) -> NDArray[np.float16]:
+    """Return vectors in float16; ``n_values`` are converted in all, block by block."""
+    if n_values <= _FEW:
         return vectors.astype(np.float16)
     import torch
 

@@ -92,8 +92,8 @@ class Version:
             wanted = np.flatnonzero(targets >= 0)
             for start in range(0, len(wanted), _ROWS):
                 rows = wanted[start : start + _ROWS]
-                given = widened(segment.vectors[rows])
-                vectors[targets[rows]] = narrowed(guide.transform(given))
+                given = widened(segment.vectors[rows], vectors.size)
+                vectors[targets[rows]] = narrowed(guide.transform(given), vectors.size)
         made = Segment(self.table.numbers[absent], vectors)
         return self._kept(condition, segments, made, False, guide.digest)
 
@@ -105,11 +105,12 @@ class Version:
         done = 0
         for part, rows in self.table.blocks(absent, columns):
             texts = rows["text"].to_pylist() if encode else [""] * len(part)
-            stored = widened(vectors_of(rows).copy())
+            given = vectors_of(rows).copy()
+            stored = widened(given, len(absent) * given.shape[1])
             made = project(texts, stored, encode or self.model.projections.encode)
             if not done:
                 vectors = np.empty((len(absent), made.shape[1]), dtype=np.float16)
-            vectors[done : done + len(part)] = narrowed(made)
+            vectors[done : done + len(part)] = narrowed(made, vectors.size)
             done += len(part)
         return Segment(self.table.numbers[absent], vectors)
 

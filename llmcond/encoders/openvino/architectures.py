@@ -68,6 +68,9 @@ def tensor_shapes(config: Mapping[str, Any], *, pooler: bool) -> dict[str, tuple
     """
     own = ARCHITECTURES[config["model_type"]]
     width, inner = int(config["hidden_size"]), int(config["intermediate_size"])
+    heads = int(config["num_attention_heads"])
+    if heads < 1 or width % heads:
+        raise ValueError(f"{width} dimensions and {heads} heads")
     linear = {
         **dict.fromkeys((f"{own.attention}.{name}" for name in own.projections), (width, width)),
         own.output: (width, width),
@@ -83,7 +86,6 @@ def tensor_shapes(config: Mapping[str, Any], *, pooler: bool) -> dict[str, tuple
         shapes["embeddings.token_type_embeddings.weight"] = (types, width)
     if own.relative:
         buckets = int(config.get("relative_attention_num_buckets", 32))
-        heads = int(config["num_attention_heads"])
         shapes["encoder.relative_attention_bias.weight"] = (buckets, heads)
     layers = [f"encoder.layer.{i}" for i in range(int(config["num_hidden_layers"]))]
     norms = ["embeddings.LayerNorm"]

@@ -117,7 +117,7 @@ class OpenVinoEngine:
             self._network: Any = openvino.Core().compile_model(graph, "CPU", settings)
             # On CPUs without AVX it compiles, and fails when it is first run.
             list(self.run([Tokens([0, 0], 0, 2, 2, 2)]))
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             raise CannotRunError(f"OpenVINO cannot run it: {_last_line(error)}") from error
 
     def run(

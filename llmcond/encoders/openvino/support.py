@@ -11,6 +11,7 @@ from llmcond.encoders.openvino import library
 from llmcond.encoders.openvino.architectures import ACTIVATIONS, ARCHITECTURES
 from llmcond.encoders.openvino.weights import CannotRunError, check_files
 from llmcond.encoders.spec import EncoderIdentity
+from llmcond.errors import install_command
 
 _POOLINGS = ("mean", "cls", "last", "pooler")
 #: The settings of a config that change what a network computes, with the values that are computed.
@@ -43,7 +44,7 @@ def _reasons(
     kind = str(config.get("model_type"))
     whole = identity.quantize == "none" and checkpoint.drawn_on is None
     refused = {
-        "OpenVINO is not installed (pip install openvino)": not library.is_installed(),
+        f"OpenVINO is not installed ({install_command('openvino')})": not library.is_installed(),
         f"its architecture is {kind}": kind not in ARCHITECTURES,
         "its attention is causal": identity.attention != "bidirectional",
         "a router acts inside its network": identity.router != "none",

@@ -54,6 +54,7 @@ def check_files(checkpoint: Checkpoint, config: Mapping[str, Any], *, pooler: bo
     Raises:
         CannotRunError: they have others, or cannot be read.
     """
+    _shapes(config, pooler=pooler)
     with ExitStack() as stack:
         if has_weights(checkpoint.folder):
             _find(checkpoint, config, stack, pooler=pooler)
@@ -162,11 +163,7 @@ def _find(
     checkpoint: Checkpoint, config: Mapping[str, Any], stack: ExitStack, *, pooler: bool
 ) -> dict[str, _Tensor]:
     """Return the tensors of the network by their names."""
-    try:
-        shapes = tensor_shapes(config, pooler=pooler)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CannotRunError(f"its config.json lacks {error}") from error
-    prefix = _prefix(config)
+    shapes, prefix = _shapes(config, pooler=pooler), _prefix(config)
     found: dict[str, _Tensor] = {}
     for path in weight_files(checkpoint.folder) or old_weight_files(checkpoint.folder):
         for tensor in _opened(path, stack):
@@ -228,6 +225,13 @@ def _is_target(name: str, targets: Any) -> bool:
             raise CannotRunError(f"its adapter has target_modules = {targets!r}") from error
     own = targets if isinstance(targets, list) else []
     return any(name == target or name.endswith(f".{target}") for target in own)
+
+
+def _shapes(config: Mapping[str, Any], *, pooler: bool) -> dict[str, tuple[int, ...]]:
+    try:
+        return tensor_shapes(config, pooler=pooler)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CannotRunError(f"its config.json lacks a size ({error})") from error
 
 
 def _prefix(config: Mapping[str, Any]) -> str:

@@ -307,6 +307,8 @@ def test_settings_that_are_left_to_pytorch(tiny_checkpoint, options, reason):
         ({"hidden_act": "silu"}, "hidden_act = 'silu'"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
         ({"intermediate_size": 48}, "another shape"),
+        ({"intermediate_size": None}, "lacks a size"),
+        ({"num_attention_heads": 0}, "0 heads"),
         ({"num_hidden_layers": 1}, "have the tensor encoder.layer.1"),
         ({"num_hidden_layers": 3}, "lack the tensor encoder.layer.2"),
         ({"model_type": ["bert"]}, "architecture"),
@@ -319,6 +321,17 @@ def test_reasons_against_a_checkpoint(tiny_checkpoint, tmp_path, change, reason)
     config = json.loads((folder / "config.json").read_text())
     found = support.reason_against(identity.checkpoint, identity.identity, config)
     assert reason in str(found)
+
+
+def test_config_without_a_size_is_told_before_weights_are_there(tiny_checkpoint, tmp_path):
+    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
+    resolved = resolve(str(folder), EncoderOptions(**FLOAT32))
+    (folder / "model.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    assert support.reason_against(resolved.checkpoint, resolved.identity, config) is None
+    del config["hidden_size"]
+    found = support.reason_against(resolved.checkpoint, resolved.identity, config)
+    assert "lacks a size ('hidden_size')" in str(found)
 
 
 def test_broken_weights_are_told_as_pytorch_tells_them(tiny_checkpoint, tmp_path):
