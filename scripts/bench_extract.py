@@ -13,7 +13,7 @@ type that the way computes in.
 A model is a known one, a shape (mpnet-base, xlm-r-base) or the folder of a checkpoint. All but
 minilm and folders get random weights: speed does not depend on them. OpenVINO and ONNX Runtime get
 a graph that PyTorch exports, so none of llmcond's code is in it; this needs the packages onnx and
-onnxruntime, and an encoder with bidirectional attention. ONNX Runtime computes float32 or int8,
+onnxruntime, which has no optimised graph of a decoder. ONNX Runtime computes float32 or int8,
 whatever --dtype is.
 """
 
@@ -409,14 +409,15 @@ def measure(
 # -- which ways there are ----------------------------------------------------------------------
 
 
-def export_graphs(resolved: ResolvedEncoder, folder: Path) -> dict[str, str]:
+def export_graphs(resolved: ResolvedEncoder, kinds: set[str], folder: Path) -> dict[str, str]:
     """Write the graphs that other libraries run into a folder; return their paths by way.
 
-    Those that cannot be made are left out, and a line says why.
+    Those that cannot be made are left out, and a line says why. ONNX Runtime's optimizer knows no
+    decoders.
     """
-    kind = json.loads((resolved.checkpoint.folder / "config.json").read_text())["model_type"]
-    if not is_encoder(kind) or resolved.device != "cpu":
+    if resolved.device != "cpu":
         return {}
+    model_type = json.loads((resolved.checkpoint.folder / "config.json").read_text())["model_type"]
     source = str(resolved.checkpoint.folder)
     paths = {name: folder / f"{name}.onnx" for name in GRAPHS}
     steps: dict[str, Callable[[], None]] = {
@@ -424,10 +425,11 @@ def export_graphs(resolved: ResolvedEncoder, folder: Path) -> dict[str, str]:
         "onnx": lambda: optimize_onnx(paths["openvino"], paths["onnx"], source),
         "int8": lambda: quantize_onnx(paths["onnx"], paths["int8"]),
     }
+    wanted = [name for name in steps if kinds.intersection(GRAPHS[GRAPHS.index(name) :])]
     graphs = {}
-    for name, step in steps.items():
+    for name in wanted if is_encoder(model_type) else wanted[:1]:
         try:
-            step()
+            steps[name]()
         except Exception as error:  # whatever the libraries raise for networks they do not take
             print(f"No graph for {name}: {first_line(error)}", file=sys.stderr)
             break
@@ -675,8 +677,9 @@ def main() -> None:
     resolved = resolve(task["checkpoint"], encoder_options(task), identify=False)
     instruct = bool(resolved.identity.instruction_format)
     with tempfile.TemporaryDirectory() as folder:
-        wanted = not options.skip_peers and any(WAYS[name][0] in GRAPHS for name in options.ways)
-        task["graphs"] = alone(export_graphs, resolved, Path(folder)) if wanted else {}
+        kinds = set() if options.skip_peers else {WAYS[name][0] for name in options.ways}
+        wanted = kinds.intersection(GRAPHS)
+        task["graphs"] = alone(export_graphs, resolved, wanted, Path(folder)) if wanted else {}
         task["ways"] = choose_ways(options, resolved, task["graphs"])
         results = [
             compare(options, task, inputs, label)
