@@ -225,7 +225,9 @@ def filter_input(chance: Random, base: Base, work: Path) -> Command:
 def processes_of_inputs() -> ForkServerContext | SpawnContext:
     """Return the context whose processes start with most of what a worker or server imports."""
     bert = "transformers.models.bert.modeling_bert"
-    return processes("llmcond.heads", "fastapi", "openai", "pyarrow.parquet", "uvicorn", bert)
+    return processes(
+        "llmcond.heads", "starlette.requests", "openai", "pyarrow.parquet", "uvicorn", bert
+    )
 
 
 def confine() -> None:

@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from fastapi import FastAPI
 from pydantic import BaseModel
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive
+from starlette.types import Receive, Scope, Send
 
 from llmcond.errors import LlmcondError, UserError, did_you_mean, plural
 from llmcond.runs.comparing import checked_texts
 from llmcond.runs.embedder import Embedder, unit_length
-from llmcond.serving.batching import Batcher, ClosedError, Row
-from llmcond.serving.errors import RequestError, json_response, refusal
+from llmcond.serving.batching import Batcher, Row
+from llmcond.serving.errors import RequestError, json_response
 from llmcond.serving.metrics import Metrics
 from llmcond.serving.model import ServedModel
 from llmcond.serving.page import page_response
@@ -39,12 +37,21 @@ if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoded
     from llmcond.search import Hits
 
+#: What answers a request.
+_Answer = Callable[[Request], Awaitable[Response]]
+
 #: Time limit of a search's filter.
 _FILTER_SECONDS = 5.0
+#: The most vectors that are written into an answer on the thread of all requests.
+_FEW = 16
 
 
 class Endpoints:
-    """What can be asked of one model."""
+    """What can be asked of one model, as an application of ASGI; :class:`Gate` is in front of it.
+
+    Attributes:
+        routes: the method and what answers, by path.
+    """
 
     def __init__(
         self, model: ServedModel, batcher: Batcher, metrics: Metrics, settings: ServerSettings
@@ -55,86 +62,79 @@ class Endpoints:
         #: Filters are evaluated here, so that a slow one delays neither the model nor the others.
         self._planners = ThreadPoolExecutor(2, thread_name_prefix="llmcond-filter")
         self._probe: asyncio.Future[Any] | None = None
-        self._began = int(time.time())
-
-    def app(self) -> FastAPI:
-        """Return them as an application."""
-        options: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
-        app = FastAPI(title="llmcond", version=__version__, **options)
-        for path, told in {
+        self._began, self._name = int(time.time()), model.name
+        read: dict[str, _Answer] = {
             "/": self.page,
             "/healthz": self.healthz,
             "/readyz": self.readyz,
             "/metrics": self.metrics,
             "/v1/models": self.models,
-        }.items():
-            app.add_api_route(path, told, methods=["GET"], response_class=Response)
-        posted: dict[str, tuple[Callable[..., Any], type[BaseModel]]] = {
+        }
+        posted: dict[str, tuple[_Answer, type[BaseModel]]] = {
             "/v1/embeddings": (self.embeddings, EmbeddingsRequest),
             "/v1/similarity": (self.similarity, SimilarityRequest),
             "/v1/search": (self.search, SearchRequest),
         }
-        for path, (answer, kind) in posted.items():
-            body = {"application/json": {"schema": kind.model_json_schema()}}
-            app.add_api_route(
-                path,
-                answer,
-                methods=["POST"],
-                response_class=Response,
-                openapi_extra={"requestBody": {"required": True, "content": body}},
-            )
-        paths = [route.path for route in app.routes if hasattr(route, "path")]
+        self._document = json_response(_describe(read, posted))
+        self.routes = {path: ("GET", answer) for path, answer in read.items()}
+        self.routes |= {path: ("POST", answer) for path, (answer, _) in posted.items()}
+        self.routes["/openapi.json"] = "GET", self.openapi
 
-        async def refuse(_: Request, error: Exception) -> Response:
-            return refusal(error).response()
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, as an application of ASGI.
 
-        async def not_found(request: Request, error: Exception) -> Response:
-            status = getattr(error, "status_code", 500)
-            path = request.url.path[:80]
-            if status == 405:
-                allowed = getattr(error, "headers", None) or {}
-                text = (
-                    f"{path} does not take {request.method}, but {allowed.get('Allow', 'others')}."
-                )
-                return RequestError(405, "method_not_allowed", text, headers=allowed).response()
-            near = did_you_mean(path, paths) or f"There are {', '.join(paths)}."
-            return RequestError(status, "not_found", f"there is no {path!r}. {near}").response()
+        Raises:
+            RequestError, ClientDisconnect, ClosedError: it is not answered as it was meant.
+        """
+        request = Request(scope, receive)
+        response = await self._answer_of(request)(request)
+        await response(scope, receive, send)
 
-        # Of any other the framework raises what it was, once this is answered.
-        for kind_of_error in (RequestError, ClientDisconnect, ClosedError, Exception):
-            app.add_exception_handler(kind_of_error, refuse)
-        app.add_exception_handler(HTTPException, not_found)
-        return app
+    def _answer_of(self, request: Request) -> _Answer:
+        """Return what answers a request; a RequestError where nothing does."""
+        path = request.scope["path"][:80]
+        if path not in self.routes:
+            near = did_you_mean(path, [*self.routes]) or f"There are {', '.join(self.routes)}."
+            raise RequestError(404, "not_found", f"there is no {path!r}. {near}")
+        method, answer = self.routes[path]
+        if request.method != method:
+            text = f"{path} does not take {request.method}, but {method}."
+            raise RequestError(405, "method_not_allowed", text, headers={"Allow": method})
+        return answer
 
     # -- what tells of the server ----------------------------------------------------------------
 
-    async def page(self) -> Response:
+    async def page(self, _: Request) -> Response:
         """Return a page to try the others by hand."""
         return self._page
 
-    async def healthz(self) -> Response:
-        """Tell whether the thread of the model runs."""
+    async def healthz(self, _: Request) -> Response:
+        """Return whether the thread of the model runs."""
         if not self._batcher.alive:
             raise RequestError(503, "not_running", "the model's thread has ended.")
-        return json_response({"status": "ok", "model": self._model.name})
+        return json_response({"status": "ok", "model": self._name})
 
-    async def readyz(self) -> Response:
-        """Tell whether a text comes through, which is tried; those who ask at once share it."""
+    async def readyz(self, _: Request) -> Response:
+        """Encode a text to see whether the server is ready; requests at the same time share it."""
         if self._probe is None or self._probe.done():
             self._probe = asyncio.wrap_future(self._batcher.submit([self._model.ready_row()]))
         try:
             await asyncio.wait_for(asyncio.shield(self._probe), 10)
         except Exception as error:
             raise RequestError(503, "not_ready", "a text does not come through in 10 s.") from error
-        return json_response({"status": "ready", "model": self._model.name})
+        return json_response({"status": "ready", "model": self._name})
 
-    async def metrics(self) -> Response:
+    async def openapi(self, _: Request) -> Response:
+        """Return the endpoints and their fields as an OpenAPI document."""
+        return self._document
+
+    async def metrics(self, _: Request) -> Response:
         """Return figures for Prometheus."""
         return self._metrics.response()
 
-    async def models(self) -> Response:
+    async def models(self, _: Request) -> Response:
         """Return the one model, in the shape of OpenAI's list."""
-        own = {"id": self._model.name, "object": "model", "created": self._began}
+        own = {"id": self._name, "object": "model", "created": self._began}
         about = {**own, "owned_by": "llmcond", **self._model.describe()}
         return json_response({"object": "list", "data": [about]})
 
@@ -166,10 +166,11 @@ class Endpoints:
                 )
             ]
             return json_response(
-                {"object": "list", "model": self._model.name, "data": data, **self._usage(encoded)}
+                {"object": "list", "model": self._name, "data": data, **self._usage(encoded)}
             )
 
-        return await asyncio.to_thread(response)
+        # Writing many takes so long that other requests would wait for it.
+        return response() if len(rows) <= _FEW else await asyncio.to_thread(response)
 
     async def similarity(self, request: Request) -> Response:
         """Return how similar pairs of texts are under conditions."""
@@ -202,7 +203,7 @@ class Endpoints:
             joined = [(a, b, c) for (a, c), (b, _) in zip(one, other, strict=True)]
             encoded = await self._encoded(request, joined, 2 * count)
             values = encoded.vectors
-        own = {"model": self._model.name, "similarities": values.tolist()}
+        own = {"model": self._name, "similarities": values.tolist()}
         return json_response({**own, **self._usage(encoded)})
 
     async def search(self, request: Request) -> Response:
@@ -231,7 +232,7 @@ class Endpoints:
         else:
             calls = self._batcher.call(await self._waited(request, self._planners.submit(plan)))
         (hits,) = await self._waited(request, calls)
-        return json_response({"model": self._model.name, **hits.to_json()})
+        return json_response({"model": self._name, **hits.to_json()})
 
     def _condition(self, asked: EmbeddingsRequest | SimilarityRequest | SearchRequest) -> Any:
         """Return a request's condition, or the server's own; a RequestError where neither is."""
@@ -286,13 +287,15 @@ class Endpoints:
 
     async def _waited(self, request: Request, future: Future[Any]) -> Any:
         """Return what will be there; give it up if the client hangs up or the time is over."""
-        gone = asyncio.ensure_future(_gone(request.receive))
         result = asyncio.wrap_future(future)
+        gone = asyncio.ensure_future(_gone(request.receive))
+        gone.add_done_callback(lambda _: result.cancel())
         try:
-            await asyncio.wait({result, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not result.done():
-                raise ClientDisconnect
-            return result.result()
+            return await result
+        except asyncio.CancelledError:
+            if not gone.done():  # it is this request that was cancelled
+                raise
+            raise ClientDisconnect from None
         except UserError as error:
             raise RequestError(422, "invalid_value", self._model.without_paths(error)) from None
         except LlmcondError as error:
@@ -305,6 +308,24 @@ class Endpoints:
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _describe(
+    read: Mapping[str, _Answer], posted: Mapping[str, tuple[_Answer, type[BaseModel]]]
+) -> dict[str, Any]:
+    """Return the OpenAPI document of endpoints that are read, and of those that take a body."""
+
+    def operation(answer: _Answer, **request: Any) -> dict[str, Any]:
+        said = (answer.__doc__ or "").partition("\n")[0]
+        return {"summary": said, **request, "responses": {"200": {"description": "Success"}}}
+
+    paths = {path: {"get": operation(answer)} for path, answer in read.items()}
+    for path, (answer, kind) in posted.items():
+        content = {"application/json": {"schema": kind.model_json_schema()}}
+        body = {"required": True, "content": content}
+        paths[path] = {"post": operation(answer, requestBody=body)}
+    about = {"title": "llmcond", "version": __version__}
+    return {"openapi": "3.1.0", "info": about, "paths": paths}
 
 
 def _written(vectors: Any, form: str) -> list[Any]:

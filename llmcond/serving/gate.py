@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
 from llmcond.errors import brief
+from llmcond.serving.app import Endpoints
 from llmcond.serving.batching import Batcher, ClosedError
 from llmcond.serving.errors import GONE, RequestError, refusal
 from llmcond.serving.metrics import Metrics
@@ -44,7 +44,7 @@ class Gate:
 
     def __init__(
         self,
-        app: FastAPI,
+        app: Endpoints,
         batcher: Batcher,
         metrics: Metrics,
         keys: Sequence[bytes],
@@ -60,7 +60,7 @@ class Gate:
         """
         self._app, self._batcher, self._metrics = app, batcher, metrics
         #: Others may hold anything: they are neither logged nor counted each by itself.
-        self._paths = {getattr(route, "path", "") for route in app.routes}
+        self._paths = app.routes.keys()
         self._keys, self._most, self._timeout = keys, most, timeout
         self._checks_host = local and not keys
         self._in_progress = 0
@@ -68,9 +68,6 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, whatever goes wrong."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         began, status = time.perf_counter(), GONE
         number = _request_id(dict(scope["headers"]).get(b"x-request-id", b""))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import socket
 from collections.abc import Sequence
@@ -88,13 +89,17 @@ class Running(uvicorn.Server):
         metrics.watch(self._batcher)
         endpoints = Endpoints(model, self._batcher, metrics, settings)
         self.gate = Gate(
-            endpoints.app(),
+            endpoints,
             self._batcher,
             metrics,
             keys,
             settings.max_concurrent_requests,
             settings.timeout,
             local=settings.host in _LOCAL,
+        )
+        # It recommends to install a library for WebSockets, which this server would not use.
+        logging.getLogger("uvicorn.error").addFilter(
+            lambda record: "WebSocket library" not in record.getMessage()
         )
         # Requests are logged by the gate, which knows what may be told of them.
         super().__init__(
@@ -105,6 +110,7 @@ class Running(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 ws="none",
+                lifespan="off",
                 # What was accepted is answered, or late, by then.
                 timeout_graceful_shutdown=math.ceil(settings.timeout) + 1,
             )

@@ -58,9 +58,10 @@ def serve(
     settings.check()
     if condition is not None and not condition.strip():
         raise UserError("--condition is empty; name one, or leave it out.")
-    if any(find_spec(name) is None for name in ("fastapi", "prometheus_client", "uvicorn")):
+    if any(find_spec(name) is None for name in ("prometheus_client", "starlette", "uvicorn")):
         raise UserError(
-            f"the server needs FastAPI, uvicorn and prometheus-client: {install_command('serve')}."
+            "the server needs Starlette, uvicorn and prometheus-client: "
+            f"{install_command('serve')}."
         )
     keys = () if settings.api_key_file is None else read_keys(Path(settings.api_key_file))
     with bound(settings.host, settings.port) as listening:
