@@ -287,6 +287,7 @@ class Endpoints:
 
     async def _waited(self, request: Request, future: Future[Any]) -> Any:
         """Return what will be there; give it up if the client hangs up or the time is over."""
+        self._batcher.awaited += 1
         result = asyncio.wrap_future(future)
         gone = asyncio.ensure_future(_gone(request.receive))
         gone.add_done_callback(lambda _: result.cancel())
@@ -301,6 +302,7 @@ class Endpoints:
         except LlmcondError as error:
             raise RequestError(500, "model_failed", self._model.without_paths(error)) from error
         finally:
+            self._batcher.awaited -= 1
             gone.cancel()
             result.cancel()
 

@@ -1,6 +1,7 @@
 """The queue in front of a model: batches, fair turns, and what happens to work nobody waits for."""
 
 import threading
+import time
 from concurrent.futures import CancelledError
 
 import numpy as np
@@ -104,6 +105,34 @@ def test_a_request_that_fails_takes_no_other_with_it(batcher, model):
     with pytest.raises(ValueError, match="a text is bad"):
         bad.result(30)
     assert batcher.submit(rows(3)).result(30).vectors.tolist() == [[3.0]]
+
+
+def test_clients_that_ask_again_at_once_are_in_the_next_batch_with_those_who_wait(batcher, model):
+    busy(batcher, model)
+    first, second = batcher.submit(rows(1)), batcher.submit(rows(2))
+    model.go.release()
+    model.begun.acquire()
+    third = batcher.submit(rows(3))
+    batcher.awaited = 3
+    time.sleep(1)  # a batch of a second is followed by a wait of 200 ms at most
+    model.go.release()
+    first.result(30), second.result(30)
+    again = batcher.submit(rows(4))
+    batcher.awaited = 2
+    model.free()
+    assert third.result(30).vectors.item() + again.result(30).vectors.item() == 7
+    assert model.batches[2:] == [["3", "4"]]
+
+
+def test_the_wait_between_two_batches_ends_where_nobody_asks_again(batcher, model):
+    busy(batcher, model)
+    both = batcher.submit(rows(1)), batcher.submit(rows(2))
+    model.go.release()
+    model.begun.acquire()
+    third = batcher.submit(rows(3))
+    batcher.awaited = 1_000
+    model.free()
+    assert [one.result(30).vectors.item() for one in (*both, third)] == [1, 2, 3]
 
 
 def test_calls_are_made_by_the_thread_of_the_model_in_their_turn(batcher, model):
