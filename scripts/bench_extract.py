@@ -425,6 +425,7 @@ def export_graphs(resolved: ResolvedEncoder, kinds: set[str], folder: Path) -> d
         "onnx": lambda: optimize_onnx(paths["openvino"], paths["onnx"], source),
         "int8": lambda: quantize_onnx(paths["onnx"], paths["int8"]),
     }
+    # Each graph is made from the one before it.
     wanted = [name for name in steps if kinds.intersection(GRAPHS[GRAPHS.index(name) :])]
     graphs = {}
     for name in wanted if is_encoder(model_type) else wanted[:1]:

@@ -42,7 +42,7 @@ _Answer = Callable[[Request], Awaitable[Response]]
 
 #: Time limit of a search's filter.
 _FILTER_SECONDS = 5.0
-#: The most vectors that are written into an answer on the thread of all requests.
+#: The largest answer, in vectors, that is written on the thread that reads the requests.
 _FEW = 16
 
 
@@ -84,7 +84,9 @@ class Endpoints:
         """Answer a request, as an application of ASGI.
 
         Raises:
-            RequestError, ClientDisconnect, ClosedError: it is not answered as it was meant.
+            RequestError: nothing answers at this path, or the request is not right.
+            ClientDisconnect: the client hung up.
+            ClosedError: the server is stopping.
         """
         request = Request(scope, receive)
         response = await self._answer_of(request)(request)
@@ -92,8 +94,9 @@ class Endpoints:
 
     def _answer_of(self, request: Request) -> _Answer:
         """Return what answers a request; a RequestError where nothing does."""
-        path = request.scope["path"][:80]
+        path = request.scope["path"]
         if path not in self.routes:
+            path = path[:80]
             near = did_you_mean(path, [*self.routes]) or f"There are {', '.join(self.routes)}."
             raise RequestError(404, "not_found", f"there is no {path!r}. {near}")
         method, answer = self.routes[path]
@@ -134,9 +137,9 @@ class Endpoints:
 
     async def models(self, _: Request) -> Response:
         """Return the one model, in the shape of OpenAI's list."""
-        own = {"id": self._name, "object": "model", "created": self._began}
-        about = {**own, "owned_by": "llmcond", **self._model.describe()}
-        return json_response({"object": "list", "data": [about]})
+        entry = {"id": self._name, "object": "model", "created": self._began}
+        entry |= {"owned_by": "llmcond", **self._model.describe()}
+        return json_response({"object": "list", "data": [entry]})
 
     # -- what is asked of the model --------------------------------------------------------------
 
@@ -203,8 +206,8 @@ class Endpoints:
             joined = [(a, b, c) for (a, c), (b, _) in zip(one, other, strict=True)]
             encoded = await self._encoded(request, joined, 2 * count)
             values = encoded.vectors
-        own = {"model": self._name, "similarities": values.tolist()}
-        return json_response({**own, **self._usage(encoded)})
+        answer = {"model": self._name, "similarities": values.tolist()}
+        return json_response({**answer, **self._usage(encoded)})
 
     async def search(self, request: Request) -> Response:
         """Return the texts of the index that are nearest to a query under a condition."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -173,19 +174,14 @@ class Batcher:
 
     def _wait_for_more(self) -> None:
         """Wait until all results are read and no new requests come, or a batch is full."""
+        room, counted = float(self._max_tokens), 0
         while time.perf_counter() < self._patient_until and self._turns and not self._closing:
-            all_read = self.awaited <= len(self._turns)
-            if self._is_full() or (not self._changed.wait(_MOMENT) and all_read):
+            for job in islice(self._turns, counted, None):
+                room -= self._share(job, room)[1]
+            counted = len(self._turns)
+            all_read = self.awaited <= counted
+            if room <= 0 or (not self._changed.wait(_MOMENT) and all_read):
                 return
-
-    def _is_full(self) -> bool:
-        """Return whether there is enough for a batch."""
-        room = float(self._max_tokens)
-        for job in self._turns:
-            room -= self._share(job, room)[1]
-            if room <= 0:
-                return True
-        return False
 
     def _fill(self) -> Iterator[_Piece]:
         room = float(self._max_tokens)

@@ -66,6 +66,11 @@ def load_model(
     return ServedModel(loaded, condition)
 
 
+def _is_no_hint_at_websockets(record: logging.LogRecord) -> bool:
+    """Return False for uvicorn's advice to install a library that this server does not use."""
+    return "WebSocket library" not in record.getMessage()
+
+
 class Running(uvicorn.Server):
     """A server of one model.
 
@@ -97,10 +102,7 @@ class Running(uvicorn.Server):
             settings.timeout,
             local=settings.host in _LOCAL,
         )
-        # It recommends to install a library for WebSockets, which this server would not use.
-        logging.getLogger("uvicorn.error").addFilter(
-            lambda record: "WebSocket library" not in record.getMessage()
-        )
+        logging.getLogger("uvicorn.error").addFilter(_is_no_hint_at_websockets)
         # Requests are logged by the gate, which knows what may be told of them.
         super().__init__(
             uvicorn.Config(

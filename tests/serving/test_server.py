@@ -443,7 +443,7 @@ def test_what_takes_too_long_is_given_up(embedder, held):
 
 
 def test_the_work_of_a_client_that_hangs_up_is_dropped(embedder, held):
-    with served(ServedModel(embedder)) as (client, _):
+    with served(ServedModel(embedder)) as (client, running):
         held.start()
         first = in_thread(lambda: client.post("/v1/embeddings", GOOD))
         held.begun.acquire()
@@ -453,9 +453,12 @@ def test_the_work_of_a_client_that_hangs_up_is_dropped(embedder, held):
             kind = b"Content-Type: application/json\r\n\r\n"
             gone.sendall(head % len(body) + kind + body)
             until(client, "llmcond_waiting_texts 3.0")
+            assert running.gate._batcher.awaited == 2
         until(client, 'llmcond_requests_total{route="/v1/embeddings",status="499"} 1.0')
+        assert running.gate._batcher.awaited == 1
         held.go.set()
         assert first().status == 200
+        assert running.gate._batcher.awaited == 0
     assert held.rows == 3
 
 
