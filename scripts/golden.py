@@ -1,0 +1,249 @@
+"""Record what the commands print on the bundled samples, and compare two records.
+
+    python scripts/golden.py record FOLDER       run the commands below, write FOLDER/NAME.json
+    python scripts/golden.py compare OLD NEW     list each value that differs; exit 1 if any does
+
+A refactoring records before and after each step. Both records have to be made on one machine: the
+values are compared exactly, except for those named in ``FREE``, which are times and places. Put
+another checkout first to record it: ``PYTHONPATH=CHECKOUT python scripts/golden.py record FOLDER``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+#: What differs from one run to the next: times, places, versions.
+FREE = frozenset(
+    "seconds run folder out report llmcond commit created speed texts_per_second".split()
+)
+
+ENCODER = ("--model", "minilm", "--dtype", "float32", "--device", "cpu")
+FAST = ("--set", "epochs=2")
+#: By the name of its record; each runs in the same folder, in this order.
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "extract": ("extract", *ENCODER, "--run", "csts", "--prompt", "pair-cond", "separate"),
+    "fit-linear": ("fit-head", "--run", "csts", "--head", "linear", "--prompt", "pair-cond", *FAST),
+    "fit-mlp": (
+        *("fit-head", "--run", "csts", "--head", "mlp", "--prompt", "pair-cond"),
+        *("--dim", "64", "--set", "epochs=2", "members=2"),
+    ),
+    "fit-hypernet": (
+        "fit-head",
+        "--run",
+        "csts",
+        "--head",
+        "hypernet",
+        "--prompt",
+        "separate",
+        *FAST,
+    ),
+    "fit-pca": ("fit-head", "--run", "csts", "--head", "pca", "--prompt", "pair-cond"),
+    "evaluate": ("evaluate", "--run", "csts"),
+    "analyse": ("analyse", "--run", "csts", "--head", "linear"),
+    "sweep": (
+        *("sweep", "--run", "csts", "--head", "linear", "--prompt", "pair-cond"),
+        *("--vary", "dim=16,32", "--seeds", "2", "--workers", "1", *FAST),
+    ),
+    "similarity": (
+        *("similarity", "Two men ride horses.", "Three men ride bikes.", "--run", "csts"),
+        *("--condition", "the number of people", "--condition", "the animal"),
+    ),
+    "compare-prompts": (
+        *("compare-prompts", *ENCODER, "--run", "compared", "--prompts", "pair-cond"),
+        *("concat-sent-cond", "--heads", "linear", "--seeds", "2", "--workers", "1", *FAST),
+    ),
+    "train-lora": (
+        *("train-lora", *ENCODER, "--run", "tuned", "--data", "small.csv", "--head", "linear"),
+        *("--prompt", "pair-cond", "--epochs", "1", "--rank", "4", "--dim", "16"),
+    ),
+    "evaluate-tuned": ("evaluate", "--run", "tuned"),
+    "extract-kgc": ("extract", *ENCODER, "--run", "graph", "--task", "kgc"),
+    "extract-kgc-separate": ("extract", *ENCODER, "--run", "graph", "--prompt", "separate"),
+    "fit-kgc": ("fit-head", "--run", "graph", "--head", "hadamard", *FAST),
+    "fit-kgc-hypernet": ("fit-head", "--run", "graph", "--head", "hypernet", *FAST),
+    "evaluate-kgc": ("evaluate", "--run", "graph", "--by-relation"),
+    "evaluate-kgc-terms": ("evaluate", "--run", "graph", "--rerank", "5:0.05", "--reverse"),
+    "sweep-kgc": (
+        *("sweep", "--run", "graph", "--head", "hadamard", "--vary", "learning_rate=1e-3,1e-4"),
+        *("--seeds", "2", "--workers", "1", *FAST),
+    ),
+    "compare-prompts-kgc": (
+        *("compare-prompts", *ENCODER, "--run", "compared-kgc", "--task", "kgc", "--heads"),
+        *("hadamard", "--prompts", "separate", "--seeds", "2", "--workers", "1", *FAST),
+    ),
+    "complete": (
+        *("complete", "--run", "graph", "--head-entity", "HEAD", "--relation", "RELATION"),
+        *("-k", "5"),
+    ),
+    "train-lora-kgc": (
+        *("train-lora", *ENCODER, "--run", "tuned-kgc", "--task", "kgc", "--head", "hadamard"),
+        *("--epochs", "1", "--rank", "4", "--batch-size", "128"),
+    ),
+    "extract-dialogue": ("extract", *ENCODER, "--run", "talk", "--task", "dialogue"),
+    "fit-dialogue": ("fit-head", "--run", "talk", "--head", "c3l-released", *FAST),
+    "fit-dialogue-rank": ("fit-head", "--run", "talk", "--head", "rank", *FAST),
+    "evaluate-dialogue": ("evaluate", "--run", "talk"),
+    "plan-dialogue": (
+        "evaluate",
+        "--run",
+        "talk",
+        "--plan",
+        "same-depth",
+        "--history",
+        "2",
+        "--distance",
+        "1",
+    ),
+    "sweep-dialogue": (
+        *("sweep", "--run", "talk", "--head", "ccl", "--vary", "batch_size=32,64"),
+        *("--seeds", "2", "--workers", "1", *FAST),
+    ),
+    "compare-prompts-dialogue": (
+        *("compare-prompts", *ENCODER, "--run", "compared-talk", "--task", "dialogue"),
+        *("--heads", "ccl", "--seeds", "2", "--workers", "1", *FAST),
+    ),
+    "reply": ("reply", "Hi!", "Hello, how are you?", "--candidates", "texts.txt", "--run", "talk"),
+    "train-lora-dialogue": (
+        *("train-lora", *ENCODER, "--run", "tuned-talk", "--task", "dialogue", "--head", "ccl"),
+        *("--epochs", "1", "--rank", "4", "--data", "talk.jsonl"),
+    ),
+    "index": ("index", "texts.txt", "--out", "index", "--condition", "the place", "--run", "csts"),
+    "search": ("search", "index", "a man at the beach", "--condition", "the place", "-k", "5"),
+    "cluster": (
+        *("cluster", "texts.txt", "--condition", "the place", "--clusters", "4"),
+        *("--out", "clusters.csv", "--run", "csts"),
+    ),
+    "embed": (
+        *("embed", "texts.txt", "--condition", "the place", "--out", "vectors.npy"),
+        *("--run", "csts"),
+    ),
+    "bundled": (
+        *("similarity", "Two men ride horses.", "Three men ride bikes.", "--model"),
+        *("minilm-conditions", "--condition", "the number of people"),
+    ),
+    "check-condition": ("check-condition", "texts.txt", "--condition", "the place"),
+    "heads": ("heads", "--run", "csts"),
+    "prompts": ("prompts",),
+    "models": ("models",),
+}
+
+
+def prepare(folder: Path) -> dict[str, str]:
+    """Write the small files that commands read; return what placeholders stand for."""
+    import csv
+
+    import llmcond
+
+    data = Path(llmcond.__file__).parent / "data"
+    with (data / "sample" / "train.csv").open(newline="", encoding="utf-8") as stream:
+        rows = list(csv.reader(stream))
+    with (folder / "small.csv").open("w", newline="", encoding="utf-8") as stream:
+        csv.writer(stream).writerows(rows[:241])
+    texts = dict.fromkeys(row[0] for row in rows[1:])
+    (folder / "texts.txt").write_text("".join(f"{text}\n" for text in list(texts)[:200]))
+    dialogues = (data / "sample_dialogues" / "train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "talk.jsonl").write_text("".join(dialogues[:160]))
+    head, relation, _ = (data / "sample_graph" / "test.tsv").read_text().split("\n")[0].split("\t")
+    return {"HEAD": head, "RELATION": relation}
+
+
+def record(folder: Path, only: list[str]) -> None:
+    """Run the commands, and write the JSON that each prints."""
+    folder.mkdir(parents=True, exist_ok=True)
+    work = folder / "work"
+    work.mkdir(exist_ok=True)
+    placeholders = prepare(work)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for name, command in COMMANDS.items():
+        if only and name not in only:
+            continue
+        began = time.perf_counter()
+        words = [placeholders.get(word, word) for word in command]
+        extra = ["--predictions", f"{name}.csv"] if words[0] == "evaluate" else []
+        done = subprocess.run(
+            [sys.executable, "-m", "llmcond", *words, *extra, "--json"],
+            cwd=work,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        said = done.stdout if done.returncode == 0 else json.dumps({"error": done.stderr[-2000:]})
+        (folder / f"{name}.json").write_text(said)
+        took = time.perf_counter() - began
+        print(f"{name}: exit {done.returncode}, {took:.1f} s", flush=True)
+        if extra and done.returncode == 0:
+            (folder / f"{name}.csv").write_bytes((work / f"{name}.csv").read_bytes())
+    for path in sorted(work.glob("*/heads/*/head.json")):
+        saved = json.loads(path.read_text())
+        name = "-".join(path.relative_to(work).parts[:-1])
+        (folder / f"{name}.json").write_text(json.dumps(saved))
+
+
+def differences(old: Any, new: Any, where: str) -> list[str]:
+    """Return each value that differs, with its place; keys that are new are listed as well."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        found: list[str] = []
+        for key in {**old, **new}:
+            if key in FREE:
+                continue
+            if key not in old or key not in new:
+                found.append(f"{where}.{key}: only in the {'old' if key in old else 'new'} record")
+            else:
+                found += differences(old[key], new[key], f"{where}.{key}")
+        return found
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        pairs = enumerate(zip(old, new, strict=True))
+        return [text for i, (a, b) in pairs for text in differences(a, b, f"{where}[{i}]")]
+    same = repr(old) == repr(new)  # NaN differs from itself
+    return [] if same else [f"{where}: {old!r} -> {new!r}"]
+
+
+def compare(old: Path, new: Path) -> int:
+    """Print each difference of two records, and return how many there are."""
+    n = 0
+    for path in sorted(old.glob("*.json")):
+        other = new / path.name
+        if not other.is_file():
+            found = [f"{path.stem}: missing"]
+        else:
+            found = differences(
+                json.loads(path.read_text()), json.loads(other.read_text()), path.stem
+            )
+        for text in found:
+            print(text[:300])
+        n += len(found)
+    for path in sorted(old.glob("*.csv")):
+        if path.read_bytes() != (new / path.name).read_bytes():
+            print(f"{path.name}: differs")
+            n += 1
+    print(f"{n} differences")
+    return n
+
+
+def main() -> None:
+    """Record, or compare."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    actions = parser.add_subparsers(dest="action", required=True)
+    recording = actions.add_parser("record")
+    recording.add_argument("folder", type=Path)
+    recording.add_argument("--only", nargs="+", default=[], choices=COMMANDS)
+    comparing = actions.add_parser("compare")
+    comparing.add_argument("old", type=Path)
+    comparing.add_argument("new", type=Path)
+    given = parser.parse_args()
+    if given.action == "record":
+        record(given.folder.resolve(), given.only)
+    else:
+        sys.exit(min(1, compare(given.old, given.new)))
+
+
+if __name__ == "__main__":
+    main()
