@@ -97,6 +97,8 @@ class Trainer(Generic[R]):
         _copy(tensors, "average.", self._average)
         inner = self._optimiser.optimizer
         for name, value in self._weights.items():
+            if f"exp_avg.{name}" not in tensors:
+                continue
             own = {
                 key: tensors[f"{key}.{name}"].to(value.device) for key in ("exp_avg", "exp_avg_sq")
             }
@@ -111,14 +113,17 @@ class Trainer(Generic[R]):
             return
         tensors = {f"weights.{name}": value for name, value in self._weights.items()}
         tensors |= {f"average.{name}": value for name, value in self._average.items()}
-        for name, value in self._weights.items():
-            own = self._optimiser.optimizer.state[value]
+        # Weights that the loss has not used yet, such as the third role under `ccl`, have no state.
+        states = self._optimiser.optimizer.state
+        used = {name: states[value] for name, value in self._weights.items() if states[value]}
+        for name, own in used.items():
             tensors |= {f"{key}.{name}": own[key] for key in ("exp_avg", "exp_avg_sq")}
         scaler: Any = self._accelerator.scaler
         if scaler is not None:
             self.progress = replace(self.progress, scaler=scaler.state_dict())
         # In float16 some steps update nothing.
-        self.progress = replace(self.progress, updates=int(own["step"]))
+        updates = max((int(own["step"]) for own in used.values()), default=0)
+        self.progress = replace(self.progress, updates=updates)
         self._state.save(self.progress, tensors)
 
     def run(self, on_step: OnStep) -> None:

@@ -108,13 +108,15 @@ def trainer_of(tiny, folder, name="weighted", changes=(), **settings):
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"), [("c3l-released", {"dropout": 0.2}), ("weighted", {"map": "mlp"})]
+    ("name", "changes"),
+    # The loss of the first does not use all roles, so that some weights have no state to keep.
+    [("ccl", {}), ("c3l-released", {"dropout": 0.2}), ("weighted", {"map": "mlp"})],
 )
 def test_stopped_after_any_step_it_ends_bit_equal(tiny, tmp_path, name, changes):
     settings = {"epochs": 2, "adapter_dropout": 0.1}
     whole = trainer_of(tiny, tmp_path / "whole", name, changes, **settings)
     whole.run(lambda *_: None)
-    assert whole.steps == 6
+    assert whole.steps == (8 if name == "ccl" else 6)
     expected = {key: value.clone() for key, value in whole.model.trained().items()}
     for stop in (1, 5):  # before the first checkpoint, and after one within an epoch
         again = resumed(
