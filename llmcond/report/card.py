@@ -13,7 +13,7 @@ from llmcond.encoders import find_model
 from llmcond.metrics import METRICS, Estimate, Metric, metric_of
 from llmcond.prompts import Prompt
 from llmcond.report.format import estimate_text, factors_text, range_text
-from llmcond.runs import OpenedRun, dev_score
+from llmcond.runs import AnyRun, dev_score
 from llmcond.runs.saved import chosen_on_dev
 
 
@@ -179,7 +179,7 @@ def _folds(found: Mapping[str, Any]) -> str:
     )
 
 
-def heads_card(run: OpenedRun) -> str:
+def heads_card(run: AnyRun) -> str:
     """Return the card of a run whose heads were fitted on a frozen encoder: see :func:`_card`.
 
     It has heads, and ``default_head`` in its manifest.

@@ -12,12 +12,11 @@ from llmcond.runs.saved import (
     dev_score,
     head_name,
 )
-from llmcond.runs.task_runs import DialogueRun, OpenedRun, RankingRun, Run
+from llmcond.runs.task_runs import DialogueRun, RankingRun, Run, as_rated
 
 __all__ = [
     "AnyRun",
     "DialogueRun",
-    "OpenedRun",
     "RankingRun",
     "Run",
     "RunExistsError",
@@ -26,6 +25,7 @@ __all__ = [
     "SavedHead",
     "SavedQueryHead",
     "SavedRoles",
+    "as_rated",
     "complete_run",
     "create_run",
     "dev_score",

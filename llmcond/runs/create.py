@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from llmcond.encoders import ResolvedEncoder, find_model
 from llmcond.encoders.spec import Orders
@@ -13,9 +13,8 @@ from llmcond.files import making, write_json
 from llmcond.runs.manifest import FORMAT, HERE
 from llmcond.runs.open import run_of
 from llmcond.runs.provenance import provenance
-from llmcond.runs.task_runs import DialogueRun, OpenedRun, RankingRun, Run
-from llmcond.tasks import AnyTask, Data, RankingTask, Task
-from llmcond.tasks.dialogue import Dialogue
+from llmcond.runs.run import AnyRun
+from llmcond.tasks import AnyTask, Data
 
 if TYPE_CHECKING:
     from llmcond.features.keys import StoreDtype
@@ -33,7 +32,7 @@ def create_run(
     store_dtype: StoreDtype,
     task: AnyTask[Any],
     store: str | None = None,
-) -> OpenedRun:
+) -> AnyRun:
     """Make a run folder, complete from the moment it is there.
 
     ``store`` is where its features are, a URI or an absolute path; None: in the folder.
@@ -56,29 +55,6 @@ def create_run(
     return run_of(folder, manifest)
 
 
-@overload
-def complete_run(
-    folder: Path,
-    resolved: ResolvedEncoder,
-    data: Data,
-    task: Task,
-    cross: Orders | None = None,
-    trained_on: Sequence[str] = ("train",),
-) -> Run: ...
-
-
-@overload
-def complete_run(
-    folder: Path, resolved: ResolvedEncoder, data: Data, task: RankingTask[Any]
-) -> RankingRun: ...
-
-
-@overload
-def complete_run(
-    folder: Path, resolved: ResolvedEncoder, data: Data, task: Dialogue
-) -> DialogueRun: ...
-
-
 def complete_run(
     folder: Path,
     resolved: ResolvedEncoder,
@@ -86,7 +62,7 @@ def complete_run(
     task: AnyTask[Any],
     cross: Orders | None = None,
     trained_on: Sequence[str] = ("train",),
-) -> OpenedRun:
+) -> AnyRun:
     """Make a run of the folder that holds its encoder; ``run.json`` comes last.
 
     ``cross`` are the orders of a cross-encoder; None: the encoder is none. ``trained_on`` are the

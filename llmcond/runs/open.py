@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from llmcond.encoders.resolve import no_embeddings
 from llmcond.errors import LlmcondError, UserError, listed
+from llmcond.runs.kind import find_kind, kinds
 from llmcond.runs.manifest import kind_of, read_manifest
-from llmcond.runs.task_runs import DialogueRun, OpenedRun, RankingRun, Run
-
-#: The run of each kind of task, see :class:`AnyTask`.
-_KINDS: Mapping[str, type[OpenedRun]] = {own.kind: own for own in (Run, RankingRun, DialogueRun)}
+from llmcond.runs.run import AnyRun
+from llmcond.runs.task_runs import Run
 
 
-def run_of(folder: Path, manifest: dict[str, Any]) -> OpenedRun:
+def run_of(folder: Path, manifest: dict[str, Any]) -> AnyRun:
     """Return the run of a folder, by what its run.json holds.
 
     Raises:
         LlmcondError: a kind of task that there is not.
     """
     kind = kind_of(manifest)
-    if kind not in _KINDS:
+    if kind not in kinds():
         raise LlmcondError(
-            f"{folder / 'run.json'} has kind = {kind!r}, none of {', '.join(_KINDS)}; it was "
-            "damaged, or a newer version wrote it."
+            f"{folder / 'run.json'} has kind = {kind!r}, none of {', '.join(kinds())}; it was "
+            "damaged, a newer version wrote it, or the package of that kind is not installed."
         )
-    return _KINDS[kind](folder, manifest)
+    return find_kind(kind).run(folder, manifest)
 
 
 def open_run(folder: Path, *, cross: bool = False) -> Run:
@@ -38,16 +36,16 @@ def open_run(folder: Path, *, cross: bool = False) -> Run:
         UserError: as :func:`open_any_run`, or a run of queries against candidates.
     """
     run = open_any_run(folder, cross=cross)
-    if not isinstance(run, Run):
+    if run.kind != Run.kind:
         raise UserError(
             f"{folder} is a run of the task {run.manifest['task']}, which ranks candidates; this "
             "is for rated pairs of sentences. It takes extract, fit-head, evaluate, sweep, "
             f"compare-prompts, heads and {run.own_command}."
         )
-    return run
+    return cast(Run, run)
 
 
-def open_any_run(folder: Path, *, cross: bool = False) -> OpenedRun:
+def open_any_run(folder: Path, *, cross: bool = False) -> AnyRun:
     """Open a run, whatever its task; with ``cross`` it may be that of a cross-encoder.
 
     Raises:

@@ -21,6 +21,7 @@ from llmcond.log import log, log_to_terminal
 from llmcond.plugins import load, loaded
 from llmcond.prompts import Prompt
 from llmcond.runs.extraction import LazyEncoder
+from llmcond.runs.kind import inputs_of
 from llmcond.runs.open import open_any_run
 from llmcond.system import processes
 
@@ -124,7 +125,7 @@ def _work(
         run.check_encoder(resolved)
         encoder, by_prefix = LazyEncoder(resolved), resolved.shares_prefixes
         for prompt in prompts:
-            inputs = iter(run.inputs(prompt))
+            inputs = iter(inputs_of(run.task, run.data, prompt))
             extract(inputs, run.store(), encoder, ParentWatch(), by_prefix=by_prefix)
     except KeyboardInterrupt:
         raise SystemExit(1) from None

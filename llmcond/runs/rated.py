@@ -8,10 +8,12 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.data.rows import Rows
+from llmcond.data.datasets import Dataset
+from llmcond.data.rows import Rows, leaked_pairs, shares_sentence
 from llmcond.features.view import View
 from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe
 from llmcond.heads.pairs import OnEpoch
+from llmcond.log import log
 from llmcond.metrics import Metric, metric_of
 from llmcond.prompts import Prompt
 from llmcond.runs.examples import Examples
@@ -88,3 +90,26 @@ def _score(head: FittedHead, dev: PairArrays, metric: Metric) -> float:
         return math.nan
     similarity = head.similarity(dev.first, dev.second, dev.condition)
     return metric(similarity.astype(np.float64), dev.rating, dev.groups)
+
+
+def log_rows(dataset: Dataset) -> None:
+    """Log unrated rows, and what dev and test share with train."""
+    for name, rows in dataset.splits.items():
+        unrated = int((~rows.rated).sum())
+        if unrated:
+            log.info(f"{name}: {unrated:,} of {len(rows):,} rows are unrated and not used")
+        leaked = leaked_pairs(rows, dataset.splits["train"]) if name != "train" else 0
+        if leaked:
+            log.warning(f"{leaked:,} sentence pairs of {name} are in train too")
+        if name != "train":
+            _log_shared_sentences(name, rows, dataset.splits["train"])
+
+
+def _log_shared_sentences(name: str, rows: Rows, train: Rows) -> None:
+    sentences = train.take(train.rated).folded_sentences()
+    shared = int((shares_sentence(rows, sentences) & rows.rated).sum())
+    if shared:
+        log.info(
+            f"{name}: {shared:,} of {int(rows.rated.sum()):,} rated rows share a sentence with "
+            "train; evaluate and compare-prompts score the others apart as well"
+        )

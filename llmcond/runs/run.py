@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from filelock import FileLock
 
 from llmcond.bundled import bundled_names, pretrained
 from llmcond.config import check_name
-from llmcond.data.datasets import DataOptions, Dataset
+from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
 from llmcond.encoders.spec import Orders, Runtime
 from llmcond.errors import UserError, nearest
@@ -28,9 +28,6 @@ from llmcond.files import read_json, write_json
 from llmcond.log import log
 from llmcond.metrics import metric_of
 from llmcond.prompts import Prompt, prompt_from_json
-from llmcond.prompts.inputs import PromptInputs, SplitInputs
-from llmcond.prompts.queries import QueryInputs
-from llmcond.prompts.utterances import UtteranceInputs
 from llmcond.runs.manifest import HERE, read_manifest
 from llmcond.runs.provenance import provenance
 from llmcond.runs.saved import (
@@ -42,9 +39,7 @@ from llmcond.runs.saved import (
     fitted_splits,
 )
 from llmcond.runs.stores import store_for_others
-from llmcond.tasks import AnyTask, Data, RankingTask, find_task
-from llmcond.tasks.dialogue import Dialogue
-from llmcond.tasks.dialogues import Dialogues
+from llmcond.tasks import AnyTask, Data, find_task
 
 if TYPE_CHECKING:
     from llmcond.features.store import FeatureStore
@@ -195,10 +190,6 @@ class AnyRun(ABC):
     @abstractmethod
     def read_by(self) -> DataOptions:
         """Return how the data was read, without where it was."""
-
-    def inputs(self, prompt: Prompt) -> PromptInputs:
-        """Return every input of the data under a prompt."""
-        return inputs_of(self.task, self.data, prompt)
 
     @abstractmethod
     def default_split(self) -> str:
@@ -433,19 +424,6 @@ class AnyRun(ABC):
     def find_heads(self, names: Sequence[str]) -> list[Saved[Any]]:
         """Load heads by full name, or else all of a recipe; a UserError where none is fitted."""
         return [self.load_head(name) for name in self.full_head_names(names)]
-
-
-def inputs_of(task: AnyTask[Any], data: Data, prompt: Prompt) -> PromptInputs:
-    """Return every input of a task's data under a prompt.
-
-    Raises:
-        UserError: the data has not what the template names.
-    """
-    if isinstance(task, RankingTask):
-        return QueryInputs(task.texts(data), prompt)
-    if isinstance(task, Dialogue):
-        return UtteranceInputs(cast(Dialogues, data).texts, prompt)
-    return SplitInputs(cast(Dataset, data).splits.values(), prompt)
 
 
 def head_record(run: AnyRun, view: View, recipe: Mapping[str, Any]) -> dict[str, Any]:

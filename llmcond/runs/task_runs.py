@@ -77,6 +77,11 @@ class Run(AnyRun):
         return "test" if data["rows"].get("test", 0) > data["unrated"].get("test", 0) else "dev"
 
 
+def as_rated(run: AnyRun) -> Run | None:
+    """Return a run of rated pairs as what it is; None for every other kind of task."""
+    return run if isinstance(run, Run) else None
+
+
 class _UnratedRun(AnyRun):
     """A run whose examples are right answers, not ratings."""
 
@@ -147,6 +152,3 @@ class DialogueRun(_UnratedRun):
         from llmcond.heads import load_roles_head
 
         return self._loaded(name, load_roles_head(self.head_folder(name)))
-
-
-OpenedRun = Run | RankingRun | DialogueRun

@@ -31,8 +31,8 @@ from llmcond.metrics import Metric, choose_metrics, finite, metric_of
 from llmcond.options import check_seed
 from llmcond.progress import EVERY_SECONDS, FitBar
 from llmcond.records import RECORD, check_record
-from llmcond.runs import AnyRun, OpenedRun, Saved, dev_score, head_name, open_any_run
-from llmcond.runs.kinds import examples_of
+from llmcond.runs import AnyRun, Saved, dev_score, head_name, open_any_run
+from llmcond.runs.kind import examples_of
 from llmcond.runs.predictors import results_of
 from llmcond.runs.provenance import provenance
 from llmcond.system import choose_device, processes
@@ -182,7 +182,7 @@ class _Job:
 
 
 def run_trials(
-    run: OpenedRun,
+    run: AnyRun,
     split: str,
     trials: Iterable[Trial],
     folder: str,

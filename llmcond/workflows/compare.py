@@ -28,15 +28,13 @@ from llmcond.metrics import Metric, choose_metrics
 from llmcond.prompts import Prompt, fields_of, load_prompt
 from llmcond.report.comparisons import FEW_PAIRS, summary
 from llmcond.report.page import Page, check_page, page_of, write_page
-from llmcond.runs import AnyRun, OpenedRun, Run, open_any_run, run_exists
-from llmcond.runs.kinds import examples_of
+from llmcond.runs import AnyRun, Run, as_rated, open_any_run, run_exists
+from llmcond.runs.kind import examples_of, find_kind, inputs_of
 from llmcond.runs.new_sentences import trained_sentences, with_new_sentences
 from llmcond.runs.predictors import unscored
 from llmcond.runs.provenance import provenance
-from llmcond.runs.run import inputs_of
 from llmcond.runs.trials import Outcome, Trial, check_seeds, run_trials
 from llmcond.tasks import AnyTask
-from llmcond.tasks.dialogue import Dialogue
 from llmcond.workflows.extract import (
     check_named_once,
     check_routed,
@@ -128,8 +126,9 @@ def compare_prompts(
     systems = _zeroshot_systems(run, stored, split)
     fitted, failures, done = _fitted_systems(run, stored, recipes, split, asked)
     systems += fitted
-    if isinstance(run, Run):
-        systems = _with_new_sentences(run, systems, split, metrics)
+    pairs = as_rated(run)
+    if pairs is not None:
+        systems = _with_new_sentences(pairs, systems, split, metrics)
     comparison = Comparison(
         results=with_evidence(systems, baseline, rows, metrics),
         failures=failures,
@@ -183,7 +182,7 @@ def _usable(
     usable, left_out = [], {}
     for prompt in named or bundled:
         reason = prompt_obstacle(prompt, resolved, task)
-        if not named and prompt.separate and not reason and not isinstance(task, Dialogue):
+        if not named and prompt.separate and not reason and find_kind(task.kind).has_conditions:
             reason = "it gives separate features, for tri-encoder heads (name it to compare it)"
         if reason:
             left_out[prompt.name] = reason
@@ -220,7 +219,7 @@ def _check_inputs(
         inputs_of(task, found, prompt).check_differ()
 
 
-def _zeroshot_systems(run: OpenedRun, prompts: Sequence[Prompt], split: str) -> list[System]:
+def _zeroshot_systems(run: AnyRun, prompts: Sequence[Prompt], split: str) -> list[System]:
     systems = []
     for prompt in prompts:
         # Anew for each prompt: memory holds one prompt's features at a time.
@@ -234,7 +233,7 @@ def _zeroshot_systems(run: OpenedRun, prompts: Sequence[Prompt], split: str) -> 
 
 
 def _fitted_systems(
-    run: OpenedRun,
+    run: AnyRun,
     prompts: Sequence[Prompt],
     recipes: Sequence[Recipe],
     split: str,
@@ -293,7 +292,7 @@ def _with_new_sentences(
 
 
 def _page(
-    run: OpenedRun,
+    run: AnyRun,
     rows: Rows | QueryRows,
     comparison: Comparison,
     similarity: Mapping[str, NDArray[np.float32]],

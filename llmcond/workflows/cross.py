@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from llmcond.config import build
 from llmcond.data.datasets import DataOptions
@@ -20,7 +20,7 @@ from llmcond.heads.recipes import parse_settings
 from llmcond.heads.regression import RegressionSettings
 from llmcond.log import log
 from llmcond.options import check_seed
-from llmcond.runs import complete_run
+from llmcond.runs import Run, complete_run
 from llmcond.runs.cross import KIND, NAME, load_cross_encoder
 from llmcond.runs.run import origin_record
 from llmcond.tasks import Task
@@ -145,9 +145,10 @@ class _CrossJob(RatedJob):
 
     def keep(self, head: FittedHead) -> Kept:
         resolved = resolve_trained(self)
-        run = complete_run(
+        made = complete_run(
             self.folder, resolved, self.dataset, self.task, self.orders, self.trained_on
         )
+        run = cast(Run, made)
         save_head(head, run.head_folder(NAME), origin_record(run))
         log.info(f"encoder -> {self.folder}; its scores:")
         cross = load_cross_encoder(self.folder, device=resolved.device)

@@ -47,6 +47,7 @@ from llmcond.prompts.utterances import UtteranceInputs
 from llmcond.runs import DialogueRun
 from llmcond.runs.dialogues import DialogueExamples
 from llmcond.runs.extraction import LazyEncoder, extract_prompt
+from llmcond.runs.kind import EvaluateRequest
 from llmcond.runs.predictors import AnyPredictor, asked_for, unscored
 from llmcond.tasks import OTHERS
 from llmcond.tasks.dialogues import Dialogues
@@ -59,26 +60,19 @@ _ZERO_SHOT = ("average", "bi", "maxsim")
 _RANKED, _PLANNED = ("same-depth", "all"), ("retrieved", "same-depth", "random")
 
 
-def evaluate_dialogues(
-    run: DialogueRun,
-    heads: Sequence[str],
-    split: str | None,
-    options: DialogueOptions,
-    metrics: Sequence[str] = (),
-    data: DataOptions = DataOptions(),
-    device: str = "auto",
-) -> RankedResults[DialogueResult]:
+def evaluate_dialogues(run: DialogueRun, asked: EvaluateRequest) -> RankedResults[DialogueResult]:
     """Rank the next turns of a split's dialogues by a run's heads, and by zero-shot.
 
-    Arguments as in :func:`llmcond.workflows.evaluate.evaluate`.
+    See :meth:`llmcond.runs.kind.Kind.evaluate`.
     """
+    options: DialogueOptions = asked.options[run.kind]
     for name in ("distance", "samples"):
         if getattr(options, name) is not None:
             raise UserError(f"--{name} is of planning. Name a pool, --plan retrieved, or leave it.")
     asked_scores = tuple(str(Score.parse(score)) for score in options.score)
     histories = numbers(options.history, "--history")
-    computed = choose_metrics(run.task.metrics, metrics)
-    scored = _Scored.of(run, heads, split, options, data, device)
+    computed = choose_metrics(run.task.metrics, asked.metrics)
+    scored = _Scored.of(run, asked)
     pool = options.candidates or "same-depth"
     candidates: Any = pool
     further: Sequence[str] = ()
@@ -119,23 +113,16 @@ def evaluate_dialogues(
     return _with_figures(results, ranks, queries, scored, computed, _by_history)
 
 
-def evaluate_plans(
-    run: DialogueRun,
-    heads: Sequence[str],
-    split: str | None,
-    options: DialogueOptions,
-    metrics: Sequence[str] = (),
-    data: DataOptions = DataOptions(),
-    device: str = "auto",
-) -> RankedResults[PlanResult]:
+def evaluate_plans(run: DialogueRun, asked: EvaluateRequest) -> RankedResults[PlanResult]:
     """Rank turns by how well they lead to a later one, with and without that goal.
 
-    Arguments as in :func:`llmcond.workflows.evaluate.evaluate`.
+    See :meth:`llmcond.runs.kind.Kind.evaluate`.
     """
-    _check_planning(options, metrics, data)
+    options: DialogueOptions = asked.options[run.kind]
+    _check_planning(options, asked.metrics, asked.data)
     histories = numbers(options.history, "--history") or PLAN_HISTORIES
     distances = numbers(options.distance, "--distance") or PLAN_DISTANCES
-    scored = _Scored.of(run, heads, split, options, data, device)
+    scored = _Scored.of(run, asked)
     place, examples = scored.place, None
     pool: Pool
     if options.generate is not None or options.plan not in _PLANNED:
@@ -144,8 +131,8 @@ def evaluate_plans(
             _check_pool("--plan", str(options.plan), _PLANNED, "a file of samples (.jsonl)")
         if options.generate is not None:
             samples = 100 if options.samples is None else options.samples
-            asked = histories_of(scored.data, place, histories)
-            source = generate(run, options.generate, place, asked, samples, device=device)
+            turns = histories_of(scored.data, place, histories)
+            source = generate(run, options.generate, place, turns, samples, device=asked.device)
         pool = read_samples(str(source), scored.data, place)
         examples = scored.examples(pool.further)
     elif options.plan == "retrieved":
@@ -195,23 +182,15 @@ class _Scored:
     device: str
 
     @classmethod
-    def of(
-        cls,
-        run: DialogueRun,
-        heads: Sequence[str],
-        split: str | None,
-        options: DialogueOptions,
-        data: DataOptions,
-        device: str,
-    ) -> _Scored:
+    def of(cls, run: DialogueRun, asked: EvaluateRequest) -> _Scored:
         """Return what options ask for; a UserError for heads or dialogues that are not there."""
-        by = asked_for(run, heads)
-        ties = options.ties or "realistic"
-        if data.source is None:
-            split = run.scored_split(split)
-            return cls(run, run.dialogues, split, split, ties, *by, device)
-        found, split = run.task.with_others(run.dialogues, data, split)
-        return cls(run, found, OTHERS, split, ties, *by, device)
+        by = asked_for(run, asked.heads)
+        ties: Ties = asked.options[run.kind].ties or "realistic"
+        if asked.data.source is None:
+            split = run.scored_split(asked.split)
+            return cls(run, run.dialogues, split, split, ties, *by, asked.device)
+        found, split = run.task.with_others(run.dialogues, asked.data, asked.split)
+        return cls(run, found, OTHERS, split, ties, *by, asked.device)
 
     def examples(self, further: Sequence[str] = ()) -> DialogueExamples:
         """Return examples with ``further`` texts; features that the run lacks are extracted."""

@@ -24,10 +24,11 @@ from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import SplitInputs
 from llmcond.report.format import estimate_text, extreme
 from llmcond.report.page import check_page, page_of, write_page
-from llmcond.runs import DialogueRun, OpenedRun, RankingRun, Run, SavedHead, open_any_run
+from llmcond.runs import AnyRun, Run, SavedHead, as_rated, open_any_run
 from llmcond.runs.cross import CrossEncoder, load_cross_encoder
 from llmcond.runs.extraction import LazyEncoder, extract_prompt
 from llmcond.runs.features import RowFeatures
+from llmcond.runs.kind import EvaluateRequest, find_kind
 from llmcond.runs.new_sentences import trained_sentences, with_new_sentences
 from llmcond.runs.predictors import (
     Predictor,
@@ -37,9 +38,7 @@ from llmcond.runs.predictors import (
     results_of,
     zeroshots,
 )
-from llmcond.workflows.dialogues import evaluate_dialogues, evaluate_plans
 from llmcond.workflows.options import DialogueOptions, RankingOptions, TiesOption
-from llmcond.workflows.rank import evaluate_ranking
 
 
 def evaluate(
@@ -67,42 +66,47 @@ def evaluate(
         check_output(predictions, (".csv",), [data.source, run.manifest["data"]["source"]])
     if report is not None:
         check_page(report)
-    if not isinstance(run, Run):
-        found: RankedResults[Any]
-        if isinstance(run, RankingRun):
-            found = evaluate_ranking(run, heads, split, ranking, metrics, data, device)
-        else:
-            work = evaluate_plans if dialogue.plans else evaluate_dialogues
-            found = work(run, heads, split, dialogue, metrics, data, device)
-        options = dialogue if isinstance(run, DialogueRun) else ranking
-        asked = {**asdict(options), "data": data.source, "heads": list(heads)}
-        _tell_ranks(found, run, asked, predictions, report)
-        return Results(found.rows)
-    computed = choose_metrics(run.task.metrics, metrics)
+    asked = EvaluateRequest(
+        heads=heads,
+        split=split,
+        data=data,
+        predictions=predictions,
+        report=report,
+        device=device,
+        metrics=metrics,
+        options={one.of[0]: one for one in (ranking, dialogue)},
+    )
+    return find_kind(run.kind).evaluate(run, asked)
+
+
+def evaluate_pairs(run: Run, asked: EvaluateRequest) -> Results[Result]:
+    """Score a run of rated pairs; see :meth:`llmcond.runs.kind.Kind.evaluate`."""
+    data, heads = asked.data, asked.heads
+    computed = choose_metrics(run.task.metrics, asked.metrics)
     if "dev" in run.trained_on:
         log.info(f"the encoder of {run.folder} was trained on dev as well as on train")
-    rows, split = _rows(run, data, split)
+    rows, split = _rows(run, data, asked.split)
     other = data.source is not None
     fitted, prompts = _chosen(run, heads, None if other else split)
-    check_scorable(rows, run, other, predictions=predictions is not None, heads=fitted)
+    check_scorable(rows, run, other, predictions=asked.predictions is not None, heads=fitted)
     predictors: list[Predictor | CrossEncoder]
     if run.cross:
-        cross = load_cross_encoder(run_folder, device=device)
+        cross = load_cross_encoder(run.folder, device=asked.device)
         predictors, predicted = [cross], [cross.predict(rows)]
     else:
-        store = _extracted(run, prompts, rows, device) if other else run.store()
+        store = _extracted(run, prompts, rows, asked.device) if other else run.store()
         features, compared = RowFeatures(rows, store), _by_prompts(prompts, fitted)
         predicted = [predict(one, features.pairs(one.view)) for one in compared]
         predictors = [*compared]
     similarity = {one.name: own for one, own in zip(predictors, predicted, strict=True)}
-    if predictions is not None:
-        _write_predictions(predictions, rows, similarity)
+    if asked.predictions is not None:
+        _write_predictions(asked.predictions, rows, similarity)
     results = results_of(predictors, predicted, rows, split, computed, task=run.task.name)
     known = trained_sentences(run, fitted, None if other else split)
     seeded = [own[None] for own in predicted]
     results = Results(tuple(with_new_sentences(results, seeded, rows, known, computed)))
     results = _by_condition(results, predictors, predicted, rows, run, computed[0])
-    if report is not None:
+    if asked.report is not None:
         best = best_first(results)
         page = page_of(
             run,
@@ -113,35 +117,37 @@ def evaluate(
             summary=_summary(best, rows.file),
             settings={"heads": [one.name for one in predictors if one.head is not None]},
         )
-        write_page(page, report)
+        write_page(page, asked.report)
     return results
 
 
-def _tell_ranks(
-    found: RankedResults[Any],
-    run: OpenedRun,
-    asked: Mapping[str, Any],
-    predictions: Path | None,
-    report: Path | None,
-) -> None:
-    """Write a ranking's files: each query's ranks, and a page."""
+def write_ranks(found: RankedResults[Any], run: AnyRun, asked: EvaluateRequest) -> Results[Any]:
+    """Write the files that are asked for of a ranking, each query's ranks and a page.
+
+    Returns:
+        The results without the ranks.
+    """
     ranks = {one.name: own for one, own in zip(found, found.ranks, strict=True)}
-    if predictions is not None:
+    if asked.predictions is not None:
         numbers = ("row", range(1, len(found.queries) + 1))
         shown = ((name, [f"{rank:g}" for rank in own]) for name, own in ranks.items())
-        _write_table(predictions, [numbers, *found.queries.columns.items(), *shown], "queries")
-    if report is not None:
-        best = best_first(found)
+        _write_table(
+            asked.predictions, [numbers, *found.queries.columns.items(), *shown], "queries"
+        )
+    if asked.report is not None:
+        best, source = best_first(found), asked.data.source
+        options = asdict(asked.options[run.kind])
         page = page_of(
             run,
             found.queries,
             best,
             ranks,
             title=f"Evaluation: {run.encoder_name}",
-            summary=_summary(best, str(asked["data"] or run.manifest["data"]["source"])),
-            settings=asked,
+            summary=_summary(best, str(source or run.manifest["data"]["source"])),
+            settings={**options, "data": source, "heads": list(asked.heads)},
         )
-        write_page(page, report)
+        write_page(page, asked.report)
+    return Results(found.rows)
 
 
 def _rows(run: Run, data: DataOptions, split: str | None) -> tuple[Rows, str]:
@@ -154,10 +160,10 @@ def _rows(run: Run, data: DataOptions, split: str | None) -> tuple[Rows, str]:
     return run.rows(split), split
 
 
-def _check_options(run: OpenedRun, data: DataOptions, *options: TiesOption) -> None:
+def _check_options(run: AnyRun, data: DataOptions, *options: TiesOption) -> None:
     """Raise a UserError for options of another kind of task than the run's."""
     if data.columns or data.scale:
-        if not isinstance(run, Run):
+        if as_rated(run) is None:
             raise UserError(
                 f"--columns, --rating-range and --unrated are of rated pairs, and {run.folder} is "
                 f"a run of the task {run.task.name}, which ranks candidates. Leave them out."

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llmcond.bundled import bundled_names
-from llmcond.data.datasets import DataOptions, Dataset
-from llmcond.data.rows import Rows, leaked_pairs, shares_sentence
+from llmcond.data.datasets import DataOptions
 from llmcond.display import Displayed
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError
@@ -23,7 +22,6 @@ from llmcond.features.missing import Missing, count_missing, together
 from llmcond.features.store import FeatureStore, StoreDtype
 from llmcond.log import log
 from llmcond.prompts import Prompt, fields_of, load_prompt
-from llmcond.prompts.utterances import obstacle_to
 from llmcond.runs import (
     AnyRun,
     RunExistsError,
@@ -33,11 +31,11 @@ from llmcond.runs import (
     where_model,
 )
 from llmcond.runs.extraction import LazyEncoder, extract_prompt, extraction_record
+from llmcond.runs.kind import find_kind, inputs_of
 from llmcond.runs.processes import check_workers, worker_processes
 from llmcond.scale.extraction import ray_execution
 from llmcond.scale.pool import Cluster
 from llmcond.tasks import AnyTask, Data, find_task
-from llmcond.tasks.dialogue import Dialogue
 from llmcond.workflows.account import trained_prompts
 
 D = TypeVar("D", bound=Data)
@@ -186,7 +184,7 @@ def prepare(
     chosen = task_of(existing, task)
     dataset = None if existing else read_data(chosen, replace(data, extra=fields_of(named)))
     resolved = resolve(model, options) if cluster is None else _for_actors(model, options, cluster)
-    routes = resolved.identity.router == "csr" and not isinstance(chosen, Dialogue)
+    routes = resolved.identity.router == "csr" and find_kind(chosen.kind).has_conditions
     default = None if routes else chosen.prompt
     taken = named or [load_prompt(default) if default else _usual_prompt(resolved)]
     check_prompts(taken, resolved, chosen)
@@ -254,31 +252,8 @@ def read_data(task: AnyTask[D], data: DataOptions) -> D:
     log.info(f"data: {sample if data.source is None else found.source} ({task.counted(found)})")
     for text in found.notes:
         log.info(text)
-    if isinstance(found, Dataset):
-        _log_rows(found)
+    find_kind(task.kind).log_data(found)
     return found
-
-
-def _log_rows(dataset: Dataset) -> None:
-    for name, rows in dataset.splits.items():
-        unrated = int((~rows.rated).sum())
-        if unrated:
-            log.info(f"{name}: {unrated:,} of {len(rows):,} rows are unrated and not used")
-        leaked = leaked_pairs(rows, dataset.splits["train"]) if name != "train" else 0
-        if leaked:
-            log.warning(f"{leaked:,} sentence pairs of {name} are in train too")
-        if name != "train":
-            _log_shared_sentences(name, rows, dataset.splits["train"])
-
-
-def _log_shared_sentences(name: str, rows: Rows, train: Rows) -> None:
-    sentences = train.take(train.rated).folded_sentences()
-    shared = int((shares_sentence(rows, sentences) & rows.rated).sum())
-    if shared:
-        log.info(
-            f"{name}: {shared:,} of {int(rows.rated.sum()):,} rated rows share a sentence with "
-            "train; evaluate and compare-prompts score the others apart as well"
-        )
 
 
 def check_named_once(prompts: Sequence[Prompt]) -> None:
@@ -311,7 +286,7 @@ def check_routed(
     """Raise a UserError for a router inside the encoder that no prompt gives anything to do."""
     if options.router != "csr" or any(prompt.routes for prompt in prompts):
         return
-    if isinstance(task, Dialogue):
+    if task is not None and not find_kind(task.kind).has_conditions:
         raise UserError(
             f"--router csr weights tokens by a condition, and the task {task.name} encodes "
             "utterances, which have none. Leave out --router."
@@ -328,7 +303,7 @@ def prompt_obstacle(
     prompt: Prompt, resolved: ResolvedEncoder, task: AnyTask[Any] | None = None
 ) -> str:
     """Return why an encoder cannot take a prompt's inputs of a task; empty if it can."""
-    of_task = obstacle_to(prompt) if isinstance(task, Dialogue) else ""
+    of_task = "" if task is None else find_kind(task.kind).obstacle(prompt)
     return of_task or prompt.obstacle(resolved.identity)
 
 
@@ -340,8 +315,7 @@ def usable_prompts(resolved: ResolvedEncoder, task: AnyTask[Any] | None = None) 
 
 
 def _with_what(resolved: ResolvedEncoder, task: AnyTask[Any] | None) -> str:
-    of_task = f" and the task {task.name}" if isinstance(task, Dialogue) else ""
-    return f"{resolved.checkpoint.name}{of_task}"
+    return resolved.checkpoint.name + ("" if task is None else f" and the task {task.name}")
 
 
 def check_run(
@@ -385,7 +359,7 @@ def _log_plan(run: AnyRun, prompts: Sequence[Prompt]) -> Sequence[Missing | None
     None where there are so many inputs that they are counted while they are encoded.
     """
     store, seen = run.store(), KeyIndex()
-    inputs = [run.inputs(prompt) for prompt in prompts]
+    inputs = [inputs_of(run.task, run.data, prompt) for prompt in prompts]
     most = sum(map(len, inputs))
     if most > COUNTED_FIRST:
         log.info(f"up to {most:,} inputs; repeats are counted while they are encoded")
@@ -405,7 +379,7 @@ def _extract_prompts(
     done, records = {}, {}
     resolved = encoder.resolved
     for prompt, lacking in zip(prompts, missing, strict=True):
-        inputs = run.inputs(prompt)
+        inputs = inputs_of(run.task, run.data, prompt)
         done[prompt.name] = extract_prompt(run.store(), encoder, prompt, inputs, lacking)
         before = run.manifest["prompts"].get(prompt.name)
         if before and before["prompt"]["digest"] != prompt.digest:

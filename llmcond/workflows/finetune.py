@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,25 +29,23 @@ from llmcond.heads.settings import ObjectiveSettings
 from llmcond.log import log
 from llmcond.options import check_seed
 from llmcond.prompts import fields_of, load_prompt
-from llmcond.runs import complete_run
+from llmcond.runs import Run, complete_run
 from llmcond.runs.features import RowFeatures
+from llmcond.runs.kind import find_kind
 from llmcond.runs.predictors import predict
 from llmcond.runs.trials import sized
-from llmcond.tasks import RankingTask, Task, find_task
-from llmcond.tasks.dialogue import Dialogue
+from llmcond.tasks import Task, find_task
 from llmcond.workflows.account import TrainingResult, made_of
 from llmcond.workflows.aspects import aspect_settings, aspects_record
 from llmcond.workflows.ensemble import check_ensemble, train_ensemble
 from llmcond.workflows.extract import check_prompts, check_routed
-from llmcond.workflows.finetune_dialogues import train_dialogues
-from llmcond.workflows.finetune_queries import train_queries
 from llmcond.workflows.last_stage import check_folds, stage_settings, stage_splits
 from llmcond.workflows.options import HeadChoice, TeacherOptions
 from llmcond.workflows.teacher import find_teacher
 from llmcond.workflows.trainable import (
+    TrainRequest,
     named_head,
     rated_dataset,
-    rated_task,
     resolve_trainable,
     tune_settings,
 )
@@ -93,27 +91,31 @@ def train_lora(  # noqa: PLR0913 - each is a choice of the user, by keyword
         LlmcondError: the encoder cannot be loaded or trained.
     """
     check_seed(choice.seed)
-    stage = stage_settings(last_stage)
-    learned = aspect_settings(aspects)
-    ranking = find_task(task)
-    if not isinstance(ranking, Task) and (
-        stage or taught != TeacherOptions() or choice.ensemble != 1 or learned
-    ):
-        option = "--ensemble" if choice.ensemble != 1 else "--teacher"
-        option = f"--aspects {learned.aspects}" if learned else option
-        option = f"--then {stage.then}" if stage else option
-        raise UserError(
-            f"{option} is for rated pairs, and the task {ranking.name} has none. Leave it out."
-        )
-    given = model, options, run_folder, data, choice, settings, merge
-    if isinstance(ranking, RankingTask):
-        return train_queries(*given, ranking)
-    if isinstance(ranking, Dialogue):
-        return train_dialogues(*given, ranking)
+    asked = TrainRequest(
+        model=model,
+        options=options,
+        folder=run_folder,
+        data=data,
+        choice=choice,
+        settings=settings,
+        merge=merge,
+        last_stage=last_stage,
+        taught=taught,
+        aspects=aspects,
+    )
+    found = find_task(task)
+    result: TrainingResult = find_kind(found.kind).train(asked, found)
+    return result
+
+
+def train_pairs(asked: TrainRequest, task: Task) -> TrainingResult:
+    """Train on rated pairs; see :func:`train_lora`."""
+    model, options, choice, merge = asked.model, asked.options, asked.choice, asked.merge
+    stage, taught = stage_settings(asked.last_stage), asked.taught
+    learned = aspect_settings(asked.aspects)
     plan = _plan(choice)
-    tuning = tune_settings(settings, plan.recipe)
-    chosen_task = rated_task(task)
-    dataset = rated_dataset(chosen_task, replace(data, extra=fields_of(plan.prompts)))
+    tuning = tune_settings(asked.settings, plan.recipe)
+    dataset = rated_dataset(task, replace(asked.data, extra=fields_of(plan.prompts)))
     if stage is not None:
         stage_splits(dataset, stage)  # told before training rather than after it
     folder = None if taught.teacher is None else Path(taught.teacher)
@@ -136,8 +138,8 @@ def train_lora(  # noqa: PLR0913 - each is a choice of the user, by keyword
     job = _HeadJob(
         model=model,
         resolved=resolved,
-        folder=run_folder,
-        task=chosen_task,
+        folder=asked.folder,
+        task=task,
         dataset=dataset,
         settings=tuning,
         head=plan.recipe.name,
@@ -202,9 +204,10 @@ class _HeadJob(RatedJob):
 
     def keep(self, head: FittedHead) -> Kept:
         resolved, view = resolve_trained(self), self.view
-        run = complete_run(
+        made = complete_run(
             self.folder, resolved, self.dataset, self.task, trained_on=self.trained_on
         )
+        run = cast(Run, made)
         kept = keep_head(run, resolved, head, self.plan.recipe, view)
         saved = run.load_head(kept.name)
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from llmcond.data.datasets import DataOptions
-from llmcond.encoders import EncoderOptions
 from llmcond.errors import UserError
 from llmcond.features.view import view_of
 from llmcond.finetune.dialogues import DialogueInputs, TurnModel
@@ -20,10 +16,11 @@ from llmcond.tasks.dialogue import Dialogue
 from llmcond.tasks.dialogues import Dialogues
 from llmcond.workflows.account import TrainingResult, made_of
 from llmcond.workflows.extract import check_prompts, read_data
-from llmcond.workflows.options import HeadChoice
 from llmcond.workflows.trainable import (
+    TrainRequest,
     check_unrouted,
     chosen_head,
+    refuse_rated_options,
     resolve_trainable,
     tune_settings,
 )
@@ -33,25 +30,18 @@ if TYPE_CHECKING:
     from llmcond.finetune.build import Trainable
 
 
-def train_dialogues(
-    model: str,
-    options: EncoderOptions,
-    run_folder: Path,
-    data: DataOptions,
-    choice: HeadChoice,
-    settings: Mapping[str, Any],
-    merge: bool,
-    task: Dialogue,
-) -> TrainingResult:
+def train_dialogues(asked: TrainRequest, task: Dialogue) -> TrainingResult:
     """Train an encoder's adapters and a head on dialogues; see :func:`train_lora`.
 
     Raises:
         UserError: wrong input, or a head of another task.
         LlmcondError: the encoder cannot be loaded or trained.
     """
+    refuse_rated_options(asked, task)
+    model, options, choice, merge = asked.model, asked.options, asked.choice, asked.merge
     recipe, prompts, start = chosen_head(choice, task, load_roles_head, check_turns)
-    tuning = tune_settings(settings, recipe)
-    dataset = read_data(task, data)
+    tuning = tune_settings(asked.settings, recipe)
+    dataset = read_data(task, asked.data)
     resolved = resolve_trainable(model, options, tuning, merge)
     prompts = prompts or (load_prompt(str(task.prompt)),)
     check_prompts(prompts, resolved, task)
@@ -60,7 +50,7 @@ def train_dialogues(
         _DialogueJob(
             model=model,
             resolved=resolved,
-            folder=run_folder,
+            folder=asked.folder,
             task=task,
             dataset=dataset,
             settings=tuning,

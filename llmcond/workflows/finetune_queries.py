@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from llmcond.data.datasets import DataOptions
-from llmcond.encoders import EncoderOptions
 from llmcond.errors import UserError
 from llmcond.features.view import view_of
 from llmcond.finetune.queries import GraphInputs, QueryModel, check_recipe
@@ -20,10 +16,11 @@ from llmcond.tasks import RankingTask
 from llmcond.tasks.graph import Graph, Known, both_directions
 from llmcond.workflows.account import TrainingResult, made_of
 from llmcond.workflows.extract import check_prompts, read_data
-from llmcond.workflows.options import HeadChoice
 from llmcond.workflows.trainable import (
+    TrainRequest,
     check_unrouted,
     chosen_head,
+    refuse_rated_options,
     resolve_trainable,
     tune_settings,
 )
@@ -33,25 +30,18 @@ if TYPE_CHECKING:
     from llmcond.finetune.build import Trainable
 
 
-def train_queries(
-    model: str,
-    options: EncoderOptions,
-    run_folder: Path,
-    data: DataOptions,
-    choice: HeadChoice,
-    settings: Mapping[str, Any],
-    merge: bool,
-    task: RankingTask[Any],
-) -> TrainingResult:
+def train_queries(asked: TrainRequest, task: RankingTask[Any]) -> TrainingResult:
     """Train an encoder's adapters and a head on a graph; see :func:`train_lora`.
 
     Raises:
         UserError: wrong input, or a head with settings that are of cached features only.
         LlmcondError: the encoder cannot be loaded or trained.
     """
+    refuse_rated_options(asked, task)
+    model, options, choice, merge = asked.model, asked.options, asked.choice, asked.merge
     recipe, prompts, start = chosen_head(choice, task, load_query_head, check_recipe)
-    tuning = tune_settings(settings, recipe)
-    dataset = read_data(task, data)
+    tuning = tune_settings(asked.settings, recipe)
+    dataset = read_data(task, asked.data)
     if not isinstance(dataset, Graph):
         raise UserError(f"an encoder is trained on knowledge graphs, and {task.name} has none.")
     resolved = resolve_trainable(model, options, tuning, merge)
@@ -66,7 +56,7 @@ def train_queries(
         _QueryJob(
             model=model,
             resolved=resolved,
-            folder=run_folder,
+            folder=asked.folder,
             task=task,
             dataset=dataset,
             settings=tuning,

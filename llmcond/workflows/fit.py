@@ -19,9 +19,9 @@ from llmcond.metrics import Estimate, finite, metric_of
 from llmcond.options import check_seed
 from llmcond.progress import FitBar
 from llmcond.report.format import folds_text
-from llmcond.runs import OpenedRun, Run, head_name, head_record, open_any_run
+from llmcond.runs import AnyRun, as_rated, head_name, head_record, open_any_run
 from llmcond.runs.features import prompts_for
-from llmcond.runs.kinds import examples_of
+from llmcond.runs.kind import examples_of
 from llmcond.runs.trials import Outcome, Trial, sized
 from llmcond.runs.with_dev import WithDev
 from llmcond.workflows.options import DevOptions
@@ -85,7 +85,7 @@ def fit_head(
     run = open_any_run(run_folder)
     check_seed(seed)
     dev = with_dev if with_dev.check() else None
-    if dev is not None and not isinstance(run, Run):
+    if dev is not None and as_rated(run) is None:
         raise UserError(
             f"--with dev is for rated pairs, whose dev rows are rated by people, and {run_folder} "
             f"is a run of the task {run.task.name}. Leave it out."
@@ -102,7 +102,7 @@ def fit_head(
 
 
 def fit_and_save(
-    run: OpenedRun,
+    run: AnyRun,
     recipe: Recipe,
     view: View,
     name: str,
@@ -118,14 +118,14 @@ def fit_and_save(
     folder = run.head_folder(name)
     check_writable(folder / "head.json")
     examples, metric = examples_of(run), metric_of(run.dev_metric)
-    counts, unit = examples.counts(), examples.unit
+    counts, unit, rated = examples.counts(), examples.unit, as_rated(run)
     recipe = sized(recipe, dim, examples.dim(view))
     began = time.monotonic()
     with FitBar(score=examples.epoch_score, show=metric.show) as bar:
-        if dev is None or not isinstance(run, Run):
+        if dev is None or rated is None:
             fitted = examples.fit(recipe, view, seed, bar.on_epoch, device)
         else:
-            both = WithDev(run, recipe, view, seed, device, dev.weight, bar.on_epoch)
+            both = WithDev(rated, recipe, view, seed, device, dev.weight, bar.on_epoch)
             fitted = _fit_with_dev(both, dev.folds)
     seconds, record = time.monotonic() - began, fitted.fit.record
     for text in fitted.fit.notes:
@@ -179,7 +179,7 @@ def _fit_with_dev(both: WithDev, folds: int) -> FittedHead:
     return replace(head, fit=replace(head.fit, record=record))
 
 
-def keep_best(run: OpenedRun, done: Iterable[tuple[Trial, Outcome]], device: str = "auto") -> None:
+def keep_best(run: AnyRun, done: Iterable[tuple[Trial, Outcome]], device: str = "auto") -> None:
     """Keep the trial with the best score on dev as a head of the run; controls do not count."""
     scored = [
         (outcome.dev, trial)

@@ -35,6 +35,7 @@ from llmcond.features.missing import Missing, count_missing, together
 from llmcond.records import RECORD, read_record
 from llmcond.runs import AnyRun, create_run, open_any_run
 from llmcond.runs.extraction import LazyEncoder
+from llmcond.runs.kind import inputs_of
 from llmcond.scale.extraction import fragments_and_commits
 from llmcond.scale.pool import Cluster
 from llmcond.workflows.extract import check_run, prepare
@@ -187,7 +188,9 @@ def plan(  # noqa: PLR0913 - each is a choice of the user, by keyword
             check_run(run, resolved, data, store_dtype, prepared.store)
         features, seen = run.store(), KeyIndex()
         lacking = {
-            prompt.name: count_missing(features, run.inputs(prompt), WINDOW, seen)
+            prompt.name: count_missing(
+                features, inputs_of(run.task, run.data, prompt), WINDOW, seen
+            )
             for prompt in prepared.prompts
         }
         missing = together(list(lacking.values()))

@@ -40,7 +40,8 @@ from llmcond.files import digest_file, gib, read_json, write_json, write_text
 from llmcond.heads.storage import weights_of
 from llmcond.log import log
 from llmcond.report.card import KINDS, heads_card
-from llmcond.runs import OpenedRun, RankingRun, open_any_run
+from llmcond.runs import AnyRun, open_any_run
+from llmcond.runs.kind import find_kind
 from llmcond.runs.manifest import HERE
 from llmcond.version import __version__
 from llmcond.workflows.account import RECORD, STATE
@@ -134,7 +135,7 @@ def _check_name(repo: str) -> None:
         raise UserError(f"{expected} ({first_line(error)}).") from error
 
 
-def _pushable(folder: Path) -> tuple[OpenedRun, Tuned | None]:
+def _pushable(folder: Path) -> tuple[AnyRun, Tuned | None]:
     """Return a run that others can use, and what training recorded of its encoder if it is trained.
 
     Raises:
@@ -146,7 +147,7 @@ def _pushable(folder: Path) -> tuple[OpenedRun, Tuned | None]:
             "again, which goes on where it stopped."
         )
     run = open_any_run(folder)
-    if isinstance(run, RankingRun):
+    if find_kind(run.kind).heads_need_data:
         raise UserError(
             f"{folder} is a run of the task {run.manifest['task']}: its heads rank the candidates "
             "of its data, which is never pushed, so others could not use them. Where the data may "
@@ -212,7 +213,7 @@ def stage_run(run_folder: Path, staged: Path) -> None:
     _stage(*_pushable(run_folder), staged)
 
 
-def _stage(run: OpenedRun, tuned: Tuned | None, staged: Path) -> None:
+def _stage(run: AnyRun, tuned: Tuned | None, staged: Path) -> None:
     """Lay out what is pushed in a folder; files with paths in them are written anew."""
     folder = run.folder
     renamed = _stage_encoder(run, tuned, staged) if tuned else {}
@@ -247,7 +248,7 @@ def _stage(run: OpenedRun, tuned: Tuned | None, staged: Path) -> None:
     _check_no_paths(staged, folder)
 
 
-def _stage_encoder(run: OpenedRun, tuned: Tuned, staged: Path) -> dict[str, str]:
+def _stage_encoder(run: AnyRun, tuned: Tuned, staged: Path) -> dict[str, str]:
     """Lay out a trained encoder's own files; return what it is called by then instead."""
     folder, own, merged = run.folder, run.identity, tuned.base is None
     encoder = [CONFIG, WEIGHTS]

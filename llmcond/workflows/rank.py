@@ -22,6 +22,7 @@ from llmcond.prompts import Prompt
 from llmcond.prompts.queries import QueryInputs
 from llmcond.runs import RankingRun
 from llmcond.runs.extraction import LazyEncoder, extract_prompt
+from llmcond.runs.kind import EvaluateRequest
 from llmcond.runs.predictors import AnyPredictor, asked_for, unscored
 from llmcond.runs.ranking import QueryExamples
 from llmcond.runs.terms import GraphTerms
@@ -33,23 +34,16 @@ from llmcond.workflows.options import RankingOptions
 REVERSE_RULE = "rule:reverse"
 
 
-def evaluate_ranking(
-    run: RankingRun,
-    heads: Sequence[str],
-    split: str | None,
-    options: RankingOptions,
-    metrics: Sequence[str] = (),
-    data: DataOptions = DataOptions(),
-    device: str = "auto",
-) -> RankedResults[RankedResult]:
+def evaluate_ranking(run: RankingRun, asked: EvaluateRequest) -> RankedResults[RankedResult]:
     """Rank the answers of a split by a run's heads, by zero-shot, and by the reversed edge alone.
 
-    Arguments as in :func:`llmcond.workflows.evaluate.evaluate`.
+    See :meth:`llmcond.runs.kind.Kind.evaluate`.
     """
-    computed = choose_metrics(run.task.metrics, metrics)
-    fitted, prompts = asked_for(run, heads)
+    options: RankingOptions = asked.options[run.kind]
+    computed = choose_metrics(run.task.metrics, asked.metrics)
+    fitted, prompts = asked_for(run, asked.heads)
     # What it is called in results is another thing where data is not the run's own.
-    examples, own, split = _examples(run, data, split, prompts, device)
+    examples, own, split = _examples(run, asked.data, asked.split, prompts, asked.device)
     rows = examples.scored(own)
     plain = [one for prompt in prompts for one in examples.zeroshots(prompt)]
     predictors: list[AnyPredictor] = [*plain, *fitted]

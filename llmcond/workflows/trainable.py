@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from llmcond.config import build
 from llmcond.data.datasets import DataOptions, Dataset
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.loading.quantization import require
 from llmcond.errors import UserError
-from llmcond.finetune.settings import TuneSettings, renamed, usual_rate
+from llmcond.finetune.settings import (
+    AspectSettings,
+    StageSettings,
+    TuneSettings,
+    renamed,
+    usual_rate,
+)
 from llmcond.heads import Recipe, load_recipe
 from llmcond.heads.base import Fitted
 from llmcond.log import log
@@ -21,12 +27,40 @@ from llmcond.runs.saved import fitted_on
 from llmcond.runs.trials import sized
 from llmcond.tasks import AnyTask, Task, find_task
 from llmcond.workflows.extract import read_data
-from llmcond.workflows.options import HeadChoice
-
-if TYPE_CHECKING:
-    pass
+from llmcond.workflows.options import HeadChoice, TeacherOptions
 
 F = TypeVar("F", bound=Fitted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest:
+    """What ``train-lora`` is asked for; see :func:`llmcond.workflows.finetune.train_lora`."""
+
+    model: str
+    options: EncoderOptions
+    folder: Path
+    data: DataOptions
+    choice: HeadChoice
+    settings: Mapping[str, Any]
+    merge: bool
+    last_stage: StageSettings
+    taught: TeacherOptions
+    aspects: AspectSettings
+
+
+def refuse_rated_options(asked: TrainRequest, task: AnyTask[Any]) -> None:
+    """Raise a UserError for options that only training on rated pairs takes."""
+    given = {
+        f"--then {asked.last_stage.then}": asked.last_stage.then is not None,
+        f"--aspects {asked.aspects.aspects}": asked.aspects.aspects is not None,
+        "--ensemble": asked.choice.ensemble != 1,
+        "--teacher": asked.taught != TeacherOptions(),
+    }
+    for option, is_given in given.items():
+        if is_given:
+            raise UserError(
+                f"{option} is for rated pairs, and the task {task.name} has none. Leave it out."
+            )
 
 
 def tune_settings(given: Mapping[str, Any], recipe: Recipe | None = None) -> TuneSettings:
@@ -135,12 +169,12 @@ def check_unrouted(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None
 def rated_task(name: str | None) -> Task:
     """Return a task by its name; a UserError unless it has rated pairs."""
     task = find_task(name)
-    if not isinstance(task, Task):
+    if task.kind != Task.kind:
         raise UserError(
             f"the task {task.name} ranks candidates, and this trains on rated pairs of sentences. "
             "Leave out --task, or train an encoder of each text: llmcond train-lora."
         )
-    return task
+    return cast(Task, task)
 
 
 def rated_dataset(task: Task, data: DataOptions) -> Dataset:

@@ -29,7 +29,7 @@ from llmcond.prompts import Prompt
 from llmcond.report.card import model_card
 from llmcond.report.format import estimate_text
 from llmcond.runs import (
-    OpenedRun,
+    AnyRun,
     Run,
     complete_run,
     head_name,
@@ -38,11 +38,10 @@ from llmcond.runs import (
 )
 from llmcond.runs.cross import CrossEncoder
 from llmcond.runs.extraction import LazyEncoder, extract_prompt, extraction_record
-from llmcond.runs.kinds import examples_of
+from llmcond.runs.kind import examples_of, inputs_of
 from llmcond.runs.predictors import Predictor, results_of
 from llmcond.runs.provenance import provenance
-from llmcond.tasks import AnyTask, Data, RankingTask, Task
-from llmcond.tasks.dialogue import Dialogue
+from llmcond.tasks import AnyTask, Data, Task
 from llmcond.workflows.account import FORMAT, RECORD, STATE, TrainingResult, finished
 from llmcond.workflows.evaluate import evaluate
 from llmcond.workflows.last_stage import Staged, run_stage, stage_splits
@@ -143,7 +142,6 @@ class RankingJob(Job):
         view: the features that the head sees.
     """
 
-    task: RankingTask[Any] | Dialogue
     recipe: Recipe
     view: View
 
@@ -247,17 +245,17 @@ class RatedJob(Job):
         )
 
 
-def extract_trained(run: OpenedRun, resolved: ResolvedEncoder, prompts: Sequence[Prompt]) -> None:
+def extract_trained(run: AnyRun, resolved: ResolvedEncoder, prompts: Sequence[Prompt]) -> None:
     """Extract a run's features by the encoder that was trained into it."""
     log.info(f"encoder -> {run.folder}; its features:")
     encoder = LazyEncoder(resolved)
     for prompt in prompts:
-        done = extract_prompt(run.store(), encoder, prompt, run.inputs(prompt))
+        done = extract_prompt(run.store(), encoder, prompt, inputs_of(run.task, run.data, prompt))
         run.record_prompt(prompt, extraction_record(done, resolved))
 
 
 def keep_head(
-    run: OpenedRun, resolved: ResolvedEncoder, head: Fitted, recipe: Recipe, view: View
+    run: AnyRun, resolved: ResolvedEncoder, head: Fitted, recipe: Recipe, view: View
 ) -> Kept:
     """Put a head that was trained into its run, beside its features; scores are still missing.
 

@@ -20,7 +20,7 @@ from llmcond.evaluation.ranked import QueryResult
 from llmcond.evaluation.ranking import Part
 from llmcond.evaluation.results import ComparedResult, Result
 from llmcond.prompts import Prompt
-from llmcond.runs import OpenedRun, Run
+from llmcond.runs import AnyRun, as_rated
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import zeroshots
 from llmcond.runs.provenance import provenance
@@ -104,7 +104,7 @@ class Page:
 
 
 def page_of(
-    run: OpenedRun,
+    run: AnyRun,
     rows: Rows | QueryRows,
     results: Sequence[Result],
     similarity: Mapping[str, NDArray[np.floating]],
@@ -123,7 +123,7 @@ def page_of(
     """
     names = dict.fromkeys(name for result in results for name in result.prompts)
     prompts = [run.prompt(name) for name in names]
-    manifest = run.manifest
+    manifest, rated = run.manifest, as_rated(run)
     ranked = [one for one in results if isinstance(one, QueryResult)]
     return Page(
         title=title,
@@ -132,7 +132,7 @@ def page_of(
             one if isinstance(one, ComparedResult) else ComparedResult.of(one) for one in results
         ],
         rows=rows,
-        scale=(run.scale.low, run.scale.high) if isinstance(run, Run) else (0.0, 1.0),
+        scale=(0.0, 1.0) if rated is None else (rated.scale.low, rated.scale.high),
         similarity=similarity,
         isotropy=_isotropy(run, prompts, rows) if isinstance(rows, Rows) else (),
         made={
@@ -158,7 +158,7 @@ def _variants(results: Sequence[QueryResult]) -> tuple[str, Sequence[str]] | Non
     return (results[0].variant[0], texts) if any(texts) else None
 
 
-def _isotropy(run: OpenedRun, prompts: Sequence[Prompt], rows: Rows) -> list[dict[str, Any]]:
+def _isotropy(run: AnyRun, prompts: Sequence[Prompt], rows: Rows) -> list[dict[str, Any]]:
     """Return the isotropy of every prompt's features, with and without subtraction."""
     rated, store = np.flatnonzero(rows.rated)[:MOST_VECTORS], run.store()
     found = []

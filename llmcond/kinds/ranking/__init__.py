@@ -1,0 +1,47 @@
+"""Rankings as a kind of task: a query, a text under a condition, is answered by a candidate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from llmcond.prompts import Prompt
+from llmcond.prompts.queries import QueryInputs
+from llmcond.runs.kind import EvaluateRequest, Kind
+from llmcond.runs.task_runs import RankingRun
+from llmcond.tasks import QueryData, RankingTask
+
+if TYPE_CHECKING:
+    from llmcond.evaluation.results import Results
+    from llmcond.runs.ranking import QueryExamples
+    from llmcond.workflows.account import TrainingResult
+    from llmcond.workflows.trainable import TrainRequest
+
+
+class Ranking(Kind):
+    """See :class:`Kind`."""
+
+    name, run = "ranking", RankingRun
+    heads_need_data = True
+
+    def inputs(self, task: RankingTask[Any], data: QueryData, prompt: Prompt) -> QueryInputs:
+        """See :class:`Kind`."""
+        return QueryInputs(task.texts(data), prompt)
+
+    def examples(self, run: RankingRun) -> QueryExamples:
+        """See :class:`Kind`."""
+        from llmcond.runs.ranking import QueryExamples
+
+        return QueryExamples(run)
+
+    def evaluate(self, run: RankingRun, asked: EvaluateRequest) -> Results[Any]:
+        """See :class:`Kind`."""
+        from llmcond.workflows.evaluate import write_ranks
+        from llmcond.workflows.rank import evaluate_ranking
+
+        return write_ranks(evaluate_ranking(run, asked), run, asked)
+
+    def train(self, asked: TrainRequest, task: RankingTask[Any]) -> TrainingResult:
+        """See :class:`Kind`."""
+        from llmcond.workflows.finetune_queries import train_queries
+
+        return train_queries(asked, task)
