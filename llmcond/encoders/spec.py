@@ -10,15 +10,9 @@ from typing import Any, Literal
 
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_bytes
-from llmcond.plugins import is_plugin
 
-#: ``pooler`` is the checkpoint's own dense layer on its first token, as SimCSE uses it;
-#: ``latent`` the mean of what NV-Embed-v2's latent attention makes of the tokens.
-Pooling = Literal["cls", "mean", "last", "pooler", "latent"]
 #: ``after-instruction`` is NV-Embed-v2's own count; any encoder can have the others.
 PoolOver = Literal["all", "text", "after-instruction"]
-#: Poolings of encoders whose token states lie in one space with the vectors of texts.
-ROUTED_POOLINGS: tuple[Pooling, ...] = ("mean", "cls", "last")
 #: Where another text weights the tokens of an input: as they are pooled, or (``csr``) inside the
 #: last layers of the network; see :mod:`llmcond.encoders.engine.csr`.
 RouterPlace = Literal["none", "csr"]
@@ -159,11 +153,6 @@ class InputError(UserError):
     def __init__(self, item: EncoderInput, message: str) -> None:
         super().__init__(message)
         self.item = item
-
-
-def pools_chosen_tokens(pooling: str) -> bool:
-    """Return whether a pooling goes by which tokens count (``pool_over``, contexts)."""
-    return pooling in ("mean", "last") or is_plugin(pooling)
 
 
 def plan_inputs(inputs: Sequence[EncoderInput], *, by_prefix: bool) -> list[int]:

@@ -16,14 +16,13 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from llmcond.config import STRICT, build, check_name, find_toml, read_toml
+from llmcond.encoders.poolings import ROUTED_POOLINGS, pooling_named
 from llmcond.encoders.spec import (
-    ROUTED_POOLINGS,
     TOKENIZER_DECIDES,
     EncoderIdentity,
     EncoderInput,
     Router,
     Span,
-    pools_chosen_tokens,
 )
 from llmcond.errors import UserError, nearest
 from llmcond.files import digest_text
@@ -203,7 +202,7 @@ class Prompt:
             return self._router_obstacle(encoder)
         if encoder.special_tokens != TOKENIZER_DECIDES:
             return "it gives a context, and the encoder reads one text only, not a pair"
-        if not pools_chosen_tokens(encoder.pooling):
+        if not pooling_named(encoder.pooling).counts:
             return (
                 "it pools over the text's own tokens, and the encoder pools by "
                 f"{encoder.pooling} (--pooling mean)"

@@ -22,6 +22,7 @@ from llmcond.encoders.checkpoints.checkpoint import (
 from llmcond.encoders.engine.csr import HeavyRouter
 from llmcond.encoders.loading.architecture import build_on_meta, load_config, network_class
 from llmcond.encoders.loading.device import TORCH_DTYPES
+from llmcond.encoders.poolings import pooling_named
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.errors import LlmcondError, first_line
 from llmcond.files import digest_bytes
@@ -67,7 +68,7 @@ def read_network(resolved: ResolvedEncoder, config: Any, arguments: dict[str, An
         weights_only=True,
         **arguments,
     )
-    needs_pooler = resolved.identity.pooling == "pooler"
+    needs_pooler = pooling_named(resolved.identity.pooling).part == "pooler"
     missing = [
         key for key in report["missing_keys"] if needs_pooler or not key.startswith("pooler.")
     ]

@@ -53,6 +53,7 @@ from llmcond.encoders.loading.device import (
 from llmcond.encoders.loading.direction import check_direction
 from llmcond.encoders.loading.loading import LoadedModel, load_model
 from llmcond.encoders.loading.memory import tokens_that_fit
+from llmcond.encoders.poolings import pooling_named
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import RELEASED
 from llmcond.errors import LlmcondError, first_line
@@ -122,7 +123,7 @@ class Engine:
         self.ahead = 1 if self.out.type == "cuda" else 0
         self._runtime = Runtime(
             network=model.network,
-            pooling=self.identity.pooling,
+            pooling=pooling_named(self.identity.pooling),
             pool=find_pooling(self.identity.pooling),
             attention=self.identity.attention,
             # A token that was added for padding often has no embedding; padding is masked, so any

@@ -20,8 +20,8 @@ from llmcond.encoders.engine.interface import Routes
 from llmcond.encoders.engine.pooling import PoolBatch, routed
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.encoders.engine.varlen import plan_varlen
+from llmcond.encoders.poolings import POOLINGS, Pooling
 from llmcond.encoders.spec import Attention
-from llmcond.plugins import is_plugin
 from llmcond.system import to_device
 
 Kernel = Callable[..., Any]
@@ -33,7 +33,7 @@ class Runtime:
 
     Attributes:
         network: from token ids to token vectors.
-        pooling, pool: how token vectors become one vector: the name and its function.
+        pooling, pool: how token vectors become one vector, and the function that does it.
         pad_id: fills rows up; masked, so its value never matters.
         kernel: attention for uneven lengths; None: PyTorch's own for even ones.
         skipped_id: see :func:`skipped_id`.
@@ -44,7 +44,7 @@ class Runtime:
     """
 
     network: Any
-    pooling: str
+    pooling: Pooling
     pool: PoolBatch
     attention: Attention
     pad_id: int
@@ -99,7 +99,7 @@ class PaddedForward:
         arguments = {"input_ids": ids, "attention_mask": attended}
         if types.any():
             arguments["token_type_ids"] = types
-        if self._runtime.pooling == "latent":
+        if self._runtime.pooling.part == "latent":
             arguments["pooled"] = counted.flatten().nonzero()[:, 0]
         device = self._runtime.device
         self._arguments = {key: to_device(value, device) for key, value in arguments.items()}
@@ -116,7 +116,7 @@ class PaddedForward:
         if self._routes:
             spans = [(row.first, row.last) for row in self._rows]
             return routed(output.last_hidden_state, spans, self._routes)
-        if self._runtime.pooling == "pooler":
+        if self._runtime.pooling.part == "pooler":
             vectors: Tensor = output.pooler_output.float()
             return vectors
         hidden = output.last_hidden_state
@@ -170,7 +170,7 @@ class PackedForward:
         self._arguments["attention_mask"] = torch.zeros(1, 1, 1, 1, device=runtime.device)
         self._arguments["packed"] = attention_plan(runtime, self._batch)
         pooled, counted = self._pooled_positions()
-        if runtime.pooling == "latent":
+        if runtime.pooling.part == "latent":
             self._arguments["pooled"] = to_device(pooled[counted], runtime.device)
         self._pooled = to_device(pooled, runtime.device)
         self._counted = to_device(counted, runtime.device)
@@ -185,8 +185,8 @@ class PackedForward:
         batch = self._pooled_batch
         rows = [self._rows[index] for index in batch.inputs]
         # Of routed inputs all that count are weighted, whatever is pooled of others.
-        pooling = "mean" if self._routes else self._runtime.pooling
-        ranges = [_pooled_range(row, pooling) for row in rows]
+        pooling = POOLINGS["mean"] if self._routes else self._runtime.pooling
+        ranges = [pooling.tokens(row.first, row.last, len(row.ids)) for row in rows]
         starts = [batch.position(leaf, r[0]) for leaf, r in zip(batch.leaves, ranges, strict=True)]
         self._lengths = [last - first for first, last in ranges]
         at = torch.arange(max(self._lengths))
@@ -209,7 +209,7 @@ class PackedForward:
         hidden = hidden.index_select(0, pooled.flatten()).view(*pooled.shape, -1)
         if self._routes:
             return routed(hidden, [(0, length) for length in self._lengths], self._routes)
-        if self._runtime.pooling == "pooler":
+        if self._runtime.pooling.part == "pooler":
             vectors: Tensor = self._runtime.network.pooler(hidden).float()
             return vectors
         return self._runtime.pool(hidden, self._counted.to(hidden.device), self._lengths)
@@ -252,15 +252,6 @@ def _counted_from(skipped: int, ids: NDArray[np.int64], lengths: list[int]) -> N
     ends = np.cumsum(lengths)[:-1]
     before = np.concatenate([[0], counted[ends - 1]])
     return np.where(ids == skipped, skipped, skipped + counted - np.repeat(before, lengths))
-
-
-def _pooled_range(row: Tokens, pooling: str) -> tuple[int, int]:
-    """Return the tokens of an input that a pooling reads."""
-    if pooling in ("cls", "pooler"):
-        return 0, 1
-    if is_plugin(pooling):
-        return 0, len(row.ids)
-    return (row.last - 1 if pooling == "last" else row.first), row.last
 
 
 Forward = PaddedForward | PackedForward

@@ -22,6 +22,7 @@ from llmcond.encoders.loading.architecture import build_on_meta, quiet
 from llmcond.encoders.loading.device import TORCH_DTYPES
 from llmcond.encoders.loading.memory import Footprint, available, footprint, release
 from llmcond.encoders.loading.quantization import installed, quantization, require
+from llmcond.encoders.poolings import pooling_named
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Quantize
 from llmcond.errors import LlmcondError, first_line
@@ -131,7 +132,8 @@ def _read(
 
 
 def _drop_pooler(network: Any, resolved: ResolvedEncoder) -> None:
-    if resolved.identity.pooling != "pooler" and getattr(network, "pooler", None) is not None:
+    needed = pooling_named(resolved.identity.pooling).part == "pooler"
+    if not needed and getattr(network, "pooler", None) is not None:
         # Where its weights are missing, quantising leaves it broken; and it is not used.
         network.pooler = None
 
