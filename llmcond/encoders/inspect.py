@@ -57,7 +57,7 @@ def samples(resolved: ResolvedEncoder, inputs: Sequence[tuple[str, EncoderInput]
     check_ids(rows, len(token_embeddings(build_on_meta(config))), checkpoint.name)
     found = []
     for (label, item), row in zip(inputs, rows, strict=True):
-        routed = item.router is not None and identity.router == "none"
+        routed = item.router is not None and not identity.routes_inside
         pooling = pooling_named("mean" if routed else identity.pooling)
         first, last = pooling.tokens(row.first, row.last, len(row.ids))
         first, last = max(first, row.first), min(last, row.last)

@@ -92,7 +92,7 @@ class ResolvedEncoder:
     @property
     def default_prompt(self) -> str:
         """Return the bundled prompt that suits the model as it is."""
-        if self.checkpoint.stated or self.identity.router == "csr":
+        if self.checkpoint.stated or self.identity.routes_inside:
             return self.joint_prompt  # it was trained to read sentence and condition together
         return default_prompt(self.identity.instruction_format, self.identity.pooling)
 
@@ -102,7 +102,7 @@ class ResolvedEncoder:
 
         Or those that have a router.
         """
-        if self.identity.router == "csr":
+        if self.identity.routes_inside:
             return "routed"
         return joint_prompt(self.identity.instruction_format)
 
@@ -178,7 +178,7 @@ def settle(
         long_texts=options.long_texts,
         **router,
     )
-    one = identity.router == "csr" and not released and identity.router_layers == 1
+    one = identity.routes_inside and not released and identity.router_layers == 1
     if one and pooling_named(pooling).takes in ("first", "last"):
         raise UserError(
             f"router_layers is 1, and {checkpoint.name} pools by {pooling}: all that the router "

@@ -14,7 +14,7 @@ from llmcond.files import digest_bytes
 #: ``after-instruction`` is NV-Embed-v2's own count; any encoder can have the others.
 PoolOver = Literal["all", "text", "after-instruction"]
 #: Where another text weights the tokens of an input: as they are pooled, or (``csr``) inside the
-#: last layers of the network; see :mod:`llmcond.encoders.engine.csr`.
+#: last layers of the network; see :mod:`llmcond.encoders.routers.csr`.
 RouterPlace = Literal["none", "csr"]
 #: What CSR compares, of the condition's first token (of a causal encoder its last) and of the
 #: sentence's tokens. ``paper``: its query in the last layer, and their keys (section 2). ``hidden``
@@ -211,6 +211,11 @@ class EncoderIdentity:
     router_layers: int = 3
     router_strength: float = 1.0
     runtime: Runtime = "torch"
+
+    @property
+    def routes_inside(self) -> bool:
+        """Return whether the routers of inputs act inside the encoder, not as tokens are pooled."""
+        return self.router != "none"
 
     @property
     def fingerprint(self) -> str:

@@ -109,7 +109,7 @@ def _obstacles(embedder: Embedder) -> Iterator[str]:
         yield f"the prompt {prompt.name} subtracts a vector that the sentence changes"
     if embedder.encoder.resolved.checkpoint.members:
         yield "its encoder is an ensemble"
-    if own.router != "none":
+    if own.routes_inside:
         yield "its encoder has a router inside"
     if own.quantize != "none":
         yield f"its encoder is quantised to {own.quantize}"

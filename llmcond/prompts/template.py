@@ -210,12 +210,12 @@ class Prompt:
         return self._router_obstacle(encoder)
 
     def _router_obstacle(self, encoder: EncoderIdentity) -> str:
-        if encoder.router == "csr" and "condition" in self.conditional.read:
+        if encoder.routes_inside and "condition" in self.conditional.read:
             return (
                 "it puts the condition into the text, and the encoder has a router for it "
                 "(--prompt routed)"
             )
-        if encoder.router == "csr" or encoder.pooling in ROUTED_POOLINGS or not self.routes:
+        if encoder.routes_inside or encoder.pooling in ROUTED_POOLINGS or not self.routes:
             return ""
         return (
             "its router weights the tokens' own states, and the encoder pools by "

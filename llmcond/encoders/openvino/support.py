@@ -47,7 +47,7 @@ def _reasons(
         f"OpenVINO is not installed ({install_command('openvino')})": not library.is_installed(),
         f"its architecture is {kind}": kind not in ARCHITECTURES,
         "its attention is causal": identity.attention != "bidirectional",
-        "a router acts inside its network": identity.router != "none",
+        "a router acts inside its network": identity.routes_inside,
         f"it pools by {identity.pooling}": pooling.takes == "all" or pooling.part == "latent",
         "its weights are not those of its files": not whole,
         "OpenVINO does not compute float16 on a CPU": identity.dtype == "float16",
