@@ -22,6 +22,7 @@ from llmcond.encoders.loading.device import default_token_budget
 from llmcond.encoders.loading.loading import check_parts
 from llmcond.encoders.loading.memory import available, footprint
 from llmcond.encoders.options import STATED
+from llmcond.encoders.poolings import pooling_named
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Dtype, EncoderIdentity, EncoderInput
 
@@ -56,10 +57,10 @@ def samples(resolved: ResolvedEncoder, inputs: Sequence[tuple[str, EncoderInput]
     check_ids(rows, len(token_embeddings(build_on_meta(config))), checkpoint.name)
     found = []
     for (label, item), row in zip(inputs, rows, strict=True):
-        routed = item.router is not None and identity.router == "none"
-        pooling = "mean" if routed else identity.pooling
-        last = row.first + 1 if pooling in ("cls", "pooler") else row.last
-        first = last - 1 if pooling == "last" else row.first
+        routed = item.router is not None and not identity.routes_inside
+        pooling = pooling_named("mean" if routed else identity.pooling)
+        first, last = pooling.tokens(row.first, row.last, len(row.ids))
+        first, last = max(first, row.first), min(last, row.last)
         pooled = [first <= position < last for position in range(len(row.ids))]
         found.append(Sample(label, tokenizer.strings(row), pooled))
     return found

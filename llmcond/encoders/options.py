@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from llmcond import plugins
+from llmcond.encoders.poolings import POOLINGS
 from llmcond.encoders.spec import (
     Attention,
     Dtype,
     EncoderIdentity,
     LongTexts,
-    Pooling,
     PoolOver,
     Quantize,
     RouterMode,
@@ -69,7 +69,7 @@ class EncoderOptions:
     )
     pooling: str | None = _option(
         metavar="POOLING",
-        help=f"{', '.join(get_args(Pooling))}, or a function of your own, FILE.py:NAME or "
+        help=f"{', '.join(POOLINGS)}, or a function of your own, FILE.py:NAME or "
         "MODULE:NAME (default: the model's own)",
     )
     pool_over: PoolOver | None = _option(
@@ -159,7 +159,7 @@ def _literals(hint: Any) -> tuple[str, ...]:
 _HINTS = get_type_hints(EncoderOptions)
 #: Legal values of the options that have choices.
 CHOICES = {name: legal for name, hint in _HINTS.items() if (legal := _literals(hint))}
-CHOICES["pooling"] = get_args(Pooling)
+CHOICES["pooling"] = tuple(POOLINGS)
 #: The options that decide vectors and are as the model has them if left open, with their types:
 #: what training records of an encoder.
 MODEL_SETTINGS: dict[str, type] = {

@@ -22,6 +22,7 @@ from llmcond.encoders.checkpoints.settings import (
 from llmcond.encoders.known import default_prompt, joint_prompt
 from llmcond.encoders.openvino.architectures import ARCHITECTURES
 from llmcond.encoders.options import EncoderOptions, check_choice
+from llmcond.encoders.poolings import pooling_named
 from llmcond.encoders.spec import (
     RELEASED,
     TOKENIZER_DECIDES,
@@ -30,7 +31,6 @@ from llmcond.encoders.spec import (
     EncoderIdentity,
     PoolOver,
     Runtime,
-    pools_chosen_tokens,
 )
 from llmcond.errors import UserError
 from llmcond.system import choose_device, native_bfloat16
@@ -76,7 +76,10 @@ class ResolvedEncoder:
         A token's vector is decided by what stands before it in a causal encoder only. And what is
         pooled must be computed for each input by itself, as the last token is.
         """
-        exact = self.identity.attention == "causal" and self.identity.pooling == "last"
+        exact = (
+            self.identity.attention == "causal"
+            and pooling_named(self.identity.pooling).takes == "last"
+        )
         return self.options.share_prefixes and exact
 
     def each_member(self) -> list[ResolvedEncoder]:
@@ -89,7 +92,7 @@ class ResolvedEncoder:
     @property
     def default_prompt(self) -> str:
         """Return the bundled prompt that suits the model as it is."""
-        if self.checkpoint.stated or self.identity.router == "csr":
+        if self.checkpoint.stated or self.identity.routes_inside:
             return self.joint_prompt  # it was trained to read sentence and condition together
         return default_prompt(self.identity.instruction_format, self.identity.pooling)
 
@@ -99,7 +102,7 @@ class ResolvedEncoder:
 
         Or those that have a router.
         """
-        if self.identity.router == "csr":
+        if self.identity.routes_inside:
             return "routed"
         return joint_prompt(self.identity.instruction_format)
 
@@ -135,7 +138,7 @@ def settle(
         UserError: an option that the model cannot have.
     """
     stated = {**stated_beside(checkpoint), **checkpoint.stated}
-    if options.pooling in ("cls", "pooler", "latent"):
+    if options.pooling is not None and not pooling_named(options.pooling).counts:
         stated.pop("pool_over", None)  # it went with another pooling
     options = replace(
         options, **{key: value for key, value in stated.items() if getattr(options, key) is None}
@@ -175,8 +178,8 @@ def settle(
         long_texts=options.long_texts,
         **router,
     )
-    one = identity.router == "csr" and not released and identity.router_layers == 1
-    if one and pooling in ("cls", "pooler", "last"):
+    one = identity.routes_inside and not released and identity.router_layers == 1
+    if one and pooling_named(pooling).takes in ("first", "last"):
         raise UserError(
             f"router_layers is 1, and {checkpoint.name} pools by {pooling}: all that the router "
             "could change is the weight of one token. Give --router-layers 3, or --pooling mean."
@@ -341,7 +344,7 @@ def _pool_over(checkpoint: Checkpoint, options: EncoderOptions, pooling: str) ->
     given = options.pool_over or own
     if given == "after-instruction":
         check_choice("pool_over", given, tuple({"all", "text", own}))
-    if given == "text" and not pools_chosen_tokens(pooling):
+    if given == "text" and not pooling_named(pooling).counts:
         raise UserError(
             f"pool_over is 'text', but {checkpoint.name} pools by {pooling}, which knows one token "
             "only or has a rule of its own. It goes with --pooling mean or last."

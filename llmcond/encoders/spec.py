@@ -10,17 +10,11 @@ from typing import Any, Literal
 
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_bytes
-from llmcond.plugins import is_plugin
 
-#: ``pooler`` is the checkpoint's own dense layer on its first token, as SimCSE uses it;
-#: ``latent`` the mean of what NV-Embed-v2's latent attention makes of the tokens.
-Pooling = Literal["cls", "mean", "last", "pooler", "latent"]
 #: ``after-instruction`` is NV-Embed-v2's own count; any encoder can have the others.
 PoolOver = Literal["all", "text", "after-instruction"]
-#: Poolings of encoders whose token states lie in one space with the vectors of texts.
-ROUTED_POOLINGS: tuple[Pooling, ...] = ("mean", "cls", "last")
 #: Where another text weights the tokens of an input: as they are pooled, or (``csr``) inside the
-#: last layers of the network; see :mod:`llmcond.encoders.engine.csr`.
+#: last layers of the network; see :mod:`llmcond.encoders.routers.csr`.
 RouterPlace = Literal["none", "csr"]
 #: What CSR compares, of the condition's first token (of a causal encoder its last) and of the
 #: sentence's tokens. ``paper``: its query in the last layer, and their keys (section 2). ``hidden``
@@ -161,11 +155,6 @@ class InputError(UserError):
         self.item = item
 
 
-def pools_chosen_tokens(pooling: str) -> bool:
-    """Return whether a pooling goes by which tokens count (``pool_over``, contexts)."""
-    return pooling in ("mean", "last") or is_plugin(pooling)
-
-
 def plan_inputs(inputs: Sequence[EncoderInput], *, by_prefix: bool) -> list[int]:
     """Return the order in which inputs are best encoded, as positions.
 
@@ -222,6 +211,11 @@ class EncoderIdentity:
     router_layers: int = 3
     router_strength: float = 1.0
     runtime: Runtime = "torch"
+
+    @property
+    def routes_inside(self) -> bool:
+        """Return whether the routers of inputs act inside the encoder, not as tokens are pooled."""
+        return self.router != "none"
 
     @property
     def fingerprint(self) -> str:

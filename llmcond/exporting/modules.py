@@ -16,6 +16,7 @@ from llmcond.encoders.checkpoints.weights import all_weights
 from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.encoders.loading.loading import load_model
+from llmcond.encoders.poolings import pooling_named
 from llmcond.encoders.resolve import ResolvedEncoder, encoder_types
 from llmcond.errors import UserError
 from llmcond.exporting.tokenizers import Around, around, write_tokenizer
@@ -28,8 +29,6 @@ from llmcond.runs.embedder import Embedder
 
 TensorLayer: TypeAlias = DenseLayer[Tensor]
 
-#: The pooling modules of sentence-transformers, by our names.
-_POOLINGS = {"cls": "cls_token", "mean": "mean_tokens", "last": "lasttoken", "pooler": "cls_token"}
 #: Its settings in the form that other servers read as well.
 _MODES = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens",
           "lasttoken")  # fmt: skip
@@ -91,7 +90,7 @@ def check_plain(embedder: Embedder) -> None:
     checkpoint, own = embedder.encoder.resolved.checkpoint, embedder.encoder.identity
     for reason in _obstacles(embedder):
         raise NotPlainError(reason)
-    if own.pooling not in _POOLINGS:
+    if not pooling_named(own.pooling).module:
         raise NotPlainError(f"{checkpoint.name} pools by {own.pooling}")
     if embedder.head is not None and not embedder.head.compares_by_cosine:
         raise NotPlainError(f"the head {embedder.name} compares embeddings not by their cosine")
@@ -110,7 +109,7 @@ def _obstacles(embedder: Embedder) -> Iterator[str]:
         yield f"the prompt {prompt.name} subtracts a vector that the sentence changes"
     if embedder.encoder.resolved.checkpoint.members:
         yield "its encoder is an ensemble"
-    if own.router != "none":
+    if own.routes_inside:
         yield "its encoder has a router inside"
     if own.quantize != "none":
         yield f"its encoder is quantised to {own.quantize}"
@@ -200,7 +199,7 @@ def write_modules(
     first = next(iter(made.around.values()))
     write_tokenizer(tokenizer, first.before, first.after, identity.max_length, folder)
     dense = _write_network(folder, resolved)
-    pooled = f"pooling_mode_{_POOLINGS[identity.pooling]}"
+    pooled = f"pooling_mode_{pooling_named(identity.pooling).module}"
     kinds: list[tuple[str, Any]] = [("Transformer", None), ("Pooling", None)]
     kinds += [("Dense", layer) for layer in dense]
     scale = any(map(_needs_scale, made.layers.values()))
@@ -258,7 +257,7 @@ def _write_network(folder: Path, resolved: ResolvedEncoder) -> list[TensorLayer]
         DenseLayer(linear.weight, linear.bias, kinds[type(behind)])
         for linear, behind in zip(own[::2], own[1::2], strict=True)
     ]
-    if identity.pooling == "pooler":
+    if pooling_named(identity.pooling).part == "pooler":
         pooler = loaded.network.pooler.dense
         dense = [DenseLayer(pooler.weight, pooler.bias, "tanh"), *dense]
     dtype = identity.dtype

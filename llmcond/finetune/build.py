@@ -11,13 +11,13 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from llmcond.encoders.checkpoints.checkpoint import settings_files
-from llmcond.encoders.engine.csr import HeavyRouter
 from llmcond.encoders.engine.engine import Engine, is_out_of_memory, try_engine
 from llmcond.encoders.engine.interface import OutOfMemoryError
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.encoders.loading.loading import load_model
 from llmcond.encoders.resolve import ResolvedEncoder
+from llmcond.encoders.routers.inside import passes_of
 from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.finetune.settings import TuneSettings
 from llmcond.finetune.targets import add_adapters
@@ -122,9 +122,7 @@ def load_trainable(resolved: ResolvedEncoder, settings: TuneSettings, seed: int)
     adapted = None if settings.full else add_adapters(loaded.network, settings, name)
     if settings.full:
         loaded.network.requires_grad_(True)
-    if identity.router_mode == "heavy":
-        own = loaded.network.csr_router or HeavyRouter(identity.router_layers, config.hidden_size)
-        loaded.network.csr_router = own.to(resolved.device).requires_grad_(True)
+    passes_of(identity).train_weights(loaded.network, identity, resolved.device)
     engine = try_engine(loaded, resolved, tokenizer.pad_id, frozen=False)
     if settings.gradient_checkpointing:
         _checkpoint_gradients(loaded.network, name)

@@ -13,6 +13,7 @@ from llmcond.encoders.checkpoints.weights import all_weights
 from llmcond.encoders.known import find_model
 from llmcond.encoders.options import MODEL_SETTINGS
 from llmcond.encoders.resolve import ResolvedEncoder
+from llmcond.encoders.routers.inside import passes_of
 from llmcond.files import read_json, replacing, write_json
 from llmcond.finetune.build import Trainable
 from llmcond.finetune.state import write_tensors
@@ -51,10 +52,10 @@ def save_encoder(
         )
     else:
         _save_adapter(trainable, model, folder)
-    router = getattr(trainable.network, "csr_router", None)
-    if router is not None:
-        write_tensors(folder / ROUTER, router.state_dict(), _OURS)
     identity, known = resolved.identity, resolved.checkpoint.known
+    router = passes_of(identity).weights(trainable.network)
+    if router:
+        write_tensors(folder / ROUTER, router, _OURS)
     tuned = Tuned(
         base=None if whole else model,
         revision=None if whole else _commit(resolved),

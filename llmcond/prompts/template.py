@@ -16,14 +16,13 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from llmcond.config import STRICT, build, check_name, find_toml, read_toml
+from llmcond.encoders.poolings import ROUTED_POOLINGS, pooling_named
 from llmcond.encoders.spec import (
-    ROUTED_POOLINGS,
     TOKENIZER_DECIDES,
     EncoderIdentity,
     EncoderInput,
     Router,
     Span,
-    pools_chosen_tokens,
 )
 from llmcond.errors import UserError, nearest
 from llmcond.files import digest_text
@@ -203,7 +202,7 @@ class Prompt:
             return self._router_obstacle(encoder)
         if encoder.special_tokens != TOKENIZER_DECIDES:
             return "it gives a context, and the encoder reads one text only, not a pair"
-        if not pools_chosen_tokens(encoder.pooling):
+        if not pooling_named(encoder.pooling).counts:
             return (
                 "it pools over the text's own tokens, and the encoder pools by "
                 f"{encoder.pooling} (--pooling mean)"
@@ -211,12 +210,12 @@ class Prompt:
         return self._router_obstacle(encoder)
 
     def _router_obstacle(self, encoder: EncoderIdentity) -> str:
-        if encoder.router == "csr" and "condition" in self.conditional.read:
+        if encoder.routes_inside and "condition" in self.conditional.read:
             return (
                 "it puts the condition into the text, and the encoder has a router for it "
                 "(--prompt routed)"
             )
-        if encoder.router == "csr" or encoder.pooling in ROUTED_POOLINGS or not self.routes:
+        if encoder.routes_inside or encoder.pooling in ROUTED_POOLINGS or not self.routes:
             return ""
         return (
             "its router weights the tokens' own states, and the encoder pools by "

@@ -73,7 +73,7 @@ def train_cross(  # noqa: PLR0913 - each is a choice of the user, by keyword
     options = replace(options, normalize=bool(options.normalize))
     resolved = resolve_trainable(model, options, tuning, merge)
     check_folds(stage, model, resolved, dataset)
-    if resolved.identity.router == "csr":
+    if resolved.identity.routes_inside:
         raise UserError(
             "a cross-encoder reads the condition in its sequence, so that a router would have "
             "nothing to do. Leave out --router, or train an encoder that is without one."

@@ -184,7 +184,7 @@ def prepare(
     chosen = task_of(existing, task)
     dataset = None if existing else read_data(chosen, replace(data, extra=fields_of(named)))
     resolved = resolve(model, options) if cluster is None else _for_actors(model, options, cluster)
-    routes = resolved.identity.router == "csr" and find_kind(chosen.kind).has_conditions
+    routes = resolved.identity.routes_inside and find_kind(chosen.kind).has_conditions
     default = None if routes else chosen.prompt
     taken = named or [load_prompt(default) if default else _usual_prompt(resolved)]
     check_prompts(taken, resolved, chosen)
@@ -284,17 +284,17 @@ def check_routed(
     prompts: Sequence[Prompt], options: EncoderOptions, task: AnyTask[Any] | None = None
 ) -> None:
     """Raise a UserError for a router inside the encoder that no prompt gives anything to do."""
-    if options.router != "csr" or any(prompt.routes for prompt in prompts):
+    if options.router in (None, "none") or any(prompt.routes for prompt in prompts):
         return
     if task is not None and not find_kind(task.kind).has_conditions:
         raise UserError(
-            f"--router csr weights tokens by a condition, and the task {task.name} encodes "
-            "utterances, which have none. Leave out --router."
+            f"--router {options.router} weights tokens by a condition, and the task {task.name} "
+            "encodes utterances, which have none. Leave out --router."
         )
     several = len(prompts) > 1
     names = ", ".join(prompt.name for prompt in prompts)
     raise UserError(
-        f"--router csr would change nothing: the prompt{'s' * several} {names} "
+        f"--router {options.router} would change nothing: the prompt{'s' * several} {names} "
         f"{'name' if several else 'names'} no router. Give --prompt routed, or leave out --router."
     )
 

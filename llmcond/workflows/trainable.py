@@ -154,7 +154,7 @@ def chosen_head(
 
 def has_router(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> bool:
     """Return whether a router weighs tokens, inside the encoder or by a prompt."""
-    return resolved.identity.router == "csr" or any(prompt.routes for prompt in prompts)
+    return resolved.identity.routes_inside or any(prompt.routes for prompt in prompts)
 
 
 def check_unrouted(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None:

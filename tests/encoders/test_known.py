@@ -6,14 +6,15 @@ import pytest
 
 from llmcond.encoders import MODELS
 from llmcond.encoders.known import find_model, known_names, read_model
-from llmcond.encoders.spec import Attention, Pooling, PoolOver
+from llmcond.encoders.poolings import POOLINGS
+from llmcond.encoders.spec import Attention, PoolOver
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_values_are_legal(model):
     assert model.attention in get_args(Attention)
     assert model.poolings
-    assert set(model.poolings) <= set(get_args(Pooling))
+    assert set(model.poolings) <= POOLINGS.keys()
     assert model.pool_over in get_args(PoolOver)
     assert isinstance(model.architecture["model_type"], str)
     assert {type(model.dim), type(model.n_parameters)} == {int}

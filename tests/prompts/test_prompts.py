@@ -759,5 +759,5 @@ def test_a_router_that_cannot_be_is_refused(tmp_path: Path, changes: dict, said:
 @pytest.mark.parametrize("pooling", ["pooler", "latent"])
 def test_a_router_needs_the_tokens_own_states(pooling: str):
     identity = replace(IDENTITY, pooling=pooling)
-    assert "--pooling mean or cls or last" in load_prompt("routed").obstacle(identity)
+    assert "--pooling cls or mean or last" in load_prompt("routed").obstacle(identity)
     assert load_prompt("routed").obstacle(replace(IDENTITY, pooling="mean")) == ""

@@ -23,7 +23,7 @@ from llmcond.plugins import is_plugin
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-#: The weights of a heavy router; see :class:`llmcond.encoders.engine.csr.HeavyRouter`.
+#: The weights of a router inside the encoder; see :mod:`llmcond.encoders.routers`.
 ROUTER = "router.safetensors"
 #: What training records of an encoder: see :class:`Tuned`.
 TUNED = "encoder.json"

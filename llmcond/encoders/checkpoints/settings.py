@@ -6,11 +6,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from llmcond.encoders.checkpoints.checkpoint import Checkpoint, kind_of, read_settings
 from llmcond.encoders.known import known_names
-from llmcond.encoders.spec import TOKENIZER_DECIDES, Attention, Pooling
+from llmcond.encoders.poolings import POOLINGS
+from llmcond.encoders.spec import TOKENIZER_DECIDES, Attention
 from llmcond.errors import UserError, did_you_mean
 from llmcond.plugins import is_plugin
 
@@ -73,7 +74,9 @@ class Settings:
             on = (key for key, value in self.pooling_config.items() if value is True)
             modes = [key for key in on if key.startswith("pooling_mode_")]
         names = modes if isinstance(modes, list) else [modes] if isinstance(modes, str) else []
-        return "+".join(_OLD_POOLING_NAMES.get(str(name), str(name)) for name in names)
+        return "+".join(
+            _POOLING_MODES.get(str(name).removeprefix("pooling_mode_"), str(name)) for name in names
+        )
 
     @property
     def normalize(self) -> bool | None:
@@ -141,12 +144,8 @@ class Settings:
         return f"{first} {{text}} {last}" if adds_first else f"{{text}} {last}"
 
 
-_OLD_POOLING_NAMES: dict[str, Pooling] = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
-    "lasttoken": "last",
-}
+#: The poolings that are modules of sentence-transformers, by its names for them.
+_POOLING_MODES = {pooling.module: name for name, pooling in POOLINGS.items() if pooling.routed}
 
 
 def _content(token: Any) -> str | None:
@@ -315,7 +314,7 @@ def pooling_of(checkpoint: Checkpoint, settings: Settings, given: str | None) ->
         UserError: one that the model may not be pooled by, or that we do not have.
     """
     known = checkpoint.known
-    legal = known.poolings if known else tuple(p for p in get_args(Pooling) if p != "latent")
+    legal = known.poolings if known else tuple(p for p in POOLINGS if p != "latent")
     if given is not None and is_plugin(given) and "latent" not in legal:
         from llmcond.encoders.engine.pooling import identify_pooling
 

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from llmcond.encoders.checkpoints.adapter import ROUTER, counted
+from llmcond.encoders.checkpoints.adapter import counted
 from llmcond.encoders.checkpoints.checkpoint import (
     NOT_OURS,
     WEIGHT_FILES,
@@ -19,9 +19,9 @@ from llmcond.encoders.checkpoints.checkpoint import (
     check_dense,
     weight_files,
 )
-from llmcond.encoders.engine.csr import HeavyRouter
 from llmcond.encoders.loading.architecture import build_on_meta, load_config, network_class
 from llmcond.encoders.loading.device import TORCH_DTYPES
+from llmcond.encoders.poolings import pooling_named
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.errors import LlmcondError, first_line
 from llmcond.files import digest_bytes
@@ -67,7 +67,7 @@ def read_network(resolved: ResolvedEncoder, config: Any, arguments: dict[str, An
         weights_only=True,
         **arguments,
     )
-    needs_pooler = resolved.identity.pooling == "pooler"
+    needs_pooler = pooling_named(resolved.identity.pooling).part == "pooler"
     missing = [
         key for key in report["missing_keys"] if needs_pooler or not key.startswith("pooler.")
     ]
@@ -128,27 +128,6 @@ def _drawn(resolved: ResolvedEncoder, config: Any, device: str) -> Iterator[tupl
     dtype = TORCH_DTYPES[resolved.identity.dtype]
     for name, value in build_on_meta(config).state_dict().items():
         yield name, _Drawn(name, value.shape, dtype, device)
-
-
-def load_router(resolved: ResolvedEncoder, width: int) -> HeavyRouter | None:
-    """Load the weights of a heavy router, for states of a ``width``; None if there are none yet.
-
-    Raises:
-        LlmcondError: they cannot be read, or are of another encoder.
-    """
-    checkpoint, layers = resolved.checkpoint, resolved.identity.router_layers
-    path = (checkpoint.adapter or checkpoint.folder) / ROUTER
-    if not path.is_file():
-        return None
-    router = HeavyRouter(layers, width)
-    try:
-        router.load_state_dict(load_file(path))
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise LlmcondError(
-            f"{path} holds no router of {layers} layers and {width} dimensions. Copy it anew, or "
-            "give the --router-layers that it was trained with."
-        ) from error
-    return router.requires_grad_(False)
 
 
 def load_dense(resolved: ResolvedEncoder, width: int) -> tuple[nn.Sequential, int]:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -22,8 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llmcond.encoders.engine import attention, varlen
-from llmcond.encoders.engine.batching import STEP, Batch, pack, pack_shared, plan_batches
-from llmcond.encoders.engine.csr import Csr, CsrQuery
+from llmcond.encoders.engine.batching import STEP, pack, pack_shared, plan_batches
 from llmcond.encoders.engine.forward import (
     Forward,
     PackedForward,
@@ -34,7 +34,6 @@ from llmcond.encoders.engine.forward import (
 from llmcond.encoders.engine.interface import (
     OutOfMemoryError,
     Pooled,
-    Routes,
     check_ids,
     n_routes,
 )
@@ -53,14 +52,13 @@ from llmcond.encoders.loading.device import (
 from llmcond.encoders.loading.direction import check_direction
 from llmcond.encoders.loading.loading import LoadedModel, load_model
 from llmcond.encoders.loading.memory import tokens_that_fit
+from llmcond.encoders.poolings import pooling_named
 from llmcond.encoders.resolve import ResolvedEncoder
-from llmcond.encoders.spec import RELEASED
+from llmcond.encoders.routers.inside import passes_of
 from llmcond.errors import LlmcondError, first_line
 from llmcond.system import to_device
 
 _log = logging.getLogger(__name__)
-#: What weights the tokens of an input: of routed pooling, or of a router inside the encoder.
-Route = Routes | CsrQuery
 
 #: How far the vectors of packed inputs may be from those in padded rows, as a share of their norm.
 #: Rounding stays well below; texts that see each other, or wrong positions, go well above.
@@ -92,6 +90,8 @@ class Engine:
         device, out: where token ids are put, and where vectors are given.
         ahead: batches that are begun before the vectors of one are waited for. A GPU computes one
             while those of the batch before are copied back, and the next is prepared.
+        passes: the forward passes of batches.
+        inside, reads_routers: as :class:`llmcond.encoders.engine.forward.Passes` has them.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Engine:
         self.ahead = 1 if self.out.type == "cuda" else 0
         self._runtime = Runtime(
             network=model.network,
-            pooling=self.identity.pooling,
+            pooling=pooling_named(self.identity.pooling),
             pool=find_pooling(self.identity.pooling),
             attention=self.identity.attention,
             # A token that was added for padding often has no embedding; padding is masked, so any
@@ -139,8 +139,8 @@ class Engine:
         # the memory.
         self._device_lock = nullcontext() if self.out.type == "cpu" else threading.Lock()
         self._can_pack = _attends_by_interface(model.network)
-        csr = self.identity.router == "csr"
-        self._csr = Csr(model.network, self.identity, self._name) if csr else None
+        self.passes = passes_of(self.identity)(model.network, self.identity, self._name)
+        self.inside, self.reads_routers = self.passes.inside, self.passes.reads_routers
         self.packs = self._choose_packing()
         # Products in 16 bit are prepared for each number of rows; in training all may be in 16 bit.
         in_16_bit = self.identity.dtype != "float32" or not frozen
@@ -153,7 +153,7 @@ class Engine:
         self,
         rows: Sequence[Tokens],
         before_batch: Callable[[], None] = lambda: None,
-        routes: Sequence[Route] = (),
+        routes: Sequence[Any] = (),
         *,
         queries: bool = False,
     ) -> Iterator[Pooled]:
@@ -196,7 +196,7 @@ class Engine:
         rows: Sequence[Tokens],
         *,
         padded: bool = False,
-        routes: Sequence[Route] = (),
+        routes: Sequence[Any] = (),
         queries: bool = False,
     ) -> Tensor:
         """Return the vectors of inputs, (n, dim) in float32, with their gradients.
@@ -240,16 +240,17 @@ class Engine:
         budget: int,
         *,
         padded: bool = False,
-        routes: Sequence[Route] = (),
+        routes: Sequence[Any] = (),
         queries: bool = False,
     ) -> Iterator[tuple[list[int], Forward]]:
         """Yield batches, those that are padded first."""
+        forward = partial(self.passes.forward, self._runtime, queries=queries)
         packs = self.packs and not padded and not (routes and self.reads_routers)
         apart = [i for i in waiting if not packs or len(rows[i].ids) > self._longest]
         for batch in plan_batches([len(rows[i].ids) for i in apart], budget):
             inputs = [apart[index] for index in batch]
             own = [routes[i] for i in inputs] if routes else []
-            yield inputs, self._padded([rows[i] for i in inputs], own, queries=queries)
+            yield inputs, forward([rows[i] for i in inputs], routes=own)
         rest = sorted(set(waiting) - set(apart))
         chosen, own = [rows[i] for i in rest], [routes[i] for i in rest] if routes else []
         # Several tokens of a routed input are pooled, which may be those of a prefix.
@@ -259,32 +260,7 @@ class Engine:
             batches = pack([len(row.ids) for row in chosen], budget) if chosen else []
         for packed in batches:
             inputs = [rest[place] for place in packed.inputs]
-            yield inputs, self._packed(packed, chosen, own, queries=queries)
-
-    # Of its own router inside the encoder, or as any: see Csr.
-
-    def _padded(
-        self, rows: Sequence[Tokens], routes: Sequence[Any] = (), *, queries: bool = False
-    ) -> PaddedForward:
-        if self._csr and queries:
-            return self._csr.capture_padded(self._runtime, rows)
-        if self._csr and routes:
-            return self._csr.padded(self._runtime, rows, _tensors(routes))
-        return PaddedForward(self._runtime, rows, routes)
-
-    def _packed(
-        self,
-        batch: Batch,
-        rows: Sequence[Tokens],
-        routes: Sequence[Any] = (),
-        *,
-        queries: bool = False,
-    ) -> PackedForward:
-        if self._csr and queries:
-            return self._csr.capture_packed(self._runtime, batch, rows)
-        if self._csr and routes:
-            return self._csr.packed(self._runtime, batch, rows, _tensors(routes))
-        return PackedForward(self._runtime, batch, rows, routes)
+            yield inputs, forward(chosen, packed, own)
 
     @property
     def kernel_name(self) -> str:
@@ -293,16 +269,6 @@ class Engine:
             return "scaled_dot_product_attention, padded"
         kernel = self._runtime.kernel
         return "scaled_dot_product_attention" if kernel is None else kernel.__name__
-
-    @property
-    def inside(self) -> bool:
-        """Return whether routers act inside the network, where each needs a pass of its own."""
-        return self._csr is not None
-
-    @property
-    def reads_routers(self) -> bool:
-        """Return whether routers are read along with each input, and have no query of their own."""
-        return self._csr is not None and self._csr.mode in RELEASED
 
     def _begin(self, inputs: Sequence[int], forward: Forward, *, queries: bool) -> _Begun | None:
         """Return a batch that is being computed, None if there is not enough memory for it."""
@@ -406,21 +372,18 @@ class Engine:
     def _routes_as(self, rows: Sequence[Tokens], most: float) -> bool:
         """Return whether packed inputs under routers get the vectors of padded ones."""
         rows = [row for row in rows for _ in range(2)]
-        captured = self._padded([*rows[1:], rows[0]], queries=True)
+        runtime, passes = self._runtime, self.passes
+        captured = passes.forward(runtime, [*rows[1:], rows[0]], queries=True)
         captured.prepare()
         queries = list(captured.pooled())
-        padded = self._padded(rows, queries)
+        padded = passes.forward(runtime, rows, routes=queries)
         (batch,) = pack([len(row.ids) for row in rows], 1_000)
-        packed = self._packed(batch, rows, queries)
+        packed = passes.forward(runtime, rows, batch, queries)
         padded.prepare()
         packed.prepare()
         wanted = padded.pooled()[list(batch.inputs)]
         apart = (packed.pooled() - wanted).norm(dim=1)
         return bool((apart <= most * wanted.norm(dim=1)).all())
-
-
-def _tensors(queries: Sequence[Any]) -> list[CsrQuery]:
-    return [torch.from_numpy(one) if isinstance(one, np.ndarray) else one for one in queries]
 
 
 def _attends_by_interface(network: Any) -> bool:

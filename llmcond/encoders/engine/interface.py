@@ -60,20 +60,15 @@ class AnyEngine(Protocol):
     Attributes:
         dim: size of its vectors.
         budget: the most tokens that one batch has.
+        inside: whether routers act inside the network, where each needs a pass of its own.
+        reads_routers: whether routers are read along with each input, and have no query of their
+            own.
     """
 
     dim: int
     budget: int
-
-    @property
-    def inside(self) -> bool:
-        """Return whether routers act inside the network, where each needs a pass of its own."""
-        ...
-
-    @property
-    def reads_routers(self) -> bool:
-        """Return whether routers are read along with each input, and have no query of their own."""
-        ...
+    inside: bool
+    reads_routers: bool
 
     def run(
         self,

@@ -1,7 +1,7 @@
 """Poolings: from the token vectors of an input to one vector.
 
-Built in (:data:`POOLINGS`): ``cls``, ``mean``, ``last``, ``pooler`` and ``latent``. Any other is a
-function of the user's own, named ``my_pooling.py:attention_sink`` or ``package.module:name``::
+Those that are built in are listed in :mod:`llmcond.encoders.poolings`. Any other is a function of
+the user's own, named ``my_pooling.py:attention_sink`` or ``package.module:name``::
 
     def attention_sink(hidden: Tensor, counted: Tensor) -> Tensor:
         return hidden[0] + hidden[counted].mean(dim=0)
@@ -13,16 +13,15 @@ count by ``pool_over``, (tokens,) bool; and returns (dim,).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from llmcond import plugins
 from llmcond.encoders.engine.interface import Routes
-from llmcond.encoders.spec import Pooling
+from llmcond.encoders.poolings import POOLINGS
 from llmcond.errors import UserError, first_line
 from llmcond.files import digest_bytes
 from llmcond.system import to_device
@@ -112,15 +111,8 @@ def _routed_at_once(
     return found
 
 
-#: Part of the network are ``pooler``'s dense layer behind the first token, and the latent attention
-#: of ``latent`` behind every token.
-POOLINGS: dict[Pooling, PoolBatch] = {
-    "cls": first_token,
-    "mean": mean,
-    "last": last_token,
-    "pooler": first_token,
-    "latent": mean,
-}
+#: By what a pooling takes. The part of the network that it needs is behind the states already.
+_FUNCTIONS: Mapping[str, PoolBatch] = {"first": first_token, "last": last_token, "mean": mean}
 
 
 def find_pooling(name: str) -> PoolBatch:
@@ -130,7 +122,7 @@ def find_pooling(name: str) -> PoolBatch:
         UserError: it is a user's own that was not named, or has changed since it was recorded.
     """
     if not plugins.is_plugin(name):
-        return POOLINGS[cast(Pooling, name)]
+        return _FUNCTIONS[POOLINGS[name].takes]
     identify_pooling(name, "the encoder")
     return _by_input(plugins.recorded(name.partition("@")[0], "the encoder"), name)
 

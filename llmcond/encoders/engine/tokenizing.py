@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
+from llmcond.encoders.poolings import pooling_named
 from llmcond.encoders.spec import (
     TOKENIZER_DECIDES,
     EncoderIdentity,
     EncoderInput,
     InputError,
     Span,
-    pools_chosen_tokens,
 )
 from llmcond.errors import UserError, first_line
 
@@ -258,7 +258,7 @@ class InputTokenizer:
                 "pair of context and text. Use a prompt with an instruction (cond), or one that "
                 "joins both."
             )
-        if not pools_chosen_tokens(pooling):
+        if not pooling_named(pooling).counts:
             raise UserError(
                 f"{self._name} pools by {pooling}, and an input with a context is pooled over its "
                 "text's own tokens. Choose --pooling mean, or a prompt without a context."

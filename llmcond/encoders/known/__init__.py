@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmcond.encoders.spec import TOKENIZER_DECIDES, Attention, Pooling, PoolOver
+from llmcond.encoders.spec import TOKENIZER_DECIDES, Attention, PoolOver
 
 #: Every encoder is padded on the right, whatever its own code does: positions then start at the
 #: first token for every architecture. With rotary positions either side gives the same vectors.
@@ -57,7 +57,7 @@ class KnownModel:
     n_parameters: int
     licence: str
     attention: Attention
-    poolings: tuple[Pooling, ...]
+    poolings: tuple[str, ...]
     architecture: Mapping[str, Any] = field(repr=False)
     alias: str = ""
     package: Package | None = None

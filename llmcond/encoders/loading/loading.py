@@ -10,19 +10,16 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from llmcond.encoders.checkpoints.adapter import attach, inject
+from llmcond.encoders.checkpoints.adapter import ROUTER, attach, inject
 from llmcond.encoders.checkpoints.checkpoint import check_dense, fetch_weights
-from llmcond.encoders.checkpoints.weights import (
-    check_size,
-    load_dense,
-    load_router,
-    read_network,
-)
+from llmcond.encoders.checkpoints.weights import check_size, load_dense, read_network
 from llmcond.encoders.loading.architecture import build_on_meta, quiet
 from llmcond.encoders.loading.device import TORCH_DTYPES
 from llmcond.encoders.loading.memory import Footprint, available, footprint, release
 from llmcond.encoders.loading.quantization import installed, quantization, require
+from llmcond.encoders.poolings import pooling_named
 from llmcond.encoders.resolve import ResolvedEncoder
+from llmcond.encoders.routers.inside import passes_of
 from llmcond.encoders.spec import Quantize
 from llmcond.errors import LlmcondError, first_line
 from llmcond.files import gib
@@ -83,9 +80,8 @@ def load_model(resolved: ResolvedEncoder, config: Any) -> LoadedModel:
         block.fold()
     if "device_map" not in arguments:
         network = network.to(resolved.device)
-    if identity.router_mode == "heavy":
-        router = load_router(resolved, int(config.hidden_size))
-        network.csr_router = None if router is None else router.to(resolved.device)
+    weights = (checkpoint.adapter or checkpoint.folder) / ROUTER
+    passes_of(identity).load_weights(network, identity, weights, resolved.device)
     network = network.eval().requires_grad_(False)
     dense, dim = load_dense(resolved, int(config.hidden_size))
     return LoadedModel(network, dense, dim)
@@ -131,7 +127,8 @@ def _read(
 
 
 def _drop_pooler(network: Any, resolved: ResolvedEncoder) -> None:
-    if resolved.identity.pooling != "pooler" and getattr(network, "pooler", None) is not None:
+    needed = pooling_named(resolved.identity.pooling).part == "pooler"
+    if not needed and getattr(network, "pooler", None) is not None:
         # Where its weights are missing, quantising leaves it broken; and it is not used.
         network.pooler = None
 

@@ -25,6 +25,7 @@ from llmcond.encoders.openvino.graph import STEP, PackedInputs, make_graph, pack
 from llmcond.encoders.openvino.library import import_openvino
 from llmcond.encoders.openvino.tokenizer import JsonTokenizer, can_read
 from llmcond.encoders.openvino.weights import CannotRunError, read_dense, read_tensors
+from llmcond.encoders.poolings import pooling_named
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.files import gib
 from llmcond.system import cpu_threads, free_memory
@@ -49,7 +50,8 @@ def load_engines(resolved: ResolvedEncoder) -> tuple[InputTokenizer, list[OpenVi
     """
     checkpoint = resolved.checkpoint
     config = read_settings(checkpoint.folder / "config.json", {})
-    needed = bytes_needed(config, pooler=resolved.identity.pooling == "pooler")
+    pooling = pooling_named(resolved.identity.pooling)
+    needed = bytes_needed(config, pooler=pooling.part == "pooler")
     if needed > free_memory():
         raise CannotRunError(f"it needs {gib(needed)} of memory")
     fetch_weights(checkpoint)
@@ -90,7 +92,8 @@ class OpenVinoEngine:
         openvino = import_openvino()
         self._identity, self._name = resolved.identity, resolved.checkpoint.name
         config = read_settings(resolved.checkpoint.folder / "config.json", {})
-        pooler = self._identity.pooling == "pooler"
+        self._pooling = pooling_named(self._identity.pooling)
+        pooler = self._pooling.part == "pooler"
         tensors = read_tensors(resolved.checkpoint, config, pooler=pooler)
         self._pooler = [tensors[f"pooler.dense.{name}"] for name in ("weight", "bias") if pooler]
         width = int(config["hidden_size"])
@@ -186,12 +189,11 @@ class OpenVinoEngine:
         if routes:
             counted = _counted(states, own, starts)
             return _routed(counted, [routes[index] for index in batch])
-        pooling = self._identity.pooling
-        if pooling == "mean":
+        if self._pooling.takes == "mean":
             return np.stack([tokens.mean(axis=0) for tokens in _counted(states, own, starts)])
-        last = pooling == "last"
+        last = self._pooling.takes == "last"
         pooled: Vectors = states[starts + [row.last - 1 if last else 0 for row in own]]
-        if pooling != "pooler":
+        if not self._pooler:
             return pooled
         weight, bias = self._pooler
         return _ACTIVATIONS["Tanh"](pooled @ weight.T + bias)

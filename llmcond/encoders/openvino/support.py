@@ -10,10 +10,10 @@ from llmcond.encoders.checkpoints.checkpoint import Checkpoint
 from llmcond.encoders.openvino import library
 from llmcond.encoders.openvino.architectures import ACTIVATIONS, ARCHITECTURES
 from llmcond.encoders.openvino.weights import CannotRunError, check_files
+from llmcond.encoders.poolings import pooling_named
 from llmcond.encoders.spec import EncoderIdentity
 from llmcond.errors import install_command
 
-_POOLINGS = ("mean", "cls", "last", "pooler")
 #: The settings of a config that change what a network computes, with the values that are computed.
 _SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ACTIVATIONS,
@@ -41,14 +41,14 @@ def _reasons(
     checkpoint: Checkpoint, identity: EncoderIdentity, config: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield every reason; each is looked for once those before it are not there."""
-    kind = str(config.get("model_type"))
+    kind, pooling = str(config.get("model_type")), pooling_named(identity.pooling)
     whole = identity.quantize == "none" and checkpoint.drawn_on is None
     refused = {
         f"OpenVINO is not installed ({install_command('openvino')})": not library.is_installed(),
         f"its architecture is {kind}": kind not in ARCHITECTURES,
         "its attention is causal": identity.attention != "bidirectional",
-        "a router acts inside its network": identity.router != "none",
-        f"it pools by {identity.pooling}": identity.pooling not in _POOLINGS,
+        "a router acts inside its network": identity.routes_inside,
+        f"it pools by {identity.pooling}": pooling.takes == "all" or pooling.part == "latent",
         "its weights are not those of its files": not whole,
         "OpenVINO does not compute float16 on a CPU": identity.dtype == "float16",
     }
@@ -58,7 +58,7 @@ def _reasons(
             yield f"its config.json has {key} = {config.get(key)!r}"
     if identity.dtype == "bfloat16" and not library.computes_bfloat16():
         yield "OpenVINO does not compute bfloat16 on this CPU"
-    pooler = identity.pooling == "pooler"
+    pooler = pooling.part == "pooler"
     try:
         for adapter in checkpoint.members or (checkpoint.adapter,):
             check_files(replace(checkpoint, adapter=adapter), config, pooler=pooler)

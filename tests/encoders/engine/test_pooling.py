@@ -10,7 +10,9 @@ from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderInput, EncoderOptions
 from llmcond.encoders.checkpoints.checkpoint import Checkpoint
 from llmcond.encoders.checkpoints.settings import Settings, pooling_of
+from llmcond.encoders.engine.pooling import find_pooling
 from llmcond.encoders.known import find_model
+from llmcond.encoders.poolings import POOLINGS
 from llmcond.errors import UserError
 from llmcond.runs import open_run
 from llmcond.workflows.extract import extract
@@ -128,3 +130,13 @@ def test_run_is_opened_for_encoding_only_where_its_pooling_was_named(
         open_run(tmp_path / "run").resolve_encoder("cpu")
     plugins.load(f"{source}:own_mean")
     assert open_run(tmp_path / "run").resolve_encoder("cpu")
+
+
+@pytest.mark.parametrize("name", POOLINGS)
+def test_a_pooling_reads_the_tokens_that_it_says(name):
+    states, counted = torch.randn(1, 6, 4), torch.tensor([[False, True, True, True, False, False]])
+    first, last = POOLINGS[name].tokens(1, 4, 6)
+    states.requires_grad_(True)
+    find_pooling(name)(states, counted, [6]).sum().backward()
+    read = states.grad[0].abs().sum(dim=1).nonzero()[:, 0].tolist()
+    assert read == list(range(first, last))

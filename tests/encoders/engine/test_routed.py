@@ -14,7 +14,8 @@ from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import UNIT, load_encoder
 from llmcond.encoders.engine import pooling
 from llmcond.encoders.engine.interface import Routes
-from llmcond.encoders.spec import ROUTED_POOLINGS, Router
+from llmcond.encoders.poolings import ROUTED_POOLINGS
+from llmcond.encoders.spec import Router
 from llmcond.encoders.threads import Concurrency
 from llmcond.errors import UserError
 from llmcond.features.extract import extract
@@ -162,7 +163,7 @@ def test_keys_hold_the_router_and_those_without_are_as_they_were():
 def test_a_pooling_that_leaves_the_tokens_space_is_refused(name, tmp_path):
     encoder = load(name, tmp_path)
     assert encoder.identity.pooling not in ROUTED_POOLINGS
-    with pytest.raises(UserError, match="--pooling mean or cls or last"):
+    with pytest.raises(UserError, match="--pooling cls or mean or last"):
         encoder.encode([routed("a text", "dogs")])
 
 

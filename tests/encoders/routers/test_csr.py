@@ -15,8 +15,8 @@ from transformers.masking_utils import sdpa_mask
 
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import load_encoder
-from llmcond.encoders.engine.csr import HeavyRouter
 from llmcond.encoders.engine.routing import embed_routed, router_inputs
+from llmcond.encoders.routers.csr import HeavyRouter
 from llmcond.encoders.spec import RELEASED, Router
 from llmcond.errors import LlmcondError, UserError
 
@@ -279,7 +279,7 @@ def test_a_changed_condition_changes_its_own_vectors_only(tmp_path):
 
 def test_equal_keys_have_equal_weights(tmp_path):
     encoder = load("simcse-bert", tmp_path, layers=1, pooling="mean")
-    csr = encoder.engine._csr
+    csr = encoder.engine.passes
     module = next(m for m in csr._layer_of if csr.routes(m))
     scores = csr.scores(module, torch.randn(2, 32), torch.ones(2, 5, 32))
     torch.testing.assert_close(scores.softmax(1), torch.full((2, 5), 0.2))
@@ -380,7 +380,7 @@ TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 )
 def test_layers_are_found_in_other_architectures(name, config, tmp_path):
     encoder = other(name, tmp_path, **config)
-    assert encoder.engine._csr.first == 1
+    assert encoder.engine.passes.first == 1
     items = [item for item in mixed(5) if len(item.text) < 100]
     found = encoder.encode_counted(items).vectors
     alone = np.concatenate([encoder.encode_counted([item]).vectors for item in items])

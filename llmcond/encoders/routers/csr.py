@@ -20,33 +20,39 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
 from llmcond.encoders.engine import attention
 from llmcond.encoders.engine.batching import Batch, flat
 from llmcond.encoders.engine.forward import (
+    Forward,
     PackedForward,
     PaddedForward,
+    Passes,
     Runtime,
     attention_plan,
-    filled,
+    plain_forward,
 )
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.encoders.spec import RELEASED, EncoderIdentity
-from llmcond.errors import UserError
+from llmcond.errors import LlmcondError, UserError
 from llmcond.system import to_device
-
-#: What routes one input: its condition's query, (d,), or for modes that read it, its tokens.
-CsrQuery = Tensor | Tokens
 
 Usual = Callable[[], Tensor]
 
 #: Of the norm of states, where a router changes them at all: in Gemma 4e-7, elsewhere over 0.05.
 _CHANGED = 1e-3
+
+
+#: The name that a network has its heavy router under.
+_ATTRIBUTE = "csr_router"
 
 
 class HeavyRouter(nn.Module):
@@ -64,12 +70,16 @@ class HeavyRouter(nn.Module):
         self.query, self.key = drawn(), drawn()
 
 
-class Csr:
-    """A network whose last layers have a router, and what it is run by.
+class CsrPasses(Passes):
+    """The forward passes of a network whose last layers have a router.
+
+    What routes an input is its condition's query, (d,), or for modes that read it, its tokens.
 
     Attributes:
         first: the first routed layer.
     """
+
+    inside = True
 
     def __init__(self, network: Any, identity: EncoderIdentity, name: str) -> None:
         """Find the network's layers, and prepare those that are routed.
@@ -79,7 +89,8 @@ class Csr:
         """
         self.mode, self._strength = identity.router_mode, identity.router_strength
         self._causal, self._name = identity.attention == "causal", name
-        self._heavy: HeavyRouter | None = getattr(network, "csr_router", None)
+        self.reads_routers = self.mode in RELEASED
+        self._heavy: HeavyRouter | None = getattr(network, _ATTRIBUTE, None)
         if self.mode == "heavy" and self._heavy is None:
             raise UserError(
                 f"router_mode is 'heavy', whose weights are trained, and {name} has none. Train "
@@ -106,7 +117,7 @@ class Csr:
     def _check_released(self, module: nn.Module) -> None:
         # Final states that are keys of every layer have no place to be rotated to.
         rotary = "position_embeddings" in inspect.signature(module.forward).parameters
-        if self.mode in RELEASED and (self._causal or rotary):
+        if self.reads_routers and (self._causal or rotary):
             raise UserError(
                 f"router_mode is {self.mode!r}, which is for bidirectional encoders that add "
                 f"positions to their embeddings, as BERT and RoBERTa do; {self._name} does not. "
@@ -115,31 +126,68 @@ class Csr:
 
     # -- what the engine runs ------------------------------------------------------------------
 
-    def capture_padded(self, runtime: Runtime, rows: Sequence[Tokens]) -> PaddedForward:
-        """Return the pass of conditions as rows of a rectangle, which gives their queries."""
-        return _CapturePadded(self, runtime, rows)
+    def forward(
+        self,
+        runtime: Runtime,
+        rows: Sequence[Tokens],
+        batch: Batch | None = None,
+        routes: Sequence[Any] = (),
+        *,
+        queries: bool = False,
+    ) -> Forward:
+        """Return the pass of sentences, each under one condition, or of conditions themselves.
 
-    def capture_packed(
-        self, runtime: Runtime, batch: Batch, rows: Sequence[Tokens]
-    ) -> PackedForward:
-        """Return the pass of conditions in a packed row, which gives their queries."""
-        return _CapturePacked(self, runtime, batch, rows)
+        In a packed row, sentences side by side that have the same tokens begin as one.
+        """
+        if not routes:
+            plain = plain_forward(runtime, rows, batch)
+            return _CaptureForward(self, plain) if queries else plain
+        if self.reads_routers:
+            released = _ReleasedTri if self.mode == "released-tri" else _ReleasedBi
+            return released(self, runtime, rows, routes)
+        if batch is None:
+            return _RoutedForward(self, PaddedForward(runtime, rows), routes)
+        groups = [list(group) for _, group in groupby(batch.inputs, key=lambda i: id(rows[i]))]
+        once = flat([group[0] for group in groups], [len(row.ids) for row in rows])
+        begins = [number for number, group in enumerate(groups) for _ in group]
+        forward = PackedForward(runtime, once, rows, leaving=batch)
+        return _RoutedForward(self, forward, [routes[index] for index in batch.inputs], begins)
 
-    def padded(
-        self, runtime: Runtime, rows: Sequence[Tokens], queries: Sequence[CsrQuery]
-    ) -> PaddedForward:
-        """Return the pass of sentences, each under one condition."""
-        if self.mode == "released-tri":
-            return _ReleasedTri(self, runtime, rows, queries)
-        if self.mode == "released-bi":
-            return _ReleasedBi(self, runtime, rows, queries)
-        return _RoutedPadded(self, runtime, rows, queries)
+    # -- weights -------------------------------------------------------------------------------
 
-    def packed(
-        self, runtime: Runtime, batch: Batch, rows: Sequence[Tokens], queries: Sequence[CsrQuery]
-    ) -> PackedForward:
-        """Return the pass of a packed row of sentences, each under one condition."""
-        return _RoutedPacked(self, runtime, batch, rows, queries)
+    @staticmethod
+    def load_weights(network: Any, identity: EncoderIdentity, file: Path, device: str) -> None:
+        """Put the trained weights of a heavy router into a network, where there is a file of them.
+
+        Raises:
+            LlmcondError: they cannot be read, or are of another encoder.
+        """
+        if identity.router_mode != "heavy" or not file.is_file():
+            return
+        layers, width = identity.router_layers, int(network.config.hidden_size)
+        router = HeavyRouter(layers, width)
+        try:
+            router.load_state_dict(load_file(file))
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise LlmcondError(
+                f"{file} holds no router of {layers} layers and {width} dimensions. Copy it anew, "
+                "or give the --router-layers that it was trained with."
+            ) from error
+        setattr(network, _ATTRIBUTE, router.to(device))
+
+    @staticmethod
+    def train_weights(network: Any, identity: EncoderIdentity, device: str) -> None:
+        """Have a heavy router's weights trained with the network; where it has none, draw them."""
+        if identity.router_mode == "heavy":
+            router = getattr(network, _ATTRIBUTE, None)
+            router = router or HeavyRouter(identity.router_layers, int(network.config.hidden_size))
+            setattr(network, _ATTRIBUTE, router.to(device).requires_grad_(True))
+
+    @staticmethod
+    def weights(network: Any) -> Mapping[str, Tensor]:
+        """Return the weights of a network's heavy router; {} without any."""
+        router: HeavyRouter | None = getattr(network, _ATTRIBUTE, None)
+        return {} if router is None else router.state_dict()
 
     # -- the router's formula ------------------------------------------------------------------
 
@@ -275,7 +323,7 @@ def _with_states(states: Tensor, args: Any, kwargs: dict[str, Any]) -> tuple[Any
 class _Router:
     """What a network's hooks and its attention call; by itself it changes nothing."""
 
-    def __init__(self, csr: Csr) -> None:
+    def __init__(self, csr: CsrPasses) -> None:
         self.csr = csr
         #: What entered the attention of the layer that is being run.
         self.states = torch.empty(0)
@@ -303,7 +351,7 @@ class _Capture(_Router):
         found: (m, d).
     """
 
-    def __init__(self, csr: Csr, places: list[int], device: torch.device) -> None:
+    def __init__(self, csr: CsrPasses, places: list[int], device: torch.device) -> None:
         """Take the place of each condition's token among all of a pass, m of them."""
         super().__init__(csr)
         self._places, self.found = to_device(torch.tensor(places), device), torch.empty(0)
@@ -317,36 +365,22 @@ class _Capture(_Router):
         return usual()
 
 
-class _CapturePadded(PaddedForward):
-    def __init__(self, csr: Csr, runtime: Runtime, rows: Sequence[Tokens]) -> None:
-        super().__init__(runtime, rows)
-        self._csr = csr
+class _CaptureForward:
+    """The pass of conditions, which gives their queries."""
+
+    def __init__(self, csr: CsrPasses, forward: PaddedForward | PackedForward) -> None:
+        self._csr, self._forward, self.n_tokens = csr, forward, forward.n_tokens
 
     def prepare(self) -> None:
-        super().prepare()
-        places = [at * self._width + self._csr.position(row) for at, row in enumerate(self._rows)]
-        self._router = _Capture(self._csr, places, self._runtime.device)
-        self._arguments["router"] = self._router
+        forward = self._forward
+        forward.prepare()
+        rows = enumerate(forward.rows)
+        places = [forward.place(index, self._csr.position(row)) for index, row in rows]
+        self._router = _Capture(self._csr, places, forward.runtime.device)
+        forward.arguments["router"] = self._router
 
     def pooled(self) -> Tensor:
-        self.hidden()
-        return self._router.found
-
-
-class _CapturePacked(PackedForward):
-    def __init__(self, csr: Csr, runtime: Runtime, batch: Batch, rows: Sequence[Tokens]) -> None:
-        super().__init__(runtime, batch, rows)
-        self._csr = csr
-
-    def prepare(self) -> None:
-        super().prepare()
-        own = zip(self._batch.inputs, self._batch.leaves, strict=True)
-        places = [self._batch.position(leaf, self._csr.position(self._rows[i])) for i, leaf in own]
-        self._router = _Capture(self._csr, places, self._runtime.device)
-        self._arguments["router"] = self._router
-
-    def pooled(self) -> Tensor:
-        self.hidden()
+        self._forward.hidden()
         return self._router.found
 
 
@@ -358,7 +392,7 @@ class _Weights(_Router):
 
     def __init__(
         self,
-        csr: Csr,
+        csr: CsrPasses,
         device: torch.device,
         queries: Tensor,
         real: Tensor,
@@ -415,65 +449,44 @@ class _Widened(_Weights):
         return value.index_select(1, self._expand.to(value.device)) if own else value
 
 
-class _RoutedPadded(PaddedForward):
-    def __init__(
-        self, csr: Csr, runtime: Runtime, rows: Sequence[Tokens], queries: Sequence[Any]
-    ) -> None:
-        super().__init__(runtime, rows)
-        self._csr, self._queries = csr, queries
-
-    def prepare(self) -> None:
-        super().prepare()
-        lengths = torch.tensor([len(row.ids) for row in self._rows])
-        places = torch.arange(self.n_tokens).view(len(self._rows), self._width)
-        real = torch.arange(self._width) < lengths[:, None]
-        queries = torch.stack(list(self._queries))
-        self._arguments["router"] = _Weights(
-            self._csr, self._runtime.device, queries, real, places, self.n_tokens
-        )
-
-
-class _RoutedPacked(PackedForward):
-    """A packed row in which inputs side by side that have the same tokens begin as one."""
+class _RoutedForward:
+    """The pass of sentences, each under one condition."""
 
     def __init__(
         self,
-        csr: Csr,
-        runtime: Runtime,
-        batch: Batch,
-        rows: Sequence[Tokens],
+        csr: CsrPasses,
+        forward: PaddedForward | PackedForward,
         queries: Sequence[Any],
+        begins: Sequence[int] = (),
     ) -> None:
-        self._wide = batch
-        self._csr, self._queries = csr, [queries[index] for index in batch.inputs]
-        groups = [list(own) for _, own in groupby(batch.inputs, key=lambda i: id(rows[i]))]
-        self._counts = [len(own) for own in groups]
-        once = flat([own[0] for own in groups], [len(row.ids) for row in rows])
-        super().__init__(runtime, once, rows)
-        self.n_tokens = filled(batch, runtime)
+        """Take a pass, a query for each of its rows, and as which of its texts each row begins.
+
+        Without ``begins``, each is a text of its own.
+        """
+        self._csr, self._forward, self._queries = csr, forward, queries
+        self._begins, self.n_tokens = torch.tensor(begins), forward.n_tokens
 
     def prepare(self) -> None:
-        super().prepare()
-        lengths = torch.tensor([segment.length for segment in self._wide.segments])
-        starts = torch.tensor([segment.start for segment in self._wide.segments])
+        forward, device = self._forward, self._forward.runtime.device
+        forward.prepare()
+        lengths = torch.tensor([len(row.ids) for row in forward.rows])
+        starts = torch.tensor([forward.place(index, 0) for index in range(len(lengths))])
         at = torch.arange(int(lengths.max()))
         real = at < lengths[:, None]
         places = torch.where(real, starts[:, None] + at, 0)
-        device, wide = self._runtime.device, self._wide
-        own = device, torch.stack(self._queries), real, places, self.n_tokens
-        if len(self._wide.segments) == len(self._batch.segments):
-            self._arguments["router"] = _Weights(self._csr, *own)
+        queries = torch.stack([torch.as_tensor(query) for query in self._queries])
+        weights = self._csr, device, queries, real, places, self.n_tokens
+        if isinstance(forward, PaddedForward) or len(forward.batch.segments) == len(lengths):
+            forward.arguments["router"] = _Weights(*weights)
             return
-        once = torch.tensor([segment.start for segment in self._batch.segments])
-        moved = torch.repeat_interleave(once, torch.tensor(self._counts))
+        began = torch.tensor([segment.start for segment in forward.batch.segments])[self._begins]
         expand = torch.zeros(self.n_tokens, dtype=torch.long)
-        expand[places[real]] = torch.where(real, moved[:, None] + at, 0)[real]
-        plan = attention_plan(self._runtime, wide)
-        self._arguments["router"] = _Widened(to_device(expand, device), plan, self._csr, *own)
+        expand[places[real]] = torch.where(real, began[:, None] + at, 0)[real]
+        plan = attention_plan(forward.runtime, forward.leaving)
+        forward.arguments["router"] = _Widened(to_device(expand, device), plan, *weights)
 
-    @property
-    def _pooled_batch(self) -> Batch:
-        return self._wide
+    def pooled(self) -> Tensor:
+        return self._forward.pooled()
 
 
 # -- as the authors released it --------------------------------------------------------------------
@@ -489,7 +502,7 @@ class _ReleasedTri(PaddedForward):
     """
 
     def __init__(
-        self, csr: Csr, runtime: Runtime, rows: Sequence[Tokens], queries: Sequence[Any]
+        self, csr: CsrPasses, runtime: Runtime, rows: Sequence[Tokens], queries: Sequence[Any]
     ) -> None:
         own = [_begun(row, runtime) for row in rows]
         super().__init__(runtime, own)
@@ -503,15 +516,15 @@ class _ReleasedTri(PaddedForward):
     def prepare(self) -> None:
         super().prepare()
         self._conditions.prepare()
-        self._which = to_device(self._which, self._runtime.device)
+        self._which = to_device(self._which, self.runtime.device)
 
     def pooled(self) -> Tensor:
         conditions = self._conditions
         which = self._which
         states = conditions.hidden().index_select(0, which)
-        masks = conditions._arguments["attention_mask"].index_select(0, which)
-        visible = torch.cat([masks, self._arguments["attention_mask"]], dim=1).bool()
-        self._arguments["router"] = _Crossed(self._csr, states, visible)
+        masks = conditions.arguments["attention_mask"].index_select(0, which)
+        visible = torch.cat([masks, self.arguments["attention_mask"]], dim=1).bool()
+        self.arguments["router"] = _Crossed(self._csr, states, visible)
         return super().pooled()
 
 
@@ -524,7 +537,7 @@ def _begun(row: Tokens, runtime: Runtime) -> Tokens:
 
 
 class _Crossed(_Router):
-    def __init__(self, csr: Csr, condition: Tensor, visible: Tensor) -> None:
+    def __init__(self, csr: CsrPasses, condition: Tensor, visible: Tensor) -> None:
         """Take the conditions' states, (m, c, d), and which keys there are, (m, c + n)."""
         super().__init__(csr)
         self._condition, self._visible = condition, visible[:, None, None]
@@ -559,7 +572,7 @@ class _ReleasedBi(PaddedForward):
     """
 
     def __init__(
-        self, csr: Csr, runtime: Runtime, rows: Sequence[Tokens], queries: Sequence[Any]
+        self, csr: CsrPasses, runtime: Runtime, rows: Sequence[Tokens], queries: Sequence[Any]
     ) -> None:
         joined = []
         lengths = []
@@ -581,24 +594,24 @@ class _ReleasedBi(PaddedForward):
 
     def prepare(self) -> None:
         super().prepare()
-        device = self._runtime.device
-        real = self._arguments["attention_mask"].bool()
+        device = self.runtime.device
+        real = self.arguments["attention_mask"].bool()
         lengths = to_device(self._lengths, device)
         first = lengths + 1
-        at = torch.arange(self._width, device=device)
+        at = torch.arange(self.width, device=device)
         own = at == first[:, None]
         # (m, queries, keys): all that are there, but of the condition's first token by itself only.
         visible = real[:, None] & (~own[:, None] | own[:, :, None])
         # Padding sees something too, or its states would be NaN.
         visible |= ~real[:, :, None]
-        mask = torch.zeros(visible.shape, dtype=self._runtime.dtype, device=device)
-        self._arguments["attention_mask"] = mask.masked_fill(~visible, float("-inf"))[:, None]
+        mask = torch.zeros(visible.shape, dtype=self.runtime.dtype, device=device)
+        self.arguments["attention_mask"] = mask.masked_fill(~visible, float("-inf"))[:, None]
         sentence = at < lengths[:, None]
-        self._arguments["router"] = _Joined(self._csr, first, real, sentence)
+        self.arguments["router"] = _Joined(self._csr, first, real, sentence)
 
 
 class _Joined(_Router):
-    def __init__(self, csr: Csr, first: Tensor, real: Tensor, sentence: Tensor) -> None:
+    def __init__(self, csr: CsrPasses, first: Tensor, real: Tensor, sentence: Tensor) -> None:
         """Take the place of each condition's first token, (m,), and which tokens are what."""
         super().__init__(csr)
         self._first, self._real, self._sentence = first, real, sentence

@@ -1,0 +1,16 @@
+"""The routers that can act inside an encoder's network, by their names in its identity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llmcond.encoders.engine.forward import Passes
+from llmcond.encoders.routers.csr import CsrPasses
+from llmcond.encoders.spec import EncoderIdentity, RouterPlace
+
+_PASSES: Mapping[RouterPlace, type[Passes]] = {"none": Passes, "csr": CsrPasses}
+
+
+def passes_of(identity: EncoderIdentity) -> type[Passes]:
+    """Return the forward passes that an encoder is run by."""
+    return _PASSES[identity.router]
