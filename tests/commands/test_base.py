@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -174,6 +175,19 @@ def test_every_verb_is_a_function_with_the_commands_options():
     assert list(inspect.signature(llmcond.fit_head).parameters)[:2] == ["head", "dim"]
     assert str(inspect.signature(llmcond.fit_head).parameters["run"].annotation) == "str | Path"
     assert set(dir(llmcond)) == set(llmcond.__all__)
+
+
+def test_every_function_that_is_made_of_a_command_is_public():
+    modules = [import_module(_command(name).__module__) for name in COMMANDS]
+    verbs = {
+        name: value
+        for module in modules
+        for name, value in vars(module).items()
+        if hasattr(value, "__signature__") and value.__module__ == f"llmcond.commands.{name}"
+    }
+    assert len(verbs) > 15
+    assert set(verbs) <= set(llmcond.__all__)
+    assert all(getattr(llmcond, name) is value for name, value in verbs.items())
 
 
 def test_load_encoder_names_itself_in_errors():

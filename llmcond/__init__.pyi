@@ -1,0 +1,76 @@
+"""The public names of the package, a line each: type checkers and editors read this file.
+
+``__init__.py`` reads it as well, and imports a name when it is first used. A command that is a
+function in Python (``embed = verb(Embed)`` in its module) has a line here too.
+"""
+
+from llmcond.clustering.result import Clustering as Clustering
+from llmcond.clustering.result import ClusterResult as ClusterResult
+from llmcond.commands.analyse import analyse as analyse
+from llmcond.commands.annotate import annotate as annotate
+from llmcond.commands.bench import bench as bench
+from llmcond.commands.check_condition import check_condition as check_condition
+from llmcond.commands.cluster import cluster as cluster
+from llmcond.commands.compare_prompts import compare_prompts as compare_prompts
+from llmcond.commands.complete import complete as complete
+from llmcond.commands.embed import embed as embed
+from llmcond.commands.evaluate import evaluate as evaluate
+from llmcond.commands.export import export as export
+from llmcond.commands.extract import extract as extract
+from llmcond.commands.fit_head import fit_head as fit_head
+from llmcond.commands.push import push as push
+from llmcond.commands.reply import reply as reply
+from llmcond.commands.serve import serve as serve
+from llmcond.commands.sweep import sweep as sweep
+from llmcond.commands.train_cross import train_cross as train_cross
+from llmcond.commands.train_lora import train_lora as train_lora
+from llmcond.conditions import Condition as Condition
+from llmcond.encoders.encoder import Encoder as Encoder
+from llmcond.encoders.encoder import load_encoder as load_encoder
+from llmcond.encoders.spec import EncoderInput as EncoderInput
+from llmcond.errors import LlmcondError as LlmcondError
+from llmcond.errors import UserError as UserError
+from llmcond.evaluation.results import ComparedResult as ComparedResult
+from llmcond.evaluation.results import Result as Result
+from llmcond.evaluation.results import Results as Results
+from llmcond.evaluation.results import SweptResult as SweptResult
+from llmcond.exporting.exported import ExportResult as ExportResult
+from llmcond.heads.estimator import Head as Head
+from llmcond.integrations.sentence_transformers import (
+    load_sentence_transformer as load_sentence_transformer,
+)
+from llmcond.metrics import Estimate as Estimate
+from llmcond.plugins import register as register
+from llmcond.runs.completer import Completer as Completer
+from llmcond.runs.completer import Completion as Completion
+from llmcond.runs.completer import load_completer as load_completer
+from llmcond.runs.cross import CrossEncoder as CrossEncoder
+from llmcond.runs.cross import load_cross_encoder as load_cross_encoder
+from llmcond.runs.embedder import Embedder as Embedder
+from llmcond.runs.embedder import load_embedder as load_embedder
+from llmcond.runs.features import PairFeatures as PairFeatures
+from llmcond.runs.features import load_features as load_features
+from llmcond.runs.replies import Candidates as Candidates
+from llmcond.runs.replies import DialogueModel as DialogueModel
+from llmcond.runs.replies import Reply as Reply
+from llmcond.runs.replies import Talk as Talk
+from llmcond.runs.replies import load_dialogue as load_dialogue
+from llmcond.search.hits import Hits as Hits
+from llmcond.search.index import Index as Index
+from llmcond.serving.server import ServeResult as ServeResult
+from llmcond.tasks import Task as Task
+from llmcond.version import __version__ as __version__
+from llmcond.workflows.account import TrainingResult as TrainingResult
+from llmcond.workflows.analyse import AnalysisResult as AnalysisResult
+from llmcond.workflows.annotate import AnnotationResult as AnnotationResult
+from llmcond.workflows.bench import Benchmark as Benchmark
+from llmcond.workflows.check_condition import ConditionChecks as ConditionChecks
+from llmcond.workflows.compare import Comparison as Comparison
+from llmcond.workflows.complete import Completions as Completions
+from llmcond.workflows.embed import EmbedResult as EmbedResult
+from llmcond.workflows.extract import ExtractResult as ExtractResult
+from llmcond.workflows.fit import FittedResult as FittedResult
+from llmcond.workflows.plan import ExtractionPlan as ExtractionPlan
+from llmcond.workflows.push import PushResult as PushResult
+from llmcond.workflows.reply import Replies as Replies
+from llmcond.workflows.sweep import SweepResult as SweepResult
