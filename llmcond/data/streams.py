@@ -24,9 +24,9 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from llmcond.data.datasets import Problems
-from llmcond.data.places import lance_options, open_place, why
 from llmcond.errors import LlmcondError, UserError, brief, did_you_mean, first_line, listed
 from llmcond.files import digest_text
+from llmcond.object_stores import failure, lance_options, open_filesystem
 from llmcond.progress import ReadBar
 
 #: Rows that are read at a time where a whole part is.
@@ -157,12 +157,12 @@ class TextSource(ABC):
 def open_texts(name: str, version: int | None = None, *, patient: bool = False) -> TextSource:
     """Open a Parquet file, a folder of them, or a Lance dataset (its name ends in ``.lance``).
 
-    ``version`` is that of the dataset; None: the newest. ``patient``: see :func:`open_place`.
+    ``version`` is that of the dataset; None: the newest. ``patient``: see :func:`open_filesystem`.
 
     Raises:
         UserError: nothing there, or something else.
     """
-    filesystem, root = open_place(name, patient=patient)
+    filesystem, root = open_filesystem(name, patient=patient)
     uri = name if "://" in name else str(Path(name).expanduser().absolute())
     if root.rstrip("/").endswith(".lance"):
         return LanceRows(uri, version, lance_options(name, patient=patient))
@@ -513,4 +513,4 @@ def _reading(where: str, name: str = "") -> Iterator[None]:
         if not panics and not isinstance(error, _UNREADABLE):
             raise
         # Not from the error: what a server writes of keys and signatures is told to nobody.
-        raise LlmcondError(f"{where} cannot be read: {why(name or where, error)}") from None
+        raise LlmcondError(f"{where} cannot be read: {failure(name or where, error)}") from None

@@ -9,45 +9,22 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from typing import Any
 
 import lance
 import pyarrow as pa
 from lance.file import LanceFileSession
 
-from llmcond.errors import LlmcondError, UserError, first_line
+from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_text
+from llmcond.object_stores import lance_options, refusal, without_secrets
 
-#: How often a request is repeated that was refused for a while, as under load: half a minute to
-#: two, as waits grow to 15 seconds. Lance's own 3 times, a few seconds in all, suffice to find out
-#: that a server is not there.
-_PATIENCE = {"client_max_retries": "12", "client_retry_timeout": "180"}
 #: Where the schema of the dataset keeps what describes the store.
 _DESCRIPTION = b"llmcond"
-
-
-class _Scheme(NamedTuple):
-    """A kind of storage: what is set for it, and what names another server."""
-
-    settings: str
-    endpoints: tuple[str, ...] = ()
-
-
-SCHEMES: Mapping[str, _Scheme] = {
-    "s3": _Scheme(
-        "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, and for a server other than "
-        "Amazon's AWS_ENDPOINT_URL",
-        ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-    ),
-    "gs": _Scheme("GOOGLE_APPLICATION_CREDENTIALS, to the file of a service account"),
-    "az": _Scheme("AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"),
-}
 
 
 class Bucket:
@@ -59,19 +36,15 @@ class Bucket:
         """Name a prefix by its URI; nothing is looked at yet."""
         self.name, self.uri = uri, f"{uri}/vectors.lance"
         self.root = uri.rpartition("/")[0]
-        parts = urlsplit(uri)
-        self._scheme, self._bucket = SCHEMES[parts.scheme], f"{parts.scheme}://{parts.netloc}"
         self._reached = False
         # Processes of one machine take turns by files; others are noticed when they commit.
         user = f"llmcond-{os.getuid() if hasattr(os, 'getuid') else ''}"
         self.folder = Path(tempfile.gettempdir()) / user / digest_text(uri)
 
     @property
-    def options(self) -> Mapping[str, str]:
-        """Return what Lance is told; never credentials."""
-        endpoint = next((v for k in self._scheme.endpoints if (v := os.environ.get(k))), "")
-        plain = {"allow_http": "true"} if endpoint.startswith("http://") else {}
-        return {**plain, **(_PATIENCE if self._reached else {})}
+    def options(self) -> dict[str, str] | None:
+        """Return the storage options for Lance; never credentials."""
+        return lance_options(self.uri, patient=self._reached)
 
     def prepare(self) -> None:
         """Make the folder of locks, which nobody else can write to.
@@ -107,10 +80,10 @@ class Bucket:
 
     def _newest(self) -> Any:
         try:
-            return lance.dataset(self.uri, storage_options=dict(self.options))
+            return lance.dataset(self.uri, storage_options=self.options)
         except ValueError as error:
             # A bucket that is not there is "404 Not Found", with a code of its own.
-            if "was not found: Not found" in str(error) and _code(str(error)) is None:
+            if "was not found: Not found" in str(error) and "<Code>" not in str(error):
                 return None
             raise
 
@@ -134,80 +107,35 @@ class Bucket:
 
     def holds(self, path: str) -> bool:
         """Return whether a file of the dataset is there."""
-        return bool(LanceFileSession(self.uri, dict(self.options)).contains(path))
+        return bool(LanceFileSession(self.uri, self.options).contains(path))
 
     def check_writable(self) -> None:
         """Raise a UserError where nothing can be written."""
-        session, name = LanceFileSession(self.root, dict(self.options)), f".{os.urandom(8).hex()}"
+        session, name = LanceFileSession(self.root, self.options), f".{os.urandom(8).hex()}"
         try:
             with tempfile.NamedTemporaryFile() as empty:
                 session.upload_file(empty.name, name)
             session.delete_file(name)
         except Exception as error:
-            self.tell_refused(error, 0)
+            self.raise_unwritable(error, 0)
             raise
 
-    def tell_refused(self, error: BaseException, stored: int) -> None:
+    def raise_unwritable(self, error: BaseException, stored: int) -> None:
         """Raise what people are told of an error while writing; return where it is another."""
-        self.tell_unreachable(error)
+        self.raise_unreachable(error)
         if isinstance(error, OSError):
             raise LlmcondError(self.damaged(error)) from None
 
-    def tell_unreachable(self, error: BaseException) -> None:
+    def raise_unreachable(self, error: BaseException) -> None:
         """Raise what people are told where the storage refused; return where it is another."""
-        told = self._told(str(error))
-        if told is not None and not isinstance(error, LlmcondError):
+        refused = None if isinstance(error, LlmcondError) else refusal(self.name, error)
+        if refused is not None:
             # Not from the error: a server may write whose key it was, and what was signed.
-            raise told from None
-
-    def _told(self, text: str) -> LlmcondError | None:
-        settings, code, status = self._scheme.settings, _code(text), _status(text)
-        wrong = ""
-        if code in _NO_BUCKET:
-            return UserError(
-                f"there is no bucket {self._bucket}. Make it, or check {settings}: it may be on "
-                "another server."
-            )
-        if re.search(r"credential|token request|account name", text, re.IGNORECASE):
-            wrong = f"{self.name}: no credentials were found."
-        elif "resolve region" in text:
-            wrong = f"{self.name}: nobody knows the region of the bucket."
-        elif status in (401, 403) or code in _DENIED:
-            wrong = f"{self.name}: access was denied ({code or status})."
-        if wrong:
-            return UserError(f"{wrong} Set {settings}.")
-        again = "Run the same command again later; what was stored is kept."
-        if "HTTP error" in text:
-            return LlmcondError(f"{self.name} cannot be reached. {again} Check {settings}.")
-        if status is not None and status != 404:
-            return LlmcondError(f"{self.name}: the storage answers {code or status}. {again}")
-        return None
+            raise refused from None
 
     def damaged(self, error: BaseException) -> str:
         """Return what people are told of files that cannot be read."""
-        said = re.sub(r"(<\?xml|<Error).*|, /\S+:\d+:\d+|\?\S*", "", first_line(error)).strip()
         return (
-            f"{self.uri} cannot be read: {said}. If it is damaged, delete what is below "
-            f"{self.name} and run the same `llmcond extract` again."
+            f"{self.uri} cannot be read: {without_secrets(error)}. If it is damaged, delete what "
+            f"is below {self.name} and run the same `llmcond extract` again."
         )
-
-
-_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "InvalidBucketName")
-_DENIED = (
-    "AccessDenied",
-    "AuthenticationFailed",
-    "ExpiredToken",
-    "InvalidAccessKeyId",
-    "InvalidToken",
-    "SignatureDoesNotMatch",
-)
-
-
-def _code(text: str) -> str | None:
-    found = re.search(r"<Code>(\w+)</Code>", text)
-    return found and found[1]
-
-
-def _status(text: str) -> int | None:
-    found = re.search(r"status code: (\d{3})", text)
-    return int(found[1]) if found else None

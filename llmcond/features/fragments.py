@@ -7,7 +7,7 @@ the first fragment by itself, and Lance refuses two that change one fragment at 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,24 +92,20 @@ class Target(NamedTuple):
     """A dataset: where it is, what Lance is told for it, its newest known version if any."""
 
     uri: str
-    options: Mapping[str, str] | None
+    options: dict[str, str] | None
     dataset: Any = None
 
     def write(self, rows: pa.Table) -> FragmentMetadata:
         """Write rows, at least one, into a file that no version names."""
         if self.dataset is None:
-            return LanceFragment.create(self.uri, rows, storage_options=self._options)
+            return LanceFragment.create(self.uri, rows, storage_options=self.options)
         return self._append(rows)[0]
 
     def _append(self, rows: Any) -> list[FragmentMetadata]:
         written: list[FragmentMetadata] = write_fragments(
-            rows, self.dataset, mode="append", storage_options=self._options
+            rows, self.dataset, mode="append", storage_options=self.options
         )
         return written
-
-    @property
-    def _options(self) -> dict[str, str] | None:
-        return None if self.options is None else dict(self.options)
 
     def create(self, schema: pa.Schema, fragments: Sequence[FragmentMetadata]) -> Any:
         """Return the first version, of these fragments.
@@ -120,7 +116,7 @@ class Target(NamedTuple):
         operation = lance.LanceOperation.Overwrite(schema, fragments)
         try:
             return lance.LanceDataset.commit(
-                self.uri, operation, storage_options=self._options, max_retries=0
+                self.uri, operation, storage_options=self.options, max_retries=0
             )
         except (CommitConflictError, OSError) as error:
             # In the second case someone was first while we looked.
@@ -146,7 +142,7 @@ class Target(NamedTuple):
                 self.dataset,
                 operation,
                 read_version=self.dataset.version,
-                storage_options=self._options,
+                storage_options=self.options,
                 max_retries=0,
             )
         except CommitConflictError as error:

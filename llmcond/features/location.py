@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import lance
 import numpy as np
@@ -21,9 +21,10 @@ import pyarrow as pa
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from llmcond.errors import DiskFullError, UserError, first_line, is_disk_full, nearest
-from llmcond.features.bucket import SCHEMES, Bucket
+from llmcond.errors import DiskFullError, UserError, first_line, is_disk_full
+from llmcond.features.bucket import Bucket
 from llmcond.files import check_writable, read_json, write_json
+from llmcond.object_stores import split_uri
 
 _Read = TypeVar("_Read")
 
@@ -51,8 +52,8 @@ class Location(Protocol):
     shared: bool
 
     @property
-    def options(self) -> Mapping[str, str] | None:
-        """Return what Lance is told to read and write there; never credentials."""
+    def options(self) -> dict[str, str] | None:
+        """Return the storage options for Lance; never credentials."""
 
     def prepare(self) -> None:
         """Make what is needed to write."""
@@ -75,10 +76,10 @@ class Location(Protocol):
     def check_writable(self) -> None:
         """Raise a UserError where rows cannot be added."""
 
-    def tell_unreachable(self, error: BaseException) -> None:
+    def raise_unreachable(self, error: BaseException) -> None:
         """Raise what people are told of an error while reading; return where it is another."""
 
-    def tell_refused(self, error: BaseException, stored: int) -> None:
+    def raise_unwritable(self, error: BaseException, stored: int) -> None:
         """Raise what people are told of an error while writing; return where it is another."""
 
     def damaged(self, error: BaseException) -> str:
@@ -132,10 +133,10 @@ class Folder:
         """Raise a UserError where the folder cannot be written."""
         check_writable(self.folder / "store.json")
 
-    def tell_unreachable(self, error: BaseException) -> None:
+    def raise_unreachable(self, error: BaseException) -> None:
         """Raise nothing: a disk is there."""
 
-    def tell_refused(self, error: BaseException, stored: int) -> None:
+    def raise_unwritable(self, error: BaseException, stored: int) -> None:
         """Raise what people are told where the disk is full or the folder is not theirs."""
         if is_disk_full(error):
             raise DiskFullError(
@@ -173,23 +174,10 @@ def recorded(root: str) -> str:
     """
     if not re.match(r"[\w+.-]+:/", root):
         return str(Path(root).expanduser().resolve())
-    parts = urlsplit(root)
-    if parts.scheme == "file" and "://" in root and parts.netloc in ("", "localhost"):
-        return str(Path(unquote(parts.path)).resolve())
-    if parts.scheme not in SCHEMES:
-        known = [*(f"{scheme}://" for scheme in SCHEMES), "file:///"]
-        raise UserError(
-            f"features cannot be stored in {parts.scheme}:// places. "
-            f"{nearest(f'{parts.scheme}://', known)} Or name a folder."
-        )
-    if parts.username is not None or parts.query or parts.fragment:
-        raise UserError(
-            f"a store is named by a bucket and a path, {parts.scheme}://BUCKET/PATH, and nothing "
-            "else: credentials are read from the environment, and recorded nowhere. "
-            f"Set {SCHEMES[parts.scheme].settings}."
-        )
-    if "://" not in root or not parts.netloc:
-        raise UserError(f"{root} names no bucket; expected {parts.scheme}://BUCKET/PATH.")
+    local = re.match(r"file://(?:localhost)?(?=/)", root)
+    if local:
+        return str(Path(unquote(root[local.end() :])).resolve())
+    split_uri(root)
     return root.rstrip("/")
 
 

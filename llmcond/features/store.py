@@ -162,12 +162,12 @@ class FeatureStore:
             try:
                 return own()
             except _UNREADABLE as error:
-                self._location.tell_unreachable(error)
+                self._location.raise_unreachable(error)
         try:
             with self._committing():
                 return again()
         except _UNREADABLE as error:
-            self._location.tell_unreachable(error)
+            self._location.raise_unreachable(error)
             if is_disk_full(error) or isinstance(error, PermissionError):
                 raise
             raise LlmcondError(self._location.damaged(error)) from error
@@ -371,7 +371,7 @@ class FeatureStore:
             self._location.prepare()
             yield
         except Exception as error:
-            self._location.tell_refused(error, len(self))
+            self._location.raise_unwritable(error, len(self))
             raise
 
     def _check_room(self, rows: pa.Table) -> None:

@@ -25,10 +25,10 @@ import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 from pyarrow import fs
 
-from llmcond.data.places import is_remote, lance_options, open_place, why
 from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full
 from llmcond.features.fragments import PreemptedError, Target, remove_staged_files
 from llmcond.files import replacing, write_json
+from llmcond.object_stores import failure, is_remote, lance_options, open_filesystem
 
 #: What made the rows, beside them.
 RECORD = "_llmcond.json"
@@ -88,7 +88,7 @@ class Output(ABC):
     def __init__(self, name: str, patient: bool) -> None:
         self.name = name
         self._remote = is_remote(name)
-        self._filesystem, self._root = open_place(name, patient=patient)
+        self._filesystem, self._root = open_filesystem(name, patient=patient)
         # Also since Lance sees the name of a storage service in a relative one with a colon.
         self.uri = name if self._remote else self._root
 
@@ -165,7 +165,7 @@ class Output(ABC):
             UserError: another process writes there.
         """
         if self._remote:
-            self._filesystem, _ = open_place(self.name, patient=True)
+            self._filesystem, _ = open_filesystem(self.name, patient=True)
             yield
             return
         try:
@@ -237,14 +237,14 @@ class Output(ABC):
                 raise UserError(f"{self.name} cannot be written: {error.strerror}.") from error
             # Not from the error: what a server writes of keys and signatures is told to nobody.
             raise LlmcondError(
-                f"{self.name} cannot be written or read: {why(self.name, error)}"
+                f"{self.name} cannot be written or read: {failure(self.name, error)}"
             ) from None
 
 
 def open_output(name: str, *, patient: bool = False) -> Output:
     """Return where units are written: a Lance dataset, or a folder of Parquet files.
 
-    ``patient``: see :func:`open_place`.
+    ``patient``: see :func:`open_filesystem`.
 
     Raises:
         UserError: a URI that cannot be opened.

@@ -144,7 +144,7 @@ def test_a_run_keeps_its_store(capsys, extract, bucket):
     ("store", "expected"),
     [
         ("s3://nobody/x", "there is no bucket s3://nobody"),
-        ("s4://features/x", "Did you mean 's3://'"),
+        ("s4://features/x", "Did you mean 's3'"),
         (f"s3://{ACCESS_KEY}:{SECRET_KEY}@features/x", "recorded nowhere"),
     ],
 )

@@ -13,9 +13,9 @@ from helpers.identities import IDENTITY
 from helpers.processes import FORKING
 from helpers.stored import INPUTS, N_TOKENS, TRUNCATED, VECTORS, append
 
+from llmcond import object_stores
 from llmcond.encoders import EncoderInput
 from llmcond.errors import LlmcondError, UserError
-from llmcond.features import bucket as bucket_module
 from llmcond.features import fragments as fragments_module
 from llmcond.features import store as store_module
 from llmcond.features.bucket import Bucket
@@ -235,7 +235,7 @@ def test_a_bucket_that_is_not_there_is_told(bucket):
     ],
 )
 def test_what_the_storage_refuses_is_told(bucket, store, proxy, answer, expected, monkeypatch):
-    monkeypatch.setattr(bucket_module, "_PATIENCE", {"client_max_retries": "0"})
+    monkeypatch.setattr(object_stores, "_PATIENCE", {"client_max_retries": "0"})
     proxied = FeatureStore(bucket, IDENTITY, "float32")
     proxy.answer = answer
     for attempt in (lambda: FeatureStore(bucket, IDENTITY, "float32"), lambda: append(proxied)):
@@ -287,7 +287,7 @@ def test_what_the_storage_refuses_is_told(bucket, store, proxy, answer, expected
 def test_what_storages_say_is_told_without_their_secrets(uri, text, expected):
     """Texts as Lance gives them, cut; KEY stands for what must not be told."""
     with pytest.raises(UserError) as caught:
-        Bucket(uri).tell_unreachable(OSError(text))
+        Bucket(uri).raise_unreachable(OSError(text))
     assert str(caught.value).startswith(expected)
     assert "KEY" not in str(caught.value).replace("ACCESS_KEY", "").replace("ACCOUNT_KEY", "")
 
@@ -342,7 +342,7 @@ def test_a_server_that_was_killed_is_told_and_what_it_lost_is_written_again(tmp_
     try:
         for name, value in environment(server.port).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(bucket_module, "_PATIENCE", {"client_max_retries": "0"})
+        monkeypatch.setattr(object_stores, "_PATIENCE", {"client_max_retries": "0"})
         uri = f"s3://features/{tmp_path.name}"
         store = FeatureStore(uri, IDENTITY, "float32")
         add(store, range(10))
@@ -417,8 +417,16 @@ def test_a_folder_is_recorded_with_its_whole_path(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("s4://features/x", "Did you mean 's3://'"),
-        ("http://features/x", "Or name a folder"),
+        (
+            "s4://features/x",
+            "s3://, gs://, az://, file:/// or a folder. Did you mean 's3'",
+        ),
+        (
+            "http://features/x",
+            "http:// is not a kind of storage that llmcond can use",
+        ),
+        ("s3://[features/x", "s3://... is no URI"),
+        ("s3://features/x#y", "names credentials or options"),
         (f"s3://{ACCESS_KEY}:{SECRET_KEY}@features/x", "credentials are read from the environment"),
         (f"s3://features/x?secret={SECRET_KEY}", "credentials are read from the environment"),
         ("s3:/features/x", "names no bucket; expected s3://BUCKET/PATH"),

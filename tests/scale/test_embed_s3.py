@@ -15,7 +15,7 @@ from helpers.processes import Command
 from helpers.units import embed, killed_at, texts
 
 from llmcond.cli import run
-from llmcond.data.places import lance_options, open_place
+from llmcond.object_stores import lance_options, open_filesystem
 from llmcond.scale import outputs
 from llmcond.workflows import embed_stream
 
@@ -26,7 +26,7 @@ def source(bucket, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(embed_stream, "UNIT_ROWS", 40)
     monkeypatch.setattr(outputs, "_COMMIT_FRAGMENTS", 2)
-    filesystem, path = open_place(bucket)
+    filesystem, path = open_filesystem(bucket)
     for file, start, stop in (("a/1", 0, 100), ("a/2", 100, 130), ("b", 130, 250)):
         pq.write_table(texts(start, stop), f"{path}/src/{file}.parquet", filesystem=filesystem)
     return f"{bucket}/src"
@@ -44,7 +44,7 @@ def proxy(s3_server, source, monkeypatch):
 def table(uri):
     if uri.endswith(".lance"):
         return lance.dataset(uri, storage_options=lance_options(uri)).to_table()
-    filesystem, path = open_place(uri)
+    filesystem, path = open_filesystem(uri)
     return pq.read_table(path, filesystem=filesystem)
 
 
@@ -67,7 +67,7 @@ def test_what_a_killed_call_left_in_a_bucket_is_gone_on_with(
     again = [{"text": "sentence", "topic": "condition"}.get(one, one) for one in again]
     ok(capsys, *again, "--keep", "id")
     assert table("again.lance")["id"].to_pylist() == list(range(250))
-    filesystem, path = open_place(f"{bucket}/{out}")
+    filesystem, path = open_filesystem(f"{bucket}/{out}")
     record = filesystem.open_input_file(f"{path}/_llmcond.json").read().decode()
     assert not any(secret in record for secret in (ACCESS_KEY, SECRET_KEY, "127.0.0.1"))
 

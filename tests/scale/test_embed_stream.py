@@ -509,7 +509,10 @@ def test_a_wrong_row_is_named_before_anything_is_written(capsys, fitted, source,
         ("--out foreign.lance --sentence text --condition topic", "holds other files"),
         ("--out s3://b/v.npy --sentence text --condition topic", "on this machine only"),
         ("--out s3://k:s@b/v --sentence text --condition topic", "names credentials"),
-        ("--out no://b/v --sentence text --condition topic", "no://b/v cannot be opened"),
+        ("--out s4://b/v --sentence text --condition topic", "expected s3://, gs://, az://, file:"),
+        ("--out s4://b/v --sentence text --condition topic", "Did you mean 's3'"),
+        ("--out hdfs://b/v --sentence text --condition topic", "hdfs:// is not a kind of storage"),
+        ("--out s3:///v --sentence text --condition topic", "s3:///v names no bucket"),
     ],
 )
 def test_what_cannot_be_is_told_in_a_line(capsys, fitted, source, arguments, said):
