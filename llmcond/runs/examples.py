@@ -22,6 +22,7 @@ from llmcond.heads.base import Fitted
 from llmcond.heads.pairs import OnEpoch
 from llmcond.metrics import metric_of
 from llmcond.prompts import Prompt
+from llmcond.runs.kind import find_kind
 from llmcond.runs.predictors import AnyPredictor, Zeroshot
 from llmcond.runs.run import AnyRun
 
@@ -79,3 +80,9 @@ class Examples(ABC):
     @abstractmethod
     def zeroshots(self, prompt: Prompt) -> list[Zeroshot]:
         """Return the ways to compare a prompt's features as they are."""
+
+
+def examples_of(run: AnyRun) -> Examples:
+    """Return the examples of a run, of whatever kind its task is."""
+    found: Examples = find_kind(run.kind).examples(run)
+    return found

@@ -27,7 +27,6 @@ from llmcond.tasks import AnyTask
 
 if TYPE_CHECKING:
     from llmcond.evaluation.results import Results
-    from llmcond.runs.examples import Examples
 
 #: Where each bundled kind is: a new one is a new folder and a line here.
 KINDS = {
@@ -88,8 +87,11 @@ class Kind(ABC):
         """
 
     @abstractmethod
-    def examples(self, run: Any) -> Examples:
-        """Return the examples of a run, whose features are read when they are first needed."""
+    def examples(self, run: Any) -> Any:
+        """Return the :class:`llmcond.runs.examples.Examples` of a run.
+
+        Features are read when they are first needed.
+        """
 
     @abstractmethod
     def evaluate(self, run: Any, asked: EvaluateRequest) -> Results[Any]:
@@ -149,8 +151,3 @@ def _loaded(where: str) -> Kind:
 def inputs_of(task: AnyTask[Any], data: Any, prompt: Prompt) -> PromptInputs:
     """Return every input of a task's data under a prompt; see :meth:`Kind.inputs`."""
     return find_kind(task.kind).inputs(task, data, prompt)
-
-
-def examples_of(run: AnyRun) -> Examples:
-    """Return the examples of a run; see :meth:`Kind.examples`."""
-    return find_kind(run.kind).examples(run)

@@ -32,7 +32,7 @@ from llmcond.options import check_seed
 from llmcond.progress import EVERY_SECONDS, FitBar
 from llmcond.records import RECORD, check_record
 from llmcond.runs import AnyRun, Saved, dev_score, head_name, open_any_run
-from llmcond.runs.kind import examples_of
+from llmcond.runs.examples import examples_of
 from llmcond.runs.predictors import results_of
 from llmcond.runs.provenance import provenance
 from llmcond.system import choose_device, processes

@@ -29,7 +29,8 @@ from llmcond.prompts import Prompt, fields_of, load_prompt
 from llmcond.report.comparisons import FEW_PAIRS, summary
 from llmcond.report.page import Page, check_page, page_of, write_page
 from llmcond.runs import AnyRun, Run, as_rated, open_any_run, run_exists
-from llmcond.runs.kind import examples_of, find_kind, inputs_of
+from llmcond.runs.examples import examples_of
+from llmcond.runs.kind import find_kind, inputs_of
 from llmcond.runs.new_sentences import trained_sentences, with_new_sentences
 from llmcond.runs.predictors import unscored
 from llmcond.runs.provenance import provenance

@@ -20,8 +20,8 @@ from llmcond.options import check_seed
 from llmcond.progress import FitBar
 from llmcond.report.format import folds_text
 from llmcond.runs import AnyRun, as_rated, head_name, head_record, open_any_run
+from llmcond.runs.examples import examples_of
 from llmcond.runs.features import prompts_for
-from llmcond.runs.kind import examples_of
 from llmcond.runs.trials import Outcome, Trial, sized
 from llmcond.runs.with_dev import WithDev
 from llmcond.workflows.options import DevOptions

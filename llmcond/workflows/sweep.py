@@ -18,8 +18,8 @@ from llmcond.files import write_json
 from llmcond.heads import load_recipe
 from llmcond.metrics import choose_metrics
 from llmcond.runs import AnyRun, open_any_run
+from llmcond.runs.examples import examples_of
 from llmcond.runs.features import prompts_for
-from llmcond.runs.kind import examples_of
 from llmcond.runs.provenance import provenance
 from llmcond.runs.trials import Outcome, Trial, check_seeds, run_trials
 from llmcond.workflows.fit import keep_best

@@ -37,8 +37,9 @@ from llmcond.runs import (
     where_model,
 )
 from llmcond.runs.cross import CrossEncoder
+from llmcond.runs.examples import examples_of
 from llmcond.runs.extraction import LazyEncoder, extract_prompt, extraction_record
-from llmcond.runs.kind import examples_of, inputs_of
+from llmcond.runs.kind import inputs_of
 from llmcond.runs.predictors import Predictor, results_of
 from llmcond.runs.provenance import provenance
 from llmcond.tasks import AnyTask, Data, Task
