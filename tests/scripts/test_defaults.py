@@ -73,6 +73,7 @@ SCRIPTS = {
         "| number | ",
     ),
     "demo": ("--data {rows} --run {tmp}/run", '"spearman_zero_shot"'),
+    "golden": ("record {tmp}/golden --only prompts models", "models: exit 0"),
     "make_tickets": ("{tmp}/tickets.csv", "tickets.csv: 360 tickets"),
     "make_wide_minilm": ("{tmp}/wide --copies 1", " weights -> "),
     "simulate_comparison": ("--trials 2 --resamples 9 --truth 99 --pairs 30", "accuracy"),
