@@ -1,7 +1,9 @@
 """Record what the commands print on the bundled samples, and compare two records.
 
     python scripts/golden.py record FOLDER       run the commands below, write FOLDER/NAME.json
-    python scripts/golden.py compare OLD NEW     list each value that differs; exit 1 if any does
+    python scripts/golden.py compare OLD NEW     list each value that differs
+
+The exit code is 1 if a command fails, or a value differs.
 
 A refactoring records before and after each step. Both records have to be made on one machine: the
 values are compared exactly, except for those named in ``FREE``, which are times and places. Put
@@ -11,6 +13,7 @@ another checkout first to record it: ``PYTHONPATH=CHECKOUT python scripts/golden
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import subprocess
@@ -35,13 +38,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *("--dim", "64", "--set", "epochs=2", "members=2"),
     ),
     "fit-hypernet": (
-        "fit-head",
-        "--run",
-        "csts",
-        "--head",
-        "hypernet",
-        "--prompt",
-        "separate",
+        *("fit-head", "--run", "csts", "--head", "hypernet", "--prompt", "separate"),
         *FAST,
     ),
     "fit-pca": ("fit-head", "--run", "csts", "--head", "pca", "--prompt", "pair-cond"),
@@ -91,15 +88,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "fit-dialogue-rank": ("fit-head", "--run", "talk", "--head", "rank", *FAST),
     "evaluate-dialogue": ("evaluate", "--run", "talk"),
     "plan-dialogue": (
-        "evaluate",
-        "--run",
-        "talk",
-        "--plan",
-        "same-depth",
-        "--history",
-        "2",
-        "--distance",
-        "1",
+        *("evaluate", "--run", "talk", "--plan", "same-depth"),
+        *("--history", "2", "--distance", "1"),
     ),
     "sweep-dialogue": (
         *("sweep", "--run", "talk", "--head", "ccl", "--vary", "batch_size=32,64"),
@@ -137,8 +127,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 def prepare(folder: Path) -> dict[str, str]:
     """Write the small files that commands read; return what placeholders stand for."""
-    import csv
-
     import llmcond
 
     data = Path(llmcond.__file__).parent / "data"
@@ -154,8 +142,9 @@ def prepare(folder: Path) -> dict[str, str]:
     return {"HEAD": head, "RELATION": relation}
 
 
-def record(folder: Path, only: list[str]) -> None:
-    """Run the commands, and write the JSON that each prints."""
+def record(folder: Path, only: list[str]) -> int:
+    """Run the commands, write the JSON that each prints, and return how many failed."""
+    n_failed = 0
     folder.mkdir(parents=True, exist_ok=True)
     work = folder / "work"
     work.mkdir(exist_ok=True)
@@ -177,6 +166,7 @@ def record(folder: Path, only: list[str]) -> None:
         )
         said = done.stdout if done.returncode == 0 else json.dumps({"error": done.stderr[-2000:]})
         (folder / f"{name}.json").write_text(said)
+        n_failed += done.returncode != 0
         took = time.perf_counter() - began
         print(f"{name}: exit {done.returncode}, {took:.1f} s", flush=True)
         if extra and done.returncode == 0:
@@ -185,6 +175,7 @@ def record(folder: Path, only: list[str]) -> None:
         saved = json.loads(path.read_text())
         name = "-".join(path.relative_to(work).parts[:-1])
         (folder / f"{name}.json").write_text(json.dumps(saved))
+    return n_failed
 
 
 def differences(old: Any, new: Any, where: str) -> list[str]:
@@ -240,9 +231,11 @@ def main() -> None:
     comparing.add_argument("new", type=Path)
     given = parser.parse_args()
     if given.action == "record":
-        record(given.folder.resolve(), given.only)
+        n = record(given.folder.resolve(), given.only)
     else:
-        sys.exit(min(1, compare(given.old, given.new)))
+        n = compare(given.old, given.new)
+    if n:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ class Trainer(Generic[R]):
             return
         tensors = {f"weights.{name}": value for name, value in self._weights.items()}
         tensors |= {f"average.{name}": value for name, value in self._average.items()}
-        # Weights that the loss has not used yet, such as the third role under `ccl`, have no state.
+        # Weights that no loss has used yet, such as one of the roles under `ccl`, have no state.
         states = self._optimiser.optimizer.state
         used = {name: states[value] for name, value in self._weights.items() if states[value]}
         for name, own in used.items():

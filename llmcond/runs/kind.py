@@ -132,7 +132,8 @@ def find_kind(name: str) -> Kind:
     Raises:
         UserError: no such kind.
     """
-    known = kinds()
+    # Installed packages are searched only for what is not bundled, as that takes a while.
+    known = KINDS if name in KINDS else kinds()
     if name not in known:
         raise UserError(
             f"there is no kind of task {name!r}. {nearest(name, known)} A kind of your own is an "

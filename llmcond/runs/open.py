@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from llmcond.encoders.resolve import no_embeddings
 from llmcond.errors import LlmcondError, UserError, listed
 from llmcond.runs.kind import find_kind, kinds
 from llmcond.runs.manifest import kind_of, read_manifest
 from llmcond.runs.run import AnyRun
-from llmcond.runs.task_runs import Run
+from llmcond.runs.task_runs import Run, as_rated
 
 
 def run_of(folder: Path, manifest: dict[str, Any]) -> AnyRun:
@@ -20,13 +20,15 @@ def run_of(folder: Path, manifest: dict[str, Any]) -> AnyRun:
     Raises:
         LlmcondError: a kind of task that there is not.
     """
-    kind = kind_of(manifest)
-    if kind not in kinds():
+    name = kind_of(manifest)
+    try:
+        kind = find_kind(name)
+    except UserError as error:
         raise LlmcondError(
-            f"{folder / 'run.json'} has kind = {kind!r}, none of {', '.join(kinds())}; it was "
+            f"{folder / 'run.json'} has kind = {name!r}, none of {', '.join(kinds())}; it was "
             "damaged, a newer version wrote it, or the package of that kind is not installed."
-        )
-    return find_kind(kind).run(folder, manifest)
+        ) from error
+    return kind.run(folder, manifest)
 
 
 def open_run(folder: Path, *, cross: bool = False) -> Run:
@@ -36,13 +38,14 @@ def open_run(folder: Path, *, cross: bool = False) -> Run:
         UserError: as :func:`open_any_run`, or a run of queries against candidates.
     """
     run = open_any_run(folder, cross=cross)
-    if run.kind != Run.kind:
+    pairs = as_rated(run)
+    if pairs is None:
         raise UserError(
             f"{folder} is a run of the task {run.manifest['task']}, which ranks candidates; this "
             "is for rated pairs of sentences. It takes extract, fit-head, evaluate, sweep, "
             f"compare-prompts, heads and {run.own_command}."
         )
-    return cast(Run, run)
+    return pairs
 
 
 def open_any_run(folder: Path, *, cross: bool = False) -> AnyRun:

@@ -136,7 +136,8 @@ def write_ranks(found: RankedResults[Any], run: AnyRun, asked: EvaluateRequest) 
         )
     if asked.report is not None:
         best, source = best_first(found), asked.data.source
-        options = asdict(asked.options[run.kind])
+        options = asked.options.get(run.kind)
+        settings = {} if options is None else asdict(options)
         page = page_of(
             run,
             found.queries,
@@ -144,7 +145,11 @@ def write_ranks(found: RankedResults[Any], run: AnyRun, asked: EvaluateRequest) 
             ranks,
             title=f"Evaluation: {run.encoder_name}",
             summary=_summary(best, str(source or run.manifest["data"]["source"])),
-            settings={**options, "data": source, "heads": list(asked.heads)},
+            settings={
+                **({} if options is None else asdict(options)),
+                "data": source,
+                "heads": list(asked.heads),
+            },
         )
         write_page(page, asked.report)
     return Results(found.rows)

@@ -103,8 +103,8 @@ def train_lora(  # noqa: PLR0913 - each is a choice of the user, by keyword
         taught=taught,
         aspects=aspects,
     )
-    found = find_task(task)
-    result: TrainingResult = find_kind(found.kind).train(asked, found)
+    chosen = find_task(task)
+    result: TrainingResult = find_kind(chosen.kind).train(asked, chosen)
     return result
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from llmcond.config import build
 from llmcond.data.datasets import DataOptions, Dataset
@@ -169,12 +169,12 @@ def check_unrouted(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None
 def rated_task(name: str | None) -> Task:
     """Return a task by its name; a UserError unless it has rated pairs."""
     task = find_task(name)
-    if task.kind != Task.kind:
+    if not isinstance(task, Task):
         raise UserError(
             f"the task {task.name} ranks candidates, and this trains on rated pairs of sentences. "
             "Leave out --task, or train an encoder of each text: llmcond train-lora."
         )
-    return cast(Task, task)
+    return task
 
 
 def rated_dataset(task: Task, data: DataOptions) -> Dataset:
