@@ -145,11 +145,7 @@ def write_ranks(found: RankedResults[Any], run: AnyRun, asked: EvaluateRequest) 
             ranks,
             title=f"Evaluation: {run.encoder_name}",
             summary=_summary(best, str(source or run.manifest["data"]["source"])),
-            settings={
-                **({} if options is None else asdict(options)),
-                "data": source,
-                "heads": list(asked.heads),
-            },
+            settings={**settings, "data": source, "heads": list(asked.heads)},
         )
         write_page(page, asked.report)
     return Results(found.rows)
