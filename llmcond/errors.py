@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
@@ -57,6 +58,25 @@ def is_disk_full(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         return True
     return any(f"(os error {code})" in str(error) for code in _NO_ROOM)
+
+
+def no_room() -> OSError:
+    """Return the error of a full disk, for what would not notice it by itself."""
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def raise_disk_error(error: BaseException, place: object, kept: str) -> None:
+    """Raise what people are told of a full or a forbidden disk; return for another error.
+
+    ``kept`` ends the message: what was in ``place``, which cannot grow, and still is.
+    """
+    if is_disk_full(error):
+        raise DiskFullError(
+            f"the disk is full: {place} cannot grow. Free some space and run the same command "
+            f"again; {kept}."
+        ) from error
+    if isinstance(error, PermissionError):
+        raise UserError(f"{place} cannot be written: {error.strerror}.") from error
 
 
 def printable(text: str) -> str:

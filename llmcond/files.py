@@ -16,10 +16,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
-from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full
+from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full, no_room
 
 #: Temporary files that are in use are written to more often.
 _STALE_SECONDS = 3_600
+#: Left free beside what is written.
+_SPARE_BYTES = 2**20
 
 
 @contextmanager
@@ -86,6 +88,15 @@ def making(folder: Path) -> Iterator[Path]:
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_room(folder: Path, n_bytes: int) -> None:
+    """Raise an OSError, as of a full disk, where it lacks so many bytes and some to spare.
+
+    Lance commits a file whose very end could not be written: better not to begin.
+    """
+    if shutil.disk_usage(folder).free < n_bytes + _SPARE_BYTES:
+        raise no_room()
 
 
 def temporary_sibling(path: Path) -> Path:

@@ -239,6 +239,9 @@ RANKING: tuple[Metric, ...] = (
     ),
 )
 
+#: The metrics of a ranking unless others are asked for; the first is the main one.
+RANKING_NAMES = ("mrr", "hits@1", "hits@3", "hits@10", "mean_rank")
+
 #: Every metric by its name, those of users once they were named.
 METRICS: dict[str, Metric] = {
     metric.name: metric

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
+from pyarrow import fs
+
 from llmcond.errors import LlmcondError, UserError, did_you_mean, first_line
 
 #: How often a request is repeated that was refused for a while, as under load: by Lance for half a
@@ -65,8 +67,6 @@ def open_filesystem(name: str, *, patient: bool = False) -> tuple[Any, str]:
     Raises:
         UserError: as of :func:`split_uri`, or the environment lacks what the storage needs.
     """
-    from pyarrow import fs
-
     if not is_remote(name):
         return fs.LocalFileSystem(), str(Path(name.removeprefix("file://")).expanduser().absolute())
     parts = split_uri(name)
@@ -157,8 +157,6 @@ def _match(pattern: str, text: str) -> str | None:
 
 def _s3(bucket: str, patient: bool) -> Any:
     """Return S3's file system by the names in the environment that Arrow does not read itself."""
-    from pyarrow import fs
-
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     retries = fs.AwsStandardS3RetryStrategy(_PATIENT_ATTEMPTS if patient else _ATTEMPTS)
     options, endpoint = {"retry_strategy": retries}, STORES["s3"].endpoint
@@ -171,14 +169,10 @@ def _s3(bucket: str, patient: bool) -> Any:
 
 
 def _google(bucket: str, patient: bool) -> Any:
-    from pyarrow import fs
-
     return fs.FileSystem.from_uri(f"gs://{bucket}")[0]
 
 
 def _azure(bucket: str, patient: bool) -> Any:
-    from pyarrow import fs
-
     names = ("account_name", "account_key")
     return fs.AzureFileSystem(
         **{name: os.environ.get(f"AZURE_STORAGE_{name}".upper()) for name in names}

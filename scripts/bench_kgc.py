@@ -35,10 +35,12 @@ from llmcond.encoders.spec import EncoderInput
 from llmcond.evaluation.ranking import rank, top
 from llmcond.features.extract import extract
 from llmcond.features.store import FeatureStore
-from llmcond.heads import FittedHead, FittedQueryHead, QueryArrays, fit_queries, load_recipe
+from llmcond.heads import FittedHead, load_recipe
 from llmcond.heads.cache import ConditionCache
 from llmcond.heads.module import HeadModule
-from llmcond.heads.query_maps import QueryHead
+from llmcond.heads.queries import QueryArrays
+from llmcond.heads.query_fit import fit_queries
+from llmcond.heads.query_maps import FittedQueryHead, QueryHead
 from llmcond.prompts import load_prompt
 from llmcond.prompts.queries import QueryInputs
 from llmcond.tasks.graph import Graph, Known, Triples, both_directions, read_graph

@@ -4,6 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class KnownAnswers(Protocol):
+    """The known right answers of queries."""
+
+    def gather(
+        self, sentence: NDArray[np.integer], condition: NDArray[np.integer], /
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return those of m queries, flat: (k,) the query and (k,) an answer of it."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from pyarrow import fs
 from llmcond.data.datasets import Problems
 from llmcond.errors import LlmcondError, UserError, brief, did_you_mean, first_line, listed
 from llmcond.files import digest_text
+from llmcond.lance_io import UNREADABLE, without_panic
 from llmcond.object_stores import failure, lance_options, open_filesystem
 from llmcond.progress import ReadBar
 
@@ -33,7 +34,7 @@ from llmcond.progress import ReadBar
 _BATCH_ROWS = 16_384
 #: Parts that are surveyed at a time: an object store answers late, and many at once.
 _AT_ONCE = 8
-_UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError)
+_UNREADABLE = (pa.ArrowException, *UNREADABLE)
 #: Columns that are written beside those that are kept.
 TAKEN = ("sentence", "condition", "embedding")
 _NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
@@ -504,13 +505,10 @@ def _kept(
 def _reading(where: str, name: str = "") -> Iterator[None]:
     """Tell what fails as our own errors; ``where`` is in the source of that name."""
     try:
-        yield
+        with without_panic():
+            yield
     except FileNotFoundError as error:
         raise UserError(f"{where} does not exist.") from error
-    except BaseException as error:
-        # Lance's Rust code panics over some damaged files, by an exception of its own.
-        panics = type(error).__name__ == "PanicException"
-        if not panics and not isinstance(error, _UNREADABLE):
-            raise
+    except _UNREADABLE as error:
         # Not from the error: what a server writes of keys and signatures is told to nobody.
         raise LlmcondError(f"{where} cannot be read: {failure(name or where, error)}") from None

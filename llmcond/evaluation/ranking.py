@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.arrays import Array, MatrixLike, Positions, as_matrix
+from llmcond.data.queries import KnownAnswers
 from llmcond.errors import UserError
 from llmcond.evaluation.paired import RESAMPLES, Resampled, resample
-from llmcond.metrics import Estimate, Floats, Metric, choose_metrics, finite
+from llmcond.metrics import RANKING_NAMES, Estimate, Floats, Metric, choose_metrics, finite
 from llmcond.options import Ties
-from llmcond.tasks.ranking import METRICS, KnownAnswers
 
 Numbers = NDArray[np.integer[Any]]
 
@@ -375,7 +375,7 @@ def resample_ranks(
     Args:
         systems: (seeds, m) ranks of each.
         group: (m,) what each query is of: its triple, which is asked from both sides, or dialogue.
-        metrics: what is computed; None: ``METRICS``.
+        metrics: what is computed; None: :data:`llmcond.metrics.RANKING_NAMES`.
         resamples: bootstrap samples.
         chosen: (m,) which queries count; None: all.
         stratum: (m,) for metrics that are means over strata; None: all are of one.
@@ -383,7 +383,7 @@ def resample_ranks(
     chosen = np.ones(len(group), dtype=bool) if chosen is None else chosen
     stratum = np.zeros(len(group)) if stratum is None else stratum
     own = [system[:, chosen] for system in systems]
-    metrics = choose_metrics(METRICS) if metrics is None else metrics
+    metrics = choose_metrics(RANKING_NAMES) if metrics is None else metrics
     return resample(own, np.asarray(stratum[chosen], float), group[chosen], metrics, resamples)
 
 
@@ -396,7 +396,7 @@ def measure_each(
     stratum: NDArray[Any] | None = None,
 ) -> list[Part]:
     """Return the figures of each system; arguments as in :func:`resample_ranks`."""
-    metrics = choose_metrics(METRICS) if metrics is None else metrics
+    metrics = choose_metrics(RANKING_NAMES) if metrics is None else metrics
     n = len(group) if chosen is None else int(chosen.sum())
     if not n:
         return [Part(0, {one.name: Estimate(np.nan) for one in metrics}) for _ in systems]

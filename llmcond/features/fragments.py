@@ -1,21 +1,12 @@
-"""Fragments of a Lance dataset: files of rows, committed so that nothing is lost or doubled.
-
-Lance lets two appends that know nothing of each other both succeed. Ours do not: a commit replaces
-the first fragment by itself, and Lance refuses two that change one fragment at a time.
-"""
+"""The rows of a store: their columns, the files that hold them, and which of these are merged."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import lance
 import numpy as np
 import pyarrow as pa
-from lance.commit import CommitConflictError
-from lance.fragment import FragmentMetadata, LanceFragment, write_fragments
 from numpy.typing import NDArray
 
 from llmcond.encoders.spec import EncoderInput
@@ -31,10 +22,6 @@ _LARGEST_PART = 8
 #: or already holds so many rows, or bytes: to rewrite large ones takes who commits longer than
 #: many who encode take to write them.
 _FULL_ROWS, _FULL_BYTES = 32_768, 2**25
-#: What a kill leaves of a transaction or a version that Lance was writing.
-_STAGED = re.compile(r"\.tmp\w+|.+\.manifest#\d+")
-#: Bounds the memory that merging takes.
-_MERGE_BATCH = 1_024
 
 
 class Fragment(NamedTuple):
@@ -82,93 +69,6 @@ def rows_table(
         pa.array(truncated, pa.bool_()),
     ]
     return pa.table(columns, schema)
-
-
-class PreemptedError(Exception):
-    """Someone else has committed since the version that a commit was based on."""
-
-
-class Target(NamedTuple):
-    """A dataset: where it is, what Lance is told for it, its newest known version if any."""
-
-    uri: str
-    options: dict[str, str] | None
-    dataset: Any = None
-
-    def write(self, rows: pa.Table) -> FragmentMetadata:
-        """Write rows, at least one, into a file that no version names."""
-        if self.dataset is None:
-            return LanceFragment.create(self.uri, rows, storage_options=self.options)
-        return self._append(rows)[0]
-
-    def _append(self, rows: Any) -> list[FragmentMetadata]:
-        written: list[FragmentMetadata] = write_fragments(
-            rows, self.dataset, mode="append", storage_options=self.options
-        )
-        return written
-
-    def create(self, schema: pa.Schema, fragments: Sequence[FragmentMetadata]) -> Any:
-        """Return the first version, of these fragments.
-
-        Raises:
-            PreemptedError: there is one.
-        """
-        operation = lance.LanceOperation.Overwrite(schema, fragments)
-        try:
-            return lance.LanceDataset.commit(
-                self.uri, operation, storage_options=self.options, max_retries=0
-            )
-        except (CommitConflictError, OSError) as error:
-            # In the second case someone was first while we looked.
-            if isinstance(error, CommitConflictError) or any(
-                said in str(error) for said in ("already exists", "_versions/0.manifest")
-            ):
-                raise PreemptedError from error
-            raise
-
-    def commit(self, fragments: Sequence[FragmentMetadata], removed: Sequence[int] = ()) -> Any:
-        """Return a version with fragments behind the others, some of which are removed.
-
-        Raises:
-            PreemptedError: the dataset is not the newest version.
-        """
-        first = self.dataset.get_fragments()[:1]
-        kept = [own.metadata for own in first if own.fragment_id not in removed]
-        operation = lance.LanceOperation.Update(
-            removed_fragment_ids=list(removed), updated_fragments=kept, new_fragments=fragments
-        )
-        try:
-            return lance.LanceDataset.commit(
-                self.dataset,
-                operation,
-                read_version=self.dataset.version,
-                storage_options=self.options,
-                max_retries=0,
-            )
-        except CommitConflictError as error:
-            raise PreemptedError from error
-
-    def merge_last(self, count: int) -> Any:
-        """Return a version in which the last fragments are one; every row keeps its place.
-
-        Raises:
-            PreemptedError: the dataset is not the newest version.
-        """
-        last = self.dataset.get_fragments()[-count:]
-        rows = self.dataset.scanner(fragments=last, batch_size=_MERGE_BATCH, batch_readahead=4)
-        merged = self._append(rows.to_reader())
-        return self.commit(merged, [own.fragment_id for own in last])
-
-
-def remove_staged_files(folder: Path) -> None:
-    """Remove what killed processes left of a dataset's metadata that they were writing.
-
-    Lance's own clean-up passes over these files. Nobody may be committing.
-    """
-    for name in ("_transactions", "_versions"):
-        for path in (folder / name).glob("*"):
-            if _STAGED.fullmatch(path.name):
-                path.unlink(missing_ok=True)
 
 
 def mergeable(rows: Sequence[int], row_bytes: float) -> int:

@@ -10,10 +10,8 @@ behind the others, and merging small files keeps their order.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -29,13 +27,10 @@ from numpy.typing import NDArray
 
 from llmcond.arrays import Gathered
 from llmcond.encoders.spec import EncoderIdentity, EncoderInput
-from llmcond.errors import LlmcondError, UserError, is_disk_full
+from llmcond.errors import LlmcondError, UserError, is_disk_full, no_room
 from llmcond.features.fragments import (
     Fragment,
-    PreemptedError,
-    Target,
     mergeable,
-    remove_staged_files,
     row_bytes,
     rows_schema,
     rows_table,
@@ -48,9 +43,9 @@ from llmcond.features.location import (
     locate,
     locked,
     remove_abandoned_claims,
-    without_panic,
 )
 from llmcond.files import check_format
+from llmcond.lance_io import UNREADABLE, PreemptedError, Target, clean, without_panic
 from llmcond.log import log
 
 __all__ = ["FeatureStore", "Fragment", "StoreDtype"]
@@ -65,11 +60,6 @@ _READ_ROWS = 65_536
 #: Larger tables of vectors are kept on disk.
 _IN_MEMORY = 2**30
 
-#: Versions kept for those who read them. Fewer than commits between two merges: what a merge
-#: replaced is removed at the next one.
-_KEPT_VERSIONS = 16
-#: What Lance and Arrow raise for files that are gone, or damaged.
-_UNREADABLE = (OSError, ValueError, KeyError)
 #: What claims of those who write fragments begin with.
 _WRITING = "writing-"
 
@@ -157,16 +147,16 @@ class FeatureStore:
         """Return what ``attempt`` reads, also where the files it reads from are being merged."""
         # Merging removes old files, perhaps those of the version that is read. The newest version
         # has the same rows in the same places; under the commit lock no files are removed.
-        first, again = without_panic(attempt), without_panic(lambda: self._anew(attempt))
-        for own in (first, again):
+        for read in (attempt, lambda: self._anew(attempt)):
             try:
-                return own()
-            except _UNREADABLE as error:
+                with without_panic():
+                    return read()
+            except UNREADABLE as error:
                 self._location.raise_unreachable(error)
         try:
-            with self._committing():
-                return again()
-        except _UNREADABLE as error:
+            with self._committing(), without_panic():
+                return self._anew(attempt)
+        except UNREADABLE as error:
             self._location.raise_unreachable(error)
             if is_disk_full(error) or isinstance(error, PermissionError):
                 raise
@@ -349,9 +339,7 @@ class FeatureStore:
         """Remove old versions, and what no version names if nobody else can be at it."""
         # Without locks that hold for everyone, only after the days that Lance leaves it.
         alone = not self._location.shared and not self._is_being_written()
-        dataset.cleanup_old_versions(retain_versions=_KEPT_VERSIONS, delete_unverified=alone)
-        if alone:
-            remove_staged_files(Path(self._location.uri))
+        clean(self._location.uri, dataset, alone=alone)
 
     def _rows_of(self, path: str) -> pa.Table:
         own = f"{self._location.uri}/{path}"
@@ -377,7 +365,7 @@ class FeatureStore:
     def _check_room(self, rows: pa.Table) -> None:
         # Lance commits a file whose very end could not be written: better not to begin.
         if not self._location.has_room(2 * rows.nbytes + SPARE_BYTES):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise no_room()
 
     def _commit(self, fragments: Sequence[FragmentMetadata], dim: int) -> None:
         if self._dataset is None:

@@ -23,11 +23,10 @@ from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.errors import UserError
 from llmcond.evaluation.ranking import ranks_among
 from llmcond.finetune.base import Shared, TrainedModel
-from llmcond.heads import FittedRoles, Recipe
+from llmcond.heads import Recipe
 from llmcond.heads.module import seeded
-from llmcond.heads.pairs import Fit
-from llmcond.heads.query_fit import SCORE
-from llmcond.heads.roles import Roles, RoleSettings
+from llmcond.heads.pairs import SCORE, Fit
+from llmcond.heads.roles import FittedRoles, Roles, RoleSettings
 from llmcond.heads.turn_fit import check_turns, distinct
 from llmcond.heads.turns import turn_scores
 from llmcond.heads.windows import windows

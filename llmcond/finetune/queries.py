@@ -23,12 +23,13 @@ from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.errors import UserError
 from llmcond.evaluation.ranking import rank
 from llmcond.finetune.base import Shared, TrainedModel
-from llmcond.heads import FittedQueryHead, QueryArrays, Recipe, joint_keys
+from llmcond.heads import Recipe
 from llmcond.heads.contrastive import Masked
 from llmcond.heads.module import seeded
-from llmcond.heads.pairs import Fit
-from llmcond.heads.query_fit import SCORE
-from llmcond.heads.query_maps import QueryHead
+from llmcond.heads.pairs import SCORE, Fit
+from llmcond.heads.queries import QueryArrays, joint_keys
+from llmcond.heads.query_fit import check_queries
+from llmcond.heads.query_maps import FittedQueryHead, QueryHead
 from llmcond.metrics import METRICS, Metric
 from llmcond.tasks.graph import Known, Triples, both_directions
 
@@ -106,7 +107,7 @@ class QueryModel(TrainedModel[GraphInputs]):
         dims = engine.dim, family.dim_of_relations(recipe.settings, engine.dim), inputs.n_relations
         head, _ = seeded(lambda: family(recipe.settings, *dims), seed)
         if start is not None:
-            start.module.check(dims, start.kind)
+            start.check(dims)
             head.load_state_dict(start.module.state_dict())
         super().__init__(engine, head, recipe.kind, seed, metric)
         if start is None:
@@ -259,8 +260,7 @@ class _Used:
 
 def check_recipe(recipe: Recipe) -> None:
     """Raise a UserError unless a head can be trained with an encoder."""
-    if not recipe.family.maps_queries:
-        raise UserError(f"the head {recipe.name} compares rated pairs; it ranks no candidates.")
+    check_queries(recipe)
     settings = recipe.settings
     if settings.neighbours:
         raise UserError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from llmcond.heads.batches import SharedConditions
 from llmcond.heads.layers import DenseLayer
 from llmcond.heads.module import AT_ONCE, HeadModule
 from llmcond.heads.pairs import Fit
+from llmcond.heads.settings import Sizes
 from llmcond.heads.transform import check_features, transform_blocks
 from llmcond.system import choose_device
 
@@ -31,7 +32,13 @@ class Fitted:
         module: with its parameters, as :meth:`HeadModule.finished` leaves it.
         seed: of initialisation, dropout and the order of rows.
         fit: how fitting went.
+        Sizes: the sizes that modules are made with besides their settings, and that head.json
+            records.
+        refusal: what an error says of a head of another class where one of this class is needed.
     """
+
+    Sizes: ClassVar[type[Sizes]] = Sizes
+    refusal: ClassVar[str]
 
     kind: str
     family: type[HeadModule]
@@ -83,6 +90,8 @@ class Fitted:
 @dataclass(frozen=True, eq=False)
 class FittedHead(Fitted):
     """A fitted head: an immutable value that turns features into embeddings."""
+
+    refusal = "ranks candidates and compares no pairs"
 
     @property
     def generates_matrices(self) -> bool:
@@ -179,3 +188,8 @@ class FittedHead(Fitted):
     def check(self, features: MatrixLike, condition: MatrixLike | None) -> None:
         """Check what the head is to be applied to; errors are those of :meth:`transform`."""
         check_features(self, features, condition)
+
+
+def fitted_class(family: type[HeadModule]) -> type[Fitted]:
+    """Return the class of a family's fitted heads."""
+    return family.Fitted or FittedHead

@@ -9,19 +9,58 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
+from annotated_types import Ge, Gt, Le
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from llmcond.arrays import Positions
-from llmcond.heads.settings import ContrastSettings
+from llmcond.config import STRICT
+from llmcond.heads.settings import Weight
 
 #: Scores, (m, k), and a mask of the same shape that is true where one is left out.
 Masked = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContrastSettings:
+    """What queries are contrasted with, and how.
+
+    The defaults are those of SimKGC's commands for WN18RR.
+
+    Attributes:
+        temperature: of the scores, at the start.
+        learn_temperature: whether it is trained along.
+        margin: subtracted from the score of each query with its own candidate.
+        directions: ``both``: each query finds its candidate among those of the batch, and each
+            candidate its query; ``query``: the first only.
+        negatives: candidates of a batch: its ``tails``, or all its ``entities``, heads as well.
+        self_negatives: whether a query's own head is a candidate too.
+        queue: earlier batches whose candidates are still contrasted with, as they were then.
+        queue_weight: what the scores of those are multiplied by.
+        random_candidates: entities drawn for each batch, besides those of its triples.
+        relation_negatives: other relations that each triple is contrasted with: its tail is to be
+            nearer to the head under its relation than under those (Hyper-CL's contrast of one
+            sentence under two conditions, of which SimKGC has nothing); 0: none.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    temperature: Annotated[float, Gt(0), Le(1_000_000)] = 0.05
+    learn_temperature: bool = True
+    margin: Weight = 0.02
+    directions: Literal["both", "query"] = "both"
+    negatives: Literal["tails", "entities"] = "tails"
+    self_negatives: bool = True
+    queue: Annotated[int, Ge(0), Le(1_000)] = 0
+    queue_weight: Weight = 0.5
+    random_candidates: Annotated[int, Ge(0), Le(1_000_000)] = 0
+    relation_negatives: Annotated[int, Ge(0), Le(1_000)] = 0
 
 
 class Contrast(nn.Module):

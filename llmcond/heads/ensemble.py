@@ -44,3 +44,8 @@ class Ensemble(HeadModule):
         found = [head.similarity(*own) for head, *own in zip(heads, *sides, strict=True)]
         mean: Tensor = torch.stack(found).mean(dim=0)
         return mean
+
+
+def members_of(module: HeadModule) -> list[Any]:
+    """Return the heads of an ensemble, or a list of the module itself if it is none."""
+    return list(module.children()) if isinstance(module, Ensemble) else [module]

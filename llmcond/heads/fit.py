@@ -1,24 +1,29 @@
-"""Fitting a supervised head on arrays: Adam, dropout, and the best epoch on dev."""
+"""Fitting a head on arrays: the loop that all kinds of heads share, and heads of rated pairs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from llmcond.errors import UserError
-from llmcond.heads.batches import Loader
+from llmcond.heads.batches import Loader, RatedRows
 from llmcond.heads.ensemble import Ensemble
 from llmcond.heads.module import HeadModule, seeded
 from llmcond.heads.objectives import Objective, RatedBatch, check_contrasts, contrast_groups
-from llmcond.heads.pairs import DevScore, Fit, H, OnEpoch, OnStep, PairArrays
+from llmcond.heads.pairs import SCORE, DevScore, Fit, H, OnEpoch, PairArrays
 from llmcond.heads.settings import GradientSettings, TrainingSettings
 from llmcond.metrics import METRICS, Metric
 from llmcond.system import free_memory, native_bfloat16
+
+M = TypeVar("M", bound=HeadModule)
 
 #: Heads of so many parameters are multiplied in bfloat16 where the device does that natively.
 _LARGE = 2**21
@@ -28,42 +33,198 @@ _COPIES = 5
 _SEED_STEP = 2**20
 
 
-def fit_by_gradient(
-    family: type[HeadModule],
-    settings: TrainingSettings,
-    pairs: PairArrays,
-    dev: PairArrays | None,
-    seed: int,
-    on_epoch: OnEpoch,
-    device: str = "cpu",
-    metric: Metric = METRICS["spearman"],
-) -> tuple[HeadModule, Fit]:
-    """Fit a head, or each head of an ensemble; return it on the CPU, and how it went.
+class Fitting(ABC, Generic[M, H]):
+    """One head while it is fitted: AdamW, dropout, and the best epoch on dev.
 
-    The weights of the epoch that ``metric`` calls the best on dev are kept, without dev those of
-    the last one; the learning curve has it as ``dev_NAME``. Every random
-    number comes from generators of their own, so the same seed gives the same head on the same
-    machine. Features stay as they are given; float32 copies are made of a batch only.
+    A kind of head defines how its module is made, what its batches are and the loss of one. Every
+    random number comes from generators of their own, so the same seed gives the same head on the
+    same machine.
 
-    Raises:
-        UserError: parameters that do not fit into memory, no contrastive pairs for an objective
-            that needs them, or a loss that became NaN or infinite.
+    Args:
+        kind: the name of the head's family.
+        family: its class.
+        settings: an instance of the family's settings.
+        dims: sizes of the features, as the family is made with.
+        data: the training split.
+        dev: chooses the epoch; None: the last one is kept.
+        device: where to fit.
+        seed: of the module's start, dropout and the order of rows.
+        score_name: what the learning curve calls the score on dev.
     """
-    fitted = [
-        _fit_one(family, settings, pairs, dev, own, on_epoch, torch.device(device), metric)
-        for own in spread_seeds(seed, settings.members)
-    ]
-    if len(fitted) == 1:
-        return fitted[0]
+
+    #: How many rows an epoch has; not needed where a kind defines its own batches.
+    n_rows: int
+
+    def __init__(
+        self,
+        kind: str,
+        family: type[HeadModule],
+        settings: Any,
+        dims: tuple[int, ...],
+        data: Any,
+        dev: DevScore[H] | None,
+        device: torch.device,
+        seed: int,
+        score_name: str = SCORE,
+    ) -> None:
+        self.family: Any = family
+        self.kind, self.settings, self.dims, self.data = kind, settings, dims, data
+        self.dev, self.device, self.seed, self.score_name = dev, device, seed, score_name
+        self.n_parameters = _check_memory(family, settings, dims, device)
+        self.module, self.generator = seeded(self.make, seed)
+
+    def make(self) -> M:
+        """Make the module; random numbers come from PyTorch's own generator."""
+        module: M = self.family(self.settings, *self.dims)
+        return module
+
+    def prepare(self) -> None:
+        """Prepare what batches are made of; called only where there are parameters to fit."""
+
+    @property
+    def steps(self) -> int:
+        """The number of batches of an epoch."""
+        return -(-self.n_rows // int(self.settings.batch_size))
+
+    def batches(self) -> Iterator[tuple[int, Any]]:
+        """Yield the batches of an epoch, each with its size: by default positions, shuffled."""
+        order = torch.randperm(self.n_rows, generator=self.generator).numpy()
+        for rows in np.array_split(order, self.steps):
+            yield len(rows), rows
+
+    @abstractmethod
+    def loss(self, batch: Any) -> Tensor:
+        """Return the mean loss of a batch, a scalar."""
+
+    @abstractmethod
+    def current(self) -> H:
+        """Return the head as it is now, for ``dev``."""
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Return the optimiser's groups: the head's own parameters, then the objective's."""
+        return [{"params": list(self.module.parameters())}]
+
+    def rate(self, step: int, steps: int) -> float:
+        """Return what the learning rate is multiplied by at a step, of ``steps`` in all."""
+        return 1.0
+
+    def in_bfloat16(self) -> bool:
+        """Return whether to multiply in bfloat16; ``auto``: where the device does that natively."""
+        if self.settings.precision != "auto":
+            return bool(self.settings.precision == "bfloat16")
+        if self.device.type == "cuda":
+            # Before compute capability 8.0 GPUs emulate it.
+            return torch.cuda.get_device_capability(self.device)[0] >= 8
+        return native_bfloat16()
+
+    def record(self) -> dict[str, Any]:
+        """Return what head.json records of this kind's fit besides what all kinds have."""
+        return {}
+
+    def finished_copy(self) -> M:
+        """Return a copy of the module as a fitted head has it; what dropout draws goes on."""
+        state = {name: value.clone() for name, value in self.module.state_dict().items()}
+        with torch.device("meta"):
+            copied: M = self.family(self.settings, *self.dims)
+        copied.load_state_dict(state, assign=True)
+        return copied.finished()
+
+    def run(self, on_epoch: OnEpoch) -> tuple[M, Fit]:
+        """Fit the module, and return it on the CPU as it was after the best epoch.
+
+        Raises:
+            UserError: the loss became NaN or infinite.
+        """
+        module, groups = self.module, self.parameter_groups()
+        if not any(value.numel() for value in groups[0]["params"]):
+            note = "the head has no parameters, so nothing is fitted"
+            return module.finished(), Fit({"selected_on": None}, (note,))
+        module.seed_dropout(self.seed)
+        module.multiply_in_bfloat16(self.in_bfloat16())
+        module.to(self.device)
+        self.prepare()
+        # One kernel for all of a step; decoupled decay of 0 is plain Adam.
+        optimiser = torch.optim.AdamW(
+            groups,
+            lr=self.settings.learning_rate,
+            weight_decay=self.settings.weight_decay,
+            fused=True,
+        )
+        best_epoch, curve = self._run_epochs(optimiser, on_epoch)
+        selected = curve[best_epoch - 1][self.score_name] is not None
+        record = {
+            "best_epoch": best_epoch,
+            "selected_on": "dev" if selected else None,
+            "n_parameters": self.n_parameters,
+            "steps_per_epoch": self.steps,
+            "precision": "bfloat16" if module.in_bfloat16 else "float32",
+            **self.record(),
+            "curve": curve,
+        }
+        return module.finished(), Fit(record)
+
+    def _run_epochs(
+        self, optimiser: torch.optim.Optimizer, on_epoch: OnEpoch
+    ) -> tuple[int, list[dict[str, float | None]]]:
+        """Train until the best epoch is known; return it and the learning curve.
+
+        The module then has the weights of that epoch.
+        """
+        settings, dev, key, best, number = self.settings, self.dev, self.score_name, {}, 0
+        curve: list[dict[str, float | None]] = []
+        for epoch in range(1, settings.epochs + 1):
+            loss = self._run_epoch(epoch, optimiser, on_epoch)
+            if not math.isfinite(loss):
+                raise UserError(
+                    f"the loss became {loss} in epoch {epoch}. Lower learning_rate, to "
+                    f"{settings.learning_rate / 10:g} or so."
+                )
+            score = math.nan if dev is None else dev.of(self.current())
+            curve.append({"epoch": epoch, "loss": loss, key: None if math.isnan(score) else score})
+            on_epoch(epoch, settings.epochs, score)
+            since = 0 if dev is None else since_best(curve, key, dev.metric)
+            if not since:
+                number = epoch
+                best = {name: value.clone() for name, value in self.module.state_dict().items()}
+            elif since >= settings.patience:
+                break
+        self.module.load_state_dict(best)
+        return number, curve
+
+    def _run_epoch(self, epoch: int, optimiser: torch.optim.Optimizer, on_epoch: OnEpoch) -> float:
+        """Train on all batches; return the mean loss of a row."""
+        settings, steps, n_rows = self.settings, self.steps, 0
+        total: Tensor | float = 0.0
+        self.module.train()
+        for step, (size, batch) in enumerate(self.batches()):
+            rate = self.rate((epoch - 1) * steps + step, settings.epochs * steps)
+            for group in optimiser.param_groups:
+                group["lr"] = settings.learning_rate * rate
+            loss = self.loss(batch)
+            optimiser.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            total, n_rows = total + loss.detach() * size, n_rows + size
+            if step + 1 < steps:
+                on_epoch(epoch - 1 + (step + 1) / steps, settings.epochs, None)
+        return float(total) / n_rows
+
+
+def fit_members(
+    fitting: Callable[[int], Fitting[M, H]], members: int, seed: int, on_epoch: OnEpoch
+) -> tuple[Any, Fit]:
+    """Fit a head, or each head of an ensemble by a seed of its own; return it, and how it went.
+
+    ``fitting`` makes what fits a head from that head's seed.
+    """
+    seeds = ((seed + number * _SEED_STEP) % 2**32 for number in range(members))
+    fitted = [fitting(member_seed).run(on_epoch) for member_seed in seeds]
+    module, fit = fitted[0]
+    if members == 1:
+        return module, fit
     curves = [{key: fit.record.get(key) for key in ("best_epoch", "curve")} for _, fit in fitted]
-    first = fitted[0][1]
-    module = Ensemble([module for module, _ in fitted]).finished()
-    return module, Fit({**first.record, "members": curves}, first.notes)
-
-
-def spread_seeds(seed: int, members: int) -> list[int]:
-    """Return the seed of each head of an ensemble; the first is the ensemble's own."""
-    return [(seed + number * _SEED_STEP) % 2**32 for number in range(members)]
+    ensemble = Ensemble([module for module, _ in fitted]).finished()
+    return ensemble, Fit({**fit.record, "members": curves}, fit.notes)
 
 
 def since_best(curve: Sequence[Mapping[str, Any]], key: str, metric: Metric) -> int:
@@ -78,128 +239,7 @@ def since_best(curve: Sequence[Mapping[str, Any]], key: str, metric: Metric) -> 
     return 0 if best is None else len(scores) - 1 - scores.index(best)
 
 
-def _fit_one(
-    family: type[HeadModule],
-    settings: TrainingSettings,
-    pairs: PairArrays,
-    dev: PairArrays | None,
-    seed: int,
-    on_epoch: OnEpoch,
-    device: torch.device,
-    metric: Metric,
-) -> tuple[HeadModule, Fit]:
-    dims = pairs.dim, pairs.dim_condition
-    n_parameters = check_memory(family, settings, dims, device)
-    (module, objective), generator = seeded(
-        lambda: (family(settings, *dims), Objective(settings)), seed
-    )
-    if not n_parameters:
-        note = "the head has no parameters, so nothing is fitted"
-        return module.finished(), Fit({"selected_on": None}, (note,))
-    module.seed_dropout(seed)
-    module.in_bfloat16 = _in_bfloat16(module, n_parameters, device)
-    module.to(device)
-    objective.to(device)
-    # One kernel for all of a step; decoupled decay of 0 is plain Adam.
-    optimiser = torch.optim.AdamW(
-        [*module.parameters(), *objective.parameters()],
-        lr=settings.learning_rate,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
-    counts = check_contrasts(pairs.pair, pairs.rating, settings)
-    if counts and pairs.pair is not None:
-        # The two rows of a contrastive pair are read at once.
-        pairs = pairs.take(np.argsort(contrast_groups(pairs.pair), kind="stable"))
-    half = torch.bfloat16 if module.in_bfloat16 else torch.float32
-    loader = Loader(pairs, settings, generator, half, device)
-    on_dev = None
-    if dev is not None and len(dev):
-        scorer = Loader(dev, settings, generator, torch.float32, device)
-        on_dev = DevScore(metric, partial(_dev_score, metric=metric, dev=dev, loader=scorer))
-
-    def train(epoch: int, on_step: OnStep) -> float:
-        return _run_epoch(module, objective, loader, optimiser, on_step)
-
-    chosen, curve = best_epoch(
-        module, train, lambda: module, on_dev, on_epoch, f"dev_{metric.name}"
-    )
-    record = {
-        **chosen,
-        "n_parameters": n_parameters,
-        "steps_per_epoch": loader.steps,
-        "precision": "bfloat16" if module.in_bfloat16 else "float32",
-        **counts,
-        "curve": curve,
-    }
-    notes = []
-    if chosen["selected_on"] is None and dev is not None:
-        notes.append(
-            "the dev score is undefined (all ratings or all predictions there are equal), so it "
-            "chose no epoch: the last one is kept"
-        )
-    if len(pairs) < settings.batch_size:
-        notes.append(
-            f"the {len(pairs):,} training rows fill no batch of {settings.batch_size:,}, so every "
-            "epoch is one step; lower batch_size for more"
-        )
-    return module.finished(), Fit(record, tuple(notes))
-
-
-def best_epoch(
-    module: HeadModule,
-    train: Callable[[int, OnStep], float],
-    current: Callable[[], H],
-    dev: DevScore[H] | None,
-    on_epoch: OnEpoch,
-    key: str,
-) -> tuple[dict[str, Any], list[dict[str, float | None]]]:
-    """Train a head epoch by epoch, and leave it as it was after the best one.
-
-    Args:
-        module: its settings say how many epochs at most, and when to stop.
-        train: trains for an epoch, whose number it takes, from 1, and calls what it takes after
-            each step; returns the mean loss.
-        current: returns the head as it is now, for ``dev``.
-        dev: chooses the epoch; None: the last one is kept.
-        on_epoch: called after each epoch, and within it.
-        key: what the learning curve calls that score.
-
-    Returns:
-        Which epoch was the best and by what, and the learning curve.
-
-    Raises:
-        UserError: the loss became NaN or infinite.
-    """
-    settings, best, number = module.settings, {}, 0
-    curve: list[dict[str, float | None]] = []
-    for epoch in range(1, settings.epochs + 1):
-        loss = train(epoch, partial(_report_step, on_epoch, epoch, settings.epochs))
-        if not math.isfinite(loss):
-            raise UserError(
-                f"the loss became {loss} in epoch {epoch}. Lower learning_rate, to "
-                f"{settings.learning_rate / 10:g} or so."
-            )
-        found = math.nan if dev is None else dev.of(current())
-        curve.append({"epoch": epoch, "loss": loss, key: None if math.isnan(found) else found})
-        on_epoch(epoch, settings.epochs, found)
-        since = 0 if dev is None else since_best(curve, key, dev.metric)
-        if not since:
-            number = epoch
-            best = {name: value.clone() for name, value in module.state_dict().items()}
-        elif since >= settings.patience:
-            break
-    module.load_state_dict(best)
-    selected = curve[number - 1][key] is not None
-    return {"best_epoch": number, "selected_on": "dev" if selected else None}, curve
-
-
-def _report_step(on_epoch: OnEpoch, epoch: int, epochs: int, done: int, steps: int) -> None:
-    if done < steps:
-        on_epoch(epoch - 1 + done / steps, epochs, None)
-
-
-def check_memory(
+def _check_memory(
     family: type[HeadModule],
     settings: GradientSettings,
     dims: tuple[int, ...],
@@ -219,47 +259,103 @@ def check_memory(
     return n_parameters
 
 
-def _in_bfloat16(module: HeadModule, n_parameters: int, device: torch.device) -> bool:
-    precision = module.settings.precision
-    if not module.multiplies_in_bfloat16:
-        if precision == "bfloat16":
-            raise UserError("this head multiplies in float32 only; leave out precision=bfloat16.")
-        return False
-    if precision == "auto" and n_parameters < _LARGE:
-        return False
-    return in_bfloat16(precision, device)
+def fit_by_gradient(
+    family: type[HeadModule],
+    settings: TrainingSettings,
+    pairs: PairArrays,
+    dev: PairArrays | None,
+    seed: int,
+    on_epoch: OnEpoch,
+    device: str = "cpu",
+    metric: Metric = METRICS["spearman"],
+) -> tuple[HeadModule, Fit]:
+    """Fit a head of rated pairs, or each head of an ensemble; return it on the CPU.
+
+    The weights of the epoch that ``metric`` calls the best on dev are kept, without dev those of
+    the last one; the learning curve has it as ``dev_NAME``. Features stay as they are given;
+    float32 copies are made of a batch only.
+
+    Raises:
+        UserError: parameters that do not fit into memory, no contrastive pairs for an objective
+            that needs them, or a loss that became NaN or infinite.
+    """
+    where, scored, dims = torch.device(device), None, (pairs.dim, pairs.dim_condition)
+    if dev is not None and len(dev):
+        loader = Loader(dev, settings, torch.Generator(), torch.float32, where)
+        scored = DevScore(metric, partial(_dev_score, metric=metric, dev=dev, loader=loader))
+    name = f"dev_{metric.name}"
+    fitting = partial(
+        _PairFitting, "", family, settings, dims, pairs, scored, where, score_name=name
+    )
+    module, fit = fit_members(fitting, settings.members, seed, on_epoch)
+    if fit.notes:  # nothing was fitted
+        return module, fit
+    notes = []
+    if fit.record["selected_on"] is None and dev is not None:
+        notes.append(
+            "the dev score is undefined (all ratings or all predictions there are equal), so it "
+            "chose no epoch: the last one is kept"
+        )
+    if len(pairs) < settings.batch_size:
+        notes.append(
+            f"the {len(pairs):,} training rows fill no batch of {settings.batch_size:,}, so every "
+            "epoch is one step; lower batch_size for more"
+        )
+    return module, replace(fit, notes=tuple(notes))
 
 
-def in_bfloat16(precision: str, device: torch.device) -> bool:
-    """Return whether to multiply in bfloat16; ``auto``: where a device does that natively."""
-    if precision != "auto":
-        return precision == "bfloat16"
-    if device.type == "cuda":
-        # Before compute capability 8.0 GPUs emulate it.
-        return torch.cuda.get_device_capability(device)[0] >= 8
-    return native_bfloat16()
+class _PairFitting(Fitting[HeadModule, HeadModule]):
+    """A head that is fitted on rated pairs, :class:`PairArrays`."""
 
+    def make(self) -> HeadModule:
+        module = super().make()
+        self._objective = Objective(self.settings)
+        return module
 
-def _run_epoch(
-    module: HeadModule,
-    objective: Objective,
-    loader: Loader,
-    optimiser: torch.optim.Optimizer,
-    on_step: OnStep,
-) -> float:
-    """Train on all rows; return the mean loss of a row."""
-    total: torch.Tensor | float = 0.0
-    module.train()
-    steps = loader.steps
-    for done, (batch, rating, pair, contrastive) in enumerate(loader.shuffled(), 1):
-        first, second = module(*batch).chunk(2)
-        loss = objective(first, second, rating, RatedBatch(module.similarity, pair, contrastive))
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        total = total + loss.detach() * len(rating)
-        on_step(done, steps)
-    return float(total) / len(loader.rating)
+    def prepare(self) -> None:
+        pairs, settings = self.data, self.settings
+        self._objective.to(self.device)
+        self._counts = check_contrasts(pairs.pair, pairs.rating, settings)
+        if self._counts:
+            # The two rows of a contrastive pair are read at once.
+            pairs = pairs.take(np.argsort(contrast_groups(pairs.pair), kind="stable"))
+        dtype = torch.bfloat16 if self.module.in_bfloat16 else torch.float32
+        self._loader = Loader(pairs, settings, self.generator, dtype, self.device)
+
+    @property
+    def steps(self) -> int:
+        return self._loader.steps
+
+    def batches(self) -> Iterator[tuple[int, RatedRows]]:
+        return ((len(batch[1]), batch) for batch in self._loader.shuffled())
+
+    def loss(self, batch: RatedRows) -> Tensor:
+        sentences, rating, pair, contrastive = batch
+        first, second = self.module(*sentences).chunk(2)
+        rows = RatedBatch(self.module.similarity, pair, contrastive)
+        loss: Tensor = self._objective(first, second, rating, rows)
+        return loss
+
+    def current(self) -> HeadModule:
+        return self.module
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        return [*super().parameter_groups(), {"params": list(self._objective.parameters())}]
+
+    def in_bfloat16(self) -> bool:
+        precision = self.settings.precision
+        if not self.module.multiplies_in_bfloat16:
+            if precision == "bfloat16":
+                raise UserError(
+                    "this head multiplies in float32 only; leave out precision=bfloat16."
+                )
+            return False
+        if precision == "auto" and self.n_parameters < _LARGE:
+            return False
+        return super().in_bfloat16()
+
+    def record(self) -> dict[str, Any]:
+        return self._counts
 
 
 @torch.no_grad()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -12,15 +12,15 @@ from safetensors.torch import load as load_tensors
 
 from llmcond.config import build
 from llmcond.errors import UserError
-from llmcond.heads.base import Fitted, FittedHead
+from llmcond.heads.base import Fitted, FittedHead, fitted_class
 from llmcond.heads.ensemble import Ensemble
 from llmcond.heads.module import HeadModule
 from llmcond.heads.pairs import Fit
-from llmcond.heads.queries import FittedQueryHead
-from llmcond.heads.query_maps import QueryEnsemble
 from llmcond.heads.recipes import find_family
-from llmcond.heads.storage import HeadFiles, damaged_weights, read_head
-from llmcond.heads.turn_fit import FittedRoles
+from llmcond.heads.storage import AGAIN, HeadFiles, damaged_weights, read_head
+from llmcond.records import check_record
+
+F = TypeVar("F", bound=Fitted)
 
 
 def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
@@ -32,61 +32,34 @@ def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
         LlmcondError: its files were damaged.
     """
     files = read_head(folder)
-    return pair_head(files), files.description
+    return restore_head(files, FittedHead), files.description
 
 
-def pair_head(files: HeadFiles) -> FittedHead:
-    """Return the head that files hold; errors are those of :func:`load_head`."""
-    head = _loaded(files)
-    if not isinstance(head, FittedHead):
-        folder = files.source.parent
-        raise UserError(f"{folder} holds a head that ranks candidates; it compares no pairs.")
-    return head
+def restore_head(files: HeadFiles, of: type[F]) -> F:
+    """Return the head that files hold, if it is of a class of fitted heads.
 
-
-def load_query_head(folder: Path) -> tuple[FittedQueryHead, dict[str, Any]]:
-    """Return a head that ranks candidates, on no graph yet; else as :func:`load_head`."""
-    files = read_head(folder)
-    head = _loaded(files)
-    if not isinstance(head, FittedQueryHead):
-        raise UserError(f"{folder} holds a {head.kind} head; it maps no queries of a graph.")
-    return head, files.description
-
-
-def load_roles_head(folder: Path) -> tuple[FittedRoles, dict[str, Any]]:
-    """Return a head that maps utterances of dialogues to roles; else as :func:`load_head`."""
-    files = read_head(folder)
-    head = _loaded(files)
-    if not isinstance(head, FittedRoles):
-        raise UserError(f"{folder} holds a {head.kind} head; it maps no utterances of dialogues.")
-    return head, files.description
-
-
-def _loaded(files: HeadFiles) -> Fitted:
+    Errors are those of :func:`load_head`.
+    """
     source, description, path, weights = files
     kind, family = find_family(description["kind"], str(source))
+    restored = fitted_class(family)
+    if not issubclass(restored, of):
+        raise UserError(f"{source.parent} holds a {kind} head; it {of.refusal}.")
+    check_record(description, restored.Sizes, str(source), AGAIN)
     settings = build(family.Settings, description["settings"], str(source))
-    dims = [description["dim_in"], description.get("dim_condition", 0)]
-    if family.maps_queries:
-        dims.append(description.get("n_relations", 0))
+    dims = [description.get(size.name, 0) for size in fields(restored.Sizes)]
+
+    def make() -> HeadModule:
+        members = getattr(settings, "members", 1)
+        heads = [family(settings, *dims) for _ in range(members)]
+        return heads[0] if members == 1 else Ensemble(heads)
+
     try:
         tensors = load_tensors(weights)
         with torch.device("meta"):  # takes no memory, whatever sizes a damaged file names
-            _made(family, settings, dims).load_state_dict(tensors, assign=True)
-        module = _made(family, settings, dims)
+            make().load_state_dict(tensors, assign=True)
+        module = make()
         module.load_state_dict(tensors)
     except (ArithmeticError, KeyError, RuntimeError, SafetensorError, ValueError) as error:
         raise damaged_weights(path, kind, error) from error
-    made: Any = FittedHead
-    if family.maps_queries or family.maps_turns:
-        made = FittedQueryHead if family.maps_queries else FittedRoles
-    fit = Fit(description["fit"])
-    head: Fitted = made(kind, family, module.finished(), description["seed"], fit)
-    return head
-
-
-def _made(family: type[HeadModule], settings: Any, dims: Sequence[int]) -> HeadModule:
-    heads: list[Any] = [family(settings, *dims) for _ in range(getattr(settings, "members", 1))]
-    joined: Any = QueryEnsemble if family.maps_queries else Ensemble
-    made: HeadModule = heads[0] if len(heads) == 1 else joined(heads)
-    return made
+    return restored(kind, family, module.finished(), description["seed"], Fit(description["fit"]))

@@ -23,7 +23,6 @@ from llmcond.heads.settings import Activation
 from llmcond.system import to_device
 
 T = TypeVar("T")
-M = TypeVar("M", bound="HeadModule")
 
 #: Conditions whose matrices are made at a time outside of training.
 AT_ONCE = 64
@@ -72,12 +71,11 @@ class HeadModule(nn.Module):
         conditioned: whether it takes the condition's own features e(c).
         supervised: whether it learns from ratings, by gradient; else :meth:`solve` fits it.
         is_identity: whether embeddings are the features as they are.
-        reads_pairs: whether its features are of two texts together, and what it gives is their
-            similarity; such a head has no recipe, see ``train-cross``.
-        maps_queries: whether it maps queries and candidates, which are ranked; see
-            :class:`~llmcond.heads.query_maps.QueryHead`.
-        maps_turns: whether it maps utterances of dialogues to roles, by which next turns are
-            ranked; see :class:`~llmcond.heads.roles.Roles`.
+        Fitted: the class of a fitted head of this family, a subclass of
+            :class:`~llmcond.heads.base.Fitted`; None: :class:`~llmcond.heads.base.FittedHead`,
+            which embeds sentences and compares rated pairs.
+        no_recipe: why no recipe makes such a head, as the end of a sentence about it; empty where
+            recipes do.
         generates_matrices: whether it makes a matrix of each condition; see
             :class:`~llmcond.heads.hypernet.Hypernet`.
         multiplies_in_bfloat16: whether all products of sentences' features are made by
@@ -90,9 +88,8 @@ class HeadModule(nn.Module):
     conditioned: ClassVar[bool] = False
     supervised: ClassVar[bool] = True
     is_identity: ClassVar[bool] = False
-    reads_pairs: ClassVar[bool] = False
-    maps_queries: ClassVar[bool] = False
-    maps_turns: ClassVar[bool] = False
+    Fitted: ClassVar[type[Any] | None] = None
+    no_recipe: ClassVar[str] = ""
     generates_matrices: ClassVar[bool] = False
     multiplies_in_bfloat16: ClassVar[bool] = False
 
@@ -186,6 +183,12 @@ class HeadModule(nn.Module):
             return torch.bmm(x.bfloat16(), matrices.bfloat16()).to(matrices.dtype)
         return torch.bmm(x.to(matrices.dtype), matrices)
 
+    def multiply_in_bfloat16(self, wanted: bool) -> None:
+        """Set whether this head and those that it consists of multiply in bfloat16."""
+        for module in self.modules():
+            if isinstance(module, HeadModule):
+                module.in_bfloat16 = wanted
+
     def seed_dropout(self, seed: int | None) -> None:
         """Draw what :meth:`dropout` drops from a generator of its own; None: the global one."""
         self._masks = None if seed is None else np.random.Generator(np.random.SFC64(seed))
@@ -212,21 +215,9 @@ class HeadModule(nn.Module):
     def finished(self) -> Self:
         """Return the module as a fitted head has it: on the CPU, no dropout, no gradients."""
         self.seed_dropout(None)
-        self.in_bfloat16 = False
+        self.multiply_in_bfloat16(False)
         self.requires_grad_(False)
         return self.cpu().eval()
-
-
-def finished_copy(module: M, *dims: int) -> M:
-    """Return a copy of a module as a fitted head has it; what is drawn for dropout goes on.
-
-    ``dims`` are what it was made with besides its settings.
-    """
-    state = {name: value.clone() for name, value in module.state_dict().items()}
-    with torch.device("meta"):
-        copied = type(module)(module.settings, *dims)
-    copied.load_state_dict(state, assign=True)
-    return copied.finished()
 
 
 def seeded(make: Callable[[], T], seed: int) -> tuple[T, torch.Generator]:

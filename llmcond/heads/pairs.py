@@ -14,6 +14,9 @@ from llmcond.metrics import Metric
 
 H = TypeVar("H")
 
+#: What the learning curve of queries or dialogues calls the score on dev, whatever metric that is.
+SCORE = "dev_score"
+
 
 @dataclass(frozen=True, slots=True)
 class PairArrays:
@@ -83,5 +86,3 @@ class DevScore(Generic[H]):
 #: Called after each step of an epoch but the last, and after each epoch, with the epochs that are
 #: done (1.5: half of the second one), their number, and after an epoch its score on dev, else None.
 OnEpoch = Callable[[float, int, float | None], None]
-#: Called after each step of an epoch, with the steps that are done and their number.
-OnStep = Callable[[int, int], None]

@@ -123,9 +123,10 @@ def load_embedding_head(folder: Path) -> tuple[EmbeddingHead, dict[str, Any]]:
     files = read_head(folder)
     if files.description["kind"] in PLAIN_KINDS:
         return _plain_head(files), files.description
-    from llmcond.heads.loading import pair_head
+    from llmcond.heads.base import FittedHead
+    from llmcond.heads.loading import restore_head
 
-    return pair_head(files), files.description
+    return restore_head(files, FittedHead), files.description
 
 
 def _plain_head(files: HeadFiles) -> PlainHead:

@@ -1,4 +1,4 @@
-"""Queries and candidates: the arrays of a graph that heads are fitted on, and heads that are.
+"""Queries and candidates: the arrays of a graph that heads are fitted on.
 
 A query is a head entity and a relation, a candidate any entity. Bi-encoders read the joint features
 e(h; r) of a query, tri-encoders e(h) and e(r) by themselves (Hyper-CL, ACL 2024, section 4.2).
@@ -17,15 +17,10 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from llmcond.arrays import Array, Matrix, MatrixLike, Positions
+from llmcond.arrays import Array, MatrixLike, Positions
 from llmcond.errors import UserError
-from llmcond.heads.base import Fitted
 from llmcond.heads.contrastive import KnownTails
-from llmcond.heads.query_maps import QueryEnsemble, QueryHead
 from llmcond.heads.rows import UnitRows
-
-#: Entities and queries mapped at a time.
-_BLOCK = 4_096
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,84 +171,3 @@ class QueryFeatures:
         # Of a sum without its only term, rounding may be left.
         means = sums / np.maximum(degree, 1)[:, None] * (degree > 0)[:, None]
         return torch.from_numpy(means.astype(np.float32))
-
-
-@dataclass(frozen=True, eq=False)
-class FittedQueryHead(Fitted):
-    """A fitted head that maps queries and candidates: an immutable value, like other heads.
-
-    Attributes:
-        data: the graph that it maps entities of; None for a head that was just loaded.
-    """
-
-    data: QueryFeatures | None = None
-
-    module: QueryHead | QueryEnsemble
-
-    @property
-    def dim_out(self) -> int:
-        """Return the size of the embeddings."""
-        return self.module.dim_out
-
-    @property
-    def n_relations(self) -> int:
-        """Return R, of relations in one direction."""
-        return self.module.dims[2]
-
-    @property
-    def scale(self) -> float:
-        """Return what scores were multiplied by in training, 1 / temperature, as it was learned."""
-        return self.module.scale
-
-    def on(self, graph: QueryArrays | QueryFeatures) -> FittedQueryHead:
-        """Return the head on a graph; other heads may share the features.
-
-        Raises:
-            UserError: features of other sizes than those it was fitted on, or other relations.
-        """
-        data = graph if isinstance(graph, QueryFeatures) else QueryFeatures(graph)
-        self.module.check(data.arrays.dims, self.kind)
-        return replace(self, data=data)
-
-    def queries(self, heads: NDArray[Any], relations: NDArray[Any]) -> Array:
-        """Return embeddings of queries, (m, k) float32, of entities and relations below 2 R.
-
-        Scores are products of these and :meth:`candidates`: cosines where the head compares by
-        them, as both have length 1 then.
-        """
-        rows, which = (np.asarray(part, dtype=np.int64) for part in (heads, relations))
-        data, settings = self._bound(), self.settings
-        blocks = [np.zeros((0, self.dim_out), dtype=np.float32)]
-        for start in range(0, len(rows), _BLOCK):
-            own, by = rows[start : start + _BLOCK], which[start : start + _BLOCK]
-            with torch.inference_mode():
-                x = data.heads(own, by, self.module.reads_joint, settings.neighbours)
-                blocks.append(self.module.query(x, data.relations, torch.from_numpy(by)).numpy())
-        return np.concatenate(blocks)
-
-    def candidates(self) -> Matrix:
-        """Return embeddings of all entities, (n, k), computed for the rows that are read."""
-        return _Candidates(self, self._bound())
-
-    def _bound(self) -> QueryFeatures:
-        if self.data is None:
-            raise UserError("this head is on no graph yet: head.on(arrays).")
-        return self.data
-
-
-class _Candidates(Matrix):
-    """The embeddings of all entities under a head."""
-
-    def __init__(self, head: FittedQueryHead, data: QueryFeatures) -> None:
-        self._head, self._data = head, data
-        self.shape = len(data.arrays.entities), head.dim_out
-
-    def __getitem__(self, rows: Any, /) -> Array:
-        which = np.arange(len(self))[rows]
-        found = np.empty((len(which), self.shape[1]), dtype=np.float32)
-        for start in range(0, len(which), _BLOCK):
-            part = which[start : start + _BLOCK]
-            with torch.inference_mode():
-                x = self._data.entities(part, self._head.settings.neighbours)
-                found[start : start + _BLOCK] = self._head.module.candidate(x).numpy()
-        return found

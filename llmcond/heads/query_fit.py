@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,13 @@ from torch import Tensor
 from llmcond.arrays import Positions
 from llmcond.errors import UserError
 from llmcond.heads.contrastive import Masked, Queue
-from llmcond.heads.fit import best_epoch, check_memory, in_bfloat16, spread_seeds
-from llmcond.heads.module import finished_copy, seeded
-from llmcond.heads.pairs import DevScore, Fit, OnEpoch, OnStep
-from llmcond.heads.queries import FittedQueryHead, QueryArrays, QueryFeatures
-from llmcond.heads.query_maps import QueryEnsemble, QueryHead
+from llmcond.heads.fit import Fitting, fit_members
+from llmcond.heads.pairs import DevScore, OnEpoch
+from llmcond.heads.queries import QueryArrays, QueryFeatures
+from llmcond.heads.query_maps import FittedQueryHead, QueryHead
 from llmcond.heads.recipes import Recipe
+from llmcond.schedules import scheduled
 from llmcond.system import choose_device
-
-#: What a learning curve calls the score on dev, whatever that is.
-SCORE = "dev_score"
 
 
 def fit_queries(
@@ -43,9 +41,7 @@ def fit_queries(
             missing, a dimension above that of the features, parameters that do not fit into
             memory, or a loss that diverges.
     """
-    family, settings = recipe.family, recipe.settings
-    if not issubclass(family, QueryHead):
-        raise UserError(f"the head {recipe.name} compares rated pairs; it ranks no candidates.")
+    family, settings = check_queries(recipe), recipe.settings
     if not len(arrays.triples):
         raise UserError("the training split has no triples, so there is nothing to fit.")
     dim, dim_condition, n_relations = arrays.dims
@@ -61,126 +57,63 @@ def fit_queries(
             "relations to one-hot."
         )
     dims = dim, family.dim_of_relations(settings, dim_condition), n_relations
-    n_parameters = check_memory(family, settings, dims, where)
-    fitted = []
-    for own in spread_seeds(seed, settings.members):
-        fitting = _Fitting(family, recipe, dims, data, own, where)
-        fit = fitting.run(dev, on_epoch, n_parameters)
-        fitted.append((fitting.module.finished(), fit))
-    module, fit = fitted[0]
-    if len(fitted) == 1:
-        return FittedQueryHead(recipe.kind, family, module, seed, fit, data)
-    curves = [{key: own.record.get(key) for key in ("best_epoch", "curve")} for _, own in fitted]
-    ensemble = QueryEnsemble([module for module, _ in fitted]).finished()
-    fit = Fit({**fit.record, "members": curves}, fit.notes)
-    return FittedQueryHead(recipe.kind, family, ensemble, seed, fit, data)
+    fitting = partial(_QueryFitting, recipe.kind, family, settings, dims, data, dev, where)
+    module, fit = fit_members(fitting, settings.members, seed, on_epoch)
+    return FittedQueryHead(recipe.kind, family, module, seed, fit, data)
 
 
-class _Fitting:
-    """One head while it is fitted."""
+def check_queries(recipe: Recipe) -> type[QueryHead]:
+    """Return the family of a recipe's head; a UserError unless it maps queries."""
+    if not issubclass(recipe.family, QueryHead):
+        raise UserError(f"the head {recipe.name} compares rated pairs; it ranks no candidates.")
+    return recipe.family
 
-    def __init__(
-        self,
-        family: type[QueryHead],
-        recipe: Recipe,
-        dims: tuple[int, int, int],
-        data: QueryFeatures,
-        seed: int,
-        device: torch.device,
-    ) -> None:
-        self.recipe, self.data, self.seed, self.device = recipe, data, seed, device
-        self.settings = recipe.settings
 
-        def make() -> QueryHead:
-            made = family(recipe.settings, *dims)
-            made.begin(data.relations)
-            return made
+class _QueryFitting(Fitting[QueryHead, FittedQueryHead]):
+    """A head that is fitted on the queries of a graph."""
 
-        self.module, self._generator = seeded(make, seed)
-        self._draws = np.random.Generator(np.random.SFC64(seed))
+    data: QueryFeatures
+
+    def make(self) -> QueryHead:
+        module = super().make()
+        module.begin(self.data.relations)
+        return module
+
+    def prepare(self) -> None:
+        self._draws = np.random.Generator(np.random.SFC64(self.seed))
         self._queue = Queue(self.settings.queue)
-        self._triples = data.arrays.queries()
+        self._triples = self.data.arrays.queries()
+        self.n_rows = len(self._triples)
 
-    def run(
-        self, dev: DevScore[FittedQueryHead] | None, on_epoch: OnEpoch, n_parameters: int
-    ) -> Fit:
-        """Fit the module in place."""
-        settings, module = self.settings, self.module
-        if not any(value.numel() for value in module.parameters() if value.ndim):
-            note = "the head has no parameters, so nothing is fitted"
-            return Fit({"selected_on": None}, (note,))
-        module.seed_dropout(self.seed)
-        module.to(self.device)
-        optimiser = self._optimiser()
-        steps = -(-len(self._triples) // settings.batch_size)
-        module.multiply_in_bfloat16(in_bfloat16(settings.precision, self.device))
-
-        def train(epoch: int, on_step: OnStep) -> float:
-            return self._run_epoch(optimiser, steps, epoch - 1, on_step)
-
-        chosen, curve = best_epoch(module, train, self._as_it_is, dev, on_epoch, SCORE)
-        return Fit(
-            {
-                **chosen,
-                "n_parameters": n_parameters,
-                "steps_per_epoch": steps,
-                "precision": "bfloat16" if module.in_bfloat16 else "float32",
-                "temperature": 1 / module.scale,
-                "curve": curve,
-            }
-        )
-
-    def _optimiser(self) -> torch.optim.Optimizer:
-        settings, module = self.settings, self.module
-        decayed: dict[str, Any] = {"params": [own for own in module.parameters() if own.ndim]}
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        parameters = [value for value in self.module.parameters() if value.ndim]
         # Decay would pull the temperature to 1.
-        others = {"params": list(module.contrast.parameters()), "weight_decay": 0.0}
-        return torch.optim.AdamW(
-            [decayed, others],
-            lr=settings.learning_rate,
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+        temperature = list(self.module.contrast.parameters())
+        return [{"params": parameters}, {"params": temperature, "weight_decay": 0.0}]
 
-    def _run_epoch(
-        self, optimiser: torch.optim.Optimizer, steps: int, done: int, on_step: OnStep
-    ) -> float:
-        """Train on all queries after so many epochs; return the mean loss of one."""
-        settings = self.settings
-        self.module.train()
-        total = torch.zeros((), device=self.device)
-        order = torch.randperm(len(self._triples), generator=self._generator).numpy()
-        for number, rows in enumerate(np.array_split(order, steps)):
-            if settings.schedule == "linear":
-                share = (done * steps + number) / (settings.epochs * steps)
-                for group in optimiser.param_groups:
-                    group["lr"] = settings.learning_rate * (1 - share)
-            loss = self._loss(self._triples[rows])
-            optimiser.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
-            total += loss.detach() * len(rows)
-            on_step(number + 1, steps)
-        return float(total) / len(self._triples)
+    def rate(self, step: int, steps: int) -> float:
+        return scheduled(step, steps, 0.0, self.settings.schedule)
 
-    def _as_it_is(self) -> FittedQueryHead:
-        """Return the head as it is now; what is drawn for dropout goes on as if it were not."""
-        module = finished_copy(self.module, *self.module.dims)
-        return FittedQueryHead(self.recipe.kind, type(module), module, self.seed, data=self.data)
+    def record(self) -> dict[str, Any]:
+        return {"temperature": 1 / self.module.scale}
 
-    def _loss(self, triples: Positions) -> Tensor:
-        """Return the objective of a batch of queries and their tails, (m, 3), a scalar."""
-        settings, module = self.settings, self.module
+    def current(self) -> FittedQueryHead:
+        module = self.finished_copy()
+        return FittedQueryHead(self.kind, type(module), module, self.seed, data=self.data)
+
+    def loss(self, batch: Positions) -> Tensor:
+        """Return the objective of queries with their tails, a scalar."""
+        settings, module, triples = self.settings, self.module, self._triples[batch]
         known = self.data.arrays.known
         head, relation, tail = triples.T
-        batch = self._columns(head, tail)
-        candidates = module.candidate(batch.features.to(self.device))
+        columns = self._columns(head, tail)
+        candidates = module.candidate(columns.features.to(self.device))
         read = self.data.heads(head, relation, module.reads_joint, settings.neighbours, drop=tail)
         queries = self._queries(read, relation)
-        target = self._tensor(batch.target)
-        mask = self._tensor(known.mask(head, relation, batch.entities))
+        target = self._tensor(columns.target)
+        mask = self._tensor(known.mask(head, relation, columns.entities))
         others = self._others(triples, queries)
-        self._queue.add(batch.entities, candidates)
+        self._queue.add(columns.entities, candidates)
         loss: Tensor = module.contrast(
             module.product(queries, candidates),
             target,

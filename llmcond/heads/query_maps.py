@@ -1,23 +1,199 @@
-"""What maps queries and what maps candidates, as one module."""
+"""Heads that map queries and candidates, as modules and once they are fitted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import field, fields, make_dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cache
-from typing import Any, ClassVar, Self, get_type_hints
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_type_hints
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import normalize, one_hot
 
+from llmcond.arrays import Array, Matrix
 from llmcond.errors import UserError
-from llmcond.heads.contrastive import Contrast
+from llmcond.heads.base import Fitted
+from llmcond.heads.contrastive import Contrast, ContrastSettings
+from llmcond.heads.ensemble import members_of
+from llmcond.heads.loading import restore_head
 from llmcond.heads.module import HeadModule
-from llmcond.heads.settings import QuerySettings, TrainingSettings
+from llmcond.heads.queries import QueryArrays, QueryFeatures
+from llmcond.heads.settings import GradientSettings, RecordedSize, Sizes, TrainingSettings
+from llmcond.heads.storage import read_head
 
-#: What the kinds of such heads begin with; the kind of the queries' map follows.
-PREFIX = "query-"
+#: Entities and queries mapped at a time.
+_BLOCK = 4_096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuerySettings(GradientSettings, ContrastSettings):
+    """What the recipe of any head may say that maps queries and candidates.
+
+    The settings of the map of queries itself, such as its rank, come in addition.
+
+    Attributes:
+        candidate: what maps candidates: ``none``; ``linear``, a layer of their own; or ``same``,
+            what maps queries too: a joint map itself, and before a conditioned one the same layer.
+        score: ``cosine`` of both embeddings (Hyper-CL's paper), or ``dot``: their product as they
+            are (its released code, which has candidates of length 1 and no layer for them).
+        neighbours: whether an entity is read with the mean of its neighbours' features in the
+            training graph, of which a triple's other end is taken out in training.
+        relations: what is known of a relation: its ``features``, or ``one-hot`` which one it is; a
+            hypernetwork is then one free matrix for each.
+        start: ``identity``: embeddings are, as far as the form allows, the features at first; or
+            ``random``.
+        schedule: how the learning rate falls over all epochs: ``linear`` to 0, or ``constant``.
+    """
+
+    candidate: Literal["none", "linear", "same"] = "linear"
+    score: Literal["cosine", "dot"] = "cosine"
+    neighbours: bool = False
+    relations: Literal["features", "one-hot"] = "features"
+    start: Literal["identity", "random"] = "identity"
+    schedule: Literal["linear", "constant"] = "linear"
+
+    def __post_init__(self) -> None:
+        """Refuse settings that do not go together."""
+        if self.neighbours and self.candidate == "none":
+            raise ValueError(
+                "neighbours need a map of candidates, which brings twice as many features to "
+                "their size: set candidate to linear or same"
+            )
+
+
+@dataclass(frozen=True)
+class QuerySizes(Sizes):
+    """The sizes that such a head is made with; ``n_relations`` is R, in one direction."""
+
+    n_relations: RecordedSize = 0
+
+
+@dataclass(frozen=True, eq=False)
+class FittedQueryHead(Fitted):
+    """A fitted head that maps queries and candidates: an immutable value, like other heads.
+
+    Attributes:
+        data: the graph that it maps entities of; None for a head that was just loaded.
+    """
+
+    Sizes = QuerySizes
+    refusal = "maps no queries of a graph"
+
+    data: QueryFeatures | None = None
+
+    @property
+    def _heads(self) -> list[QueryHead]:
+        """The module's heads, of which an ensemble has several."""
+        return members_of(self.module)
+
+    @property
+    def dim_out(self) -> int:
+        """Return the size of the embeddings."""
+        return sum(head.dim_out for head in self._heads)
+
+    @property
+    def n_relations(self) -> int:
+        """Return R, of relations in one direction."""
+        return self._heads[0].n_relations
+
+    @property
+    def scale(self) -> float:
+        """Return what scores were multiplied by in training, 1 / temperature, as it was learned.
+
+        Of an ensemble it is the mean.
+        """
+        return sum(head.scale for head in self._heads) / len(self._heads)
+
+    def check(self, dims: tuple[int, int, int]) -> None:
+        """Check the sizes of a graph's features, see :attr:`QueryArrays.dims`.
+
+        Raises:
+            UserError: they are others than those the head was fitted on.
+        """
+        names = ("features of entities", "features of relations", "relations")
+        for name, got, expected in zip(names, dims, self._heads[0].dims, strict=True):
+            if got != expected and (name == names[0] or expected):
+                what = "" if name == names[2] else "dimensions of "
+                raise UserError(
+                    f"the graph has {got} {what}{name}; this {self.kind} head was fitted on "
+                    f"{expected}."
+                )
+
+    def on(self, graph: QueryArrays | QueryFeatures) -> FittedQueryHead:
+        """Return the head on a graph; other heads may share the features.
+
+        Raises:
+            UserError: features of other sizes than those it was fitted on, or other relations.
+        """
+        data = graph if isinstance(graph, QueryFeatures) else QueryFeatures(graph)
+        self.check(data.arrays.dims)
+        return replace(self, data=data)
+
+    def queries(self, heads: NDArray[Any], relations: NDArray[Any]) -> Array:
+        """Return embeddings of queries, (m, k) float32, of entities and relations below 2 R.
+
+        Scores are products of these and :meth:`candidates`: cosines where the head compares by
+        them, as both have length 1 then.
+        """
+        rows, which = (np.asarray(part, dtype=np.int64) for part in (heads, relations))
+        data, settings = self._bound(), self.settings
+        blocks = [np.zeros((0, self.dim_out), dtype=np.float32)]
+        for start in range(0, len(rows), _BLOCK):
+            own, by = rows[start : start + _BLOCK], which[start : start + _BLOCK]
+            with torch.inference_mode():
+                x = data.heads(own, by, self._heads[0].reads_joint, settings.neighbours)
+                seen = data.relations, torch.from_numpy(by)
+                blocks.append(_side_by_side([head.query(x, *seen) for head in self._heads]))
+        return np.concatenate(blocks)
+
+    def candidates(self) -> Matrix:
+        """Return embeddings of all entities, (n, k), computed for the rows that are read."""
+        return _Candidates(self, self._bound())
+
+    def candidates_of(self, x: Tensor) -> Array:
+        """Return embeddings of candidates, (c, k), of what is read of them, (c, d) or (c, 2 d)."""
+        return _side_by_side([head.candidate(x) for head in self._heads])
+
+    def _bound(self) -> QueryFeatures:
+        if self.data is None:
+            raise UserError("this head is on no graph yet: head.on(arrays).")
+        return self.data
+
+
+class _Candidates(Matrix):
+    """The embeddings of all entities under a head."""
+
+    def __init__(self, head: FittedQueryHead, data: QueryFeatures) -> None:
+        self._head, self._data = head, data
+        self.shape = len(data.arrays.entities), head.dim_out
+
+    def __getitem__(self, rows: Any, /) -> Array:
+        which = np.arange(len(self))[rows]
+        found = np.empty((len(which), self.shape[1]), dtype=np.float32)
+        for start in range(0, len(which), _BLOCK):
+            part = which[start : start + _BLOCK]
+            with torch.inference_mode():
+                x = self._data.entities(part, self._head.settings.neighbours)
+                found[start : start + _BLOCK] = self._head.candidates_of(x)
+        return found
+
+
+def _side_by_side(parts: list[Tensor]) -> Array:
+    """Return embeddings of several heads as one, whose scores are the means of theirs."""
+    joined: Array = parts[0].numpy()
+    if len(parts) > 1:
+        joined = (torch.cat(parts, dim=1) / len(parts) ** 0.5).numpy()
+    return joined
+
+
+def load_query_head(folder: Path) -> tuple[FittedQueryHead, dict[str, Any]]:
+    """Return a head that ranks candidates, on no graph yet; else as :func:`load_head`."""
+    files = read_head(folder)
+    return restore_head(files, FittedQueryHead), files.description
 
 
 class QueryHead(HeadModule):
@@ -32,11 +208,10 @@ class QueryHead(HeadModule):
     Attributes:
         family: of the map of queries.
         reads_joint, reads_relations: whether it takes joint features, and features of relations.
-        dims: sizes of what entities and relations have, and R.
     """
 
     family: ClassVar[type[HeadModule]]
-    maps_queries = True
+    Fitted = FittedQueryHead
     basis: Tensor
 
     def __init__(
@@ -80,27 +255,13 @@ class QueryHead(HeadModule):
 
     @property
     def dims(self) -> tuple[int, int, int]:
-        """See the class."""
+        """The sizes of what entities and relations have, and R."""
         return self.dim_in, self.dim_condition, self.n_relations
 
     @property
     def scale(self) -> float:
         """Return what scores are multiplied by in training, 1 / temperature."""
         return self.contrast.scale
-
-    def check(self, dims: tuple[int, int, int], kind: str) -> None:
-        """Check the sizes of a graph's features, see :attr:`QueryArrays.dims`.
-
-        Raises:
-            UserError: they are others than those the head was made for.
-        """
-        names = ("features of entities", "features of relations", "relations")
-        for name, got, expected in zip(names, dims, self.dims, strict=True):
-            if got != expected and (name == names[0] or expected):
-                what = "" if name == names[2] else "dimensions of "
-                raise UserError(
-                    f"the graph has {got} {what}{name}; this {kind} head was fitted on {expected}."
-                )
 
     def begin(self, relations: Tensor | None) -> None:
         """Take what is known before fitting: the relations' space, and the start that is asked for.
@@ -154,46 +315,6 @@ class QueryHead(HeadModule):
     def seed_dropout(self, seed: int | None) -> None:
         """See :class:`HeadModule`; all dropout is the map's."""
         self.map.seed_dropout(seed)
-
-    def multiply_in_bfloat16(self, wanted: bool) -> None:
-        """Set whether products are made in bfloat16."""
-        self.in_bfloat16 = self.map.in_bfloat16 = wanted
-
-    def finished(self) -> Self:
-        """See :class:`HeadModule`."""
-        self.map.finished()
-        return super().finished()
-
-
-class QueryEnsemble(HeadModule):
-    """Several heads of one recipe: embeddings side by side, so that scores are their means."""
-
-    maps_queries = True
-
-    def __init__(self, heads: Sequence[QueryHead]) -> None:
-        first = heads[0]
-        super().__init__(first.settings, first.dim_in, first.dim_condition)
-        self.heads, self.dims, self.reads_joint = heads, first.dims, first.reads_joint
-        self.dim_out, self.check = sum(head.dim_out for head in heads), first.check
-        for number, head in enumerate(heads):
-            self.add_module(f"member{number}", head)
-
-    @property
-    def scale(self) -> float:
-        """Return the mean of what their scores are multiplied by."""
-        return sum(head.scale for head in self.heads) / len(self.heads)
-
-    def query(self, x: Tensor, relations: Tensor | None, which: Tensor) -> Tensor:
-        """See :class:`QueryHead`."""
-        return self._joined([head.query(x, relations, which) for head in self.heads])
-
-    def candidate(self, x: Tensor) -> Tensor:
-        """See :class:`QueryHead`."""
-        return self._joined([head.candidate(x) for head in self.heads])
-
-    def _joined(self, parts: list[Tensor]) -> Tensor:
-        joined: Tensor = torch.cat(parts, dim=1) / len(parts) ** 0.5
-        return joined
 
 
 def _query_family(family: type[HeadModule]) -> type[QueryHead]:

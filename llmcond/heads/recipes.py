@@ -12,36 +12,17 @@ from llmcond import plugins
 from llmcond.arrays import as_matrix
 from llmcond.config import STRICT, build, find_toml, read_toml
 from llmcond.errors import UserError, nearest
-from llmcond.heads.base import FittedHead
+from llmcond.heads.base import FittedHead, fitted_class
 from llmcond.heads.fit import fit_by_gradient
+from llmcond.heads.homes import FAMILIES, PREFIXES
 from llmcond.heads.module import HeadModule
 from llmcond.heads.pairs import OnEpoch, PairArrays
-from llmcond.heads.query_maps import PREFIX, query_family
 from llmcond.heads.settings import ObjectiveSettings, TrainingSettings
 from llmcond.metrics import METRICS, Metric
 from llmcond.system import choose_device
 
 #: Rows compared at a time.
 _BLOCK = 1_024
-
-#: Where each kind of head lives: a new one is a new file and a line here.
-_FAMILIES = {
-    "none": "identity:Identity",
-    "linear": "linear:Linear",
-    "mlp": "mlp:Mlp",
-    "pca": "projections:Pca",
-    "ica": "projections:Ica",
-    "whitening": "projections:Whitening",
-    "random": "projections:Random",
-    "hadamard": "hadamard:Hadamard",
-    "concat": "concat:Concat",
-    "hypernet": "hypernet:Hypernet",
-    "hypernet-ablation": "ablation:HypernetAblation",
-    "towers": "towers:Towers",
-    "regression": "regression:Regression",
-    "roles": "roles:Roles",
-    "no-roles": "roles:NoRoles",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +144,8 @@ def load_recipe(name_or_file: str, task: str | None = None) -> Recipe:
     about = {item.name: settings.pop(item.name) for item in fields(_About) if item.name in settings}
     described = build(_About, about, str(path))
     kind, family = find_family(described.kind, str(path), path.parent)
-    if family.reads_pairs:
-        raise UserError(
-            f"{path}: a {kind} head has no embeddings; it is that of a cross-encoder, which "
-            "llmcond train-cross trains."
-        )
+    if family.no_recipe:
+        raise UserError(f"{path}: a {kind} head {family.no_recipe}.")
     return Recipe(
         name=path.stem,
         description=described.description,
@@ -185,7 +163,8 @@ def load_recipe(name_or_file: str, task: str | None = None) -> Recipe:
 def find_family(kind: str, source: str, folder: Path | None = None) -> tuple[str, type[HeadModule]]:
     """Return a kind of head as records name it, and its class; its module is imported only now.
 
-    ``query-KIND`` is a head whose map of queries is of a kind, beside a map of candidates.
+    A kind may be made of another one, whose name follows a prefix: ``query-KIND`` is a head whose
+    map of queries is of a kind, beside a map of candidates.
 
     Code of the user's own, ``FILE.py:NAME`` or ``MODULE:NAME``, is relative to ``folder``; where
     that is None, ``source`` is a record, for which no code is imported that the user has not named
@@ -194,9 +173,10 @@ def find_family(kind: str, source: str, folder: Path | None = None) -> tuple[str
     Raises:
         UserError: no such kind, or code that is no head.
     """
-    if kind.startswith(PREFIX):
-        name, inner = find_family(kind.removeprefix(PREFIX), source, folder)
-        return f"{PREFIX}{name}", query_family(inner)
+    for prefix, home in PREFIXES.items():
+        if kind.startswith(prefix):
+            name, inner = find_family(kind.removeprefix(prefix), source, folder)
+            return f"{prefix}{name}", _import(home)(inner)
     if plugins.is_plugin(kind):
         family = plugins.recorded(kind, source) if folder is None else _named(kind, folder, source)
         if not (isinstance(family, type) and issubclass(family, HeadModule)):
@@ -211,10 +191,14 @@ def find_family(kind: str, source: str, folder: Path | None = None) -> tuple[str
                 "heads trained by gradient a subclass of llmcond.heads.TrainingSettings."
             )
         return plugins.record_name(kind), family
-    if kind not in _FAMILIES:
-        raise UserError(f"{source}: unknown kind of head {kind!r}. {nearest(kind, _FAMILIES)}")
-    module, _, name = _FAMILIES[kind].partition(":")
-    return kind, getattr(import_module(f"llmcond.heads.{module}"), name)
+    if kind not in FAMILIES:
+        raise UserError(f"{source}: unknown kind of head {kind!r}. {nearest(kind, FAMILIES)}")
+    return kind, _import(FAMILIES[kind])
+
+
+def _import(home: str) -> Any:
+    module, _, name = home.partition(":")
+    return getattr(import_module(module), name)
 
 
 def _named(name: str, folder: Path, source: str) -> Any:
@@ -258,7 +242,7 @@ def fit_recipe(
             or a device that this machine lacks.
     """
     device, family = choose_device(device), recipe.family
-    if family.maps_queries or family.maps_turns:
+    if not issubclass(fitted_class(family), FittedHead):
         raise UserError(f"the head {recipe.name} ranks candidates; it takes no rated pairs.")
     if recipe.dim is not None and recipe.dim > pairs.dim:
         raise UserError(

@@ -32,7 +32,9 @@ class Regression(HeadModule):
     """y = w^T Dropout(e) + b, of the vector e of two texts and their condition."""
 
     Settings = RegressionSettings
-    reads_pairs = True
+    no_recipe = (
+        "is the head of a cross-encoder, which has no embeddings; llmcond train-cross trains it"
+    )
 
     def __init__(self, settings: RegressionSettings, dim_in: int, dim_condition: int = 0) -> None:
         super().__init__(settings, dim_in, dim_condition)

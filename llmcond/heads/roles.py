@@ -7,20 +7,29 @@ for each role reads its features.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from annotated_types import Ge, Gt, Le, Lt
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize, softplus
 
+from llmcond.arrays import Array, MatrixLike, as_matrix
 from llmcond.errors import UserError
+from llmcond.heads.base import Fitted
+from llmcond.heads.loading import restore_head
 from llmcond.heads.module import HeadModule
 from llmcond.heads.settings import GradientSettings, SizeOrNone
-from llmcond.heads.turns import DistanceWeights, Score, inverse_lengths, sum_of_pairs
-from llmcond.schedules import scheduled
+from llmcond.heads.storage import read_head
+from llmcond.heads.turns import DistanceWeights, Score, State, inverse_lengths, sum_of_pairs
+
+#: Utterances mapped at a time.
+_BLOCK = 8_192
 
 ROLES = ("b1", "b2", "a")
 
@@ -91,14 +100,94 @@ class RoleSettings(GradientSettings):
         score = Score.parse(self.score)
         return Score("average") if score.kind == "maxsim" else score
 
-    def rate(self, step: int, steps: int) -> float:
-        """Return what the learning rate is multiplied by at a step of so many."""
-        return scheduled(step, steps, self.warmup, self.schedule)
-
     @property
     def least(self) -> int:
         """Return how many utterances a target has before it: two, where they are paired."""
         return 1 if self.objective == "ccl" or self.trained_score.kind == "bi" else 2
+
+
+@dataclass(frozen=True, eq=False)
+class FittedRoles(Fitted):
+    """A fitted head that maps utterances to roles: an immutable value, like other heads.
+
+    Attributes:
+        scored_by: what candidates are scored by instead of what its recipe says.
+    """
+
+    refusal = "maps no utterances of dialogues"
+
+    scored_by: Score | None = None
+
+    module: Roles
+
+    @property
+    def dim_out(self) -> int:
+        """Return the size of roles, which is that of the features."""
+        return self.dim_in
+
+    @property
+    def score(self) -> Score:
+        """Return what candidates are scored by."""
+        return self.scored_by or Score.parse(self.settings.score)
+
+    @property
+    def weights(self) -> DistanceWeights | None:
+        """Return the weights of distances that it learned, as arrays; None where it has none."""
+        found = self.module.distance_weights
+        return found and DistanceWeights(*(own.detach().numpy() for own in found))
+
+    def scoring(self, score: str) -> FittedRoles:
+        """Return the same head with another score.
+
+        Raises:
+            UserError: no such score, or one by weights that this head did not learn.
+        """
+        chosen = Score.parse(score)
+        if chosen.kind == "weighted":
+            chosen.coefficients(1, self.weights)
+        return replace(self, scored_by=chosen)
+
+    def before(self, vectors: MatrixLike) -> tuple[Array, Array]:
+        """Return the roles before-1 and before-2 of utterances, (n, k) float32, of features (n, d).
+
+        Raises:
+            UserError: features of another size than those it was fitted on.
+        """
+        first, second = self._mapped(vectors, self.module.before)
+        return first, second
+
+    def after(self, vectors: MatrixLike) -> Array:
+        """Return the role after of utterances, (n, k) float32, of length 1; see :meth:`before`."""
+        (found,) = self._mapped(vectors, lambda x: (self.module.after(x),))
+        return found
+
+    def start(self, vectors: NDArray[Any]) -> State:
+        """Return a dialogue of some utterances, in order, of features (n, d)."""
+        state = State(self.before, self.score, self.weights)
+        for vector in vectors:
+            state = state.add(vector)
+        return state
+
+    def _mapped(
+        self, vectors: MatrixLike, role: Callable[[Tensor], tuple[Tensor, ...]]
+    ) -> list[Array]:
+        if vectors.shape[1] != self.dim_in:
+            raise UserError(
+                f"the features have {vectors.shape[1]} dimensions; this {self.kind} head was "
+                f"fitted on {self.dim_in}."
+            )
+        matrix, blocks = as_matrix(vectors), []
+        with torch.inference_mode():
+            for start in range(0, max(len(matrix), 1), _BLOCK):
+                part = torch.from_numpy(matrix.read(slice(start, start + _BLOCK)))
+                blocks.append([own.numpy() for own in role(torch.nn.functional.normalize(part))])
+        return [np.concatenate(parts) for parts in zip(*blocks, strict=True)]
+
+
+def load_roles_head(folder: Path) -> tuple[FittedRoles, dict[str, Any]]:
+    """Return a head that maps utterances of dialogues to roles; else as :func:`load_head`."""
+    files = read_head(folder)
+    return restore_head(files, FittedRoles), files.description
 
 
 class Roles(HeadModule):
@@ -110,7 +199,7 @@ class Roles(HeadModule):
 
     Settings = RoleSettings
     features = "alone"
-    maps_turns = True
+    Fitted = FittedRoles
     multiplies_in_bfloat16 = True
 
     def __init__(self, settings: RoleSettings, dim_in: int, dim_condition: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""The settings that recipes have. Importing this module imports no torch."""
+"""The settings that recipes have, and the sizes that heads have; without importing torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from llmcond import plugins
 from llmcond.config import STRICT
+from llmcond.records import RECORD
 
 #: Beyond any use, and below what overflows; its inverse is the least temperature.
 _LARGEST = 1_000_000
@@ -16,6 +17,9 @@ _LARGEST = 1_000_000
 Count = Annotated[int, Ge(1), Le(_LARGEST)]
 Size = Annotated[int, Ge(1), Le(65_536)]
 SizeOrNone = Annotated[int, Ge(0), Le(65_536)]
+
+#: Of features and whatever else is counted: beyond any use, and below what overflows.
+RecordedSize = Annotated[int, Ge(0), Le(2**24)]
 
 Weight = Annotated[float, Ge(0), Le(_LARGEST)]
 _Positive = Annotated[float, Ge(1 / _LARGEST), Le(_LARGEST)]
@@ -96,42 +100,6 @@ class ObjectiveSettings:
         return plugins.recorded(self.objective, "the setting objective")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContrastSettings:
-    """What queries are contrasted with, and how.
-
-    The defaults are those of SimKGC's commands for WN18RR.
-
-    Attributes:
-        temperature: of the scores, at the start.
-        learn_temperature: whether it is trained along.
-        margin: subtracted from the score of each query with its own candidate.
-        directions: ``both``: each query finds its candidate among those of the batch, and each
-            candidate its query; ``query``: the first only.
-        negatives: candidates of a batch: its ``tails``, or all its ``entities``, heads as well.
-        self_negatives: whether a query's own head is a candidate too.
-        queue: earlier batches whose candidates are still contrasted with, as they were then.
-        queue_weight: what the scores of those are multiplied by.
-        random_candidates: entities drawn for each batch, besides those of its triples.
-        relation_negatives: other relations that each triple is contrasted with: its tail is to be
-            nearer to the head under its relation than under those (Hyper-CL's contrast of one
-            sentence under two conditions, of which SimKGC has nothing); 0: none.
-    """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
-
-    temperature: Annotated[float, Gt(0), Le(_LARGEST)] = 0.05
-    learn_temperature: bool = True
-    margin: Weight = 0.02
-    directions: Literal["both", "query"] = "both"
-    negatives: Literal["tails", "entities"] = "tails"
-    self_negatives: bool = True
-    queue: Annotated[int, Ge(0), Le(1_000)] = 0
-    queue_weight: Weight = 0.5
-    random_candidates: Annotated[int, Ge(0), Le(_LARGEST)] = 0
-    relation_negatives: Annotated[int, Ge(0), Le(1_000)] = 0
-
-
 @dataclass(frozen=True, kw_only=True)  # no slots: two bases of a class cannot both have them
 class GradientSettings:
     """How any head is trained by gradient, whatever it minimises.
@@ -174,42 +142,6 @@ class TrainingSettings(GradientSettings, ObjectiveSettings):
     """
 
     batches: Literal["rows", "conditions"] = "rows"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuerySettings(GradientSettings, ContrastSettings):
-    """What the recipe of any head may say that maps queries and candidates.
-
-    The settings of the map of queries itself, such as its rank, come in addition.
-
-    Attributes:
-        candidate: what maps candidates: ``none``; ``linear``, a layer of their own; or ``same``,
-            what maps queries too: a joint map itself, and before a conditioned one the same layer.
-        score: ``cosine`` of both embeddings (Hyper-CL's paper), or ``dot``: their product as they
-            are (its released code, which has candidates of length 1 and no layer for them).
-        neighbours: whether an entity is read with the mean of its neighbours' features in the
-            training graph, of which a triple's other end is taken out in training.
-        relations: what is known of a relation: its ``features``, or ``one-hot`` which one it is; a
-            hypernetwork is then one free matrix for each.
-        start: ``identity``: embeddings are, as far as the form allows, the features at first; or
-            ``random``.
-        schedule: how the learning rate falls over all epochs: ``linear`` to 0, or ``constant``.
-    """
-
-    candidate: Literal["none", "linear", "same"] = "linear"
-    score: Literal["cosine", "dot"] = "cosine"
-    neighbours: bool = False
-    relations: Literal["features", "one-hot"] = "features"
-    start: Literal["identity", "random"] = "identity"
-    schedule: Literal["linear", "constant"] = "linear"
-
-    def __post_init__(self) -> None:
-        """Refuse settings that do not go together."""
-        if self.neighbours and self.candidate == "none":
-            raise ValueError(
-                "neighbours need a map of candidates, which brings twice as many features to "
-                "their size: set candidate to linear or same"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,3 +191,18 @@ class IcaSettings(ProjectionSettings):
 
     max_iterations: Annotated[int, Ge(1)]
     tolerance: Annotated[float, Gt(0)]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that a head's module is made with, in this order, as head.json records them.
+
+    Attributes:
+        dim_in: of the features of sentences.
+        dim_condition: of the features of conditions; 0: none.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    dim_in: RecordedSize
+    dim_condition: RecordedSize = 0

@@ -8,17 +8,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
-from annotated_types import Ge, Le, Lt
+from annotated_types import Ge, Lt
 from filelock import FileLock
 from safetensors.numpy import save as save_tensors
 
 from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.files import check_format, read_json, replacing, write_json
+from llmcond.heads.settings import Sizes
 from llmcond.records import RECORD, check_record
 
 if TYPE_CHECKING:
@@ -26,11 +27,7 @@ if TYPE_CHECKING:
 
 #: In format 1 the weights had one name, so that a head could not be replaced at once.
 FORMAT = 2
-_AGAIN = "Fit the head again."
-#: The sizes that head.json records; only heads that rank candidates have relations.
-_SIZES = ("dim_in", "dim_condition", "n_relations", "dim_out")
-#: Beyond any features, and below what overflows.
-_Size = Annotated[int, Ge(0), Le(2**24)]
+AGAIN = "Fit the head again."
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,8 @@ class FitRecord:
     curve: Sequence[_Epoch] = ()
 
 
-@dataclass(frozen=True)
-class _Description:
+@dataclass(frozen=True, kw_only=True)
+class _Description(Sizes):
     """What head.json holds of a head by itself."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
@@ -62,11 +59,8 @@ class _Description:
     kind: str
     settings: Mapping[str, Any]
     seed: Annotated[int, Ge(0), Lt(2**32)]
-    dim_in: _Size
     weights_sha256: str
     fit: FitRecord
-    dim_condition: _Size = 0
-    n_relations: _Size = 0
 
 
 def save_head(head: Fitted, folder: Path, record: dict[str, Any]) -> None:
@@ -85,7 +79,8 @@ def save_head(head: Fitted, folder: Path, record: dict[str, Any]) -> None:
         "kind": head.kind,
         "settings": asdict(head.settings),
         "seed": head.seed,
-        **{name: getattr(head, name) for name in _SIZES if hasattr(head, name)},
+        **{size.name: getattr(head, size.name) for size in fields(head.Sizes)},
+        "dim_out": head.dim_out,
         "weights_sha256": hashlib.sha256(weights).hexdigest(),
         "fit": dict(head.fit.record),
         **record,
@@ -146,16 +141,16 @@ def read_head(folder: Path) -> HeadFiles:
     source = folder / "head.json"
     description = read_json(source)
     check_format(description, FORMAT, str(folder))
-    check_record(description, _Description, str(source), _AGAIN)
+    check_record(description, _Description, str(source), AGAIN)
     path = weights_of(folder, description)
     try:
         weights = path.read_bytes()
     except OSError as error:
         if read_json(source) != description:  # it was replaced just now
             return read_head(folder)
-        raise LlmcondError(f"{path} cannot be read: {error.strerror}. {_AGAIN}") from error
+        raise LlmcondError(f"{path} cannot be read: {error.strerror}. {AGAIN}") from error
     if hashlib.sha256(weights).hexdigest() != description["weights_sha256"]:
-        raise LlmcondError(f"{path} is damaged: it is not what head.json describes. {_AGAIN}")
+        raise LlmcondError(f"{path} is damaged: it is not what head.json describes. {AGAIN}")
     return HeadFiles(source, description, path, weights)
 
 
@@ -163,5 +158,5 @@ def damaged_weights(path: Path, kind: str, error: Exception) -> LlmcondError:
     """Return the error that weights are not those of a head, and why."""
     return LlmcondError(
         f"{path} does not hold the parameters of a {kind} head of these settings "
-        f"({first_line(error)}). {_AGAIN}"
+        f"({first_line(error)}). {AGAIN}"
     )

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from llmcond.evaluation.results import SweptResult
 from llmcond.files import check_output
-from llmcond.heads.query_fit import SCORE
+from llmcond.heads.pairs import SCORE
 from llmcond.log import log
 from llmcond.metrics import Metric, metric_of
 from llmcond.report.figures import check_matplotlib, plot_curve

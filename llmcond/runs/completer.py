@@ -16,7 +16,7 @@ from llmcond.bundled import DEFAULT_RUN
 from llmcond.errors import UserError, did_you_mean
 from llmcond.evaluation.ranking import Term, rank, top
 from llmcond.features.view import Part
-from llmcond.heads import joint_keys
+from llmcond.heads.queries import joint_keys
 from llmcond.prompts import Prompt
 from llmcond.runs.embedder import choose_head, log_model
 from llmcond.runs.extraction import LazyEncoder

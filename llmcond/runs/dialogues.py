@@ -22,8 +22,10 @@ from llmcond.evaluation.dialogues import (
 from llmcond.evaluation.results import Queries
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import View
-from llmcond.heads import FittedRoles, Recipe, TurnArrays, fit_turns, load_recipe
+from llmcond.heads import Recipe, load_recipe
 from llmcond.heads.pairs import DevScore, OnEpoch
+from llmcond.heads.roles import FittedRoles
+from llmcond.heads.turn_fit import TurnArrays, fit_turns
 from llmcond.heads.turns import plan_scores, turn_scores
 from llmcond.metrics import metric_of
 from llmcond.prompts import Prompt

@@ -17,8 +17,11 @@ from llmcond.evaluation.ranking import Ranks, Term, rank
 from llmcond.evaluation.results import Queries
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import Part, View
-from llmcond.heads import FittedQueryHead, QueryFeatures, Recipe, fit_queries
+from llmcond.heads import Recipe
 from llmcond.heads.pairs import DevScore, OnEpoch
+from llmcond.heads.queries import QueryFeatures
+from llmcond.heads.query_fit import fit_queries
+from llmcond.heads.query_maps import FittedQueryHead
 from llmcond.metrics import metric_of
 from llmcond.prompts import Prompt
 from llmcond.prompts.queries import QueryInputs

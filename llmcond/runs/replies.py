@@ -17,7 +17,8 @@ from llmcond.arrays import Array
 from llmcond.bundled import DEFAULT_RUN
 from llmcond.errors import UserError, first_line
 from llmcond.files import digest_bytes, digest_text, replacing
-from llmcond.heads import FittedRoles, Score, State
+from llmcond.heads.roles import FittedRoles
+from llmcond.heads.turns import Score, State
 from llmcond.prompts import Prompt
 from llmcond.prompts.utterances import UtteranceInputs
 from llmcond.runs.dialogues import no_head

@@ -14,9 +14,11 @@ from llmcond.records import check_record
 from llmcond.runs.records import FittedOn
 
 if TYPE_CHECKING:
-    from llmcond.heads import FittedHead, FittedQueryHead, FittedRoles
+    from llmcond.heads import FittedHead
     from llmcond.heads.base import Fitted
     from llmcond.heads.plain import EmbeddingHead, PlainHead
+    from llmcond.heads.query_maps import FittedQueryHead
+    from llmcond.heads.roles import FittedRoles
 
 H_co = TypeVar("H_co", bound="Fitted | PlainHead", covariant=True)
 

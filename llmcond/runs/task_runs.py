@@ -121,7 +121,7 @@ class RankingRun(_UnratedRun):
 
     def load_head(self, name: str) -> SavedQueryHead:
         """Load a head that ranks candidates; see :class:`AnyRun`."""
-        from llmcond.heads import load_query_head
+        from llmcond.heads.query_maps import load_query_head
 
         return self._loaded(name, load_query_head(self.head_folder(name)))
 
@@ -149,6 +149,6 @@ class DialogueRun(_UnratedRun):
 
     def load_head(self, name: str) -> SavedRoles:
         """Load a head that maps utterances to their roles; see :class:`AnyRun`."""
-        from llmcond.heads import load_roles_head
+        from llmcond.heads.roles import load_roles_head
 
         return self._loaded(name, load_roles_head(self.head_folder(name)))

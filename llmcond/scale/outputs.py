@@ -6,11 +6,8 @@ others is removed by the next one.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
-import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,9 +22,9 @@ import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 from pyarrow import fs
 
-from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full
-from llmcond.features.fragments import PreemptedError, Target, remove_staged_files
-from llmcond.files import replacing, write_json
+from llmcond.errors import LlmcondError, UserError, raise_disk_error
+from llmcond.files import check_room, replacing, write_json
+from llmcond.lance_io import PreemptedError, Target, clean, newest
 from llmcond.object_stores import failure, is_remote, lance_options, open_filesystem
 
 #: What made the rows, beside them.
@@ -43,12 +40,8 @@ _LEFT = re.compile(rf"\.({_FILE.pattern}|{re.escape(RECORD)})\.[0-9a-f]{{8}}")
 _AT_ONCE = 8
 #: Fragments that are committed together, and how long one waits for others.
 _COMMIT_FRAGMENTS, _COMMIT_SECONDS = 16, 10
-#: Versions of a Lance dataset that are kept for those who read it meanwhile,
-_KEPT_VERSIONS = 16
-#: and how many commits older ones stay.
+#: How many commits old versions stay.
 _TIDY_COMMITS = 64
-#: Left free beside what is written.
-_SPARE_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +211,8 @@ class Output(ABC):
                 (self._folder / name).unlink(missing_ok=True)
 
     def _check_room(self, size: int) -> None:
-        # Lance commits a file whose very end could not be written: better not to begin.
-        if not self._remote and shutil.disk_usage(self._folder).free < size + _SPARE_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if not self._remote:
+            check_room(self._folder, size)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -228,13 +220,7 @@ class Output(ABC):
         try:
             yield
         except (OSError, ValueError, pa.ArrowException) as error:
-            if is_disk_full(error):
-                raise DiskFullError(
-                    f"the disk is full: {self.name} cannot grow. Free some space and run the same "
-                    "command again; what is there is kept."
-                ) from error
-            if isinstance(error, PermissionError):
-                raise UserError(f"{self.name} cannot be written: {error.strerror}.") from error
+            raise_disk_error(error, self.name, "what is there is kept")
             # Not from the error: what a server writes of keys and signatures is told to nobody.
             raise LlmcondError(
                 f"{self.name} cannot be written or read: {failure(self.name, error)}"
@@ -345,16 +331,7 @@ class LanceOutput(Output):
 
     def _latest(self) -> Any:
         """Return the newest version; None: there is none yet."""
-        import lance
-
-        if not self._remote and not any((self._folder / "_versions").glob("*.manifest")):
-            return None
-        try:
-            return lance.dataset(self.uri, storage_options=self._options)
-        except ValueError as error:
-            if "was not found: Not found" in str(error) and "<Code>" not in str(error):
-                return None
-            raise
+        return newest(self.uri, self._options)
 
     def done(self, units: Sequence[Unit]) -> set[int]:
         """Return the numbers of the units whose rows are there, which are the first ones."""
@@ -387,21 +364,15 @@ class LanceOutput(Output):
             self._check_room(2 * rows.nbytes)
             if self._dataset is None:
                 self._dataset = self._latest()
-            made = [Target(self.uri, self._options, self._dataset).write(rows)]
-            told = [fragment.to_json() for fragment in made]
-            for file in (file for one in told for file in one["files"]):
-                path = self._folder / "data" / file["path"]
-                # Lance does not notice where the very end could not be written.
-                if not self._remote and path.stat().st_size != file["file_size_bytes"]:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return json.dumps(told)
+            fragment = Target(self.uri, self._options, self._dataset).write(rows)
+        return json.dumps(fragment.to_json())
 
     def add(self, unit: Unit, written: str, schema: pa.Schema) -> None:
         """Commit a unit with others once all before it are there."""
         self._schema = schema
         self._waiting[unit.number] = written
         while self._next in self._waiting:
-            self._ready += json.loads(self._waiting.pop(self._next))
+            self._ready.append(json.loads(self._waiting.pop(self._next)))
             self._next += 1
         late = time.monotonic() - self._committed > _COMMIT_SECONDS
         if len(self._ready) >= _COMMIT_FRAGMENTS or (self._ready and late):
@@ -435,7 +406,7 @@ class LanceOutput(Output):
             self._rows, self._ready, self._committed = rows, [], time.monotonic()
             self._commits += 1
             if self._commits % _TIDY_COMMITS == 0:
-                self._dataset.cleanup_old_versions(retain_versions=_KEPT_VERSIONS)
+                clean(self.uri, self._dataset, alone=False)
 
     def _holds(self, last: Any) -> bool:
         """Return whether a fragment that was committed is the last one of the dataset."""
@@ -462,11 +433,5 @@ class LanceOutput(Output):
 
     def _remove_leftovers(self) -> None:
         super()._remove_leftovers()
-        dataset = self._latest()
-        if dataset is not None:
-            # On this machine nobody else writes, so what no version names is what a kill left.
-            dataset.cleanup_old_versions(
-                retain_versions=_KEPT_VERSIONS, delete_unverified=not self._remote
-            )
-        if not self._remote:
-            remove_staged_files(self._folder)
+        # On this machine nobody else writes, so what no version names is what a kill left.
+        clean(self.uri, self._latest(), alone=not self._remote)

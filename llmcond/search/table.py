@@ -7,10 +7,7 @@ and none is given twice. So whatever was computed of a numbered row stays right.
 from __future__ import annotations
 
 import datetime
-import errno
 import math
-import os
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,14 +22,16 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from llmcond.errors import (
-    DiskFullError,
     LlmcondError,
     UserError,
     brief,
     first_line,
     is_disk_full,
     plural,
+    raise_disk_error,
 )
+from llmcond.files import check_room
+from llmcond.lance_io import UNREADABLE, newest, without_panic
 from llmcond.search.filters import parse_filter
 
 NUMBER, VECTOR = "_row", "_vector"
@@ -45,8 +44,6 @@ BLOCK = 8_192
 _FRAGMENTS = 32
 #: For so long a version stays readable for who opened it.
 _KEPT = datetime.timedelta(days=7)
-#: Left free beside what is written.
-_SPARE_BYTES = 2**20
 #: Row numbers of a version begin with it.
 _VERSION_BITS = 32
 
@@ -61,13 +58,11 @@ class Table:
         self.folder = folder
         # Absolute: in a relative one with a colon Lance sees the name of a storage service.
         self._uri = str(folder.absolute() / "texts.lance")
-        self._dataset: Any = None
         self.numbers: Positions = np.zeros(0, dtype=np.int64)
-        if _is_written(folder):
-            with _reading(folder):
-                self._dataset = lance.dataset(self._uri)
-                found = self._dataset.to_table(columns=[NUMBER])[NUMBER]
-            self.numbers = found.to_numpy()
+        with _reading(folder):
+            self._dataset = newest(self._uri)
+            if self._dataset is not None:
+                self.numbers = self._dataset.to_table(columns=[NUMBER])[NUMBER].to_numpy()
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -80,9 +75,9 @@ class Table:
     @property
     def is_newest(self) -> bool:
         """Return whether nobody has written a newer version since."""
-        if self._dataset is None:
-            return not _is_written(self.folder)
         with _reading(self.folder):
+            if self._dataset is None:
+                return newest(self._uri) is None
             return bool(self._dataset.latest_version == self._dataset.version)
 
     @cached_property
@@ -212,19 +207,11 @@ class Table:
     @contextmanager
     def _writing(self, size: int) -> Iterator[None]:
         try:
-            # Lance commits a file whose very end could not be written: better not to begin.
-            if shutil.disk_usage(self.folder).free < 2 * size + _SPARE_BYTES:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            check_room(self.folder, 2 * size)
             yield
         except Exception as error:
-            if is_disk_full(error):
-                raise DiskFullError(
-                    f"the disk is full: {self.folder} cannot grow. Free some space and run the "
-                    "same command again; what was in it is as it was "
-                    f"({plural(len(self), 'text')})."
-                ) from error
-            if isinstance(error, PermissionError):
-                raise UserError(f"{self.folder} cannot be written: {error.strerror}.") from error
+            kept = f"what was in it is as it was ({plural(len(self), 'text')})"
+            raise_disk_error(error, self.folder, kept)
             raise
 
 
@@ -238,19 +225,12 @@ def vectors_of(rows: Any) -> NDArray[Any]:
     return found.reshape(len(rows), -1)
 
 
-def _is_written(folder: Path) -> bool:
-    return any((folder / "texts.lance" / "_versions").glob("*.manifest"))
-
-
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
     try:
-        yield
-    except BaseException as error:
-        # Lance's Rust code panics over some damaged files, by an exception of its own.
-        panics = type(error).__name__ == "PanicException"
-        if not panics and not isinstance(error, (OSError, ValueError, KeyError)):
-            raise
+        with without_panic():
+            yield
+    except UNREADABLE as error:
         if is_disk_full(error) or isinstance(error, PermissionError):
             raise
         raise LlmcondError(

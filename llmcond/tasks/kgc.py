@@ -21,7 +21,7 @@ from llmcond.tasks.graph import Graph, Known, both_directions, read_graph, with_
 from llmcond.tasks.ranking import QueryTexts, RankingTask
 
 if TYPE_CHECKING:
-    from llmcond.heads import QueryArrays
+    from llmcond.heads.queries import QueryArrays
 
 
 class Kgc(RankingTask[Graph]):
@@ -102,7 +102,7 @@ class Kgc(RankingTask[Graph]):
         asked: NDArray[np.int64],
     ) -> QueryArrays:
         """Return the graph as heads take it; in training only train is known."""
-        from llmcond.heads import QueryArrays, joint_keys
+        from llmcond.heads.queries import QueryArrays, joint_keys
 
         n, n_relations = dataset.n_entities, dataset.n_relations
         train = dataset.splits["train"]

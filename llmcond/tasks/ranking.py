@@ -12,15 +12,13 @@ from numpy.typing import NDArray
 
 from llmcond.arrays import MatrixLike
 from llmcond.data.datasets import DataOptions
-from llmcond.data.queries import QueryRows
+from llmcond.data.queries import KnownAnswers, QueryRows
 from llmcond.errors import UserError
+from llmcond.metrics import RANKING_NAMES
 from llmcond.tasks.base import AnyTask, Data
 
 if TYPE_CHECKING:
-    from llmcond.heads import QueryArrays
-
-#: What a ranking is scored by, the main one first.
-METRICS = ("mrr", "hits@1", "hits@3", "hits@10", "mean_rank")
+    from llmcond.heads.queries import QueryArrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +38,6 @@ class QueryTexts:
     candidates: Sequence[str]
     asked: NDArray[np.int64]
     names: tuple[str, str, str] = ("sentence", "condition", "candidate")
-
-
-class KnownAnswers(Protocol):
-    """The known right answers of queries."""
-
-    def gather(
-        self, sentence: NDArray[np.integer], condition: NDArray[np.integer], /
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return those of m queries, flat: (k,) the query and (k,) an answer of it."""
 
 
 class QueryData(Data, Protocol):
@@ -75,7 +64,7 @@ class RankingTask(AnyTask[Q]):
     kind: ClassVar[str] = "ranking"
     #: What messages call its examples.
     unit: ClassVar[str] = "examples"
-    metrics: ClassVar[Sequence[str]] = METRICS
+    metrics: ClassVar[Sequence[str]] = RANKING_NAMES
     recipes: ClassVar[str | None] = "kgc"
     #: Nothing is encoded for each pair of sentence and condition, which are many.
     prompt: ClassVar[str | None] = "separate"

@@ -38,7 +38,7 @@ from llmcond.evaluation.dialogues import (
 from llmcond.evaluation.ranked import DialogueResult, PlanResult, RankedResults
 from llmcond.evaluation.ranking import Part
 from llmcond.evaluation.results import Counts
-from llmcond.heads import Score
+from llmcond.heads.turns import Score
 from llmcond.log import log
 from llmcond.metrics import Floats, Metric, choose_metrics
 from llmcond.options import Ties

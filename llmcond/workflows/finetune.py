@@ -228,10 +228,10 @@ def _plan(choice: HeadChoice) -> HeadPlan:
 def _load(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
     """Read a head that has embeddings, and its record."""
     start, record = load_head(folder)
-    if start.family.reads_pairs:
+    if start.family.no_recipe:
         raise UserError(
-            f"{folder} is the head of a cross-encoder, which has no embeddings. Start from a head "
-            "that fit-head or train-lora made."
+            f"{folder} {start.family.no_recipe}. Start from a head that fit-head or train-lora "
+            "made."
         )
     return start, record
 

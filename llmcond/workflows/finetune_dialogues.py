@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from llmcond.errors import UserError
 from llmcond.features.view import view_of
 from llmcond.finetune.dialogues import DialogueInputs, TurnModel
-from llmcond.heads import FittedRoles, load_roles_head
+from llmcond.heads.roles import FittedRoles, load_roles_head
 from llmcond.heads.turn_fit import check_turns
 from llmcond.prompts import load_prompt
 from llmcond.prompts.utterances import UtteranceInputs

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from llmcond.errors import UserError
 from llmcond.features.view import view_of
 from llmcond.finetune.queries import GraphInputs, QueryModel, check_recipe
-from llmcond.heads import FittedQueryHead, joint_keys, load_query_head
+from llmcond.heads.queries import joint_keys
+from llmcond.heads.query_maps import FittedQueryHead, load_query_head
 from llmcond.prompts import load_prompt
 from llmcond.prompts.queries import QueryInputs
 from llmcond.runs.trials import sized

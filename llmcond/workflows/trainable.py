@@ -120,7 +120,7 @@ def chosen_head(
     choice: HeadChoice,
     task: AnyTask[Any],
     load: Callable[[Path], tuple[F, dict[str, Any]]],
-    check: Callable[[Recipe], None],
+    check: Callable[[Recipe], object],
 ) -> tuple[Recipe, tuple[Prompt, ...], F | None]:
     """Return the recipe, the prompts that were named or that ``start`` was fitted on, and that.
 

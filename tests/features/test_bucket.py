@@ -13,13 +13,12 @@ from helpers.identities import IDENTITY
 from helpers.processes import FORKING
 from helpers.stored import INPUTS, N_TOKENS, TRUNCATED, VECTORS, append
 
-from llmcond import object_stores
+from llmcond import lance_io, object_stores
 from llmcond.encoders import EncoderInput
 from llmcond.errors import LlmcondError, UserError
 from llmcond.features import fragments as fragments_module
 from llmcond.features import store as store_module
-from llmcond.features.bucket import Bucket
-from llmcond.features.location import recorded
+from llmcond.features.location import Bucket, recorded
 from llmcond.features.store import FeatureStore
 
 MANY = [EncoderInput("", f"one of many {i}") for i in range(300)]
@@ -142,7 +141,7 @@ def test_two_machines_double_nothing(store, elsewhere, monkeypatch, caplog):
 def test_a_commit_on_what_is_not_the_newest_version_is_made_again(store, elsewhere, caplog):
     add(store, range(10))
     elsewhere.refresh()
-    commit, raced = fragments_module.Target.commit, []
+    commit, raced = lance_io.Target.commit, []
 
     def commit_second(target, fragments, removed=()):
         if not raced:
@@ -150,7 +149,7 @@ def test_a_commit_on_what_is_not_the_newest_version_is_made_again(store, elsewhe
         return commit(target, fragments, removed)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fragments_module.Target, "commit", commit_second)
+        patch.setattr(lance_io.Target, "commit", commit_second)
         patch.setattr(elsewhere, "_target", lambda: _Plain(elsewhere, commit))
         assert add(store, range(30)) == 10
     assert raced == [10]
@@ -172,7 +171,7 @@ class _Plain:
 
 
 def test_the_first_commit_is_made_once(store, elsewhere):
-    create = fragments_module.Target.create
+    create = lance_io.Target.create
     raced = []
 
     def create_second(target, schema, fragments):
@@ -182,7 +181,7 @@ def test_the_first_commit_is_made_once(store, elsewhere):
         return create(target, schema, fragments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fragments_module.Target, "create", create_second)
+        patch.setattr(lance_io.Target, "create", create_second)
         assert add(store, range(8)) == 3
     assert raced == [True, 5]
     check(store, range(8))
@@ -191,7 +190,7 @@ def test_the_first_commit_is_made_once(store, elsewhere):
 def test_merging_keeps_every_row_in_its_place(bucket, store, monkeypatch):
     for name, value in (("_MERGED_FRAGMENTS", 4), ("_LARGEST_PART", 2), ("_FULL_ROWS", 60)):
         monkeypatch.setattr(fragments_module, name, value)
-    monkeypatch.setattr(store_module, "_KEPT_VERSIONS", 2)
+    monkeypatch.setattr(lance_io, "_KEPT_VERSIONS", 2)
     order = np.random.default_rng(2).permutation(100).tolist()
     add(store, order[:5])
     old = FeatureStore(bucket, IDENTITY, "float32")

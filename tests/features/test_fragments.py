@@ -60,7 +60,7 @@ def test_rows_that_are_there_by_now_are_not_added_again(store):
 
 def test_files_outlive_merging_while_they_are_being_written(store, monkeypatch):
     monkeypatch.setattr("llmcond.features.fragments._MERGED_FRAGMENTS", 3)
-    monkeypatch.setattr("llmcond.features.store._KEPT_VERSIONS", 1)
+    monkeypatch.setattr("llmcond.lance_io._KEPT_VERSIONS", 1)
     other = FeatureStore(store.folder.parent, IDENTITY, "float32")
     with store.writing(), other.writing():
         waiting, lost = written(store, range(8, 20)), files(store)

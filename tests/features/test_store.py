@@ -18,13 +18,14 @@ from helpers.identities import IDENTITY
 from helpers.stored import INPUTS, VECTORS, append
 from helpers.waiting import PATIENCE
 
+from llmcond import lance_io
 from llmcond.encoders import EncoderInput
 from llmcond.errors import DiskFullError, LlmcondError, UserError
 from llmcond.features import fragments as fragments_module
 from llmcond.features import location as location_module
 from llmcond.features import store as store_module
-from llmcond.features.fragments import Target
 from llmcond.features.store import FeatureStore
+from llmcond.lance_io import Target
 
 PROCESSES = multiprocessing.get_context("spawn")
 
@@ -223,7 +224,7 @@ EAGER = {"_MERGED_FRAGMENTS": 4, "_LARGEST_PART": 2, "_FULL_ROWS": 60, "_KEPT_VE
 
 def merge_eagerly(setting):
     for name, value in EAGER.items():
-        setting(store_module if hasattr(store_module, name) else fragments_module, name, value)
+        setting(lance_io if hasattr(lance_io, name) else fragments_module, name, value)
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 from llmcond.config import build
 from llmcond.errors import UserError
-from llmcond.heads.contrastive import Contrast, Queue, contrastive
-from llmcond.heads.settings import ContrastSettings
+from llmcond.heads.contrastive import Contrast, ContrastSettings, Queue, contrastive
 from llmcond.tasks.graph import Known
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -19,7 +19,7 @@ from llmcond.heads import (
     load_head,
     load_query_head,
     load_recipe,
-    queries,
+    query_maps,
     save_head,
 )
 from llmcond.heads.contrastive import Contrast
@@ -134,7 +134,7 @@ def test_what_lies_on_disk_gives_the_same_head(tmp_path, monkeypatch):
     stored = np.load(tmp_path / "entities.npy", mmap_mode="r")
     dense = fit("hypernet-full", arrays, neighbours=True)
     monkeypatch.setattr("llmcond.heads.rows._DENSE_BYTES", 0)
-    monkeypatch.setattr(queries, "_BLOCK", 7)
+    monkeypatch.setattr(query_maps, "_BLOCK", 7)
     on_disk = QueryArrays(
         Dense(stored), arrays.triples, R, arrays.known, relations=arrays.relations
     )
@@ -447,7 +447,7 @@ def test_a_saved_head_is_the_same_head(name, changes, tmp_path):
         given = rows.T[:2] if part == "queries" else ()
         found = getattr(bound, part)(*given)[:]
         np.testing.assert_array_equal(found, getattr(head, part)(*given)[:])
-    with pytest.raises(UserError, match="ranks candidates; it compares no pairs"):
+    with pytest.raises(UserError, match="it ranks candidates and compares no pairs"):
         load_head(tmp_path)
 
 
@@ -456,6 +456,15 @@ def test_a_damaged_head_is_told(tmp_path):
     record = read_json(tmp_path / "head.json")
     write_json(tmp_path / "head.json", {**record, "n_relations": R + 1})
     with pytest.raises(LlmcondError, match="does not hold the parameters of a query-hypernet head"):
+        load_query_head(tmp_path)
+
+
+@pytest.mark.parametrize("n_relations", ["3", -1, 2**25])
+def test_a_damaged_number_of_relations_is_told(n_relations, tmp_path):
+    save_head(fit("matrices", graph()), tmp_path, {})
+    record = read_json(tmp_path / "head.json")
+    write_json(tmp_path / "head.json", {**record, "n_relations": n_relations})
+    with pytest.raises(LlmcondError, match=r"has n_relations = .*was damaged. Fit the head again"):
         load_query_head(tmp_path)
 
 

@@ -349,7 +349,7 @@ def test_saved_and_loaded_it_gives_the_same(tmp_path):
     for one, other in zip(head.weights, loaded.weights, strict=True):
         assert one.shape[0] == 5
         np.testing.assert_array_equal(one, other)
-    with pytest.raises(UserError, match="it compares no pairs"):
+    with pytest.raises(UserError, match="a roles head; it ranks candidates and compares no pairs"):
         load_head(tmp_path / "head")
 
 

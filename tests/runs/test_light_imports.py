@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+import llmcond.heads
+from llmcond.heads.homes import NAMES, PREFIXES
+
 LARGE = ("torch", "transformers", "peft", "lance", "pyarrow", "pandas", "scipy", "sklearn")
 #: What searches and clusters may import these, which are smaller.
 STORAGE = ("lance", "pyarrow", "pandas", "sklearn")
@@ -89,3 +92,17 @@ def test_commands_compute_without_torch(folder, command):
     assert {"torch", "transformers", "peft"}.isdisjoint(used), used
     if not more:
         assert used == []
+
+
+def test_heads_of_rated_pairs_import_no_other_kind():
+    names = "loading recipes fit base module settings storage plain estimator"
+    code = "".join(f"import llmcond.heads.{name}\n" for name in names.split())
+    homes = {home.partition(":")[0] for home in [*PREFIXES.values(), *NAMES.values()]}
+    assert loaded(code, sorted(homes)) == []
+    assert loaded(code + "llmcond.heads.FittedRoles", ["llmcond.heads.roles"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_one_kind_of_task_are_public_names_of_heads(name):
+    assert name in dir(llmcond.heads)
+    assert getattr(llmcond.heads, name).__name__ == name

@@ -396,7 +396,7 @@ def test_a_full_disk_is_told_in_a_line_and_loses_nothing(capsys, fitted, source,
 @pytest.mark.parametrize("out", OUTPUTS)
 def test_a_disk_that_is_nearly_full_is_not_begun_to_write(capsys, fitted, source, out, monkeypatch):
     usage = shutil.disk_usage(".")._replace(free=2**20 - 1)
-    monkeypatch.setattr("llmcond.scale.outputs.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("llmcond.files.shutil.disk_usage", lambda _: usage)
     assert "the disk is full: " in refused(capsys, *embed(out, fitted))
 
 
@@ -595,7 +595,7 @@ def test_another_writer_of_the_same_dataset_is_noticed(capsys, fitted, source, m
         elif len(seen) == 3:
             other = outputs.open_output("out.lance")
             other._dataset, other._schema = other._latest(), args[2]
-            other._rows, other._ready = 80, json.loads(args[1])
+            other._rows, other._ready = 80, [json.loads(args[1])]
             other._commit()
 
     monkeypatch.setattr(outputs.LanceOutput, "add", add)

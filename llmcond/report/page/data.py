@@ -20,7 +20,7 @@ from llmcond.evaluation.breakdown import (
     rank_share,
     rating_span,
 )
-from llmcond.heads.query_fit import SCORE
+from llmcond.heads.pairs import SCORE
 from llmcond.metrics import Floats, finite, metric_of, number
 from llmcond.report.format import range_text
 from llmcond.report.page import charts
