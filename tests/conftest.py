@@ -7,6 +7,8 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -44,20 +46,24 @@ def pytest_configure() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add what tests every variant."""
+    """Add the option that leaves no test out."""
     parser.addoption(
-        "--all", action="store_true", help="every variant of tests marked matrix, not a fifth"
+        "--all",
+        action="store_true",
+        help="every variant of tests marked matrix, not a fifth, and the tests of every script",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out four fifths of the variants of large matrices, unless they are asked for.
+    """Leave out tests that protect little at this commit, unless they are asked for.
 
-    Which fifth is decided by the names of test and variant, so that all tests together still take
-    every architecture and every setting.
+    Those are four fifths of the variants of large matrices, and tests of scripts which have not
+    changed (``helpers/changes.py``). Which fifth is decided by the names of test and variant, so
+    that all tests together still take every architecture and every setting.
     """
     if config.getoption("--all") or any("::" in argument for argument in config.args):
         return
+    scripts_asked_for = any("scripts" in Path(argument).parts for argument in config.args)
     kept: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     seen: set[str] = set()
@@ -65,10 +71,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         name = item.nodeid.partition("[")[0]
         fifth = crc32(item.nodeid.encode()) % 5 == 0 or name not in seen
         seen.add(name)
-        (kept if fifth or not item.get_closest_marker("matrix") else left_out).append(item)
+        keep = fifth or not item.get_closest_marker("matrix")
+        keep = keep and (scripts_asked_for or _script_may_have_changed(item))
+        (kept if keep else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
+
+
+def _script_may_have_changed(item: pytest.Item) -> bool:
+    marker = item.get_closest_marker("script")
+    if marker is None:
+        return True
+    from helpers.changes import may_have_changed
+
+    return may_have_changed(
+        item.config.rootpath, marker.args, item.path.relative_to(item.config.rootpath).as_posix()
+    )
 
 
 def pytest_collection_finish() -> None:
@@ -102,15 +121,35 @@ def flags_of_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "_run", checked)
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """A single thread of PyTorch's for a module's tests."""
+@contextmanager
+def _threads(n_threads: int) -> Iterator[None]:
     import torch
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(n_threads)
     yield
-    torch.set_num_threads(threads)
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Let PyTorch compute with one thread in all tests of a module."""
+    with _threads(1):
+        yield
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Let PyTorch compute with two threads in one test, however many cores there are."""
+    with _threads(2):
+        yield
+
+
+@pytest.fixture
+def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run in an empty folder, so that runs/default belongs to the test."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture(scope="session")
@@ -134,9 +173,13 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A maker of real checkpoints with random weights: a small BERT or a small Mistral."""
+    """A maker of real checkpoints with random weights: a small BERT or a small Mistral.
 
-    def make(kind: str = "bert", seed: int = 0, hidden: int = 32, layers: int = 2) -> Path:
+    Each is a new folder, which a test may change.
+    """
+
+    @cache
+    def build(kind: str, seed: int, hidden: int, layers: int) -> Path:
         import torch
         from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
         from transformers import (
@@ -182,7 +225,17 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         fast.save_pretrained(folder)
         return folder
 
+    def make(kind: str = "bert", seed: int = 0, hidden: int = 32, layers: int = 2) -> Path:
+        built = build(kind, seed, hidden, layers)
+        return Path(shutil.copytree(built, tmp_path_factory.mktemp(kind), dirs_exist_ok=True))
+
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_bert(tiny_checkpoint: Callable[..., Path]) -> Path:
+    """A small random BERT of two layers. Copy it before changing it."""
+    return tiny_checkpoint()
 
 
 @pytest.fixture(scope="session")
@@ -251,7 +304,7 @@ def small_rows() -> list[tuple[str, str, str, int]]:
 @pytest.fixture(scope="session")
 def tiny_run(
     tmp_path_factory: pytest.TempPathFactory,
-    tiny_checkpoint: Callable[..., Path],
+    tiny_bert: Path,
     small_rows: list[tuple[str, str, str, int]],
 ) -> Path:
     """A run with extracted features of a tiny random encoder. Copy it before changing it."""
@@ -265,15 +318,18 @@ def tiny_run(
     lines += [",".join(str(value) for value in row) for row in small_rows]
     data.write_text("\n".join(lines) + "\n", encoding="utf-8")
     options = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
-    model = str(tiny_checkpoint())
-    extract(model, options, folder / "run", DataOptions(str(data)), ["concat-sent-cond"])
+    extract(str(tiny_bert), options, folder / "run", DataOptions(str(data)), ["concat-sent-cond"])
     return folder / "run"
 
 
+@pytest.fixture
+def own(tiny_run: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny run, which a test may change."""
+    return Path(shutil.copytree(tiny_run, tmp_path / "own"))
+
+
 @pytest.fixture(scope="session")
-def dialogue_run(
-    tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]
-) -> Path:
+def dialogue_run(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> Path:
     """A run of dialogues with two heads, by a tiny random encoder. Copy it before changing it."""
     from helpers.dialogues import write_dialogues
 
@@ -285,7 +341,7 @@ def dialogue_run(
     folder = tmp_path_factory.mktemp("dialogues")
     data = DataOptions(str(write_dialogues(folder / "data")))
     options = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
-    extract(str(tiny_checkpoint()), options, folder / "run", data, task="dialogue")
+    extract(str(tiny_bert), options, folder / "run", data, task="dialogue")
     for head in ("rank", "weighted"):
         fit_head(folder / "run", head, changes={"epochs": "2", "batch_size": "64"})
     return folder / "run"

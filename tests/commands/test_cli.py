@@ -34,13 +34,6 @@ pytestmark = pytest.mark.usefixtures("in_tmp")
 
 
 @pytest.fixture
-def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Run in an empty folder, so that runs/default is the test's own."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def own_run(tiny_run: Path, tmp_path: Path) -> Path:
     """A copy of the tiny run that a test may change."""
     return Path(shutil.copytree(tiny_run, tmp_path / "own"))

@@ -45,12 +45,6 @@ def model(tiny_run):
 
 
 @pytest.fixture
-def own(tiny_run, tmp_path):
-    """A copy of the run that a test may change; it has the features of one prompt."""
-    return Path(shutil.copytree(tiny_run, tmp_path / "own"))
-
-
-@pytest.fixture
 def call(capsys, own, model):
     """Compare prompts; return what was printed, and what was told."""
 

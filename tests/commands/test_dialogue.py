@@ -23,11 +23,6 @@ def data(tmp_path_factory):
     return write_dialogues(tmp_path_factory.mktemp("dialogues") / "data")
 
 
-@pytest.fixture(scope="module")
-def model(tiny_checkpoint):
-    return str(tiny_checkpoint())
-
-
 @pytest.fixture
 def own(dialogue_run, tmp_path):
     return shutil.copytree(dialogue_run, tmp_path / "own")

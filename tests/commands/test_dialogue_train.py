@@ -22,11 +22,6 @@ def data(tmp_path_factory):
     return write_dialogues(tmp_path_factory.mktemp("dialogues") / "data")
 
 
-@pytest.fixture(scope="module")
-def model(tiny_checkpoint):
-    return tiny_checkpoint()
-
-
 def words(data, model, folder, *arguments):
     given = ["--task", "dialogue", "--model", model, "--data", data, "--run", folder]
     return [str(word) for word in (*given, *PLAIN.split(), *arguments)]

@@ -16,16 +16,6 @@ ENCODER = ("--dtype", "float32", "--device", "cpu", "--pooling", "mean", "--norm
 
 
 @pytest.fixture(scope="module")
-def graph(tmp_path_factory):
-    return write_graph(tmp_path_factory.mktemp("graph") / "graph")
-
-
-@pytest.fixture(scope="module")
-def model(tiny_checkpoint):
-    return str(tiny_checkpoint())
-
-
-@pytest.fixture(scope="module")
 def extracted(graph, model, tmp_path_factory):
     """A run with features of both kinds. Copy it before changing it."""
     folder = tmp_path_factory.mktemp("runs") / "run"

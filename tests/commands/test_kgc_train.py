@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 from helpers.commands import ok, refused
-from helpers.graphs import write_graph
 
 import llmcond
 from llmcond.cli import run
@@ -15,16 +14,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PLAIN = "--pooling mean --dtype float32 --device cpu --epochs 2 --batch-size 14 --rank 4"
 FIT = ("--set", "epochs=3", "batch_size=16")
-
-
-@pytest.fixture(scope="module")
-def graph(tmp_path_factory):
-    return write_graph(tmp_path_factory.mktemp("graph") / "graph")
-
-
-@pytest.fixture(scope="module")
-def model(tiny_checkpoint):
-    return tiny_checkpoint()
 
 
 def words(graph, model, folder, *arguments):

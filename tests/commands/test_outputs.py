@@ -19,18 +19,9 @@ from helpers.processes import Command
 
 from llmcond.cli import run
 
+pytestmark = pytest.mark.usefixtures("in_tmp")
+
 CONDITION = ("--condition-text", "the place")
-
-
-@pytest.fixture(autouse=True)
-def in_tmp(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def own(tiny_run, tmp_path):
-    """A copy of the tiny run that a test may change."""
-    return Path(shutil.copytree(tiny_run, tmp_path / "own"))
 
 
 # -- what is written ---------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from llmcond.cli import run
 from llmcond.runs import open_run
 from llmcond.runs.embedder import load_embedder
 
+pytestmark = pytest.mark.usefixtures("in_tmp")
+
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory, small_rows):
@@ -33,11 +35,6 @@ def extract(tiny_checkpoint, rows):
     """The arguments of an extraction with a tiny encoder on the CPU."""
     given = ["extract", "--model", tiny_checkpoint(), "--data", rows, "--device", "cpu"]
     return [*given, "--dtype", "float32", "--pooling", "mean", "--prompt", "concat-sent-cond"]
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def everything_below(folder):

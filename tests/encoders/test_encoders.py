@@ -9,6 +9,7 @@ import textwrap
 import numpy as np
 import pytest
 import torch
+from helpers.vectors import cosines
 
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import load_encoder
@@ -32,11 +33,6 @@ TEXTS = [
 
 def plain(texts):
     return [EncoderInput("", text) for text in texts]
-
-
-def cosines(first, second):
-    norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
-    return (first * second).sum(axis=1) / norms
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import checkpoints
+from helpers.vectors import cosines, near
 from torch import nn
 from torch.nn import functional
 
@@ -44,15 +45,6 @@ TEXTS = [
 ]
 #: Batch mates of one word to many: they decide how much padding the others get.
 MATES = ["the dogs " * n for n in range(1, 16)]
-
-
-def near(vectors, expected):
-    np.testing.assert_allclose(vectors, expected, rtol=0, atol=1e-5)
-
-
-def cosines(first, second):
-    norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
-    return (first * second).sum(axis=1) / norms
 
 
 def inputs(texts, instruction=""):

@@ -15,14 +15,8 @@ from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import UNIT, load_encoder
 from llmcond.encoders.threads import CancelledError, Concurrency, WorkerThreads, check_cancelled
 
-
-@pytest.fixture(autouse=True)
-def two_threads():
-    """So that a worker's number, 1, can be told from that of threads to come."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
+# The one thread that a worker has would not show that the number of threads is set back.
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 @pytest.fixture

@@ -38,13 +38,6 @@ from llmcond.runs import head_name, open_run
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp", "few_resamples")
 
 
-@pytest.fixture
-def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Run in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 @pytest.fixture(scope="module")
 def few_resamples() -> Iterator[None]:
     """Few resamples for intervals, which these tests are not about."""

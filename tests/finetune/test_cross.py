@@ -35,18 +35,6 @@ FIRST, SECOND = "two men play in the park", "two dogs sit at the beach"
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_checkpoint) -> Path:
-    """A small random BERT."""
-    return tiny_checkpoint()
-
-
-@pytest.fixture
-def data(write_rows, small_rows):
-    """Small rows in a file of their own."""
-    return write_rows(small_rows)
-
-
-@pytest.fixture(scope="module")
 def cross(tiny, small_rows, tmp_path_factory) -> Path:
     """A trained cross-encoder."""
     folder = tmp_path_factory.mktemp("cross")

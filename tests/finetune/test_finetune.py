@@ -16,7 +16,6 @@ from helpers import checkpoints
 from helpers.commands import ok, refused
 from helpers.processes import Command
 from helpers.training import resumed, stop_after, trainer_of
-from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModel
 
@@ -37,18 +36,6 @@ from llmcond.workflows.extract import _usual_prompt
 from llmcond.workflows.trainable import tune_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def data(write_rows, small_rows):
-    """Small rows in a file of their own."""
-    return write_rows(small_rows)
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_checkpoint) -> Path:
-    """A small random BERT."""
-    return tiny_checkpoint()
 
 
 @pytest.fixture
@@ -323,6 +310,8 @@ def test_it_is_an_encoder_for_another_run(tuned, data, tmp_path, capsys):
 
 
 def test_the_adapter_is_in_peft_s_own_format(tuned, tiny):
+    from peft import PeftModel
+
     text = llmcond.EncoderInput(instruction="", text="two men play in the park")
     ours = llmcond.load_encoder(tuned, dtype="float32").encode([text])[0]
     peft = PeftModel.from_pretrained(

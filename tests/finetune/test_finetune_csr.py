@@ -27,12 +27,6 @@ ITEMS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tiny(tiny_checkpoint):
-    """A small random BERT of two layers."""
-    return tiny_checkpoint()
-
-
 @pytest.fixture
 def train(tiny, write_rows, small_rows, tmp_path, capsys):
     """A caller of the command on small rows, that returns what it prints."""

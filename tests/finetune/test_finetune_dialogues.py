@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers.training import on_cpu, resumed
+from helpers.training import alone, on_cpu, resumed
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.errors import UserError
@@ -28,12 +28,6 @@ DIALOGUES = [[k * i % N for k in (1, 3, 4, 7, 11)] for i in range(1, 60) if i % 
 TRAIN, DEV = Turns.of_lists(DIALOGUES[:12]), Turns.of_lists(DIALOGUES[12:])
 
 
-@pytest.fixture(scope="module")
-def tiny(tiny_checkpoint):
-    """A small random BERT."""
-    return tiny_checkpoint()
-
-
 def recipe(name, **changes):
     sizes = {"window": 4} if name != "none" else {}
     return load_recipe(name, "dialogue").with_settings({**sizes, **changes}, "test")
@@ -47,11 +41,6 @@ def parts_of(tiny, name="weighted", start=None, tuning=None, **changes):
     tokens = trainable.tokenizer([EncoderInput("", text) for text in TEXTS])
     made = (DialogueInputs(own, tokens, model.head.settings) for own in (TRAIN, DEV))
     return model, *made
-
-
-def alone(n, compute):
-    """All by one process."""
-    return compute(np.arange(n))
 
 
 @pytest.mark.parametrize("name", ["none", "ccl", "c3l-paper", "rank", "weighted"])

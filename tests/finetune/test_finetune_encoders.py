@@ -11,7 +11,6 @@ import pytest
 import torch
 from helpers import checkpoints
 from helpers.cases import CASES, MAX_LENGTH, TASKS, WORDS, Case, mix
-from peft import PeftModel
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoModel
@@ -860,6 +859,8 @@ def test_adapter_trained_on_4_bit_weights_is_loaded_onto_such(prepare, name, tmp
 
 @pytest.mark.parametrize("name", ["simcse-bert", "e5-mistral"])
 def test_peft_itself_reads_the_adapter(prepare, name, tmp_path):
+    from peft import PeftModel
+
     trainable = prepare(name)
     learnt(trainable)
     base = trainable.resolved.checkpoint.folder

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers.training import on_cpu, resumed
+from helpers.training import alone, on_cpu, resumed
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.errors import UserError
@@ -29,12 +29,6 @@ STEPS = [1, 5, 11]
 TRIPLES = np.array([(i, r, (i + s) % N) for i in range(N) for r, s in enumerate(STEPS)], np.int32)
 TRAIN, DEV = TRIPLES[:60], TRIPLES[60:]
 SIZES = {"hypernet": {"rank": 4}, "mlp": {"hidden": 8}}
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_checkpoint):
-    """A small random BERT."""
-    return tiny_checkpoint()
 
 
 def recipe(name, **changes):
@@ -70,11 +64,6 @@ def model_of(tiny, name="hypernet-full", start=None, seed=5, **changes):
     trainable, _ = trainable_of(tiny)
     train, dev = inputs_of(trainable)
     return QueryModel(trainable.engine, recipe(name, **changes), train, seed, start), train, dev
-
-
-def alone(n, compute):
-    """All by one process."""
-    return compute(np.arange(n))
 
 
 def arrays_of(model, inputs):

@@ -10,6 +10,7 @@ import warnings
 import numpy as np
 import pytest
 import sklearn
+from helpers.heads import quiet, tensors
 from joblib.externals.loky import get_reusable_executor
 from scipy.stats import spearmanr
 from sklearn.base import clone, is_regressor
@@ -83,14 +84,6 @@ def conditioned():
 
 def parts(X):
     return X[:, :DIM], X[:, DIM : 2 * DIM], X[:, 2 * DIM :]
-
-
-def tensors(head):
-    return {name: value.tobytes() for name, value in head.tensors.items()}
-
-
-def quiet(epoch, epochs, score):
-    pass
 
 
 def directly(name, X, y, pair=None, seed=0, **settings):

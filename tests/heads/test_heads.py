@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.heads import fit, quiet, recipe
+from helpers.heads import fit, quiet, recipe, tensors
 from safetensors.numpy import load_file, save
 from scipy.stats import spearmanr
 
@@ -51,10 +51,6 @@ FITTED = {
     "pca": {"dim": 4},
     "ica": {"dim": 4},
 }
-
-
-def tensors(head):
-    return {name: value.tobytes() for name, value in head.tensors.items()}
 
 
 def test_linear_head_is_equation_3(train, dev):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.heads import quiet
 from helpers.heads import recipe as pair_recipe
+from helpers.vectors import unit
 
 from llmcond.arrays import Dense
 from llmcond.errors import LlmcondError, UserError
@@ -43,10 +44,6 @@ SIZES = {
     "hypernet-full": {"dim": 4},
     "matrices": {"dim": 4},
 }
-
-
-def unit(values):
-    return values / np.linalg.norm(values, axis=-1, keepdims=True)
 
 
 def graph(seed=0, m=40, joint=False):

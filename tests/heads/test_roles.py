@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.heads import quiet
+from helpers.vectors import unit
 
 from llmcond.errors import UserError
 from llmcond.heads import (
@@ -31,10 +32,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 D = 6
 NAMES = ["ccl", "c3l-paper", "c3l-released", "rank", "weighted"]
 QUICK = {"epochs": 2, "batch_size": 16, "precision": "float32"}
-
-
-def unit(values):
-    return values / np.linalg.norm(values, axis=-1, keepdims=True)
 
 
 def recipe(name, **changes):

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from helpers.heads import fit, quiet, recipe
+from helpers.heads import fit, quiet, recipe, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
@@ -23,10 +23,6 @@ from llmcond.heads.recipes import find_family
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DIM, DIM_C = 8, 6
-
-
-def tensors(head):
-    return {name: value.tobytes() for name, value in head.tensors.items()}
 
 
 def paired(n=120, u=7, seed=0, dtype=np.float32):
@@ -99,14 +95,6 @@ def test_fit_neither_reads_nor_moves_the_global_generators(name):
         )
     assert states == [True, True]
     assert tensors(heads[0]) == tensors(heads[1])
-
-
-@pytest.fixture
-def two_threads():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
 
 
 def bits_of_gradients(name):

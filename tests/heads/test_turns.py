@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from helpers.vectors import unit
 
 from llmcond.errors import UserError
 from llmcond.heads.turns import (
@@ -22,10 +23,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 K = 8
 SUMS = ["average", "last:1", "last:2", "last:30", "bi", "neighbours", "weighted"]
-
-
-def unit(values):
-    return values / np.linalg.norm(values, axis=-1, keepdims=True)
 
 
 def drawn(*shape, seed=0):

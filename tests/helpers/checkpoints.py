@@ -27,6 +27,8 @@ from tokenizers import (
 )
 from torch import Tensor
 
+from llmcond.encoders.encoder import Encoder, load_encoder
+
 CORPUS = [
     "A man plays the guitar in the park while two dogs run over wet grass near the river.",
     "The number of people, the color of the dress, what sport is played, the time of the day.",
@@ -616,3 +618,9 @@ KINDS = {
     "simcse-bert": _simcse_bert,
     "nv-embed": _nv_embed,
 }
+
+
+def load(folder: Path, **options: Any) -> Encoder:
+    """Load an encoder by PyTorch in float32 on the CPU."""
+    settings = {"dtype": "float32", "device": "cpu", "runtime": "torch", **options}
+    return load_encoder(str(folder), **settings)

@@ -17,3 +17,8 @@ def recipe(kind, **changes):
 
 def fit(kind, pairs, dev=None, seed=0, **changes):
     return fit_recipe(recipe(kind, **changes), pairs, dev, seed, quiet)
+
+
+def tensors(head):
+    """Return the bytes of each of a head's tensors."""
+    return {name: value.tobytes() for name, value in head.tensors.items()}

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -76,3 +77,8 @@ def resumed(make: Callable[[], Trainer], step: int) -> Trainer:
     stop_after(make(), step)
     torch.rand(step)  # another process has other random numbers
     return make()
+
+
+def alone(n: int, compute: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Compute all rows in one process."""
+    return compute(np.arange(n))

@@ -28,6 +28,8 @@ from llmcond.prompts.inputs import (
     same_inputs,
 )
 
+pytestmark = pytest.mark.usefixtures("in_tmp")
+
 SENTENCE, CONDITION = "Two men ride.", "the number of people"
 TEMPLATE = """
 description = "d"
@@ -581,12 +583,6 @@ def test_controls_are_compared_like_any_other(
         pairs.setdefault(tuple(line[1:3]), set()).add(line[column])
     assert all(len(values) == 1 for values in pairs.values())
     assert any(a[own] != b[own] for a, b in zip(lines[1::2], lines[2::2], strict=True))
-
-
-@pytest.fixture(autouse=True)
-def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run in an empty folder."""
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,13 +17,9 @@ from llmcond.prompts import load_prompt
 from llmcond.prompts.inputs import given_conditions, row_inputs
 from llmcond.prompts.preview import prompt_on_row
 
+pytestmark = pytest.mark.usefixtures("in_tmp")
+
 TRAIN = read_dataset(None).splits["train"]
-
-
-@pytest.fixture(autouse=True)
-def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run in an empty folder."""
-    monkeypatch.chdir(tmp_path)
 
 
 def shown(capsys, *arguments):

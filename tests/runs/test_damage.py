@@ -1,8 +1,6 @@
 """A run with damaged records: one line that says which file, never a traceback."""
 
 import json
-import shutil
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,12 +10,6 @@ from helpers.commands import ok
 from llmcond.cli import run
 from llmcond.errors import LlmcondError
 from llmcond.runs import open_run
-
-
-@pytest.fixture
-def own(tiny_run, tmp_path):
-    """A copy of the tiny run that a test may change."""
-    return Path(shutil.copytree(tiny_run, tmp_path / "own"))
 
 
 def change(path, keys, value):

@@ -23,11 +23,6 @@ from llmcond.workflows.fit import fit_head
 SENTENCES = ["two men play in the park", "three women sit at the beach", "children in the rain"]
 
 
-@pytest.fixture
-def own(tmp_path: Path, tiny_run: Path) -> Path:
-    return Path(shutil.copytree(tiny_run, tmp_path / "own"))
-
-
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory: pytest.TempPathFactory, tiny_run: Path) -> Path:
     """A run with a head that dev prefers, and a worse one that was fitted last."""

@@ -29,17 +29,8 @@ PROMPT = "concat-cond-sent"
 
 
 @pytest.fixture(scope="module")
-def model(tiny_checkpoint):
-    return str(tiny_checkpoint())
-
-
-@pytest.fixture
-def two_cores():
-    """Whatever the machine has, two processes may share it, and each has a single thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
+def model(tiny_bert):
+    return str(tiny_bert)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +143,7 @@ def test_inputs_of_splits_are_those_of_their_rows_and_can_be_gone_through_again(
 # -- workers ---------------------------------------------------------------------------------------
 
 
-def test_two_workers_store_what_one_stores(caplog, two_cores, model, own, alone):
+def test_two_workers_store_what_one_stores(caplog, two_threads, model, own, alone):
     caplog.set_level("INFO", "llmcond")
     # Each is at a part of its own before either has stored one.
     with nobody_commits_until(own, lambda claims: len(claims) >= 2):
@@ -166,7 +157,9 @@ def test_two_workers_store_what_one_stores(caplog, two_cores, model, own, alone)
     assert multiprocessing.active_children() == []
 
 
-def test_a_worker_that_is_killed_leaves_its_part_to_the_other(caplog, two_cores, model, own, alone):
+def test_a_worker_that_is_killed_leaves_its_part_to_the_other(
+    caplog, two_threads, model, own, alone
+):
     def killed(claims):
         if len(claims) < 2:
             return False
@@ -192,7 +185,7 @@ def test_a_worker_that_is_killed_leaves_its_part_to_the_other(caplog, two_cores,
     ],
 )
 def test_wrong_numbers_of_workers_are_one_clear_line(
-    capsys, two_cores, model, data, tmp_path, workers, expected
+    capsys, two_threads, model, data, tmp_path, workers, expected
 ):
     arguments = command(model, tmp_path / "run", "--data", data, "--workers", workers)
     assert run([str(argument) for argument in arguments]) == 2

@@ -17,12 +17,7 @@ from llmcond.evaluation.condition_checks import CALIBRATION
 from llmcond.files import digest_file
 from llmcond.runs.usual import usual_run
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")
 
 
 def files():

@@ -36,8 +36,8 @@ ONE, TWO = Cluster(actors=1), Cluster(actors=2)
 
 
 @pytest.fixture(scope="module")
-def model(tiny_checkpoint):
-    return str(tiny_checkpoint())
+def model(tiny_bert):
+    return str(tiny_bert)
 
 
 @pytest.fixture(scope="module")

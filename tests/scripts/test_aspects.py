@@ -7,6 +7,8 @@ from random import Random
 import pytest
 from helpers.paths import ROOT
 
+pytestmark = pytest.mark.script("make_aspects")
+
 CONDITION = """
 [conditions.{0}]
 text = "the {0}"

@@ -10,6 +10,8 @@ from helpers.paths import ROOT
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 
+pytestmark = pytest.mark.script("bench_extract")
+
 GRAPHS = ("openvino", "onnx", "int8")
 
 

@@ -5,6 +5,8 @@ from importlib import import_module
 import pytest
 from helpers.paths import ROOT
 
+pytestmark = pytest.mark.script("bench_first")
+
 LOG = """import time: self [us] | cumulative | imported package
 import time:       120 |        120 |   numpy.linalg
 some output of the program

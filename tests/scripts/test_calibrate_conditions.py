@@ -11,6 +11,8 @@ from helpers.paths import ROOT
 from llmcond.data.aspects import AspectSample, AspectText, ConditionWordings, Triple, is_valid
 from llmcond.evaluation.condition_checks import INDICATORS, find_calibration
 
+pytestmark = pytest.mark.script("calibrate_conditions")
+
 PARTS = {
     "who": ("men", "women", "children"),
     "where": ("beach", "park", "street"),

@@ -169,7 +169,9 @@ def in_this_process(monkeypatch, tiny):
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.script(name)) for name in SCRIPTS]
+)
 def test_a_script_runs(
     name, tiny, tmp_path, write_rows, small_rows, aspects, classes, separate, monkeypatch, capsys
 ):

@@ -12,7 +12,10 @@ from helpers.paths import ROOT
 
 from llmcond.runs.extraction import LazyEncoder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.script("reproduce", "reproduce_case", "reproduce_hypercl"),
+]
 
 SFR = "Salesforce/SFR-Embedding-Mistral"
 #: By its full name: the package has functions of such names.

@@ -16,6 +16,8 @@ import pytest
 import torch
 from helpers import checkpoints
 from helpers.adapters import tune
+from helpers.checkpoints import load
+from helpers.vectors import cosines
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import nn
@@ -33,12 +35,9 @@ from llmcond.encoders.checkpoints.adapter import (
     write_tuned,
 )
 from llmcond.encoders.checkpoints.checkpoint import find_checkpoint
-from llmcond.encoders.encoder import load_encoder
 from llmcond.encoders.engine.nv_embed import NVEmbedModel
 from llmcond.encoders.loading.architecture import build_on_meta, load_config
 from llmcond.errors import LlmcondError, UserError
-
-pytest.importorskip("peft")
 
 # What is this small is done before a second thread has woken up.
 pytestmark = [
@@ -58,19 +57,8 @@ def inputs(texts=TEXTS):
     return [EncoderInput("", text) for text in texts]
 
 
-def load(folder, **options):
-    return load_encoder(
-        str(folder), **{"dtype": "float32", "device": "cpu", "runtime": "torch", **options}
-    )
-
-
 def vectors(folder, **options):
     return load(folder, **options).encode(inputs())
-
-
-def cosines(first, second):
-    norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
-    return (first * second).sum(axis=1) / norms
 
 
 def far(found, expected):

@@ -11,6 +11,7 @@ import torch
 from helpers import checkpoints
 from helpers.cases import CASES, MAX_LENGTH, TASKS, WORDS, mix
 from helpers.kernels import kernel
+from helpers.vectors import near
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AttentionInterface
@@ -22,10 +23,6 @@ from llmcond.errors import LlmcondError, UserError
 
 # What is this small is done before a second thread has woken up.
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def near(vectors, expected):
-    np.testing.assert_allclose(vectors, expected, rtol=0, atol=1e-5)
 
 
 def load(folder, case, **options):

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.checkpoints import load
 from safetensors.torch import load_file, save_file
 
 from llmcond.encoders import MODELS, EncoderInput, EncoderOptions, find_model, resolve
-from llmcond.encoders.encoder import Encoder, load_encoder
+from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.engine.nv_embed import LatentConfig, NVEmbedModel, read_config
 from llmcond.encoders.loading.architecture import build_on_meta, load_config
 from llmcond.encoders.loading.loading import load_model
@@ -58,12 +59,6 @@ def make(tiny_checkpoint, tmp_path):
 def bert(make):
     """A tiny BERT with a pooler that a test may change."""
     return make("BertModel")
-
-
-def load(folder, **options):
-    return load_encoder(
-        str(folder), **{"dtype": "float32", "device": "cpu", "runtime": "torch", **options}
-    )
 
 
 def change_weights(folder, change):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import checkpoints
 from helpers.adapters import tune
+from helpers.vectors import near
 from safetensors.torch import load_file, save_file
 from transformers import BertModel, MPNetConfig, MPNetModel
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
@@ -55,10 +56,6 @@ def both(folder, **options):
     ]
     assert isinstance(made[0].engine, OpenVinoEngine)
     return made
-
-
-def near(found, expected):
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +147,6 @@ def test_windows_pairs_and_routers_are_those_of_pytorch():
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_adapter_is_added_by_arithmetic(tiny_checkpoint, tmp_path, rslora):
-    pytest.importorskip("peft")
     network = BertModel.from_pretrained(tiny_checkpoint(), add_pooling_layer=False)
     targets = ["query", "dense"]
     tune(network, tmp_path / "tuned", tiny_checkpoint(), target_modules=targets, use_rslora=rslora)
