@@ -40,14 +40,14 @@ class Option:
     repeat: bool = False
 
 
-def option(default: Any = dataclasses.MISSING, **spec: Any) -> Any:
+def option(default: Any = dataclasses.MISSING, kind: type[Option] = Option, **spec: Any) -> Any:
     """Return a dataclass field that is also a flag of the command line.
 
     The field's annotation decides how the flag reads: ``Literal`` gives its choices, ``bool`` gives
     ``--x`` and ``--no-x``, a sequence takes several values, ``Path`` and numbers are parsed.
-    Arguments are those of :class:`Option`; without a default the flag is required.
+    Other arguments are those of ``kind``; without a default the flag is required.
     """
-    return dataclasses.field(default=default, metadata={_KEY: Option(**spec)})
+    return dataclasses.field(default=default, metadata={_KEY: kind(**spec)})
 
 
 def option_of(field: dataclasses.Field[Any]) -> Option | None:

@@ -61,7 +61,8 @@ from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.encoders.loading.device import TORCH_DTYPES
 from llmcond.encoders.loading.loading import load_model
 from llmcond.encoders.openvino.library import import_openvino
-from llmcond.encoders.resolve import ResolvedEncoder, is_encoder
+from llmcond.encoders.resolve import ResolvedEncoder
+from llmcond.encoders.settings import is_encoder
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import first_line
 

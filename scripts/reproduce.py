@@ -329,7 +329,7 @@ class Work:
         run = Path(self.options.folder, f"{slug}-{given}" if given else slug)
         repo = known.repo if known else ("" if Path(name).is_dir() else name)
         # What its name tells, should it not be found.
-        place = Place(name, run, repo, bool(known and known.instruction_format))
+        place = Place(name, run, repo, bool(known and known.stated["instruction_format"]))
         chosen = EncoderOptions(
             dtype=self.options.dtype,
             device=self.options.device,

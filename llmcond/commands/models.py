@@ -10,7 +10,6 @@ from llmcond.bundled import pretrained_names
 from llmcond.commands.shared import WithEncoderSettings
 from llmcond.encoders import EncoderOptions
 from llmcond.encoders.known import MODELS, PADDING_SIDE, default_prompt
-from llmcond.encoders.options import STATED
 from llmcond.encoders.spec import Dtype
 from llmcond.errors import LlmcondError, UserError
 from llmcond.options import option
@@ -91,11 +90,11 @@ def models() -> list[dict[str, Any]]:
             "repo": model.repo,
             "n_parameters": model.n_parameters,
             "dim": model.dim,
-            **{name: getattr(model, name) for name in STATED if name != "pooling"},
+            **{name: value for name, value in model.stated.items() if name != "pooling"},
             "pooling": model.poolings[0],
             "poolings": list(model.poolings),
             "padding_side": PADDING_SIDE,
-            "default_prompt": default_prompt(model.instruction_format, model.poolings[0]),
+            "default_prompt": default_prompt(model.stated["instruction_format"], model.poolings[0]),
             "dtypes": [d for d in get_args(Dtype) if d != "float16" or not model.no_float16],
             "gated": model.gated,
             "licence": model.licence,

@@ -4,9 +4,9 @@ Importing this package imports neither torch nor transformers; ``encoder`` and `
 """
 
 from llmcond.encoders.known import MODELS, KnownModel, find_model
-from llmcond.encoders.options import EncoderOptions
 from llmcond.encoders.resolve import ResolvedEncoder, resolve, resolve_base
-from llmcond.encoders.spec import EncoderIdentity, EncoderInput
+from llmcond.encoders.settings import EncoderIdentity, EncoderOptions
+from llmcond.encoders.spec import EncoderInput
 
 __all__ = [
     "MODELS",

@@ -20,12 +20,11 @@ from llmcond.arrays import as_list
 from llmcond.encoders.engine.interface import AnyEngine, OutOfMemoryError, n_routes
 from llmcond.encoders.engine.routing import grouped, routers_of, routes_of, unrouted
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens, check_inputs
-from llmcond.encoders.options import EncoderOptions
 from llmcond.encoders.poolings import ROUTED_POOLINGS
 from llmcond.encoders.resolve import ResolvedEncoder, resolve
+from llmcond.encoders.settings import EncoderIdentity, EncoderOptions
 from llmcond.encoders.spec import (
     CUT,
-    EncoderIdentity,
     EncoderInput,
     plan_inputs,
 )

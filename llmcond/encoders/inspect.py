@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,10 @@ from llmcond.encoders.loading.architecture import (
 from llmcond.encoders.loading.device import default_token_budget
 from llmcond.encoders.loading.loading import check_parts
 from llmcond.encoders.loading.memory import available, footprint
-from llmcond.encoders.options import STATED
 from llmcond.encoders.poolings import pooling_named
 from llmcond.encoders.resolve import ResolvedEncoder
-from llmcond.encoders.spec import Dtype, EncoderIdentity, EncoderInput
+from llmcond.encoders.settings import STATED
+from llmcond.encoders.spec import Dtype, EncoderInput
 
 #: The precisions that a check tells the memory of.
 _PRECISIONS: tuple[tuple[Dtype, str], ...] = (
@@ -77,7 +77,7 @@ def describe(resolved: ResolvedEncoder) -> dict[str, Any]:
     check_parts(resolved, build_on_meta(config))
     budget = resolved.options.max_tokens_per_batch or default_token_budget(resolved.device)
     return {
-        **_facts(checkpoint.known, identity),
+        **_facts(checkpoint.known, vars(identity)),
         "name": checkpoint.name,
         "source": checkpoint.source,
         "pooling": identity.pooling,
@@ -94,7 +94,7 @@ def describe_known(known: KnownModel, device: str) -> dict[str, Any]:
     nv_embed = architecture["model_type"] == "nvembed"
     config = read_config(architecture) if nv_embed else AutoConfig.for_model(**architecture)
     return {
-        **_facts(known, known),
+        **_facts(known, known.stated),
         "name": known.name,
         "source": known.repo,
         "pooling": known.poolings[0],
@@ -105,10 +105,10 @@ def describe_known(known: KnownModel, device: str) -> dict[str, Any]:
     }
 
 
-def _facts(known: KnownModel | None, settings: EncoderIdentity | KnownModel) -> dict[str, Any]:
+def _facts(known: KnownModel | None, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is known of a model, and what its file and an encoder's identity both say."""
     facts = {name: getattr(known, name, None) for name in ("repo", "licence", "gated")}
-    facts |= {name: getattr(settings, name) for name in STATED if name != "pooling"}
+    facts |= {name: settings[name] for name in STATED if name != "pooling"}
     return facts | {
         "other_poolings": list(known.poolings[1:]) if known else None,
         "no_float16": known.no_float16 if known else "",

@@ -22,7 +22,7 @@ class Pooling:
         takes: the state of the input's ``first`` token or of the ``last`` one that counts; the
             ``mean`` of those that count; or ``all``, for a function of the user's own.
         module: its name in the pooling module of sentence-transformers; empty where it has none.
-        counts: whether the user chooses which tokens count (``pool_over``, contexts).
+        counts: whether the user chooses which tokens count.
         routed: whether the states of tokens lie in one space with the vectors of texts, so that
             routers can weight them.
         part: the part of the network that it needs: its ``pooler``, a dense layer behind the first

@@ -6,9 +6,7 @@ features without touching the weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
 
 from llmcond.encoders.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from llmcond.encoders.checkpoints.settings import (
@@ -16,26 +14,14 @@ from llmcond.encoders.checkpoints.settings import (
     check_code,
     check_kind,
     check_modules,
-    pooling_of,
     stated_beside,
 )
 from llmcond.encoders.known import default_prompt, joint_prompt
-from llmcond.encoders.openvino.architectures import ARCHITECTURES
-from llmcond.encoders.options import EncoderOptions, check_choice
-from llmcond.encoders.poolings import pooling_named
-from llmcond.encoders.spec import (
-    RELEASED,
-    TOKENIZER_DECIDES,
-    Attention,
-    Dtype,
-    EncoderIdentity,
-    PoolOver,
-    Runtime,
-)
+from llmcond.encoders.poolings import POOLINGS, pooling_named
+from llmcond.encoders.settings import EncoderIdentity, EncoderOptions, Sources
+from llmcond.encoders.spec import Runtime
 from llmcond.errors import UserError
-from llmcond.system import choose_device, native_bfloat16
-
-_FALLBACK_LENGTH = 512
+from llmcond.system import choose_device
 
 
 def no_embeddings(folder: object) -> UserError:
@@ -138,52 +124,27 @@ def settle(
         UserError: an option that the model cannot have.
     """
     stated = {**stated_beside(checkpoint), **checkpoint.stated}
-    if options.pooling is not None and not pooling_named(options.pooling).counts:
-        stated.pop("pool_over", None)  # it went with another pooling
-    options = replace(
-        options, **{key: value for key, value in stated.items() if getattr(options, key) is None}
-    )
+    options = options.filled_from(stated)
     settings = Settings.read(checkpoint.folder)
     check_kind(checkpoint, settings)
     check_code(checkpoint, settings)
     check_modules(checkpoint, settings)
-    assumed = settings.left_out
-    router = _router(checkpoint, options, stated)
-    released = router.get("router_mode") in RELEASED
-    pooling = "cls" if released else pooling_of(checkpoint, settings, options.pooling)
-    if pooling is None:
-        pooling = "mean"
-        assumed.append(
-            "pooling mean: no pooling settings in the checkpoint (--pooling to change it)"
-        )
-    known = checkpoint.known
-    template = options.instruction_format
-    if template is None:
-        template = known.instruction_format if known else ""
-    special_tokens = options.special_tokens
-    if special_tokens is None:
-        own = known.special_tokens if known else TOKENIZER_DECIDES
-        special_tokens = settings.special_tokens if own == TOKENIZER_DECIDES else own
-    identity = EncoderIdentity(
-        weights=checkpoint.weights if identify else "",
-        dtype=_dtype(checkpoint, options, device),
-        quantize=options.quantize or "none",
-        attention=_attention(checkpoint, settings, options, assumed),
-        pooling=pooling,
-        pool_over=_pool_over(checkpoint, options, pooling),
-        normalize=_normalize(checkpoint, settings, options, assumed),
-        max_length=_max_length(checkpoint, settings, options, assumed),
-        instruction_format=template,
-        special_tokens=special_tokens,
-        long_texts=options.long_texts,
-        **router,
+    known, assumed = checkpoint.known, settings.left_out
+    sources = Sources(
+        name=checkpoint.name,
+        device=device,
+        options=options,
+        known=known.settings if known else None,
+        files=settings.stated,
+        # Only NV-Embed-v2 has latent attention, and it is known.
+        poolings=known.poolings if known else [name for name in POOLINGS if name != "latent"],
+        model_type=str(settings.config.get("model_type")),
+        positions=settings.positions,
+        no_float16=known.no_float16 if known else "",
+        trained_router=stated.get("router"),
+        assumed=assumed,
     )
-    one = identity.routes_inside and not released and identity.router_layers == 1
-    if one and pooling_named(pooling).takes in ("first", "last"):
-        raise UserError(
-            f"router_layers is 1, and {checkpoint.name} pools by {pooling}: all that the router "
-            "could change is the weight of one token. Give --router-layers 3, or --pooling mean."
-        )
+    identity = sources.settle(checkpoint.weights if identify else "")
     if settings.pooling_config.get("include_prompt") is False and identity.pool_over == "all":
         assumed.append(
             "an instruction is pooled along, though the checkpoint's files leave prompts out "
@@ -228,34 +189,6 @@ def resolve_base(resolved: ResolvedEncoder) -> ResolvedEncoder | None:
     return settle(checkpoint.base, options, resolved.device, identify=True)
 
 
-def _router(
-    checkpoint: Checkpoint, options: EncoderOptions, stated: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the settings of a router inside the encoder, by their names in an identity."""
-    names = ("router", "router_mode", "router_layers", "router_strength")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    trained = stated.get("router")
-    if given.get("router", "none") == "none":
-        if trained == "csr":
-            raise UserError(
-                f"{checkpoint.name} was trained with --router csr, and without it its vectors "
-                "would be others. Leave out --router none."
-            )
-        for name in names[1:]:
-            if name in given:
-                raise UserError(
-                    f"{name} is {given[name]!r}, and there is no router in the encoder. Give "
-                    "--router csr as well."
-                )
-        return {}
-    if given.get("router_mode") in RELEASED and options.pooling not in (None, "cls"):
-        raise UserError(
-            f"router_mode is {given['router_mode']!r}, whose vector is the first token's, and "
-            f"pooling is {options.pooling!r}. Leave out --pooling."
-        )
-    return given
-
-
 def _runtime(
     checkpoint: Checkpoint,
     settings: Settings,
@@ -278,105 +211,3 @@ def _runtime(
             "--runtime, and PyTorch does."
         )
     return "torch", reason
-
-
-def _dtype(checkpoint: Checkpoint, options: EncoderOptions, device: str) -> Dtype:
-    reason = checkpoint.known.no_float16 if checkpoint.known else ""
-    if reason and options.dtype == "float16":
-        raise UserError(f"{checkpoint.name} may not be computed in float16: {reason}.")
-    if reason and options.dtype == "auto":
-        return "bfloat16"
-    return choose_dtype(options.dtype, device)
-
-
-def choose_dtype(dtype: Literal["auto"] | Dtype, device: str) -> Dtype:
-    """Return ``dtype``, or for ``auto`` the fastest one that ``device`` computes natively."""
-    if dtype != "auto":
-        return dtype
-    if device.startswith("cuda"):
-        import torch
-
-        # Before compute capability 8.0 bfloat16 is emulated, and float16 is the fast type.
-        major, _ = torch.cuda.get_device_capability(device)
-        return "bfloat16" if major >= 8 else "float16"
-    return "bfloat16" if native_bfloat16() else "float32"
-
-
-def _attention(
-    checkpoint: Checkpoint, settings: Settings, options: EncoderOptions, assumed: list[str]
-) -> Attention:
-    given = options.attention
-    if checkpoint.known is not None:
-        known = checkpoint.known.attention
-        if given not in (None, known):
-            raise UserError(
-                f"attention is {given!r}, but {checkpoint.name} was trained with {known} "
-                "attention; its vectors would be noise."
-            )
-        return known
-    kind = str(settings.config.get("model_type"))
-    if is_encoder(kind) and settings.attention != "causal":
-        if given == "causal":
-            raise UserError(
-                f"attention is 'causal', but {checkpoint.name} is an encoder ({kind}), which is "
-                "bidirectional."
-            )
-        return "bidirectional"
-    if given is None and settings.attention is None:
-        assumed.append("causal attention: a decoder whose config does not say (--attention)")
-    return given or settings.attention or "causal"
-
-
-def is_encoder(model_type: str) -> bool:
-    """Return whether an architecture is an encoder; for common ones without transformers."""
-    return model_type in ARCHITECTURES or model_type in encoder_types()
-
-
-def encoder_types() -> frozenset[str]:
-    """Return the ``model_type`` of every architecture that transformers has as an encoder."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-    return frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
-
-
-def _pool_over(checkpoint: Checkpoint, options: EncoderOptions, pooling: str) -> PoolOver:
-    own: PoolOver = checkpoint.known.pool_over if checkpoint.known else "all"
-    given = options.pool_over or own
-    if given == "after-instruction":
-        check_choice("pool_over", given, tuple({"all", "text", own}))
-    if given == "text" and not pooling_named(pooling).counts:
-        raise UserError(
-            f"pool_over is 'text', but {checkpoint.name} pools by {pooling}, which knows one token "
-            "only or has a rule of its own. It goes with --pooling mean or last."
-        )
-    return given
-
-
-def _normalize(
-    checkpoint: Checkpoint, settings: Settings, options: EncoderOptions, assumed: list[str]
-) -> bool:
-    known = checkpoint.known.normalize if checkpoint.known else None
-    for stated in (options.normalize, known, settings.normalize):
-        if stated is not None:
-            return stated
-    assumed.append("unit L2 norm: the checkpoint does not say (--no-normalize to change it)")
-    return True
-
-
-def _max_length(
-    checkpoint: Checkpoint, settings: Settings, options: EncoderOptions, assumed: list[str]
-) -> int:
-    limit, given = settings.positions, options.max_length
-    if given is not None:
-        if given < 8 or given > (limit or given):
-            most = f" and at most {limit}, the positions that {checkpoint.name} has"
-            least = f"it must be at least 8{most if limit else ''}"
-            raise UserError(f"max_length is {given}; {least}.")
-        return given
-    named = (checkpoint.known and checkpoint.known.max_length) or settings.max_length
-    if named is None:
-        named = min(limit or _FALLBACK_LENGTH, _FALLBACK_LENGTH)
-        assumed.append(
-            f"at most {named} tokens an input: the checkpoint does not say (--max-length)"
-        )
-    return min(named, limit or named)

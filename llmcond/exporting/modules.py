@@ -17,7 +17,8 @@ from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.encoders.loading.loading import load_model
 from llmcond.encoders.poolings import pooling_named
-from llmcond.encoders.resolve import ResolvedEncoder, encoder_types
+from llmcond.encoders.resolve import ResolvedEncoder
+from llmcond.encoders.settings import SETTINGS, encoder_types
 from llmcond.errors import UserError
 from llmcond.exporting.tokenizers import Around, around, write_tokenizer
 from llmcond.files import write_json
@@ -109,14 +110,10 @@ def _obstacles(embedder: Embedder) -> Iterator[str]:
         yield f"the prompt {prompt.name} subtracts a vector that the sentence changes"
     if embedder.encoder.resolved.checkpoint.members:
         yield "its encoder is an ensemble"
-    if own.routes_inside:
-        yield "its encoder has a router inside"
-    if own.quantize != "none":
-        yield f"its encoder is quantised to {own.quantize}"
-    if own.pool_over != "all":
-        yield "its encoder pools some of the tokens only"
-    if own.long_texts != "cut":
-        yield "its encoder reads long texts in windows"
+    for name, setting in SETTINGS.items():
+        value = getattr(own, name)
+        if setting.unplain and value != setting.settled_default:
+            yield setting.unplain.format(value)
 
 
 def plain(embedder: Embedder, conditions: Sequence[str]) -> tuple[Plain, Any]:

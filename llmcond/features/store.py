@@ -26,7 +26,8 @@ from lance.fragment import FragmentMetadata
 from numpy.typing import NDArray
 
 from llmcond.arrays import Gathered
-from llmcond.encoders.spec import EncoderIdentity, EncoderInput
+from llmcond.encoders.settings import EncoderIdentity
+from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import LlmcondError, UserError, is_disk_full, no_room
 from llmcond.features.fragments import (
     Fragment,

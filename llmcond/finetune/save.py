@@ -11,9 +11,9 @@ from llmcond.encoders.checkpoints.adapter import CONFIG, ROUTER, WEIGHTS, Tuned,
 from llmcond.encoders.checkpoints.checkpoint import settings_files
 from llmcond.encoders.checkpoints.weights import all_weights
 from llmcond.encoders.known import find_model
-from llmcond.encoders.options import MODEL_SETTINGS
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.routers.inside import passes_of
+from llmcond.encoders.settings import MODEL_SETTINGS
 from llmcond.files import read_json, replacing, write_json
 from llmcond.finetune.build import Trainable
 from llmcond.finetune.state import write_tensors

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llmcond.encoders.settings import READ
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
 from llmcond.prompts import Prompt
@@ -49,8 +50,7 @@ def prompt_on_row(
     encoder: dict[str, Any] | None = None
     read: list[dict[str, Any]] = [{}] * len(items)
     if resolved:
-        names = ("pooling", "pool_over", "max_length", "special_tokens", "instruction_format")
-        facts = {name: getattr(resolved.identity, name) for name in names}
+        facts = {name: getattr(resolved.identity, name) for name in READ}
         encoder = {"name": resolved.checkpoint.name, **facts}
         read = _as_read([item for _, _, item in items], resolved)
     return {

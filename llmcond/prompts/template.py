@@ -17,9 +17,8 @@ from typing import Any, ClassVar, Literal
 
 from llmcond.config import STRICT, build, check_name, find_toml, read_toml
 from llmcond.encoders.poolings import ROUTED_POOLINGS, pooling_named
+from llmcond.encoders.settings import TOKENIZER_DECIDES, EncoderIdentity
 from llmcond.encoders.spec import (
-    TOKENIZER_DECIDES,
-    EncoderIdentity,
     EncoderInput,
     Router,
     Span,

@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from llmcond.encoders.settings import pooled_tokens
 from llmcond.errors import printable
 from llmcond.files import gib
 from llmcond.report.terminal import line_limit
@@ -44,7 +45,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     )
     yield "attention", report["attention"]
     others = f" (or {', '.join(report['other_poolings'])})" if report["other_poolings"] else ""
-    yield "pooling", f"{report['pooling']}{others}, over {_OVER[report['pool_over']]}"
+    yield "pooling", f"{report['pooling']}{others}, over {pooled_tokens(report)}"
     yield "norm", {True: "unit L2", False: "none", None: "as its files say"}[report["normalize"]]
     yield "instruction", report["instruction_format"].replace("\n", "\\n") or "takes none"
     yield "special tokens", report["special_tokens"].replace("tokenizer", "as its tokenizer adds")
@@ -57,13 +58,6 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "not float16", report["no_float16"]
     for sentence in report["assumed"]:
         yield "assumed", sentence
-
-
-_OVER = {
-    "all": "all tokens",
-    "text": "the text's own tokens",
-    "after-instruction": "what follows the instruction",
-}
 
 
 def drawn(sample: Mapping[str, Any], width: int) -> list[str]:

@@ -123,7 +123,7 @@ def test_every_known_model_is_described_without_its_files(offline, monkeypatch, 
     report, problem = check_model(known.name, CPU)
     assert "cannot be reached" in str(problem)
     assert not report["complete"]
-    assert report["attention"] == known.attention
+    assert report["attention"] == known.stated["attention"]
     assert report["n_parameters"] == known.n_parameters
     assert report["width"] > 0
     sizes = [row["weights"] for row in report["memory"]]

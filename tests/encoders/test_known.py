@@ -1,21 +1,19 @@
 """The files of known models: legal values, listed in order, and no unknown keys."""
 
-from typing import get_args
-
 import pytest
 
-from llmcond.encoders import MODELS
+from llmcond.encoders import MODELS, EncoderOptions
 from llmcond.encoders.known import find_model, known_names, read_model
 from llmcond.encoders.poolings import POOLINGS
-from llmcond.encoders.spec import Attention, PoolOver
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_values_are_legal(model):
-    assert model.attention in get_args(Attention)
+    stated = model.stated
+    assert EncoderOptions.of(stated).attention == stated["attention"]
+    assert stated["attention"] is not None
     assert model.poolings
     assert set(model.poolings) <= POOLINGS.keys()
-    assert model.pool_over in get_args(PoolOver)
     assert isinstance(model.architecture["model_type"], str)
     assert {type(model.dim), type(model.n_parameters)} == {int}
     assert find_model(model.name.upper()) is model

@@ -17,7 +17,8 @@ from llmcond.bundled import bundled_names
 from llmcond.cli import run
 from llmcond.data.datasets import read_dataset
 from llmcond.data.rows import Rows
-from llmcond.encoders.spec import EncoderIdentity, EncoderInput, Router
+from llmcond.encoders.settings import EncoderIdentity
+from llmcond.encoders.spec import EncoderInput, Router
 from llmcond.errors import UserError
 from llmcond.features.view import View
 from llmcond.prompts import Part, Prompt, load_prompt, prompt_from_json

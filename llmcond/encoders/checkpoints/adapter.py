@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from llmcond.encoders.options import CHOICES, MODEL_SETTINGS
+from llmcond.encoders.settings import CHOICES, MODEL_SETTINGS
 from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.files import check_format, digest_file, read_json, write_json
 from llmcond.log import log

@@ -11,9 +11,9 @@ from typing import Any
 from llmcond.encoders.checkpoints.checkpoint import Checkpoint, kind_of, read_settings
 from llmcond.encoders.known import known_names
 from llmcond.encoders.poolings import POOLINGS
-from llmcond.encoders.spec import TOKENIZER_DECIDES, Attention
+from llmcond.encoders.settings import TOKENIZER_DECIDES
+from llmcond.encoders.spec import Attention
 from llmcond.errors import UserError, did_you_mean
-from llmcond.plugins import is_plugin
 
 #: Architectures whose position table starts behind the padding index.
 _OFFSET_POSITIONS = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "longformer"}
@@ -65,6 +65,18 @@ class Settings:
             transformer=read_settings(folder / "sentence_bert_config.json", {}),
             sentence_transformers=read_settings(folder / "config_sentence_transformers.json", {}),
         )
+
+    @property
+    def stated(self) -> dict[str, Any]:
+        """Return the settings of an encoder that the files state; None or absent: they do not."""
+        special_tokens = self.special_tokens
+        return {
+            "pooling": self.pooling or None,
+            "attention": self.attention,
+            "normalize": self.normalize,
+            "max_length": self.max_length,
+            "special_tokens": None if special_tokens == TOKENIZER_DECIDES else special_tokens,
+        }
 
     @property
     def pooling(self) -> str:
@@ -305,29 +317,3 @@ def _names_code_below(config: Mapping[str, Any]) -> bool:
         elif isinstance(value, list):
             waiting += value
     return False
-
-
-def pooling_of(checkpoint: Checkpoint, settings: Settings, given: str | None) -> str | None:
-    """Return the pooling that was given, or the model's own; None where nothing says.
-
-    Raises:
-        UserError: one that the model may not be pooled by, or that we do not have.
-    """
-    known = checkpoint.known
-    legal = known.poolings if known else tuple(p for p in POOLINGS if p != "latent")
-    if given is not None and is_plugin(given) and "latent" not in legal:
-        from llmcond.encoders.engine.pooling import identify_pooling
-
-        return identify_pooling(given, checkpoint.name)
-    if given is not None and given not in legal:
-        raise UserError(
-            f"pooling is {given!r}, but {checkpoint.name} may be pooled by {' or '.join(legal)} "
-            "only."
-        )
-    named = known.poolings[0] if known else settings.pooling
-    if given is None and named and named not in legal:
-        raise UserError(
-            f"{checkpoint.name} pools by {named!r}, which is not supported. Choose one with "
-            f"--pooling: {', '.join(legal)}."
-        )
-    return given or named or None

@@ -26,7 +26,8 @@ from llmcond.encoders.engine.pooling import PoolBatch, routed
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.encoders.engine.varlen import plan_varlen
 from llmcond.encoders.poolings import POOLINGS, Pooling
-from llmcond.encoders.spec import Attention, EncoderIdentity
+from llmcond.encoders.settings import EncoderIdentity
+from llmcond.encoders.spec import Attention
 from llmcond.system import to_device
 
 Kernel = Callable[..., Any]
@@ -290,18 +291,6 @@ def _counted_from(skipped: int, ids: NDArray[np.int64], lengths: list[int]) -> N
     return np.where(ids == skipped, skipped, skipped + counted - np.repeat(before, lengths))
 
 
-def plain_forward(
-    runtime: Runtime,
-    rows: Sequence[Tokens],
-    batch: Batch | None = None,
-    routes: Sequence[Routes] = (),
-) -> PaddedForward | PackedForward:
-    """Return the pass of a packed batch; without one, of all rows in a rectangle."""
-    if batch is None:
-        return PaddedForward(runtime, rows, routes)
-    return PackedForward(runtime, batch, rows, routes)
-
-
 class Passes:
     """The forward passes that an engine computes batches by.
 
@@ -333,7 +322,9 @@ class Passes:
         ``routes`` has what weights the tokens of each row; ``queries`` asks what rows are as
         routers of others.
         """
-        return plain_forward(runtime, rows, batch, routes)
+        if batch is None:
+            return PaddedForward(runtime, rows, routes)
+        return PackedForward(runtime, batch, rows, routes)
 
     @staticmethod
     def load_weights(network: Any, identity: EncoderIdentity, file: Path, device: str) -> None:

@@ -7,7 +7,7 @@ the user's own, named ``my_pooling.py:attention_sink`` or ``package.module:name`
         return hidden[0] + hidden[counted].mean(dim=0)
 
 It gets one input at a time: the float32 vectors of all its tokens, (tokens, dim), and which of them
-count by ``pool_over``, (tokens,) bool; and returns (dim,).
+count, (tokens,) bool; and returns (dim,).
 """
 
 from __future__ import annotations

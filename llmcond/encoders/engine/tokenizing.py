@@ -14,9 +14,8 @@ from string import Formatter
 from typing import Any
 
 from llmcond.encoders.poolings import pooling_named
+from llmcond.encoders.settings import TOKENIZER_DECIDES, EncoderIdentity
 from llmcond.encoders.spec import (
-    TOKENIZER_DECIDES,
-    EncoderIdentity,
     EncoderInput,
     InputError,
     Span,

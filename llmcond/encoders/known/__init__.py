@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmcond.encoders.spec import TOKENIZER_DECIDES, Attention, PoolOver
+from llmcond.encoders.settings import SETTINGS, STATED
 
 #: Every encoder is padded on the right, whatever its own code does: positions then start at the
 #: first token for every architecture. With rotary positions either side gives the same vectors.
@@ -45,9 +45,8 @@ class KnownModel:
         architecture: its config.json, as far as that decides what it computes and how large it is:
             ``model_type`` and sizes. What a checkpoint of this name says itself goes before.
         package: an installed package to take the weights from, before the hub.
-        pool_over, special_tokens: see ``EncoderIdentity``.
-        max_length, normalize: None: as the checkpoint's files say.
-        instruction_format: empty where the model was not trained with instructions.
+        settings: those of an encoder that are known, by their names; others are as the checkpoint's
+            files say.
         no_float16: why it may not be computed in float16; empty where it may.
         gated: whether the hub asks for its terms to be accepted.
     """
@@ -56,16 +55,11 @@ class KnownModel:
     dim: int
     n_parameters: int
     licence: str
-    attention: Attention
     poolings: tuple[str, ...]
     architecture: Mapping[str, Any] = field(repr=False)
+    settings: Mapping[str, Any]
     alias: str = ""
     package: Package | None = None
-    pool_over: PoolOver = "all"
-    max_length: int | None = None
-    normalize: bool | None = None
-    instruction_format: str = ""
-    special_tokens: str = TOKENIZER_DECIDES
     no_float16: str = ""
     gated: bool = False
 
@@ -73,6 +67,15 @@ class KnownModel:
     def name(self) -> str:
         """Return the short name where there is one, else the hub name."""
         return self.alias or self.repo
+
+    @property
+    def stated(self) -> dict[str, Any]:
+        """Return all settings of :data:`STATED`, those that are not known as by default or None."""
+        defaults = {name: SETTINGS[name].settled_default for name in STATED}
+        return {
+            name: self.settings.get(name, None if default is MISSING else default)
+            for name, default in defaults.items()
+        }
 
 
 def read_model(path: Path) -> KnownModel:
@@ -84,7 +87,10 @@ def read_model(path: Path) -> KnownModel:
     values = tomllib.loads(path.read_text(encoding="utf-8"))
     if "package" in values:
         values["package"] = Package(**values["package"])
-    return KnownModel(**{**values, "poolings": tuple(values["poolings"])})
+    settings = {name: values.pop(name) for name in STATED if name in values}
+    poolings = tuple(values.pop("poolings"))
+    settings["pooling"] = next(iter(poolings), None)
+    return KnownModel(**values, poolings=poolings, settings=settings)
 
 
 MODELS: tuple[KnownModel, ...] = tuple(

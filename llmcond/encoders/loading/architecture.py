@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from llmcond.encoders.checkpoints.checkpoint import Checkpoint, read_settings
 from llmcond.encoders.engine.nv_embed import LatentConfig, NVEmbedModel, read_config
-from llmcond.encoders.resolve import encoder_types
+from llmcond.encoders.settings import encoder_types
 from llmcond.encoders.spec import Attention
 from llmcond.errors import UserError, brief, first_line
 

@@ -11,7 +11,7 @@ from llmcond.encoders.openvino import library
 from llmcond.encoders.openvino.architectures import ACTIVATIONS, ARCHITECTURES
 from llmcond.encoders.openvino.weights import CannotRunError, check_files
 from llmcond.encoders.poolings import pooling_named
-from llmcond.encoders.spec import EncoderIdentity
+from llmcond.encoders.settings import EncoderIdentity
 from llmcond.errors import install_command
 
 #: The settings of a config that change what a network computes, with the values that are computed.

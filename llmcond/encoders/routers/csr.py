@@ -9,9 +9,9 @@ before its output projection::
 
     w = softmax_i(q . k_i / sqrt(d))        h_i = (1 + strength w_i) h'_i
 
-What the modes take for q and k_i, see :data:`llmcond.encoders.spec.RouterMode`. The layers before
-the routed ones do not see the condition: in a packed row they are computed once a sentence,
-whatever number of conditions it has.
+What the modes take for q and k_i, see :data:`llmcond.encoders.routers.settings.RouterMode`. The
+layers before the routed ones do not see the condition: in a packed row they are computed once a
+sentence, whatever number of conditions it has.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from llmcond.encoders.engine.forward import (
     Passes,
     Runtime,
     attention_plan,
-    plain_forward,
 )
 from llmcond.encoders.engine.tokenizing import Tokens
-from llmcond.encoders.spec import RELEASED, EncoderIdentity
+from llmcond.encoders.routers.settings import RELEASED
+from llmcond.encoders.settings import EncoderIdentity
 from llmcond.errors import LlmcondError, UserError
 from llmcond.system import to_device
 
@@ -139,9 +139,11 @@ class CsrPasses(Passes):
 
         In a packed row, sentences side by side that have the same tokens begin as one.
         """
+        if queries:
+            plain = PackedForward(runtime, batch, rows) if batch else PaddedForward(runtime, rows)
+            return _CaptureForward(self, plain)
         if not routes:
-            plain = plain_forward(runtime, rows, batch)
-            return _CaptureForward(self, plain) if queries else plain
+            return super().forward(runtime, rows, batch)
         if self.reads_routers:
             released = _ReleasedTri if self.mode == "released-tri" else _ReleasedBi
             return released(self, runtime, rows, routes)

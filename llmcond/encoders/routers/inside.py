@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from llmcond.encoders.engine.forward import Passes
 from llmcond.encoders.routers.csr import CsrPasses
-from llmcond.encoders.spec import EncoderIdentity, RouterPlace
+from llmcond.encoders.routers.settings import RouterPlace
+from llmcond.encoders.settings import EncoderIdentity
 
 _PASSES: Mapping[RouterPlace, type[Passes]] = {"none": Passes, "csr": CsrPasses}
 

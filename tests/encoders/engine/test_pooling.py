@@ -9,11 +9,12 @@ from llmcond.cli import run
 from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderInput, EncoderOptions
 from llmcond.encoders.checkpoints.checkpoint import Checkpoint
-from llmcond.encoders.checkpoints.settings import Settings, pooling_of
 from llmcond.encoders.engine.pooling import find_pooling
 from llmcond.encoders.known import find_model
 from llmcond.encoders.poolings import POOLINGS
+from llmcond.encoders.resolve import settle
 from llmcond.errors import UserError
+from llmcond.files import write_json
 from llmcond.runs import open_run
 from llmcond.workflows.extract import extract
 
@@ -107,9 +108,12 @@ def test_wrong_poolings_are_one_clear_line(tiny_checkpoint, source, name, expect
 
 
 def test_known_model_with_a_latent_block_takes_no_other_pooling(source):
-    checkpoint = Checkpoint("NV", source.parent, find_model("nvidia/NV-Embed-v2"))
+    known = find_model("nvidia/NV-Embed-v2")
+    checkpoint = Checkpoint("NV", source.parent, known)
+    write_json(source.parent / "config.json", dict(known.architecture))
+    options = EncoderOptions(pooling=f"{source}:own_mean", **OPTIONS)
     with pytest.raises(UserError, match="may be pooled by latent only"):
-        pooling_of(checkpoint, Settings({}, {}, [], {}, {}, {}), f"{source}:own_mean")
+        settle(checkpoint, options, "cpu", identify=False)
 
 
 def test_run_is_opened_for_encoding_only_where_its_pooling_was_named(

@@ -17,7 +17,8 @@ from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import load_encoder
 from llmcond.encoders.engine.routing import embed_routed, router_inputs
 from llmcond.encoders.routers.csr import HeavyRouter
-from llmcond.encoders.spec import RELEASED, Router
+from llmcond.encoders.routers.settings import RELEASED
+from llmcond.encoders.spec import Router
 from llmcond.errors import LlmcondError, UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

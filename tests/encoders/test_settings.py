@@ -9,7 +9,7 @@ import pytest
 
 import llmcond
 from llmcond.encoders import EncoderOptions
-from llmcond.encoders.options import CHOICES, MODEL_SETTINGS, STATED
+from llmcond.encoders.settings import CHOICES, MODEL_SETTINGS, STATED
 from llmcond.errors import UserError
 from llmcond.options import option_of
 
@@ -43,8 +43,8 @@ def test_settings_of_a_model_are_those_that_training_has_always_recorded():
     assert routers.items() <= MODEL_SETTINGS.items()
     assert not set(STATED) & set(routers)
     assert [(name, MODEL_SETTINGS[name]) for name in STATED] == [
-        ("attention", str),
         ("pooling", str),
+        ("attention", str),
         ("pool_over", str),
         ("normalize", bool),
         ("max_length", int),
@@ -55,7 +55,7 @@ def test_settings_of_a_model_are_those_that_training_has_always_recorded():
 
 def test_options_import_no_large_library():
     code = (
-        "import sys, llmcond.encoders.options\n"
+        "import sys, llmcond.encoders.settings\n"
         "print([m for m in ('torch', 'numpy', 'transformers', 'pydantic') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
