@@ -39,22 +39,24 @@ from llmcond.heads.estimator import Head as Head
 from llmcond.integrations.sentence_transformers import (
     load_sentence_transformer as load_sentence_transformer,
 )
+from llmcond.kinds.dialogue.replies import Candidates as Candidates
+from llmcond.kinds.dialogue.replies import DialogueModel as DialogueModel
+from llmcond.kinds.dialogue.replies import Reply as Reply
+from llmcond.kinds.dialogue.replies import Talk as Talk
+from llmcond.kinds.dialogue.replies import load_dialogue as load_dialogue
+from llmcond.kinds.dialogue.reply import Replies as Replies
+from llmcond.kinds.ranking.complete import Completions as Completions
+from llmcond.kinds.ranking.completer import Completer as Completer
+from llmcond.kinds.ranking.completer import Completion as Completion
+from llmcond.kinds.ranking.completer import load_completer as load_completer
 from llmcond.metrics import Estimate as Estimate
 from llmcond.plugins import register as register
-from llmcond.runs.completer import Completer as Completer
-from llmcond.runs.completer import Completion as Completion
-from llmcond.runs.completer import load_completer as load_completer
 from llmcond.runs.cross import CrossEncoder as CrossEncoder
 from llmcond.runs.cross import load_cross_encoder as load_cross_encoder
 from llmcond.runs.embedder import Embedder as Embedder
 from llmcond.runs.embedder import load_embedder as load_embedder
 from llmcond.runs.features import PairFeatures as PairFeatures
 from llmcond.runs.features import load_features as load_features
-from llmcond.runs.replies import Candidates as Candidates
-from llmcond.runs.replies import DialogueModel as DialogueModel
-from llmcond.runs.replies import Reply as Reply
-from llmcond.runs.replies import Talk as Talk
-from llmcond.runs.replies import load_dialogue as load_dialogue
 from llmcond.search.hits import Hits as Hits
 from llmcond.search.index import Index as Index
 from llmcond.serving.server import ServeResult as ServeResult
@@ -66,11 +68,9 @@ from llmcond.workflows.annotate import AnnotationResult as AnnotationResult
 from llmcond.workflows.bench import Benchmark as Benchmark
 from llmcond.workflows.check_condition import ConditionChecks as ConditionChecks
 from llmcond.workflows.compare import Comparison as Comparison
-from llmcond.workflows.complete import Completions as Completions
 from llmcond.workflows.embed import EmbedResult as EmbedResult
 from llmcond.workflows.extract import ExtractResult as ExtractResult
 from llmcond.workflows.fit import FittedResult as FittedResult
 from llmcond.workflows.plan import ExtractionPlan as ExtractionPlan
 from llmcond.workflows.push import PushResult as PushResult
-from llmcond.workflows.reply import Replies as Replies
 from llmcond.workflows.sweep import SweepResult as SweepResult

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.heads.turns import Score, State, turn_scores
+from llmcond.kinds.dialogue.turns import Score, State, turn_scores
 
 Vectors = NDArray[np.float32]
 #: Queries by history length of DailyDialog's test; each length ranks the answers of its own.

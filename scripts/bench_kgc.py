@@ -38,13 +38,13 @@ from llmcond.features.store import FeatureStore
 from llmcond.heads import FittedHead, load_recipe
 from llmcond.heads.cache import ConditionCache
 from llmcond.heads.module import HeadModule
-from llmcond.heads.queries import QueryArrays
-from llmcond.heads.query_fit import fit_queries
-from llmcond.heads.query_maps import FittedQueryHead, QueryHead
+from llmcond.kinds.ranking.arrays import QueryArrays
+from llmcond.kinds.ranking.fit import fit_queries
+from llmcond.kinds.ranking.graph import Graph, Known, Triples, both_directions, read_graph
+from llmcond.kinds.ranking.heads import FittedQueryHead, QueryHead
+from llmcond.kinds.ranking.inputs import QueryInputs
+from llmcond.kinds.ranking.kgc import Kgc
 from llmcond.prompts import load_prompt
-from llmcond.prompts.queries import QueryInputs
-from llmcond.tasks.graph import Graph, Known, Triples, both_directions, read_graph
-from llmcond.tasks.kgc import Kgc
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from llmcond.evaluation.ranking import BLOCK, rank
 from llmcond.files import write_json
-from llmcond.tasks.graph import Known, Triples, both_directions
+from llmcond.kinds.ranking.graph import Known, Triples, both_directions
 
 Ranks = Mapping[str, NDArray[Any]]
 Scores = Callable[[slice], torch.Tensor]

@@ -345,3 +345,79 @@ def dialogue_run(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> P
     for head in ("rank", "weighted"):
         fit_head(folder / "run", head, changes={"epochs": "2", "batch_size": "64"})
     return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_bert: Path) -> Path:
+    """The small random BERT, by the name that most tests of training use."""
+    return tiny_bert
+
+
+@pytest.fixture(scope="session")
+def model(tiny_bert: Path) -> str:
+    """The folder of the small random BERT, as `--model` takes it."""
+    return str(tiny_bert)
+
+
+@pytest.fixture
+def data(write_rows: Callable[..., Path], small_rows: list[tuple[str, str, str, int]]) -> Path:
+    """The forty pairs in a CSV file."""
+    return write_rows(small_rows)
+
+
+@pytest.fixture(scope="session")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small knowledge graph."""
+    from helpers.graphs import write_graph
+
+    return write_graph(tmp_path_factory.mktemp("graph") / "graph")
+
+
+@pytest.fixture(scope="session")
+def embedder(tiny_run: Path) -> Any:
+    """An embedder of the tiny run, for tests that do not change it."""
+    from llmcond.runs.embedder import load_embedder
+
+    return load_embedder(tiny_run, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def fitted(tmp_path_factory: pytest.TempPathFactory, tiny_run: Path) -> Path:
+    """The tiny run with a linear head. Copy it before changing it."""
+    from llmcond.workflows.fit import fit_head
+
+    folder = tmp_path_factory.mktemp("fitted") / "run"
+    shutil.copytree(tiny_run, folder)
+    fit_head(folder, "linear", changes={"epochs": "2"}, device="cpu")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def heads_run(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_checkpoint: Callable[..., Path],
+    small_rows: list[tuple[str, str, str, int]],
+) -> Path:
+    """A run with heads of every kind that an index knows; see :func:`helpers.heads.fit_all`."""
+    from helpers.heads import fit_all
+
+    return fit_all(tmp_path_factory.mktemp("search"), tiny_checkpoint(), small_rows)
+
+
+@pytest.fixture(scope="session")
+def actors_import_helpers() -> Iterator[None]:
+    """Let processes that Ray starts import the helpers of tests."""
+    before = os.environ.get("PYTHONPATH")
+    folder = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, before]))
+    yield
+    os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+
+
+@pytest.fixture(scope="session")
+def ray(actors_import_helpers: None) -> Iterator[Any]:
+    """One Ray for all tests of a process."""
+    from llmcond.scale.pool import Cluster, connected
+
+    with connected(Cluster(actors=3)) as ray:
+        yield ray

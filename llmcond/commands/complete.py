@@ -10,7 +10,7 @@ from llmcond.commands.shared import WithHead
 from llmcond.workflows.options import CompleteOptions
 
 if TYPE_CHECKING:
-    from llmcond.workflows.complete import Completions
+    from llmcond.kinds.ranking.complete import Completions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Complete(CompleteOptions, WithHead):
 
     def execute(self) -> Completions:
         """Rank all entities."""
-        from llmcond.workflows.complete import complete
+        from llmcond.kinds.ranking.complete import complete
 
         return self.call(complete, run_folder=self.run, asked=self.part(CompleteOptions))
 

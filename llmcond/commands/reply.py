@@ -10,7 +10,7 @@ from llmcond.commands.shared import WithHead
 from llmcond.workflows.options import ReplyOptions
 
 if TYPE_CHECKING:
-    from llmcond.workflows.reply import Replies
+    from llmcond.kinds.dialogue.reply import Replies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Reply(ReplyOptions, WithHead):
 
     def execute(self) -> Replies:
         """Encode the turns, and rank the candidates."""
-        from llmcond.workflows.reply import reply
+        from llmcond.kinds.dialogue.reply import reply
 
         return self.call(reply, run_folder=self.run, asked=self.part(ReplyOptions))
 

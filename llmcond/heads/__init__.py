@@ -1,7 +1,6 @@
 """Heads: small modules fitted on cached features. They know arrays, nothing of encoders or rows.
 
-Names that need torch are imported when they are first used. Names of heads for one kind of task,
-such as ``FittedQueryHead``, are there too: see :mod:`llmcond.heads.homes`.
+Names that need torch are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from llmcond.arrays import Concatenated, Difference, Gathered, Matrix, MatrixLike, cosine
-from llmcond.heads.homes import NAMES
 from llmcond.lazy import lazy_getattr
 
 if TYPE_CHECKING:
@@ -55,8 +53,8 @@ _HOMES = {
 
 
 if not TYPE_CHECKING:  # type checkers would take any name for one of the package
-    __getattr__ = lazy_getattr(__name__, {**_HOMES, **NAMES})
+    __getattr__ = lazy_getattr(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *NAMES]
+    return __all__

@@ -21,26 +21,10 @@ FAMILIES = {
     "hypernet-ablation": "llmcond.heads.ablation:HypernetAblation",
     "towers": "llmcond.heads.towers:Towers",
     "regression": "llmcond.heads.regression:Regression",
-    "roles": "llmcond.heads.roles:Roles",
-    "no-roles": "llmcond.heads.roles:NoRoles",
+    "roles": "llmcond.kinds.dialogue.roles:Roles",
+    "no-roles": "llmcond.kinds.dialogue.roles:NoRoles",
 }
 
 #: What a kind begins with that is made of another kind -> the function that makes its class of
 #: that one's class. The other kind's name follows.
-PREFIXES = {"query-": "llmcond.heads.query_maps:query_family"}
-
-#: Names of :mod:`llmcond.heads` that belong to a single kind of task -> their modules.
-NAMES = {
-    "FittedQueryHead": "llmcond.heads.query_maps",
-    "FittedRoles": "llmcond.heads.roles",
-    "QueryArrays": "llmcond.heads.queries",
-    "QueryFeatures": "llmcond.heads.queries",
-    "Score": "llmcond.heads.turns",
-    "State": "llmcond.heads.turns",
-    "TurnArrays": "llmcond.heads.turn_fit",
-    "fit_queries": "llmcond.heads.query_fit",
-    "fit_turns": "llmcond.heads.turn_fit",
-    "joint_keys": "llmcond.heads.queries",
-    "load_query_head": "llmcond.heads.query_maps",
-    "load_roles_head": "llmcond.heads.roles",
-}
+PREFIXES = {"query-": "llmcond.kinds.ranking.heads:query_family"}

@@ -7,24 +7,18 @@ from llmcond.runs.saved import (
     Saved,
     SavedEmbeddingHead,
     SavedHead,
-    SavedQueryHead,
-    SavedRoles,
     dev_score,
     head_name,
 )
-from llmcond.runs.task_runs import DialogueRun, RankingRun, Run, as_rated
+from llmcond.runs.task_runs import Run, as_rated
 
 __all__ = [
     "AnyRun",
-    "DialogueRun",
-    "RankingRun",
     "Run",
     "RunExistsError",
     "Saved",
     "SavedEmbeddingHead",
     "SavedHead",
-    "SavedQueryHead",
-    "SavedRoles",
     "as_rated",
     "complete_run",
     "create_run",

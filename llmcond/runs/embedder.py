@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,13 +22,9 @@ from llmcond.log import log
 from llmcond.prompts import Prompt
 from llmcond.runs import (
     AnyRun,
-    DialogueRun,
-    RankingRun,
     Run,
     Saved,
     SavedEmbeddingHead,
-    SavedQueryHead,
-    SavedRoles,
     open_run,
 )
 from llmcond.runs.comparing import Comparing, Vectors, checked_texts, one_text
@@ -340,24 +336,6 @@ def log_model(run: AnyRun, chosen: Saved[Any] | None, prompt: str, named: str | 
         parts = [str(run.folder), f"encoder {run.encoder_name}", head]
     fitted = f"fitted on {source}" if chosen is not None and parts[-1] else ""
     log.info("model: %s", ", ".join(filter(None, [*parts, f"prompt {prompt}", fitted])))
-
-
-@overload
-def choose_head(
-    run: Run, name: str | None, prompt: str | None = None
-) -> SavedEmbeddingHead | None: ...
-
-
-@overload
-def choose_head(
-    run: RankingRun, name: str | None, prompt: str | None = None
-) -> SavedQueryHead | None: ...
-
-
-@overload
-def choose_head(
-    run: DialogueRun, name: str | None, prompt: str | None = None
-) -> SavedRoles | None: ...
 
 
 def choose_head(run: AnyRun, name: str | None, prompt: str | None = None) -> Saved[Any] | None:

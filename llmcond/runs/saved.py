@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from llmcond.heads import FittedHead
     from llmcond.heads.base import Fitted
     from llmcond.heads.plain import EmbeddingHead, PlainHead
-    from llmcond.heads.query_maps import FittedQueryHead
-    from llmcond.heads.roles import FittedRoles
 
 H_co = TypeVar("H_co", bound="Fitted | PlainHead", covariant=True)
 
@@ -48,8 +46,6 @@ class Saved(Generic[H_co]):
 
 SavedHead: TypeAlias = "Saved[FittedHead]"
 SavedEmbeddingHead: TypeAlias = "Saved[EmbeddingHead]"
-SavedQueryHead: TypeAlias = "Saved[FittedQueryHead]"
-SavedRoles: TypeAlias = "Saved[FittedRoles]"
 
 
 class StaleHeadError(UserError):

@@ -1,4 +1,4 @@
-"""A run of each kind of task: rated rows, queries against candidates, dialogues."""
+"""A run of rated pairs, and what runs of other kinds of task share."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from llmcond.data.rows import Rows
 from llmcond.errors import UserError
 from llmcond.heads.plain import load_embedding_head
 from llmcond.runs.run import AnyRun
-from llmcond.runs.saved import SavedEmbeddingHead, SavedHead, SavedQueryHead, SavedRoles
-from llmcond.tasks import QueryData, RankingTask, Task
-from llmcond.tasks.dialogue import Dialogue
-from llmcond.tasks.dialogues import Dialogues
+from llmcond.runs.saved import SavedEmbeddingHead, SavedHead
+from llmcond.tasks import Task
 
 
 class Run(AnyRun):
@@ -82,7 +80,7 @@ def as_rated(run: AnyRun) -> Run | None:
     return run if isinstance(run, Run) else None
 
 
-class _UnratedRun(AnyRun):
+class UnratedRun(AnyRun):
     """A run whose examples are right answers, not ratings."""
 
     #: Candidates have no condition, and what is left of a query would lie elsewhere.
@@ -97,58 +95,3 @@ class _UnratedRun(AnyRun):
     def default_split(self) -> str:
         """Return ``test`` if there is one, else ``dev``."""
         return "test" if "test" in self.splits else "dev"
-
-
-class RankingRun(_UnratedRun):
-    """A run of queries against candidates."""
-
-    kind, own_command = "ranking", "complete"
-
-    @property
-    def task(self) -> RankingTask[Any]:
-        """Return the run's task; errors as of :class:`AnyRun`."""
-        return cast(RankingTask[Any], super().task)
-
-    @property
-    def queries(self) -> QueryData:
-        """Return its data set, see :attr:`data`."""
-        return cast(QueryData, self.data)
-
-    @property
-    def read_by(self) -> DataOptions:
-        """Return how the data was read: in the only way there is."""
-        return DataOptions()
-
-    def load_head(self, name: str) -> SavedQueryHead:
-        """Load a head that ranks candidates; see :class:`AnyRun`."""
-        from llmcond.heads.query_maps import load_query_head
-
-        return self._loaded(name, load_query_head(self.head_folder(name)))
-
-
-class DialogueRun(_UnratedRun):
-    """A run of dialogues."""
-
-    kind, own_command = "dialogue", "reply"
-
-    @property
-    def task(self) -> Dialogue:
-        """Return the run's task; errors as of :class:`AnyRun`."""
-        return cast(Dialogue, super().task)
-
-    @property
-    def dialogues(self) -> Dialogues:
-        """Return its data set, see :attr:`data`."""
-        return cast(Dialogues, self.data)
-
-    @property
-    def read_by(self) -> DataOptions:
-        """Return how the data was read, without where it was."""
-        data = self.manifest["data"]
-        return DataOptions(split_seed=data["split_seed"], drop_leaks=data["drop_leaks"])
-
-    def load_head(self, name: str) -> SavedRoles:
-        """Load a head that maps utterances to their roles; see :class:`AnyRun`."""
-        from llmcond.heads.roles import load_roles_head
-
-        return self._loaded(name, load_roles_head(self.head_folder(name)))

@@ -1,7 +1,6 @@
 """Tasks: how a data set is read, what of it is encoded under a condition, and how it is scored."""
 
 from llmcond.tasks.base import DEFAULT_TASK, OTHERS, TASKS, AnyTask, Data, find_task
-from llmcond.tasks.ranking import QueryData, QueryTexts, RankingTask
 from llmcond.tasks.rated import Task
 
 __all__ = [
@@ -10,9 +9,6 @@ __all__ = [
     "TASKS",
     "AnyTask",
     "Data",
-    "QueryData",
-    "QueryTexts",
-    "RankingTask",
     "Task",
     "find_task",
 ]

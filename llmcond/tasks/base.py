@@ -19,8 +19,8 @@ from llmcond.metrics import Metric, choose_metrics
 #: Where each bundled task is: a new one is a new file and a line here.
 TASKS = {
     "csts": "llmcond.tasks.csts:Csts",
-    "kgc": "llmcond.tasks.kgc:Kgc",
-    "dialogue": "llmcond.tasks.dialogue:Dialogue",
+    "kgc": "llmcond.kinds.ranking.kgc:Kgc",
+    "dialogue": "llmcond.kinds.dialogue.task:Dialogue",
 }
 #: The split of a data set that holds examples which are not its own.
 OTHERS = "other"

@@ -12,11 +12,11 @@ from helpers.paths import ROOT
 
 from llmcond.errors import UserError
 from llmcond.evaluation import ranking
-from llmcond.evaluation.graph import Context
 from llmcond.evaluation.paired import differences, resample
 from llmcond.evaluation.ranking import Ranks, rank, rank_each, ranks_among, resample_ranks, top
+from llmcond.kinds.ranking.graph import Graph, Known, both_directions
+from llmcond.kinds.ranking.rules import Context
 from llmcond.metrics import RANKING, choose_metrics, over_strata
-from llmcond.tasks.graph import Graph, Known, both_directions
 
 TIES = ("realistic", "optimistic", "pessimistic")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmcond.tasks.graph import Graph, Texts
+from llmcond.kinds.ranking.graph import Graph, Texts
 
 PEOPLE = ("two men", "three women", "children", "two dogs")
 PLACES = ("park", "beach", "kitchen", "street")

@@ -65,5 +65,5 @@ def test_the_sample_is_there(installed):
         "print(sum(len(rows) for rows in read_dataset(None).splits.values()))"
     )
     assert int(run_there(installed, "-c", code)) >= 1_200
-    code = "from llmcond.tasks.graph import read_graph; print(read_graph().n_entities)"
+    code = "from llmcond.kinds.ranking.graph import read_graph; print(read_graph().n_entities)"
     assert int(run_there(installed, "-c", code)) == 270

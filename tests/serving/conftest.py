@@ -1,15 +1,9 @@
-"""One embedder and one server for all tests of this folder that change neither."""
+"""One server for all tests of this folder that do not change it."""
 
 import pytest
 from helpers.serving import served
 
-from llmcond.runs.embedder import load_embedder
 from llmcond.serving.model import ServedModel
-
-
-@pytest.fixture(scope="session")
-def embedder(tiny_run):
-    return load_embedder(tiny_run, device="cpu")
 
 
 @pytest.fixture(scope="session")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from llmcond.kinds.dialogue.inputs import UtteranceInputs, obstacle_to
+from llmcond.kinds.dialogue.run import DialogueRun
+from llmcond.kinds.dialogue.task import Dialogue
 from llmcond.prompts import Prompt
-from llmcond.prompts.utterances import UtteranceInputs, obstacle_to
 from llmcond.runs.kind import EvaluateRequest, Kind
-from llmcond.runs.task_runs import DialogueRun
-from llmcond.tasks.dialogue import Dialogue
 
 if TYPE_CHECKING:
     from llmcond.evaluation.results import Results
-    from llmcond.runs.dialogues import DialogueExamples
-    from llmcond.tasks.dialogues import Dialogues
+    from llmcond.kinds.dialogue.data import Dialogues
+    from llmcond.kinds.dialogue.examples import DialogueExamples
     from llmcond.workflows.account import TrainingResult
     from llmcond.workflows.trainable import TrainRequest
 
@@ -30,13 +30,13 @@ class DialogueKind(Kind):
 
     def examples(self, run: DialogueRun) -> DialogueExamples:
         """See :class:`Kind`."""
-        from llmcond.runs.dialogues import DialogueExamples
+        from llmcond.kinds.dialogue.examples import DialogueExamples
 
         return DialogueExamples(run)
 
     def evaluate(self, run: DialogueRun, asked: EvaluateRequest) -> Results[Any]:
         """See :class:`Kind`: ranks next turns, or plans for a later one."""
-        from llmcond.workflows.dialogues import evaluate_dialogues, evaluate_plans
+        from llmcond.kinds.dialogue.evaluate import evaluate_dialogues, evaluate_plans
         from llmcond.workflows.evaluate import write_ranks
 
         work = evaluate_plans if asked.options[self.name].plans else evaluate_dialogues
@@ -44,7 +44,7 @@ class DialogueKind(Kind):
 
     def train(self, asked: TrainRequest, task: Dialogue) -> TrainingResult:
         """See :class:`Kind`."""
-        from llmcond.workflows.finetune_dialogues import train_dialogues
+        from llmcond.kinds.dialogue.train import train_dialogues
 
         return train_dialogues(asked, task)
 

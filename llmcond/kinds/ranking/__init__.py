@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from llmcond.kinds.ranking.inputs import QueryInputs
+from llmcond.kinds.ranking.run import RankingRun
+from llmcond.kinds.ranking.task import QueryData, RankingTask
 from llmcond.prompts import Prompt
-from llmcond.prompts.queries import QueryInputs
 from llmcond.runs.kind import EvaluateRequest, Kind
-from llmcond.runs.task_runs import RankingRun
-from llmcond.tasks import QueryData, RankingTask
 
 if TYPE_CHECKING:
     from llmcond.evaluation.results import Results
-    from llmcond.runs.ranking import QueryExamples
+    from llmcond.kinds.ranking.examples import QueryExamples
     from llmcond.workflows.account import TrainingResult
     from llmcond.workflows.trainable import TrainRequest
 
@@ -29,19 +29,19 @@ class Ranking(Kind):
 
     def examples(self, run: RankingRun) -> QueryExamples:
         """See :class:`Kind`."""
-        from llmcond.runs.ranking import QueryExamples
+        from llmcond.kinds.ranking.examples import QueryExamples
 
         return QueryExamples(run)
 
     def evaluate(self, run: RankingRun, asked: EvaluateRequest) -> Results[Any]:
         """See :class:`Kind`."""
+        from llmcond.kinds.ranking.evaluate import evaluate_ranking
         from llmcond.workflows.evaluate import write_ranks
-        from llmcond.workflows.rank import evaluate_ranking
 
         return write_ranks(evaluate_ranking(run, asked), run, asked)
 
     def train(self, asked: TrainRequest, task: RankingTask[Any]) -> TrainingResult:
         """See :class:`Kind`."""
-        from llmcond.workflows.finetune_queries import train_queries
+        from llmcond.kinds.ranking.train import train_queries
 
         return train_queries(asked, task)

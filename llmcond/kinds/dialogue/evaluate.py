@@ -1,0 +1,300 @@
+"""Score how predictors rank what follows in dialogues: fitted heads, and zero-shot."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from llmcond.arrays import Positions
+from llmcond.data.candidates import read_candidates
+from llmcond.data.datasets import DataOptions
+from llmcond.errors import UserError
+from llmcond.evaluation.ranked import DialogueResult, PlanResult, RankedResults
+from llmcond.evaluation.ranking import Part
+from llmcond.evaluation.results import Counts
+from llmcond.kinds.dialogue.data import Dialogues
+from llmcond.kinds.dialogue.examples import DialogueExamples
+from llmcond.kinds.dialogue.generate import generate
+from llmcond.kinds.dialogue.inputs import UtteranceInputs
+from llmcond.kinds.dialogue.queries import (
+    PLAN_DISTANCES,
+    PLAN_HISTORIES,
+    PLAN_METRICS,
+    NextQueries,
+    PlanQueries,
+    Pool,
+    RandomUtterances,
+    Retrieved,
+    SameDepth,
+    figures,
+    histories_of,
+    next_queries,
+    own_candidates,
+    plan_queries,
+    queries_of,
+    query_rows,
+    rank_next,
+    rank_plans,
+    read_samples,
+)
+from llmcond.kinds.dialogue.run import DialogueRun
+from llmcond.kinds.dialogue.turns import Score
+from llmcond.log import log
+from llmcond.metrics import Floats, Metric, choose_metrics
+from llmcond.options import Ties
+from llmcond.prompts import Prompt
+from llmcond.runs.extraction import LazyEncoder, extract_prompt
+from llmcond.runs.kind import EvaluateRequest
+from llmcond.runs.predictors import AnyPredictor, asked_for, unscored
+from llmcond.tasks import OTHERS
+from llmcond.workflows.options import DialogueOptions
+
+#: What zero-shot is scored by where no score is named, besides its own.
+_ZERO_SHOT = ("average", "bi", "maxsim")
+#: Pools that the data itself gives, of next turns and of planning.
+_RANKED, _PLANNED = ("same-depth", "all"), ("retrieved", "same-depth", "random")
+
+
+def evaluate_dialogues(run: DialogueRun, asked: EvaluateRequest) -> RankedResults[DialogueResult]:
+    """Rank the next turns of a split's dialogues by a run's heads, and by zero-shot.
+
+    See :meth:`llmcond.runs.kind.Kind.evaluate`.
+    """
+    options: DialogueOptions = asked.options[run.kind]
+    for name in ("distance", "samples"):
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name} is of planning. Name a pool, --plan retrieved, or leave it.")
+    asked_scores = tuple(str(Score.parse(score)) for score in options.score)
+    histories = numbers(options.history, "--history")
+    computed = choose_metrics(run.task.metrics, asked.metrics)
+    scored = _Scored.of(run, asked)
+    pool = options.candidates or "same-depth"
+    candidates: Any = pool
+    further: Sequence[str] = ()
+    if pool not in _RANKED:
+        _check_pool("--candidates", pool, _RANKED, "a file of texts, one a line")
+        candidates, further = own_candidates(scored.data, read_candidates(Path(pool)))
+    queries = next_queries(scored.data, scored.place, histories, candidates)
+    examples, ties = scored.examples(further), scored.ties
+    used = np.unique(np.concatenate([_flat(q.contexts, q.candidates) for q in queries]))
+    n = sum(len(one.dialogue) for one in queries)
+    repeated = sum(int(one.repeated.sum()) for one in queries)
+    log.info(f"ranking {n:,} next turns of {scored.split} (candidates: {pool})")
+    if repeated:
+        log.info(f"{repeated:,} right answers have the text of another candidate: ties, {ties}")
+    if histories and 1 in histories:
+        log.info("one turn has no pairs: after it every score is that of bi, or its weights")
+    results, ranks = [], []
+    for one in scored.predictors(examples):
+        roles = examples.roles(one, used)
+        usual = str(roles.head.score)
+        scores = asked_scores or (usual, *(() if one.head is not None else _ZERO_SHOT))
+        for score in dict.fromkeys(scores):
+            if score == "weighted" and roles.head.weights is None:
+                log.info(f"{one.name} has learned no weights: it is not scored by them")
+                continue
+            own = rank_next(queries, roles.scored_by(score).scores).of(ties)
+            ranks.append(own)
+            about = scored.described(one, "" if score == usual else f" {score}")
+            median = float(np.median(own))
+            results.append(
+                DialogueResult(**about, score=score, candidates=pool, median_rank=median)
+            )
+    if not results:
+        raise UserError(
+            "nothing is left to score: the score weighted takes a head that learned weights. Fit "
+            f"one: llmcond fit-head --head weighted --run {run.folder}"
+        )
+    return _with_figures(results, ranks, queries, scored, computed, _by_history)
+
+
+def evaluate_plans(run: DialogueRun, asked: EvaluateRequest) -> RankedResults[PlanResult]:
+    """Rank turns by how well they lead to a later one, with and without that goal.
+
+    See :meth:`llmcond.runs.kind.Kind.evaluate`.
+    """
+    options: DialogueOptions = asked.options[run.kind]
+    _check_planning(options, asked.metrics, asked.data)
+    histories = numbers(options.history, "--history") or PLAN_HISTORIES
+    distances = numbers(options.distance, "--distance") or PLAN_DISTANCES
+    scored = _Scored.of(run, asked)
+    place, examples = scored.place, None
+    pool: Pool
+    if options.generate is not None or options.plan not in _PLANNED:
+        source = Path(str(options.plan))
+        if options.generate is None:
+            _check_pool("--plan", str(options.plan), _PLANNED, "a file of samples (.jsonl)")
+        if options.generate is not None:
+            samples = 100 if options.samples is None else options.samples
+            turns = histories_of(scored.data, place, histories)
+            source = generate(run, options.generate, place, turns, samples, device=asked.device)
+        pool = read_samples(str(source), scored.data, place)
+        examples = scored.examples(pool.further)
+    elif options.plan == "retrieved":
+        examples = scored.examples()
+        # By the encoder alone, so that all heads rank the same.
+        pool = Retrieved(examples.features(examples.zeroshots(scored.prompts[0])[0].view))
+    else:
+        pool = SameDepth() if options.plan == "same-depth" else RandomUtterances()
+    examples = examples or scored.examples()
+    queries = plan_queries(scored.data, place, pool, histories, distances)
+    used = np.unique(np.concatenate([_flat(q.contexts, q.candidates, q.goals) for q in queries]))
+    named, n = options.generate or str(options.plan), sum(len(one.dialogue) for one in queries)
+    log.info(f"planning {n:,} turns of {scored.split} (candidates: {named})")
+    results, ranks = [], []
+    for one in scored.predictors(examples):
+        roles = examples.roles(one, used)
+        for goal, scorer in ((False, roles.nexts), (True, roles.plans)):
+            ranks.append(rank_plans(queries, scorer).of(scored.ties))
+            about = scored.described(one, "" if goal else " no goal")
+            score = "plan" if goal else str(roles.head.score)
+            results.append(PlanResult(**about, score=score, plan=named, goal=goal))
+    return _with_figures(results, ranks, queries, scored, PLAN_METRICS, _in_cells)
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """What is scored, and by what.
+
+    Attributes:
+        run: whose heads score.
+        data: whose dialogues are asked.
+        place: their split in it.
+        split: what results call them.
+        ties: how an answer ranks among candidates of its score.
+        fitted: heads.
+        prompts: those of which zero-shot is.
+        device: where utterances that the run lacks are encoded.
+    """
+
+    run: DialogueRun
+    data: Dialogues
+    place: str
+    split: str
+    ties: Ties
+    fitted: Sequence[AnyPredictor]
+    prompts: Sequence[Prompt]
+    device: str
+
+    @classmethod
+    def of(cls, run: DialogueRun, asked: EvaluateRequest) -> _Scored:
+        """Return what options ask for; a UserError for heads or dialogues that are not there."""
+        by = asked_for(run, asked.heads)
+        ties: Ties = asked.options[run.kind].ties or "realistic"
+        if asked.data.source is None:
+            split = run.scored_split(asked.split)
+            return cls(run, run.dialogues, split, split, ties, *by, asked.device)
+        found, split = run.task.with_others(run.dialogues, asked.data, asked.split)
+        return cls(run, found, OTHERS, split, ties, *by, asked.device)
+
+    def examples(self, further: Sequence[str] = ()) -> DialogueExamples:
+        """Return examples with ``further`` texts; features that the run lacks are extracted."""
+        run = self.run
+        texts = [*self.data.texts[len(run.dialogues.texts) :], *further]
+        if not texts:
+            return DialogueExamples(run, self.data)
+        store, encoder = run.store_for_others(), LazyEncoder(run.resolve_encoder(self.device))
+        for prompt in self.prompts:
+            extract_prompt(store, encoder, prompt, UtteranceInputs(texts, prompt))
+        return DialogueExamples(run, self.data, further, store)
+
+    def predictors(self, examples: DialogueExamples) -> list[AnyPredictor]:
+        """Return zero-shot under each prompt, and then heads."""
+        plain = [one for prompt in self.prompts for one in examples.zeroshots(prompt)]
+        return [*plain, *self.fitted]
+
+    def described(self, predictor: AnyPredictor, suffix: str) -> dict[str, Any]:
+        """Return the fields of a predictor's result that are no figures."""
+        result = unscored(predictor, self.split, self.run.task.name)
+        found = {item.name: getattr(result, item.name) for item in fields(result)}
+        return found | {"name": f"{result.name}{suffix}", "ties": self.ties}
+
+
+Q = TypeVar("Q", DialogueResult, PlanResult)
+
+
+def _with_figures(
+    results: Sequence[Q],
+    ranks: Sequence[Floats],
+    queries: Sequence[NextQueries] | Sequence[PlanQueries],
+    scored: _Scored,
+    metrics: Sequence[Metric],
+    with_parts: Callable[[Q, Mapping[str, Part]], Q],
+) -> RankedResults[Q]:
+    """Return results with their figures, and by ``with_parts`` those of each part."""
+    counts = Counts.of(queries_of(queries))
+    overall, found = figures(queries, [own[None] for own in ranks], metrics)
+    told = (
+        replace(
+            with_parts(result, {name: own[i] for name, own in found.items()}),
+            counts=counts,
+            metrics=overall[i].metrics,
+        )
+        for i, result in enumerate(results)
+    )
+    return RankedResults(tuple(told), ranks, query_rows(scored.data, scored.place, queries))
+
+
+def _by_history(result: DialogueResult, parts: Mapping[str, Part]) -> DialogueResult:
+    return replace(result, by_history=parts)
+
+
+def _in_cells(result: PlanResult, parts: Mapping[str, Part]) -> PlanResult:
+    return replace(result, cells=parts)
+
+
+def _check_pool(flag: str, pool: str, named: Sequence[str], file: str) -> None:
+    """Raise a UserError for what is neither a pool's name nor a file."""
+    if not Path(pool).expanduser().is_file():
+        raise UserError(f"{flag} is {pool!r}; expected {', '.join(named)}, or {file}.")
+
+
+def _check_planning(options: DialogueOptions, metrics: Sequence[str], data: DataOptions) -> None:
+    """Raise a UserError for options that planning does not take, or that contradict each other."""
+    if options.plan is not None and options.generate is not None:
+        raise UserError("--plan names a pool, and --generate makes one. Leave one of them out.")
+    if options.generate is not None and data.source is not None:
+        raise UserError(
+            "--generate keeps what it makes for a run's own dialogues. Leave out --data, or name a "
+            "file of samples: --plan FILE.jsonl."
+        )
+    if options.samples is not None and options.generate is None:
+        raise UserError("--samples is of --generate MODEL. Leave it out, or name a model.")
+    given = {"--score": options.score, "--candidates": options.candidates, "--metric": metrics}
+    for flag, value in given.items():
+        if value:
+            raise UserError(
+                f"{flag} is of ranking next turns; planning has a score, pools (--plan) and "
+                "metrics of its own. Leave it out."
+            )
+
+
+def _flat(*positions: Positions) -> Positions:
+    return np.concatenate([own.reshape(-1) for own in positions])
+
+
+def numbers(text: str | None, flag: str) -> list[int] | None:
+    """Return what ``2-10`` or ``2,5`` stands for, rising; None for None.
+
+    Raises:
+        UserError: text of another form, a range that falls, or a number below 1.
+    """
+    if text is None:
+        return None
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
+        if match is None:
+            raise UserError(f"{flag} is {text!r}; expected a range or numbers: 2-10 or 2,5.")
+        low, high = int(match[1]), int(match[2] or match[1])
+        if low < 1 or high < low:
+            raise UserError(
+                f"{flag} is {text!r}; {part.strip()} is no range of numbers that rises from 1 up."
+            )
+        found.update(range(low, high + 1))
+    return sorted(found)

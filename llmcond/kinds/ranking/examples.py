@@ -1,0 +1,224 @@
+"""Queries against candidates as examples: heads are fitted on the right answers, and rank them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcond.arrays import Array, Concatenated, Gathered, Matrix, MatrixLike, Positions
+from llmcond.data.queries import QueryRows
+from llmcond.errors import UserError
+from llmcond.evaluation.ranking import Ranks, Term, rank
+from llmcond.evaluation.results import Queries
+from llmcond.features.store import FeatureStore
+from llmcond.features.view import Part, View
+from llmcond.heads import Recipe
+from llmcond.heads.pairs import DevScore, OnEpoch
+from llmcond.kinds.ranking.arrays import QueryFeatures
+from llmcond.kinds.ranking.fit import fit_queries
+from llmcond.kinds.ranking.heads import FittedQueryHead
+from llmcond.kinds.ranking.inputs import QueryInputs
+from llmcond.kinds.ranking.run import RankingRun
+from llmcond.kinds.ranking.task import QueryData, QueryTexts
+from llmcond.metrics import metric_of
+from llmcond.prompts import Prompt
+from llmcond.runs.examples import Examples
+from llmcond.runs.predictors import AnyPredictor, Zeroshot, zeroshots
+
+#: Queries of dev that choose an epoch, at most.
+_DEV_QUERIES = 1_000
+
+
+class QueryExamples(Examples):
+    """See :class:`Examples`."""
+
+    run: RankingRun
+
+    def __init__(
+        self,
+        run: RankingRun,
+        data: QueryData | None = None,
+        store: FeatureStore | None = None,
+    ) -> None:
+        """Prepare a run, or other ``data`` on its candidates; ``store`` has the features."""
+        self.run, self.data, self.unit = run, data or run.queries, run.task.unit
+        self._store = store or run.store()
+        self._features: dict[View, QueryFeatures] = {}
+        self._inputs: dict[str, QueryInputs] = {}
+        self._read: dict[tuple[str, str], Matrix] = {}
+
+    @cached_property
+    def texts(self) -> QueryTexts:
+        """Return the texts behind the queries."""
+        return self.run.task.texts(self.data)
+
+    @cached_property
+    def known(self) -> Any:
+        """Return the right answers of all splits, of which a query's others are left out."""
+        return self.run.task.known(self.data)
+
+    # -- features ------------------------------------------------------------------------------
+
+    def features(self, view: View) -> QueryFeatures:
+        """Return what heads read of queries and candidates under a view."""
+        if view not in self._features:
+            columns = [self._column(prompt, "candidates") for prompt in view.prompts]
+            separate = view.features == "separate"
+            arrays = self.run.task.arrays(
+                self.data,
+                candidates=columns[0] if len(columns) == 1 else Concatenated(columns),
+                conditions=view.condition(self._of_conditions),
+                joint=None if separate else view.sentence(self._of_asked),
+                asked=self.texts.asked,
+            )
+            self._features[view] = QueryFeatures(arrays)
+        return self._features[view]
+
+    def _of_conditions(self, prompt: Prompt, part: Part) -> Matrix:
+        return self._column(prompt, "conditions")
+
+    def _of_asked(self, prompt: Prompt, part: Part) -> Matrix:
+        """Return the features of sentences under the conditions that they are asked under."""
+        if part == "conditional":
+            return self._column(prompt, "joint")
+        column = 1 if prompt.of_condition else 0
+        table = self._column(prompt, "conditions" if prompt.of_condition else "sentences")
+        return Gathered(table, self.texts.asked[:, column], unique_table=False)
+
+    def _column(self, prompt: Prompt, name: str) -> Matrix:
+        key = prompt.digest, name
+        if key not in self._read:
+            if prompt.digest not in self._inputs:
+                self._inputs[prompt.digest] = QueryInputs(self.texts, prompt)
+            inputs = getattr(self._inputs[prompt.digest], name)
+            self._read[key] = self._store.lookup(inputs)
+        return self._read[key]
+
+    # -- what every kind of examples has -------------------------------------------------------
+
+    def dim(self, view: View) -> int:
+        """See :class:`Examples`."""
+        return self.features(view).arrays.dims[0]
+
+    def counts(self) -> Mapping[str, int]:
+        """See :class:`Examples`."""
+        splits = self.data.splits
+        return {f"n_{name}": len(splits[name]) for name in ("train", "dev") if name in splits}
+
+    @property
+    def dev_sample(self) -> str:
+        """See :class:`Examples`."""
+        if "dev" not in self.data.splits or len(self.data.queries("dev")) <= _DEV_QUERIES:
+            return ""
+        return f"{_DEV_QUERIES:,} queries"
+
+    def fit(
+        self, recipe: Recipe, view: View, seed: int, on_epoch: OnEpoch, device: str
+    ) -> FittedQueryHead:
+        """See :class:`Examples`; a sample of dev, always the same, chooses the epoch."""
+        arrays = self.features(view).arrays
+        if "dev" not in self.data.splits:
+            return fit_queries(recipe, arrays, None, seed, on_epoch, device)
+        queries = self.data.queries("dev")
+        if len(queries) > _DEV_QUERIES:
+            chosen = np.random.default_rng(0).permutation(len(queries))[:_DEV_QUERIES]
+            queries = queries[np.sort(chosen)]
+
+        def score(head: FittedQueryHead) -> float:
+            return self._score(head, queries)
+
+        dev = DevScore(metric_of(self.run.dev_metric), score)
+        return fit_queries(recipe, arrays, dev, seed, on_epoch, device)
+
+    def on_dev(self, head: FittedQueryHead, view: View) -> float:
+        """See :class:`Examples`."""
+        if "dev" not in self.data.splits:
+            return math.nan
+        return self._score(head.on(self.features(view)), self.data.queries("dev"))
+
+    def _score(self, head: FittedQueryHead, queries: NDArray[np.int32]) -> float:
+        vectors = head.queries(queries[:, 0], queries[:, 1])
+        ranks = rank(vectors, head.candidates(), queries, self.known).of()
+        metric = metric_of(self.run.dev_metric)
+        return metric(ranks, np.zeros(len(ranks)), np.arange(len(ranks)))
+
+    def scored(self, split: str) -> Queries:
+        """See :class:`Examples`: the queries of a split, by the examples that ask them."""
+        if split not in self.data.splits:
+            has = ", ".join(self.run.splits)
+            raise UserError(f"{self.run.folder} has no {split} split; it has {has}.")
+        n, n_examples = len(self.data.queries(split)), len(self.data.splits[split])
+        return Queries(np.arange(n) % n_examples, self.unit)
+
+    def rows(self, split: str) -> QueryRows:
+        """See :class:`Examples`."""
+        return self.run.task.rows(self.data, split)
+
+    def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
+        """See :class:`Examples`: the rank of each query's answer, of ties the mean one."""
+        return self.ranks(predictor, split).of().astype(np.float32)
+
+    def zeroshots(self, prompt: Prompt) -> list[Zeroshot]:
+        """See :class:`Examples`. Of separate features it is e(s): it ignores the condition."""
+        if prompt.separate:
+            return [Zeroshot(View((prompt,), False, "separate", conditioned=True))]
+        return zeroshots(prompt)
+
+    # -- ranks ---------------------------------------------------------------------------------
+
+    def vectors(
+        self, predictor: AnyPredictor, sentences: NDArray[Any], conditions: NDArray[Any]
+    ) -> tuple[MatrixLike, Matrix]:
+        """Return (m, k) vectors of queries, by positions (m,), and those of all candidates (n, k).
+
+        Scores are their products.
+        """
+        features = self.features(predictor.view)
+        queries = self.queries(predictor, features, sentences, conditions)
+        if predictor.head is None:
+            return queries, _AsTheyAre(features)
+        return queries, predictor.head.on(features).candidates()
+
+    def queries(
+        self,
+        predictor: AnyPredictor,
+        features: QueryFeatures,
+        sentences: NDArray[Any],
+        conditions: NDArray[Any],
+    ) -> Array:
+        """Return (m, k) vectors of queries by what heads read."""
+        if predictor.head is not None:
+            found: Array = predictor.head.on(features).queries(sentences, conditions)
+            return found
+        rows, which = (np.asarray(own, dtype=np.int64) for own in (sentences, conditions))
+        joint = predictor.view.features != "separate"
+        return np.asarray(features.heads(rows, which, joint).numpy())
+
+    def ranks(
+        self,
+        predictor: AnyPredictor,
+        split: str,
+        terms: Sequence[Term] = (),
+        exclude_head: bool = False,
+    ) -> Ranks:
+        """Return the ranks of the answers of a split's queries, other known answers left out."""
+        queries = self.data.queries(split)
+        vectors, candidates = self.vectors(predictor, queries[:, 0], queries[:, 1])
+        return rank(vectors, candidates, queries, self.known, terms, exclude_head)
+
+
+class _AsTheyAre(Matrix):
+    """Candidates' own features, of length 1, so that products are cosines."""
+
+    def __init__(self, features: QueryFeatures) -> None:
+        self._features = features
+        self.shape = tuple(features.arrays.entities.shape)
+
+    def __getitem__(self, rows: Any, /) -> Array:
+        positions: Positions = np.arange(len(self))[rows]
+        return np.asarray(self._features.entities(positions).numpy())

@@ -1,0 +1,407 @@
+"""Heads that map utterances to roles: windows, objectives as their equations, fitted, saved."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from helpers.heads import quiet
+from helpers.vectors import unit
+
+from llmcond.errors import UserError
+from llmcond.heads import fit_recipe, load_head, load_recipe, save_head
+from llmcond.heads.module import seeded
+from llmcond.heads.pairs import DevScore, PairArrays
+from llmcond.kinds.dialogue.fit import TurnArrays, distinct, fit_turns
+from llmcond.kinds.dialogue.roles import FittedRoles, Roles, curve, load_roles_head
+from llmcond.kinds.dialogue.turns import query_vectors
+from llmcond.kinds.dialogue.windows import windows
+from llmcond.metrics import METRICS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+D = 6
+NAMES = ["ccl", "c3l-paper", "c3l-released", "rank", "weighted"]
+QUICK = {"epochs": 2, "batch_size": 16, "precision": "float32"}
+
+
+def recipe(name, **changes):
+    return load_recipe(name, "dialogue").with_settings({**QUICK, **changes}, "test")
+
+
+def dialogues(seed=0, n=30, lengths=(2, 3, 5, 8, 1, 12)):
+    """Dialogues of few texts, so that equal ones meet in a batch."""
+    rng = np.random.default_rng(seed)
+    starts = np.cumsum([0, *lengths])
+    return TurnArrays(
+        rng.normal(size=(n, D)).astype(np.float16), rng.integers(n, size=starts[-1]), starts
+    )
+
+
+def module_of(name, seed=0, **changes):
+    """A module whose parameters are not at their start, in float64."""
+
+    def make():
+        made = Roles(recipe(name, dropout=0.0, **changes).settings, D)
+        for own in made.parameters():
+            torch.nn.init.normal_(own, std=0.3)
+        return made.double()
+
+    return seeded(make, seed)[0]
+
+
+# -- windows -----------------------------------------------------------------------------------
+
+
+def test_every_turn_that_has_enough_before_it_is_a_target():
+    # Dialogues of 2, 3, 5 and 6 turns.
+    starts = np.array([0, 2, 5, 10, 16])
+    found = windows(starts, 5, least=2)
+    assert found.tolist() == [
+        [-1, -1, 2, 3, 4],
+        [-1, -1, 5, 6, 7],
+        [-1, 5, 6, 7, 8],
+        [5, 6, 7, 8, 9],
+        [-1, -1, 10, 11, 12],
+        [-1, 10, 11, 12, 13],
+        [10, 11, 12, 13, 14],
+        [11, 12, 13, 14, 15],
+    ]
+    assert windows(starts, 3, least=1)[:3].tolist() == [[-1, 0, 1], [-1, 2, 3], [2, 3, 4]]
+    assert windows(starts[:2], 5, least=2).shape == (0, 5)
+
+
+def test_distinct_utterances_are_read_once():
+    used, rows = distinct(np.array([[-1, 7, 3], [7, 7, 9]]))
+    assert used.tolist() == [3, 7, 9]
+    assert rows.tolist() == [[-1, 1, 0], [1, 1, 2]]
+    assert distinct(np.array([[4, 2]]))[1].tolist() == [[1, 0]]
+
+
+# -- objectives --------------------------------------------------------------------------------
+
+
+def test_pairs_of_a_window_of_5_have_the_released_labels():
+    def labels(**changes):
+        wanted = curve(recipe("c3l-released", **changes).settings)
+        return {(5 - 1 - i, 5 - 1 - j): float(wanted[i, j]) for j in range(4) for i in range(j)}
+
+    released = {(2, 1): 1, (3, 1): 0.8, (4, 1): 0.6, (3, 2): 0.6, (4, 2): 0.4, (4, 3): 0.2}
+    assert labels() == pytest.approx(released)
+    paper = labels(norm="paper")
+    assert paper[2, 1] == pytest.approx(1)
+    assert paper[4, 3] == pytest.approx(7 / 15)
+    assert set(labels(curved=False).values()) == {1.0}
+    assert curve(recipe("c3l-released", window=3).settings)[0, 1] == 1
+
+
+class Recorded:
+    """Draws of a generator, as they were drawn."""
+
+    def __init__(self, seed):
+        self._drawn, self.places = np.random.default_rng(seed), []
+
+    def integers(self, *given, **named):
+        self.places.append(self._drawn.integers(*given, **named))
+        return self.places[-1]
+
+
+def roles_of(module, x):
+    """The three roles, in float64, by the formulas of linear maps or MLPs."""
+    p = {name: value.detach().numpy() for name, value in module.named_parameters()}
+
+    def role(name):
+        if module.settings.map == "linear":
+            return x @ p[name].T + p[f"{name}_bias"]
+        hidden = torch.from_numpy(x * D**0.5 @ p[f"{name}_hidden"].T + p[f"{name}_hidden_bias"])
+        return x + torch.nn.functional.gelu(hidden).numpy() @ p[name].T + p[f"{name}_bias"]
+
+    return role("b1"), role("b2"), unit(role("a"))
+
+
+def ccl_slowly(module, roles, rows, others):
+    _, b2, after = roles
+    w, errors = rows.shape[1], []
+    for m, (*context, target) in enumerate(rows.tolist()):
+        for j, u in enumerate(context):
+            if u < 0:
+                continue
+            errors.append(unit(b2[u]) @ after[target] - (1 - (w - 1 - j) / w))
+            if u != target:
+                errors.append(unit(b2[target]) @ after[u])
+            if others[0][m][j] not in (*context, target):
+                errors.append(unit(b2[u]) @ after[others[0][m][j]])
+    return np.mean(np.square(errors))
+
+
+def c3l_slowly(module, roles, rows, others):
+    b1, b2, after = roles
+    settings, w, errors = module.settings, rows.shape[1], []
+    top, low = 2 - 3 / w, 1 / w if settings.norm == "paper" else 2 - (2 * w - 3) / w
+    for m, (*context, target) in enumerate(rows.tolist()):
+        for i, j in there(context):
+            s = 2 - (w - 1 - i + w - 1 - j) / w
+            label = 1 / w + (1 - 1 / w) * (s - low) / (top - low) if settings.curved else 1
+            errors.append(unit(b1[context[i]] + b2[context[j]]) @ after[target] - label)
+        for j, u in enumerate(context):
+            if u < 0 or not settings.hard_negatives:
+                continue
+            r1, r2 = others[0][m][j], others[1][m][j]
+            apart1, apart2 = (r not in (*context, target) for r in (r1, r2))
+            errors += [unit(b1[u] + b2[r2]) @ after[target]] if apart2 else []
+            errors += [unit(b1[r1] + b2[u]) @ after[target]] if apart1 else []
+            errors += [unit(b1[r1] + b2[r2]) @ after[target]] if apart1 and apart2 else []
+    return np.mean(np.square(errors))
+
+
+def rank_slowly(module, roles, rows, others):
+    b1, b2, after = roles
+    n, entropies, weighs = rows.shape[1] - 1, [], module.settings.objective == "weighted"
+    for m, (*context, target) in enumerate(rows.tolist()):
+        pairs = [unit(b1[context[i]] + b2[context[j]]) for i, j in there(context)]
+        query = np.mean(pairs, axis=0)
+        if weighs:
+            raw = [module.pair_weights[n - i - 1, n - j - 1].item() for i, j in there(context)]
+            query = np.logaddexp(0, 10 * np.array(raw) + 0.5413) @ pairs
+            for j, u in enumerate(context):
+                weight = np.logaddexp(0, 10 * module.single_weights[n - j - 1].item() - 3)
+                query += weight * unit(b2[u]) if u >= 0 else 0
+            query = unit(query)
+        negatives = [k for k in range(len(rows)) if k == m or rows[k, -1] != target]
+        scores = after[rows[negatives, -1]] @ query / module.settings.temperature
+        entropies.append(
+            np.log(np.exp(scores - after[target] @ query / module.settings.temperature).sum())
+        )
+    return np.mean(entropies)
+
+
+def there(context):
+    """The pairs i < j of a context's utterances."""
+    return [
+        (i, j) for j in range(len(context)) for i in range(j) if min(context[i], context[j]) >= 0
+    ]
+
+
+def slowly(module, x, rows, places):
+    """The loss of each objective, window by window, in float64."""
+    pool = [u for row in rows for u in row[:-1] if u >= 0]
+    if module.settings.objective == "ccl":
+        pool = rows[:, -1]
+    others = [[[pool[p] for p in row] for row in own] for own in places]
+    slow = {"ccl": ccl_slowly, "c3l": c3l_slowly}.get(module.settings.objective, rank_slowly)
+    return slow(module, roles_of(module, x), rows, others)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("ccl", {}),
+        ("c3l-paper", {}),
+        ("c3l-released", {}),
+        ("c3l-released", {"curved": False, "map": "mlp", "hidden": 4}),
+        ("c3l-released", {"hard_negatives": False, "window": 4}),
+        ("rank", {}),
+        ("rank", {"map": "mlp", "temperature": 0.2, "score": "maxsim"}),
+        ("weighted", {"window": 6}),
+    ],
+)
+def test_objectives_are_their_formulas(name, changes):
+    module, arrays = module_of(name, **changes), dialogues()
+    settings = module.settings
+    places = windows(arrays.starts, settings.window, 2)
+    used, rows = distinct(np.append(arrays.turns, -1)[places])
+    x = unit(arrays.utterances[used].astype(np.float64))
+    drawn = Recorded(3)
+    loss = module.loss(torch.from_numpy(x), torch.from_numpy(rows), drawn)
+    expected = slowly(module, x, rows, drawn.places)
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    loss.backward()
+    still = {key for key, own in module.named_parameters() if own.grad is None}
+    assert still == ({"b1", "b1_bias"} if name == "ccl" else set())
+
+
+def test_equal_texts_are_no_negatives():
+    module = module_of("c3l-released")
+    x = unit(np.random.default_rng(0).normal(size=(3, D)))
+    # One window alone: whatever is drawn is of its own.
+    alone = torch.tensor([[-1, 0, 1, 0, 2]])
+    loss = module.loss(torch.from_numpy(x), alone, np.random.default_rng(0))
+    plain = replace(module.settings, hard_negatives=False)
+    module.settings = plain
+    assert torch.equal(module.loss(torch.from_numpy(x), alone, np.random.default_rng(0)), loss)
+    # Both windows have the same target, so there is nothing to tell apart.
+    ranking = module_of("rank")
+    twice = torch.tensor([[-1, -1, 0, 1, 2], [-1, -1, 1, 0, 2]])
+    assert ranking.loss(torch.from_numpy(x), twice, np.random.default_rng(0)).item() == 0
+
+
+@pytest.mark.parametrize("name", ["ccl", "c3l-released", "rank", "weighted"])
+def test_windows_of_a_dialogue_are_no_negatives_of_each_other(name):
+    module = module_of(name, window=3)
+    x = torch.from_numpy(unit(np.random.default_rng(0).normal(size=(8, D))))
+    rows, of = torch.tensor([[0, 1, 2], [1, 2, 3]]), torch.tensor([0, 0])
+
+    def loss(rows, of):
+        return module.loss(x, rows, np.random.default_rng(0), of).item()
+
+    if module.settings.objective in ("ccl", "c3l"):
+        # What is drawn then counts for nothing, whichever it is.
+        assert loss(rows, of) == module.loss(x, rows, np.random.default_rng(1), of).item()
+    else:
+        assert loss(rows, of) == 0 < loss(rows, None)
+    apart = torch.tensor([[0, 1, 2], [4, 5, 6]])
+    assert loss(apart, torch.tensor([0, 1])) == loss(apart, None)
+    assert loss(apart, torch.tensor([0, 0])) != loss(apart, None)
+
+
+# -- fitting -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("form", ["linear", "mlp"])
+def test_roles_are_the_features_at_first(name, form):
+    made = seeded(lambda: Roles(recipe(name, map=form).settings, D), 0)[0]
+    made.start_at_identity()
+    head = FittedRoles("roles", Roles, made.finished(), 0)
+    x = dialogues().utterances
+    for role in (*head.before(x), head.after(x)):
+        np.testing.assert_allclose(role, unit(x.astype(np.float32)), atol=1e-6)
+        assert role.dtype == np.float32
+    if head.weights is not None:
+        np.testing.assert_allclose(head.weights.pairs, 1, atol=1e-4)
+        assert (head.weights.singles < 0.05).all()
+
+
+@pytest.mark.parametrize(("name", "form"), [("c3l-paper", "mlp"), ("weighted", "linear")])
+def test_the_same_seed_gives_the_same_head_to_the_bit(name, form):
+    def fit(seed):
+        own = recipe(name, map=form, dropout=0.2)
+        return fit_turns(own, dialogues(), None, seed, quiet, "cpu")
+
+    first, again, other = fit(1), fit(1), fit(2)
+    assert all((first.tensors[key] == again.tensors[key]).all() for key in first.tensors)
+    assert any((first.tensors[key] != other.tensors[key]).any() for key in first.tensors)
+
+
+def test_the_best_epoch_on_dev_is_kept():
+    given, seen = iter([5.0, 3.0, 4.0, 6.0]), []
+
+    def on_dev(head):
+        seen.append(head)
+        return next(given)
+
+    own = recipe("rank", epochs=9, patience=2)
+    head = fit_turns(own, dialogues(), DevScore(METRICS["average_rank"], on_dev), 0, quiet, "cpu")
+    assert head.fit.record["best_epoch"] == 2
+    assert head.fit.record["selected_on"] == "dev"
+    assert [entry["dev_score"] for entry in head.fit.record["curve"]] == [5.0, 3.0, 4.0, 6.0]
+    for key, value in head.tensors.items():
+        np.testing.assert_array_equal(value, seen[1].tensors[key])
+    undefined = fit_turns(own, dialogues(), None, 0, quiet, "cpu")
+    assert undefined.fit.record["selected_on"] is None
+
+
+def composed(seed, n=240):
+    """Dialogues whose last turn depends on the two before it together, as sums of two halves."""
+    rng = np.random.default_rng(seed)
+    basis = np.linalg.qr(rng.normal(size=(16, 16)))[0]
+    first, second = np.unravel_index(rng.permutation(64)[np.arange(n) % 64], (8, 8))
+    replies = unit(np.random.default_rng(9).normal(size=(64, 16)))
+    return TurnArrays(
+        np.concatenate([basis, replies]),
+        np.stack([first, 8 + second, 16 + 8 * first + second], axis=1).reshape(-1),
+        np.arange(0, 3 * n + 1, 3),
+    )
+
+
+@pytest.mark.parametrize("name", ["c3l-released", "rank", "weighted"])
+def test_it_learns(name):
+    arrays = composed(0)
+    own = recipe(name, epochs=8, batch_size=64, learning_rate=1e-2, dropout=0.0, window=3)
+    head = fit_turns(own, arrays, None, 0, quiet, "cpu")
+    curve = [entry["loss"] for entry in head.fit.record["curve"]]
+    assert curve[-1] < 0.6 * curve[0]
+
+
+def test_saved_and_loaded_it_gives_the_same(tmp_path):
+    arrays = dialogues()
+    head = fit_turns(recipe("weighted", window=6), arrays, None, 3, quiet, "cpu")
+    save_head(head, tmp_path / "head", {"made": "here"})
+    loaded, record = load_roles_head(tmp_path / "head")
+    assert record["made"] == "here"
+    assert (record["kind"], loaded.seed, loaded.score.kind) == ("roles", 3, "weighted")
+    x = arrays.utterances
+    for one, other in zip(head.before(x), loaded.before(x), strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(head.after(x), loaded.after(x))
+    for one, other in zip(head.weights, loaded.weights, strict=True):
+        assert one.shape[0] == 5
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(UserError, match="a roles head; it ranks candidates and compares no pairs"):
+        load_head(tmp_path / "head")
+
+
+def test_a_dialogue_is_scored_as_the_head_says():
+    arrays = dialogues()
+    head = fit_turns(recipe("weighted"), arrays, None, 0, quiet, "cpu")
+    x = arrays.utterances[:4]
+    b1, b2 = (own[None] for own in head.before(x))
+    after = head.after(arrays.utterances)
+    for own in (head, head.scoring("last:2")):
+        expected = query_vectors(b1, b2, own.score, own.weights)[0]
+        np.testing.assert_allclose(own.start(x).query, expected, atol=1e-5)
+        np.testing.assert_allclose(own.start(x).scores(after), after @ expected, atol=1e-5)
+    with pytest.raises(UserError, match="weights of a head that learned them"):
+        fit_turns(recipe("none"), arrays, None, 0, quiet).scoring("weighted")
+
+
+def test_no_head_gives_the_features(tmp_path):
+    arrays = dialogues()
+    head = fit_turns(recipe("none"), arrays, None, 0, quiet)
+    assert head.is_identity
+    assert head.fit.notes == ("the head has no parameters, so nothing is fitted",)
+    x = unit(arrays.utterances.astype(np.float32))
+    np.testing.assert_allclose(head.before(arrays.utterances)[0], x, atol=1e-6)
+    save_head(head, tmp_path, {})
+    assert load_roles_head(tmp_path)[0].is_identity
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        ("rank", {"score": "last:x"}, "unknown score 'last:x'"),
+        ("rank", {"score": "weighted"}, "set objective to weighted, or another score"),
+        ("rank", {"window": 2}, "'window' is 2: must be at least 3"),
+        ("rank", {"members": 2}, "set members to 1"),
+        ("ccl", {"objective": "mse"}, "'objective' is 'mse'"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(name, changes, told):
+    with pytest.raises(UserError, match=told):
+        recipe(name, **changes)
+
+
+def test_what_cannot_be_fitted_is_told():
+    short = dialogues(lengths=(2, 2, 1))
+    with pytest.raises(UserError, match="no dialogue of the training split has more than 2 utter"):
+        fit_turns(recipe("rank"), short, None, 0, quiet)
+    assert fit_turns(recipe("ccl"), short, None, 0, quiet).fit.record["n_windows"] == 2
+    with pytest.raises(UserError, match="the head linear maps no utterances to roles"):
+        fit_turns(load_recipe("linear"), short, None, 0, quiet)
+    pairs = PairArrays(np.ones((3, D)), np.ones((3, D)), np.array([0, 0.5, 1]))
+    with pytest.raises(UserError, match="it takes no rated pairs"):
+        fit_recipe(recipe("rank"), pairs, None, 0, quiet)
+    with pytest.raises(UserError, match="nothing to learn, and the objective weighted"):
+        fit_turns(recipe("none", objective="weighted"), dialogues(), None, 0, quiet)
+    head = fit_turns(recipe("rank"), dialogues(), None, 0, quiet)
+    with pytest.raises(UserError, match="have 4 dimensions; this roles head was fitted on 6"):
+        head.after(np.ones((2, 4)))
+
+
+def test_progress_is_reported_after_every_step():
+    reported, own = [], recipe("rank", batch_size=4)
+    head = fit_turns(own, dialogues(), None, 0, lambda *args: reported.append(args), "cpu")
+    steps = head.fit.record["steps_per_epoch"]
+    assert steps > 1
+    expected = [step / steps for step in range(1, 2 * steps + 1)]
+    assert [args[0] for args in reported] == pytest.approx(expected)

@@ -1,0 +1,347 @@
+"""Knowledge graphs: files as published, bad input, known tails, and the sample."""
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.paths import ROOT
+
+from llmcond.errors import UserError
+from llmcond.kinds.ranking.graph import Graph, Known, both_directions, read_graph, relation_text
+
+TRAIN = ["01\tlikes\t02", "02\tlikes\t03", "03\towns\t01"]
+
+
+def write(folder: Path, files: Mapping[str, list[str] | None] | None = None) -> Path:
+    """Write a small graph, with other lines for some files, or without them where None."""
+    folder.mkdir(exist_ok=True)
+    own = {
+        "train.tsv": TRAIN,
+        "valid.tsv": ["02\tlikes\t01"],
+        "test.tsv": ["01\towns\t03"],
+        "entities.tsv": ["01\tAda\ta cook", "02\tBen", "03\tCleo\tCleo the cat"],
+        "relations.tsv": ["likes\tis fond of\tis dear to", "owns\tis the owner of"],
+    }
+    for name, lines in (own | dict(files or {})).items():
+        if lines is not None:
+            (folder / name).write_bytes("".join(f"{line}\n" for line in lines).encode())
+    return folder
+
+
+def test_triples_are_numbers_and_texts_name_and_description(tmp_path: Path):
+    graph = read_graph(write(tmp_path))
+
+    assert graph.entities.ids == ["01", "02", "03"]
+    assert graph.entities.names == ["Ada", "Ben", "Cleo"]
+    # A description that begins with the name does not say it twice.
+    assert graph.entities.texts == ["Ada: a cook", "Ben", "Cleo: the cat"]
+    assert graph.relations.texts == ["is fond of", "is the owner of"]
+    assert graph.relations.inverse == ["is dear to", "inverse is the owner of"]
+    assert list(graph.splits) == ["train", "dev", "test"]
+    assert graph.splits["train"].dtype == np.int32
+    assert graph.splits["train"].tolist() == [[0, 0, 1], [1, 0, 2], [2, 1, 0]]
+    assert graph.queries("test").tolist() == [[0, 1, 2], [2, 3, 0]]
+
+
+def test_a_graph_is_what_it_was_after_saving(tmp_path: Path):
+    graph = read_graph(write(tmp_path / "data"))
+    graph.save(tmp_path)
+    loaded = Graph.load(tmp_path)
+
+    assert loaded.digest == graph.digest
+    assert loaded.to_json() == graph.to_json()
+    assert (loaded.entities, loaded.relations) == (graph.entities, graph.relations)
+    for name, triples in graph.splits.items():
+        assert loaded.splits[name].dtype == np.int32
+        np.testing.assert_array_equal(loaded.splits[name], triples)
+
+
+def test_files_of_two_graphs_are_refused(tmp_path: Path):
+    read_graph(write(tmp_path / "one")).save(tmp_path / "one")
+    read_graph(write(tmp_path / "two", {"entities.tsv": ["01\tA", "02\tB", "03\tC"]})).save(
+        tmp_path
+    )
+    (tmp_path / "one" / "entities.parquet").replace(tmp_path / "entities.parquet")
+
+    with pytest.raises(UserError, match="are not as they were written"):
+        Graph.load(tmp_path)
+
+
+def test_a_missing_file_of_a_saved_graph_is_told(tmp_path: Path):
+    with pytest.raises(UserError, match="cannot be read"):
+        Graph.load(tmp_path)
+
+
+def test_kg_berts_files_are_read_as_they_are(tmp_path: Path):
+    lines = ['01\tstool, waste "matter, solid', "02\tsaxony, an area in Germany", "03\ta, b, c"]
+    relations = ["likes\tis fond of", "owns\towns"]
+    folder = write(
+        tmp_path,
+        {
+            "entities.tsv": None,
+            "relations.tsv": None,
+            "entity2text.txt": lines,
+            "relation2text.txt": relations,
+        },
+    )
+    graph = read_graph(folder)
+
+    assert graph.entities.names == ["stool", "saxony", "a"]
+    assert graph.entities.texts[0] == 'stool: waste "matter, solid'
+    assert graph.entities.texts[2] == "a: b, c"
+    assert graph.relations.inverse == ["inverse is fond of", "inverse owns"]
+
+
+def test_names_with_a_comma_now_and_then_are_kept_whole(tmp_path: Path):
+    lines = ["01\tWashington, D.C.", "02\tBerlin", "03\tRome"]
+    graph = read_graph(write(tmp_path, {"entities.tsv": None, "entity2text.txt": lines}))
+
+    assert graph.entities.names == ["Washington, D.C.", "Berlin", "Rome"]
+
+
+def test_simkgcs_wordnet_names_lose_their_sense(tmp_path: Path):
+    lines = ["01\t__family_alcidae_NN_1\tauks", "02\t__stool_NN_2\twaste", "03\t__run_VB_1\tmove"]
+    graph = read_graph(
+        write(tmp_path, {"entities.tsv": None, "wordnet-mlj12-definitions.txt": lines})
+    )
+
+    assert graph.entities.texts == ["family alcidae: auks", "stool: waste", "run: move"]
+
+
+def test_simkgcs_freebase_descriptions_are_cut_after_fifty_words(tmp_path: Path):
+    graph = read_graph(
+        write(
+            tmp_path,
+            {
+                "entities.tsv": None,
+                "FB15k_mid2name.txt": ["01\tNew_York", "02\tBen", "03\tCleo"],
+                "FB15k_mid2description.txt": [f"01\t{'word ' * 60}"],
+            },
+        )
+    )
+
+    assert graph.entities.texts == [f"New York: {'word ' * 50}".strip(), "Ben", "Cleo"]
+    assert "entities without a description, told by their names: 2" in graph.notes
+
+
+def test_names_and_descriptions_come_from_the_tables_that_have_them(tmp_path: Path):
+    """FB15k-237 as StAR has it, beside another table of names, and KG-BERT's lists of ids."""
+    folder = write(
+        tmp_path,
+        {
+            "entities.tsv": None,
+            "relations.tsv": None,
+            "entities.txt": ["01", "02", "03"],
+            "relations.txt": ["likes", "owns"],
+            "relation2text.txt": ["likes\tis fond of", "owns\tis the owner of"],
+            "fb-entity2text-new.txt": [
+                *(f"0{number}\tnumber {number} -- the number {number}" for number in range(4, 50)),
+                "01\tAda Lane -- a cook",
+                "02\tBen Ash -- Ben Ash is a farmer",
+            ],
+            "FB15k_mid2name.txt": ["01\tAda", "02\tBen", "03\tCleo_West"],
+            "README.md": ["About this data."],
+        },
+    )
+    graph = read_graph(folder)
+
+    assert graph.entities.texts == ["Ada Lane: a cook", "Ben Ash: is a farmer", "Cleo West"]
+    assert graph.relations.texts == ["is fond of", "is the owner of"]
+    assert graph.notes[:2] == (
+        "triples from train.tsv, valid.tsv, test.tsv; names and descriptions of entities from "
+        "fb-entity2text-new.txt; names of entities from FB15k_mid2name.txt; texts of relations "
+        "from relation2text.txt; not used: 'README.md', 'entities.txt', 'relations.txt'",
+        "entities without a description, told by their names: 1",
+    )
+
+
+def test_kg_berts_long_descriptions_stand_behind_its_names(tmp_path: Path):
+    files = {
+        "entities.tsv": None,
+        "entity2text.txt": ["01\tAda", "02\tBen"],
+        "entity2textlong.txt": ["01\tAda is a cook", "02\ta farmer", "03\tsomebody"],
+    }
+    graph = read_graph(write(tmp_path, files))
+
+    assert graph.entities.names == ["Ada", "Ben", "03"]
+    assert graph.entities.texts == ["Ada: is a cook", "Ben: a farmer", "somebody"]
+
+
+def test_without_tables_ids_are_the_texts(tmp_path: Path):
+    graph = read_graph(write(tmp_path, {"entities.tsv": None, "relations.tsv": None}))
+
+    assert graph.entities.texts == ["01", "02", "03"]
+    assert graph.relations.texts == ["likes", "owns"]
+    assert "no table of entities: they are told by their ids" in graph.notes
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("_derivationally_related_form", "derivationally related form"),
+        ("/people/person/spouse_s./people/marriage/type_of_union",
+         "type of union marriage spouse s person people"),
+    ],
+)  # fmt: skip
+def test_relations_without_a_text_are_told_by_their_id(key: str, text: str):
+    assert relation_text(key) == text
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"train.tsv": ["01\tlikes\t02", "01 likes 02", "01\tlikes"]},
+         r"row 2 of train.tsv: 1 columns; expected head, relation and tail, separated by tabs "
+         r"\(1 more row"),
+        ({"train.tsv": ["01\t\t02"]}, "row 1 of train.tsv: an id is empty"),
+        ({"test.tsv": []}, "test.tsv is empty: it has no triples"),
+        ({"entities.tsv": []}, "entities.tsv is empty: it has no rows"),
+        ({"valid.tsv": None}, "has no dev or valid or validation file"),
+        ({"dev.txt": ["01\tlikes\t02"]}, "several files of one split: dev.txt, valid.tsv"),
+        ({"entities.tsv": ["01\tAda", "02\tBen", "01\tEve"]},
+         "row 3 of entities.tsv: 01 is there before, with another text"),
+        ({"entities.tsv": ["01\ta\tb\tc"]}, "row 1 of entities.tsv: 4 columns; expected 3"),
+        ({"test.tsv": ["", "01\tlikes\t09", "08\tlikes\t09"]},
+         r"test.tsv has entities that the table of entities lacks, 2 in all: '09', '08' "
+         r"\(triples: 2, the first in row 2\)"),
+        (
+            {"test.tsv": ["01\thates\t02"]},
+            "test.tsv has relations that the table of relations lacks, 1 in all: 'hates'",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_input_is_told_with_file_and_line(tmp_path: Path, files, message: str):
+    with pytest.raises(UserError, match=message):
+        read_graph(write(tmp_path, files))
+
+
+def test_text_that_is_not_utf8_is_told(tmp_path: Path):
+    (write(tmp_path) / "entities.tsv").write_bytes(b"01\tAd\xe4\n")
+    with pytest.raises(UserError, match=r"entities.tsv is not UTF-8: byte 0xe4"):
+        read_graph(tmp_path)
+
+
+def test_what_is_no_folder_is_told(tmp_path: Path):
+    with pytest.raises(UserError, match=r"does not exist. Expected a folder with train"):
+        read_graph(tmp_path / "nowhere")
+    (tmp_path / "file.tsv").touch()
+    with pytest.raises(UserError, match="is a file"):
+        read_graph(tmp_path / "file.tsv")
+
+
+def test_what_is_odd_is_counted(tmp_path: Path):
+    folder = write(
+        tmp_path,
+        {
+            "train.tsv": [*TRAIN, "01\tlikes\t02"],
+            "valid.tsv": ["02\tlikes\t01", "01\tlikes\t02"],
+            "test.tsv": ["01\tlikes\t02", "02\towns\t01", "04\thates\t01"],
+            "entities.tsv": ["01\tAda", "02\tAda", "03", "04\tDora", "05\tEve"],
+            "relations.tsv": ["likes\tlikes", "owns\tlikes", "hates\thates"],
+        },
+    )
+
+    assert read_graph(folder).notes == (
+        "triples from train.tsv, valid.tsv, test.tsv; names of entities from entities.tsv; "
+        "texts of relations from relations.tsv",
+        "entities without a text, told by their ids: 1",
+        "entities of the table in no triple, left out: 1",
+        "train triples that are there before, counted once: 1",
+        "entities that share their text with another one: 2",
+        "relations that share their text with another one: 2",
+        "dev triples in train too: 1 of 2",
+        "dev triples whose reversed edge is in train: 1 of 2",
+        "test triples in train too: 1 of 3",
+        "test triples in dev too: 1 of 3",
+        "test triples that another relation links in train: 1 of 3",
+        "test triples of the 1 entities that train lacks: 1 of 3",
+        "test triples of relations that train lacks ('hates'): 1 of 3",
+    )
+
+
+# -- known tails -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def random() -> tuple[np.ndarray, set[tuple[int, ...]]]:
+    triples = np.random.default_rng(0).integers(0, [30, 4, 30], size=(300, 3)).astype(np.int32)
+    return triples, {tuple(row) for row in triples.tolist()}
+
+
+def test_known_tails_are_those_of_a_set(random):
+    triples, there = random
+    known = Known(triples, 30)
+    head, relation = (own.reshape(-1) for own in np.mgrid[:30, :4])
+    row, tail = known.gather(head, relation)
+
+    assert len(known) == len(there)
+    found = list(zip(head[row].tolist(), relation[row].tolist(), tail.tolist(), strict=True))
+    assert found == sorted(there)
+    everything = np.stack(np.mgrid[:30, :4, :30], axis=-1).reshape(-1, 3)
+    expected = [tuple(own) in there for own in everything.tolist()]
+    np.testing.assert_array_equal(known.contains(everything), expected)
+
+
+def test_masks_are_those_of_two_loops(random):
+    triples, there = random
+    known = Known(triples, 30)
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        head, relation, columns = rng.integers(0, [[30], [4], [30]], size=(3, 25))
+        expected = [
+            [(h, r, t) in there for t in columns.tolist()]
+            for h, r in zip(head.tolist(), relation.tolist(), strict=True)
+        ]
+        np.testing.assert_array_equal(known.mask(head, relation, columns), expected)
+
+
+def test_a_query_of_nothing_known_has_no_tails():
+    known = Known(np.array([[0, 0, 1]]), 3)
+    row, tail = known.gather(np.array([2, 0]), np.array([5, 0]))
+
+    assert (row.tolist(), tail.tolist()) == ([1], [1])
+    assert not known.mask(np.array([2]), np.array([0]), np.array([0, 1, 1])).any()
+
+
+def test_a_graph_knows_all_splits_in_both_directions(tmp_path: Path):
+    graph = read_graph(write(tmp_path))
+    known = Known(graph)
+
+    for triples in graph.splits.values():
+        assert known.contains(both_directions(triples, 2)).all()
+    assert len(known) == 10
+
+
+# -- the sample --------------------------------------------------------------------------------
+
+
+def test_the_sample_is_what_the_script_writes(tmp_path: Path):
+    script = [sys.executable, ROOT / "scripts" / "make_sample_graph.py", "--check"]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = subprocess.run([*script, "--out", tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "train.tsv: missing or not what this script writes" in done.stdout
+
+
+def test_in_the_sample_the_relation_decides():
+    graph = read_graph()
+    queries = graph.queries("test")
+    known = Known(graph)
+    right = of_things = things = 0
+    for entity in np.unique(queries[:, 0]):
+        own = queries[queries[:, 0] == entity]
+        relations, count = np.unique(own[:, 1], return_counts=True)
+        # Tails of different relations differ, so that who ignores the relation puts the tails of
+        # one before those of the others, and is right for that one at best.
+        tails = [set(known.gather(own[:1, 0], relation[None])[1]) for relation in relations]
+        assert len(set.union(*tails)) == sum(map(len, tails))
+        right += count.max()
+        if len(relations) == 9:
+            of_things, things = of_things + count.max(), things + len(own)
+    assert things == len(queries) / 2
+    assert of_things / things == 0.2
+    assert right / len(queries) < 0.45

@@ -1,0 +1,546 @@
+"""Heads that map queries and candidates: as their equations, fitted, saved, on a graph."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers.heads import quiet
+from helpers.heads import recipe as pair_recipe
+from helpers.vectors import unit
+
+from llmcond.arrays import Dense
+from llmcond.errors import LlmcondError, UserError
+from llmcond.files import read_json, write_json
+from llmcond.heads import fit_recipe, load_head, load_recipe, save_head
+from llmcond.heads.module import seeded
+from llmcond.heads.pairs import DevScore
+from llmcond.kinds.ranking import heads as query_maps
+from llmcond.kinds.ranking.arrays import QueryArrays, QueryFeatures
+from llmcond.kinds.ranking.contrastive import Contrast
+from llmcond.kinds.ranking.fit import fit_queries
+from llmcond.kinds.ranking.graph import Known
+from llmcond.kinds.ranking.heads import load_query_head
+from llmcond.metrics import METRICS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+N, R, D = 30, 3, 6
+JOINT = ["linear", "mlp"]
+APART = ["hadamard", "concat", "hypernet", "hypernet-full", "matrices"]
+QUICK = {"epochs": 2, "batch_size": 64, "patience": 9, "precision": "float32"}
+SIZES = {
+    "linear": {"dim": 4},
+    "mlp": {"dim": 6, "hidden": 5},
+    "hadamard": {},
+    "concat": {"dim": 4},
+    "hypernet": {"dim": 4, "rank": 2},
+    "hypernet-full": {"dim": 4},
+    "matrices": {"dim": 4},
+}
+
+
+def graph(seed=0, m=40, joint=False):
+    """A small graph: loops, an entity that none is linked to, features of any length."""
+    rng = np.random.default_rng(seed)
+    head, tail = rng.integers(N - 1, size=(2, m))
+    triples = np.stack([head, rng.integers(R, size=m), tail], axis=1).astype(np.int32)
+    triples[0] = (4, 1, 4)
+    both = np.concatenate([triples, triples[:, ::-1] + [0, R, 0]])
+    keys = np.unique(both[:, 0] * 2 * R + both[:, 1])
+    return QueryArrays(
+        entities=rng.normal(size=(N, D)).astype(np.float16),
+        triples=triples,
+        n_relations=R,
+        known=Known(both, N),
+        relations=rng.normal(size=(2 * R, 5)).astype(np.float16),
+        joint=rng.normal(size=(len(keys), D)).astype(np.float16) if joint else None,
+        joint_of=keys if joint else None,
+    )
+
+
+def recipe(name, **changes):
+    return load_recipe(name, "kgc").with_settings({**QUICK, **SIZES[name], **changes}, "test")
+
+
+def fit(name, arrays, on_dev=None, seed=0, **changes):
+    dev = on_dev and DevScore(METRICS["mrr"], on_dev)
+    return fit_queries(recipe(name, **changes), arrays, dev, seed, quiet, "cpu")
+
+
+def filtered_mrr(arrays, rows=None):
+    """The mean reciprocal rank of tails that are not known otherwise, triple by triple."""
+    rows = arrays.queries() if rows is None else rows
+
+    def score(head):
+        scores = head.queries(rows[:, 0], rows[:, 1]) @ head.candidates()[:].T
+        known = arrays.known.mask(rows[:, 0], rows[:, 1], np.arange(scores.shape[1]))
+        own = scores[np.arange(len(rows)), rows[:, 2]][:, None]
+        return float((1 / (1 + ((scores > own) & ~known).sum(axis=1))).mean())
+
+    return score
+
+
+# -- what is read of a graph --------------------------------------------------------------------
+
+
+def neighbours(arrays, entity, drop=None):
+    """The distinct other ends of an entity's triples, by hand."""
+    found = {int(t) for h, _, t in arrays.triples if h == entity}
+    found |= {int(h) for h, _, t in arrays.triples if t == entity}
+    return sorted(found - {entity, drop})
+
+
+def mean_of(arrays, entity, drop=None):
+    vectors = unit(arrays.entities.astype(np.float64))
+    linked = neighbours(arrays, entity, drop)
+    return vectors[linked].mean(axis=0) if linked else np.zeros(D)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_means_of_neighbours_leave_the_other_end_out(streamed, monkeypatch):
+    if streamed:
+        monkeypatch.setattr("llmcond.heads.rows._DENSE_BYTES", 0)
+    arrays = graph()
+    features, everyone = QueryFeatures(arrays), np.arange(N)
+    full = features.entities(everyone, neighbours=True).numpy()
+    expected = [mean_of(arrays, entity) for entity in range(N)]
+    np.testing.assert_allclose(full[:, D:], expected, atol=1e-6)
+    np.testing.assert_allclose(full[:, :D], unit(arrays.entities.astype(float)), atol=1e-6)
+    assert not full[N - 1, D:].any()  # nobody is linked to it
+
+    head, _, tail = arrays.triples.astype(np.int64).T
+    found = features.entities(head, neighbours=True, drop=tail).numpy()[:, D:]
+    for row, h, t in zip(found, head, tail, strict=True):
+        np.testing.assert_allclose(row, mean_of(arrays, h, t), atol=1e-6)
+    ends = zip(head, tail, strict=True)
+    alone = [row for row, (h, t) in enumerate(ends) if not neighbours(arrays, h, t)]
+    assert alone, "every head has another neighbour in this graph"
+    assert not found[alone].any()
+
+
+def test_what_lies_on_disk_gives_the_same_head(tmp_path, monkeypatch):
+    arrays = graph()
+    np.save(tmp_path / "entities.npy", arrays.entities)
+    stored = np.load(tmp_path / "entities.npy", mmap_mode="r")
+    dense = fit("hypernet-full", arrays, neighbours=True)
+    monkeypatch.setattr("llmcond.heads.rows._DENSE_BYTES", 0)
+    monkeypatch.setattr(query_maps, "_BLOCK", 7)
+    on_disk = QueryArrays(
+        Dense(stored), arrays.triples, R, arrays.known, relations=arrays.relations
+    )
+    streamed = fit("hypernet-full", on_disk, neighbours=True)
+    for name, value in dense.tensors.items():
+        np.testing.assert_allclose(streamed.tensors[name], value, atol=1e-6)
+    np.testing.assert_allclose(streamed.candidates()[:], dense.candidates()[:], atol=1e-6)
+    np.testing.assert_array_equal(streamed.candidates()[3:9], streamed.candidates()[:][3:9])
+
+
+def test_joint_features_that_are_missing_are_counted():
+    arrays = graph(joint=True)
+    head = fit("linear", arrays)
+    absent = next(
+        (h, r) for h in range(N) for r in range(2 * R) if h * 2 * R + r not in arrays.joint_of
+    )
+    with pytest.raises(UserError, match="1 of 2 queries have no joint features"):
+        head.queries([absent[0], arrays.triples[0, 0]], [absent[1], arrays.triples[0, 1]])
+    with pytest.raises(UserError, match="takes joint features of heads and relations"):
+        fit("linear", graph())
+
+
+# -- the equations, row by row ------------------------------------------------------------------
+
+
+def mapped(head, x, relation, arrays):
+    """What a head makes of one query's features, in float64, with every matrix formed."""
+    weights = {name: value.astype(np.float64) for name, value in head.tensors.items()}
+    settings, kind = head.settings, head.kind
+    if "head" in weights:
+        x = weights["head"] @ x + weights["head_bias"]
+    if kind == "query-linear":
+        return weights["map.weight"] @ x
+    if kind == "query-mlp":
+        hidden = torch.nn.functional.gelu(torch.from_numpy(weights["map.weight1"] @ x)).numpy()
+        return weights["map.weight2"] @ hidden
+    c = np.eye(2 * R)[relation]
+    if settings.relations == "features":
+        c = unit(arrays.relations.astype(np.float64))[relation]
+        c = c @ weights["basis"] if "basis" in weights else c
+    if kind == "query-hadamard":
+        return x * (weights["map.transform"] @ c + weights["map.transform_bias"])
+    if kind == "query-concat":
+        both = weights["map.sentence"] @ x + weights["map.condition"] @ c + weights["map.bias"]
+        return torch.nn.functional.gelu(torch.from_numpy(both)).numpy()
+    matrix = np.eye(D)
+    names = ("factor1", "factor2") if settings.rank else ("matrix",)
+    for name in names:
+        made = weights[f"map.{name}"] @ c + weights.get(f"map.{name}_bias", 0)
+        matrix = matrix @ made.reshape(matrix.shape[1], -1)
+    return x @ matrix
+
+
+def candidate_of(head, x, arrays):
+    """What a head makes of one candidate's features."""
+    weights = {name: value.astype(np.float64) for name, value in head.tensors.items()}
+    if head.settings.candidate == "linear":
+        return weights["tail"] @ x + weights["tail_bias"]
+    if head.settings.candidate == "none":
+        return x
+    if head.features == "joint":
+        return mapped(head, x, None, arrays)
+    return weights["head"] @ x + weights["head_bias"]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("score", ["cosine", "dot"])
+@pytest.mark.parametrize(
+    ("candidate", "with_neighbours"),
+    [("none", False), ("linear", False), ("linear", True), ("same", False), ("same", True)],
+)
+@pytest.mark.parametrize("name", [*JOINT, *APART])
+def test_a_fitted_head_is_its_equation(name, candidate, with_neighbours, score):
+    arrays = graph(joint=name in JOINT)
+    changes = {"candidate": candidate, "neighbours": with_neighbours, "score": score}
+    if candidate != "linear" and (name not in JOINT or candidate == "none"):
+        changes |= {"dim": D} if "dim" in SIZES[name] else {}
+    head = fit(name, arrays, **changes)
+    rows = arrays.queries()
+    vectors = unit(arrays.entities.astype(np.float64))
+
+    def read(own, entity):
+        return np.concatenate([own, mean_of(arrays, entity)]) if with_neighbours else own
+
+    def scored(embedded):
+        return unit(embedded) if score == "cosine" else embedded
+
+    found = head.queries(rows[:, 0], rows[:, 1])
+    assert found.dtype == np.float32
+    for got, (h, r, _) in zip(found, rows, strict=True):
+        own = vectors[h]
+        if name in JOINT:
+            place = np.searchsorted(arrays.joint_of, h * 2 * R + r)
+            own = unit(arrays.joint.astype(np.float64))[place]
+        expected = scored(mapped(head, read(own, h), r, arrays))
+        np.testing.assert_allclose(got, expected, atol=2e-5)
+    for entity, got in enumerate(head.candidates()[:]):
+        expected = scored(candidate_of(head, read(vectors[entity], entity), arrays))
+        np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("with_neighbours", [False, True])
+@pytest.mark.parametrize("name", ["linear", "mlp", "hadamard", "hypernet-full", "matrices"])
+def test_embeddings_are_the_features_at_the_start(name, with_neighbours):
+    """So that the first epochs are not spent on what the encoder knows already."""
+    arrays = graph(joint=True)
+    changes = {"dim": D} if "dim" in SIZES[name] else {}
+    changes |= {"hidden": 2 * D + 1} if name == "mlp" else {}
+    made = recipe(name, neighbours=with_neighbours, **changes)
+    features, rows = QueryFeatures(arrays), arrays.queries()
+
+    def make():
+        module = made.family(made.settings, *arrays.dims)
+        module.begin(features.relations)
+        return module
+
+    module = seeded(make, 0)[0].finished()
+    x = features.heads(rows[:, 0], rows[:, 1], name in JOINT, with_neighbours)
+    found = module.query(x, features.relations, torch.from_numpy(rows[:, 1]))
+    torch.testing.assert_close(found, x[:, :D], rtol=0, atol=1e-5)
+    x = features.entities(np.arange(N), with_neighbours)
+    torch.testing.assert_close(module.candidate(x), x[:, :D], rtol=0, atol=1e-5)
+
+
+def test_low_rank_starts_as_a_projection():
+    arrays, features = graph(), QueryFeatures(graph())
+    made = recipe("hypernet", dim=D)
+    module = made.family(made.settings, *arrays.dims)
+    module.begin(features.relations)
+    x = features.entities(np.arange(N))
+    which = torch.zeros(N, dtype=torch.int64)
+    once = module.map(x, features.relations @ module.basis, which).detach()
+    torch.testing.assert_close(
+        module.map(once, features.relations @ module.basis, which).detach(), once
+    )
+    assert torch.linalg.matrix_rank(once, rtol=1e-4) == 2
+
+
+def test_relations_by_their_coordinates_are_the_same_hypernetwork():
+    """What it makes of coordinates, it makes of the features by as many columns as these have."""
+    arrays = graph()
+    arrays = QueryArrays(
+        arrays.entities,
+        arrays.triples,
+        R,
+        arrays.known,
+        relations=np.random.default_rng(0).normal(size=(2 * R, 40)),
+    )
+    head = fit("hypernet-full", arrays)
+    basis, small = head.tensors["basis"], head.tensors["map.matrix"]
+    assert (basis.shape, small.shape) == ((40, 2 * R), (D * 4, 2 * R))
+    np.testing.assert_allclose(basis.T @ basis, np.eye(2 * R), atol=1e-5)
+    features = unit(arrays.relations)
+    np.testing.assert_allclose(
+        features @ (small @ basis.T).T, (features @ basis) @ small.T, atol=1e-6
+    )
+    # Coordinates lose nothing: a relation is the sum of its coordinates' directions.
+    np.testing.assert_allclose(features @ basis @ basis.T, features, atol=1e-5)
+
+
+# -- fitting ------------------------------------------------------------------------------------
+
+
+def ring(n=24, d=8):
+    """Entities in a ring, each tail so many steps on as the relation says: the relation decides."""
+    rng = np.random.default_rng(1)
+    steps = [1, 5, 11]
+    triples = np.array([(i, r, (i + s) % n) for i in range(n) for r, s in enumerate(steps)])
+    angle = 2 * np.pi * np.arange(n)[:, None] * np.array([1, 2, 3, 5]) / n
+    entities = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
+    both = np.concatenate([triples, triples[:, ::-1] + [0, 3, 0]])
+    relations = rng.normal(size=(6, d))
+    return QueryArrays(entities, triples, 3, Known(both, n), relations=relations)
+
+
+LONG = {"epochs": 40, "batch_size": 48, "learning_rate": 0.02, "patience": 40}
+
+
+@pytest.mark.parametrize("name", ["hypernet-full", "matrices"])
+def test_a_matrix_of_each_relation_learns_what_it_does(name):
+    arrays = ring()
+    score = filtered_mrr(arrays)
+    head = fit(name, arrays, score, dim=8, **LONG)
+    assert score(head) > 0.95
+    assert head.fit.record["selected_on"] == "dev"
+    curve = head.fit.record["curve"]
+    assert max(entry["dev_score"] for entry in curve) == score(head)
+    assert curve[-1]["loss"] < curve[0]["loss"] / 2
+    joint = np.repeat(arrays.entities, 6, axis=0)  # which say nothing of the relation
+    blind = QueryArrays(
+        arrays.entities, arrays.triples, 3, arrays.known, None, joint, np.arange(len(joint))
+    )
+    assert score(fit("linear", blind, dim=8, **LONG)) < 0.5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"queue": 2},
+        {"random_candidates": 5},
+        {"relation_negatives": 2},
+        {"negatives": "entities"},
+        {"negatives": "entities", "neighbours": True, "random_candidates": 5, "queue": 1},
+        {"self_negatives": False, "directions": "query"},
+        {"learn_temperature": False},
+        {"schedule": "constant", "dropout": 0.2, "weight_decay": 0.1},
+        {"start": "random"},
+        {"candidate": "same", "score": "dot"},
+        {"precision": "bfloat16"},
+        {"members": 2},
+    ],
+    ids="-".join,
+)
+def test_each_setting_changes_what_is_fitted_and_a_seed_gives_it_again(changes):
+    arrays = graph()
+    usual = {"dim": D, "batch_size": 32}
+    plain, first, second = (
+        fit("hypernet-full", arrays, seed=3, **usual, **own) for own in ({}, changes, changes)
+    )
+    for name, value in first.tensors.items():
+        np.testing.assert_array_equal(value, second.tensors[name])
+    assert any(
+        name not in plain.tensors or not np.array_equal(value, plain.tensors[name])
+        for name, value in first.tensors.items()
+    )
+    assert (first.scale == pytest.approx(20)) == ("learn_temperature" in changes)
+    rows = arrays.queries()
+    scores = first.queries(rows[:, 0], rows[:, 1]) @ first.candidates()[:].T
+    assert np.isfinite(scores).all()
+    if first.settings.score == "cosine":
+        assert np.abs(scores).max() <= 1 + 1e-5
+
+
+def test_members_are_heads_of_their_own_and_scores_their_mean():
+    arrays = graph()
+    both = fit("hadamard", arrays, members=2)
+    single = [fit("hadamard", arrays, seed=seed) for seed in (0, 2**20)]
+    rows = arrays.queries()
+    scores = [head.queries(rows[:, 0], rows[:, 1]) @ head.candidates()[:].T for head in single]
+    found = both.queries(rows[:, 0], rows[:, 1]) @ both.candidates()[:].T
+    np.testing.assert_allclose(found, np.mean(scores, axis=0), atol=1e-5)
+    assert len(both.fit.record["members"]) == 2
+
+
+def test_the_best_epoch_is_kept_and_patience_ends_fitting():
+    arrays, seen = graph(), []
+
+    def score(head):
+        seen.append(head.tensors)
+        return [0.1, 0.3, 0.2, 0.25][len(seen) - 1]
+
+    head = fit("hadamard", arrays, score, epochs=9, patience=2)
+    assert (len(seen), head.fit.record["best_epoch"]) == (4, 2)
+    for name, value in head.tensors.items():
+        np.testing.assert_array_equal(value, seen[1][name])
+    # Scoring leaves no trace: dropout is drawn as if it had not been.
+    changes = {"epochs": 2, "dropout": 0.3}
+    scored = fit("concat", arrays, lambda head: float(len(head.kind)), **changes)
+    plain = fit("concat", arrays, **changes)
+    assert scored.fit.record["best_epoch"] == 1  # the first of equal ones
+    assert plain.fit.record["best_epoch"] == 2
+    assert plain.fit.record["selected_on"] is None
+    curves = [[entry["loss"] for entry in one.fit.record["curve"]] for one in (scored, plain)]
+    assert curves[0] == curves[1]
+
+
+def test_a_head_without_parameters_is_the_features():
+    arrays = graph(joint=True)
+    head = fit_queries(load_recipe("none", "kgc"), arrays, None, 0, quiet)
+    rows = arrays.queries()
+    place = np.searchsorted(arrays.joint_of, rows[:, 0] * 2 * R + rows[:, 1])
+    expected = unit(arrays.joint.astype(np.float64))[place]
+    np.testing.assert_allclose(head.queries(rows[:, 0], rows[:, 1]), expected, atol=1e-5)
+    np.testing.assert_allclose(head.candidates()[:], unit(arrays.entities.astype(float)), atol=1e-5)
+    assert head.is_identity
+    assert head.fit.notes == ("the head has no parameters, so nothing is fitted",)
+
+
+def test_a_loss_that_diverges_is_told():
+    with pytest.raises(UserError, match=r"the loss became \w+ in epoch \d. Lower learning_rate"):
+        fit("hypernet-full", graph(), learning_rate=1e30, epochs=3, schedule="constant")
+
+
+# -- on disk, and on other graphs -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("linear", {}),
+        ("mlp", {"candidate": "same", "neighbours": True}),
+        ("hypernet", {"neighbours": True}),
+        ("matrices", {"members": 2}),
+        ("hadamard", {"score": "dot"}),
+    ],
+)
+def test_a_saved_head_is_the_same_head(name, changes, tmp_path):
+    arrays = graph(joint=name in JOINT)
+    head, rows = fit(name, arrays, lambda head: 0.5, **changes), arrays.queries()
+    save_head(head, tmp_path, {"made_by": "a test"})
+    loaded, record = load_query_head(tmp_path)
+    assert (loaded.kind, loaded.settings, loaded.scale) == (head.kind, head.settings, head.scale)
+    assert record["made_by"] == "a test"
+    assert (record["dim_out"], record["n_relations"]) == (head.dim_out, R)
+    assert record["fit"]["curve"][0]["dev_score"] == 0.5
+    with pytest.raises(UserError, match=r"on no graph yet: head.on\(arrays\)"):
+        loaded.candidates()
+    bound = loaded.on(arrays)
+    for part in ("queries", "candidates"):
+        given = rows.T[:2] if part == "queries" else ()
+        found = getattr(bound, part)(*given)[:]
+        np.testing.assert_array_equal(found, getattr(head, part)(*given)[:])
+    with pytest.raises(UserError, match="it ranks candidates and compares no pairs"):
+        load_head(tmp_path)
+
+
+def test_a_damaged_head_is_told(tmp_path):
+    save_head(fit("matrices", graph()), tmp_path, {})
+    record = read_json(tmp_path / "head.json")
+    write_json(tmp_path / "head.json", {**record, "n_relations": R + 1})
+    with pytest.raises(LlmcondError, match="does not hold the parameters of a query-hypernet head"):
+        load_query_head(tmp_path)
+
+
+@pytest.mark.parametrize("n_relations", ["3", -1, 2**25])
+def test_a_damaged_number_of_relations_is_told(n_relations, tmp_path):
+    save_head(fit("matrices", graph()), tmp_path, {})
+    record = read_json(tmp_path / "head.json")
+    write_json(tmp_path / "head.json", {**record, "n_relations": n_relations})
+    with pytest.raises(LlmcondError, match=r"has n_relations = .*was damaged. Fit the head again"):
+        load_query_head(tmp_path)
+
+
+def test_a_head_is_for_graphs_of_its_sizes():
+    arrays = graph()
+    head, other = fit("hypernet", arrays), graph(seed=1)
+    assert head.on(other).queries([1], [2]).shape == (1, 4)  # other entities
+    wider = QueryArrays(np.ones((4, D + 1)), arrays.triples, R, arrays.known, arrays.relations)
+    with pytest.raises(UserError, match=r"7 dimensions of features of entities; .* fitted on 6"):
+        head.on(wider)
+    more = QueryArrays(arrays.entities, arrays.triples, R + 1, arrays.known, arrays.relations)
+    with pytest.raises(UserError, match=r"the graph has 4 relations; .* was fitted on 3"):
+        fit("matrices", arrays).on(more)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        ("hypernet", {"neighbours": True, "candidate": "none"}, "neighbours need a map"),
+        ("hypernet", {"candidate": "none"}, "candidates keep their 6: set candidate to linear"),
+        ("concat", {"candidate": "same"}, "or dim to 6"),
+        ("concat", {"dim": 7}, "dim is 7, but the features have 6"),
+        ("hypernet", {"features": "both"}, "joint features or by separate ones"),
+        ("hypernet", {"mse": 1.0}, "unknown key 'mse'"),
+        ("hadamard", {"rank": 4}, "unknown key 'rank'"),
+        ("mlp", {"hidden": -1}, "'hidden' is -1: must be at least 0"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_told(name, changes, told):
+    with pytest.raises(UserError, match=told):
+        fit(name, graph(joint=True), **changes)
+
+
+def test_what_is_missing_is_told():
+    arrays = graph()
+    bare = QueryArrays(arrays.entities, arrays.triples, R, arrays.known)
+    with pytest.raises(UserError, match="takes the features of relations, and none were given"):
+        fit("hypernet", bare)
+    assert fit("matrices", bare).dim_out == 4
+    empty = QueryArrays(arrays.entities, arrays.triples[:0], R, arrays.known, arrays.relations)
+    with pytest.raises(UserError, match="no triples"):
+        fit("hypernet", empty)
+    with pytest.raises(UserError, match="the head mlp compares rated pairs; it ranks no"):
+        fit_queries(pair_recipe("mlp"), arrays, None, 0, quiet)
+    with pytest.raises(UserError, match="the head hypernet ranks candidates; it takes no rated"):
+        fit_recipe(recipe("hypernet"), None, None, 0, quiet)
+
+
+def test_a_task_has_recipes_of_its_own():
+    assert load_recipe("mlp", "kgc").kind == "query-mlp"
+    assert load_recipe("mlp").kind == load_recipe("mlp", "csts").kind == "mlp"
+    with pytest.raises(UserError, match="unknown head 'towers'"):
+        load_recipe("towers", "kgc")
+    made = load_recipe("hypernet", "kgc")
+    parsed = made.parse_changes({"neighbours": "true", "margin": "0.1", "rank": "8"}, "--set")
+    changed = made.with_settings(parsed, "--set").settings
+    assert (changed.neighbours, changed.margin, changed.rank) == (True, 0.1, 8)
+    assert math.isclose(Contrast(changed).scale, 1 / changed.temperature, rel_tol=1e-6)
+
+
+def test_a_head_of_the_users_own_maps_queries(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from llmcond.heads import HeadModule, SizedSettings\n"
+        "class Own(HeadModule):\n"
+        "    Settings = SizedSettings\n"
+        "    def __init__(self, settings, dim_in, dim_condition=0):\n"
+        "        super().__init__(settings, dim_in, dim_condition)\n"
+        "        self.add_layer('weight', settings.dim, dim_in, bias=True)\n"
+        "    def forward(self, x, condition=None, which=None):\n"
+        "        return self.affine('weight', x)\n"
+    )
+    (tmp_path / "mine.toml").write_text(
+        'kind = "query-own.py:Own"\ndescription = "d"\nsource = "s"\ndim = 4\ndropout = 0.0\n'
+        "learning_rate = 1e-3\nbatch_size = 32\nepochs = 1\npatience = 1\n"
+    )
+    arrays = graph(joint=True)
+    head = fit_queries(load_recipe(str(tmp_path / "mine.toml"), "kgc"), arrays, None, 0, quiet)
+    save_head(head, tmp_path / "saved", {})
+    assert load_query_head(tmp_path / "saved")[0].kind == "query-own.py:Own"
+
+
+def test_progress_is_reported_after_every_step():
+    reported, arrays = [], graph()
+    steps = -(-len(arrays.queries()) // 32)
+    own = recipe("hadamard", batch_size=32)
+    fit_queries(own, arrays, None, 0, lambda *args: reported.append(args), "cpu")
+    expected = [step / steps for step in range(1, 2 * steps + 1)]
+    assert [args[0] for args in reported] == pytest.approx(expected)

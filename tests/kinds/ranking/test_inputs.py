@@ -1,0 +1,95 @@
+"""Which inputs queries and candidates are under a template."""
+
+import numpy as np
+import pytest
+from helpers.graphs import write_graph
+
+from llmcond.data.datasets import DataOptions
+from llmcond.encoders.spec import EncoderInput
+from llmcond.errors import UserError
+from llmcond.kinds.ranking.inputs import QueryInputs
+from llmcond.kinds.ranking.task import QueryTexts
+from llmcond.prompts import load_prompt
+from llmcond.tasks import find_task
+
+TEXTS = QueryTexts(
+    sentences=["two dogs", "children"],
+    conditions=["the place", "people", "inverse the place", "inverse people"],
+    candidates=["two dogs", "children"],
+    asked=np.array([[0, 0], [0, 3], [1, 0]]),
+    names=("entity", "relation", "entity"),
+)
+
+
+def texts_of(inputs):
+    return [item.text for item in inputs]
+
+
+def test_separate_features_are_of_texts_alone():
+    inputs = QueryInputs(TEXTS, load_prompt("separate"))
+    assert list(inputs.columns) == ["candidates", "sentences", "conditions"]
+    assert inputs.sentences == inputs.candidates == [EncoderInput("", t) for t in TEXTS.candidates]
+    assert texts_of(inputs.conditions) == TEXTS.conditions
+    assert len(inputs) == len(list(inputs)) == 8
+    assert len(set(inputs)) == 6
+
+
+def test_joint_features_are_of_what_is_asked_only():
+    inputs = QueryInputs(TEXTS, load_prompt("concat-sent-cond"))
+    assert list(inputs.columns) == ["candidates", "joint", "conditions"]
+    joint = ["two dogs the place", "two dogs inverse people", "children the place"]
+    assert texts_of(inputs.joint) == joint
+    assert inputs.where(inputs.joint[1]) == (
+        "the entity 'two dogs' under the relation 'inverse people'"
+    )
+    assert inputs.where(inputs.conditions[1]) == "the relation 'people'"
+    assert inputs.where(EncoderInput("", "nothing")) is None
+
+
+def test_what_is_subtracted_may_be_of_the_sentence(tmp_path):
+    (tmp_path / "t.toml").write_text(
+        'description = "d"\nsource = "s"\n[conditional]\ntext = "{sentence}: {condition}"\n'
+        '[unconditional]\ntext = "{sentence}: anything"\n[plain]\ntext = "It is {sentence}."\n'
+    )
+    prompt = load_prompt(str(tmp_path / "t.toml"))
+    inputs = QueryInputs(TEXTS, prompt)
+    assert list(inputs.columns) == ["candidates", "joint", "sentences"]
+    assert texts_of(inputs.sentences) == ["two dogs: anything", "children: anything"]
+    assert texts_of(inputs.candidates) == ["It is two dogs.", "It is children."]
+
+
+def test_a_shuffled_control_asks_under_another_condition():
+    inputs = QueryInputs(TEXTS, load_prompt("control-shuffled"))
+    own = QueryInputs(TEXTS, load_prompt("concat-sent-cond"))
+    assert texts_of(inputs.joint)[1] == "two dogs the place"
+    assert all(given != asked for given, asked in zip(inputs.joint, own.joint, strict=True))
+    assert list(QueryInputs(TEXTS, load_prompt("control-shuffled"))) == list(inputs)
+
+
+def test_a_graph_is_asked_in_both_directions(tmp_path):
+    task = find_task("kgc")
+    graph = task.read(DataOptions(str(write_graph(tmp_path))))
+    texts = task.texts(graph)
+    assert len(texts.conditions) == 2 * graph.n_relations == 6
+    assert texts.candidates is texts.sentences
+    queries = np.concatenate([graph.queries(split) for split in graph.splits])
+    assert set(map(tuple, texts.asked)) == set(map(tuple, queries[:, :2]))
+    assert task.counted(graph).endswith("triples of 24 entities and 3 relations")
+    graph.save(tmp_path)
+    again = task.load(tmp_path, graph.to_json())
+    assert (again.digest, task.texts(again).conditions) == (graph.digest, texts.conditions)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (DataOptions(columns={"label": "x"}), "--columns"),
+        (DataOptions(scale={"low": 0}), "--rating-range"),
+        (DataOptions(split_seed=1), "--split-seed"),
+        (DataOptions(extra=("note",)), "'note'"),
+        (DataOptions([{"head": "a"}]), "list; the task kgc reads a folder"),
+    ],
+)
+def test_options_of_rows_are_refused(asked, words):
+    with pytest.raises(UserError, match=words):
+        find_task("kgc").read(asked)

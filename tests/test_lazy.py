@@ -1,0 +1,101 @@
+"""What embeds texts by the bundled model is there without torch and other large libraries."""
+
+import subprocess
+import sys
+
+import pytest
+
+from llmcond.heads.homes import FAMILIES
+
+LARGE = ("torch", "transformers", "peft", "lance", "pyarrow", "pandas", "scipy", "sklearn")
+#: What searches and clusters may import these, which are smaller.
+STORAGE = ("lance", "pyarrow", "pandas", "sklearn")
+
+LIGHT = """
+    llmcond.runs llmcond.runs.cross llmcond.runs.embedder llmcond.runs.extraction
+    llmcond.runs.familiarity llmcond.runs.open
+    llmcond.commands.embed llmcond.commands.similarity llmcond.workflows.embed
+    llmcond.data.aspects llmcond.data.candidates llmcond.data.datasets llmcond.data.guides
+    llmcond.data.queries llmcond.data.readers llmcond.data.rows
+    llmcond.tasks llmcond.tasks.csts llmcond.kinds.dialogue.task llmcond.kinds.dialogue.data
+    llmcond.kinds.ranking.graph llmcond.kinds.ranking.kgc
+    llmcond.evaluation.condition_checks llmcond.evaluation.conditions llmcond.evaluation.paired
+    llmcond.evaluation.results
+    llmcond.features.extract llmcond.features.view llmcond.metrics llmcond.prompts
+    llmcond.heads llmcond.heads.guide llmcond.heads.plain llmcond.heads.settings
+    llmcond.serving.app llmcond.serving.batching llmcond.serving.model llmcond.serving.running
+    llmcond.serving.server
+""".split()
+SEARCHES = """
+    llmcond.search llmcond.search.index llmcond.search.projection llmcond.search.searching
+    llmcond.workflows.cluster
+""".split()
+
+OPENED = """
+from llmcond.bundled import PRETRAINED, bundled
+from llmcond.runs.embedder import choose_head, choose_model
+from llmcond.runs.open import open_run
+run = open_run(bundled("models") / PRETRAINED)
+assert choose_head(run, None).head.kind == "none"
+choose_model(run, None)
+"""
+
+
+def loaded(code, libraries):
+    """Return which libraries a fresh process has loaded after running some code."""
+    code += f"\nimport sys\nprint(*[name for name in {libraries!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1].split()
+
+
+def test_embedding_texts_imports_no_large_library():
+    assert loaded(f"import {', '.join(LIGHT)}", LARGE) == []
+
+
+def test_search_and_clusters_import_no_torch():
+    assert loaded(f"import {', '.join(SEARCHES)}", tuple(set(LARGE) - set(STORAGE))) == []
+
+
+def test_the_bundled_model_is_opened_without_a_large_library():
+    assert loaded(OPENED, LARGE) == []
+
+
+COMMANDS = {
+    "similarity": ("similarity 'a man' 'a dog' --condition 'the subject'", ()),
+    "embed": ("embed texts.csv --out v.npy --condition-text 'the place'", ("pandas",)),
+    "check-condition": ("check-condition texts.csv --condition 'the place'", ("pandas",)),
+    "cluster": ("cluster texts.csv --condition 'the place' --clusters 2 --out g.csv", STORAGE),
+    "index": ("index texts.csv --condition 'the place' --out places", STORAGE),
+    "search": ("search places 'a dog' --condition 'the place' -k 2", STORAGE),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("texts")
+    texts = [f"{who} {where}" for who in ("a man", "a dog") for where in ("at home", "on a hill")]
+    (made / "texts.csv").write_text("\n".join(["text", *texts, *(f"{t} now" for t in texts)]))
+    return made
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_compute_without_torch(folder, command):
+    pytest.importorskip("openvino")
+    line, more = COMMANDS[command]
+    if command == "search" and not (folder / "places").exists():
+        test_commands_compute_without_torch(folder, "index")
+    run = f"import os, shlex\nfrom llmcond.cli import run\nos.chdir({str(folder)!r})"
+    run += f"\nassert run(shlex.split({line!r})) == 0"
+    used = loaded(run, LARGE)
+    assert {"torch", "transformers", "peft"}.isdisjoint(used), used
+    if not more:
+        assert used == []
+
+
+def test_heads_of_rated_pairs_import_no_other_kind():
+    names = "loading recipes fit base module settings storage plain estimator"
+    code = "".join(f"import llmcond.heads.{name}\n" for name in names.split())
+    others = {home.partition(":")[0] for home in FAMILIES.values() if "kinds" in home}
+    assert others
+    assert loaded(code, sorted(others)) == []
