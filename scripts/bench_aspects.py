@@ -123,7 +123,7 @@ def _embedder(name: str, variant: str, model: Embedder | None, encoder: Encoder)
             f"{name} is an encoder, which has no prompt of its own. Name other variants than "
             "model: plain, joint or routed."
         )
-    if model.head is not None and not model.head.compares_by_cosine:
+    if not model.head.compares_by_cosine:
         raise UserError(
             f"the head {model.name} of {name} does not compare embeddings by their cosine, which "
             "is what is measured here."

@@ -52,7 +52,7 @@ def systems(model: str, texts: list[str]) -> dict[str, Callable[[str], Vectors]]
     routed = Embedder(encoder, View((load_prompt("routed"),)))
 
     def alone(encoder: Any) -> Callable[[str], Vectors]:
-        vectors = unit_length(encoder.encode([EncoderInput("", text) for text in texts]), None)
+        vectors = unit_length(encoder.encode([EncoderInput("", text) for text in texts]))
         return lambda _: vectors
 
     makers: dict[str, Callable[[str], Vectors]] = {

@@ -65,7 +65,7 @@ def mixed(real: Vectors, n: int) -> Vectors:
         first, second = real[rng.integers(len(real), size=(2, m))]
         share = rng.uniform(0.55, 0.95, (m, 1)).astype(np.float32)
         noise = rng.normal(0, 0.01, first.shape).astype(np.float32)
-        out[start : start + m] = unit_length(share * first + (1 - share) * second + noise, None)
+        out[start : start + m] = unit_length(share * first + (1 - share) * second + noise)
     out[: len(real)] = real
     return out
 

@@ -31,7 +31,6 @@ from llmcond.options import option
 from llmcond.prompts import load_prompt
 from llmcond.runs import Run, open_run
 from llmcond.runs.features import Features
-from llmcond.runs.predictors import zeroshots
 from llmcond.runs.provenance import provenance
 from llmcond.workflows.evaluate import evaluate
 from llmcond.workflows.extract import extract
@@ -471,7 +470,7 @@ class Work:
 
 def _dim(run: Run, prompt: str, split: str) -> int:
     """Return the size of a run's vectors."""
-    view = zeroshots(run.prompt(prompt))[-1].view
+    view = run.zero_shot_views(run.prompt(prompt))[-1]
     return Features(run).pairs(view, split).dim
 
 

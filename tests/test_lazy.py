@@ -12,8 +12,8 @@ LARGE = ("torch", "transformers", "peft", "lance", "pyarrow", "pandas", "scipy",
 STORAGE = ("lance", "pyarrow", "pandas", "sklearn")
 
 LIGHT = """
-    llmcond.runs llmcond.runs.cross llmcond.runs.embedder llmcond.runs.extraction
-    llmcond.runs.familiarity llmcond.runs.open
+    llmcond.runs llmcond.runs.cross llmcond.runs.embedder llmcond.runs.embedding_model
+    llmcond.runs.extraction llmcond.runs.familiarity llmcond.runs.open
     llmcond.commands.embed llmcond.commands.similarity llmcond.workflows.embed
     llmcond.data.aspects llmcond.data.candidates llmcond.data.datasets llmcond.data.guides
     llmcond.data.queries llmcond.data.readers llmcond.data.rows
@@ -33,11 +33,10 @@ SEARCHES = """
 
 OPENED = """
 from llmcond.bundled import PRETRAINED, bundled
-from llmcond.runs.embedder import choose_head, choose_model
-from llmcond.runs.open import open_run
-run = open_run(bundled("models") / PRETRAINED)
-assert choose_head(run, None).head.kind == "none"
-choose_model(run, None)
+from llmcond.runs.embedding_model import EmbeddingModel
+model = EmbeddingModel.find(bundled("models") / PRETRAINED)
+assert model.head.is_fitted and model.head.head.kind == "none"
+assert not EmbeddingModel.find(model.run.folder, "none", "concat-cond-sent").head.is_fitted
 """
 
 

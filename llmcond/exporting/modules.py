@@ -93,7 +93,7 @@ def check_plain(embedder: Embedder) -> None:
         raise NotPlainError(reason)
     if not pooling_named(own.pooling).module:
         raise NotPlainError(f"{checkpoint.name} pools by {own.pooling}")
-    if embedder.head is not None and not embedder.head.compares_by_cosine:
+    if not embedder.head.compares_by_cosine:
         raise NotPlainError(f"the head {embedder.name} compares embeddings not by their cosine")
 
 
@@ -149,12 +149,10 @@ def _layers(embedder: Embedder, conditions: Sequence[str]) -> dict[str, list[Ten
         if of_condition is not None:
             given = _encoded(embedder, of_condition, condition)[None]
         made: Sequence[DenseLayer[Any]] | None = []
-        if head is not None and not head.is_identity:
+        if not head.is_identity:
             made = head.dense_layers(given)
         if made is None:
-            raise NotPlainError(
-                f"the head {embedder.name} ({head and head.kind}) is no such layers"
-            )
+            raise NotPlainError(f"the head {embedder.name} ({head.kind}) is no such layers")
         layers = [_without_mean(layer) for layer in made]
         if subtracts:
             taken = _encoded(embedder, view.prompts[0], condition)

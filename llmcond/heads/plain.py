@@ -16,6 +16,7 @@ from safetensors.numpy import load as load_tensors
 from llmcond.arrays import Array, MatrixLike, as_matrix, cosine
 from llmcond.config import build
 from llmcond.heads.layers import PLAIN_KINDS, DenseLayer, LayerForm, apply_layers
+from llmcond.heads.settings import NoSettings
 from llmcond.heads.storage import HeadFiles, damaged_weights, read_head
 from llmcond.heads.transform import check_features, transform_blocks
 
@@ -34,7 +35,7 @@ class PlainHead:
     Attributes:
         kind: its name in recipes and head.json.
         settings: an instance of the kind's settings.
-        dim_in: size of the features.
+        dim_in: size of the features; 0: any, of a head of kind ``none`` that was not fitted.
         tensors: its parameters, by the names that head.safetensors has.
     """
 
@@ -76,7 +77,7 @@ class PlainHead:
 
     @property
     def dim_out(self) -> int:
-        """Return the size of the embeddings."""
+        """Return the size of the embeddings; 0: that of the features."""
         return sum(len(layers[-1].weight) if layers else self.dim_in for layers in self.members)
 
     def dense_layers(self, condition: Array | None = None) -> _Layers | None:
@@ -102,6 +103,12 @@ class PlainHead:
         joined: Array = np.concatenate(unit, axis=1)
         return joined / np.float32(len(parts) ** 0.5)
 
+    def similarity(
+        self, first: MatrixLike, second: MatrixLike, condition: MatrixLike | None = None
+    ) -> Array:
+        """Return the cosines of the embeddings of two sets of features, (n,) float32."""
+        return self.compare(self.transform(first, condition), self.transform(second, condition))
+
     def compare(self, first: Array, second: Array) -> Array:
         """Return the cosines of embeddings, (n, k) twice -> (n,)."""
         return cosine(first, second)
@@ -109,6 +116,10 @@ class PlainHead:
     def check(self, features: MatrixLike, condition: MatrixLike | None) -> None:
         """Check what the head is to be applied to; errors are those of :meth:`transform`."""
         check_features(self, features, condition)
+
+
+#: The head of zero-shot, which was not fitted: embeddings are the features as they are.
+ZERO_SHOT = PlainHead("none", NoSettings(), 0, {})
 
 
 def load_embedding_head(folder: Path) -> tuple[EmbeddingHead, dict[str, Any]]:

@@ -26,7 +26,7 @@ class Sized(Protocol):
 
     @property
     def dim_in(self) -> int:
-        """Return the size of the features."""
+        """Return the size of the features; 0: any."""
 
     @property
     def dim_condition(self) -> int:
@@ -40,7 +40,7 @@ def check_features(head: Sized, features: MatrixLike, condition: MatrixLike | No
         UserError: features of another size, or conditions that are missing or not wanted.
     """
     kind = head.kind
-    if features.shape[1] != head.dim_in:
+    if head.dim_in and features.shape[1] != head.dim_in:
         raise UserError(
             f"the features have {features.shape[1]} dimensions; this {kind} head was fitted on "
             f"{head.dim_in}."

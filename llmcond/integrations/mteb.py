@@ -63,7 +63,7 @@ class MtebEncoder(AbsEncoder):  # type: ignore[misc]  # of a library without typ
         self.embedder = load_embedder(model_name, head, prompt=prompt, device=device or "auto")
         self.condition = condition
         own = self.embedder
-        if own.head is not None and not own.head.compares_by_cosine:
+        if not own.head.compares_by_cosine:
             raise UserError(
                 f"the head {own.name} compares embeddings not by their cosine, as mteb would."
             )
@@ -102,9 +102,9 @@ class MtebEncoder(AbsEncoder):  # type: ignore[misc]  # of a library without typ
 def _revision(embedder: Embedder) -> str:
     """Identify everything that decides an embedder's vectors."""
     head, prompts = embedder.head, [prompt.digest for prompt in embedder.view.prompts]
-    tensors = {} if head is None else {k: np.ascontiguousarray(v) for k, v in head.tensors.items()}
+    tensors = {name: np.ascontiguousarray(value) for name, value in head.tensors.items()}
     weights = digest_bytes(save_tensors(tensors), size=16).hex()
-    settings = "" if head is None else repr(head.settings)
+    settings = repr(head.settings) if head.dim_in else ""
     return digest_text(embedder.encoder.identity.fingerprint, *prompts, settings, weights)
 
 

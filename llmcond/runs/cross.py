@@ -56,6 +56,7 @@ class CrossEncoder(Comparing):
     fitted_on: str = ""
 
     name = recipe = NAME
+    is_fitted = True
 
     def __repr__(self) -> str:
         """Return what it is made of, in a line."""

@@ -9,25 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmcond.arrays import Gathered, Matrix, as_list, cosine
-from llmcond.bundled import pretrained
+from llmcond.arrays import Gathered, Matrix, as_list
 from llmcond.data.guides import LabelledTexts, check_labelled
 from llmcond.data.readers import described_source
 from llmcond.encoders import resolve_base
 from llmcond.errors import UserError
 from llmcond.features.view import Part, View
 from llmcond.heads.guide import Guide, apply_guides, fit_guide
-from llmcond.heads.plain import EmbeddingHead, PlainHead
-from llmcond.log import log
+from llmcond.heads.plain import ZERO_SHOT, EmbeddingHead, PlainHead
 from llmcond.prompts import Prompt
-from llmcond.runs import (
-    AnyRun,
-    Run,
-    Saved,
-    SavedEmbeddingHead,
-    open_run,
-)
+from llmcond.runs import SavedEmbeddingHead
 from llmcond.runs.comparing import Comparing, Vectors, checked_texts, one_text
+from llmcond.runs.embedding_model import EmbeddingModel
 from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.usual import find_run
 
@@ -46,7 +39,8 @@ class Embedder(Comparing):
     Attributes:
         encoder: f.
         view: I, for both cases, and whether the second term is subtracted.
-        head: g, with its name in the run; None: zero-shot, the features as they are.
+        head: g; without one zero-shot, where embeddings are the features as they are.
+        name: the head's in the run; ``none``: zero-shot.
         cache: keeps what a hypernetwork makes of conditions, from one call to the next.
         fitted_on: the data that the head was fitted on.
         guides: what maps embeddings under some conditions; see :meth:`guided`.
@@ -54,7 +48,7 @@ class Embedder(Comparing):
 
     encoder: Encoder
     view: View
-    head: EmbeddingHead | None = None
+    head: EmbeddingHead = ZERO_SHOT
     name: str = "none"
     cache: ConditionCache | None = None
     fitted_on: str = ""
@@ -70,7 +64,7 @@ class Embedder(Comparing):
     @property
     def dim(self) -> int:
         """Return the size of the embeddings."""
-        return self.encoder.dim if self.head is None else self.head.dim_out
+        return self.head.dim_out or self.encoder.dim
 
     def encode(
         self,
@@ -179,15 +173,11 @@ class Embedder(Comparing):
             inputs = [getattr(prompt, part).render(*row) for row in texts]
             return Gathered(vectors, np.array([place[item] for item in inputs], dtype=np.int64))
 
-        features = self.view.sentence(read)
-        if self.head is None:
-            made = features.read()
+        features, condition = self.view.sentence(read), self.view.condition(read)
+        if self.cache is not None and condition is not None:
+            made = self.cache.transform(features, condition)
         else:
-            condition = self.view.condition(read)
-            if self.cache is not None and condition is not None:
-                made = self.cache.transform(features, condition)
-            else:
-                made = self.head.transform(features, condition)
+            made = self.head.transform(features, condition)
         return apply_guides(made, [own for _, own in texts], self.guides)
 
     def _compared(
@@ -202,16 +192,16 @@ class Embedder(Comparing):
 
     def compare(self, first: Vectors, second: Vectors) -> Vectors:
         """Return how similar embeddings, (n, k), are to others row by row, (n,)."""
-        return cosine(first, second) if self.head is None else self.head.compare(first, second)
+        return self.head.compare(first, second)
 
 
-def guide_of(labelled: LabelledTexts, vectors: Vectors, head: EmbeddingHead | None) -> Guide:
+def guide_of(labelled: LabelledTexts, vectors: Vectors, head: EmbeddingHead = ZERO_SHOT) -> Guide:
     """Fit a guide to the embeddings, (m, k), of labelled texts.
 
     Raises:
         UserError: the head does not compare embeddings by their cosine.
     """
-    if head is not None and not head.compares_by_cosine:
+    if not head.compares_by_cosine:
         raise UserError(
             "the head compares embeddings in a way of its own, and a guide maps embeddings that "
             "are compared by cosine. Choose another --head."
@@ -219,12 +209,12 @@ def guide_of(labelled: LabelledTexts, vectors: Vectors, head: EmbeddingHead | No
     return fit_guide(vectors, labelled.labels, source=labelled.source, digest=labelled.digest)
 
 
-def unit_length(vectors: Vectors, head: EmbeddingHead | None) -> Vectors:
+def unit_length(vectors: Vectors, head: EmbeddingHead = ZERO_SHOT) -> Vectors:
     """Return embeddings, (n, k), with unit L2 norm; as they are where their cosine is not taken.
 
     Those of norm 0, which say nothing, stay so.
     """
-    if head is not None and not head.compares_by_cosine:
+    if not head.compares_by_cosine:
         return vectors
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit: Vectors = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
@@ -261,19 +251,16 @@ def load_embedder(
             control, or an encoder that has changed.
         LlmcondError: the hub cannot be reached, or the encoder cannot be loaded.
     """
-    opened = open_run(find_run(run, revision))
-    chosen, view = choose_model(opened, head, prompt)
-    resolved = opened.resolve_encoder(device, max_tokens_per_batch)
-    return make_embedder(LazyEncoder(resolved)(), view, chosen)
+    model = EmbeddingModel.find(find_run(run, revision), head, prompt)
+    resolved = model.run.resolve_encoder(device, max_tokens_per_batch)
+    return make_embedder(LazyEncoder(resolved)(), model.head)
 
 
-def make_embedder(encoder: Encoder, view: View, chosen: SavedEmbeddingHead | None) -> Embedder:
-    """Return an encoder with a head of its run, or zero-shot, as one object."""
-    if chosen is None:
-        return Embedder(encoder, view)
-    fitted_on = described_source(chosen.record["data"]["source"])
-    cache = condition_cache(chosen.head)
-    return Embedder(encoder, view, chosen.head, chosen.name, cache, fitted_on)
+def make_embedder(encoder: Encoder, saved: SavedEmbeddingHead) -> Embedder:
+    """Return an encoder with a head of its run, fitted or zero-shot, as one object."""
+    fitted_on = described_source(saved.record["data"]["source"]) if saved.is_fitted else ""
+    cache = condition_cache(saved.head)
+    return Embedder(encoder, saved.view, saved.head, saved.reference, cache, fitted_on)
 
 
 def condition_cache(head: EmbeddingHead) -> ConditionCache | None:
@@ -299,68 +286,6 @@ def base_encoder(encoder: Encoder) -> Encoder | None:
     if base is encoder.resolved:
         return encoder
     return None if base is None else LazyEncoder(base)()
-
-
-def choose_model(
-    run: Run, head: str | None, prompt: str | None = None
-) -> tuple[SavedEmbeddingHead | None, View]:
-    """Return what embeds texts, a head (None: zero-shot) and its view, and log what it is.
-
-    Raises:
-        UserError: as :func:`choose_head`, or the prompt is a control.
-    """
-    chosen = choose_head(run, head, prompt)
-    view = View((run.prompt(prompt),)) if chosen is None else chosen.view
-    view.check_texts()
-    log_model(run, chosen, view.name, head)
-    return chosen, view
-
-
-def log_model(run: AnyRun, chosen: Saved[Any] | None, prompt: str, named: str | None) -> None:
-    """Log in one line the model, the head and the prompt that are used.
-
-    ``named`` is the head that the user named; None: why this one was chosen is logged too.
-    """
-    default = run.default_head()
-    if chosen is None:
-        head = "zero-shot" if default else "zero-shot (no head is fitted)"
-    else:
-        head = f"head {chosen.name}"
-        if named is None and default is not None:
-            head += f" ({default[1]})"
-    source = described_source(run.manifest["data"]["source"])
-    if run.folder == pretrained(run.folder.name):
-        is_default = chosen is not None and default is not None and chosen.name == default[0]
-        parts = [f"{run.folder.name} (bundled)", "" if is_default else head]
-    else:
-        parts = [str(run.folder), f"encoder {run.encoder_name}", head]
-    fitted = f"fitted on {source}" if chosen is not None and parts[-1] else ""
-    log.info("model: %s", ", ".join(filter(None, [*parts, f"prompt {prompt}", fitted])))
-
-
-def choose_head(run: AnyRun, name: str | None, prompt: str | None = None) -> Saved[Any] | None:
-    """Return the head that a name stands for; None for zero-shot.
-
-    Raises:
-        UserError: no such head, several, or one that was fitted on another prompt than asked for.
-    """
-    wanted = name
-    if wanted is None and (default := run.default_head()) is not None:
-        wanted = default[0]
-    if wanted is None or wanted == "none":
-        return None
-    names = run.full_head_names([wanted])
-    if len(names) > 1:
-        raise UserError(
-            f"{run.folder} has several heads {wanted!r}: {', '.join(names)}. Give the full name."
-        )
-    chosen = run.load_applied_head(names[0])
-    if prompt is not None and set(prompt.split("+")) != set(chosen.view.name.split("+")):
-        raise UserError(
-            f"the head {chosen.name} was fitted on the prompt {chosen.view.name}, not {prompt}. "
-            "Leave out --prompt, or choose another --head."
-        )
-    return chosen
 
 
 def describe(embedder: Embedder) -> dict[str, Any]:

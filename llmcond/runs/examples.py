@@ -21,9 +21,8 @@ from llmcond.heads import Recipe
 from llmcond.heads.base import Fitted
 from llmcond.heads.pairs import OnEpoch
 from llmcond.metrics import metric_of
-from llmcond.prompts import Prompt
 from llmcond.runs.kind import find_kind
-from llmcond.runs.predictors import AnyPredictor, Zeroshot
+from llmcond.runs.predictors import AnyPredictor
 from llmcond.runs.run import AnyRun
 
 
@@ -76,10 +75,6 @@ class Examples(ABC):
     @abstractmethod
     def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
         """Return what metrics take of each example, (n,): its similarity, or its answer's rank."""
-
-    @abstractmethod
-    def zeroshots(self, prompt: Prompt) -> list[Zeroshot]:
-        """Return the ways to compare a prompt's features as they are."""
 
 
 def examples_of(run: AnyRun) -> Examples:

@@ -22,7 +22,7 @@ def unfamiliar(run: Run, embedder: Embedder, conditions: Sequence[str]) -> dict[
     conditions alone, none is called unfamiliar.
     """
     prompt = next((one for one in embedder.view.prompts if one.of_condition), None)
-    if embedder.head is None or prompt is None or not run.has_rows:
+    if not embedder.head.dim_in or prompt is None or not run.has_rows:
         return {}
     rows = run.rows("train")
     own = {rows.condition[i]: None for i in np.flatnonzero(rows.rated).tolist()}
@@ -33,12 +33,12 @@ def unfamiliar(run: Run, embedder: Embedder, conditions: Sequence[str]) -> dict[
     store = run.store()
     if store.missing(inputs):
         return {}
-    trained = unit_length(store.lookup(inputs).read(), None)
+    trained = unit_length(store.lookup(inputs).read())
     among = trained @ trained.T
     np.fill_diagonal(among, -1)
     least = np.quantile(among.max(axis=1), 1 - _SHARE)
     new = embedder.encoder.encode([prompt.unconditional.render("", text) for text in asked])
-    near = unit_length(new, None) @ trained.T
+    near = unit_length(new) @ trained.T
     return {
         text: known[int(row.argmax())]
         for text, row in zip(asked, near, strict=True)

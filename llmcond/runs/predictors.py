@@ -1,27 +1,25 @@
-"""Predictors of similarity from a run's features: a fitted head, or the features as they are."""
+"""Predictors of similarity from a run's features: fitted heads, and zero-shot."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.arrays import as_matrix
 from llmcond.data.rows import Rows, leaked_pairs
 from llmcond.errors import UserError
 from llmcond.evaluation.paired import RESAMPLES
 from llmcond.evaluation.results import Result, Results, Scored, score
-from llmcond.features.view import View
-from llmcond.heads import PairArrays, cosine
+from llmcond.heads import PairArrays
+from llmcond.heads.plain import PlainHead
 from llmcond.log import log
 from llmcond.metrics import DEFAULT, Metric
 from llmcond.prompts import Prompt
 from llmcond.runs.cross import CrossEncoder
 from llmcond.runs.run import AnyRun
-from llmcond.runs.saved import Saved, SavedHead, StaleHeadError, head_name
+from llmcond.runs.saved import Saved, SavedEmbeddingHead, StaleHeadError, zero_shot
 from llmcond.runs.task_runs import Run
 from llmcond.tasks import DEFAULT_TASK
 
@@ -29,32 +27,13 @@ from llmcond.tasks import DEFAULT_TASK
 _BLOCK = 8_192
 
 
-@dataclass(frozen=True, slots=True)
-class Zeroshot:
-    """Features compared as they are: by no head."""
-
-    head: ClassVar[None] = None
-    recipe: ClassVar[str] = "none"
-
-    view: View
-
-    @property
-    def name(self) -> str:
-        """Return its label in results: ``none@PROMPT``."""
-        return head_name(self.recipe, self.view)
+#: A head of a run of any kind.
+AnyPredictor: TypeAlias = Saved[Any]
 
 
-Predictor: TypeAlias = "SavedHead | Zeroshot"
-#: Of a run of whatever kind.
-AnyPredictor = Saved[Any] | Zeroshot
-
-
-def zeroshots(prompt: Prompt) -> list[Zeroshot]:
-    """Return the ways to compare a prompt's features as they are, with subtraction last."""
-    # Separate features without subtraction leave the condition out; a control without it has
-    # nothing to subtract.
-    options = (True,) if prompt.separate or not prompt.subtractable else (False, True)
-    return [Zeroshot(View((prompt,), subtract)) for subtract in options]
+def zeroshots(run: AnyRun, prompt: Prompt) -> list[Saved[PlainHead]]:
+    """Return the heads of zero-shot under a prompt, the one with subtraction last."""
+    return [zero_shot(view) for view in run.zero_shot_views(prompt)]
 
 
 def fitted_heads(run: AnyRun, names: Sequence[str], split: str | None = None) -> list[Saved[Any]]:
@@ -146,9 +125,9 @@ def unscored(
         subtract=view is not None and view.subtracts,
         split=split,
         task=task,
-        dim=head.dim_out if head and view else None,
-        seeds=(head.seed,) if head else (),
-        fits=(head.fit.record,) if head else (),
+        dim=(head.dim_out or None) if view else None,
+        seeds=(head.seed,) if predictor.is_fitted else (),
+        fits=(head.fit.record,) if predictor.is_fitted else (),
     )
 
 
@@ -171,14 +150,10 @@ def results_of(
     return Results(tuple(score(described, seeded, rows, metrics, resamples)))
 
 
-def predict(predictor: Predictor, pairs: PairArrays) -> NDArray[np.float32]:
+def predict(predictor: SavedEmbeddingHead, pairs: PairArrays) -> NDArray[np.float32]:
     """Return the predicted similarity of each row as the predictor sees it, (n,) float32."""
     blocks = []
     for start in range(0, len(pairs), _BLOCK):
         block = pairs.take(np.arange(len(pairs))[start : start + _BLOCK])
-        if predictor.head is None:
-            first, second = as_matrix(block.first), as_matrix(block.second)
-            blocks.append(cosine(first[:], second[:]))
-        else:
-            blocks.append(predictor.head.similarity(block.first, block.second, block.condition))
+        blocks.append(predictor.head.similarity(block.first, block.second, block.condition))
     return np.concatenate(blocks)

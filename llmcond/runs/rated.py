@@ -15,10 +15,9 @@ from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe
 from llmcond.heads.pairs import OnEpoch
 from llmcond.log import log
 from llmcond.metrics import Metric, metric_of
-from llmcond.prompts import Prompt
 from llmcond.runs.examples import Examples
 from llmcond.runs.features import Features
-from llmcond.runs.predictors import AnyPredictor, Zeroshot, check_scorable, predict, zeroshots
+from llmcond.runs.predictors import AnyPredictor, check_scorable, predict
 from llmcond.runs.task_runs import Run
 
 
@@ -79,10 +78,6 @@ class RatedExamples(Examples):
     def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
         """See :class:`Examples`: the similarity of all rows, unrated ones included."""
         return predict(predictor, self._features.pairs(predictor.view, split))
-
-    def zeroshots(self, prompt: Prompt) -> list[Zeroshot]:
-        """See :class:`Examples`."""
-        return zeroshots(prompt)
 
 
 def _score(head: FittedHead, dev: PairArrays, metric: Metric) -> float:

@@ -296,6 +296,11 @@ class AnyRun(ABC):
             }
             write_json(self.folder / "run.json", self.manifest)
 
+    @property
+    def is_bundled(self) -> bool:
+        """Return whether it is a model that is shipped with llmcond, which is laid out as a run."""
+        return self.folder == pretrained(self.folder.name)
+
     # -- heads ---------------------------------------------------------------------------------
 
     @property
@@ -344,6 +349,13 @@ class AnyRun(ABC):
         with FileLock(self.folder / ".lock"):
             self.manifest = {**read_manifest(self.folder), "default_head": name}
             write_json(self.folder / "run.json", self.manifest)
+
+    def zero_shot_views(self, prompt: Prompt) -> list[View]:
+        """Return the views of a prompt that zero-shot compares, the one with subtraction last."""
+        # Separate features without subtraction leave the condition out; a control without it has
+        # nothing to subtract.
+        options = (True,) if prompt.separate or not prompt.subtractable else (False, True)
+        return [View((prompt,), subtract) for subtract in options]
 
     def head_record(self, name: str) -> dict[str, Any]:
         """Return what ``head.json`` holds of a head."""
@@ -412,7 +424,7 @@ class AnyRun(ABC):
                 recipe = next((r for r in recipes if name == r or name.startswith(f"{r}@")), None)
                 fit = f"Fit it: llmcond fit-head --head {recipe} --run {self.folder}"
                 remedy = fit if recipe else nearest(name, [*known, *recipes])
-                if self.folder == pretrained(self.folder.name):
+                if self.is_bundled:
                     remedy = (
                         "Heads are fitted in a run: llmcond extract --model "
                         f"{self.folder.name} --prompt {' '.join(self.prompts())}"

@@ -1,4 +1,4 @@
-"""A fitted head in a run's folder: its name, and what ``head.json`` says of it."""
+"""A head of a run: its name, and what ``head.json`` says of it; or that of zero-shot."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 from llmcond.errors import UserError
 from llmcond.evaluation.results import default_name
 from llmcond.features.view import View
+from llmcond.heads.plain import ZERO_SHOT, EmbeddingHead, PlainHead
 from llmcond.metrics import metric_of
 from llmcond.records import check_record
 from llmcond.runs.records import FittedOn
@@ -16,14 +17,13 @@ from llmcond.runs.records import FittedOn
 if TYPE_CHECKING:
     from llmcond.heads import FittedHead
     from llmcond.heads.base import Fitted
-    from llmcond.heads.plain import EmbeddingHead, PlainHead
 
 H_co = TypeVar("H_co", bound="Fitted | PlainHead", covariant=True)
 
 
 @dataclass(frozen=True)
 class Saved(Generic[H_co]):
-    """A fitted head of a run, with what it was fitted on.
+    """A head of a run, with what it was fitted on; or that of zero-shot, see :func:`zero_shot`.
 
     ``name`` is its folder's, unique in the run, and ``record`` everything that head.json holds.
     """
@@ -34,9 +34,19 @@ class Saved(Generic[H_co]):
     record: Mapping[str, Any]
 
     @property
+    def is_fitted(self) -> bool:
+        """Return whether it was fitted; if not, it is zero-shot."""
+        return self.head.dim_in > 0  # also of a copy in another process
+
+    @property
     def recipe(self) -> str:
         """Return the name of the recipe it was fitted by."""
         return str(self.record["recipe"]["name"])
+
+    @property
+    def reference(self) -> str:
+        """Return what ``--head`` names it by: its name, or ``none`` of zero-shot."""
+        return self.name if self.is_fitted else self.recipe
 
     @property
     def trained_on(self) -> tuple[str, ...]:
@@ -56,6 +66,12 @@ def head_name(recipe: str, view: View) -> str:
     """Return the name that a head has in a run unless the user gives one."""
     plain = not view.subtract and view.features not in ("separate", "alone")
     return default_name(recipe, [prompt.name for prompt in view.prompts], plain)
+
+
+def zero_shot(view: View) -> Saved[PlainHead]:
+    """Return the head of zero-shot, ``none@PROMPT``: the features of a view as they are."""
+    record = {"recipe": {"name": "none"}, "weights_sha256": None, "fit": {"trained_on": ()}}
+    return Saved(head_name("none", view), ZERO_SHOT, view, record)
 
 
 def fitted_on(record: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from llmcond.records import RECORD, check_record
 from llmcond.runs.embedder import Embedder
 from llmcond.runs.extraction import extract_inputs
 from llmcond.search.hits import Hits
-from llmcond.search.model import Model
+from llmcond.search.model import SearchModel
 from llmcond.search.rows import Rows, Written, check_text
 from llmcond.search.searching import Searched
 from llmcond.search.table import Table
@@ -66,7 +66,7 @@ class Index:
         written: what became of the texts that were added last by this object.
     """
 
-    def __init__(self, folder: Path, model: Model) -> None:
+    def __init__(self, folder: Path, model: SearchModel) -> None:
         """Open a folder whose index.json was checked; use :meth:`build` or :meth:`open`."""
         self.folder = folder
         self.written = Written(0, 0, 0)
@@ -124,7 +124,7 @@ class Index:
                     f"{folder} is no index (it has no index.json). Name another folder; nothing in "
                     "it was touched."
                 )
-            found = Model.find(**given, device=device)
+            found = SearchModel.find(**given, device=device)
             _record(folder, found)  # of one that nothing was written into, another
             shutil.rmtree(folder / "guides", ignore_errors=True)
             index = cls(folder, found)
@@ -160,7 +160,7 @@ class Index:
             made_by["prompt"] = None
         told = ", ".join(f"{key} {value}" for key, value in record["made_by"].items())
         try:
-            model = Model.find(**{**made_by, **given}, device=device)
+            model = SearchModel.find(**{**made_by, **given}, device=device)
         except UserError as error:
             if "head" in given or "prompt" in given:
                 raise
@@ -583,7 +583,7 @@ class _Record:
 
 def _record(
     folder: Path,
-    model: Model,
+    model: SearchModel,
     conditions: Sequence[str] = (),
     values: Mapping[str, Sequence[str]] | None = None,
 ) -> None:

@@ -1,28 +1,18 @@
-"""What makes the vectors of an index: an encoder, a prompt and a head, and how they are told."""
+"""What makes the vectors of an index: a run and its head, and how they are recorded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from llmcond.bundled import pretrained
 from llmcond.data.guides import LabelledTexts
 from llmcond.errors import UserError
-from llmcond.features.view import View
 from llmcond.heads.guide import Guide
-from llmcond.runs import Run, SavedEmbeddingHead, open_run
-from llmcond.runs.embedder import (
-    Embedder,
-    base_encoder,
-    choose_model,
-    guide_of,
-    make_embedder,
-)
-from llmcond.runs.extraction import LazyEncoder
-from llmcond.runs.usual import usual_run
+from llmcond.runs.embedder import Embedder, base_encoder, guide_of, make_embedder
+from llmcond.runs.embedding_model import EmbeddingModel
 from llmcond.search.projection import ALONE, Projections, Sources
 
 if TYPE_CHECKING:
@@ -30,61 +20,32 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Model:
-    """A run with one of its heads, or zero-shot. The encoder is loaded when it is needed.
+class SearchModel(EmbeddingModel):
+    """A model whose vectors are searched. The encoder is loaded when it is needed.
 
     Attributes:
         guides: what maps vectors under some conditions.
+
+    Raises:
+        UserError: the head does not compare embeddings by their cosine.
     """
 
-    run: Run
-    saved: SavedEmbeddingHead | None
-    view: View
-    device: str
     guides: dict[Any, Guide] = field(default_factory=dict)
 
-    @classmethod
-    def find(
-        cls,
-        run: str | Path | None = None,
-        model: str | None = None,
-        head: str | None = None,
-        prompt: str | None = None,
-        device: str = "auto",
-    ) -> Model:
-        """Return what the arguments of :func:`load_embedder` name.
-
-        Raises:
-            UserError: no such run or head, or a head whose embeddings are not compared by cosine.
-        """
-        opened = open_run(usual_run(run, model))
-        saved, view = choose_model(opened, head, prompt)
-        if saved is not None and not saved.head.compares_by_cosine:
+    def __post_init__(self) -> None:
+        if not self.head.head.compares_by_cosine:
             raise UserError(
-                f"the head {saved.name} compares embeddings in a way of its own, and an index "
+                f"the head {self.head.name} compares embeddings in a way of its own, and an index "
                 "compares by cosine. Choose another --head."
             )
-        return cls(opened, saved, view, device)
 
     @property
     def made_by(self) -> dict[str, str]:
         """Return how it is found again: the arguments of :meth:`find`, as texts."""
         folder = self.run.folder
-        bundled = folder == pretrained(folder.name)
-        where = {"model": folder.name} if bundled else {"run": str(folder.resolve())}
-        if self.saved is None:
-            return {**where, "head": "none", "prompt": self.view.name}
-        return {**where, "head": self.saved.name}
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Return everything that decides the vectors."""
-        return {
-            "encoder": self.run.identity.fingerprint,
-            "prompt": {prompt.name: prompt.digest for prompt in self.view.prompts},
-            "subtraction": self.view.subtract,
-            "head": None if self.saved is None else str(self.saved.record["weights_sha256"]),
-        }
+        source = {"model": folder.name} if self.run.is_bundled else {"run": str(folder.resolve())}
+        prompt = {} if self.head.is_fitted else {"prompt": self.view.name}
+        return {**source, "head": self.head.reference, **prompt}
 
     def differences(self, recorded: Mapping[str, Any]) -> list[str]:
         """Return in what it is not what :attr:`identity` was recorded of."""
@@ -103,12 +64,7 @@ class Model:
     @cached_property
     def projections(self) -> Projections:
         """Return what makes vectors under conditions."""
-        return Projections(self.sources, self.saved.head if self.saved else None, self.encoder)
-
-    @cached_property
-    def encoder(self) -> LazyEncoder:
-        """Return its encoder, loaded when it is called."""
-        return LazyEncoder(self.run.resolve_encoder(self.device))
+        return Projections(self.sources, self.head.head, self.encoder)
 
     @cached_property
     def base(self) -> Encoder | None:
@@ -123,11 +79,11 @@ class Model:
         """
         project, texts = self.projections.of(labelled.condition), labelled.texts
         vectors = project(texts, self.projections.stored(texts), self.projections.encode)
-        return guide_of(labelled, vectors, self.saved.head if self.saved else None)
+        return guide_of(labelled, vectors, self.head.head)
 
     @cached_property
     def _unguided(self) -> Embedder:
-        return make_embedder(self.encoder(), self.view, self.saved)
+        return make_embedder(self.encoder(), self.head)
 
     @property
     def embedder(self) -> Embedder:

@@ -41,7 +41,7 @@ _KEPT = 64
 
 @dataclass(frozen=True)
 class Sources:
-    """The inputs behind a view of a head, or of zero-shot features, by what they are made of."""
+    """The inputs behind a view, by what they are made of."""
 
     view: View
 
@@ -82,7 +82,7 @@ class Projection:
     def __init__(
         self,
         sources: Sources,
-        head: EmbeddingHead | None,
+        head: EmbeddingHead,
         condition: str | None,
         of_condition: dict[EncoderInput, Array],
     ) -> None:
@@ -100,7 +100,7 @@ class Projection:
             encode: gives the vectors of inputs of texts with the condition.
         """
         if self._condition is ALONE:
-            return unit_length(np.asarray(stored, dtype=np.float32), None)
+            return unit_length(np.asarray(stored, dtype=np.float32))
         condition = self._condition
 
         def read(prompt: Prompt, side: Part) -> Matrix:
@@ -115,8 +115,6 @@ class Projection:
             return encode([part.render(text, condition) for text in texts])
 
         features = self._sources.view.sentence(read)
-        if self._head is None:
-            return unit_length(features.read(), None)
         matrix = self._factored[0]
         if matrix is None:
             made = self._head.transform(features, self._sources.view.condition(read))
@@ -139,7 +137,7 @@ class Projection:
         x W_1 W_2 are those of x W_1 R^T, of K numbers in the place of k.
         """
         head, prompt = self._head, self._sources.view.of_condition()
-        if isinstance(head, PlainHead | None) or not head.generates_matrices or prompt is None:
+        if isinstance(head, PlainHead) or not head.generates_matrices or prompt is None:
             return None, None
         vector = self._of_condition[prompt.unconditional.render("", str(self._condition))]
         factors = [factor[0] for factor in head.module.generated_matrices(vector[None])]
@@ -160,7 +158,7 @@ class Projections:
     """
 
     def __init__(
-        self, sources: Sources, head: EmbeddingHead | None, encoder: Callable[[], Encoder]
+        self, sources: Sources, head: EmbeddingHead, encoder: Callable[[], Encoder]
     ) -> None:
         self._sources, self._head, self._encoder = sources, head, encoder
         self._kept: OrderedDict[str | None, Projection] = OrderedDict()

@@ -229,7 +229,7 @@ class Searched:
             scores = self._scores(query, ALONE)[0]
             return [self._among_all(scores, position) for position in near]
         texts = [query.texts[0], *(hit["text"] for hit in hits)]
-        vectors = unit_length(model.base.encode([EncoderInput("", text) for text in texts]), None)
+        vectors = unit_length(model.base.encode([EncoderInput("", text) for text in texts]))
         return [
             {"without": _rounded(score), "rank_without": None} for score in vectors[1:] @ vectors[0]
         ]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from llmcond.errors import UserError
 from llmcond.log import log
 from llmcond.search.halves import narrowed, widened
-from llmcond.search.model import Model
+from llmcond.search.model import SearchModel
 from llmcond.search.projection import Encode
 from llmcond.search.table import VECTOR, Positions, Table, vectors_of
 from llmcond.search.views import Segment, View, Views, view_of
@@ -26,7 +26,7 @@ _ROWS = 4_096
 class Version:
     """The texts and guides as they were when it was opened. Several threads may read it."""
 
-    def __init__(self, table: Table, views: Views, model: Model) -> None:
+    def __init__(self, table: Table, views: Views, model: SearchModel) -> None:
         self.table, self.model, self.guides = table, model, dict(model.guides)
         self._views = views
         self._open: OrderedDict[str | None, View] = OrderedDict()

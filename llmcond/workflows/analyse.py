@@ -29,9 +29,9 @@ from llmcond.heads import PairArrays
 from llmcond.log import log
 from llmcond.metrics import finite
 from llmcond.report.figures import has_matplotlib, plot_clusters
-from llmcond.runs import Run, SavedHead, open_run
+from llmcond.runs import Run, SavedEmbeddingHead, SavedHead, open_run
 from llmcond.runs.features import RowFeatures
-from llmcond.runs.predictors import Predictor, Zeroshot, fitted_heads, predict, zeroshots
+from llmcond.runs.predictors import fitted_heads, predict, zeroshots
 from llmcond.runs.provenance import provenance
 
 ANALYSES = ("isotropy", "clusters", "conditions", "norms", "examples")
@@ -51,14 +51,12 @@ class _Split:
     features: RowFeatures
     rated: NDArray[np.int64]
 
-    def pairs(self, predictor: Predictor) -> PairArrays:
+    def pairs(self, predictor: SavedEmbeddingHead) -> PairArrays:
         return self.features.pairs(predictor.view).take(self.rated)
 
-    def embeddings(self, predictor: Predictor, side: str) -> NDArray[np.float32]:
+    def embeddings(self, predictor: SavedEmbeddingHead, side: str) -> NDArray[np.float32]:
         pairs = self.pairs(predictor)
         vectors = pairs.first if side == "first" else pairs.second
-        if isinstance(predictor, Zeroshot):
-            return as_matrix(vectors).read()
         return predictor.head.transform(vectors, pairs.condition)
 
     def texts(self, column: Sequence[str]) -> list[str]:
@@ -102,8 +100,8 @@ def analyse(
         raise UserError(f"none of the {len(rows):,} rows of {split} is rated; nothing to analyse.")
     fitted = fitted_heads(run, heads, split)
     prompts = {p.name: p for head in fitted for p in head.view.prompts} or run.prompts()
-    plain = [zeroshot for prompt in prompts.values() for zeroshot in zeroshots(prompt)]
-    predictors: list[Predictor] = [*plain, *fitted]
+    plain = [zeroshot for prompt in prompts.values() for zeroshot in zeroshots(run, prompt)]
+    predictors: list[SavedEmbeddingHead] = [*plain, *fitted]
     if not predictors:
         raise UserError(f"{run_folder} has no extracted features yet. Run `llmcond extract` first.")
     data = _Split(rows, RowFeatures(rows, run.store()), rated)
@@ -114,10 +112,10 @@ def analyse(
         out = None
     done: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "isotropy": lambda: [_isotropy(one, data, seed) for one in predictors],
-        "clusters": lambda: _clusters(predictors, fitted, data, sizes, seed, out),
+        "clusters": lambda: _clusters(predictors, fitted, run, data, sizes, seed, out),
         "conditions": lambda: _conditions(predictors, data, run),
         "norms": lambda: [_norms(head, data) for head in fitted if head.head.generates_matrices],
-        "examples": lambda: [_examples(head, data, top) for head in fitted],
+        "examples": lambda: [_examples(head, run, data, top) for head in fitted],
     }
     report = {name: done[name]() for name in ANALYSES if name in what}
     result = AnalysisResult(split=split, n=len(rated), **report)
@@ -135,15 +133,16 @@ def _writable(folder: Path) -> bool:
     return True
 
 
-def _isotropy(predictor: Predictor, data: _Split, seed: int) -> dict[str, Any]:
+def _isotropy(predictor: SavedEmbeddingHead, data: _Split, seed: int) -> dict[str, Any]:
     vectors = np.concatenate([data.embeddings(predictor, side) for side in ("first", "second")])
     about = {"prompt": predictor.view.name, "subtract": predictor.view.subtracts}
     return {**measure_isotropy(predictor.name, vectors, seed), **about}
 
 
 def _clusters(
-    predictors: Sequence[Predictor],
+    predictors: Sequence[SavedEmbeddingHead],
     fitted: Sequence[SavedHead],
+    run: Run,
     data: _Split,
     sizes: tuple[int, int],
     seed: int,
@@ -168,7 +167,7 @@ def _clusters(
     if out is None:
         return results
     for head in fitted:
-        before = _before(head)
+        before = _before(head, run)
         path = out / f"clusters-{head.name}.png"
         before_2d, after_2d = (project_2d(vectors[name]) for name in (before.name, head.name))
         plot_clusters(before_2d, after_2d, kinds, names, path, (before.name, head.name))
@@ -176,12 +175,14 @@ def _clusters(
     return results
 
 
-def _before(head: SavedHead) -> Zeroshot:
+def _before(head: SavedHead, run: Run) -> SavedEmbeddingHead:
     """Return the features that a head was fitted on, as they are."""
-    return zeroshots(head.view.prompts[0])[-1 if head.view.subtract else 0]
+    return zeroshots(run, head.view.prompts[0])[-1 if head.view.subtract else 0]
 
 
-def _conditions(predictors: Sequence[Predictor], data: _Split, run: Run) -> list[dict[str, Any]]:
+def _conditions(
+    predictors: Sequence[SavedEmbeddingHead], data: _Split, run: Run
+) -> list[dict[str, Any]]:
     train, metric = run.rows("train"), run.task.main_metric
     known = [text for text, rated in zip(train.condition, train.rated, strict=True) if rated]
     conditions = data.texts(data.rows.condition)
@@ -211,8 +212,8 @@ def _norms(head: SavedHead, data: _Split) -> dict[str, Any]:
     return {"name": head.name, "mean_norm": float(norms.mean()), **asdict(found)}
 
 
-def _examples(head: SavedHead, data: _Split, top: int) -> dict[str, Any]:
-    features = _before(head)
+def _examples(head: SavedHead, run: Run, data: _Split, top: int) -> dict[str, Any]:
+    features = _before(head, run)
     before = predict(features, data.pairs(features))
     pairs = data.pairs(head)
     after = predict(head, pairs)

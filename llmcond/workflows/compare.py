@@ -32,7 +32,7 @@ from llmcond.runs import AnyRun, Run, as_rated, open_any_run, run_exists
 from llmcond.runs.examples import examples_of
 from llmcond.runs.kind import find_kind, inputs_of
 from llmcond.runs.new_sentences import trained_sentences, with_new_sentences
-from llmcond.runs.predictors import unscored
+from llmcond.runs.predictors import unscored, zeroshots
 from llmcond.runs.provenance import provenance
 from llmcond.runs.trials import Outcome, Trial, check_seeds, run_trials
 from llmcond.tasks import AnyTask
@@ -225,7 +225,7 @@ def _zeroshot_systems(run: AnyRun, prompts: Sequence[Prompt], split: str) -> lis
     for prompt in prompts:
         # Anew for each prompt: memory holds one prompt's features at a time.
         examples = examples_of(run)
-        for zeroshot in examples.zeroshots(prompt):
+        for zeroshot in zeroshots(run, prompt):
             predicted = examples.predict(zeroshot, split)
             described = unscored(zeroshot, split, run.task.name)
             result = ComparedResult.of(described, prompt.control or "")
@@ -241,14 +241,13 @@ def _fitted_systems(
     asked: CompareOptions,
 ) -> tuple[list[System], list[str], list[tuple[Trial, Outcome]]]:
     """Return the predictions of every head over seeds, what failed, and all that did not."""
-    examples = examples_of(run)
     trials = [
         [
             Trial(recipe, None, view_of(recipe, (prompt,), zeroshot.view.subtract), seed, {})
             for seed in range(asked.seeds)
         ]
         for recipe, prompt in itertools.product(recipes, prompts)
-        for zeroshot in examples.zeroshots(prompt)
+        for zeroshot in zeroshots(run, prompt)
         if asked.plain or zeroshot.view.subtract == run.subtracts
     ]
     flat = [trial for seeded in trials for trial in seeded]

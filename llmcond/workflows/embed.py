@@ -35,8 +35,8 @@ from llmcond.files import check_output, replacing
 from llmcond.heads.guide import Guide, apply_guides
 from llmcond.log import log
 from llmcond.prompts import Prompt
-from llmcond.runs import open_run
-from llmcond.runs.embedder import choose_model, guide_of, guides_json, unit_length
+from llmcond.runs.embedder import guide_of, guides_json, unit_length
+from llmcond.runs.embedding_model import EmbeddingModel
 from llmcond.runs.extraction import LazyEncoder, extract_inputs
 
 if TYPE_CHECKING:
@@ -81,11 +81,9 @@ class Embeddings:
     """
 
     def __init__(self, run_folder: Path, head: str | None, prompt: str | None, device: str) -> None:
-        run = open_run(run_folder)
-        self._chosen, self.view = choose_model(run, head, prompt)
-        self.head_name = self._chosen.name if self._chosen else "none"
-        self.encoder = LazyEncoder(run.resolve_encoder(device))
-        self._store = run.store_for_others()
+        model = EmbeddingModel.find(run_folder, head, prompt, device=device)
+        self.view, self.head_name, self.encoder = model.view, model.head.reference, model.encoder
+        self._head, self._store = model.head.head, model.run.store_for_others()
         self.guides: dict[str | None, Guide] = {}
 
     def guide(self, labelled: LabelledTexts) -> None:
@@ -97,11 +95,11 @@ class Embeddings:
         texts, condition = labelled.texts, labelled.condition
         self.guides.pop(condition, None)
         if condition is None:
-            vectors, head = self.alone(texts), None
+            guide = guide_of(labelled, self.alone(texts))
         else:
             vectors = self.of([(text, condition) for text in texts], labelled.source)
-            head = self._chosen.head if self._chosen else None
-        self.guides[condition] = guide_of(labelled, vectors, head)
+            guide = guide_of(labelled, vectors, self._head)
+        self.guides[condition] = guide
 
     def extract(self, rows: Sequence[tuple[str, str]], file: str) -> None:
         """Encode what the store lacks for (sentence, condition) rows of a file so named.
@@ -118,20 +116,15 @@ class Embeddings:
 
     def blocks(self, rows: Sequence[tuple[str, str]], normalize: bool = True) -> Iterator[Vectors]:
         """Yield the embeddings of rows that were extracted, some at a time."""
-        head = self._chosen.head if self._chosen else None
         for start in range(0, len(rows), _BLOCK):
             part = rows[start : start + _BLOCK]
 
             def read(prompt: Prompt, side: Part, part: Sequence[Any] = part) -> Matrix:
                 return self._store.lookup([getattr(prompt, side).render(*row) for row in part])
 
-            features = self.view.sentence(read)
-            if head is None:
-                found = features.read()
-            else:
-                found = head.transform(features, self.view.condition(read))
+            found = self._head.transform(self.view.sentence(read), self.view.condition(read))
             found = apply_guides(found, [condition for _, condition in part], self.guides)
-            yield unit_length(found, head) if normalize else found
+            yield unit_length(found, self._head) if normalize else found
 
     def of(self, rows: Sequence[tuple[str, str]], file: str) -> Vectors:
         """Return (n, k) the embeddings of rows of a file so named, of unit L2 norm.
@@ -169,7 +162,7 @@ class Embeddings:
 def _alone(encoder: LazyEncoder, store: FeatureStore, texts: Sequence[str]) -> Vectors:
     inputs = [EncoderInput("", text) for text in texts]
     extract_inputs(store, encoder, f"{encoder.name}, no condition", inputs)
-    return unit_length(store.lookup(inputs).read(), None)
+    return unit_length(store.lookup(inputs).read())
 
 
 def embed_file(  # noqa: PLR0913 - each is a choice of the user, by keyword

@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 from annotated_types import Ge, MinLen
 
-from llmcond.bundled import pretrained
 from llmcond.conditions import example_values, with_same_values
 from llmcond.data.candidates import condition_source, text_column
 from llmcond.data.guides import LabelledTexts, read_guide
@@ -29,18 +28,14 @@ from llmcond.log import log
 from llmcond.progress import ExtractionBar
 from llmcond.records import RECORD as RECORD_SCHEMA
 from llmcond.records import check_record
-from llmcond.runs import open_run
 from llmcond.runs.embedder import (
     Embedder,
-    choose_head,
-    choose_model,
     guide_of,
     guides_json,
     make_embedder,
     unit_length,
 )
-from llmcond.runs.extraction import LazyEncoder
-from llmcond.runs.usual import usual_run
+from llmcond.runs.embedding_model import EmbeddingModel
 from llmcond.scale.outputs import RECORD, VECTOR, Output, Unit, open_output
 from llmcond.scale.pool import Cluster, actors
 from llmcond.version import __version__
@@ -55,19 +50,19 @@ UNIT_ROWS = 16_384
 
 
 @dataclass(frozen=True)
-class Model:
-    """A run with one of its heads, or zero-shot, as another process finds it again.
+class StreamModel:
+    """A run with one of its heads, as another process finds it again.
 
     Attributes:
         run: its folder, or the name of a bundled model.
         head: its full name; ``none``: zero-shot.
-        prompt: for zero-shot.
+        prompt: the name of what the head, or zero-shot, sees.
         guides: what maps embeddings under some conditions.
     """
 
     run: str
     head: str
-    prompt: str | None
+    prompt: str
     device: str
     normalize: bool
     guides: dict[Any, Guide] = field(default_factory=dict)
@@ -81,41 +76,34 @@ class Model:
     @classmethod
     def find(
         cls, folder: Path, head: str | None, prompt: str | None, device: str, normalize: bool
-    ) -> Model:
+    ) -> StreamModel:
         """Return what the options of a command name."""
-        run = open_run(folder)
-        chosen, view = choose_model(run, head, prompt)
-        bundled = folder == pretrained(folder.name)
-        where = folder.name if bundled else str(folder.absolute())
-        name = chosen.name if chosen else "none"
-        return cls(where, name, None if chosen else view.name, device, normalize)
+        found = EmbeddingModel.find(folder, head, prompt)
+        source = folder.name if found.run.is_bundled else str(folder.absolute())
+        return cls(source, found.head.reference, found.view.name, device, normalize)
 
     def to_json(self) -> dict[str, Any]:
         """Return what a record tells of it."""
-        made = {"run": self.run, "head": self.head, "prompt": self.view.name}
+        made = {"run": self.run, "head": self.head, "prompt": self.prompt}
         return {**made, **guides_json(self.guides)}
 
     @cached_property
-    def _opened(self) -> tuple[Any, Any, View]:
-        run = open_run(usual_run(self.run))
-        chosen = choose_head(run, self.head, self.prompt)
-        return run, chosen, chosen.view if chosen else View((run.prompt(self.prompt),))
+    def _model(self) -> EmbeddingModel:
+        return EmbeddingModel.find(self.run, self.head, self.prompt, device=self.device, quiet=True)
 
     @property
     def view(self) -> View:
         """Return what is encoded of a text and its condition."""
-        return self._opened[2]
+        return self._model.view
 
     @property
     def identity(self) -> dict[str, Any]:
         """Return everything of it that decides the embeddings."""
-        run, chosen, view = self._opened
+        identity = self._model.identity
         return {
-            "encoder": run.identity.fingerprint,
-            "store_dtype": run.manifest["store_dtype"],
-            "prompt": {prompt.name: prompt.digest for prompt in view.prompts},
-            "subtraction": view.subtract,
-            "head": None if chosen is None else str(chosen.record["weights_sha256"]),
+            "encoder": identity["encoder"],  # the first key of records, which keep their order
+            "store_dtype": self._model.run.manifest["store_dtype"],
+            **identity,
             "normalize": self.normalize,
             "guides": {str(c): guide.digest for c, guide in self.guides.items()} or None,
         }
@@ -123,8 +111,7 @@ class Model:
     @cached_property
     def embedder(self) -> Embedder:
         """Return it with its encoder, which is loaded."""
-        run, chosen, view = self._opened
-        return make_embedder(LazyEncoder(run.resolve_encoder(self.device))(), view, chosen)
+        return make_embedder(self._model.encoder(), self._model.head)
 
     def vectors(self, rows: Sequence[tuple[str, str]]) -> tuple[Any, Encoded]:
         """Return (n, k) embeddings of (sentence, condition) rows, and what their inputs gave.
@@ -135,7 +122,7 @@ class Model:
         Raises:
             InputError: the encoder cannot take an input, or gave NaN or infinity for it.
         """
-        embedder, dtype = self.embedder, self._opened[0].manifest["store_dtype"]
+        embedder, dtype = self.embedder, self._model.run.manifest["store_dtype"]
         distinct = list(dict.fromkeys(self.view.inputs(rows)))
         encoded = embedder.encoder.encode_counted(distinct, threads=True)
         with np.errstate(over="ignore"):
@@ -197,7 +184,7 @@ class Work:
         identity: of the model, as the process that shares the work has it.
     """
 
-    model: Model
+    model: StreamModel
     source: str
     version: int | None
     columns: Columns
@@ -287,7 +274,7 @@ def embed_stream(  # noqa: PLR0913 - each is a choice of the user, by keyword
             or embeddings of another model, source or condition, or of rows that have changed.
         DiskFullError: no room; what was written is kept.
     """
-    model = Model.find(run_folder, head, prompt, device, normalize)
+    model = StreamModel.find(run_folder, head, prompt, device, normalize)
     texts, output = open_texts(source), open_output(out)
     has = texts.columns().__contains__
     sentence = text_column(has, text)
@@ -336,7 +323,7 @@ def embed_stream(  # noqa: PLR0913 - each is a choice of the user, by keyword
     n, new = sum(part.rows for part in parts), sum(unit.rows for unit in todo)
     there_before = f" ({n - new:,} were there)" if n > new else ""
     log.info(f"{n:,} embeddings of {dim} dimensions by {model.head} -> {out}{there_before}")
-    return EmbedResult(out, n, dim, model.head, model.view.name, model.guides)
+    return EmbedResult(out, n, dim, model.head, model.prompt, model.guides)
 
 
 def _begun(

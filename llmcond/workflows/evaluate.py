@@ -31,7 +31,7 @@ from llmcond.runs.features import RowFeatures
 from llmcond.runs.kind import EvaluateRequest, find_kind
 from llmcond.runs.new_sentences import trained_sentences, with_new_sentences
 from llmcond.runs.predictors import (
-    Predictor,
+    AnyPredictor,
     asked_for,
     check_scorable,
     predict,
@@ -89,13 +89,15 @@ def evaluate_pairs(run: Run, asked: EvaluateRequest) -> Results[Result]:
     other = data.source is not None
     fitted, prompts = _chosen(run, heads, None if other else split)
     check_scorable(rows, run, other, predictions=asked.predictions is not None, heads=fitted)
-    predictors: list[Predictor | CrossEncoder]
+    predictors: list[AnyPredictor | CrossEncoder]
     if run.cross:
         cross = load_cross_encoder(run.folder, device=asked.device)
         predictors, predicted = [cross], [cross.predict(rows)]
     else:
         store = _extracted(run, prompts, rows, asked.device) if other else run.store()
-        features, compared = RowFeatures(rows, store), _by_prompts(prompts, fitted)
+        compared: list[AnyPredictor]
+        compared = [*(one for prompt in prompts for one in zeroshots(run, prompt)), *fitted]
+        features = RowFeatures(rows, store)
         predicted = [predict(one, features.pairs(one.view)) for one in compared]
         predictors = [*compared]
     similarity = {one.name: own for one, own in zip(predictors, predicted, strict=True)}
@@ -115,7 +117,7 @@ def evaluate_pairs(run: Run, asked: EvaluateRequest) -> Results[Result]:
             similarity,
             title=f"Evaluation: {run.encoder_name}",
             summary=_summary(best, rows.file),
-            settings={"heads": [one.name for one in predictors if one.head is not None]},
+            settings={"heads": [one.name for one in predictors if one.is_fitted]},
         )
         write_page(page, asked.report)
     return results
@@ -195,11 +197,6 @@ def _chosen(
     return asked_for(run, names, split)
 
 
-def _by_prompts(prompts: Sequence[Prompt], fitted: Sequence[SavedHead]) -> list[Predictor]:
-    """Return zero-shot under each prompt, and then heads."""
-    return [*(one for prompt in prompts for one in zeroshots(prompt)), *fitted]
-
-
 def _extracted(run: Run, prompts: Sequence[Prompt], rows: Rows, device: str) -> FeatureStore:
     """Return a store with the features of other rows than the run's."""
     store, encoder = run.store_for_others(), LazyEncoder(run.resolve_encoder(device))
@@ -210,7 +207,7 @@ def _extracted(run: Run, prompts: Sequence[Prompt], rows: Rows, device: str) -> 
 
 def _by_condition(
     results: Results[Result],
-    predictors: Sequence[Predictor | CrossEncoder],
+    predictors: Sequence[AnyPredictor | CrossEncoder],
     predicted: Sequence[NDArray[np.float32]],
     rows: Rows,
     run: Run,
@@ -225,7 +222,7 @@ def _by_condition(
     found = []
     for result, one, similarity in zip(results, predictors, predicted, strict=True):
         parts = {}
-        if one.head is not None:
+        if one.is_fitted:
             scored = similarity[rated]
             rating, pair = rows.rating[rated], rows.pair[rated]
             parts = seen_unseen(known, condition, rating, scored, pair, metric, 0)

@@ -98,7 +98,7 @@ class Teacher:
         else:
             saved = self.run.load_head(self.head)
             encoder = LazyEncoder(self.run.resolve_encoder(device))()
-            loaded = make_embedder(encoder, saved.view, saved)
+            loaded = make_embedder(encoder, saved)
         return lambda first, second, condition: loaded.similarity(
             first, second, condition, show_progress=True
         )

@@ -40,7 +40,7 @@ from llmcond.runs.cross import CrossEncoder
 from llmcond.runs.examples import examples_of
 from llmcond.runs.extraction import LazyEncoder, extract_prompt, extraction_record
 from llmcond.runs.kind import inputs_of
-from llmcond.runs.predictors import Predictor, results_of
+from llmcond.runs.predictors import AnyPredictor, results_of
 from llmcond.runs.provenance import provenance
 from llmcond.tasks import AnyTask, Data, Task
 from llmcond.workflows.account import FORMAT, RECORD, STATE, TrainingResult, finished
@@ -428,7 +428,9 @@ def resolve_trained(job: Job) -> ResolvedEncoder:
 
 
 def scores_of(
-    run: Run, predictor: Predictor | CrossEncoder, predicted: Callable[[Rows], NDArray[np.float32]]
+    run: Run,
+    predictor: AnyPredictor | CrossEncoder,
+    predicted: Callable[[Rows], NDArray[np.float32]],
 ) -> list[Result]:
     """Return what a predictor scores on dev and test, as ``evaluate`` gives it."""
     found: list[Result] = []

@@ -50,7 +50,7 @@ from llmcond.options import Ties
 from llmcond.prompts import Prompt
 from llmcond.runs.extraction import LazyEncoder, extract_prompt
 from llmcond.runs.kind import EvaluateRequest
-from llmcond.runs.predictors import AnyPredictor, asked_for, unscored
+from llmcond.runs.predictors import AnyPredictor, asked_for, unscored, zeroshots
 from llmcond.tasks import OTHERS
 from llmcond.workflows.options import DialogueOptions
 
@@ -90,10 +90,10 @@ def evaluate_dialogues(run: DialogueRun, asked: EvaluateRequest) -> RankedResult
     if histories and 1 in histories:
         log.info("one turn has no pairs: after it every score is that of bi, or its weights")
     results, ranks = [], []
-    for one in scored.predictors(examples):
+    for one in scored.predictors():
         roles = examples.roles(one, used)
         usual = str(roles.head.score)
-        scores = asked_scores or (usual, *(() if one.head is not None else _ZERO_SHOT))
+        scores = asked_scores or (usual, *(() if one.is_fitted else _ZERO_SHOT))
         for score in dict.fromkeys(scores):
             if score == "weighted" and roles.head.weights is None:
                 log.info(f"{one.name} has learned no weights: it is not scored by them")
@@ -138,7 +138,7 @@ def evaluate_plans(run: DialogueRun, asked: EvaluateRequest) -> RankedResults[Pl
     elif options.plan == "retrieved":
         examples = scored.examples()
         # By the encoder alone, so that all heads rank the same.
-        pool = Retrieved(examples.features(examples.zeroshots(scored.prompts[0])[0].view))
+        pool = Retrieved(examples.features(run.zero_shot_views(scored.prompts[0])[0]))
     else:
         pool = SameDepth() if options.plan == "same-depth" else RandomUtterances()
     examples = examples or scored.examples()
@@ -147,7 +147,7 @@ def evaluate_plans(run: DialogueRun, asked: EvaluateRequest) -> RankedResults[Pl
     named, n = options.generate or str(options.plan), sum(len(one.dialogue) for one in queries)
     log.info(f"planning {n:,} turns of {scored.split} (candidates: {named})")
     results, ranks = [], []
-    for one in scored.predictors(examples):
+    for one in scored.predictors():
         roles = examples.roles(one, used)
         for goal, scorer in ((False, roles.nexts), (True, roles.plans)):
             ranks.append(rank_plans(queries, scorer).of(scored.ties))
@@ -203,9 +203,9 @@ class _Scored:
             extract_prompt(store, encoder, prompt, UtteranceInputs(texts, prompt))
         return DialogueExamples(run, self.data, further, store)
 
-    def predictors(self, examples: DialogueExamples) -> list[AnyPredictor]:
+    def predictors(self) -> list[AnyPredictor]:
         """Return zero-shot under each prompt, and then heads."""
-        plain = [one for prompt in self.prompts for one in examples.zeroshots(prompt)]
+        plain = [one for prompt in self.prompts for one in zeroshots(self.run, prompt)]
         return [*plain, *self.fitted]
 
     def described(self, predictor: AnyPredictor, suffix: str) -> dict[str, Any]:

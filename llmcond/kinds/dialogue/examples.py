@@ -31,9 +31,8 @@ from llmcond.kinds.dialogue.roles import FittedRoles
 from llmcond.kinds.dialogue.run import DialogueRun
 from llmcond.kinds.dialogue.turns import plan_scores, turn_scores
 from llmcond.metrics import metric_of
-from llmcond.prompts import Prompt
 from llmcond.runs.examples import Examples
-from llmcond.runs.predictors import AnyPredictor, Zeroshot
+from llmcond.runs.predictors import AnyPredictor
 
 
 def no_head(dim: int) -> FittedRoles:
@@ -120,7 +119,7 @@ class DialogueExamples(Examples):
     def roles(self, predictor: AnyPredictor, used: Positions) -> Roles:
         """Return utterances ``used``, distinct positions, in the roles a predictor gives them."""
         features = self.features(predictor.view)
-        head: FittedRoles = predictor.head or no_head(int(features.shape[1]))
+        head = predictor.head if predictor.is_fitted else no_head(int(features.shape[1]))
         return Roles(head, features, used)
 
     # -- what every kind of examples has -------------------------------------------------------
@@ -178,7 +177,3 @@ class DialogueExamples(Examples):
 
     def _used(self, split: str) -> Positions:
         return np.unique(self.data.of(split).utterances)
-
-    def zeroshots(self, prompt: Prompt) -> list[Zeroshot]:
-        """See :class:`Examples`."""
-        return [Zeroshot(View((prompt,), subtract=False, features="alone"))]

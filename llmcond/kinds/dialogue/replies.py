@@ -23,7 +23,7 @@ from llmcond.kinds.dialogue.roles import FittedRoles
 from llmcond.kinds.dialogue.run import DialogueRun
 from llmcond.kinds.dialogue.turns import Score, State
 from llmcond.prompts import Prompt
-from llmcond.runs.embedder import choose_head, log_model
+from llmcond.runs.embedding_model import choose_head, log_model
 from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.open import open_any_run
 
@@ -298,12 +298,10 @@ def load_dialogue(
             "llmcond extract --task dialogue --model MODEL --run another one."
         )
     chosen = choose_head(opened, head, prompt)
-    prompts = (opened.prompt(prompt),) if chosen is None else chosen.view.prompts
-    log_model(opened, chosen, "+".join(prompt.name for prompt in prompts), head)
+    log_model(opened, chosen, head)
     if score is not None:
         Score.parse(score)  # before an encoder is loaded
     encoder = LazyEncoder(opened.resolve_encoder(device))()
-    fitted = no_head(encoder.dim) if chosen is None else chosen.head
-    name = f"none@{prompts[0].name}" if chosen is None else chosen.name
-    scoring = fitted if score is None else fitted.scoring(score)
-    return DialogueModel(encoder, prompts, scoring, name)
+    roles = chosen.head if chosen.is_fitted else no_head(encoder.dim)
+    scoring = roles if score is None else roles.scoring(score)
+    return DialogueModel(encoder, chosen.view.prompts, scoring, chosen.name)

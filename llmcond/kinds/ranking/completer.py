@@ -22,7 +22,7 @@ from llmcond.kinds.ranking.graph import Graph, Texts, both_directions
 from llmcond.kinds.ranking.run import RankingRun
 from llmcond.kinds.ranking.terms import GraphTerms
 from llmcond.prompts import Prompt
-from llmcond.runs.embedder import choose_head, log_model
+from llmcond.runs.embedding_model import choose_head, log_model
 from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.open import open_any_run
 from llmcond.runs.predictors import AnyPredictor
@@ -221,11 +221,9 @@ def load_completer(
             f"{run} is a run of the task {opened.task.name}, which has no knowledge graph. Extract "
             "one: llmcond extract --task kgc --model MODEL --run another one."
         )
-    chosen = choose_head(opened, head, prompt)
+    predictor = choose_head(opened, head, prompt)
+    log_model(opened, predictor, head)
     examples = QueryExamples(opened)
-    # Of what can be compared as it is, that without subtraction comes first.
-    predictor = chosen or examples.zeroshots(opened.prompt(prompt))[0]
-    log_model(opened, chosen, predictor.view.name, head)
     terms = GraphTerms(examples, rerank, reverse, exclude_head)
     return Completer(examples, predictor, terms, device)
 

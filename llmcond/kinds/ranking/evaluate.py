@@ -26,7 +26,7 @@ from llmcond.options import Ties
 from llmcond.prompts import Prompt
 from llmcond.runs.extraction import LazyEncoder, extract_prompt
 from llmcond.runs.kind import EvaluateRequest
-from llmcond.runs.predictors import AnyPredictor, asked_for, unscored
+from llmcond.runs.predictors import AnyPredictor, asked_for, unscored, zeroshots
 from llmcond.tasks import OTHERS
 from llmcond.workflows.options import RankingOptions
 
@@ -45,7 +45,7 @@ def evaluate_ranking(run: RankingRun, asked: EvaluateRequest) -> RankedResults[R
     # What it is called in results is another thing where data is not the run's own.
     examples, own, split = _examples(run, asked.data, asked.split, prompts, asked.device)
     rows = examples.scored(own)
-    plain = [one for prompt in prompts for one in examples.zeroshots(prompt)]
+    plain = [one for prompt in prompts for one in zeroshots(run, prompt)]
     predictors: list[AnyPredictor] = [*plain, *fitted]
     terms = GraphTerms(examples, options.rerank, options.reverse, options.exclude_head)
     ties = options.ties or "realistic"
@@ -83,12 +83,12 @@ def _described(
     predictor: AnyPredictor, run: RankingRun, split: str, ties: Ties, added: Mapping[str, Any]
 ) -> RankedResult:
     """Return the result of a predictor, without figures."""
-    result, head = unscored(predictor, split, run.task.name), predictor.head
+    result = unscored(predictor, split, run.task.name)
     return RankedResult(
         **{item.name: getattr(result, item.name) for item in fields(result)},
         ties=ties,
         added=added,
-        neighbours=bool(head and getattr(head.settings, "neighbours", False)),
+        neighbours=bool(getattr(predictor.head.settings, "neighbours", False)),
     )
 
 

@@ -28,7 +28,7 @@ from llmcond.kinds.ranking.task import QueryData, QueryTexts
 from llmcond.metrics import metric_of
 from llmcond.prompts import Prompt
 from llmcond.runs.examples import Examples
-from llmcond.runs.predictors import AnyPredictor, Zeroshot, zeroshots
+from llmcond.runs.predictors import AnyPredictor
 
 #: Queries of dev that choose an epoch, at most.
 _DEV_QUERIES = 1_000
@@ -163,12 +163,6 @@ class QueryExamples(Examples):
         """See :class:`Examples`: the rank of each query's answer, of ties the mean one."""
         return self.ranks(predictor, split).of().astype(np.float32)
 
-    def zeroshots(self, prompt: Prompt) -> list[Zeroshot]:
-        """See :class:`Examples`. Of separate features it is e(s): it ignores the condition."""
-        if prompt.separate:
-            return [Zeroshot(View((prompt,), False, "separate", conditioned=True))]
-        return zeroshots(prompt)
-
     # -- ranks ---------------------------------------------------------------------------------
 
     def vectors(
@@ -180,9 +174,9 @@ class QueryExamples(Examples):
         """
         features = self.features(predictor.view)
         queries = self.queries(predictor, features, sentences, conditions)
-        if predictor.head is None:
-            return queries, _AsTheyAre(features)
-        return queries, predictor.head.on(features).candidates()
+        if predictor.is_fitted:
+            return queries, predictor.head.on(features).candidates()
+        return queries, _AsTheyAre(features)
 
     def queries(
         self,
@@ -192,7 +186,7 @@ class QueryExamples(Examples):
         conditions: NDArray[Any],
     ) -> Array:
         """Return (m, k) vectors of queries by what heads read."""
-        if predictor.head is not None:
+        if predictor.is_fitted:
             found: Array = predictor.head.on(features).queries(sentences, conditions)
             return found
         rows, which = (np.asarray(own, dtype=np.int64) for own in (sentences, conditions))

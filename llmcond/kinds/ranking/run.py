@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from llmcond.data.datasets import DataOptions
+from llmcond.features.view import View
 from llmcond.kinds.ranking.task import QueryData, RankingTask
+from llmcond.prompts import Prompt
 from llmcond.runs.saved import Saved
 from llmcond.runs.task_runs import UnratedRun
 
@@ -32,6 +34,12 @@ class RankingRun(UnratedRun):
     def read_by(self) -> DataOptions:
         """Return how the data was read: in the only way there is."""
         return DataOptions()
+
+    def zero_shot_views(self, prompt: Prompt) -> list[View]:
+        """Return the views that zero-shot compares; separate features ignore the condition."""
+        if prompt.separate:
+            return [View((prompt,), False, "separate", conditioned=True)]
+        return super().zero_shot_views(prompt)
 
     def load_head(self, name: str) -> Saved[FittedQueryHead]:
         """Load a head that ranks candidates; see :class:`AnyRun`."""

@@ -165,7 +165,7 @@ def _isotropy(run: AnyRun, prompts: Sequence[Prompt], rows: Rows) -> list[dict[s
     for prompt in prompts:
         # Anew for each prompt: memory holds one prompt's features at a time.
         features = RowFeatures(rows, store)
-        for zeroshot in zeroshots(prompt):
+        for zeroshot in zeroshots(run, prompt):
             pairs = features.pairs(zeroshot.view).take(rated)
             sides = [as_matrix(side).read() for side in (pairs.first, pairs.second)]
             about = {"head": "none", "prompt": prompt.name, "subtract": zeroshot.view.subtracts}
