@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import re
 import signal
 import sys
 import threading
@@ -25,34 +26,35 @@ from llmcond.errors import (
 from llmcond.log import log_to_terminal
 from llmcond.version import __version__
 
-#: Every command: its name (a second word is a command within a command) -> where its class is.
-COMMANDS = {
-    "extract": "extract:Extract",
-    "fit-head": "fit_head:FitHead",
-    "sweep": "sweep:Sweep",
-    "train-lora": "train_lora:TrainLora",
-    "train-cross": "train_cross:TrainCross",
-    "push": "push:Push",
-    "evaluate": "evaluate:Evaluate",
-    "analyse": "analyse:Analyse",
-    "compare-prompts": "compare_prompts:ComparePrompts",
-    "complete": "complete:Complete",
-    "reply": "reply:Reply",
-    "similarity": "similarity:Similarity",
-    "embed": "embed:Embed",
-    "index": "index:IndexTexts",
-    "search": "search:Search",
-    "cluster": "cluster:Cluster",
-    "check-condition": "check_condition:CheckCondition",
-    "export": "export:Export",
-    "serve": "serve:Serve",
-    "annotate": "annotate:Annotate",
-    "models": "models:ListModels",
-    "prompts": "prompts:Prompts",
-    "prompts show": "prompts:ShowPrompt",
-    "heads": "heads:Heads",
-    "bench": "bench:Bench",
-}
+#: Every command in the order of ``--help``; a second word is a command within a command. The class
+#: of ``prompts show`` is in ``commands/prompts_show.py``.
+COMMANDS = (
+    "extract",
+    "fit-head",
+    "sweep",
+    "train-lora",
+    "train-cross",
+    "push",
+    "evaluate",
+    "analyse",
+    "compare-prompts",
+    "complete",
+    "reply",
+    "similarity",
+    "embed",
+    "index",
+    "search",
+    "cluster",
+    "check-condition",
+    "export",
+    "serve",
+    "annotate",
+    "models",
+    "prompts",
+    "prompts show",
+    "heads",
+    "bench",
+)
 
 
 class _Interrupted(KeyboardInterrupt):
@@ -152,8 +154,13 @@ def _complain(text: str, code: int) -> int:
 
 
 def _command(name: str) -> type[Command]:
-    module, _, attribute = COMMANDS[name].partition(":")
-    found: type[Command] = getattr(import_module(f"llmcond.commands.{module}"), attribute)
+    """Return the class of a command: the only one that its module defines."""
+    module = import_module(f"llmcond.commands.{re.sub('[ -]', '_', name)}")
+    (found,) = (
+        one
+        for one in vars(module).values()
+        if isinstance(one, type) and issubclass(one, Command) and one.__module__ == module.__name__
+    )
     return found
 
 

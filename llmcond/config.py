@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from llmcond.bundled import bundled, bundled_names
 from llmcond.errors import UserError, brief, did_you_mean, nearest
+from llmcond.options import LIMITS
 
 T = TypeVar("T")
 
@@ -56,7 +57,7 @@ def build(cls: type[T], values: dict[str, Any], source: str) -> T:
 
 
 #: What pydantic calls a limit -> how messages say it.
-_LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "expected": "one of"}
+_LIMITS = {**LIMITS, "expected": "one of"}
 
 
 def _explain(cls: type[Any], problem: dict[str, Any]) -> str:

@@ -41,6 +41,8 @@ EXAMPLES: Final = {
     "command with its own workflow": "push",
     "task": "csts",
 }
+#: So many parameters are hard to tell apart where a function is called.
+MANY: Final = 8
 #: Files that ship, by their endings.
 _TEXT: Final = {".py", ".toml", ".js", ".css", ".j2", ".md", ".json"}
 
@@ -64,6 +66,8 @@ class House:
         largest_function: name and lines of the longest function.
         function_median: median length of a function in lines.
         function_p90: length that 90 % of the functions do not exceed.
+        many_parameters: functions with :data:`MANY` parameters or more, ``self`` not counted.
+        declared_twice: parameters of workflows with the name and default of an option.
         cycles_load: import cycles by imports at the top of modules.
         cycles_lazy: import cycles when imports inside functions count as well.
         cycles_typing: import cycles when imports under TYPE_CHECKING count as well.
@@ -77,6 +81,8 @@ class House:
     largest_function: Function
     function_median: float
     function_p90: float
+    many_parameters: list[str]
+    declared_twice: list[str]
     cycles_load: list[list[str]]
     cycles_lazy: list[list[str]]
     cycles_typing: list[list[str]]
@@ -112,6 +118,14 @@ def measure(package: Path) -> House:
         largest_function=max(functions, key=lambda f: f.lines, default=Function("", 0)),
         function_median=statistics.median(lengths),
         function_p90=lengths[min(len(lengths) - 1, int(0.9 * len(lengths)))],
+        many_parameters=[
+            f"{name}.{node.name}"
+            for name, tree in trees.items()
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and len(parameters_of(node)) >= MANY
+        ],
+        declared_twice=declared_twice(trees),
         cycles_load=cycles(edges["load"]),
         cycles_lazy=cycles(edges["load"], edges["lazy"]),
         cycles_typing=cycles(edges["load"], edges["lazy"], edges["typing"]),
@@ -132,6 +146,48 @@ def functions_of(module: str, tree: ast.Module) -> Iterator[Function]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             end = node.end_lineno or node.lineno
             yield Function(f"{module}.{node.name}", end - node.lineno + 1)
+
+
+def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, str | None]:
+    """Return a function's parameters but ``self`` and ``cls``, and the source of their defaults."""
+    given = node.args
+    positional = [*given.posonlyargs, *given.args]
+    defaults: list[ast.expr | None] = [
+        *[None] * (len(positional) - len(given.defaults)),
+        *given.defaults,
+    ]
+    found = zip([*positional, *given.kwonlyargs], [*defaults, *given.kw_defaults], strict=True)
+    return {
+        argument.arg: None if default is None else ast.unparse(default)
+        for argument, default in found
+        if argument.arg not in ("self", "cls")
+    }
+
+
+def declared_twice(trees: Mapping[str, ast.Module]) -> list[str]:
+    """Return parameters of workflows that have the name and default of a field that is an option.
+
+    An option's default is the first argument of ``option(...)`` behind the field.
+    """
+    options = {
+        (node.target.id, ast.unparse(node.value.args[0]))
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and isinstance(node.value, ast.Call)
+        and ast.unparse(node.value.func) == "option"
+        and node.value.args
+    }
+    return [
+        f"{module}.{node.name}: {name}"
+        for module, tree in trees.items()
+        if ".workflows." in module
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        for name, default in parameters_of(node).items()
+        if (name, default) in options
+    ]
 
 
 def imports_of(
@@ -234,6 +290,8 @@ def rows(house: House) -> dict[str, str]:
         "largest function": f"{house.largest_function.lines} ({house.largest_function.place})",
         "function length, median / p90": f"{house.function_median:g} / {house.function_p90:g}",
     }
+    table[f"functions with {MANY} or more parameters"] = str(len(house.many_parameters))
+    table["options declared twice"] = str(len(house.declared_twice))
     kinds = {
         "import cycles": house.cycles_load,
         "import cycles, lazy imports included": house.cycles_lazy,

@@ -17,9 +17,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llmcond.commands.base import add_arguments, command_of
-from llmcond.commands.shared import DATA, WithColumns, WithDevice, data_options
-from llmcond.data.datasets import DataOptions, Dataset
+from llmcond.commands.base import Command, add_arguments, command_of
+from llmcond.commands.evaluate import evaluate
+from llmcond.commands.extract import extract
+from llmcond.commands.sweep import sweep
+from llmcond.data.datasets import Dataset
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.known import find_model
 from llmcond.errors import LlmcondError, UserError
@@ -32,9 +34,7 @@ from llmcond.prompts import load_prompt
 from llmcond.runs import Run, open_run
 from llmcond.runs.features import Features
 from llmcond.runs.provenance import provenance
-from llmcond.workflows.evaluate import evaluate
-from llmcond.workflows.extract import extract
-from llmcond.workflows.sweep import sweep
+from llmcond.workflows.options.common import DATA, Split, WithColumns, WithDevice
 
 #: Rows of train and dev -> what data of these sizes is, in short, and what is to be known of it.
 _KNOWN_DATA = {
@@ -273,7 +273,7 @@ class Place:
     @cached_property
     def zeroshot(self) -> dict[tuple[str, bool], Result]:
         """Return the results without any head, by prompt and subtraction."""
-        results = evaluate(self.run, ["none"])
+        results = evaluate(run=self.run, head=["none"])
         return {(result.prompt, result.subtract): result for result in results}
 
 
@@ -294,7 +294,7 @@ class Work:
     places: list[Place] = field(default_factory=list)
 
     @property
-    def split(self) -> str:
+    def split(self) -> Split:
         """Return the split that is scored."""
         test = self.dataset.splits.get("test")
         return "test" if test is not None and test.rated.any() else "dev"
@@ -351,7 +351,17 @@ class Work:
         wanted = prompts(instructs)
         obstacles = {name: load_prompt(name).obstacle(identity) for name in wanted}
         usable = [name for name in wanted if not obstacles[name]]
-        extract(model, chosen, place.run, _data(self.options), usable)
+        source = _source(self.options)
+        extract(
+            model=model,
+            run=place.run,
+            prompt=usable,
+            data=source.data,
+            columns=source.columns,
+            rating_range=source.rating_range,
+            unrated=source.unrated,
+            **asdict(chosen),
+        )
         run = open_run(place.run)
         if run.manifest["data"]["digest"] != self.dataset.to_json()["digest"]:
             raise UserError(f"{place.run} holds other rows. Use another --folder.")
@@ -389,12 +399,11 @@ class Work:
             return reason
         try:
             row = sweep(
-                place.run,
-                [head],
-                {},
-                prompts=[prompt],
+                run=place.run,
+                head=[head],
+                prompt=[prompt],
                 subtract=subtract,
-                changes=changes,
+                set=changes,
                 seeds=seeds or self.seeds,
                 split=self.split,
                 workers=self.options.workers,
@@ -525,7 +534,7 @@ def _reproduce(paper: Paper, options: argparse.Namespace) -> int:
         raise UserError(f"seeds is {options.seeds}; it must be at least 1.")
     if options.out is not None:
         check_writable(options.out)
-    work = Work(options, _data(options).read(), paper.poolings)
+    work = Work(options, _source(options).data_options().read(), paper.poolings)
     for text in dict.fromkeys(options.encoders):
         work.places.append(work.place(text, None, paper.prompts))
     head = _head(paper, work)
@@ -546,14 +555,14 @@ def _reproduce(paper: Paper, options: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Source(WithColumns, WithDevice):
+class _Source(WithColumns, WithDevice, Command):
     """Where rows come from, and where encoders and heads compute."""
 
     data: str | None = option(None, metavar="SRC", help=f"{DATA} (default: the bundled sample)")
 
 
-def _data(options: argparse.Namespace) -> DataOptions:
-    return data_options(command_of(_Source, vars(options)))
+def _source(options: argparse.Namespace) -> _Source:
+    return command_of(_Source, vars(options))
 
 
 def _parser(paper: Paper) -> argparse.ArgumentParser:

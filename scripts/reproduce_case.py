@@ -30,8 +30,8 @@ from reproduce import (
     table_of,
 )
 
+from llmcond.commands.analyse import analyse
 from llmcond.errors import LlmcondError
-from llmcond.workflows.analyse import analyse
 
 # -- the paper ---------------------------------------------------------------------------------
 
@@ -374,7 +374,9 @@ class Isotropies:
             return reason
         if place.name not in self._found:
             try:
-                result = analyse(place.run, ["none"], self.work.split, ("isotropy",))
+                result = analyse(
+                    run=place.run, head=["none"], split=self.work.split, what=["isotropy"]
+                )
                 self._found[place.name] = {
                     (row["prompt"], row["subtract"]): row for row in result["isotropy"]
                 }

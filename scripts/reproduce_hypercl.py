@@ -36,6 +36,9 @@ from reproduce import (
 )
 
 from llmcond.arrays import as_matrix
+from llmcond.commands.analyse import analyse
+from llmcond.commands.evaluate import evaluate
+from llmcond.commands.fit_head import fit_head
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.clusters import impurity
 from llmcond.evaluation.conditions import frobenius_variance
@@ -46,9 +49,6 @@ from llmcond.runs import SavedHead, open_run
 from llmcond.runs.features import Features
 from llmcond.runs.provenance import provenance
 from llmcond.runs.trials import sized
-from llmcond.workflows.analyse import analyse
-from llmcond.workflows.evaluate import evaluate
-from llmcond.workflows.fit import fit_head
 
 # -- the paper ---------------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class Heads:
             return names
         key = (str(place.run), spec.key)
         if key not in self._scores:
-            results = evaluate(place.run, names, self.work.split)
+            results = evaluate(run=place.run, head=names, split=self.work.split)
             found = [scored(result) for result in results if result.name in names]
             self._scores[key] = merged(found)
         return self._scores[key]
@@ -270,7 +270,12 @@ def _fit(place: Place, spec: Spec, seed: int) -> str:
             if made == asked:
                 return name
     fit_head(
-        place.run, spec.head, prompt="separate", seed=seed, changes=dict(spec.changes), name=name
+        run=place.run,
+        head=spec.head,
+        prompt="separate",
+        seed=seed,
+        set=dict(spec.changes),
+        name=name,
     )
     return name
 
@@ -359,7 +364,7 @@ def table_5(work: Work, heads: Heads) -> Section:
             if isinstance(names, str):
                 ours = names
             else:
-                result = analyse(place.run, names, work.split, ("conditions",))
+                result = analyse(run=place.run, head=names, split=work.split, what=["conditions"])
                 found = [row for row in result["conditions"] if row["name"] in names]
                 ours = merged([_values(row, measures) for row in found])
                 unseen, n = found[0]["n_unseen"], found[0]["n_overall"]
@@ -546,7 +551,7 @@ def _variances(
             run, split = open_run(place.run), Split.of(work, place)
             found = [_diagonal(run.load_head(name), split) for name in names]
         else:
-            result = analyse(place.run, names, work.split, ("norms",))
+            result = analyse(run=place.run, head=names, split=work.split, what=["norms"])
             found = [
                 _spread(row["normalised"], row["raw"], row["mean_norm"]) for row in result["norms"]
             ]

@@ -308,17 +308,21 @@ def tiny_run(
     small_rows: list[tuple[str, str, str, int]],
 ) -> Path:
     """A run with extracted features of a tiny random encoder. Copy it before changing it."""
-    from llmcond.data.datasets import DataOptions
-    from llmcond.encoders import EncoderOptions
-    from llmcond.workflows.extract import extract
+    from llmcond import extract
 
     folder = tmp_path_factory.mktemp("runs")
     data = folder / "rows.csv"
     lines = ["sentence1,sentence2,condition,label"]
     lines += [",".join(str(value) for value in row) for row in small_rows]
     data.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    options = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
-    extract(str(tiny_bert), options, folder / "run", DataOptions(str(data)), ["concat-sent-cond"])
+    options = {"dtype": "float32", "device": "cpu", "pooling": "mean", "normalize": True}
+    extract(
+        model=str(tiny_bert),
+        **options,
+        run=folder / "run",
+        data=str(data),
+        prompt=["concat-sent-cond"],
+    )
     return folder / "run"
 
 
@@ -333,17 +337,14 @@ def dialogue_run(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> P
     """A run of dialogues with two heads, by a tiny random encoder. Copy it before changing it."""
     from helpers.dialogues import write_dialogues
 
-    from llmcond.data.datasets import DataOptions
-    from llmcond.encoders import EncoderOptions
-    from llmcond.workflows.extract import extract
-    from llmcond.workflows.fit import fit_head
+    from llmcond import extract, fit_head
 
     folder = tmp_path_factory.mktemp("dialogues")
-    data = DataOptions(str(write_dialogues(folder / "data")))
-    options = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
-    extract(str(tiny_bert), options, folder / "run", data, task="dialogue")
+    data = str(write_dialogues(folder / "data"))
+    options = {"dtype": "float32", "device": "cpu", "pooling": "mean", "normalize": True}
+    extract(model=str(tiny_bert), **options, run=folder / "run", data=data, task="dialogue")
     for head in ("rank", "weighted"):
-        fit_head(folder / "run", head, changes={"epochs": "2", "batch_size": "64"})
+        fit_head(run=folder / "run", head=head, set={"epochs": "2", "batch_size": "64"})
     return folder / "run"
 
 
@@ -384,11 +385,11 @@ def embedder(tiny_run: Path) -> Any:
 @pytest.fixture(scope="session")
 def fitted(tmp_path_factory: pytest.TempPathFactory, tiny_run: Path) -> Path:
     """The tiny run with a linear head. Copy it before changing it."""
-    from llmcond.workflows.fit import fit_head
+    from llmcond import fit_head
 
     folder = tmp_path_factory.mktemp("fitted") / "run"
     shutil.copytree(tiny_run, folder)
-    fit_head(folder, "linear", changes={"epochs": "2"}, device="cpu")
+    fit_head(run=folder, head="linear", set={"epochs": "2"}, device="cpu")
     return folder
 
 

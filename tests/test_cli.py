@@ -575,7 +575,7 @@ def test_fits_that_cannot_be(capsys, own_run, arguments, expected):
             ["embed", "t.parquet", "--out", "t.parquet", "--condition-text", "c"],
             "the file that is read",
         ),
-        (["fit-head", "--head", "ica", "--seed", "-1"], "the seed is -1"),
+        (["fit-head", "--head", "ica", "--seed", "-1"], "--seed is -1"),
         (["fit-head", "--head", "mlp", "--set", "hidden=10000000000"], "at most 65,536"),
     ],
 )

@@ -39,13 +39,11 @@ def offers(texts: Sequence[str], rows: int, seed: int) -> list[Offer]:
     on, until all have met.
 
     Raises:
-        UserError: no rows asked for, or more than the texts give.
+        UserError: more rows asked for than the texts give.
     """
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.neighbors import NearestNeighbors
 
-    if rows < 1:
-        raise UserError(f"--propose is {rows}; it must be at least 1.")
     texts = list(dict.fromkeys(" ".join(text.split()) for text in texts))
     needed, n = -(-rows // _ROWS), len(texts)
     possible = n * -(-(n - 1) // OFFERED)

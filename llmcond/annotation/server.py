@@ -83,12 +83,6 @@ class ServerSettings:
                 f"--endpoint is {brief(self.endpoint)}; expected an address such as "
                 "http://localhost:8000/v1."
             )
-        limits = {"timeout": self.timeout, "per-minute": self.per_minute}
-        for name, value in limits.items():
-            if value is not None and not 0 < value < float("inf"):
-                raise UserError(f"--{name} is {value:g}; it must be above 0.")
-        if self.retries < 0:
-            raise UserError(f"--retries is {self.retries}; it must be at least 0.")
         taken = {"model", "messages", "seed", "response_format", "stream", "n"} & set(self.request)
         if taken:
             raise UserError(f"--request has {sorted(taken)[0]!r}, which is set already.")

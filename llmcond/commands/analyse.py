@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
-from llmcond.commands.base import verb
-from llmcond.commands.shared import InRun
-from llmcond.options import option
-from llmcond.workflows.options import WithSplit
+from llmcond.commands.base import Command, verb
+from llmcond.workflows.options.scoring import AnalyseOptions
 
 if TYPE_CHECKING:
     from llmcond.workflows.analyse import AnalysisResult
 
-Analysis = Literal["isotropy", "clusters", "conditions", "norms", "examples"]
-
 
 @dataclass(frozen=True, kw_only=True)
-class Analyse(InRun, WithSplit):
+class Analyse(AnalyseOptions, Command):
     """Explain heads: isotropy, condition clusters, unseen conditions, norms, changed rows."""
 
     example: ClassVar[str] = (
@@ -27,26 +21,11 @@ class Analyse(InRun, WithSplit):
     )
     formats: ClassVar[bool] = True
 
-    head: Sequence[str] = option((), metavar="NAME", help="fitted heads (default: all)")
-    what: Sequence[Analysis] = option((), help="which analyses (default: all)")
-    out: str | Path | None = option(None, metavar="DIR", help="for pictures (default: in the run)")
-    conditions: int = option(3, metavar="N", help="number of conditions to cluster")
-    sentences: int = option(20, metavar="N", help="sentences of each condition to cluster")
-    top: int = option(5, metavar="N", help="number of rows to list whose similarity changed most")
-    seed: int = option(0, metavar="S", help="seed of everything random")
-
     def execute(self) -> AnalysisResult:
         """Analyse."""
-        from llmcond.workflows.analyse import ANALYSES, analyse
+        from llmcond.workflows.analyse import analyse
 
-        return self.call(
-            analyse,
-            run_folder=self.run,
-            heads=self.head,
-            what=self.what or ANALYSES,
-            n_conditions=self.conditions,
-            n_sentences=self.sentences,
-        )
+        return analyse(self)
 
     def show(self, result: AnalysisResult, form: str) -> None:
         """Print a table for each analysis."""

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from types import NoneType, UnionType
 from typing import (
     Any,
     ClassVar,
@@ -22,15 +21,21 @@ from typing import (
     ParamSpec,
     Protocol,
     TypeVar,
-    Union,
     get_args,
     get_origin,
-    get_type_hints,
 )
 
 from llmcond import plugins
 from llmcond.errors import LlmcondError, UserError, did_you_mean, escaped_json, nearest
-from llmcond.options import Option, option, option_of, public_function
+from llmcond.options import (
+    Option,
+    Options,
+    flag_of,
+    limits_of,
+    options_of,
+    plain_type,
+    public_function,
+)
 from llmcond.system import local_rank
 
 FORMATS = ("table", "markdown", "latex")
@@ -43,11 +48,11 @@ REUSES_VECTORS = "vectors that the run has stored are reused by the same command
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
 R = TypeVar("R")
-T = TypeVar("T")
+C = TypeVar("C", bound="Command")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Command:
+class Command(Options):
     """What all commands have in common. The first line of a docstring is the command's summary.
 
     Attributes:
@@ -60,16 +65,6 @@ class Command:
     formats: ClassVar[bool] = False
     if_interrupted: ClassVar[str] = STARTS_AGAIN
 
-    def __post_init__(self) -> None:
-        """Convert text to what fields hold; a UserError for a value that is not legal."""
-        for name, hint, spec in options_of(type(self)):
-            value = getattr(self, name)
-            if spec.parse is None:
-                value = _coerced(value, hint, _flag(name))
-            elif isinstance(value, str):
-                value = spec.parse(value)
-            object.__setattr__(self, name, value)
-
     def execute(self) -> Any:
         """Do it, and return a typed result."""
         raise NotImplementedError
@@ -80,15 +75,6 @@ class Command:
     def failed(self, result: Any) -> LlmcondError | None:
         """Return what makes the command fail once its result is printed; None if nothing does."""
         return None
-
-    def call(self, work: Callable[..., R], **others: Any) -> R:
-        """Call a workflow with the options that its parameters are named after, and others."""
-        own = [name for name in inspect.signature(work).parameters if name not in others]
-        return work(**{name: getattr(self, name) for name in own}, **others)
-
-    def part(self, cls: type[T]) -> T:
-        """Return those of its options that a dataclass has, as an instance of it."""
-        return cls(**{f.name: getattr(self, f.name) for f in dataclasses.fields(cls) if f.init})  # type: ignore[arg-type]
 
 
 class _Executes(Protocol[R_co]):
@@ -110,73 +96,26 @@ def verb(command: Callable[P, _Executes[R]]) -> Callable[P, R]:
     given = [f"    {name}: {spec.help}" for name, _, spec in options]
     words = "".join(f"_{c.lower()}" if c.isupper() else c for c in described.__name__)
     doc = "\n".join([inspect.cleandoc(described.__doc__), "", "Args:", *given])
-    known = inspect.signature(described).parameters
+    known, limits = inspect.signature(described).parameters, limits_of(described)
+    types = {
+        name: plain_type(hint).__name__ + " | None" * (plain_type(hint) is not hint)
+        for name, hint, _ in options
+        if limits[name]
+    }
     signature = inspect.Signature(
-        [known[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, _, _ in options],
+        [
+            known[name].replace(
+                kind=inspect.Parameter.KEYWORD_ONLY,
+                annotation=types.get(name, known[name].annotation),
+            )
+            for name, _, _ in options
+        ],
         return_annotation=described.execute.__annotations__["return"],
     )
     return public_function(call, words.lstrip("_"), described.__module__, doc, signature)
 
 
 # -- fields as flags ---------------------------------------------------------------------------
-
-
-def options_of(cls: type[Any]) -> list[tuple[str, Any, Option]]:
-    """Return the name, the type and the description of each option of a dataclass.
-
-    Required ones come first, then its own, then those of the classes it is made of, in their order.
-    """
-    hints = get_type_hints(cls)
-    order = [name for base in cls.__mro__ for name in vars(base).get("__annotations__", ())]
-    described = ((field, option_of(field)) for field in dataclasses.fields(cls))
-    found = [(field, spec) for field, spec in described if spec is not None]
-    found.sort(key=lambda f: (f[0].default is not dataclasses.MISSING, order.index(f[0].name)))
-    return [(field.name, hints[field.name], spec) for field, spec in found]
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _plain(hint: Any) -> Any:
-    """Return a type without None."""
-    if get_origin(hint) in (Union, UnionType):
-        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
-        if all(get_origin(kind) is Literal for kind in kinds):
-            return Literal[tuple(value for kind in kinds for value in get_args(kind))]
-        if Path in kinds:  # a caller may give it as text
-            return Path
-        return kinds[0] if len(kinds) == 1 else next((k for k in kinds if k is not Any), Any)
-    return hint
-
-
-def _coerced(value: Any, hint: Any, flag: str) -> Any:
-    kind = _plain(hint)
-    origin = get_origin(kind)
-    if value is None:
-        return None
-    if kind is Path and isinstance(value, str):
-        return Path(value)
-    if origin is Literal and value not in get_args(kind):
-        legal = [str(choice) for choice in get_args(kind)]
-        raise UserError(
-            f"{flag} is {value!r}. {nearest(str(value), legal)} Legal: {', '.join(legal)}."
-        )
-    if origin in (Sequence, tuple, Mapping) and isinstance(value, (str, Path)):
-        value = (value,)
-    if origin is Mapping:
-        pairs = value if isinstance(value, Mapping) else key_values(value, flag)
-        return {str(key): _text(one) for key, one in pairs.items()}
-    if origin is Sequence and isinstance(value, Iterable):
-        return tuple(_coerced(one, get_args(kind)[0], flag) for one in value)
-    return value
-
-
-def _text(value: Any) -> Any:
-    """Return a setting as the command line writes it; several values stay several."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return value if isinstance(value, (list, tuple)) else str(value)
 
 
 def add_arguments(parser: argparse.ArgumentParser, cls: type[Command]) -> None:
@@ -190,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Command]) -> None:
         default = defaults[name]
         keywords = _argument(hint, spec, default)
         required = default is dataclasses.MISSING
-        flag = spec.flag or _flag(name)
+        flag = spec.flag or flag_of(name)
         metavar = keywords.get("metavar", name.upper())
         if required:
             usage.append(metavar if spec.flag == "" else f"{flag} {metavar}")
@@ -228,7 +167,7 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Command]) -> None:
 
 def _argument(hint: Any, spec: Option, default: Any) -> dict[str, Any]:
     """Return how argparse reads a value of a type."""
-    kind = _plain(hint)
+    kind = plain_type(hint)
     inner = get_args(kind)
     text = spec.help
     if "default:" not in text and default not in (dataclasses.MISSING, None, (), "", False, True):
@@ -245,45 +184,17 @@ def _argument(hint: Any, spec: Option, default: Any) -> dict[str, Any]:
         return {**keywords, "nargs": len(inner), "type": inner[0]}
     if get_origin(kind) in (Sequence, tuple):
         keywords |= {"action": "append"} if spec.repeat else several
-        kind = _plain(inner[0])
+        kind = plain_type(inner[0])
     if get_origin(kind) is Literal:
         return {**keywords, "choices": get_args(kind)}
-    # What the option parses itself is text here; see `_coerced`.
+    # What the option parses itself is text here; see `Options`.
     return {**keywords, "type": kind if kind in (int, float, Path) and not spec.parse else str}
 
 
-def command_of(cls: type[Command], given: Mapping[str, Any]) -> Command:
+def command_of(cls: type[C], given: Mapping[str, Any]) -> C:
     """Return a command with what was parsed; it checks that itself."""
     names = [name for name, _, _ in options_of(cls)]
     return cls(**{name: given[name] for name in names if name in given})
-
-
-def key_values(texts: Sequence[str], flag: str) -> dict[str, str]:
-    """Return NAME=VALUE texts as a dictionary; a UserError for a text of another form."""
-    pairs: dict[str, str] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not (equals and key and value):
-            raise UserError(f"{flag} is {text!r}; expected NAME=VALUE.")
-        if key in pairs and flag == "--vary":
-            raise UserError(f"{flag} names {key} twice. Give all its values once.")
-        pairs[key] = value
-    return pairs
-
-
-def optional(cls: type[T]) -> type[T]:
-    """Return a dataclass with the options of another, all of them None unless they are given.
-
-    For settings whose defaults depend on others; help texts name the usual ones.
-    """
-    defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    made = []
-    for name, hint, spec in options_of(cls):
-        usual = defaults[name]
-        text = spec.help if "default:" in spec.help else f"{spec.help} (default: {usual})"
-        metadata = option(None, **{**dataclasses.asdict(spec), "help": text})
-        made.append((name, hint | None, metadata))
-    return dataclasses.make_dataclass(f"Optional{cls.__name__}", made, frozen=True, kw_only=True)
 
 
 # -- running -----------------------------------------------------------------------------------

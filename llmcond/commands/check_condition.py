@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from llmcond.commands.base import REUSES_VECTORS, verb
-from llmcond.commands.shared import TEXT_HELP, WithConditions, WithEmbedder, check_source
-from llmcond.data.readers import TEXT_FILES
-from llmcond.options import option
+from llmcond.commands.base import REUSES_VECTORS, Command, verb
+from llmcond.workflows.options.texts import CheckConditionOptions
 
 if TYPE_CHECKING:
     from llmcond.workflows.check_condition import ConditionChecks
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckCondition(WithConditions, WithEmbedder):
+class CheckCondition(CheckConditionOptions, Command):
     """Say whether conditions are expected to work on texts, without labels.
 
     The texts are embedded under each condition. How clearly they fall into groups predicts the
@@ -30,23 +27,11 @@ class CheckCondition(WithConditions, WithEmbedder):
     formats: ClassVar[bool] = True
     if_interrupted: ClassVar[str] = REUSES_VECTORS
 
-    texts: Any = option(
-        flag="",
-        metavar="TEXTS",
-        help=f"{TEXT_FILES} (from Python also a list of texts, or a table)",
-    )
-    condition: Sequence[str] = option(
-        metavar="TEXT", repeat=True, help="condition to check; may be repeated"
-    )
-    text: str | None = option(None, metavar="COL", help=TEXT_HELP)
-    seed: int = option(0, metavar="S", help="random seed of the sample of texts")
-
     def execute(self) -> ConditionChecks:
         """Check the conditions."""
-        check_source(self.texts, TEXT_FILES)
         from llmcond.workflows.check_condition import check_condition
 
-        return self.call(check_condition, run_folder=self.folder(), condition=self.conditions())
+        return check_condition(self)
 
     def show(self, result: ConditionChecks, form: str) -> None:
         """Print the expected accuracy of each condition, and the evidence."""

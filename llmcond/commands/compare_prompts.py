@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcond.commands.base import RESUMES, verb
-from llmcond.commands.shared import InRun, WithEncoder, WithTask, data_options
-from llmcond.options import option
-from llmcond.workflows.options import CompareOptions
+from llmcond.commands.base import RESUMES, Command, verb
+from llmcond.workflows.options.scoring import ComparePromptsOptions
 
 if TYPE_CHECKING:
     from llmcond.workflows.compare import Comparison
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparePrompts(CompareOptions, InRun, WithTask, WithEncoder):
+class ComparePrompts(ComparePromptsOptions, Command):
     """Compare prompts on the same rows, splits, seeds and heads, with paired evidence."""
 
     example: ClassVar[str] = (
@@ -25,22 +22,11 @@ class ComparePrompts(CompareOptions, InRun, WithTask, WithEncoder):
     formats: ClassVar[bool] = True
     if_interrupted: ClassVar[str] = RESUMES
 
-    report: str | Path | None = option(
-        None, metavar="FILE.html", help="a page to read: charts, texts, settings"
-    )
-
     def execute(self) -> Comparison:
         """Compare."""
-        data = data_options(self)
         from llmcond.workflows.compare import compare_prompts
 
-        return self.call(
-            compare_prompts,
-            options=self.encoder_options(),
-            run_folder=self.run,
-            data=data,
-            asked=self.part(CompareOptions),
-        )
+        return compare_prompts(self)
 
     def show(self, result: Comparison, form: str) -> None:
         """Print what was found in words, then a table."""

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcond.commands.base import verb
-from llmcond.commands.shared import WithHead
-from llmcond.workflows.options import CompleteOptions
+from llmcond.commands.base import Command, verb
+from llmcond.workflows.options.ranking import CompleteOptions
 
 if TYPE_CHECKING:
     from llmcond.kinds.ranking.complete import Completions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Complete(CompleteOptions, WithHead):
+class Complete(CompleteOptions, Command):
     """Complete a triple of a run's knowledge graph: the entities that fit best."""
 
     example: ClassVar[str] = (
@@ -26,7 +25,7 @@ class Complete(CompleteOptions, WithHead):
         """Rank all entities."""
         from llmcond.kinds.ranking.complete import complete
 
-        return self.call(complete, run_folder=self.run, asked=self.part(CompleteOptions))
+        return complete(self)
 
     def show(self, result: Completions, form: str) -> None:
         """Print a table."""

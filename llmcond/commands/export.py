@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from llmcond.commands.base import verb
-from llmcond.commands.shared import WithConditions, WithEmbedder
+from llmcond.commands.base import Command, verb
 from llmcond.options import option
+from llmcond.workflows.options.common import WithConditions, WithEmbedder
 
 if TYPE_CHECKING:
     from llmcond.exporting.exported import ExportResult
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export(WithConditions, WithEmbedder):
+class Export(WithConditions, WithEmbedder, Command):
     """Write an embedder as a model of sentence-transformers.
 
     Under one condition, or several that are chosen with each call, it needs no llmcond any more;
@@ -37,7 +37,14 @@ class Export(WithConditions, WithEmbedder):
         """Export."""
         from llmcond.exporting.export import export_model
 
-        return self.call(export_model, run_folder=self.folder(), condition=self.conditions())
+        return export_model(
+            self.folder(),
+            Path(self.out),
+            self.conditions(),
+            head=self.head,
+            prompt=self.prompt,
+            device=self.device,
+        )
 
     def show(self, result: ExportResult, form: str) -> None:
         """Say what it is, how it was tried out, and what to know of it."""

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
 
 from llmcond.bundled import pretrained_names
-from llmcond.commands.shared import WithEncoderSettings
+from llmcond.commands.base import Command
 from llmcond.encoders import EncoderOptions
 from llmcond.encoders.known import MODELS, PADDING_SIDE, default_prompt
 from llmcond.encoders.spec import Dtype
 from llmcond.errors import LlmcondError, UserError
 from llmcond.options import option
+from llmcond.workflows.options.common import WithEncoderSettings
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Models:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListModels(WithEncoderSettings):
+class ListModels(WithEncoderSettings, Command):
     """List the encoders that are known by name, or check one before it is downloaded."""
 
     example: ClassVar[str] = "llmcond models --check nvidia/NV-Embed-v2"

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcond.commands.base import verb
-from llmcond.commands.shared import InRun
-from llmcond.options import option
+from llmcond.commands.base import Command, verb
+from llmcond.workflows.options.training import PushOptions
 
 if TYPE_CHECKING:
     from llmcond.workflows.push import PushResult
 
 
 @dataclass(frozen=True, kw_only=True)
-class Push(InRun):
+class Push(PushOptions, Command):
     """Upload a run's heads to the Hugging Face hub, with a trained encoder; data stays here.
 
     Of a frozen encoder only its name on the hub and its revision go up.
@@ -22,17 +21,11 @@ class Push(InRun):
 
     example: ClassVar[str] = "llmcond push ada/my-heads --run runs/default --private"
 
-    repo: str = option(flag="", metavar="OWNER/NAME", help="created if it does not exist")
-    private: bool = option(False, help="make the repository private")
-    revision: str | None = option(
-        None, metavar="BRANCH", help="created if it does not exist (default: main)"
-    )
-
     def execute(self) -> PushResult:
         """Upload."""
         from llmcond.workflows.push import push_to_hub
 
-        return self.call(push_to_hub, run_folder=self.run)
+        return push_to_hub(self)
 
 
 push = verb(Push)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcond.commands.base import REUSES_VECTORS, verb
-from llmcond.commands.shared import WithHead
-from llmcond.workflows.options import ReplyOptions
+from llmcond.commands.base import REUSES_VECTORS, Command, verb
+from llmcond.workflows.options.ranking import ReplyOptions
 
 if TYPE_CHECKING:
     from llmcond.kinds.dialogue.reply import Replies
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply(ReplyOptions, WithHead):
+class Reply(ReplyOptions, Command):
     """Rank candidates as the next turn of a dialogue, or by how well they lead to a later one."""
 
     example: ClassVar[str] = (
@@ -27,7 +26,7 @@ class Reply(ReplyOptions, WithHead):
         """Encode the turns, and rank the candidates."""
         from llmcond.kinds.dialogue.reply import reply
 
-        return self.call(reply, run_folder=self.run, asked=self.part(ReplyOptions))
+        return reply(self)
 
     def show(self, result: Replies, form: str) -> None:
         """Print a table."""

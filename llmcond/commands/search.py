@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcond.commands.shared import CHECK_HELP, WithConditions, WithDevice
+from llmcond.commands.base import Command
 from llmcond.conditions import Condition, condition_text, condition_titles
 from llmcond.errors import UserError
 from llmcond.log import log
-from llmcond.options import option
+from llmcond.options import Positive, option
+from llmcond.workflows.options.common import CHECK_HELP, WithConditions, WithDevice
 
 if TYPE_CHECKING:
     from llmcond.search import Hits, Index
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search(WithConditions, WithDevice):
+class Search(WithConditions, WithDevice, Command):
     """Find the texts of an index that are nearest to a query under a condition."""
 
     example: ClassVar[str] = (
@@ -39,7 +40,7 @@ class Search(WithConditions, WithDevice):
         repeat=True,
         help="of each condition: scores are weighted sums of cosines (default: 1 each)",
     )
-    k: int = option(10, flag="-k", metavar="K", help="hits")
+    k: Positive = option(10, flag="-k", metavar="K", help="hits")
     where: str | None = option(
         None,
         metavar="FILTER",

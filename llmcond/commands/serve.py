@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcond.commands.base import verb
-from llmcond.commands.shared import VALUES_HELP, WithEmbedder, WithGuide
+from llmcond.commands.base import Command, verb
 from llmcond.conditions import Condition
-from llmcond.errors import UserError
 from llmcond.options import option
-from llmcond.serving.settings import ServerSettings
+from llmcond.serving.settings import Served, ServerSettings
+from llmcond.workflows.options.common import VALUES_HELP, WithEmbedder, WithGuide
 
 if TYPE_CHECKING:
     from llmcond.serving.server import ServeResult
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(WithGuide, WithEmbedder, ServerSettings):
+class Serve(WithGuide, WithEmbedder, ServerSettings, Command):
     """Serve embeddings, similarity and search over HTTP.
 
     OpenAI's protocol for embeddings, with a condition. There is no encryption: where others than
@@ -35,19 +34,16 @@ class Serve(WithGuide, WithEmbedder, ServerSettings):
     condition: str | None = option(
         None, metavar="C", help="of requests that name none (default: such are refused)"
     )
-    values: str | None = option(None, metavar="VALUES", help=VALUES_HELP)
+    values: str | None = option(None, metavar="VALUES", needs="--condition", help=VALUES_HELP)
 
     def execute(self) -> ServeResult:
         """Serve until SIGTERM or Ctrl-C."""
-        self.check_guide()
         condition = self.condition
-        if self.values is not None:
-            if condition is None:
-                raise UserError("--values are given without --condition; name the condition.")
+        if condition is not None and self.values is not None:
             condition = Condition(condition, self.values)
         from llmcond.serving.server import serve
 
-        return self.call(serve, condition=condition, settings=self.part(ServerSettings))
+        return serve(replace(self.part(Served), condition=condition), self)
 
 
 serve = verb(Serve)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from llmcond.commands.shared import WithConditions, WithEmbedder
+from llmcond.commands.base import Command
 from llmcond.conditions import condition_json
 from llmcond.options import option
+from llmcond.workflows.options.common import WithConditions, WithEmbedder
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Similarities:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Similarity(WithConditions, WithEmbedder):
+class Similarity(WithConditions, WithEmbedder, Command):
     """Compare two sentences under conditions."""
 
     example: ClassVar[str] = (

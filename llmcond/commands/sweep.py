@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcond.commands.base import RESUMES, verb
-from llmcond.commands.shared import InRun, WithDevice
+from llmcond.commands.base import RESUMES, Command, verb
 from llmcond.errors import UserError
-from llmcond.options import option
-from llmcond.workflows.options import WithMetrics, WithSplit, WithTrials
+from llmcond.workflows.options.fitting import SweepOptions
 
 if TYPE_CHECKING:
     from llmcond.workflows.sweep import SweepResult
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep(InRun, WithSplit, WithMetrics, WithTrials, WithDevice):
+class Sweep(SweepOptions, Command):
     """Fit heads for every combination of settings and seeds; resumes, in one table."""
 
     example: ClassVar[str] = (
@@ -27,38 +24,12 @@ class Sweep(InRun, WithSplit, WithMetrics, WithTrials, WithDevice):
     formats: ClassVar[bool] = True
     if_interrupted: ClassVar[str] = RESUMES
 
-    head: Sequence[str] = option(metavar="NAME_OR_FILE", help="recipes")
-    vary: Mapping[str, str] | None = option(
-        None,
-        metavar="KEY=V,V",
-        help="a setting of the recipe (dim, rank, learning_rate, temperature, ...) and its values",
-    )
-    prompt: Sequence[str] = option(
-        (), metavar="NAME", help="whose features; a+b takes both (default: the only one)"
-    )
-    subtract: bool | None = option(
-        None,
-        help="subtract the unconditional embedding (default: yes; where candidates are ranked, no)",
-    )
-    plot: str | Path | None = option(
-        None,
-        metavar="FILE",
-        help="picture of the main metric against the first setting of several numbers (.png, .svg)",
-    )
-    plot_steps: str | Path | None = option(
-        None, metavar="FILE", help="picture of the score on dev against training steps (.png, .svg)"
-    )
-
     def execute(self) -> SweepResult:
         """Fit and score all combinations."""
         from llmcond.report.sweeps import check_plot, plot_settings, plot_steps
         from llmcond.workflows.sweep import sweep
 
-        vary = {
-            key: values.split(",") if isinstance(values, str) else [str(one) for one in values]
-            for key, values in (self.vary or {}).items()
-        }
-        several = [self.head, self.prompt, *vary.values()]
+        several = [self.head, self.prompt, *self.varied().values()]
         if self.seeds == 1 and all(len(set(values)) <= 1 for values in several):
             raise UserError(
                 "there is nothing to vary. Give several values (--vary dim=64,128,256), heads, "
@@ -69,15 +40,7 @@ class Sweep(InRun, WithSplit, WithMetrics, WithTrials, WithDevice):
             raise UserError(f"--plot and --plot-steps both name {plots[0]}. Name two files.")
         for path in plots:
             check_plot(path)
-        swept = self.call(
-            sweep,
-            run_folder=self.run,
-            heads=self.head,
-            vary=vary,
-            prompts=self.prompt or (None,),
-            changes=self.set,
-            metrics=self.metric,
-        )
+        swept = sweep(self)
         if self.plot is not None:
             plot_settings(swept.results, Path(self.plot))
         if self.plot_steps is not None:

@@ -64,13 +64,12 @@ def rank(
     known: KnownAnswers | None,
     terms: Sequence[Term] = (),
     exclude_head: bool = False,
-    block: int = BLOCK,
     tile: int = TILE,
 ) -> Ranks:
     """Rank the answer of each query among all entities.
 
-    Memory is bounded by ``block`` times ``tile`` scores. Candidates that lie on disk are read a
-    tile at a time, once for each block of queries.
+    Memory is bounded by the scores of :data:`BLOCK` queries and ``tile`` candidates. Candidates
+    that lie on disk are read a tile at a time, once for each block of queries.
 
     Args:
         queries: (m, k) vectors.
@@ -79,13 +78,12 @@ def rank(
         known: answers that are left out, but for the one asked for; None: none are.
         terms: what is added to scores.
         exclude_head: whether a query's head is no candidate, unless it is the answer.
-        block: queries at once.
         tile: candidates at once.
 
     Raises:
         UserError: a vector is not finite.
     """
-    asked = queries, candidates, triples, known, (), terms, exclude_head, block, tile
+    asked = queries, candidates, triples, known, (), terms, exclude_head, BLOCK, tile
     return rank_each(*asked)[0]
 
 

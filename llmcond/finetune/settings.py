@@ -19,6 +19,7 @@ _LARGEST = 1_000_000
 Count = Annotated[int, Ge(1), Le(_LARGEST)]
 Share = Annotated[float, Ge(0), Lt(1)]
 _STAGE = "last stage"
+_THEN, _SETS = "--then dev", "--aspects FOLDER"
 _ASPECTS = "texts with attributes"
 
 #: Settings by the names that recipes and records had before -> their names now.
@@ -148,26 +149,34 @@ class StageSettings:
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     then: Literal["dev"] | None = option(
-        None, help="train on dev too when training has ended; dev is no score then", group=_STAGE
+        None,
+        help="train on dev too when training has ended; dev is no score then",
+        group=_STAGE,
     )
     then_share: Annotated[float, Ge(0), Le(1)] = option(
-        0.15, help="share of train's sentence pairs that stay in", metavar="SHARE", group=_STAGE
+        0.15,
+        help="share of train's sentence pairs that stay in",
+        metavar="SHARE",
+        group=_STAGE,
+        needs=_THEN,
     )
     then_weight: Count = option(
-        2, help="how often dev's rows are taken in an epoch", metavar="W", group=_STAGE
+        2, help="how often dev's rows are taken in an epoch", metavar="W", group=_STAGE, needs=_THEN
     )
     then_learning_rate: Annotated[float, Gt(0), Le(100)] | None = option(
         None,
         help="of the encoder (default: half of --learning-rate)",
         metavar="LR",
         group=_STAGE,
+        needs=_THEN,
     )
-    then_epochs: Count = option(1, help="of that stage", metavar="N", group=_STAGE)
+    then_epochs: Count = option(1, help="of that stage", metavar="N", group=_STAGE, needs=_THEN)
     folds: Annotated[int, Ge(0), Le(_LARGEST)] = option(
         0,
         help="K-fold cross-validation over the sentence pairs of dev: what the stage brings",
         metavar="K",
         group=_STAGE,
+        needs=_THEN,
     )
 
     def pace(self, settings: TuneSettings) -> float:
@@ -201,20 +210,22 @@ class AspectSettings:
         group=_ASPECTS,
     )
     aspects_weight: Annotated[float, Gt(0), Le(_LARGEST)] = option(
-        0.25, help="weight of their contrastive loss", metavar="W", group=_ASPECTS
+        0.25, help="weight of their contrastive loss", metavar="W", group=_ASPECTS, needs=_SETS
     )
     aspects_texts: Annotated[int, Ge(4), Le(_LARGEST)] = option(
         96,
         help="texts a step, in groups of 6 to 12 under one condition",
         metavar="N",
         group=_ASPECTS,
+        needs=_SETS,
     )
     aspects_temperature: Annotated[float, Ge(1e-3), Le(_LARGEST)] = option(
-        0.07, help="temperature of the contrastive loss", metavar="T", group=_ASPECTS
+        0.07, help="temperature of the contrastive loss", metavar="T", group=_ASPECTS, needs=_SETS
     )
     aspects_values: Annotated[float, Ge(0), Le(1)] = option(
         0.4,
         help="share of the groups whose condition names example values",
         metavar="SHARE",
         group=_ASPECTS,
+        needs=_SETS,
     )

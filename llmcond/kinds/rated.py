@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from llmcond.data.datasets import Dataset
 from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import SplitInputs
-from llmcond.runs.kind import EvaluateRequest, Kind
+from llmcond.runs.kind import Kind
 from llmcond.runs.task_runs import Run
 from llmcond.tasks import Task
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from llmcond.evaluation.results import Results
     from llmcond.runs.rated import RatedExamples
     from llmcond.workflows.account import TrainingResult
-    from llmcond.workflows.trainable import TrainRequest
+    from llmcond.workflows.options.scoring import EvaluateOptions
+    from llmcond.workflows.options.training import TrainLoraOptions
 
 
 class Rated(Kind):
@@ -33,13 +34,13 @@ class Rated(Kind):
 
         return RatedExamples(run)
 
-    def evaluate(self, run: Run, asked: EvaluateRequest) -> Results[Any]:
+    def evaluate(self, run: Run, asked: EvaluateOptions) -> Results[Any]:
         """See :class:`Kind`."""
         from llmcond.workflows.evaluate import evaluate_pairs
 
         return evaluate_pairs(run, asked)
 
-    def train(self, asked: TrainRequest, task: Task) -> TrainingResult:
+    def train(self, asked: TrainLoraOptions, task: Task) -> TrainingResult:
         """See :class:`Kind`."""
         from llmcond.workflows.finetune import train_pairs
 

@@ -10,15 +10,11 @@ A package adds a kind by an entry point of the group ``llmcond.kinds`` that name
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from llmcond.data.datasets import DataOptions
 from llmcond.errors import UserError, nearest
 from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import PromptInputs
@@ -34,31 +30,6 @@ KINDS = {
     "ranking": "llmcond.kinds.ranking:Ranking",
     "dialogue": "llmcond.kinds.dialogue:DialogueKind",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateRequest:
-    """What ``evaluate`` is asked for.
-
-    Attributes:
-        heads: names of fitted heads; empty: all of them, ``none``: zero-shot only.
-        split: the split that is scored; None: the kind's default.
-        data: other examples to score; without a source, those of the run.
-        predictions: a CSV file to write what is predicted of each example to.
-        report: an HTML page to write.
-        device: where features that are missing are encoded.
-        metrics: code of the user's own, ``FILE.py:NAME``, in addition to the task's metrics.
-        options: of each kind that has any, by the kind's name.
-    """
-
-    heads: Sequence[str] = ()
-    split: str | None = None
-    data: DataOptions = field(default_factory=DataOptions)
-    predictions: Path | None = None
-    report: Path | None = None
-    device: str = "auto"
-    metrics: Sequence[str] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Kind(ABC):
@@ -94,8 +65,10 @@ class Kind(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, run: Any, asked: EvaluateRequest) -> Results[Any]:
+    def evaluate(self, run: Any, asked: Any) -> Results[Any]:
         """Score a run's heads and zero-shot, and write the files that are asked for.
+
+        ``asked`` is an :class:`llmcond.workflows.options.scoring.EvaluateOptions`.
 
         Raises:
             UserError: no such head, split or data, or options that contradict each other.
@@ -105,7 +78,7 @@ class Kind(ABC):
     def train(self, asked: Any, task: Any) -> Any:
         """Train an encoder and a head, and return a TrainingResult.
 
-        ``asked`` is a :class:`llmcond.workflows.trainable.TrainRequest`.
+        ``asked`` is a :class:`llmcond.workflows.options.training.TrainLoraOptions`.
 
         Raises:
             UserError: wrong input, or options that are for other kinds of task.

@@ -32,8 +32,6 @@ def check_workers(workers: int, resolved: ResolvedEncoder) -> None:
     """Raise a UserError for a number of processes that this machine has no devices for."""
     import torch
 
-    if workers < 1:
-        raise UserError(f"workers is {workers}; it must be at least 1.")
     gpus = resolved.device != "cpu"
     count = torch.cuda.device_count() if gpus else torch.get_num_threads()
     if workers > count:

@@ -28,7 +28,6 @@ from llmcond.heads.pairs import OnEpoch
 from llmcond.heads.storage import FitRecord
 from llmcond.log import log
 from llmcond.metrics import Metric, choose_metrics, finite, metric_of
-from llmcond.options import check_seed
 from llmcond.progress import EVERY_SECONDS, FitBar
 from llmcond.records import RECORD, check_record
 from llmcond.runs import AnyRun, Saved, dev_score, head_name, open_any_run
@@ -146,13 +145,6 @@ class Outcome:
         if similarity is not None and len(similarity) != n:
             return None
         return cls(figures, record["dim"], record["fit"], dev_score(record, dev_metric), similarity)
-
-
-def check_seeds(seeds: int) -> None:
-    """Raise a UserError unless a number of seeds is positive, and all of them can be taken."""
-    if seeds < 1:
-        raise UserError(f"the number of seeds is {seeds}; it must be at least 1.")
-    check_seed(seeds - 1)
 
 
 def sized(recipe: Recipe, dim: int | None, dim_in: int, quiet: bool = False) -> Recipe:

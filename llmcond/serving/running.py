@@ -6,7 +6,6 @@ import logging
 import math
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -22,7 +21,7 @@ from llmcond.serving.batching import Batcher
 from llmcond.serving.gate import Gate
 from llmcond.serving.metrics import Metrics
 from llmcond.serving.model import ServedModel
-from llmcond.serving.settings import ServerSettings
+from llmcond.serving.settings import Served, ServerSettings
 
 #: Forward passes of a batch: inputs of several are sorted by length among each other.
 _PASSES = 2
@@ -30,17 +29,9 @@ _PASSES = 2
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
-def load_model(
-    run: Path | None,
-    model: str | None,
-    head: str | None,
-    prompt: str | None,
-    device: str,
-    index: Path | None,
-    condition: str | None,
-    guide: Any = None,
-) -> ServedModel:
-    """Load what is to be served; arguments and errors as of ``serve``."""
+def load_model(served: Served) -> ServedModel:
+    """Load what is to be served; errors as of ``serve``."""
+    index, condition, guide = served.index, served.condition, served.guide
     if guide is not None and index is not None:
         raise UserError(
             f"an index has its own guides. Give this one to it: llmcond index --out {index} "
@@ -49,14 +40,18 @@ def load_model(
     if index is not None:
         from llmcond.search import Index
 
-        given: dict[str, Any] = {"run": run, "model": model, "head": head, "prompt": prompt}
+        given: dict[str, Any] = {
+            name: getattr(served, name) for name in ("run", "model", "head", "prompt")
+        }
         if any(given.values()) and (index / "index.json").exists():
             # Without texts it is only opened, and refused where another model made it.
-            found = Index.build(index, **given, device=device)
+            found = Index.build(index, **given, device=served.device)
         else:
-            found = Index.open(index, device=device)
+            found = Index.open(index, device=served.device)
         return ServedModel(found.embedder, condition, found)
-    loaded = load_comparing(usual_run(run, model), head, prompt, device)
+    loaded = load_comparing(
+        usual_run(served.run, served.model), served.head, served.prompt, served.device
+    )
     if guide is not None:
         if not isinstance(loaded, Embedder):
             raise UserError("a cross-encoder has no embeddings that --guide could map; omit it.")

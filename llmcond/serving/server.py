@@ -17,7 +17,7 @@ from llmcond.display import Displayed
 from llmcond.errors import UserError, install_command
 from llmcond.log import log
 from llmcond.progress import duration
-from llmcond.serving.settings import ServerSettings, read_keys
+from llmcond.serving.settings import Served, ServerSettings, read_keys
 
 
 @dataclass(frozen=True)
@@ -34,29 +34,15 @@ class ServeResult(Displayed):
         return asdict(self)
 
 
-def serve(
-    *,
-    run: Path | None = None,
-    model: str | None = None,
-    head: str | None = None,
-    prompt: str | None = None,
-    device: str = "auto",
-    index: Path | None = None,
-    condition: str | None = None,
-    guide: Any = None,
-    settings: ServerSettings,
-) -> ServeResult:
+def serve(served: Served, settings: ServerSettings) -> ServeResult:
     """Serve a model until SIGTERM or Ctrl-C, and answer what was accepted before.
-
-    Arguments as in :class:`llmcond.commands.serve.Serve`.
 
     Raises:
         UserError: the extra is not installed, an address that cannot be listened on, keys that
             cannot be read, or as ``load_embedder``, ``load_cross_encoder`` and ``Index.open``.
         LlmcondError: the model cannot be loaded, or encodes nothing.
     """
-    settings.check()
-    if condition is not None and not condition.strip():
+    if served.condition is not None and not served.condition.strip():
         raise UserError("--condition is empty; name one, or leave it out.")
     if any(find_spec(name) is None for name in ("prometheus_client", "starlette", "uvicorn")):
         raise UserError(
@@ -67,7 +53,7 @@ def serve(
     with bound(settings.host, settings.port) as listening:
         from llmcond.serving.running import Running, load_model
 
-        loaded = load_model(run, model, head, prompt, device, index, condition, guide)
+        loaded = load_model(served)
         running = Running(loaded, settings, keys)
         host, port = listening.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

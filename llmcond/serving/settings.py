@@ -6,61 +6,67 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Le, Lt
 
 from llmcond.errors import UserError
 from llmcond.log import log
-from llmcond.options import option
+from llmcond.options import Options, Positive, option
 
 _LIMITS = "limits"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSettings:
+class ServerSettings(Options):
     """Settings of a server."""
 
     host: str = option("127.0.0.1", metavar="ADDRESS", help="to listen on; 0.0.0.0: every one")
-    port: int = option(8000, metavar="N", help="0: one that is free, which is told")
+    port: Annotated[int, Ge(0), Le(65_535)] = option(
+        8000, metavar="N", help="0: one that is free, which is told"
+    )
     api_key_file: str | Path | None = option(
         None,
         metavar="FILE",
         help="keys, one a line, one of which a request needs (Authorization: Bearer KEY)",
     )
-    max_batch_tokens: int | None = option(
+    max_batch_tokens: Positive | None = option(
         None,
         metavar="N",
         group=_LIMITS,
         help="tokens that are encoded together, about (default: by the device)",
     )
-    max_concurrent_requests: int = option(
+    max_concurrent_requests: Positive = option(
         512, metavar="N", group=_LIMITS, help="at a time; further ones are answered 429"
     )
-    max_client_batch_size: int = option(
+    max_client_batch_size: Positive = option(
         2_048, metavar="N", group=_LIMITS, help="texts of a request; more are answered 413"
     )
-    payload_limit: int = option(
+    payload_limit: Positive = option(
         2_000_000, metavar="BYTES", group=_LIMITS, help="of a request; more are answered 413"
     )
-    timeout: float = option(
+    timeout: Annotated[float, Gt(0), Lt(1_000_000)] = option(
         60.0, metavar="S", group=_LIMITS, help="seconds until a request is answered 504"
     )
 
-    def check(self) -> None:
-        """Raise a UserError for a number that is no limit or no port."""
-        for name in (
-            "max_batch_tokens",
-            "max_concurrent_requests",
-            "max_client_batch_size",
-            "payload_limit",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
-        if not 0 < self.timeout < 1e6:
-            raise UserError(
-                f"--timeout is {self.timeout}; it must be a positive number of seconds."
-            )
-        if not 0 <= self.port < 2**16:
-            raise UserError(f"--port is {self.port}; it must be between 0 and 65535.")
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What is served: an embedder, or the index that an embedder made.
+
+    Attributes:
+        condition: of requests that name none; None: such are refused.
+        guide: labelled texts that embeddings follow.
+    """
+
+    run: Path | None = None
+    model: str | None = None
+    head: str | None = None
+    prompt: str | None = None
+    device: str = "auto"
+    index: Path | None = None
+    condition: str | None = None
+    guide: Any = None
 
 
 def read_keys(path: Path) -> tuple[bytes, ...]:

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from llmcond.display import Displayed
 from llmcond.encoders import ResolvedEncoder
@@ -19,14 +19,9 @@ from llmcond.metrics import Estimate
 from llmcond.prompts import Prompt
 from llmcond.records import RECORD as RECORDED
 from llmcond.records import read_record
-from llmcond.runs import (
-    open_any_run,
-)
+from llmcond.runs import open_any_run
 from llmcond.tasks import Data
-from llmcond.workflows.options import HeadChoice
-
-if TYPE_CHECKING:
-    pass
+from llmcond.workflows.options.training import HeadChoice
 
 #: Of the folder's own account of the training.
 FORMAT = 1

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +33,9 @@ from llmcond.runs import Run, SavedEmbeddingHead, SavedHead, open_run
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import fitted_heads, predict, zeroshots
 from llmcond.runs.provenance import provenance
+from llmcond.workflows.options.scoring import AnalyseOptions, Analysis
 
-ANALYSES = ("isotropy", "clusters", "conditions", "norms", "examples")
+ANALYSES: Sequence[Analysis] = get_args(Analysis)
 
 
 class AnalysisResult(DisplayedDict):
@@ -63,25 +64,12 @@ class _Split:
         return [column[i] for i in self.rated]
 
 
-def analyse(
-    run_folder: Path,
-    heads: Sequence[str] = (),
-    split: str | None = None,
-    what: Sequence[str] = ANALYSES,
-    out: Path | None = None,
-    n_conditions: int = 3,
-    n_sentences: int = 20,
-    top: int = 5,
-    seed: int = 0,
-) -> AnalysisResult:
+def analyse(asked: AnalyseOptions) -> AnalysisResult:
     """Analyse a run's heads, and zero-shot.
 
     Isotropy (CASE, appendix B), impurity of condition clusters (Hyper-CL, section 5.2), seen and
     unseen conditions (5.3), variance of the norm of generated matrices (5.4.1), and the rows whose
     similarity changed most (CASE, tables 3 and 8).
-
-    Arguments as in :class:`llmcond.commands.analyse.Analyse`; ``what`` are some of
-    :data:`ANALYSES`.
 
     Returns:
         For each analysis its rows; also written to ``analyses.json`` in the run.
@@ -89,24 +77,22 @@ def analyse(
     Raises:
         UserError: no run, no such head, or a split with no rated rows.
     """
-    unknown = [name for name in what if name not in ANALYSES]
-    if unknown:
-        raise UserError(f"there is no analysis {unknown[0]!r}. There are {', '.join(ANALYSES)}.")
-    run = open_run(run_folder)
-    split = run.scored_split(split)
+    what, top, seed = asked.what or ANALYSES, asked.top, asked.seed
+    run = open_run(Path(asked.run))
+    split = run.scored_split(asked.split)
     rows = run.rows(split)
     rated = np.flatnonzero(rows.rated)[:MOST_VECTORS]
     if not len(rated):
         raise UserError(f"none of the {len(rows):,} rows of {split} is rated; nothing to analyse.")
-    fitted = fitted_heads(run, heads, split)
+    fitted = fitted_heads(run, asked.head, split)
     prompts = {p.name: p for head in fitted for p in head.view.prompts} or run.prompts()
     plain = [zeroshot for prompt in prompts.values() for zeroshot in zeroshots(run, prompt)]
     predictors: list[SavedEmbeddingHead] = [*plain, *fitted]
     if not predictors:
-        raise UserError(f"{run_folder} has no extracted features yet. Run `llmcond extract` first.")
+        raise UserError(f"{run.folder} has no extracted features yet. Run `llmcond extract` first.")
     data = _Split(rows, RowFeatures(rows, run.store()), rated)
-    kept, sizes = _writable(run.folder), (n_conditions, n_sentences)
-    out = out or (run.folder / "analyses" if kept else None)
+    kept, sizes = _writable(run.folder), (asked.conditions, asked.sentences)
+    out = Path(asked.out) if asked.out else run.folder / "analyses" if kept else None
     if "clusters" in what and fitted and out is not None and not has_matplotlib():
         log.info(f"no pictures are drawn: they need matplotlib ({install_command('plots')})")
         out = None

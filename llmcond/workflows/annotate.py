@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ from llmcond.evaluation.agreement import Agreement, agreement
 from llmcond.files import check_output, csv_writer, replacing
 from llmcond.log import log
 from llmcond.metrics import Floats
-from llmcond.options import check_seed
 from llmcond.progress import duration
+from llmcond.workflows.options.texts import AnnotateOptions
 
 #: Questions of each kind that are asked to measure what one takes.
 _FEW = 3
@@ -92,50 +93,36 @@ class _Plan:
         return found.take(np.arange(min(self.wanted, len(found))))
 
 
-def annotate(  # noqa: PLR0913 - each is a choice of the user, by keyword
-    data: DataOptions,
-    out: Path,
-    server: ServerSettings,
-    *,
-    prompt: str = "rate",
-    samples: int = 1,
-    split: str | None = None,
-    rows: int | None = None,
-    propose: int | None = None,
-    propose_prompt: str = "propose",
-    text: str | None = None,
-    seed: int = 0,
-    concurrency: int = 4,
-    prices: Prices = Prices(),
-    yes: bool = False,
-) -> AnnotationResult:
+def annotate(asked: AnnotateOptions) -> AnnotationResult:
     """Write a file of rows rated by a language model, which ``extract`` reads.
 
     Answers are stored beside it as they come, in ``NAME.answers``, a JSON object a line: a call
-    that was stopped goes on there. Arguments as in :class:`llmcond.commands.annotate.Annotate`.
+    that was stopped goes on there.
 
     Raises:
         UserError: options, data or a template that is wrong, a server that refuses, or the user
             does not agree to what it will take.
         LlmcondError: the server fails.
     """
+    fields = {name: _value(text) for name, text in (asked.request or {}).items()}
+    limits = (asked.timeout, asked.retries, asked.per_minute)
+    server = ServerSettings(asked.endpoint, asked.model, fields, *limits)
     server.check()
-    check_seed(seed)
-    _check(samples, rows, concurrency, prices)
+    prices = Prices(asked.price_in, asked.price_out)
+    data, out = asked.data_options(), Path(asked.out)
+    samples, split, rows, seed = asked.samples, asked.split, asked.rows, asked.seed
     check_output(out, (".csv",), [data.source])
-    rate = load_template(prompt, "rate")
-    if propose is None:
-        if text is not None:
-            raise UserError("--text is of --propose, which was not given.")
+    rate = load_template(asked.prompt, "rate")
+    if asked.propose is None:
         pairs = _read(data, split, rows, seed)
         plan = _Plan(len(pairs), pairs)
     else:
         _check_propose(data, split, rows)
-        template = load_template(propose_prompt, "propose")
-        plan = _proposing(template, _texts(data.source, text), propose, seed)
+        template = load_template(asked.propose_prompt, "propose")
+        plan = _proposing(template, _texts(data.source, asked.text), asked.propose, seed)
     with Journal(out.with_suffix(".answers")) as journal:
-        asker = Asker(server, journal, seed, concurrency)
-        _measure(asker, plan, rate, samples, prices, yes)
+        asker = Asker(server, journal, seed, asked.concurrency)
+        _measure(asker, plan, rate, samples, prices, asked.yes)
         asker.ask(plan.asks)
         found = plan.rows(asker)
         questions = _questions(rate, found, samples)
@@ -205,14 +192,12 @@ def _measure(
     _agree(asker.forecast(left, prices), asker.settings, yes)
 
 
-def _check(samples: int, rows: int | None, concurrency: int, prices: Prices) -> None:
-    counts = {"samples": samples, "concurrency": concurrency, "rows": 1 if rows is None else rows}
-    for name, value in counts.items():
-        if value < 1:
-            raise UserError(f"--{name} is {value}; it must be at least 1.")
-    for name, price in (("price-in", prices.tokens_in), ("price-out", prices.tokens_out)):
-        if price is not None and not 0 <= price < float("inf"):
-            raise UserError(f"--{name} is {price:g}; it must be at least 0.")
+def _value(text: str) -> Any:
+    """Return a value as JSON where it is some, else as text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _check_propose(data: DataOptions, split: str | None, rows: int | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from llmcond.benchmark.checks import Bench, Check, run_checks
 from llmcond.benchmark.machine import describe_machine
 from llmcond.benchmark.markdown import page
-from llmcond.benchmark.shapes import Level, Shape, random_encoder
+from llmcond.benchmark.shapes import Shape, random_encoder
 from llmcond.benchmark.speeds import Profile, Scale, Skipped, Speed, run_encoder
 from llmcond.display import Displayed
 from llmcond.encoders import EncoderOptions, resolve
@@ -24,6 +24,7 @@ from llmcond.encoders.spec import Quantize
 from llmcond.errors import LlmcondError, first_line
 from llmcond.files import check_output, write_text
 from llmcond.system import choose_device
+from llmcond.workflows.options.encoding import BenchOptions
 
 _log = logging.getLogger(__name__)
 #: Tokens of an input at most, in what is timed.
@@ -64,17 +65,8 @@ class Benchmark(Displayed):
         return page(self.machine, self.checks, self.speeds, self.skipped, self.profiles)
 
 
-def bench(
-    models: Sequence[str],
-    shapes: Sequence[Shape],
-    device: str,
-    quantize: Sequence[Quantize],
-    checks: Level,
-    quick: bool,
-    profile: bool,
-    out: Path | None,
-) -> Benchmark:
-    """Run the checks, then time each encoder in each precision; see the command's options.
+def bench(asked: BenchOptions) -> Benchmark:
+    """Run the checks, then time each encoder in each precision.
 
     The page is written after the checks and after each encoder: a rented machine may be taken back.
 
@@ -82,7 +74,8 @@ def bench(
         UserError: an unknown model, or a device, library or place that is not there.
         LlmcondError: the hub cannot be reached.
     """
-    device = choose_device(device)
+    device, quantize, quick = choose_device(asked.device), asked.quantize, asked.quick
+    out = None if asked.out is None else Path(asked.out)
     if out is not None:
         check_output(out, [".md"])
     if set(quantize) - {"none"}:
@@ -105,8 +98,8 @@ def bench(
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        subjects = dict(_subjects(models, shapes, device, folder, quick))
-        for check in run_checks(Bench(device, folder)) if checks == "all" else ():
+        subjects = dict(_subjects(asked.model, asked.shape, device, folder, quick))
+        for check in run_checks(Bench(device, folder)) if asked.checks == "all" else ():
             _log.info("%s: %s", check.name, _said(check))
             checked.append(check)
         write()
@@ -117,7 +110,11 @@ def bench(
             try:
                 own = subjects[name](kind)
                 drawn = own.checkpoint.drawn_on is not None
-                options = {"check": checks != "none", "must_pack": drawn, "profile": profile}
+                options = {
+                    "check": asked.checks != "none",
+                    "must_pack": drawn,
+                    "profile": asked.profile,
+                }
                 for found in run_encoder(own, scale, **options):
                     places[type(found)].append(found)
             except (LlmcondError, RuntimeError, MemoryError) as error:  # of the device's too

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,8 @@ from llmcond.evaluation.condition_checks import (
     sample_texts,
 )
 from llmcond.log import log
-from llmcond.options import check_seed
 from llmcond.workflows.embed import Embeddings
+from llmcond.workflows.options.texts import CheckConditionOptions
 
 
 @dataclass(frozen=True)
@@ -67,26 +66,14 @@ class ConditionChecks(Displayed):
         return {**facts, "checks": rows}
 
 
-def check_condition(
-    run_folder: Path,
-    texts: Any,
-    condition: Sequence[str],
-    *,
-    text: str | None = None,
-    seed: int = 0,
-    head: str | None = None,
-    prompt: str | None = None,
-    device: str = "auto",
-) -> ConditionChecks:
+def check_condition(asked: CheckConditionOptions) -> ConditionChecks:
     """Say whether conditions are expected to work on texts.
-
-    Arguments as in :class:`llmcond.commands.check_condition.CheckCondition`.
 
     Raises:
         UserError: texts, a column or conditions that are wrong, or no calibration.
         LlmcondError: the encoder fails.
     """
-    check_seed(seed)
+    run_folder, condition, seed = asked.folder(), asked.conditions(), asked.seed
     if any(not one.strip() for one in condition):
         raise UserError("--condition is empty; give a text.")
     twice = [one for i, one in enumerate(condition) if one in condition[:i]]
@@ -99,10 +86,12 @@ def check_condition(
             "accuracy to expect. Make one: python scripts/calibrate_conditions.py"
         )
     try:
-        found = read_collection(texts, text_column(partial(has_column, texts), text))
+        found = read_collection(
+            asked.texts, text_column(partial(has_column, asked.texts), asked.text)
+        )
     except MissingColumnError as error:
         raise UserError(f"{error.found} Name one of them by --text COL.") from error
-    given = Embeddings(run_folder, head, prompt, device)
+    given = Embeddings(run_folder, asked.head, asked.prompt, asked.device)
     sample = [found.texts[position] for position in sample_texts(found.texts, seed)]
     vectors = given.of([(text, one) for one in condition for text in sample], found.file)
     checks = [

@@ -40,8 +40,8 @@ from llmcond.errors import UserError, brief, plural
 from llmcond.evaluation.condition_checks import ConditionCheck, find_calibration, sample_texts
 from llmcond.files import check_output, csv_writer, replacing
 from llmcond.log import log
-from llmcond.options import check_seed
 from llmcond.workflows.embed import Embeddings
+from llmcond.workflows.options.texts import ClusterOptions
 
 Method = Literal["kmeans", "hdbscan"]
 
@@ -50,41 +50,24 @@ _POOR = 0.5
 _GUIDE = "About 40 labelled texts often help: --guide FILE, with the columns text and label."
 
 
-def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
-    run_folder: Path,
-    texts: Any,
-    out: Path | None = None,
-    condition: Sequence[str] = (),
-    *,
-    text: str | None = None,
-    keep: Sequence[str] = (),
-    clusters: int | str = "auto",
-    method: Method = "kmeans",
-    min_cluster_size: int | None = None,
-    guide: Any = None,
-    labels: Sequence[str] = (),
-    report: Path | None = None,
-    check: bool = True,
-    seed: int = 0,
-    head: str | None = None,
-    prompt: str | None = None,
-    device: str = "auto",
-) -> ClusterResult:
+def cluster(options: ClusterOptions) -> ClusterResult:
     """Group texts under each condition, and write a table of them where ``out`` is given.
-
-    Arguments as in :class:`llmcond.commands.cluster.Cluster`.
 
     Raises:
         UserError: options, texts, a guide or labels that are wrong.
         LlmcondError: the encoder fails.
     """
+    run_folder, condition, guide = options.folder(), options.conditions(), options.guide
+    texts, text, keep, labels = options.texts, options.text, options.keep, options.labels
+    method, check, seed = options.method, options.check, options.seed
+    out = None if options.out is None else Path(options.out)
+    report = None if options.report is None else Path(options.report)
     if out is not None:
         check_output(out, (".parquet", ".csv"), [texts, guide])
     if report is not None:
         check_output(report, (".html", ".htm"))
-    check_seed(seed)
     _check_conditions(condition, guide is not None, labels)
-    find = _Finder.of(method, clusters, min_cluster_size, seed)
+    find = _Finder.of(options)
     column = text_column(partial(has_column, texts), text)
     columns = _columns(condition, keep, column)
     found = _read(texts, column, [*keep, *labels], "Name one of them (--text COL for the texts).")
@@ -92,7 +75,7 @@ def cluster(  # noqa: PLR0913 - each is a choice of the user, by keyword
     guides = {} if guide is None else _read_guides(guide, text, condition, found)
     known = _known(found, labels, guides)
 
-    given = Embeddings(run_folder, head, prompt, device)
+    given = Embeddings(run_folder, options.head, options.prompt, options.device)
     drawing = None if report is None else Drawing(found.texts, seed)
     made: list[Clustering] = []
     samples: list[Vectors] = []
@@ -204,9 +187,10 @@ class _Finder:
     seed: int
 
     @classmethod
-    def of(cls, method: Method, clusters: int | str, least: int | None, seed: int) -> _Finder:
+    def of(cls, options: ClusterOptions) -> _Finder:
         """Return what options ask for; a UserError for those that do not go together."""
-        k = None if clusters == "auto" else clusters
+        k: Any = None if options.clusters == "auto" else options.clusters
+        method, least = options.method, options.min_cluster_size
         if k is not None and (not isinstance(k, int) or isinstance(k, bool)):
             raise UserError(f"--clusters is {brief(k)}; give a number, or auto.")
         if k is not None and method == "hdbscan":
@@ -218,9 +202,7 @@ class _Finder:
             raise UserError("--min-cluster-size is for --method hdbscan; kmeans takes --clusters.")
         if k is not None and k < 2:
             raise UserError(f"--clusters is {k}; it must be at least 2: one would hold all texts.")
-        if least is not None and least < 2:
-            raise UserError(f"--min-cluster-size is {least}; it must be at least 2.")
-        return cls(method, k, least, seed)
+        return cls(method, k, least, options.seed)
 
     def again(self, k: int) -> _Finder:
         """Return what finds as many clusters of other vectors, if it is told how many."""

@@ -16,7 +16,7 @@ from llmcond.bundled import bundled_names
 from llmcond.data.datasets import DataOptions
 from llmcond.data.queries import QueryRows
 from llmcond.data.rows import Rows
-from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
+from llmcond.encoders import ResolvedEncoder, resolve
 from llmcond.errors import UserError, nearest
 from llmcond.evaluation.evidence import System, with_evidence
 from llmcond.evaluation.results import ComparedResult, Counts, FittedResults
@@ -34,7 +34,7 @@ from llmcond.runs.kind import find_kind, inputs_of
 from llmcond.runs.new_sentences import trained_sentences, with_new_sentences
 from llmcond.runs.predictors import unscored, zeroshots
 from llmcond.runs.provenance import provenance
-from llmcond.runs.trials import Outcome, Trial, check_seeds, run_trials
+from llmcond.runs.trials import Outcome, Trial, run_trials
 from llmcond.tasks import AnyTask
 from llmcond.workflows.extract import (
     check_named_once,
@@ -45,7 +45,9 @@ from llmcond.workflows.extract import (
     usable_prompts,
 )
 from llmcond.workflows.fit import keep_best
-from llmcond.workflows.options import CompareOptions
+from llmcond.workflows.options.common import RunOptions
+from llmcond.workflows.options.encoding import ExtractOptions
+from llmcond.workflows.options.scoring import CompareOptions, ComparePromptsOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,15 +69,7 @@ class Comparison(FittedResults[ComparedResult]):
         return {**self.results.to_json(), **own, "failures": list(self.failures)}
 
 
-def compare_prompts(
-    model: str,
-    options: EncoderOptions,
-    run_folder: Path,
-    data: DataOptions,
-    asked: CompareOptions = CompareOptions(),
-    report: Path | None = None,
-    task: str | None = None,
-) -> Comparison:
+def compare_prompts(options: ComparePromptsOptions) -> Comparison:
     """Compare prompts on the same rows, splits, seeds and heads.
 
     Every prompt is compared with the baseline under the same head: the difference of each metric
@@ -84,24 +78,24 @@ def compare_prompts(
     What was extracted or fitted before is not done again; heads of the run are not touched, but
     for the one that ``keep`` asks for. The results are kept in the run as ``compare-prompts.json``.
 
-    Arguments as in :class:`llmcond.commands.compare_prompts.ComparePrompts`.
-
     Raises:
         UserError: as :func:`extract` and :func:`llmcond.workflows.fit_head`; a prompt that makes
             rows of different conditions the same; a report that cannot be written.
         LlmcondError: every fit failed.
     """
     began = time.monotonic()
+    run_folder, data, task = Path(options.run), options.data_options(), options.task
+    asked = options.part(CompareOptions)
+    report = None if options.report is None else Path(options.report)
     if report is not None:
         check_page(report)
-    check_seeds(asked.seeds)
     existing = open_any_run(run_folder) if run_exists(run_folder) else None
     chosen_task = task_of(existing, task)
     asked = replace(asked, heads=asked.heads or chosen_task.heads)
     recipes = _recipes(asked.heads, asked.set or {}, chosen_task.recipes)
     named = [load_prompt(name) for name in asked.prompts]
     _check_different(named)
-    resolved = resolve(model, options)
+    resolved = resolve(options.model, options.encoder_options())
     usable, left_out = _usable(named, resolved, chosen_task)
     check_routed(usable, options, chosen_task)
     baseline = _baseline(asked.baseline, usable, resolved)
@@ -111,7 +105,7 @@ def compare_prompts(
     # By the paths that were given: names of files are not those of bundled prompts.
     given = dict(zip([prompt.name for prompt in named], asked.prompts, strict=True))
     paths = [given.get(prompt.name, prompt.name) for prompt in usable]
-    extract(model, options, run_folder, data, paths, task=task)
+    extract(ExtractOptions(**vars(options.part(RunOptions)), prompt=paths))
     run = open_any_run(run_folder)
     metrics = choose_metrics(run.task.metrics, asked.metric)
     split = run.scored_split(asked.split)

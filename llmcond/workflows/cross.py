@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from llmcond.config import build
-from llmcond.data.datasets import DataOptions
 from llmcond.data.rows import Rows
-from llmcond.encoders import EncoderOptions
 from llmcond.encoders.spec import Orders
 from llmcond.errors import UserError
 from llmcond.finetune.cross import CrossInputs, CrossModel
@@ -19,13 +16,13 @@ from llmcond.heads import FittedHead, save_head
 from llmcond.heads.recipes import parse_settings
 from llmcond.heads.regression import RegressionSettings
 from llmcond.log import log
-from llmcond.options import check_seed
 from llmcond.runs import Run, complete_run
 from llmcond.runs.cross import KIND, NAME, load_cross_encoder
 from llmcond.runs.run import origin_record
 from llmcond.tasks import Task
 from llmcond.workflows.account import TrainingResult
 from llmcond.workflows.last_stage import check_folds, stage_settings, stage_splits
+from llmcond.workflows.options.training import TrainCrossOptions
 from llmcond.workflows.trainable import rated_dataset, rated_task, resolve_trainable, tune_settings
 from llmcond.workflows.training import Kept, Parts, RatedJob, resolve_trained, scores_of, train
 
@@ -34,43 +31,27 @@ if TYPE_CHECKING:
     from llmcond.finetune.build import Trainable
 
 
-def train_cross(  # noqa: PLR0913 - each is a choice of the user, by keyword
-    model: str,
-    options: EncoderOptions,
-    run_folder: Path,
-    data: DataOptions,
-    settings: Mapping[str, Any],
-    *,
-    changes: Mapping[str, str] | None = None,
-    orders: Orders = "both",
-    seed: int = 0,
-    merge: bool = False,
-    task: str | None = None,
-    last_stage: StageSettings = StageSettings(),
-) -> TrainingResult:
+def train_cross(asked: TrainCrossOptions) -> TrainingResult:
     """Train an encoder, by adapters or whole, to rate [sentence1; sentence2; condition].
 
     Stopped at any step, the same call goes on from the last checkpoint, as ``train_lora`` does.
-
-    Arguments as in :class:`llmcond.commands.train_cross.TrainCross`; ``settings`` are those of
-    :class:`TuneSettings` that differ from its defaults, ``changes`` those of the head as text.
 
     Raises:
         UserError: wrong input, a run of something else, or a loss that became NaN.
         LlmcondError: the encoder cannot be loaded or trained.
     """
-    check_seed(seed)
-    stage = stage_settings(last_stage)
-    tuning = tune_settings(settings)
-    given = parse_settings(RegressionSettings, dict(changes or {}), "--set", "a cross-encoder")
+    model, orders, seed, merge = asked.model, asked.orders, asked.seed, asked.merge
+    stage = stage_settings(asked.part(StageSettings))
+    tuning = tune_settings(asked.tune_settings())
+    given = parse_settings(RegressionSettings, dict(asked.set or {}), "--set", "a cross-encoder")
     head = build(RegressionSettings, given, "--set")
-    chosen = rated_task(task)
+    chosen = rated_task(asked.task)
     _check_sides(chosen, orders)
-    dataset = rated_dataset(chosen, data)
+    dataset = rated_dataset(chosen, asked.data_options())
     if stage is not None:
         stage_splits(dataset, stage)  # told before training rather than after it
     # A linear layer reads the length of a vector too, unless the user asks for unit length.
-    options = replace(options, normalize=bool(options.normalize))
+    options = replace(asked.encoder_options(), normalize=bool(asked.normalize))
     resolved = resolve_trainable(model, options, tuning, merge)
     check_folds(stage, model, resolved, dataset)
     if resolved.identity.routes_inside:
@@ -82,7 +63,7 @@ def train_cross(  # noqa: PLR0913 - each is a choice of the user, by keyword
         _CrossJob(
             model=model,
             resolved=resolved,
-            folder=run_folder,
+            folder=Path(asked.run),
             task=chosen,
             dataset=dataset,
             settings=tuning,

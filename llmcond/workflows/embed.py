@@ -38,6 +38,7 @@ from llmcond.prompts import Prompt
 from llmcond.runs.embedder import guide_of, guides_json, unit_length
 from llmcond.runs.embedding_model import EmbeddingModel
 from llmcond.runs.extraction import LazyEncoder, extract_inputs
+from llmcond.workflows.options.texts import EmbedOptions
 
 if TYPE_CHECKING:
     from llmcond.features.store import FeatureStore
@@ -165,43 +166,28 @@ def _alone(encoder: LazyEncoder, store: FeatureStore, texts: Sequence[str]) -> V
     return unit_length(store.lookup(inputs).read())
 
 
-def embed_file(  # noqa: PLR0913 - each is a choice of the user, by keyword
-    run_folder: Path,
-    source: str,
-    out: Path,
-    *,
-    text: str | None = None,
-    condition: str | None = None,
-    condition_text: str | None = None,
-    values: str | None = None,
-    guide: Any = None,
-    keep: Sequence[str] = (),
-    normalize: bool = True,
-    head: str | None = None,
-    prompt: str | None = None,
-    device: str = "auto",
-) -> EmbedResult:
+def embed_file(options: EmbedOptions) -> EmbedResult:
     """Write one condition-aware embedding for each row of a file.
 
     Features go through the run's store, so an interrupted call resumes where it stopped, and a
     second head on the same file encodes nothing.
-
-    Arguments as in :class:`llmcond.commands.embed.Embed`.
     """
+    run_folder, source, out = options.folder(), options.source, Path(options.out)
+    guide, keep, text = options.guide, options.keep, options.text_column
     check_output(out, EMBEDDING_SUFFIXES, [source, guide, run_folder / "rows.parquet"])
-    embeddings = Embeddings(run_folder, head, prompt, device)
+    embeddings = Embeddings(run_folder, options.head, options.prompt, options.device)
     taken = sorted({"sentence", "condition", "embedding"} & set(keep))
     if keep and (taken or out.suffix == ".npy"):
         wrong = f"{taken[0]!r} is written anyway" if taken else f"{out} holds vectors only"
         raise UserError(f"--keep: {wrong}. Name other columns, and a .parquet or .csv file.")
-    texts = _read(source, text, condition, condition_text, keep)
-    conditions = with_same_values(texts.conditions, values)
+    texts = _read(source, text, options.condition, options.condition_text, keep)
+    conditions = with_same_values(texts.conditions, options.values)
     if guide is not None:
         for labelled in read_guide(guide, text, list(dict.fromkeys(conditions))):
             embeddings.guide(labelled)
     rows = list(zip(texts.sentences, conditions, strict=True))
     embeddings.extract(rows, texts.file)
-    vectors = embeddings.blocks(rows, normalize)
+    vectors = embeddings.blocks(rows, options.normalize)
     first = next(vectors)
     dim = first.shape[1]
     write = {".parquet": _write_parquet, ".csv": _write_csv, ".npy": _write_npy}[out.suffix]

@@ -40,6 +40,7 @@ from llmcond.scale.outputs import RECORD, VECTOR, Output, Unit, open_output
 from llmcond.scale.pool import Cluster, actors
 from llmcond.version import __version__
 from llmcond.workflows.embed import EmbedResult
+from llmcond.workflows.options.texts import EmbedOptions
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoded
@@ -246,39 +247,25 @@ class UnitEmbedder:
         return Done(written, dim, n_truncated, n_tokens, time.monotonic() - began)
 
 
-def embed_stream(  # noqa: PLR0913 - each is a choice of the user, by keyword
-    run_folder: Path,
-    source: str,
-    out: str,
-    *,
-    text: str | None = None,
-    condition: str | None = None,
-    condition_text: str | None = None,
-    values: str | None = None,
-    guide: Any = None,
-    keep: Sequence[str] = (),
-    normalize: bool = True,
-    head: str | None = None,
-    prompt: str | None = None,
-    device: str = "auto",
-    cluster: Cluster | None = None,
-) -> EmbedResult:
+def embed_stream(options: EmbedOptions) -> EmbedResult:
     """Write one condition-aware embedding for each row of a source that is read bit by bit.
 
     Units that are there are left out, so that the same call goes on where it stopped.
-
-    Arguments as in :class:`llmcond.commands.embed.Embed`; ``cluster`` None: in this process.
 
     Raises:
         UserError: a text is empty, with its row; no such column; ``out`` holds something else,
             or embeddings of another model, source or condition, or of rows that have changed.
         DiskFullError: no room; what was written is kept.
     """
-    model = StreamModel.find(run_folder, head, prompt, device, normalize)
-    texts, output = open_texts(source), open_output(out)
+    out, values, guide = str(options.out), options.values, options.guide
+    text, keep, cluster = options.text_column, options.keep, options.cluster()
+    model = StreamModel.find(
+        options.folder(), options.head, options.prompt, options.device, options.normalize
+    )
+    texts, output = open_texts(str(options.source)), open_output(out)
     has = texts.columns().__contains__
     sentence = text_column(has, text)
-    column, condition_text = condition_source(has, condition, condition_text)
+    column, condition_text = condition_source(has, options.condition, options.condition_text)
     examples = None if values is None else example_values(values)
     if guide is not None:
         conditions = with_same_values([condition_text] if condition_text else [], values)

@@ -36,11 +36,9 @@ def check_ensemble(
     """Refuse what cannot be an ensemble.
 
     Raises:
-        UserError: fewer members than one, a head behind them, no adapters, a router, or vectors
-            that are not of unit length.
+        UserError: a head behind the members, no adapters, a router, or vectors that are not of
+            unit length.
     """
-    if count < 1:
-        raise UserError(f"--ensemble is {count}; it must be at least 1.")
     if count == 1:
         return
     if not plan.recipe.is_identity:

@@ -28,7 +28,7 @@ from llmcond.runs import AnyRun, Run, SavedHead, as_rated, open_any_run
 from llmcond.runs.cross import CrossEncoder, load_cross_encoder
 from llmcond.runs.extraction import LazyEncoder, extract_prompt
 from llmcond.runs.features import RowFeatures
-from llmcond.runs.kind import EvaluateRequest, find_kind
+from llmcond.runs.kind import find_kind
 from llmcond.runs.new_sentences import trained_sentences, with_new_sentences
 from llmcond.runs.predictors import (
     AnyPredictor,
@@ -38,51 +38,30 @@ from llmcond.runs.predictors import (
     results_of,
     zeroshots,
 )
-from llmcond.workflows.options import DialogueOptions, RankingOptions, TiesOption
+from llmcond.workflows.options.ranking import DialogueOptions, RankingOptions, TiesOption
+from llmcond.workflows.options.scoring import EvaluateOptions
 
 
-def evaluate(
-    run_folder: Path,
-    heads: Sequence[str] = (),
-    split: str | None = None,
-    data: DataOptions = DataOptions(),
-    predictions: Path | None = None,
-    device: str = "auto",
-    report: Path | None = None,
-    metrics: Sequence[str] = (),
-    ranking: RankingOptions = RankingOptions(),
-    dialogue: DialogueOptions = DialogueOptions(),
-) -> Results[Result]:
+def evaluate(asked: EvaluateOptions) -> Results[Result]:
     """Score a run's heads, and zero-shot under their prompts.
-
-    Arguments as in :class:`llmcond.commands.evaluate.Evaluate`; ``none`` is zero-shot.
 
     Raises:
         UserError: no run, no such head or split, no rated rows.
     """
-    run = open_any_run(run_folder, cross=True)
-    _check_options(run, data, ranking, dialogue)
-    if predictions is not None:
-        check_output(predictions, (".csv",), [data.source, run.manifest["data"]["source"]])
-    if report is not None:
-        check_page(report)
-    asked = EvaluateRequest(
-        heads=heads,
-        split=split,
-        data=data,
-        predictions=predictions,
-        report=report,
-        device=device,
-        metrics=metrics,
-        options={one.of[0]: one for one in (ranking, dialogue)},
-    )
+    run = open_any_run(Path(asked.run), cross=True)
+    _check_options(run, asked)
+    if asked.predictions is not None:
+        sources = [asked.data, run.manifest["data"]["source"]]
+        check_output(Path(asked.predictions), (".csv",), sources)
+    if asked.report is not None:
+        check_page(Path(asked.report))
     return find_kind(run.kind).evaluate(run, asked)
 
 
-def evaluate_pairs(run: Run, asked: EvaluateRequest) -> Results[Result]:
+def evaluate_pairs(run: Run, asked: EvaluateOptions) -> Results[Result]:
     """Score a run of rated pairs; see :meth:`llmcond.runs.kind.Kind.evaluate`."""
-    data, heads = asked.data, asked.heads
-    computed = choose_metrics(run.task.metrics, asked.metrics)
+    data, heads = asked.data_options(), asked.head
+    computed = choose_metrics(run.task.metrics, asked.metric)
     if "dev" in run.trained_on:
         log.info(f"the encoder of {run.folder} was trained on dev as well as on train")
     rows, split = _rows(run, data, asked.split)
@@ -102,7 +81,7 @@ def evaluate_pairs(run: Run, asked: EvaluateRequest) -> Results[Result]:
         predictors = [*compared]
     similarity = {one.name: own for one, own in zip(predictors, predicted, strict=True)}
     if asked.predictions is not None:
-        _write_predictions(asked.predictions, rows, similarity)
+        _write_predictions(Path(asked.predictions), rows, similarity)
     results = results_of(predictors, predicted, rows, split, computed, task=run.task.name)
     known = trained_sentences(run, fitted, None if other else split)
     seeded = [own[None] for own in predicted]
@@ -119,12 +98,20 @@ def evaluate_pairs(run: Run, asked: EvaluateRequest) -> Results[Result]:
             summary=_summary(best, rows.file),
             settings={"heads": [one.name for one in predictors if one.is_fitted]},
         )
-        write_page(page, asked.report)
+        write_page(page, Path(asked.report))
     return results
 
 
-def write_ranks(found: RankedResults[Any], run: AnyRun, asked: EvaluateRequest) -> Results[Any]:
+def write_ranks(
+    found: RankedResults[Any], run: AnyRun, asked: EvaluateOptions, kind: type[TiesOption]
+) -> Results[Any]:
     """Write the files that are asked for of a ranking, each query's ranks and a page.
+
+    Args:
+        found: the results with the ranks.
+        run: whose heads were scored.
+        asked: which files are written.
+        kind: options of the run's kind of task, which the page lists.
 
     Returns:
         The results without the ranks.
@@ -133,23 +120,20 @@ def write_ranks(found: RankedResults[Any], run: AnyRun, asked: EvaluateRequest) 
     if asked.predictions is not None:
         numbers = ("row", range(1, len(found.queries) + 1))
         shown = ((name, [f"{rank:g}" for rank in own]) for name, own in ranks.items())
-        _write_table(
-            asked.predictions, [numbers, *found.queries.columns.items(), *shown], "queries"
-        )
+        columns = [numbers, *found.queries.columns.items(), *shown]
+        _write_table(Path(asked.predictions), columns, "queries")
     if asked.report is not None:
-        best, source = best_first(found), asked.data.source
-        options = asked.options.get(run.kind)
-        settings = {} if options is None else asdict(options)
+        best, settings = best_first(found), asdict(asked.part(kind))
         page = page_of(
             run,
             found.queries,
             best,
             ranks,
             title=f"Evaluation: {run.encoder_name}",
-            summary=_summary(best, str(source or run.manifest["data"]["source"])),
-            settings={**settings, "data": source, "heads": list(asked.heads)},
+            summary=_summary(best, str(asked.data or run.manifest["data"]["source"])),
+            settings={**settings, "data": asked.data, "heads": list(asked.head)},
         )
-        write_page(page, asked.report)
+        write_page(page, Path(asked.report))
     return Results(found.rows)
 
 
@@ -163,8 +147,9 @@ def _rows(run: Run, data: DataOptions, split: str | None) -> tuple[Rows, str]:
     return run.rows(split), split
 
 
-def _check_options(run: AnyRun, data: DataOptions, *options: TiesOption) -> None:
+def _check_options(run: AnyRun, asked: EvaluateOptions) -> None:
     """Raise a UserError for options of another kind of task than the run's."""
+    data = asked.data_options()
     if data.columns or data.scale:
         if as_rated(run) is None:
             raise UserError(
@@ -173,10 +158,11 @@ def _check_options(run: AnyRun, data: DataOptions, *options: TiesOption) -> None
             )
         if data.source is None:
             raise UserError("columns and rating range belong to --data, which was not given.")
+    options = RankingOptions, DialogueOptions
     own = {f.name for one in options if one.of[0] == run.task.kind for f in fields(one)}
     for one in options:
         for item in fields(one):
-            if item.name not in own and getattr(one, item.name) != item.default:
+            if item.name not in own and getattr(asked, item.name) != item.default:
                 what = TiesOption.of[1] if item.name == "ties" else one.of[1]
                 raise UserError(
                     f"--{item.name.replace('_', '-')} is of {what}, and {run.folder} is a run of "

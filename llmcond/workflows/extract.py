@@ -37,6 +37,7 @@ from llmcond.scale.extraction import ray_execution
 from llmcond.scale.pool import Cluster
 from llmcond.tasks import AnyTask, Data, find_task
 from llmcond.workflows.account import trained_prompts
+from llmcond.workflows.options.encoding import ExtractOptions
 
 D = TypeVar("D", bound=Data)
 
@@ -72,24 +73,14 @@ class ExtractResult(Displayed):
         return {"run": str(self.run), **about, "prompts": done}
 
 
-def extract(
-    model: str,
-    options: EncoderOptions,
-    run_folder: Path,
-    data: DataOptions,
-    prompts: Sequence[str] = (),
-    store_dtype: StoreDtype | None = None,
-    workers: int = 1,
-    task: str | None = None,
-    cluster: Cluster | None = None,
-    store: str | None = None,
-) -> ExtractResult:
+def extract(asked: ExtractOptions) -> ExtractResult:
     """Extract the features of a data set under prompts into a run; what is there is not redone.
 
-    Arguments as in :class:`llmcond.commands.extract.Extract`; ``data`` must be the run's own if it
-    exists, and ``cluster`` is where actors encode.
+    The data that ``asked`` names must be the run's own if it exists.
     """
-    prepared = prepare(model, options, run_folder, data, prompts, task, cluster, store)
+    model, run_folder, options = asked.model, Path(asked.run), asked.encoder_options()
+    workers, cluster = asked.workers, asked.cluster()
+    prepared = prepare(asked)
     existing, resolved, chosen = prepared.existing, prepared.resolved, prepared.prompts
     for assumption in resolved.assumed:
         log.info(f"assumed: {assumption}")
@@ -97,7 +88,7 @@ def extract(
         check_workers(workers, resolved)
     created = None
     if prepared.dataset is not None:
-        dtype: StoreDtype = store_dtype or "float16"
+        dtype: StoreDtype = asked.store_dtype or "float16"
         if prepared.store is not None:  # whether it can be read, before there is a run
             FeatureStore(prepared.store, resolved.identity, dtype)
         with suppress(RunExistsError):  # another process made it meanwhile: join it
@@ -113,7 +104,7 @@ def extract(
         prepared.dataset = None  # the run reads its own
     run = created or existing or open_any_run(run_folder)
     if run is not created:
-        check_run(run, resolved, data, store_dtype, prepared.store)
+        check_run(run, resolved, asked.data_options(), asked.store_dtype, prepared.store)
         run.record_model(where_model(model, resolved))
     log.info(
         f"{resolved.checkpoint.name} in {resolved.identity.dtype}"
@@ -159,29 +150,22 @@ class Prepared:
     store: str | None
 
 
-def prepare(
-    model: str,
-    options: EncoderOptions,
-    run_folder: Path,
-    data: DataOptions,
-    prompts: Sequence[str],
-    task: str | None,
-    cluster: Cluster | None,
-    store: str | None,
-) -> Prepared:
-    """Read and find everything that an extraction takes; arguments as of :func:`extract`.
+def prepare(asked: ExtractOptions) -> Prepared:
+    """Read and find everything that an extraction takes.
 
     Raises:
         UserError: something of that is wrong.
         LlmcondError: the hub cannot be reached.
     """
-    place = None if store is None else recorded(store)
+    model, options, cluster = asked.model, asked.encoder_options(), asked.cluster()
+    run_folder, data = Path(asked.run), asked.data_options()
+    place = None if asked.store is None else recorded(asked.store)
     existing = open_any_run(run_folder) if run_exists(run_folder) else None
     if existing is not None and options.runtime == "auto":
         options = replace(options, runtime=existing.runtime)
     # All that can be wrong in files is found before a model is looked for, or downloaded.
-    named = [load_prompt(name) for name in prompts]
-    chosen = task_of(existing, task)
+    named = [load_prompt(name) for name in asked.prompt]
+    chosen = task_of(existing, asked.task)
     dataset = None if existing else read_data(chosen, replace(data, extra=fields_of(named)))
     resolved = resolve(model, options) if cluster is None else _for_actors(model, options, cluster)
     routes = resolved.identity.routes_inside and find_kind(chosen.kind).has_conditions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from llmcond.bundled import bundled_names
 from llmcond.config import build
 from llmcond.data.aspects import AspectSample, read_sets
-from llmcond.data.datasets import DataOptions
 from llmcond.data.rows import Rows
-from llmcond.encoders import EncoderOptions, ResolvedEncoder
+from llmcond.encoders import ResolvedEncoder
 from llmcond.errors import UserError
 from llmcond.features.view import View, view_of
 from llmcond.finetune.aspects import AspectGroups, AspectModel
@@ -27,7 +26,6 @@ from llmcond.heads.objectives import check_contrasts
 from llmcond.heads.recipes import parse_settings
 from llmcond.heads.settings import ObjectiveSettings
 from llmcond.log import log
-from llmcond.options import check_seed
 from llmcond.prompts import fields_of, load_prompt
 from llmcond.runs import Run, complete_run
 from llmcond.runs.features import RowFeatures
@@ -36,14 +34,13 @@ from llmcond.runs.predictors import predict
 from llmcond.runs.trials import sized
 from llmcond.tasks import Task, find_task
 from llmcond.workflows.account import TrainingResult, made_of
-from llmcond.workflows.aspects import aspect_settings, aspects_record
+from llmcond.workflows.aspects import aspects_record
 from llmcond.workflows.ensemble import check_ensemble, train_ensemble
 from llmcond.workflows.extract import check_prompts, check_routed
 from llmcond.workflows.last_stage import check_folds, stage_settings, stage_splits
-from llmcond.workflows.options import HeadChoice, TeacherOptions
+from llmcond.workflows.options.training import HeadChoice, TeacherOptions, TrainLoraOptions
 from llmcond.workflows.teacher import find_teacher
 from llmcond.workflows.trainable import (
-    TrainRequest,
     named_head,
     rated_dataset,
     resolve_trainable,
@@ -64,81 +61,52 @@ if TYPE_CHECKING:
     from llmcond.finetune.build import Trainable
 
 
-def train_lora(  # noqa: PLR0913 - each is a choice of the user, by keyword
-    *,
-    model: str,
-    options: EncoderOptions,
-    run_folder: Path,
-    data: DataOptions,
-    choice: HeadChoice,
-    settings: Mapping[str, Any],
-    merge: bool = False,
-    task: str | None = None,
-    last_stage: StageSettings = StageSettings(),
-    taught: TeacherOptions = TeacherOptions(),
-    aspects: AspectSettings = AspectSettings(),
-) -> TrainingResult:
+def train_lora(asked: TrainLoraOptions) -> TrainingResult:
     """Train an encoder's adapters, or all of its weights, and a head behind it.
 
     Stopped at any step, the same call goes on from the last checkpoint, and ends as if it had not
     been stopped: on one CPU with the same number of threads to the last bit.
 
-    Arguments as in :class:`llmcond.commands.train_lora.TrainLora`; ``settings`` are those of
-    :class:`TuneSettings` that differ from its defaults.
-
     Raises:
         UserError: wrong input, a run of something else, or a loss that became NaN.
         LlmcondError: the encoder cannot be loaded or trained.
     """
-    check_seed(choice.seed)
-    asked = TrainRequest(
-        model=model,
-        options=options,
-        folder=run_folder,
-        data=data,
-        choice=choice,
-        settings=settings,
-        merge=merge,
-        last_stage=last_stage,
-        taught=taught,
-        aspects=aspects,
-    )
-    chosen = find_task(task)
-    result: TrainingResult = find_kind(chosen.kind).train(asked, chosen)
+    task = find_task(asked.task)
+    result: TrainingResult = find_kind(task.kind).train(asked, task)
     return result
 
 
-def train_pairs(asked: TrainRequest, task: Task) -> TrainingResult:
+def train_pairs(asked: TrainLoraOptions, task: Task) -> TrainingResult:
     """Train on rated pairs; see :func:`train_lora`."""
-    model, options, choice, merge = asked.model, asked.options, asked.choice, asked.merge
-    stage, taught = stage_settings(asked.last_stage), asked.taught
-    learned = aspect_settings(asked.aspects)
-    plan = _plan(choice)
-    tuning = tune_settings(asked.settings, plan.recipe)
-    dataset = rated_dataset(task, replace(asked.data, extra=fields_of(plan.prompts)))
+    stage, taught = stage_settings(asked.part(StageSettings)), asked.part(TeacherOptions)
+    learned = None if asked.aspects is None else asked.part(AspectSettings)
+    plan = _plan(asked)
+    tuning = tune_settings(asked.tune_settings(), plan.recipe)
+    dataset = rated_dataset(task, replace(asked.data_options(), extra=fields_of(plan.prompts)))
     if stage is not None:
         stage_splits(dataset, stage)  # told before training rather than after it
     folder = None if taught.teacher is None else Path(taught.teacher)
     teacher = find_teacher(folder, taught.teacher_rows, dataset)
     sets = [] if learned is None else read_sets(Path(str(learned.aspects)))
+    model, options, merge = asked.model, asked.encoder_options(), asked.merge
     resolved = resolve_trainable(model, options, tuning, merge)
     knowing = [f"the teacher {taught.teacher}"] if teacher and teacher.knows_dev(dataset) else []
     check_folds(stage, model, resolved, dataset, *knowing)
     plan, view = _with_prompts(plan, resolved)
     check_routed(plan.prompts, options)
     own = {
-        **made_of(resolved, dataset, plan.prompts, plan.recipe, choice, tuning, merge),
+        **made_of(resolved, dataset, plan.prompts, plan.recipe, asked, tuning, merge),
         "subtract": plan.subtract,
         "objective": asdict(plan.objective),
         **({} if stage is None else {"then": asdict(stage)}),
         **({} if teacher is None else {"teacher": dict(teacher.record)}),
         **({} if learned is None else {"aspects": aspects_record(learned)}),
     }
-    check_ensemble(choice.ensemble, plan, resolved, tuning, merge)
+    check_ensemble(asked.ensemble, plan, resolved, tuning, merge)
     job = _HeadJob(
         model=model,
         resolved=resolved,
-        folder=asked.folder,
+        folder=Path(asked.run),
         task=task,
         dataset=dataset,
         settings=tuning,
@@ -153,10 +121,10 @@ def train_pairs(asked: TrainRequest, task: Task) -> TrainingResult:
         aspects=learned,
         sets=sets,
     )
-    if choice.ensemble == 1:
+    if asked.ensemble == 1:
         return train(job)
-    whole = replace(job, made_of={**own, "ensemble": choice.ensemble})
-    return train_ensemble(whole, [job.member(number) for number in range(choice.ensemble)])
+    whole = replace(job, made_of={**own, "ensemble": asked.ensemble})
+    return train_ensemble(whole, [job.member(number) for number in range(asked.ensemble)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

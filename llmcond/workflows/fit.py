@@ -11,12 +11,11 @@ from typing import Any
 
 from llmcond.display import Displayed
 from llmcond.errors import UserError
-from llmcond.features.view import View, view_of
+from llmcond.features.view import view_of
 from llmcond.files import check_writable
-from llmcond.heads import FittedHead, Recipe, load_recipe, save_head
+from llmcond.heads import FittedHead, load_recipe, save_head
 from llmcond.log import log
 from llmcond.metrics import Estimate, finite, metric_of
-from llmcond.options import check_seed
 from llmcond.progress import FitBar
 from llmcond.report.format import folds_text
 from llmcond.runs import AnyRun, as_rated, head_name, head_record, open_any_run
@@ -24,7 +23,7 @@ from llmcond.runs.examples import examples_of
 from llmcond.runs.features import prompts_for
 from llmcond.runs.trials import Outcome, Trial, sized
 from llmcond.runs.with_dev import WithDev
-from llmcond.workflows.options import DevOptions
+from llmcond.workflows.options.fitting import DevOptions, FitHeadOptions
 
 
 @dataclass(frozen=True)
@@ -66,52 +65,30 @@ class FittedResult(Displayed):
         }
 
 
-def fit_head(
-    run_folder: Path,
-    head: str,
-    dim: int | None = None,
-    prompt: str | None = None,
-    subtract: bool | None = None,
-    seed: int = 0,
-    changes: Mapping[str, str] | None = None,
-    name: str | None = None,
-    device: str = "auto",
-    with_dev: DevOptions = DevOptions(),
-) -> FittedResult:
-    """Fit a head on a run's training features and save it in the run.
-
-    Arguments as in :class:`llmcond.commands.fit_head.FitHead`; ``changes`` are settings as text.
-    """
-    run = open_any_run(run_folder)
-    check_seed(seed)
-    dev = with_dev if with_dev.check() else None
+def fit_head(asked: FitHeadOptions) -> FittedResult:
+    """Fit a head on a run's training features and save it in the run."""
+    run, name = open_any_run(Path(asked.run)), asked.name
+    dev = asked if asked.with_split else None
     if dev is not None and as_rated(run) is None:
         raise UserError(
-            f"--with dev is for rated pairs, whose dev rows are rated by people, and {run_folder} "
+            f"--with dev is for rated pairs, whose dev rows are rated by people, and {run.folder} "
             f"is a run of the task {run.task.name}. Leave it out."
         )
-    recipe = load_recipe(head, run.task.recipes)
-    recipe = recipe.with_settings(recipe.parse_changes(dict(changes or {}), "--set"), "--set")
-    subtract = run.subtracts if subtract is None else subtract
-    view = view_of(recipe, prompts_for(run, recipe, prompt), subtract)
+    recipe = load_recipe(asked.head, run.task.recipes)
+    recipe = recipe.with_settings(recipe.parse_changes(dict(asked.set or {}), "--set"), "--set")
+    subtract = run.subtracts if asked.subtract is None else asked.subtract
+    view = view_of(recipe, prompts_for(run, recipe, asked.prompt), subtract)
     reserved = name is not None and (name == "none" or name.startswith("none@"))
     if reserved and not recipe.is_identity:
         raise UserError(f"{name!r} would be taken for zero-shot. Give the head another --name.")
-    name = name or head_name(recipe.name, view)
-    return fit_and_save(run, recipe, view, name, dim, seed, device, dev)
+    trial = Trial(recipe, asked.dim, view, asked.seed, {})
+    return fit_and_save(run, trial, name or head_name(recipe.name, view), asked.device, dev)
 
 
 def fit_and_save(
-    run: AnyRun,
-    recipe: Recipe,
-    view: View,
-    name: str,
-    dim: int | None,
-    seed: int,
-    device: str,
-    dev: DevOptions | None = None,
+    run: AnyRun, trial: Trial, name: str, device: str, dev: DevOptions | None = None
 ) -> FittedResult:
-    """Fit a recipe on a view of a run's training features, and save it in the run.
+    """Fit a head on a run's training features, and save it in the run.
 
     ``dev`` says how dev is fitted on too; None: it is not.
     """
@@ -119,7 +96,8 @@ def fit_and_save(
     check_writable(folder / "head.json")
     examples, metric = examples_of(run), metric_of(run.dev_metric)
     counts, unit, rated = examples.counts(), examples.unit, as_rated(run)
-    recipe = sized(recipe, dim, examples.dim(view))
+    view, seed = trial.view, trial.seed
+    recipe = sized(trial.recipe, trial.dim, examples.dim(view))
     began = time.monotonic()
     with FitBar(score=examples.epoch_score, show=metric.show) as bar:
         if dev is None or rated is None:
@@ -192,4 +170,4 @@ def keep_best(run: AnyRun, done: Iterable[tuple[Trial, Outcome]], device: str = 
     best = metric_of(run.dev_metric).best(scored, key=lambda one: one[0])[1]
     log.info(f"kept, as the best on dev: {best.label}")
     # A seed gives the same head again.
-    fit_and_save(run, best.recipe, best.view, best.name, best.dim, best.seed, device)
+    fit_and_save(run, best, best.name, device)

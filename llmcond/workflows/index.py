@@ -18,6 +18,7 @@ from llmcond.runs.embedder import guides_json
 from llmcond.search import Index
 from llmcond.search.columns import infer_types
 from llmcond.search.table import Table
+from llmcond.workflows.options.texts import IndexOptions
 
 #: In the place of a guide: the one that is there is removed.
 NO_GUIDE = "none"
@@ -49,41 +50,29 @@ class Indexed(Displayed):
         return own | guides_json(self.guides)
 
 
-def index_texts(  # noqa: PLR0913 - each is a choice of the user, by keyword
-    texts: Any,
-    out: Path,
-    *,
-    text: str | None = None,
-    id: str | None = None,  # noqa: A002 - as the column is called
-    keep: Sequence[str] = (),
-    conditions: Sequence[str] = (),
-    delete: Sequence[str] = (),
-    guide: Any = None,
-    run: Path | None = None,
-    model: str | None = None,
-    head: str | None = None,
-    prompt: str | None = None,
-    device: str = "auto",
-) -> Indexed:
+def index_texts(options: IndexOptions) -> Indexed:
     """Make an index of a file's texts, or change one; texts are deleted before others are added.
-
-    Arguments as in :class:`llmcond.commands.index.IndexTexts`.
 
     Raises:
         UserError: texts, ids or columns that are wrong, or as of :meth:`Index.build`.
         DiskFullError: no room; the same command goes on.
     """
-    made_by: dict[str, Any] = {"run": run, "model": model, "head": head, "prompt": prompt}
+    texts, text, out = options.texts, options.text, Path(options.out)
+    keep, id_column, guide = options.keep, options.id, options.guide
+    made_by: dict[str, Any] = {
+        name: getattr(options, name) for name in ("run", "model", "head", "prompt", "device")
+    }
+    conditions = options.conditions()
     labelled = _read_guide(guide, text, conditions)
     of_guide = [one.condition for one in labelled if one.condition is not None]
     conditions = list(dict.fromkeys([*conditions, *of_guide]))
     deleted = 0
-    if delete:
-        deleted = Index.build(out, **made_by, device=device).delete(_ids(delete))
+    if options.delete:
+        deleted = Index.build(out, **made_by).delete(_ids(options.delete))
     if texts is None:
-        index = Index.build(out, conditions=conditions, **made_by, device=device)
+        index = Index.build(out, conditions=conditions, **made_by)
     else:
-        others = [*keep, *([id] if id else [])]
+        others = [*keep, *([id_column] if id_column else [])]
         try:
             column = text_column(partial(has_column, texts), text)
             found = read_collection(texts, column, list(dict.fromkeys(others)))
@@ -95,11 +84,10 @@ def index_texts(  # noqa: PLR0913 - each is a choice of the user, by keyword
         index = Index.build(
             out,
             found.texts,
-            ids=found.columns[id] if id else None,
+            ids=found.columns[id_column] if id_column else None,
             columns=columns,
             conditions=conditions,
             **made_by,
-            device=device,
         )
     for own in labelled:
         index.follow(own)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from llmcond.config import build
 from llmcond.data.datasets import Dataset
 from llmcond.data.rows import Rows
 from llmcond.encoders import ResolvedEncoder
@@ -37,18 +36,13 @@ class Staged:
         return int(self.record["then"]["steps"])
 
 
-def stage_settings(given: StageSettings) -> StageSettings | None:
+def stage_settings(stage: StageSettings) -> StageSettings | None:
     """Check what was asked for; None: no last stage.
 
     Raises:
-        UserError: a value out of its range, or an option of the stage without ``then``.
+        UserError: a single fold.
     """
-    stage = build(StageSettings, asdict(given), "the last stage")
     if stage.then is None:
-        for item in fields(stage):
-            if getattr(stage, item.name) != item.default:
-                flag = item.name.replace("_", "-")
-                raise UserError(f"--{flag} is of a last stage. Add --then dev, or leave it out.")
         return None
     if stage.folds == 1:
         raise UserError("--folds is 1; expected 2 or more, or 0 for none.")

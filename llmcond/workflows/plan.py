@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from llmcond.benchmark.shapes import SHAPES
-from llmcond.data.datasets import DataOptions
 from llmcond.display import Displayed
-from llmcond.encoders import EncoderOptions, ResolvedEncoder
+from llmcond.encoders import ResolvedEncoder
 from llmcond.encoders.checkpoints.weights import load_dense
 from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
@@ -30,7 +29,7 @@ from llmcond.encoders.threads import Concurrency, WorkerThreads
 from llmcond.errors import UserError
 from llmcond.features.extract import CHUNK, WINDOW
 from llmcond.features.fragments import row_bytes
-from llmcond.features.keys import KeyIndex, StoreDtype
+from llmcond.features.keys import KeyIndex
 from llmcond.features.missing import Missing, count_missing, together
 from llmcond.records import RECORD, read_record
 from llmcond.runs import AnyRun, create_run, open_any_run
@@ -39,6 +38,7 @@ from llmcond.runs.kind import inputs_of
 from llmcond.scale.extraction import fragments_and_commits
 from llmcond.scale.pool import Cluster
 from llmcond.workflows.extract import check_run, prepare
+from llmcond.workflows.options.encoding import ExtractOptions
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder
@@ -150,42 +150,25 @@ class _Bench:
     speeds: list[_Speed]
 
 
-def plan(  # noqa: PLR0913 - each is a choice of the user, by keyword
-    *,
-    model: str,
-    options: EncoderOptions,
-    run_folder: Path,
-    data: DataOptions,
-    prompts: Sequence[str] = (),
-    store_dtype: StoreDtype | None = None,
-    workers: int = 1,
-    task: str | None = None,
-    cluster: Cluster | None = None,
-    store: str | None = None,
-    price: float | None = None,
-    bench: Path | None = None,
-) -> ExtractionPlan:
-    """Return what :func:`llmcond.workflows.extract.extract` would do with the same arguments.
+def plan(asked: ExtractOptions) -> ExtractionPlan:
+    """Return what :func:`llmcond.workflows.extract.extract` would do with the same options.
 
-    ``price`` is that of an hour of one process, or actor; ``bench`` what ``llmcond bench --json``
-    printed on a machine like those that will encode; None: some inputs are encoded here, to see how
-    fast.
+    Without a record of ``llmcond bench`` some inputs are encoded here, to see how fast that is.
 
     Raises:
         UserError: as ``extract``, or the record has no such encoder.
     """
-    if price is not None and not 0 <= price < math.inf:
-        raise UserError(f"price is {price:g}; it must be at least 0, and finite.")
-    prepared = prepare(model, options, run_folder, data, prompts, task, cluster, store)
+    model, cluster, price = asked.model, asked.cluster(), asked.price
+    prepared = prepare(asked)
     resolved = prepared.resolved
     with tempfile.TemporaryDirectory() as scratch:
         if prepared.dataset is not None:
-            dtype, folder = store_dtype or "float16", Path(scratch) / "run"
+            dtype, folder = asked.store_dtype or "float16", Path(scratch) / "run"
             made = (prepared.dataset, dtype, prepared.task, prepared.store)
             run: AnyRun = create_run(folder, model, resolved, *made)
         else:
-            run = prepared.existing or open_any_run(run_folder)
-            check_run(run, resolved, data, store_dtype, prepared.store)
+            run = prepared.existing or open_any_run(Path(asked.run))
+            check_run(run, resolved, asked.data_options(), asked.store_dtype, prepared.store)
         features, seen = run.store(), KeyIndex()
         lacking = {
             prompt.name: count_missing(
@@ -196,12 +179,13 @@ def plan(  # noqa: PLR0913 - each is a choice of the user, by keyword
         missing = together(list(lacking.values()))
         tokens, dim = _tokens(resolved, missing), _dim(resolved)
         rate: float | None
-        if bench is not None and missing.n_missing:
-            rate, rate_of = _recorded_rate(model, resolved, tokens.value / missing.n_missing, bench)
+        if asked.bench is not None and missing.n_missing:
+            length = tokens.value / missing.n_missing
+            rate, rate_of = _recorded_rate(model, resolved, length, Path(asked.bench))
         else:
             rate, rate_of = _tried_rate(resolved, missing, tokens.value, cluster)
     hours = tokens.times(1 / rate / 3600) if rate else None
-    count = _at_a_time(cluster, workers, resolved.device)
+    count = _at_a_time(cluster, asked.workers, resolved.device)
     if cluster is not None:
         seconds = 3600 * hours.value / count if hours else 0.0
         fragments, commits = fragments_and_commits(missing.n_missing, seconds, cluster, count)

@@ -45,6 +45,7 @@ from llmcond.runs.kind import find_kind
 from llmcond.runs.manifest import HERE
 from llmcond.version import __version__
 from llmcond.workflows.account import RECORD, STATE
+from llmcond.workflows.options.training import PushOptions
 
 MANIFEST, CARD = "run.json", "README.md"
 
@@ -84,24 +85,21 @@ class PushResult(DisplayedDict):
     __slots__ = ()
 
 
-def push_to_hub(
-    run_folder: Path, repo: str, private: bool = False, revision: str | None = None
-) -> PushResult:
+def push_to_hub(asked: PushOptions) -> PushResult:
     """Upload a run's heads, and its encoder if ``train-lora`` trained it, in one commit.
 
     Pushed are the heads, the files of a trained encoder, and the accounts of both, in which a path
     of this machine becomes its last name. Rows and features stay here. What an earlier push put
     there and this one does not have is deleted by the same commit.
 
-    Arguments as in :class:`llmcond.commands.push.Push`.
-
     Raises:
         UserError: neither a trained encoder nor a fitted head, an encoder that others could not
             load, or a repository that cannot be written.
         LlmcondError: the hub cannot be reached, or has failed.
     """
+    repo, revision = asked.repo, asked.revision
     _check_name(repo)
-    run, tuned = _pushable(run_folder)
+    run, tuned = _pushable(Path(asked.run))
     token = _token(repo, revision)
     with tempfile.TemporaryDirectory(prefix="llmcond-push-") as temporary:
         staged = Path(temporary)
@@ -109,7 +107,7 @@ def push_to_hub(
         files = sorted(path.relative_to(staged).as_posix() for path in _files(staged))
         size = sum((staged / name).stat().st_size for name in files)
         log.info(f"uploading {len(files)} files ({gib(size)}) to {repo}")
-        url, commit = _upload(staged, files, repo, token, private, revision)
+        url, commit = _upload(staged, files, repo, token, asked.private, revision)
     branch, folder = f" --revision {revision}" if revision else "", repo.partition("/")[2]
     log.info(f"{run.folder} -> {url}")
     log.info(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,8 +21,9 @@ from llmcond.runs import AnyRun, open_any_run
 from llmcond.runs.examples import examples_of
 from llmcond.runs.features import prompts_for
 from llmcond.runs.provenance import provenance
-from llmcond.runs.trials import Outcome, Trial, check_seeds, run_trials
+from llmcond.runs.trials import Outcome, Trial, run_trials
 from llmcond.workflows.fit import keep_best
+from llmcond.workflows.options.fitting import SweepOptions
 
 
 @dataclass(frozen=True)
@@ -34,41 +35,21 @@ class SweepResult(FittedResults[SweptResult]):
 _Point = tuple[SweptResult, NDArray[np.float32]]
 
 
-def sweep(  # noqa: PLR0913 - each is a choice of the user, by keyword
-    run_folder: Path,
-    heads: Sequence[str],
-    vary: Mapping[str, Sequence[str]],
-    *,
-    prompts: Sequence[str | None] = (None,),
-    subtract: bool | None = None,
-    changes: Mapping[str, str] | None = None,
-    seeds: int = 3,
-    split: str | None = None,
-    workers: int | None = None,
-    metrics: Sequence[str] = (),
-    device: str = "auto",
-    keep: bool = False,
-) -> SweepResult:
+def sweep(asked: SweepOptions) -> SweepResult:
     """Fit and score heads for every combination of settings, each with several seeds.
 
     What was fitted before, with the same features, settings and versions, is not fitted again.
-
-    Arguments as in :class:`llmcond.commands.sweep.Sweep`; ``vary`` maps settings (or ``dim``) to
-    values as text.
 
     Raises:
         UserError: settings that cannot be, or no such run.
         LlmcondError: every fit failed, or a process was ended from outside.
     """
-    run = open_any_run(run_folder)
-    if workers is not None and workers < 1:
-        raise UserError(f"workers is {workers}; it must be at least 1.")
-    split = run.scored_split(split)
+    run, metrics, device = open_any_run(Path(asked.run)), asked.metric, asked.device
+    split = run.scored_split(asked.split)
     rows = examples_of(run).scored(split)
-    subtract = run.subtracts if subtract is None else subtract
-    trials = list(_grid(run, heads, vary, prompts, subtract, changes or {}, seeds))
+    trials = list(_grid(run, asked))
     done, failures = run_trials(
-        run, split, trials, "sweep", workers, metrics, predictions=True, device=device
+        run, split, trials, "sweep", asked.workers, metrics, predictions=True, device=device
     )
     points = _summarise(done.values(), run, split)
     computed = choose_metrics(run.task.metrics, metrics)
@@ -76,38 +57,33 @@ def sweep(  # noqa: PLR0913 - each is a choice of the user, by keyword
     swept = SweepResult(best_first(score(results, predicted, rows, computed)), failures)
     report = {**swept.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "sweep.json", report)
-    if keep:
+    if asked.keep:
         keep_best(run, done.values(), device)
     return swept
 
 
-def _grid(
-    run: AnyRun,
-    heads: Sequence[str],
-    vary: Mapping[str, Sequence[str]],
-    prompts: Sequence[str | None],
-    subtract: bool,
-    changes: Mapping[str, str],
-    seeds: int,
-) -> Iterator[Trial]:
+def _grid(run: AnyRun, asked: SweepOptions) -> Iterator[Trial]:
     """Yield every trial; all that can be wrong in settings is found before the first fit."""
-    if not heads:
+    if not asked.head:
         raise UserError("no head was named. Name one or more: --head mlp")
-    check_seeds(seeds)
+    vary, changes = asked.varied(), asked.set or {}
+    subtract = run.subtracts if asked.subtract is None else asked.subtract
     empty = [key for key, values in vary.items() if not values]
     if empty:
         raise UserError(f"{empty[0]} is varied without a value. Give some: --vary {empty[0]}=A,B")
     twice = sorted(set(vary) & set(changes))
     if twice:
         raise UserError(f"{twice[0]} is both varied and set. Give it once.")
-    for head, names in itertools.product(dict.fromkeys(heads), dict.fromkeys(prompts)):
+    for head, names in itertools.product(
+        dict.fromkeys(asked.head), dict.fromkeys(asked.prompt or (None,))
+    ):
         recipe = load_recipe(head, run.task.recipes)
         recipe = recipe.with_settings(recipe.parse_changes(dict(changes), "--set"), "--set")
         for values in itertools.product(*vary.values()):
             varied = recipe.parse_changes(dict(zip(vary, values, strict=True)), "--vary")
             changed = recipe.with_settings(varied, "--vary")
             view = view_of(changed, prompts_for(run, changed, names), subtract)
-            for seed in range(seeds):
+            for seed in range(asked.seeds):
                 yield Trial(changed, varied.get("dim"), view, seed, varied)
 
 

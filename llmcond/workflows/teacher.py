@@ -108,15 +108,10 @@ def find_teacher(folder: Path | None, rows: int | None, dataset: Dataset) -> Tea
     """Return the teacher of a run; None: none was asked for.
 
     Raises:
-        UserError: no such run, one without a head, or whose head does not give ratings; or a
-            number of rows below 1, or without a teacher.
+        UserError: no such run, one without a head, or whose head does not give ratings.
     """
     if folder is None:
-        if rows is not None:
-            raise UserError("--teacher-rows is of a teacher. Add --teacher RUN, or leave it out.")
         return None
-    if rows is not None and rows < 1:
-        raise UserError(f"--teacher-rows is {rows}; it must be at least 1.")
     run = open_run(folder, cross=True)
     splits, rows = run.trained_on, rows or int(dataset.splits["train"].rated.sum())
     if run.cross:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,8 +13,6 @@ from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.loading.quantization import require
 from llmcond.errors import UserError
 from llmcond.finetune.settings import (
-    AspectSettings,
-    StageSettings,
     TuneSettings,
     renamed,
     usual_rate,
@@ -27,34 +25,18 @@ from llmcond.runs.saved import fitted_on
 from llmcond.runs.trials import sized
 from llmcond.tasks import AnyTask, Task, find_task
 from llmcond.workflows.extract import read_data
-from llmcond.workflows.options import HeadChoice, TeacherOptions
+from llmcond.workflows.options.training import HeadChoice, TeacherOptions, TrainLoraOptions
 
 F = TypeVar("F", bound=Fitted)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainRequest:
-    """What ``train-lora`` is asked for; see :func:`llmcond.workflows.finetune.train_lora`."""
-
-    model: str
-    options: EncoderOptions
-    folder: Path
-    data: DataOptions
-    choice: HeadChoice
-    settings: Mapping[str, Any]
-    merge: bool
-    last_stage: StageSettings
-    taught: TeacherOptions
-    aspects: AspectSettings
-
-
-def refuse_rated_options(asked: TrainRequest, task: AnyTask[Any]) -> None:
+def refuse_rated_options(asked: TrainLoraOptions, task: AnyTask[Any]) -> None:
     """Raise a UserError for options that only training on rated pairs takes."""
     given = {
-        f"--then {asked.last_stage.then}": asked.last_stage.then is not None,
-        f"--aspects {asked.aspects.aspects}": asked.aspects.aspects is not None,
-        "--ensemble": asked.choice.ensemble != 1,
-        "--teacher": asked.taught != TeacherOptions(),
+        f"--then {asked.then}": asked.then is not None,
+        f"--aspects {asked.aspects}": asked.aspects is not None,
+        "--ensemble": asked.ensemble != 1,
+        "--teacher": asked.part(TeacherOptions) != TeacherOptions(),
     }
     for option, is_given in given.items():
         if is_given:

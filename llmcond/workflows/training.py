@@ -46,6 +46,8 @@ from llmcond.tasks import AnyTask, Data, Task
 from llmcond.workflows.account import FORMAT, RECORD, STATE, TrainingResult, finished
 from llmcond.workflows.evaluate import evaluate
 from llmcond.workflows.last_stage import Staged, run_stage, stage_splits
+from llmcond.workflows.options.common import Split
+from llmcond.workflows.options.scoring import EvaluateOptions
 from llmcond.workflows.teacher import Teacher
 
 if TYPE_CHECKING:
@@ -151,11 +153,12 @@ class RankingJob(Job):
         resolved = resolve_trained(self)
         run = complete_run(self.folder, resolved, self.dataset, self.task)
         kept = keep_head(run, resolved, head, self.recipe, self.view)
+        splits: Sequence[Split] = ("dev", "test")
         scores = [
             result
-            for split in ("dev", "test")
+            for split in splits
             if split in run.splits
-            for result in evaluate(self.folder, [kept.name], split)
+            for result in evaluate(EvaluateOptions(run=self.folder, head=[kept.name], split=split))
             if result.name == kept.name
         ]
         return replace(kept, scores=scores)

@@ -13,7 +13,7 @@ from helpers.serving import Client
 from helpers.waiting import PATIENCE
 
 from llmcond.errors import UserError
-from llmcond.serving.settings import ServerSettings, read_keys
+from llmcond.serving.settings import read_keys
 
 
 @pytest.mark.parametrize(
@@ -23,9 +23,9 @@ from llmcond.serving.settings import ServerSettings, read_keys
         ("--max-concurrent-requests 0", "at least 1"),
         ("--max-client-batch-size -1", "at least 1"),
         ("--payload-limit 0", "at least 1"),
-        ("--timeout 0", "a positive number"),
-        ("--timeout nan", "a positive number"),
-        ("--port 70000", "between 0 and 65535"),
+        ("--timeout 0", "it must be above 0 and below 1,000,000"),
+        ("--timeout nan", "it must be above 0 and below 1,000,000"),
+        ("--port 70000", "at least 0 and at most 65,535"),
         ("--host nowhere.invalid", "cannot listen on nowhere.invalid"),
         ("--condition ''", "--condition is empty"),
         ("--api-key-file none", "cannot be read: No such file"),
@@ -62,10 +62,6 @@ def test_a_key_file_that_others_can_read_is_told(tmp_path, monkeypatch):
     file.chmod(0o644)
     read_keys(file)
     assert told == [f"{file} can be read by others than its owner: chmod 600 {file}"]
-
-
-def test_the_usual_limits_pass():
-    ServerSettings().check()
 
 
 def test_sigterm_under_load_answers_what_was_accepted(tiny_run, tmp_path):

@@ -12,6 +12,7 @@ import llmcond
 from llmcond.data.guides import read_guide
 from llmcond.errors import UserError
 from llmcond.serving.running import load_model
+from llmcond.serving.settings import Served
 
 PLACE, MOOD = "the place", "the mood"
 WHO = ("two men", "three women", "children", "two dogs")
@@ -154,7 +155,7 @@ def test_embed_writes_what_the_guided_embedder_gives(
 
 
 def test_a_server_follows_its_guide(tiny_run, rows, embedder):
-    loaded = load_model(tiny_run, None, None, None, "cpu", None, PLACE, rows)
+    loaded = load_model(Served(run=tiny_run, device="cpu", condition=PLACE, guide=rows))
     with served(loaded) as (client, _):
         asked = {"input": TEXTS[8], "encoding_format": "base64"}
         answer = client.post("/v1/embeddings", asked).json
@@ -167,4 +168,4 @@ def test_a_server_follows_its_guide(tiny_run, rows, embedder):
     assert similar == pytest.approx(guided.similarity(*pair.values(), PLACE), abs=1e-4)
     assert model["guides"] == {PLACE: {"labels": {"park": 4, "beach": 4}, "source": "labels.csv"}}
     with pytest.raises(UserError, match="no column condition, and there are 0 conditions"):
-        load_model(tiny_run, None, None, None, "cpu", None, None, rows)
+        load_model(Served(run=tiny_run, device="cpu", guide=rows))

@@ -18,6 +18,7 @@ from scipy.stats import entropy
 
 import llmcond
 import llmcond.evaluation.isotropy as isotropy_module
+from llmcond import fit_head
 from llmcond.errors import UserError
 from llmcond.evaluation.clusters import impurity, impurity_of, project_2d
 from llmcond.evaluation.conditions import (
@@ -31,7 +32,6 @@ from llmcond.evaluation.isotropy import Isotropy, isotropy
 from llmcond.evaluation.paired import resample
 from llmcond.metrics import METRICS
 from llmcond.report.figures import plot_clusters, plot_curve
-from llmcond.workflows.fit import fit_head
 
 SPEARMAN = METRICS["spearman"]
 
@@ -524,7 +524,7 @@ def test_analyses_are_given_without_matplotlib(monkeypatch, tmp_path, tiny_run, 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     caplog.set_level("INFO")
     run = Path(shutil.copytree(tiny_run, tmp_path / "run"))
-    fit_head(run, "pca", 4)
+    fit_head(run=run, head="pca", dim=4)
     found = llmcond.analyse(run=run, what=["isotropy", "clusters"], conditions=2, split="train")
     assert {row["name"] for row in found["clusters"]} >= {"pca@concat-sent-cond"}
     assert "no pictures are drawn: they need matplotlib (pip install '.[plots]' in" in caplog.text

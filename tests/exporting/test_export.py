@@ -13,12 +13,10 @@ from helpers import checkpoints
 from helpers.commands import ok, refused
 
 import llmcond
-from llmcond.data.datasets import DataOptions
+from llmcond import extract, fit_head
 from llmcond.encoders import EncoderOptions
 from llmcond.exporting import export as exporting
 from llmcond.exporting.modules import plain
-from llmcond.workflows.extract import extract
-from llmcond.workflows.fit import fit_head
 
 TEXTS = ["Two women read at the beach.", "three dogs play in the park", "rain " * 90]
 #: The second is no name that torch could give a module.
@@ -48,12 +46,20 @@ def fitted(tmp_path_factory, tiny_checkpoint, small_rows):
     options = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
     prompts = ["separate", "concat-sent-cond", "concat-cond-sent", "pair-cond"]
     own = folder / "run"
-    extract(str(tiny_checkpoint()), options, own, DataOptions(str(folder / "rows.csv")), prompts)
+    extract(
+        model=str(tiny_checkpoint()),
+        **vars(options),
+        run=own,
+        data=str(folder / "rows.csv"),
+        prompt=prompts,
+    )
     for name, (recipe, prompt, own_settings) in HEADS.items():
         changes = {"epochs": "1", **own_settings}
         subtract = False if name == "plain" else None
         dim = None if recipe == "hadamard" else 16
-        fit_head(own, recipe, dim, prompt=prompt, name=name, changes=changes, subtract=subtract)
+        fit_head(
+            run=own, head=recipe, dim=dim, prompt=prompt, name=name, set=changes, subtract=subtract
+        )
     return own
 
 
@@ -152,8 +158,8 @@ def test_a_decoder_with_an_instruction(tmp_path, write_rows, small_rows):
     # Its condition stands behind the sentence, its instruction in front of that.
     tiny = checkpoints.make("qwen", tmp_path / "tiny")
     like = EncoderOptions(dtype="float32", device="cpu", like="Qwen/Qwen3-Embedding-0.6B")
-    data = DataOptions(str(write_rows(small_rows)))
-    extract(str(tiny.folder), like, tmp_path / "run", data, ["cond"])
+    data = str(write_rows(small_rows))
+    extract(model=str(tiny.folder), **vars(like), run=tmp_path / "run", data=data, prompt=["cond"])
     made = export(tmp_path / "run", tmp_path / "out", "none", "the place")
     assert made.difference < 1e-5
     own = json.loads((made.out / "config_sentence_transformers.json").read_text())

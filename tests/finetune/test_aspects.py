@@ -183,10 +183,12 @@ def test_mistakes_are_told(command, aspects, tmp_path, capsys):
         return refused(capsys, *base, "--run", tmp_path / "run", *given)
 
     assert said("--aspects-texts", 30) == (
-        "--aspects-texts needs texts with attributes. Add --aspects FOLDER."
+        "--aspects-texts is for --aspects FOLDER. Add that, or leave --aspects-texts out."
     )
     assert "holds no data set" in said("--aspects", tmp_path)
-    assert "aspects_texts" in said("--aspects", aspects, "--aspects-texts", 3)
+    assert "--aspects-texts is 3; it must be at least 4" in said(
+        "--aspects", aspects, "--aspects-texts", 3
+    )
     (tmp_path / "odd").mkdir()
     single = {"texts": [{"text": "a", "attrs": {"c": 1}}], "conds": {"c": "the c"}}
     (tmp_path / "odd" / "one.json").write_text(json.dumps(single))

@@ -27,6 +27,7 @@ from llmcond.finetune.settings import TuneSettings
 from llmcond.finetune.state import StateFolder
 from llmcond.heads.regression import RegressionSettings
 from llmcond.serving.running import load_model
+from llmcond.serving.settings import Served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -161,7 +162,7 @@ def test_its_figures_are_those_of_evaluate_and_of_similarity(cross, tmp_path, ca
 
 def test_it_is_served_for_similarity_only(cross):
     texts = [FIRST, SECOND, "children walk"]
-    model = load_model(cross, None, None, None, "cpu", None, None)
+    model = load_model(Served(run=cross, device="cpu"))
     asked = {"sentence1": FIRST, "sentence2": texts, "condition": "the place"}
     with served(model) as (client, _):
         found = client.post("/v1/similarity", asked).json["similarities"]
@@ -171,7 +172,7 @@ def test_it_is_served_for_similarity_only(cross):
     assert found == pytest.approx(wanted.tolist(), abs=1e-6)
     assert (refused.status, refused.error["code"]) == (404, "not_served")
     with pytest.raises(UserError, match="neither heads nor prompts"):
-        load_model(cross, None, "mlp", None, "cpu", None, None)
+        load_model(Served(run=cross, head="mlp", device="cpu"))
 
 
 def test_other_rows_are_scored(cross, write_rows, small_rows, capsys):

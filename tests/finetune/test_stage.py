@@ -183,9 +183,9 @@ def test_another_stage_is_another_training(command, staged, capsys):
     ("given", "said"),
     [
         ("--then dev --folds 7", "dev has 6 sentence pairs with ratings, too few for 7 folds"),
-        ("--then dev --then-share 1.5", "'then_share' is 1.5: must be at most 1"),
+        ("--then dev --then-share 1.5", "--then-share is 1.5; it must be at least 0 and at most 1"),
         ("--then test", "Legal: dev"),
-        ("--folds 5", "--folds is of a last stage. Add --then dev"),
+        ("--folds 5", "--folds is for --then dev. Add that"),
         ("--then dev --task kgc", "is for rated pairs"),
     ],
 )

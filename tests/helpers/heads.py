@@ -3,11 +3,8 @@
 from functools import cache
 from pathlib import Path
 
-from llmcond.data.datasets import DataOptions
-from llmcond.encoders import EncoderOptions
+from llmcond import extract, fit_head
 from llmcond.heads import fit_recipe, load_recipe
-from llmcond.workflows.extract import extract
-from llmcond.workflows.fit import fit_head
 
 #: A prompt of a text with the condition, that encodes the text alone, too.
 OWN = """
@@ -49,20 +46,21 @@ def fit_all(folder: Path, encoder: Path, rows: list[tuple[str, str, str, int]]) 
     lines += [",".join(str(value) for value in row) for row in rows]
     (folder / "rows.csv").write_text("\n".join(lines) + "\n")
     (folder / "own.toml").write_text(OWN)
-    options = EncoderOptions(dtype="float32", device="cpu", pooling="mean")
+    options = {"dtype": "float32", "device": "cpu", "pooling": "mean"}
     prompts = ["separate", str(folder / "own.toml"), "concat-sent-cond"]
     run = folder / "run"
-    extract(str(encoder), options, run, DataOptions(str(folder / "rows.csv")), prompts)
+    extract(model=str(encoder), **options, run=run, data=str(folder / "rows.csv"), prompt=prompts)
     once = {"epochs": "1"}
     small = {**once, "dim": "16", "rank": "4"}
     relu = {**small, "activation": "relu"}
-    fit_head(run, "hypernet", prompt="separate", changes=small, name="low")
-    fit_head(run, "hypernet", prompt="separate", changes=relu, name="relu")
     two = {**once, "members": "2"}
-    fit_head(run, "hadamard", prompt="separate", changes=two, name="hadamard")
-    fit_head(run, "concat", prompt="separate", changes={**once, "dim": "8"}, name="concat")
-    joined = "concat-sent-cond+separate"
-    fit_head(run, "hypernet", prompt=joined, changes={**small, "features": "both"}, name="both")
-    fit_head(run, "linear", 8, prompt="own", changes=once, name="own")
-    fit_head(run, "linear", 8, prompt="concat-sent-cond", changes=once, name="linear")
+    concat = {**once, "dim": "8"}
+    both = {**small, "features": "both"}
+    fit_head(run=run, head="hypernet", prompt="separate", set=small, name="low")
+    fit_head(run=run, head="hypernet", prompt="separate", set=relu, name="relu")
+    fit_head(run=run, head="hadamard", prompt="separate", set=two, name="hadamard")
+    fit_head(run=run, head="concat", prompt="separate", set=concat, name="concat")
+    fit_head(run=run, head="hypernet", prompt="concat-sent-cond+separate", set=both, name="both")
+    fit_head(run=run, head="linear", dim=8, prompt="own", set=once, name="own")
+    fit_head(run=run, head="linear", dim=8, prompt="concat-sent-cond", set=once, name="linear")
     return run

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 import llmcond
+from llmcond import fit_head
 from llmcond.bundled import PRETRAINED
 from llmcond.cli import run
 from llmcond.encoders.encoder import Encoder
@@ -18,7 +19,6 @@ from llmcond.errors import UserError
 from llmcond.runs import open_run
 from llmcond.runs.embedder import base_encoder
 from llmcond.runs.familiarity import unfamiliar
-from llmcond.workflows.fit import fit_head
 
 SENTENCES = ["two men play in the park", "three women sit at the beach", "children in the rain"]
 
@@ -30,13 +30,13 @@ def fitted(tmp_path_factory: pytest.TempPathFactory, tiny_run: Path) -> Path:
     few = {"epochs": "3", "patience": "3"}
     found = {}
     for name, seed in (("a", 0), ("b", 1), ("c", 2)):
-        result = fit_head(folder, "linear", 4, seed=seed, changes=few, name=name)
+        result = fit_head(run=folder, head="linear", dim=4, seed=seed, set=few, name=name)
         found[name] = result.metrics["spearman"].value
     best = max(found, key=found.__getitem__)
     shutil.copytree(folder / "heads" / best, folder / "heads" / "best")
     shutil.rmtree(folder / "heads" / best)
     worst = min((name for name in found if name != best), key=found.__getitem__)
-    fit_head(folder, "linear", 4, seed=ord(worst) - ord("a"), changes=few, name=worst)
+    fit_head(run=folder, head="linear", dim=4, seed=ord(worst) - ord("a"), set=few, name=worst)
     return folder
 
 
@@ -52,7 +52,9 @@ def test_the_head_that_is_best_on_dev_is_taken(fitted: Path, capsys: pytest.Capt
 
 def test_fitting_another_head_does_not_change_it(fitted: Path, tmp_path: Path):
     own = Path(shutil.copytree(fitted, tmp_path / "own"))
-    fit_head(own, "linear", 2, changes={"epochs": "1", "learning_rate": "1e-9"}, name="later")
+    fit_head(
+        run=own, head="linear", dim=2, set={"epochs": "1", "learning_rate": "1e-9"}, name="later"
+    )
     assert llmcond.load_embedder(own).name == "best"
 
 
@@ -71,13 +73,13 @@ def test_the_user_sets_it(fitted: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_heads_without_a_score_come_behind_those_that_have_one(own: Path):
-    fit_head(own, "pca", 4)
+    fit_head(run=own, head="pca", dim=4)
     record = own / "heads" / "pca@concat-sent-cond" / "head.json"
     values = json.loads(record.read_text())
     assert values.pop("dev_spearman") is not None
     record.write_text(json.dumps(values))  # as earlier versions wrote it
     assert open_run(own).default_head() == ("pca@concat-sent-cond", "fitted last")
-    fit_head(own, "linear", 4, changes={"epochs": "1"}, name="scored")
+    fit_head(run=own, head="linear", dim=4, set={"epochs": "1"}, name="scored")
     name, why = open_run(own).default_head() or ("", "")
     assert name == "scored"
     assert why.startswith("best of 2 heads on dev")
@@ -168,7 +170,7 @@ def test_plain_strings_are_encoded(fitted: Path):
 def test_conditions_unlike_those_of_training_are_told(
     own: Path, capsys: pytest.CaptureFixture[str]
 ):
-    fit_head(own, "pca", 4)
+    fit_head(run=own, head="pca", dim=4)
     opened = open_run(own)
     embedder = llmcond.load_embedder(own)
     assert embedder.fitted_on == opened.manifest["data"]["source"]
@@ -190,7 +192,7 @@ def test_conditions_unlike_those_of_training_are_told(
 def test_figures_of_seen_and_unseen_conditions_stand_apart(
     own: Path, write_rows: Callable, small_rows: list, capsys: pytest.CaptureFixture[str]
 ):
-    fit_head(own, "pca", 4)
+    fit_head(run=own, head="pca", dim=4)
     rows = [*small_rows[:20], *((a, b, "the mood", r) for a, b, _, r in small_rows[20:40])]
     command = ["evaluate", "--run", str(own), "--data", str(write_rows(rows, "other.csv"))]
     assert run([*command, "--json"]) == 0

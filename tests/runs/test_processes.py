@@ -15,15 +15,13 @@ from filelock import FileLock
 from helpers.processes import Command
 from helpers.waiting import PATIENCE, wait_until
 
+from llmcond import extract
 from llmcond.cli import run
-from llmcond.data.datasets import DataOptions
-from llmcond.encoders import EncoderOptions
 from llmcond.prompts import load_prompt
 from llmcond.prompts.inputs import SplitInputs, row_inputs
 from llmcond.runs import open_run
-from llmcond.workflows.extract import extract
 
-OPTIONS = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
+OPTIONS = {"dtype": "float32", "device": "cpu", "pooling": "mean", "normalize": True}
 #: What is extracted into a run that has the features of another prompt already.
 PROMPT = "concat-cond-sent"
 
@@ -51,8 +49,15 @@ def data(tmp_path_factory):
 def begun(tmp_path_factory, model, data):
     """A run with the features of one prompt. Copy it before changing it."""
     folder = tmp_path_factory.mktemp("begun") / "run"
-    data = DataOptions(str(data))
-    extract(model, OPTIONS, folder, data, ["concat-sent-cond"], "float32")
+    data = str(data)
+    extract(
+        model=model,
+        **OPTIONS,
+        run=folder,
+        data=data,
+        prompt=["concat-sent-cond"],
+        store_dtype="float32",
+    )
     return folder
 
 
@@ -60,7 +65,7 @@ def begun(tmp_path_factory, model, data):
 def alone(tmp_path_factory, model, begun):
     """The run, and what one process alone makes of the other prompt."""
     folder = Path(shutil.copytree(begun, tmp_path_factory.mktemp("alone") / "run"))
-    done = extract(model, OPTIONS, folder, DataOptions(), [PROMPT]).prompts[PROMPT]
+    done = extract(model=model, **OPTIONS, run=folder, prompt=[PROMPT]).prompts[PROMPT]
     # The two conditions alone are inputs of both prompts.
     assert (done.n_inputs, done.n_computed) == (4_002, 4_000)
     return folder
@@ -147,7 +152,7 @@ def test_two_workers_store_what_one_stores(caplog, two_threads, model, own, alon
     caplog.set_level("INFO", "llmcond")
     # Each is at a part of its own before either has stored one.
     with nobody_commits_until(own, lambda claims: len(claims) >= 2):
-        done = extract(model, OPTIONS, own, DataOptions(), [PROMPT], workers=2)
+        done = extract(model=model, **OPTIONS, run=own, prompt=[PROMPT], workers=2)
     n_computed = done.prompts[PROMPT].n_computed
     assert 0 < n_computed < 4_000
     assert f"{PROMPT}: 4,000 of 4,002 inputs encoded" in caplog.text
@@ -169,7 +174,7 @@ def test_a_worker_that_is_killed_leaves_its_part_to_the_other(
         return True
 
     with nobody_commits_until(own, killed):
-        done = extract(model, OPTIONS, own, DataOptions(), [PROMPT], workers=2)
+        done = extract(model=model, **OPTIONS, run=own, prompt=[PROMPT], workers=2)
     assert done.prompts[PROMPT].n_computed == 4_000
     assert "1 of 2 workers failed" in caplog.text
     np.testing.assert_allclose(vectors_of(own), vectors_of(alone), rtol=0, atol=1e-6)

@@ -20,19 +20,17 @@ from helpers.processes import Command
 from safetensors.torch import load_file, save_file
 
 import llmcond
+from llmcond import extract
 from llmcond.cli import run
-from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.errors import UserError
 from llmcond.runs import open_any_run
 from llmcond.scale.extraction import EncoderOf, FragmentWriter
-from llmcond.scale.pool import Cluster
-from llmcond.workflows.extract import extract
 
 OPTIONS = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
 PROMPTS = ("concat-cond-sent", "routed")
 #: Each actor imports everything anew: one where nothing rests on there being several.
-ONE, TWO = Cluster(actors=1), Cluster(actors=2)
+ONE, TWO = ({"scale": "ray", "actors": count} for count in (1, 2))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +75,7 @@ def data(tmp_path_factory):
 def alone(tmp_path_factory, model, data):
     folder = tmp_path_factory.mktemp("alone") / "run"
     torch.set_num_threads(1)
-    extract(model, OPTIONS, folder, DataOptions(str(data)), PROMPTS)
+    extract(model=model, **vars(OPTIONS), run=folder, data=str(data), prompt=PROMPTS)
     return folder
 
 
@@ -100,7 +98,9 @@ def check_same(folder, other):
 
 def test_actors_store_what_one_process_stores(ray, caplog, model, data, alone, tmp_path):
     caplog.set_level("INFO")
-    done = extract(model, OPTIONS, tmp_path, DataOptions(str(data)), PROMPTS, cluster=TWO)
+    done = extract(
+        model=model, **vars(OPTIONS), run=tmp_path, data=str(data), prompt=PROMPTS, **TWO
+    )
     check_same(tmp_path, alone)
     ours, plain = (open_any_run(own).manifest["prompts"] for own in (tmp_path, alone))
     for name in PROMPTS:
@@ -109,7 +109,7 @@ def test_actors_store_what_one_process_stores(ray, caplog, model, data, alone, t
     assert done.prompts["routed"].n_computed == 4_000
     assert "2 actors" in caplog.text
     caplog.clear()
-    extract(model, OPTIONS, tmp_path, DataOptions(), PROMPTS, cluster=TWO)
+    extract(model=model, **vars(OPTIONS), run=tmp_path, prompt=PROMPTS, **TWO)
     assert "nothing is encoded" in caplog.text
     assert "2 actors" not in caplog.text  # none is started
 
@@ -117,17 +117,17 @@ def test_actors_store_what_one_process_stores(ray, caplog, model, data, alone, t
 @pytest.mark.parametrize("task", ["dialogue", "kgc"])
 def test_other_tasks_are_extracted_by_actors(ray, model, tmp_path, task):
     write = {"dialogue": write_dialogues, "kgc": write_graph}[task]
-    source = DataOptions(str(write(tmp_path / "data")))
-    extract(model, OPTIONS, tmp_path / "alone", source, task=task)
-    extract(model, OPTIONS, tmp_path / "ray", source, task=task, cluster=ONE)
+    source = str(write(tmp_path / "data"))
+    extract(model=model, **vars(OPTIONS), run=tmp_path / "alone", data=source, task=task)
+    extract(model=model, **vars(OPTIONS), run=tmp_path / "ray", data=source, task=task, **ONE)
     check_same(tmp_path / "ray", tmp_path / "alone")
 
 
-@pytest.mark.parametrize("first", [None, ONE])
+@pytest.mark.parametrize("first", [{}, ONE])
 def test_what_one_way_began_the_other_finishes(ray, model, data, alone, tmp_path, first):
-    second = ONE if first is None else None
-    extract(model, OPTIONS, tmp_path, DataOptions(str(data)), PROMPTS[:1], cluster=first)
-    extract(model, OPTIONS, tmp_path, DataOptions(), PROMPTS, cluster=second)
+    second = {} if first else ONE
+    extract(model=model, **vars(OPTIONS), run=tmp_path, data=str(data), prompt=PROMPTS[:1], **first)
+    extract(model=model, **vars(OPTIONS), run=tmp_path, prompt=PROMPTS, **second)
     check_same(tmp_path, alone)
 
 
@@ -161,7 +161,7 @@ def test_actors_that_are_killed_cost_nothing(ray, caplog, model, data, alone, tm
     thread = threading.Thread(target=kill)
     thread.start()
     try:
-        extract(model, OPTIONS, tmp_path, DataOptions(str(data)), PROMPTS, cluster=TWO)
+        extract(model=model, **vars(OPTIONS), run=tmp_path, data=str(data), prompt=PROMPTS, **TWO)
     finally:
         ended.set()
         thread.join()
@@ -186,7 +186,7 @@ def test_a_driver_that_is_ended_goes_on_where_it_committed(ray, model, data, alo
         assert said.splitlines()[-1].startswith("llmcond: error: terminated; what was stored")
         assert not [*Path("/tmp").glob(f"llmcond-ray-{command.process.pid}-*")]
     assert len(vectors(folder)) <= len(vectors(alone))
-    extract(model, OPTIONS, folder, DataOptions(), PROMPTS, cluster=ONE)
+    extract(model=model, **vars(OPTIONS), run=folder, prompt=PROMPTS, **ONE)
     check_same(folder, alone)
 
 
@@ -195,9 +195,16 @@ def test_an_input_that_the_encoder_cannot_take_is_named(ray, model, tmp_path):
     lines = [f"two men sit number {i},a dog,the place,{1 + i % 5}" for i in range(3_000)]
     lines[1_500] = f"two men,a dog,{'the number of people ' * 9},3"
     data.write_text("\n".join(["sentence1,sentence2,condition,label", *lines]), encoding="utf-8")
-    options, source = replace(OPTIONS, max_length=32, long_texts="windows"), DataOptions(str(data))
+    options, source = replace(OPTIONS, max_length=32, long_texts="windows"), str(data)
     with pytest.raises(UserError, match=r"^row 1501 of rows.csv, prompt .* is too long without"):
-        extract(model, options, tmp_path / "run", source, PROMPTS[:1], cluster=ONE)
+        extract(
+            model=model,
+            **vars(options),
+            run=tmp_path / "run",
+            data=source,
+            prompt=PROMPTS[:1],
+            **ONE,
+        )
 
 
 def test_an_input_that_gives_nan_is_named(ray, broken, tmp_path):
@@ -205,9 +212,16 @@ def test_an_input_that_gives_nan_is_named(ray, broken, tmp_path):
     lines = ["sentence1,sentence2,condition,label"]
     lines += [f"two men sit number {i},a dog,the place,{1 + i % 5}" for i in range(20)]
     data.write_text("\n".join([*lines, "rain,a dog,the place,3"]) + "\n", encoding="utf-8")
-    source = DataOptions(str(data))
+    source = str(data)
     with pytest.raises(UserError, match=r"row 21 of rows.csv.*gave NaN or infinity"):
-        extract(broken, OPTIONS, tmp_path / "run", source, PROMPTS[:1], cluster=ONE)
+        extract(
+            model=broken,
+            **vars(OPTIONS),
+            run=tmp_path / "run",
+            data=source,
+            prompt=PROMPTS[:1],
+            **ONE,
+        )
     stored = vectors(tmp_path / "run")
     assert len(stored) == 22  # all other inputs
     assert all(np.isfinite(vector).all() for vector in stored.values())

@@ -11,12 +11,8 @@ from types import SimpleNamespace
 import pytest
 from helpers.paths import ROOT
 
-from llmcond import load_encoder
-from llmcond.data.datasets import DataOptions
+from llmcond import evaluate, extract, fit_head, load_encoder
 from llmcond.encoders import EncoderOptions
-from llmcond.workflows.evaluate import evaluate
-from llmcond.workflows.extract import extract
-from llmcond.workflows.fit import fit_head
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -141,10 +137,10 @@ def separate(tiny, small_rows, tmp_path_factory):
     with (folder / "rows.csv").open("w", newline="") as stream:
         csv.writer(stream).writerows([("sentence1", "sentence2", "condition", "label")])
         csv.writer(stream).writerows(small_rows)
-    data, options = DataOptions(str(folder / "rows.csv")), EncoderOptions(pooling="mean")
-    extract(tiny, options, folder / "run", data, ["separate"])
-    fit_head(folder / "run", "hypernet", changes={"epochs": "1", "dim": "8", "rank": "4"})
-    evaluate(folder / "run", predictions=folder / "run" / "predictions.csv")
+    data, options = str(folder / "rows.csv"), EncoderOptions(pooling="mean")
+    extract(model=tiny, **vars(options), run=folder / "run", data=data, prompt=["separate"])
+    fit_head(run=folder / "run", head="hypernet", set={"epochs": "1", "dim": "8", "rank": "4"})
+    evaluate(run=folder / "run", predictions=folder / "run" / "predictions.csv")
     return folder / "run"
 
 

@@ -19,6 +19,11 @@ FILES = {
         "class C:\n    def g(self):\n        return 'hadamard pool_overs'\n"
     ),
     "room/d.py": "from . import c\nimport tiny.b\n",
+    "workflows/paint.py": (
+        "def paint(self, coats=2, *, wall=None):\n    pass\n\n\n"
+        "def many(a, b, c, d, e, f, *, g, h=1):\n    pass\n"
+    ),
+    "options.py": "class O:\n    coats: int = option(2, help='x')\n    wall: str = option('w')\n",
     "room/e.py": "import tiny.room.f\n",
     "room/f.py": "from .e import x\n",
 }
@@ -43,14 +48,16 @@ def package(tmp_path):
 
 def test_sizes_cycles_and_mentions(house, package):
     found = house.measure(package)
-    assert (found.files, found.lines) == (8, sum(text.count("\n") for text in FILES.values()))
+    assert (found.files, found.lines) == (10, sum(text.count("\n") for text in FILES.values()))
     assert found.largest_file.place == "tiny/room/c.py"
     assert (found.largest_function.place, found.largest_function.lines) == ("tiny.a.long", 4)
-    assert (found.function_median, found.function_p90) == (3, 4)
+    assert (found.function_median, found.function_p90) == (2, 4)
     assert found.cycles_load == [["tiny.room.e", "tiny.room.f"]]
     assert found.cycles_lazy == [["tiny.a", "tiny.b"], ["tiny.room.e", "tiny.room.f"]]
     assert ["tiny.room.c", "tiny.room.d"] in found.cycles_typing
     assert found.mentions == {"sentence1": 1, "spearman": 0, "pool_over": 0, "add_argument": 0}
+    assert found.many_parameters == ["tiny.workflows.paint.many"]
+    assert found.declared_twice == ["tiny.workflows.paint.paint: coats"]
     assert found.costs["head"] == ["heads/hadamard.toml", "tiny/room/c.py"]
 
 
@@ -62,10 +69,10 @@ def test_before_and_after_stand_beside_each_other(house, package, capsys):
     assert house.main(["--root", str(package), "--against", "HEAD"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "| | HEAD | now |"
-    assert "| files | 8 | 7 |" in lines
+    assert "| files | 10 | 9 |" in lines
     assert "| import cycles | 1 (tiny.room.e, tiny.room.f) | 0 |" in lines
     assert house.main(["--root", str(package), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["now"]["files"] == 7
+    assert json.loads(capsys.readouterr().out)["now"]["files"] == 9
 
 
 def test_a_folder_without_modules_and_an_unknown_revision_are_refused(house, package, tmp_path):

@@ -9,11 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from llmcond.data.datasets import DataOptions
-from llmcond.encoders import EncoderOptions
-from llmcond.workflows.evaluate import evaluate
-from llmcond.workflows.extract import extract
-from llmcond.workflows.fit import fit_head
+from llmcond import evaluate, extract, fit_head
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +20,9 @@ def results(csts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[
         pd.read_csv(csts / f"{name}.csv").head(n).to_csv(data / f"{name}.csv", index=False)
     # As CASE subtracts, from a prompt that has both in one text.
     prompts = ["concat-sent-cond"]
-    extract("minilm", EncoderOptions(device="cpu"), run, DataOptions(str(data)), prompts)
-    fit_head(run, "mlp", changes={"epochs": "30"})
-    return {(row.head, row.subtract): row.to_json() for row in evaluate(run)}
+    extract(model="minilm", device="cpu", run=run, data=str(data), prompt=prompts)
+    fit_head(run=run, head="mlp", set={"epochs": "30"})
+    return {(row.head, row.subtract): row.to_json() for row in evaluate(run=run)}
 
 
 def test_subtraction_helps_zero_shot(results):

@@ -313,7 +313,7 @@ def test_too_long_texts_are_cut_and_counted(call, write_rows, capsys, module_run
         ((*PLACE, "--keep", "text"), "--keep text: a column of that name is written"),
         ((*PLACE, "--labels", "topic"), "no column 'topic'"),
         ((*PLACE, "--labels", "place", "people"), "--labels names 2 columns"),
-        ((*PLACE, "--seed", "-1"), "the seed is -1"),
+        ((*PLACE, "--seed", "-1"), "--seed is -1"),
         ((*PLACE, "--report", "page.txt"), "name an .html or .htm file"),
         ((*PLACE, "--guide", "missing.csv"), "missing.csv does not exist"),
         ((*PLACE, *PEOPLE_TOO, "--guide", "{guide}"), "there are 2 conditions"),

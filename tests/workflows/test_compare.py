@@ -216,7 +216,7 @@ def test_fits_that_fail_are_told_and_the_rest_is_compared(call, monkeypatch):
         (["--prompts", J, J], "was given 2 times"),
         (["--prompts", J, "copy.toml"], f"the prompts {J} and copy are the same template"),
         (["--prompts", J, "--baseline", K], f"the baseline {K} is none of the prompts"),
-        (["--prompts", J, "--seeds", "0"], "the number of seeds is 0"),
+        (["--prompts", J, "--seeds", "0"], "--seeds is 0"),
         (["--prompts", J, "--set", "dmi=3"], "Did you mean 'dim'"),
         (["--prompts", "cond"], "none of the prompts goes with"),
         (["--prompts", "conc"], "Did you mean"),

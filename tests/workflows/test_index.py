@@ -11,6 +11,7 @@ from helpers.commands import ok, refused
 
 from llmcond.cli import run
 from llmcond.workflows.index import index_texts
+from llmcond.workflows.options.texts import IndexOptions
 
 ROWS = [("a", "two men play in the park", "2019"), ("b", "children sit at the beach", "2024")]
 ROWS += [("c", "three women walk in the rain", "2025"), ("d", "two dogs play at the beach", "2020")]
@@ -222,5 +223,5 @@ def test_a_guide_is_recorded_and_followed(made: Path, tmp_path: Path, capsys):
     after = ok(capsys, "search", made, "two dogs", *PLACE)
     assert after["results"] == before["results"]
     table = pd.DataFrame({"text": ["men in the park", "dogs at the beach"], "label": ["a", "b"]})
-    result = index_texts(None, made, conditions=["the place"], guide=table)
+    result = index_texts(IndexOptions(out=made, condition=["the place"], guide=table))
     assert result.to_json()["guides"][reads]["labels"] == {"a": 1, "b": 1}

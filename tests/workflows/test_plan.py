@@ -8,8 +8,8 @@ import lance
 import pytest
 from helpers.identities import IDENTITY
 
+from llmcond import extract
 from llmcond.cli import run
-from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import LlmcondError
@@ -19,8 +19,7 @@ from llmcond.features.store import FeatureStore
 from llmcond.runs import open_any_run
 from llmcond.scale.extraction import fragments_and_commits
 from llmcond.scale.pool import Cluster
-from llmcond.workflows.extract import extract
-from llmcond.workflows.plan import _counts, _measured_seconds, _tokens, plan
+from llmcond.workflows.plan import _counts, _measured_seconds, _tokens
 
 OPTIONS = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
 PROMPTS = ("concat-cond-sent", "routed")
@@ -35,18 +34,18 @@ def given(tiny_checkpoint, tmp_path_factory):
         second = " ".join(["dogs walk", *["on at"] * (i % 9), f"number {i}"])
         lines.append(f"two men play number {i},{second},the place,{1 + i % 5}")
     data.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return {"model": str(tiny_checkpoint()), "options": OPTIONS, "data": DataOptions(str(data))}
+    return {"model": str(tiny_checkpoint()), "data": str(data), **vars(OPTIONS)}
 
 
 @pytest.fixture(scope="module")
 def extracted(given, tmp_path_factory):
     folder = tmp_path_factory.mktemp("extracted") / "run"
-    return folder, extract(**given, run_folder=folder, prompts=PROMPTS)
+    return folder, extract(**given, run=folder, prompt=PROMPTS)
 
 
 def test_what_is_planned_is_done(given, extracted, tmp_path):
     folder, done = extracted
-    found = plan(**given, run_folder=tmp_path / "run", prompts=PROMPTS, price=2.0)
+    found = extract(plan=True, **given, run=tmp_path / "run", prompt=PROMPTS, price=2.0)
     for name, extraction in done.prompts.items():
         assert found.n_inputs[name] == found.n_missing[name] == extraction.n_computed
     tokens = sum(extraction.n_tokens for extraction in done.prompts.values())
@@ -78,10 +77,10 @@ def test_the_speed_is_that_of_a_warm_model(tmp_path):
 @pytest.mark.parametrize("task", ["csts", "dialogue", "kgc"])
 def test_every_task_is_planned(given, task, tmp_path):
     """Of the bundled samples, with a store elsewhere, that is not made either."""
-    asked = {**given, "data": DataOptions(None), "task": task, "store": str(tmp_path / "store")}
-    found = plan(**asked, run_folder=tmp_path / "run")
+    asked = {**given, "data": None, "task": task, "store": str(tmp_path / "store")}
+    found = extract(plan=True, **asked, run=tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
-    done = extract(**asked, run_folder=tmp_path / "run")
+    done = extract(**asked, run=tmp_path / "run")
     ((name, extraction),) = done.prompts.items()
     assert found.n_missing == {name: extraction.n_computed}
     made = open_any_run(tmp_path / "run")
@@ -90,7 +89,7 @@ def test_every_task_is_planned(given, task, tmp_path):
     assert found.tokens.low <= extraction.n_tokens <= found.tokens.high
     assert found.n_bytes == round(len(made.store()) * row_bytes(found.dim, "float16"))
     assert made.store().folder.parent == tmp_path / "store"
-    again = plan(**asked, run_folder=tmp_path / "run")
+    again = extract(plan=True, **asked, run=tmp_path / "run")
     assert sum(again.n_missing.values()) == 0
 
 
@@ -133,10 +132,10 @@ def test_only_what_a_run_lacks_is_planned(given, extracted, tmp_path):
     folder = shutil.copytree(extracted[0], tmp_path / "run")
     before = {path: path.stat().st_mtime for path in folder.rglob("*")}
     prompts = (*PROMPTS, "concat-sent-cond")
-    found = plan(**given, run_folder=folder, prompts=prompts)
+    found = extract(plan=True, **given, run=folder, prompt=prompts)
     assert found.n_missing == {"concat-cond-sent": 0, "routed": 0, "concat-sent-cond": 6_000}
     assert {path: path.stat().st_mtime for path in folder.rglob("*")} == before
-    done = plan(**given, run_folder=folder, prompts=PROMPTS)
+    done = extract(plan=True, **given, run=folder, prompt=PROMPTS)
     assert (done.tokens.value, done.hours, done.fragments) == (0, None, 0)
     assert "hours" not in [row["plan"] for row in done.rows()]
 
@@ -155,7 +154,7 @@ def record(tmp_path, **changes):
 
 def test_hours_are_those_of_a_recorded_machine(given, tmp_path):
     bench = record(tmp_path, model=given["model"])
-    found = plan(**given, run_folder=tmp_path / "run", bench=bench, cluster=Cluster(actors=4))
+    found = extract(plan=True, **given, run=tmp_path / "run", bench=bench, scale="ray", actors=4)
     assert found.tokens_per_second == 1_000  # of inputs that are about as long
     assert found.rate_of.startswith("a CPU, C-STS")
     assert found.hours.value == pytest.approx(found.tokens.value / 1_000 / 3_600)
@@ -186,7 +185,7 @@ def test_records_that_are_none_are_one_line(given, tmp_path):
     ):
         bench.write_text(text)
         with pytest.raises(LlmcondError, match=words):
-            plan(**given, run_folder=tmp_path / "run", bench=bench)
+            extract(plan=True, **given, run=tmp_path / "run", bench=bench)
 
 
 def test_wrong_choices_are_one_line(capsys, given, tmp_path):

@@ -21,6 +21,7 @@ from helpers.dialogues import write_dialogues
 from huggingface_hub import constants
 
 import llmcond
+from llmcond import push
 from llmcond.bundled import PRETRAINED, pretrained
 from llmcond.cli import run
 from llmcond.encoders.checkpoints import checkpoint
@@ -28,7 +29,7 @@ from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.condition_checks import CALIBRATION
 from llmcond.files import digest_file
 from llmcond.runs import open_run
-from llmcond.workflows.push import _PATH, push_to_hub
+from llmcond.workflows.push import _PATH
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -408,7 +409,7 @@ def test_a_frozen_encoder_of_the_hub_is_named_with_its_commit(hub, cache, base, 
     folder = fitted("me/base", data, tmp_path / "run")
     expected = vectors(folder)
     cache(False)
-    push_to_hub(folder, REPO)
+    push(run=folder, repo=REPO)
     cache(True)
     encoder = json.loads(hub.files()["run.json"])["encoder"]
     assert (encoder["model"], encoder["revision"]) == ("me/base", commit)
@@ -428,7 +429,7 @@ def test_a_frozen_encoder_of_the_hub_is_named_with_its_commit(hub, cache, base, 
 def test_weights_of_a_package_that_others_lack_are_asked_for(
     hub, cache, frozen, tmp_path, monkeypatch
 ):
-    push_to_hub(frozen, REPO)
+    push(run=frozen, repo=REPO)
     packaged = checkpoint.find_checkpoint("minilm", None)
     put_into_hub_cache(packaged.folder, cache(True), packaged.known.repo)
     monkeypatch.setattr(checkpoint, "_package_folder", lambda _: None)
@@ -439,14 +440,14 @@ def test_weights_of_a_package_that_others_lack_are_asked_for(
 def test_a_card_of_the_users_own_is_pushed_instead(hub, frozen, tmp_path):
     copy = Path(shutil.copytree(frozen, tmp_path / "copy"))
     (copy / "README.md").write_text("---\nlicense: mit\n---\nMine.\n")
-    push_to_hub(copy, REPO)
+    push(run=copy, repo=REPO)
     assert hub.files()["README.md"] == (copy / "README.md").read_bytes()
 
 
 def test_the_calibration_of_check_condition_is_pushed(hub, frozen, tmp_path):
     copy = Path(shutil.copytree(frozen, tmp_path / "copy"))
     shutil.copy(pretrained(PRETRAINED) / CALIBRATION, copy)
-    push_to_hub(copy, REPO)
+    push(run=copy, repo=REPO)
     assert hub.files()[CALIBRATION] == (copy / CALIBRATION).read_bytes()
 
 
@@ -456,7 +457,7 @@ def test_no_path_of_this_machine_arrives(request, hub, base, data, tmp_path_fact
     made = json.loads((folder / "run.json").read_text())
     assert made["data"]["source"] == str(data)
     assert made["encoder"]["name"] == str(folder)
-    push_to_hub(folder, REPO)
+    push(run=folder, repo=REPO)
     for name, content in hub.files().items():
         if name != "README.md":
             assert str(tmp_path_factory.getbasetemp()).encode() not in content, name
@@ -482,7 +483,7 @@ def test_no_path_of_this_machine_arrives(request, hub, base, data, tmp_path_fact
 
 def test_settings_without_their_path_are_those_of_another_encoder(hub, whole):
     """Which its run and heads must call by its new name."""
-    push_to_hub(whole, REPO)
+    push(run=whole, repo=REPO)
     assert json.loads((whole / "config.json").read_text())["_name_or_path"] == "/data/ada/bert"
     assert json.loads(hub.files()["config.json"])["_name_or_path"] == "bert"
     before = json.loads((whole / "run.json").read_text())["encoder"]
@@ -516,7 +517,7 @@ def test_of_a_record_paths_are_taken_out_and_nothing_else(hub, adapter, tmp_path
         made["encoder"]["identity"]["special_tokens"] = "/think/now {text}"
 
     edit(copy / "run.json", change)
-    push_to_hub(copy, REPO)
+    push(run=copy, repo=REPO)
     made = json.loads(hub.files()["run.json"])
     assert made["data"]["source"] == "rows.csv"
     assert made["encoder"]["name"] == "tuned"
@@ -531,22 +532,22 @@ def edit(path: Path, change) -> None:
 
 
 def test_pushed_again_it_is_the_same_commit(hub, adapter):
-    first = push_to_hub(adapter, REPO)
-    assert push_to_hub(adapter, REPO) == first
+    first = push(run=adapter, repo=REPO)
+    assert push(run=adapter, repo=REPO) == first
     assert len(hub.commits) == 1
 
 
 def test_what_the_push_before_left_is_taken_away(hub, whole, adapter, frozen):
-    push_to_hub(whole, REPO)
+    push(run=whole, repo=REPO)
     hub.files()["LICENSE"] = b"theirs"
-    push_to_hub(adapter, REPO)
+    push(run=adapter, repo=REPO)
     assert set(hub.files()) == EXPECTED["adapter"] | {".gitattributes", "LICENSE"}
     assert len(hub.commits) == 2
     deleted = {name for name, done in hub.commits[1][2].items() if done == "deletedFile"}
     assert deleted == EXPECTED["whole"] - EXPECTED["adapter"]
-    push_to_hub(frozen, REPO)
+    push(run=frozen, repo=REPO)
     assert set(hub.files()) == EXPECTED["frozen"] | {".gitattributes", "LICENSE"}
-    push_to_hub(adapter, REPO)
+    push(run=adapter, repo=REPO)
     assert set(hub.files()) == EXPECTED["adapter"] | {".gitattributes", "LICENSE"}
 
 
@@ -590,7 +591,7 @@ def test_of_several_heads_the_one_that_is_taken_is_recorded(hub, adapter, tmp_pa
     assert run([str(part) for part in command]) == 0
     usual = open_run(copy).default_head()[0]
     assert "default_head" not in json.loads((copy / "run.json").read_text())
-    push_to_hub(copy, REPO)
+    push(run=copy, repo=REPO)
     added = heads_of("linear@concat-sent-cond")
     assert set(hub.files()) == EXPECTED["adapter"] | added | {".gitattributes"}
     assert json.loads(hub.files()["run.json"])["default_head"] == usual
@@ -599,11 +600,11 @@ def test_of_several_heads_the_one_that_is_taken_is_recorded(hub, adapter, tmp_pa
 def test_a_card_that_names_a_folder_is_told(hub, whole, base, capfd):
     card = whole / "README.md"
     assert str(base) not in card.read_text()
-    push_to_hub(whole, REPO)
+    push(run=whole, repo=REPO)
     assert "is taken as it is" not in capfd.readouterr().err
     before = card.read_text()
     card.write_text(f"{before}\nSee {base} for more.\n")
-    push_to_hub(whole, REPO)
+    push(run=whole, repo=REPO)
     card.write_text(before)
     assert f"is taken as it is, and names {base}" in capfd.readouterr().err
 
@@ -747,7 +748,7 @@ def test_without_the_right_to_write(hub, adapter, capsys, status, end):
 
 
 def test_a_repository_that_holds_another_model(hub, adapter, capsys):
-    push_to_hub(adapter, REPO)
+    push(run=adapter, repo=REPO)
     hub.files().clear()
     hub.files()["config.json"] = b"{}"
     assert "another model" in refused(capsys, "push", REPO, "--run", adapter)

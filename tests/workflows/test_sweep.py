@@ -23,17 +23,13 @@ from helpers.processes import Command
 from helpers.waiting import PATIENCE, wait_until
 
 import llmcond.config
+from llmcond import compare_prompts, extract, sweep
 from llmcond.cli import run
-from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.results import Counts, SweptResult
 from llmcond.metrics import Estimate
 from llmcond.report import sweeps
-from llmcond.workflows.compare import compare_prompts
-from llmcond.workflows.extract import extract
-from llmcond.workflows.options import CompareOptions
-from llmcond.workflows.sweep import sweep
 
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")
 
@@ -65,7 +61,7 @@ def two_prompts(tmp_path_factory: pytest.TempPathFactory, tiny_run: Path, one_th
     folder = Path(shutil.copytree(tiny_run, tmp_path_factory.mktemp("sweeps") / "run"))
     model = json.loads((folder / "run.json").read_text())["encoder"]["model"]
     options = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
-    extract(model, options, folder, DataOptions(), [S])
+    extract(model=model, **vars(options), run=folder, prompt=[S])
     return folder
 
 
@@ -285,8 +281,15 @@ def test_figures_are_those_of_a_comparison(capsys, own):
     (alone,) = json.loads(capsys.readouterr().out)["results"]
     manifest = json.loads((own / "run.json").read_text())["encoder"]
     options = replace(EncoderOptions.of(manifest["identity"]), device="cpu")
-    asked = CompareOptions(prompts=(J,), heads=("small.toml",), seeds=3, workers=1)
-    compared = compare_prompts(manifest["model"], options, own, DataOptions(), asked).to_json()
+    compared = compare_prompts(
+        model=manifest["model"],
+        run=own,
+        prompts=[J],
+        heads=["small.toml"],
+        seeds=3,
+        workers=1,
+        **vars(options),
+    ).to_json()
     (same,) = (row for row in compared["results"] if row["head"] == "small")
     for metric in ("spearman", "pearson", "accuracy"):
         for key in (metric, f"{metric}_ci", f"{metric}_sd"):
@@ -359,9 +362,9 @@ def test_a_place_that_cannot_be_written_is_told_before_the_first_fit(capsys, own
 
 def test_no_seeds_and_no_heads(own):
     with pytest.raises(UserError, match="Name one or more"):
-        sweep(own, [], {"dim": ["2", "4"]})
+        sweep(run=own, head=[], vary={"dim": ["2", "4"]})
     with pytest.raises(UserError):
-        sweep(own, ["small.toml"], {"dim": ["2", "4"]}, seeds=0)
+        sweep(run=own, head=["small.toml"], vary={"dim": ["2", "4"]}, seeds=0)
 
 
 def test_a_split_without_ratings_is_refused(capsys, own, fits):
@@ -429,7 +432,9 @@ def test_nothing_but_failures_is_an_error(capsys, own):
     assert not kept(own)
     assert not (own / "sweep.json").exists()
     with pytest.raises(LlmcondError, match="every fit failed"):
-        sweep(own, ["small.toml"], {"dim": ["33", "34"]}, seeds=1, prompts=[J], workers=1)
+        sweep(
+            run=own, head=["small.toml"], vary={"dim": ["33", "34"]}, seeds=1, prompt=[J], workers=1
+        )
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), MemoryError("too much")])
@@ -740,4 +745,4 @@ def test_no_seeds_are_refused_by_their_own_name(capsys, own):
 
 def test_a_setting_without_values_is_refused(own):
     with pytest.raises(UserError):
-        sweep(own, ["small.toml"], {"dim": []}, seeds=1, workers=1)
+        sweep(run=own, head=["small.toml"], vary={"dim": []}, seeds=1, workers=1)

@@ -8,14 +8,15 @@ from llmcond.kinds.dialogue.inputs import UtteranceInputs, obstacle_to
 from llmcond.kinds.dialogue.run import DialogueRun
 from llmcond.kinds.dialogue.task import Dialogue
 from llmcond.prompts import Prompt
-from llmcond.runs.kind import EvaluateRequest, Kind
+from llmcond.runs.kind import Kind
 
 if TYPE_CHECKING:
     from llmcond.evaluation.results import Results
     from llmcond.kinds.dialogue.data import Dialogues
     from llmcond.kinds.dialogue.examples import DialogueExamples
     from llmcond.workflows.account import TrainingResult
-    from llmcond.workflows.trainable import TrainRequest
+    from llmcond.workflows.options.scoring import EvaluateOptions
+    from llmcond.workflows.options.training import TrainLoraOptions
 
 
 class DialogueKind(Kind):
@@ -34,15 +35,16 @@ class DialogueKind(Kind):
 
         return DialogueExamples(run)
 
-    def evaluate(self, run: DialogueRun, asked: EvaluateRequest) -> Results[Any]:
+    def evaluate(self, run: DialogueRun, asked: EvaluateOptions) -> Results[Any]:
         """See :class:`Kind`: ranks next turns, or plans for a later one."""
         from llmcond.kinds.dialogue.evaluate import evaluate_dialogues, evaluate_plans
         from llmcond.workflows.evaluate import write_ranks
+        from llmcond.workflows.options.ranking import DialogueOptions
 
-        work = evaluate_plans if asked.options[self.name].plans else evaluate_dialogues
-        return write_ranks(work(run, asked), run, asked)
+        work = evaluate_plans if asked.plans else evaluate_dialogues
+        return write_ranks(work(run, asked), run, asked, DialogueOptions)
 
-    def train(self, asked: TrainRequest, task: Dialogue) -> TrainingResult:
+    def train(self, asked: TrainLoraOptions, task: Dialogue) -> TrainingResult:
         """See :class:`Kind`."""
         from llmcond.kinds.dialogue.train import train_dialogues
 

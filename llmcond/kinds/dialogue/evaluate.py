@@ -12,7 +12,6 @@ import numpy as np
 
 from llmcond.arrays import Positions
 from llmcond.data.candidates import read_candidates
-from llmcond.data.datasets import DataOptions
 from llmcond.errors import UserError
 from llmcond.evaluation.ranked import DialogueResult, PlanResult, RankedResults
 from llmcond.evaluation.ranking import Part
@@ -49,10 +48,9 @@ from llmcond.metrics import Floats, Metric, choose_metrics
 from llmcond.options import Ties
 from llmcond.prompts import Prompt
 from llmcond.runs.extraction import LazyEncoder, extract_prompt
-from llmcond.runs.kind import EvaluateRequest
 from llmcond.runs.predictors import AnyPredictor, asked_for, unscored, zeroshots
 from llmcond.tasks import OTHERS
-from llmcond.workflows.options import DialogueOptions
+from llmcond.workflows.options.scoring import EvaluateOptions
 
 #: What zero-shot is scored by where no score is named, besides its own.
 _ZERO_SHOT = ("average", "bi", "maxsim")
@@ -60,20 +58,19 @@ _ZERO_SHOT = ("average", "bi", "maxsim")
 _RANKED, _PLANNED = ("same-depth", "all"), ("retrieved", "same-depth", "random")
 
 
-def evaluate_dialogues(run: DialogueRun, asked: EvaluateRequest) -> RankedResults[DialogueResult]:
+def evaluate_dialogues(run: DialogueRun, asked: EvaluateOptions) -> RankedResults[DialogueResult]:
     """Rank the next turns of a split's dialogues by a run's heads, and by zero-shot.
 
     See :meth:`llmcond.runs.kind.Kind.evaluate`.
     """
-    options: DialogueOptions = asked.options[run.kind]
     for name in ("distance", "samples"):
-        if getattr(options, name) is not None:
+        if getattr(asked, name) is not None:
             raise UserError(f"--{name} is of planning. Name a pool, --plan retrieved, or leave it.")
-    asked_scores = tuple(str(Score.parse(score)) for score in options.score)
-    histories = numbers(options.history, "--history")
-    computed = choose_metrics(run.task.metrics, asked.metrics)
+    asked_scores = tuple(str(Score.parse(score)) for score in asked.score)
+    histories = numbers(asked.history, "--history")
+    computed = choose_metrics(run.task.metrics, asked.metric)
     scored = _Scored.of(run, asked)
-    pool = options.candidates or "same-depth"
+    pool = asked.candidates or "same-depth"
     candidates: Any = pool
     further: Sequence[str] = ()
     if pool not in _RANKED:
@@ -113,38 +110,37 @@ def evaluate_dialogues(run: DialogueRun, asked: EvaluateRequest) -> RankedResult
     return _with_figures(results, ranks, queries, scored, computed, _by_history)
 
 
-def evaluate_plans(run: DialogueRun, asked: EvaluateRequest) -> RankedResults[PlanResult]:
+def evaluate_plans(run: DialogueRun, asked: EvaluateOptions) -> RankedResults[PlanResult]:
     """Rank turns by how well they lead to a later one, with and without that goal.
 
     See :meth:`llmcond.runs.kind.Kind.evaluate`.
     """
-    options: DialogueOptions = asked.options[run.kind]
-    _check_planning(options, asked.metrics, asked.data)
-    histories = numbers(options.history, "--history") or PLAN_HISTORIES
-    distances = numbers(options.distance, "--distance") or PLAN_DISTANCES
+    _check_planning(asked)
+    histories = numbers(asked.history, "--history") or PLAN_HISTORIES
+    distances = numbers(asked.distance, "--distance") or PLAN_DISTANCES
     scored = _Scored.of(run, asked)
     place, examples = scored.place, None
     pool: Pool
-    if options.generate is not None or options.plan not in _PLANNED:
-        source = Path(str(options.plan))
-        if options.generate is None:
-            _check_pool("--plan", str(options.plan), _PLANNED, "a file of samples (.jsonl)")
-        if options.generate is not None:
-            samples = 100 if options.samples is None else options.samples
+    if asked.generate is not None or asked.plan not in _PLANNED:
+        source = Path(str(asked.plan))
+        if asked.generate is None:
+            _check_pool("--plan", str(asked.plan), _PLANNED, "a file of samples (.jsonl)")
+        if asked.generate is not None:
+            samples = 100 if asked.samples is None else asked.samples
             turns = histories_of(scored.data, place, histories)
-            source = generate(run, options.generate, place, turns, samples, device=asked.device)
+            source = generate(run, asked.generate, place, turns, samples, device=asked.device)
         pool = read_samples(str(source), scored.data, place)
         examples = scored.examples(pool.further)
-    elif options.plan == "retrieved":
+    elif asked.plan == "retrieved":
         examples = scored.examples()
         # By the encoder alone, so that all heads rank the same.
         pool = Retrieved(examples.features(run.zero_shot_views(scored.prompts[0])[0]))
     else:
-        pool = SameDepth() if options.plan == "same-depth" else RandomUtterances()
+        pool = SameDepth() if asked.plan == "same-depth" else RandomUtterances()
     examples = examples or scored.examples()
     queries = plan_queries(scored.data, place, pool, histories, distances)
     used = np.unique(np.concatenate([_flat(q.contexts, q.candidates, q.goals) for q in queries]))
-    named, n = options.generate or str(options.plan), sum(len(one.dialogue) for one in queries)
+    named, n = asked.generate or str(asked.plan), sum(len(one.dialogue) for one in queries)
     log.info(f"planning {n:,} turns of {scored.split} (candidates: {named})")
     results, ranks = [], []
     for one in scored.predictors():
@@ -182,14 +178,14 @@ class _Scored:
     device: str
 
     @classmethod
-    def of(cls, run: DialogueRun, asked: EvaluateRequest) -> _Scored:
+    def of(cls, run: DialogueRun, asked: EvaluateOptions) -> _Scored:
         """Return what options ask for; a UserError for heads or dialogues that are not there."""
-        by = asked_for(run, asked.heads)
-        ties: Ties = asked.options[run.kind].ties or "realistic"
-        if asked.data.source is None:
+        by = asked_for(run, asked.head)
+        ties: Ties = asked.ties or "realistic"
+        if asked.data is None:
             split = run.scored_split(asked.split)
             return cls(run, run.dialogues, split, split, ties, *by, asked.device)
-        found, split = run.task.with_others(run.dialogues, asked.data, asked.split)
+        found, split = run.task.with_others(run.dialogues, asked.data_options(), asked.split)
         return cls(run, found, OTHERS, split, ties, *by, asked.device)
 
     def examples(self, further: Sequence[str] = ()) -> DialogueExamples:
@@ -254,18 +250,18 @@ def _check_pool(flag: str, pool: str, named: Sequence[str], file: str) -> None:
         raise UserError(f"{flag} is {pool!r}; expected {', '.join(named)}, or {file}.")
 
 
-def _check_planning(options: DialogueOptions, metrics: Sequence[str], data: DataOptions) -> None:
+def _check_planning(asked: EvaluateOptions) -> None:
     """Raise a UserError for options that planning does not take, or that contradict each other."""
-    if options.plan is not None and options.generate is not None:
+    if asked.plan is not None and asked.generate is not None:
         raise UserError("--plan names a pool, and --generate makes one. Leave one of them out.")
-    if options.generate is not None and data.source is not None:
+    if asked.generate is not None and asked.data is not None:
         raise UserError(
             "--generate keeps what it makes for a run's own dialogues. Leave out --data, or name a "
             "file of samples: --plan FILE.jsonl."
         )
-    if options.samples is not None and options.generate is None:
+    if asked.samples is not None and asked.generate is None:
         raise UserError("--samples is of --generate MODEL. Leave it out, or name a model.")
-    given = {"--score": options.score, "--candidates": options.candidates, "--metric": metrics}
+    given = {"--score": asked.score, "--candidates": asked.candidates, "--metric": asked.metric}
     for flag, value in given.items():
         if value:
             raise UserError(

@@ -14,7 +14,6 @@ from llmcond.errors import UserError, first_line
 from llmcond.files import digest_files, digest_text
 from llmcond.kinds.dialogue.run import DialogueRun
 from llmcond.log import log
-from llmcond.options import check_seed
 from llmcond.progress import CountBar
 from llmcond.system import choose_device
 
@@ -54,9 +53,6 @@ def generate(
     Raises:
         UserError: a model that cannot be loaded, or with which nothing can be said.
     """
-    check_seed(seed)
-    if samples < 1:
-        raise UserError(f"--samples is {samples}; it must be at least 1.")
     turns, texts = run.dialogues.of(split), run.dialogues.texts
     if len(set(turns.ids)) < len(turns.ids):
         raise UserError(

@@ -12,7 +12,7 @@ from llmcond.display import Displayed
 from llmcond.errors import UserError
 from llmcond.kinds.dialogue.replies import Reply, load_dialogue
 from llmcond.log import log
-from llmcond.workflows.options import ReplyOptions
+from llmcond.workflows.options.ranking import ReplyOptions
 
 
 @dataclass(frozen=True)
@@ -27,28 +27,20 @@ class Replies(Displayed):
         return {**self.about, "results": [one.to_json() for one in self.replies]}
 
 
-def reply(
-    run_folder: Path,
-    asked: ReplyOptions,
-    head: str | None = None,
-    prompt: str | None = None,
-    device: str = "auto",
-) -> Replies:
+def reply(asked: ReplyOptions) -> Replies:
     """Return the candidates that fit best as the next turn, or lead best to a goal.
-
-    Arguments as in :class:`llmcond.commands.reply.Reply`.
 
     Raises:
         UserError: no such run, head or file, an empty text, or fewer than two candidates.
     """
-    if asked.k < 1:
-        raise UserError(f"-k is {asked.k}; it must be at least 1.")
     if asked.goal is not None and asked.score is not None:
         raise UserError(
             "--score is of the next turn, and a goal has a score of its own. Leave one out."
         )
     texts = read_candidates(Path(asked.candidates))
-    model = load_dialogue(run_folder, head, prompt=prompt, score=asked.score, device=device)
+    model = load_dialogue(
+        Path(asked.run), asked.head, prompt=asked.prompt, score=asked.score, device=asked.device
+    )
     talk, pool = model.start(asked.turns), model.candidates(texts)
     if asked.goal is None and len(talk) == 1 and model.head.score.kind not in ("bi", "weighted"):
         log.info("one turn has no pairs: candidates are compared with it alone, as by the score bi")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from llmcond.errors import UserError
@@ -16,8 +17,8 @@ from llmcond.kinds.dialogue.task import Dialogue
 from llmcond.prompts import load_prompt
 from llmcond.workflows.account import TrainingResult, made_of
 from llmcond.workflows.extract import check_prompts, read_data
+from llmcond.workflows.options.training import TrainLoraOptions
 from llmcond.workflows.trainable import (
-    TrainRequest,
     check_unrouted,
     chosen_head,
     refuse_rated_options,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from llmcond.finetune.build import Trainable
 
 
-def train_dialogues(asked: TrainRequest, task: Dialogue) -> TrainingResult:
+def train_dialogues(asked: TrainLoraOptions, task: Dialogue) -> TrainingResult:
     """Train an encoder's adapters and a head on dialogues; see :func:`train_lora`.
 
     Raises:
@@ -38,11 +39,11 @@ def train_dialogues(asked: TrainRequest, task: Dialogue) -> TrainingResult:
         LlmcondError: the encoder cannot be loaded or trained.
     """
     refuse_rated_options(asked, task)
-    model, options, choice, merge = asked.model, asked.options, asked.choice, asked.merge
-    recipe, prompts, start = chosen_head(choice, task, load_roles_head, check_turns)
-    tuning = tune_settings(asked.settings, recipe)
-    dataset = read_data(task, asked.data)
-    resolved = resolve_trainable(model, options, tuning, merge)
+    recipe, prompts, start = chosen_head(asked, task, load_roles_head, check_turns)
+    tuning = tune_settings(asked.tune_settings(), recipe)
+    dataset = read_data(task, asked.data_options())
+    model, merge = asked.model, asked.merge
+    resolved = resolve_trainable(model, asked.encoder_options(), tuning, merge)
     prompts = prompts or (load_prompt(str(task.prompt)),)
     check_prompts(prompts, resolved, task)
     check_unrouted(prompts, resolved)
@@ -50,14 +51,14 @@ def train_dialogues(asked: TrainRequest, task: Dialogue) -> TrainingResult:
         _DialogueJob(
             model=model,
             resolved=resolved,
-            folder=asked.folder,
+            folder=Path(asked.run),
             task=task,
             dataset=dataset,
             settings=tuning,
             head=recipe.name,
-            seed=choice.seed,
+            seed=asked.seed,
             merge=merge,
-            made_of=made_of(resolved, dataset, prompts, recipe, choice, tuning, merge),
+            made_of=made_of(resolved, dataset, prompts, recipe, asked, tuning, merge),
             recipe=recipe,
             start=start,
             view=view_of(recipe, prompts, subtract=False),

@@ -8,13 +8,14 @@ from llmcond.kinds.ranking.inputs import QueryInputs
 from llmcond.kinds.ranking.run import RankingRun
 from llmcond.kinds.ranking.task import QueryData, RankingTask
 from llmcond.prompts import Prompt
-from llmcond.runs.kind import EvaluateRequest, Kind
+from llmcond.runs.kind import Kind
 
 if TYPE_CHECKING:
     from llmcond.evaluation.results import Results
     from llmcond.kinds.ranking.examples import QueryExamples
     from llmcond.workflows.account import TrainingResult
-    from llmcond.workflows.trainable import TrainRequest
+    from llmcond.workflows.options.scoring import EvaluateOptions
+    from llmcond.workflows.options.training import TrainLoraOptions
 
 
 class Ranking(Kind):
@@ -33,14 +34,15 @@ class Ranking(Kind):
 
         return QueryExamples(run)
 
-    def evaluate(self, run: RankingRun, asked: EvaluateRequest) -> Results[Any]:
+    def evaluate(self, run: RankingRun, asked: EvaluateOptions) -> Results[Any]:
         """See :class:`Kind`."""
         from llmcond.kinds.ranking.evaluate import evaluate_ranking
         from llmcond.workflows.evaluate import write_ranks
+        from llmcond.workflows.options.ranking import RankingOptions
 
-        return write_ranks(evaluate_ranking(run, asked), run, asked)
+        return write_ranks(evaluate_ranking(run, asked), run, asked, RankingOptions)
 
-    def train(self, asked: TrainRequest, task: RankingTask[Any]) -> TrainingResult:
+    def train(self, asked: TrainLoraOptions, task: RankingTask[Any]) -> TrainingResult:
         """See :class:`Kind`."""
         from llmcond.kinds.ranking.train import train_queries
 

@@ -10,7 +10,7 @@ from typing import Any
 from llmcond.display import Displayed
 from llmcond.errors import UserError
 from llmcond.kinds.ranking.completer import Completion, load_completer
-from llmcond.workflows.options import CompleteOptions
+from llmcond.workflows.options.ranking import CompleteOptions, TripleOptions
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,8 @@ class Completions(Displayed):
         return {**self.about, "results": [one.to_json() for one in self.completions]}
 
 
-def complete(
-    run_folder: Path,
-    asked: CompleteOptions,
-    head: str | None = None,
-    prompt: str | None = None,
-    device: str = "auto",
-) -> Completions:
+def complete(asked: CompleteOptions) -> Completions:
     """Return the entities that best complete (head, relation, ?) or (?, relation, tail).
-
-    Arguments as in :class:`llmcond.commands.complete.Complete`.
 
     Raises:
         UserError: no such run, head, entity or relation, or a run without a knowledge graph.
@@ -42,13 +34,13 @@ def complete(
     if (asked.head_entity is None) == (asked.tail_entity is None):
         raise UserError("give one of --head-entity and --tail-entity: the other is completed.")
     completer = load_completer(
-        run_folder,
-        head,
-        prompt=prompt,
+        Path(asked.run),
+        asked.head,
+        prompt=asked.prompt,
         rerank=asked.rerank,
         reverse=asked.reverse,
         exclude_head=asked.exclude_head,
-        device=device,
+        device=asked.device,
     )
     found = completer.top(
         head=asked.head_entity,
@@ -57,4 +49,4 @@ def complete(
         k=asked.k,
         filtered=asked.filtered,
     )
-    return Completions(found, {"head": completer.name, **asdict(asked)})
+    return Completions(found, {"head": completer.name, **asdict(asked.part(TripleOptions))})

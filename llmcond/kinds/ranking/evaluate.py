@@ -25,30 +25,28 @@ from llmcond.metrics import Floats, Metric, choose_metrics
 from llmcond.options import Ties
 from llmcond.prompts import Prompt
 from llmcond.runs.extraction import LazyEncoder, extract_prompt
-from llmcond.runs.kind import EvaluateRequest
 from llmcond.runs.predictors import AnyPredictor, asked_for, unscored, zeroshots
 from llmcond.tasks import OTHERS
-from llmcond.workflows.options import RankingOptions
+from llmcond.workflows.options.scoring import EvaluateOptions
 
 #: What results call the rule that an edge goes both ways.
 REVERSE_RULE = "rule:reverse"
 
 
-def evaluate_ranking(run: RankingRun, asked: EvaluateRequest) -> RankedResults[RankedResult]:
+def evaluate_ranking(run: RankingRun, asked: EvaluateOptions) -> RankedResults[RankedResult]:
     """Rank the answers of a split by a run's heads, by zero-shot, and by the reversed edge alone.
 
     See :meth:`llmcond.runs.kind.Kind.evaluate`.
     """
-    options: RankingOptions = asked.options[run.kind]
-    computed = choose_metrics(run.task.metrics, asked.metrics)
-    fitted, prompts = asked_for(run, asked.heads)
+    computed = choose_metrics(run.task.metrics, asked.metric)
+    fitted, prompts = asked_for(run, asked.head)
     # What it is called in results is another thing where data is not the run's own.
-    examples, own, split = _examples(run, asked.data, asked.split, prompts, asked.device)
+    examples, own, split = _examples(run, asked.data_options(), asked.split, prompts, asked.device)
     rows = examples.scored(own)
     plain = [one for prompt in prompts for one in zeroshots(run, prompt)]
     predictors: list[AnyPredictor] = [*plain, *fitted]
-    terms = GraphTerms(examples, options.rerank, options.reverse, options.exclude_head)
-    ties = options.ties or "realistic"
+    terms = GraphTerms(examples, asked.rerank, asked.reverse, asked.exclude_head)
+    ties = asked.ties or "realistic"
     log.info(f"ranking {len(rows.pair):,} queries of {split} by {len(predictors)} systems")
     described = [_described(one, run, split, ties, terms.to_json()) for one in predictors]
     systems = [examples.ranks(one, own, terms.of(one), terms.exclude_head) for one in predictors]
@@ -60,7 +58,7 @@ def evaluate_ranking(run: RankingRun, asked: EvaluateRequest) -> RankedResults[R
     counted = [replace(one, counts=Counts.of(rows)) for one in described]
     ranks = [one.of(ties) for one in systems]
     graph = examples.data if isinstance(examples.data, Graph) else None
-    by_relation = options.by_relation
+    by_relation = asked.by_relation
     scored = _with_figures(counted, ranks, rows.pair, graph, own, computed, by_relation)
     return RankedResults(tuple(scored), ranks, examples.rows(own))
 

@@ -108,6 +108,8 @@ def rank_rule(context: Context, triples: Triples, known: Known | None) -> Ranks:
 _WEIGHTS = (0, 0.5, -0.5, 1, -1, 2, -2, 4, -4, 8, -8)
 #: Fewer queries say nothing about a relation, whose weight stays 0.
 _LEAST_QUERIES = 10
+#: The number of queries that are looked at, at most, spread over the relations.
+_MOST_QUERIES = 1_000
 
 
 def fit_reverse(
@@ -118,8 +120,6 @@ def fit_reverse(
     context: Context,
     terms: Sequence[Term] = (),
     exclude_head: bool = False,
-    most: int = 1_000,
-    seed: int = 0,
 ) -> Floats:
     """Return (2R,) the weight of the reversed edge for each relation, the same both ways.
 
@@ -135,16 +135,14 @@ def fit_reverse(
         context: the train graph.
         terms: what else is added to scores.
         exclude_head: as in :func:`rank`.
-        most: so many queries are looked at, spread over the relations.
-        seed: decides which.
     """
     matrix, relation = as_matrix(queries), triples[:, 1] % context.n_relations
     row, _ = context.reversed_edges(triples[:, 0], triples[:, 1])
-    changed = np.random.default_rng(seed).permutation(np.unique(row))
+    changed = np.random.default_rng(0).permutation(np.unique(row))
     changed = changed[np.argsort(relation[changed], kind="stable")]
     # The first of each relation, then the second of each, and so on.
     turn = np.arange(len(changed)) - np.searchsorted(relation[changed], relation[changed])
-    changed = changed[np.argsort(turn, kind="stable")][:most]
+    changed = changed[np.argsort(turn, kind="stable")][:_MOST_QUERIES]
     if not len(changed):
         return np.zeros(2 * context.n_relations)
     vectors, own = matrix.read(changed), triples[changed]

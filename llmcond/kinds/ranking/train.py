@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmcond.errors import UserError
@@ -17,8 +18,8 @@ from llmcond.prompts import load_prompt
 from llmcond.runs.trials import sized
 from llmcond.workflows.account import TrainingResult, made_of
 from llmcond.workflows.extract import check_prompts, read_data
+from llmcond.workflows.options.training import TrainLoraOptions
 from llmcond.workflows.trainable import (
-    TrainRequest,
     check_unrouted,
     chosen_head,
     refuse_rated_options,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from llmcond.finetune.build import Trainable
 
 
-def train_queries(asked: TrainRequest, task: RankingTask[Any]) -> TrainingResult:
+def train_queries(asked: TrainLoraOptions, task: RankingTask[Any]) -> TrainingResult:
     """Train an encoder's adapters and a head on a graph; see :func:`train_lora`.
 
     Raises:
@@ -39,13 +40,13 @@ def train_queries(asked: TrainRequest, task: RankingTask[Any]) -> TrainingResult
         LlmcondError: the encoder cannot be loaded or trained.
     """
     refuse_rated_options(asked, task)
-    model, options, choice, merge = asked.model, asked.options, asked.choice, asked.merge
-    recipe, prompts, start = chosen_head(choice, task, load_query_head, check_recipe)
-    tuning = tune_settings(asked.settings, recipe)
-    dataset = read_data(task, asked.data)
+    recipe, prompts, start = chosen_head(asked, task, load_query_head, check_recipe)
+    tuning = tune_settings(asked.tune_settings(), recipe)
+    dataset = read_data(task, asked.data_options())
     if not isinstance(dataset, Graph):
         raise UserError(f"an encoder is trained on knowledge graphs, and {task.name} has none.")
-    resolved = resolve_trainable(model, options, tuning, merge)
+    model, merge = asked.model, asked.merge
+    resolved = resolve_trainable(model, asked.encoder_options(), tuning, merge)
     if not prompts:
         fitting = "separate" if recipe.features == "separate" else resolved.joint_prompt
         prompts = (load_prompt(fitting),)
@@ -57,14 +58,14 @@ def train_queries(asked: TrainRequest, task: RankingTask[Any]) -> TrainingResult
         _QueryJob(
             model=model,
             resolved=resolved,
-            folder=asked.folder,
+            folder=Path(asked.run),
             task=task,
             dataset=dataset,
             settings=tuning,
             head=recipe.name,
-            seed=choice.seed,
+            seed=asked.seed,
             merge=merge,
-            made_of=made_of(resolved, dataset, prompts, recipe, choice, tuning, merge),
+            made_of=made_of(resolved, dataset, prompts, recipe, asked, tuning, merge),
             recipe=recipe,
             start=start,
             view=view,

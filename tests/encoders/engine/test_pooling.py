@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from llmcond import load_encoder, plugins
+from llmcond import extract, load_encoder, plugins
 from llmcond.cli import run
-from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderInput, EncoderOptions
 from llmcond.encoders.checkpoints.checkpoint import Checkpoint
 from llmcond.encoders.engine.pooling import find_pooling
@@ -16,7 +15,6 @@ from llmcond.encoders.resolve import settle
 from llmcond.errors import UserError
 from llmcond.files import write_json
 from llmcond.runs import open_run
-from llmcond.workflows.extract import extract
 
 SOURCE = """
 def own_mean(hidden, counted):
@@ -120,8 +118,14 @@ def test_run_is_opened_for_encoding_only_where_its_pooling_was_named(
     capsys, tiny_checkpoint, write_rows, small_rows, source, tmp_path
 ):
     options = EncoderOptions(pooling=f"{source}:own_mean", **OPTIONS)
-    data = DataOptions(str(write_rows(small_rows)))
-    extract(str(tiny_checkpoint()), options, tmp_path / "run", data, ["concat-sent-cond"])
+    data = str(write_rows(small_rows))
+    extract(
+        model=str(tiny_checkpoint()),
+        **vars(options),
+        run=tmp_path / "run",
+        data=data,
+        prompt=["concat-sent-cond"],
+    )
     assert (
         open_run(tmp_path / "run")
         .resolve_encoder("cpu")

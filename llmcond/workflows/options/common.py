@@ -1,24 +1,26 @@
-"""Options that several commands share, each told once."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from annotated_types import Ge
 
 from llmcond.bundled import DEFAULT_RUN, PRETRAINED, pretrained_names
-from llmcond.commands.base import Command
 from llmcond.conditions import MAX_VALUES, with_values
 from llmcond.data.readers import FILES, SOURCE, TEXT_COLUMNS
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import UserError, nearest
-from llmcond.options import option
+from llmcond.options import Options, Positive, option
 
 if TYPE_CHECKING:
     from llmcond.data.datasets import DataOptions
     from llmcond.scale.pool import Cluster
+
+Split = Literal["train", "dev", "test"]
 
 DATA = f"{SOURCE} (from Python also a pandas or Arrow table, or a list of dicts)"
 
@@ -33,54 +35,15 @@ VALUES_HELP = (
     "value that has a comma in double quotes"
 )
 
+_RAY = "--scale ray"
 _SCALE = "more than one machine (docs/scale.md)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class InRun(Command):
+class InRun(Options):
     """A command that works on a run."""
 
     run: str | Path = option(DEFAULT_RUN, metavar="DIR", help="folder of this piece of work")
-
-
-def check_source(source: Any, expected: str = DATA) -> None:
-    """Raise a UserError for a file or folder that is not there, before anything heavy is imported.
-
-    What is no path, or an address, is left to what reads it. ``expected`` says what the command
-    reads.
-    """
-    if not isinstance(source, str | Path) or re.match(r"\w{2,}:", str(source)):
-        return
-    try:
-        found = Path(source).expanduser().exists()
-    except (OSError, RuntimeError):  # a name that is too long; ~ of nobody
-        found = False
-    if not found:
-        raise UserError(f"{source} does not exist. Expected {expected}.")
-
-
-def data_options(command: Any) -> DataOptions:
-    """Return where a command's rows come from, and how they are read.
-
-    Called before anything heavy is imported.
-    """
-    check_source(command.data)
-    from llmcond.data.datasets import Columns, DataOptions
-
-    columns, legal = command.columns or {}, [field.name for field in fields(Columns)]
-    for name in columns:
-        if name not in legal:
-            raise UserError(f"--columns has no {name!r}. {nearest(name, legal)}")
-    scale = dict(zip(("low", "high"), command.rating_range or (), strict=False))
-    if command.unrated is not None:
-        scale["unrated"] = command.unrated
-    return DataOptions(
-        command.data,
-        columns,
-        scale,
-        getattr(command, "split_seed", None),
-        drop_leaks=getattr(command, "drop_leaks", False),
-    )
 
 
 def _number(text: str) -> float | str:
@@ -92,9 +55,12 @@ def _number(text: str) -> float | str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithColumns(Command):
-    """A command that reads rated rows."""
+class WithColumns(Options):
+    """A command that reads rated rows; those from ``data``, which it declares itself."""
 
+    data: Any = None
+    split_seed: int | None = None
+    drop_leaks: bool = False
     columns: Mapping[str, str] | None = option(
         None,
         metavar="NAME=COLUMN",
@@ -114,9 +80,31 @@ class WithColumns(Command):
         "(default: the run's or task's; C-STS: -1)",
     )
 
+    def __post_init__(self) -> None:
+        """Check the names of columns as well."""
+        super().__post_init__()
+        if self.columns:
+            from llmcond.data.datasets import Columns
+
+            legal = [field.name for field in fields(Columns)]
+            for name in self.columns:
+                if name not in legal:
+                    raise UserError(f"--columns has no {name!r}. {nearest(name, legal)}")
+
+    def data_options(self) -> DataOptions:
+        """Return where rows come from, and how they are read."""
+        from llmcond.data.datasets import DataOptions
+
+        scale: dict[str, Any] = dict(zip(("low", "high"), self.rating_range or (), strict=False))
+        if self.unrated is not None:
+            scale["unrated"] = self.unrated
+        return DataOptions(
+            self.data, self.columns or {}, scale, self.split_seed, drop_leaks=self.drop_leaks
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
-class WithDevice(Command):
+class WithDevice(Options):
     """A command that computes on a device."""
 
     device: str = option("auto", metavar="D", help="auto, cpu, cuda or cuda:N")
@@ -166,7 +154,7 @@ class WithEmbedder(HeadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithConditions(Command):
+class WithConditions(Options):
     """A command with several conditions, which declares ``condition`` itself."""
 
     condition: Sequence[str] = ()
@@ -184,23 +172,20 @@ class WithConditions(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithGuide(Command):
+class WithGuide(Options):
     """A command that a few labelled texts can guide."""
 
     guide: Any = option(
         None,
         metavar="SRC",
+        source=FILES,
         help="a few labelled texts that embeddings follow: a table with the columns text, label "
         "and, where there are several conditions, condition",
     )
 
-    def check_guide(self) -> None:
-        """Raise a UserError if the guide's file is not there."""
-        check_source(self.guide, FILES)
-
 
 @dataclass(frozen=True, kw_only=True)
-class WithScale(Command):
+class WithScale(Options):
     """A command whose work may be shared among actors of Ray."""
 
     scale: Literal["ray"] | None = option(
@@ -213,37 +198,35 @@ class WithScale(Command):
         None,
         metavar="ADDRESS",
         group=_SCALE,
+        needs=_RAY,
         help="of the cluster, HOST:PORT; auto: the one that this machine is part of",
     )
-    actors: int | None = option(
+    actors: Positive | None = option(
         None,
         metavar="N",
         group=_SCALE,
+        needs=_RAY,
         help="how many (default: one a core, or as many as share the GPUs)",
     )
-    gpus_per_actor: float | None = option(
+    gpus_per_actor: Annotated[float, Ge(0)] | None = option(
         None,
         metavar="F",
         group=_SCALE,
+        needs=_RAY,
         help="GPUs of each actor, or a part of one (default: 0, on CPUs)",
     )
 
     def cluster(self) -> Cluster | None:
         """Return where the work is shared; None: it is not."""
-        names = ("address", "actors", "gpus_per_actor")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.scale is None:
-            if given:
-                flag = next(iter(given)).replace("_", "-")
-                raise UserError(f"--{flag} is for --scale ray; give that too.")
             return None
         from llmcond.scale.pool import Cluster
 
-        return Cluster(**given)
+        return Cluster(self.address, self.actors, self.gpus_per_actor or 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithEncoderSettings(Command, EncoderOptions):
+class WithEncoderSettings(Options, EncoderOptions):
     """A command that takes the settings of an encoder."""
 
     def encoder_options(self) -> EncoderOptions:
@@ -268,6 +251,7 @@ class WithTask(WithColumns):
     data: Any = option(
         None,
         metavar="SRC",
+        source=DATA,
         help=f"{DATA} (default: the run's own data, or the bundled sample)",
     )
     split_seed: int | None = option(
@@ -283,3 +267,28 @@ class WithTask(WithColumns):
         help="of dialogues: leave out of train those that dev or test has, the same or for a good "
         "part, and of dev those that test has (otherwise they are counted)",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithSplit(Options):
+    """Options of what looks at one split."""
+
+    split: Split | None = option(
+        None, help="split to use (default: test if it has rated rows, else dev)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithMetrics(Options):
+    """Options of what scores predictions."""
+
+    metric: Sequence[str] = option(
+        (),
+        metavar="FILE.py:NAME",
+        help="metrics of your own, in addition to those of the task",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(InRun, WithTask, WithEncoder):
+    """A run that is made of a data set by an encoder."""
