@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond import plugins
-from llmcond.errors import UserError, first_line, nearest
+from llmcond.errors import UserError, first_line
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -289,7 +289,8 @@ def choose_metrics(task: Sequence[str], further: Sequence[str] = ()) -> tuple[Me
     """Return the metrics of a task, the most important first, and those named in addition.
 
     A name is of a metric, or of code: ``my_metrics.py:kendall``, a function from predictions,
-    ratings and group ids to a number, or a :class:`Metric`.
+    ratings and group ids to a number, or a :class:`Metric`. An installed package adds either by an
+    entry point ``llmcond.metrics``.
 
     Raises:
         UserError: no such metric or code, or another metric has its name.
@@ -297,16 +298,16 @@ def choose_metrics(task: Sequence[str], further: Sequence[str] = ()) -> tuple[Me
     found: dict[Metric, None] = {}
     for name in (*task, *further):
         if plugins.is_plugin(name):
-            found[_load(name)] = None
+            found[_registered(name, plugins.load(name))] = None
         elif name in METRICS:
             found[METRICS[name]] = None
         else:
-            raise UserError(f"there is no metric {name!r}. {nearest(name, METRICS)}")
+            names = dict.fromkeys(METRICS, "")
+            found[_registered(name, plugins.find(name, names, "metrics", "metric"))] = None
     return tuple(found)
 
 
-def _load(name: str) -> Metric:
-    loaded = plugins.load(name)
+def _registered(name: str, loaded: Any) -> Metric:
     metric = loaded if isinstance(loaded, Metric) else Metric(name.rpartition(":")[2], loaded)
     if not callable(metric.function):
         raise UserError(f"{name} is no function from predictions, ratings and groups to a number.")

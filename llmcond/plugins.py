@@ -3,6 +3,8 @@
 A name is ``my_heads.py:GatedHead`` or ``package.module:GatedHead``. Code is only imported where the
 user named it himself: on the command line, in a TOML file that he named, or from Python. A record
 (a head's or a run's folder) that names code gets what was named so before, or an error.
+
+An installed package adds names without a colon by entry points; :func:`find` imports them.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
+from collections.abc import Mapping
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +85,48 @@ def recorded(name: str, source: str) -> Any:
 def loaded() -> tuple[str, ...]:
     """Return all that was loaded, for :func:`load` in another process."""
     return tuple(_LOADED)
+
+
+def installed(group: str) -> dict[str, str]:
+    """Return what installed packages add by entry points ``llmcond.GROUP``: name -> MODULE:NAME."""
+    return {point.name: point.value for point in entry_points(group=f"llmcond.{group}")}
+
+
+def find(name: str, bundled: Mapping[str, str], group: str, what: str) -> Any:
+    """Import what a name stands for: something bundled, or what an installed package adds.
+
+    Installed packages are searched only for names that are not bundled, as that takes a while.
+
+    Args:
+        name: without a colon.
+        bundled: name -> MODULE:NAME.
+        group: of entry points: ``heads``, ``kinds``, ``metrics`` or ``tasks``.
+        what: a noun for messages, such as ``task``.
+
+    Raises:
+        UserError: no such name, or the package that adds it cannot be imported.
+    """
+    home = bundled.get(name)
+    if home is not None:
+        return _import(home)
+    added = installed(group)
+    if name not in added:
+        raise UserError(
+            f"there is no {what} {name!r}. {nearest(name, [*bundled, *added])} Installed packages "
+            f"add theirs by entry points of the group llmcond.{group}."
+        )
+    try:
+        return _import(added[name])
+    except Exception as error:  # whatever a package's code raises
+        raise UserError(
+            f"the {what} {name!r} of an installed package, {added[name]}, cannot be imported: "
+            f"{first_line(error)}."
+        ) from error
+
+
+def _import(home: str) -> Any:
+    module, _, attribute = home.partition(":")
+    return getattr(import_module(module), attribute)
 
 
 def _import_file(path: Path) -> Any:

@@ -823,7 +823,8 @@ def test_public_names():
 def test_what_reads_features_only_does_not_wait_for_transformers():
     code = (
         "import sys\n"
-        "from llmcond.workflows import complete, evaluate, fit, sweep\n"
+        "from llmcond.kinds.ranking import complete\n"
+        "from llmcond.workflows import evaluate, fit, sweep\n"
         "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

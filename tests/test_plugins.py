@@ -198,7 +198,7 @@ def test_an_estimator_takes_a_recipe_with_a_head_of_ones_own(folder):
         ("my_heads.py:BareHead", "BareHead has no Settings"),
         ("my_heads.py:Gated", "no 'Gated'.*GatedHead"),
         ("other.py:Gated", "other.py.* does not exist"),
-        ("gated", "unknown kind of head 'gated'"),
+        ("gated", "there is no kind of head 'gated'"),
     ],
 )
 def test_what_is_no_head_is_refused(folder, kind, message):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_origin, get_type_hints
 
@@ -173,32 +172,28 @@ def find_family(kind: str, source: str, folder: Path | None = None) -> tuple[str
     Raises:
         UserError: no such kind, or code that is no head.
     """
-    for prefix, home in PREFIXES.items():
+    for prefix in PREFIXES:
         if kind.startswith(prefix):
             name, inner = find_family(kind.removeprefix(prefix), source, folder)
-            return f"{prefix}{name}", _import(home)(inner)
+            return f"{prefix}{name}", plugins.find(prefix, PREFIXES, "heads", "kind of head")(inner)
     if plugins.is_plugin(kind):
         family = plugins.recorded(kind, source) if folder is None else _named(kind, folder, source)
-        if not (isinstance(family, type) and issubclass(family, HeadModule)):
-            raise UserError(
-                f"{kind} is no head: it must be a subclass of llmcond.heads.HeadModule."
-            )
-        settings: Any = getattr(family, "Settings", None)
-        legal = is_dataclass(settings)
-        if not legal or (family.supervised and not issubclass(settings, TrainingSettings)):
-            raise UserError(
-                f"{kind} has no Settings that recipes can be checked by: a frozen dataclass, of "
-                "heads trained by gradient a subclass of llmcond.heads.TrainingSettings."
-            )
-        return plugins.record_name(kind), family
-    if kind not in FAMILIES:
-        raise UserError(f"{source}: unknown kind of head {kind!r}. {nearest(kind, FAMILIES)}")
-    return kind, _import(FAMILIES[kind])
-
-
-def _import(home: str) -> Any:
-    module, _, name = home.partition(":")
-    return getattr(import_module(module), name)
+    else:
+        try:
+            family = plugins.find(kind, FAMILIES, "heads", "kind of head")
+        except UserError as error:
+            raise UserError(f"{source}: {error}") from error
+    if not (isinstance(family, type) and issubclass(family, HeadModule)):
+        raise UserError(f"{kind} is no head: it must be a subclass of llmcond.heads.HeadModule.")
+    settings: Any = getattr(family, "Settings", None)
+    legal = is_dataclass(settings)
+    trained = family.supervised and kind not in FAMILIES  # some of ours are fitted on no rated pairs
+    if not legal or (trained and not issubclass(settings, TrainingSettings)):
+        raise UserError(
+            f"{kind} has no Settings that recipes can be checked by: a frozen dataclass, of "
+            "heads trained by gradient a subclass of llmcond.heads.TrainingSettings."
+        )
+    return plugins.record_name(kind), family
 
 
 def _named(name: str, folder: Path, source: str) -> Any:

@@ -4,18 +4,16 @@ Every command works for every kind. Where kinds differ, a command asks the run's
 nothing else in the package knows which kinds there are. Rated pairs are the core of the package;
 other kinds live in folders of their own under ``llmcond/kinds/``, which no other module imports.
 
-A package adds a kind by an entry point of the group ``llmcond.kinds`` that names a subclass.
+A package adds a kind by an entry point of the group ``llmcond.kinds`` that names a subclass; a
+file of the user's own registers one by :func:`llmcond.register`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import lru_cache
-from importlib import import_module
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from llmcond.errors import UserError, nearest
+from llmcond import plugins
 from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import PromptInputs
 from llmcond.runs.run import AnyRun
@@ -93,32 +91,17 @@ class Kind(ABC):
         """Log what is odd about a data set that was just read."""
 
 
-def kinds() -> dict[str, str]:
-    """Return where each kind of task is, by its name: the bundled ones, and installed ones."""
-    installed = {point.name: point.value for point in entry_points(group="llmcond.kinds")}
-    return {**KINDS, **{name: value for name, value in installed.items() if name not in KINDS}}
-
-
 def find_kind(name: str) -> Kind:
-    """Return a kind of task by its name.
+    """Return a kind of task by its name: bundled, installed, or registered by the user's code.
 
     Raises:
         UserError: no such kind.
     """
-    # Installed packages are searched only for what is not bundled, as that takes a while.
-    known = KINDS if name in KINDS else kinds()
-    if name not in known:
-        raise UserError(
-            f"there is no kind of task {name!r}. {nearest(name, known)} A kind of your own is an "
-            "entry point of the group llmcond.kinds."
-        )
-    return _loaded(known[name])
-
-
-@lru_cache
-def _loaded(where: str) -> Kind:
-    module, _, attribute = where.partition(":")
-    kind: Kind = getattr(import_module(module), attribute)()
+    if plugins.is_plugin(name):
+        found = plugins.recorded(name, f"the kind of task {name}")
+    else:
+        found = plugins.find(name, KINDS, "kinds", "kind of task")
+    kind: Kind = found()
     return kind
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from llmcond.encoders.resolve import no_embeddings
 from llmcond.errors import LlmcondError, UserError, listed
-from llmcond.runs.kind import find_kind, kinds
+from llmcond.plugins import is_plugin
+from llmcond.runs.kind import find_kind
 from llmcond.runs.manifest import kind_of, read_manifest
 from llmcond.runs.run import AnyRun
 from llmcond.runs.task_runs import Run, as_rated
@@ -24,8 +25,10 @@ def run_of(folder: Path, manifest: dict[str, Any]) -> AnyRun:
     try:
         kind = find_kind(name)
     except UserError as error:
+        if is_plugin(name):
+            raise
         raise LlmcondError(
-            f"{folder / 'run.json'} has kind = {name!r}, none of {', '.join(kinds())}; it was "
+            f"{folder / 'run.json'} has kind = {name!r}: {error} It was "
             "damaged, a newer version wrote it, or the package of that kind is not installed."
         ) from error
     return kind.run(folder, manifest)

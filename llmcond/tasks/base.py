@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from llmcond import plugins
 from llmcond.data.datasets import DataOptions
-from llmcond.errors import UserError, nearest
+from llmcond.errors import UserError
 from llmcond.metrics import Metric, choose_metrics
 
 #: Where each bundled task is: a new one is a new file and a line here.
@@ -123,8 +122,5 @@ def find_task(name: str | None = None, source: str | None = None) -> AnyTask[Any
         # What records call it, so that another command finds it by --plugin.
         made.name = plugins.record_name(name)  # type: ignore[misc]
         return made
-    if name not in TASKS:
-        raise UserError(f"there is no task {name!r}. {nearest(name, TASKS)}")
-    module, _, attribute = TASKS[name].partition(":")
-    task: AnyTask[Any] = getattr(import_module(module), attribute)()
+    task: AnyTask[Any] = plugins.find(name, TASKS, "tasks", "task")()
     return task

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ def forgotten(monkeypatch):
 
     def forget():
         monkeypatch.setattr(plugins, "_REGISTERED", {})
+        for name in [name for name in sys.modules if name.startswith("llmcond_plugin_")]:
+            monkeypatch.delitem(sys.modules, name)
 
     return forget
 
@@ -44,19 +47,19 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys, forgotten):
                     assert "kendall" in shown.out
                 if "complete" in line:
                     assert "cider" in shown.out
-        else:
+        elif language == "python":
             forgotten()
             home = {}
             for name in ("my_task.py", "my_heads.py"):
                 exec(Path(name).read_text(), home)  # the page's own text
             exec(text, home)
             assert -1 <= home["results"][0].metrics["spearman"].value <= 1
-    assert len(names) == 9
+    assert len(names) == 11
     ranks = Path("ranks.csv").read_text(encoding="utf-8").splitlines()
     # Three dishes of test, two columns that are asked of each from both sides.
     assert len(ranks) == 1 + 3 * 2 * 2
     assert ranks[1].split(",")[1:5] == ["forward", "chestnut soup", "drink", "cider"]
-    for refused in ("runs/answers", "runs/largest", "runs/menus"):
+    for refused in ("runs/answers", "runs/largest", "runs/menus", "runs/trios"):
         forgotten()
         assert run(["evaluate", "--head", "none", "--run", refused]) == 2
         assert "--plugin" in capsys.readouterr().err

@@ -360,7 +360,7 @@ def test_bad_set_values_are_refused(changes, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('kind = "mlpp"\ndescription = ""\nsource = ""', "unknown kind of head 'mlpp'.*'mlp'"),
+        ('kind = "mlpp"\ndescription = ""\nsource = ""', "there is no kind of head 'mlpp'.*'mlp'"),
         ('kind = "none"\nsource = ""', "missing key 'description'"),
         ('kind = "pca"\ndescription = ""\nsource = ""', "missing key 'dim'"),
         ("kind = ", "cannot be read as TOML"),
@@ -444,7 +444,7 @@ def test_missing_weights_are_refused(saved):
         ({"fit": []}, r"has fit = \[\]"),
         ({"fit": {"curve": [{"epoch": 1}]}}, r"lacks 'fit\.curve\.0\.loss'"),
         ({"settings": {}, "kind": 3}, "has kind = 3"),
-        ({"kind": "hypernat"}, "unknown kind of head 'hypernat'.*Did you mean 'hypernet'"),
+        ({"kind": "hypernat"}, "there is no kind of head 'hypernat'.*Did you mean 'hypernet'"),
         ({"settings": {"dim": 4}}, "missing key 'dropout'"),
     ],
 )

@@ -5,13 +5,14 @@ import sys
 
 import pytest
 
-from llmcond import cli
+from llmcond import cli, metrics
 from llmcond.errors import UserError
 from llmcond.runs.kind import KINDS, find_kind
 from llmcond.runs.open import open_any_run
 
-#: Rated pairs under another name, as another package would add them.
+#: A kind of task, a task of it, a head and a metric, as another package would add them.
 PACKAGE = """
+from llmcond.heads.linear import Linear
 from llmcond.kinds.rated import Rated
 from llmcond.runs.task_runs import Run
 from llmcond.tasks import Task
@@ -26,7 +27,33 @@ class Pairs(Rated):
 
 
 class Answers(Task):
-    kind, metrics = "pairs", ("pearson",)
+    name, kind, metrics = "answers", "pairs", ("pearson",)
+
+
+class Scaled(Linear):
+    pass
+
+
+def overlap(prediction, rating, group):
+    return float((prediction > 0) @ (rating > 0)) / len(rating)
+"""
+ENTRY_POINTS = """
+[llmcond.kinds]
+pairs = pairs_kind:Pairs
+[llmcond.tasks]
+answers = pairs_kind:Answers
+[llmcond.heads]
+scaled = pairs_kind:Scaled
+[llmcond.metrics]
+overlap = pairs_kind:overlap
+gone = pairs_kind:Gone
+"""
+RECIPE = """
+kind = "scaled"
+description = "A linear head of another package."
+source = "these tests"
+dim = 8
+epochs = 1
 """
 
 
@@ -41,28 +68,44 @@ def test_a_misspelt_kind_is_reported_with_the_nearest():
         find_kind("rankin")
 
 
-def test_a_package_adds_a_kind_by_an_entry_point(tmp_path, monkeypatch, capsys, tiny_checkpoint):
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Install a package with entry points in a folder of the test's own, and work there."""
     (tmp_path / "pairs_kind.py").write_text(PACKAGE)
     about = tmp_path / "pairs_kind-1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: pairs-kind\nVersion: 1\n")
-    (about / "entry_points.txt").write_text("[llmcond.kinds]\npairs = pairs_kind:Pairs\n")
+    (about / "entry_points.txt").write_text(ENTRY_POINTS)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "pairs_kind", raising=False)
+    monkeypatch.setattr(metrics, "METRICS", dict(metrics.METRICS))
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("package")
+def test_a_package_adds_a_kind_a_task_a_head_and_a_metric(tmp_path, capsys, tiny_checkpoint):
     rows = [f"two men {a},two men {b},the place,{1 + (a == b) * 4}" for a in "xyz" for b in "xyz"]
     for split in ("train", "dev", "test"):
         (tmp_path / f"{split}.csv").write_text(
             "\n".join(["sentence1,sentence2,condition,label", *rows, ""])
         )
+    (tmp_path / "scaled.toml").write_text(RECIPE)
     model = ["--model", str(tiny_checkpoint()), "--pooling", "mean", "--device", "cpu"]
-    given = ["--run", "run", "--prompt", "pair-cond", "--task", "pairs_kind.py:Answers"]
+    given = ["--run", "run", "--prompt", "pair-cond", "--task", "answers"]
     assert cli.run(["extract", *model, *given, "--data", str(tmp_path)]) == 0
     assert type(open_any_run(tmp_path / "run")).__name__ == "PairsRun"
+    assert cli.run(["fit-head", "--head", "scaled.toml", "--run", "run"]) == 0
     capsys.readouterr()
-    named = ["--plugin", "pairs_kind.py:Answers"]
-    assert cli.run(["evaluate", "--run", "run", "--head", "none", *named, "--json"]) == 0
-    for scored in json.loads(capsys.readouterr().out)["results"]:
-        assert scored["head"] == "none"
-        assert (scored["n"], scored["task"]) == (9, "pairs_kind.py:Answers")
+    assert cli.run(["evaluate", "--run", "run", "--metric", "overlap", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [scored["head"] for scored in results].count("scaled") == 1
+    for scored in results:
+        assert (scored["n"], scored["task"]) == (9, "answers")
         assert "pearson" in scored
+        assert 0 <= scored["overlap"] <= 1
+
+
+@pytest.mark.usefixtures("package")
+def test_a_package_whose_names_are_gone_is_reported():
+    with pytest.raises(UserError, match=r"metric 'gone' of an installed package, pairs_kind:Gone"):
+        metrics.choose_metrics((), ["gone"])

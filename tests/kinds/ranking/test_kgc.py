@@ -99,7 +99,9 @@ def test_a_run_says_of_which_kind_it_is(capsys, own):
     assert ok(capsys, "evaluate", "--run", own, "--head", "none")["results"][0]["task"] == "kgc"
     (own / "run.json").write_text(json.dumps({**manifest, "kind": "odd"}))
     assert cli.run(["evaluate", "--run", str(own)]) == 1
-    assert "has kind = 'odd', none of rated, ranking" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "has kind = 'odd': there is no kind of task 'odd'." in error
+    assert "dialogue, ranking, rated" in error
 
 
 def test_heads_are_fitted_and_chosen_on_dev(capsys, own):
