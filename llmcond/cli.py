@@ -1,4 +1,4 @@
-"""The command line: one list of commands, exit codes, and errors in one line."""
+"""The command line: the commands by their modules, exit codes, and errors in one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
+from pkgutil import iter_modules
 
+from llmcond import commands
 from llmcond.commands.base import Command, Parser, add_arguments, run_command
 from llmcond.errors import (
     DiskFullError,
@@ -26,34 +28,10 @@ from llmcond.errors import (
 from llmcond.log import log_to_terminal
 from llmcond.version import __version__
 
-#: Every command in the order of ``--help``; a second word is a command within a command. The class
-#: of ``prompts show`` is in ``commands/prompts_show.py``.
-COMMANDS = (
-    "extract",
-    "fit-head",
-    "sweep",
-    "train-lora",
-    "train-cross",
-    "push",
-    "evaluate",
-    "analyse",
-    "compare-prompts",
-    "complete",
-    "reply",
-    "similarity",
-    "embed",
-    "index",
-    "search",
-    "cluster",
-    "check-condition",
-    "export",
-    "serve",
-    "annotate",
-    "models",
-    "prompts",
-    "prompts show",
-    "heads",
-    "bench",
+_MODULES = {module.name for module in iter_modules(commands.__path__)} - {"base"}
+#: The name of every command, from its module's: that of ``prompts_show`` is within ``prompts``.
+COMMANDS = frozenset(
+    name.replace("_", " " if name.rpartition("_")[0] in _MODULES else "-") for name in _MODULES
 )
 
 
@@ -180,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
             dest="command", metavar="COMMAND", required=True, parser_class=Parser
         )
     }
-    for name in COMMANDS:
+    for name in sorted(COMMANDS, key=lambda name: _command(name).position):
         parent, _, last = name.rpartition(" ")
         if parent not in places:
             places[parent] = (

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from llmcond.arrays import Array, Dense, MatrixLike
 from llmcond.encoders.encoder import Encoder, load_encoder
 from llmcond.encoders.spec import EncoderInput
-from llmcond.evaluation.ranking import rank, top
+from llmcond.evaluation.ranking import CandidatePool, rank, top
 from llmcond.features.extract import extract
 from llmcond.features.store import FeatureStore
 from llmcond.heads import FittedHead, load_recipe
@@ -175,7 +175,7 @@ class Bench:
             for name, (ask, every) in ways.items():
                 took, own = self.timed(ask, h, r)
                 of = np.array([h]), np.array([r])
-                more, _ = self.timed(top, own, every, *of, 10, self.known)
+                more, _ = self.timed(top, own, CandidatePool(every, self.known), *of, 10)
                 seconds[name].append((took, took + more))
         medians = {name: np.median(own, axis=0) * 1_000 for name, own in seconds.items()}
         return [

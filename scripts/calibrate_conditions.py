@@ -45,7 +45,7 @@ from llmcond.evaluation.condition_checks import (
 from llmcond.files import write_json
 from llmcond.log import log, log_to_terminal
 from llmcond.metrics import Estimate
-from llmcond.runs.usual import usual_run
+from llmcond.runs.open import usual_run
 
 #: Texts of a condition, and how many texts, triples and anchors it must have at least.
 TEXTS, LEAST_TEXTS, LEAST_TRIPLES, LEAST_ANCHORS = 50, 30, 50, 10

@@ -32,8 +32,8 @@ from llmcond.metrics import METRICS, Estimate, finite
 from llmcond.options import option
 from llmcond.prompts import load_prompt
 from llmcond.runs import Run, open_run
-from llmcond.runs.features import Features
 from llmcond.runs.provenance import provenance
+from llmcond.runs.rated import RatedExamples
 from llmcond.workflows.options.common import DATA, Split, WithColumns, WithDevice
 
 #: Rows of train and dev -> what data of these sizes is, in short, and what is to be known of it.
@@ -480,7 +480,7 @@ class Work:
 def _dim(run: Run, prompt: str, split: str) -> int:
     """Return the size of a run's vectors."""
     view = run.zero_shot_views(run.prompt(prompt))[-1]
-    return Features(run).pairs(view, split).dim
+    return RatedExamples(run).pairs(view, split).dim
 
 
 # -- the command -------------------------------------------------------------------------------

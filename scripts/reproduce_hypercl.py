@@ -46,8 +46,8 @@ from llmcond.features.view import View
 from llmcond.heads import PairArrays, load_recipe
 from llmcond.log import log
 from llmcond.runs import SavedHead, open_run
-from llmcond.runs.features import Features
 from llmcond.runs.provenance import provenance
+from llmcond.runs.rated import RatedExamples
 from llmcond.runs.trials import sized
 
 # -- the paper ---------------------------------------------------------------------------------
@@ -450,7 +450,7 @@ class Split:
         run = open_run(place.run)
         view = View((run.prompt("separate"),), True, "separate", True)
         rows = run.rows(work.split)
-        pairs = Features(run).rated(view, work.split)
+        pairs = RatedExamples(run).rated(view, work.split)
         return cls(pairs, rows.take(rows.rated).condition)
 
     def groups(self) -> tuple[list[int], list[str]]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class Analyse(AnalyseOptions, Command):
     """Explain heads: isotropy, condition clusters, unseen conditions, norms, changed rows."""
 
+    position: ClassVar[int] = 80
     example: ClassVar[str] = (
         "llmcond analyse --head mlp --what clusters --conditions 4 --out pictures"
     )

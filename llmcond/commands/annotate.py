@@ -20,6 +20,7 @@ class Annotate(AnnotateOptions, Command):
     answer is stored as it comes, so that the same command goes on where it was stopped.
     """
 
+    position: ClassVar[int] = 200
     example: ClassVar[str] = (
         "llmcond annotate my.csv --endpoint http://localhost:8000/v1 --model NAME --out rated.csv"
     )

@@ -56,11 +56,13 @@ class Command(Options):
     """What all commands have in common. The first line of a docstring is the command's summary.
 
     Attributes:
+        position: its place in ``llmcond --help``; commands are listed by rising numbers.
         example: one line, for ``--help``.
         formats: whether it prints a table, and has ``--format``.
         if_interrupted: what the same command does after Ctrl-C or SIGTERM, for the last message.
     """
 
+    position: ClassVar[int]
     example: ClassVar[str]
     formats: ClassVar[bool] = False
     if_interrupted: ClassVar[str] = STARTS_AGAIN

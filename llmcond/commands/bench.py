@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 class Bench(BenchOptions, Command):
     """Check and time encoders on this machine: 16, 8 and 4 bit, against their peers."""
 
+    position: ClassVar[int] = 250
     example: ClassVar[str] = "llmcond bench --shape nv-embed-v2 --out nv-embed.md"
 
     def execute(self) -> Benchmark:

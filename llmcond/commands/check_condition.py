@@ -21,6 +21,7 @@ class CheckCondition(CheckConditionOptions, Command):
     aspect they are grouped. At most 200 texts are sampled; fewer than 20 tell nothing.
     """
 
+    position: ClassVar[int] = 170
     example: ClassVar[str] = (
         "llmcond check-condition texts.csv --condition 'the topic' --condition 'the mood'"
     )

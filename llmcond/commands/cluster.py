@@ -21,6 +21,7 @@ def _clusters(text: str) -> int | str:
 class Cluster(ClusterOptions, Command):
     """Group texts under a condition, or under several, side by side."""
 
+    position: ClassVar[int] = 160
     example: ClassVar[str] = (
         "llmcond cluster texts.csv --condition 'the topic' --out clusters.csv --report map.html"
     )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class ComparePrompts(ComparePromptsOptions, Command):
     """Compare prompts on the same rows, splits, seeds and heads, with paired evidence."""
 
+    position: ClassVar[int] = 90
     example: ClassVar[str] = (
         "llmcond compare-prompts --model minilm --prompts my/*.toml --heads mlp --report page.html"
     )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class Complete(CompleteOptions, Command):
     """Complete a triple of a run's knowledge graph: the entities that fit best."""
 
+    position: ClassVar[int] = 100
     example: ClassVar[str] = (
         "llmcond complete --run runs/wn18rr --head-entity 02084071 --relation _hypernym"
     )

@@ -23,6 +23,7 @@ class Embed(EmbedOptions, Command):
     which is written bit by bit.
     """
 
+    position: ClassVar[int] = 130
     example: ClassVar[str] = (
         "llmcond embed texts.csv --out vectors.parquet --condition-text 'the activity'"
     )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class Evaluate(EvaluateOptions, Command):
     """Score a run's heads, with zero-shot for comparison."""
 
+    position: ClassVar[int] = 70
     example: ClassVar[str] = "llmcond evaluate --head mlp --split dev --json"
     formats: ClassVar[bool] = True
     if_interrupted: ClassVar[str] = REUSES_VECTORS

@@ -23,6 +23,7 @@ class Export(WithConditions, WithEmbedder, Command):
     without --condition it takes any condition, where llmcond is installed.
     """
 
+    position: ClassVar[int] = 180
     example: ClassVar[str] = "llmcond export --out places --condition 'the place'"
 
     out: str | Path = option(metavar="DIR", help="a new folder")

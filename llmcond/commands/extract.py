@@ -20,6 +20,7 @@ class Extract(ExtractOptions, Command):
     What the run holds already is not encoded again; an interrupted call goes on where it stopped.
     """
 
+    position: ClassVar[int] = 10
     example: ClassVar[str] = (
         "llmcond extract --model minilm --data my.csv --prompt concat-sent-cond"
     )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class FitHead(FitHeadOptions, Command):
     """Fit a head on a run's training features, and keep it in the run."""
 
+    position: ClassVar[int] = 20
     example: ClassVar[str] = "llmcond fit-head --head mlp --dim 256 --set epochs=50"
 
     def execute(self) -> FittedResult:

@@ -16,6 +16,7 @@ from llmcond.options import option
 class Heads(Command):
     """List the bundled head recipes, or the heads that were fitted in a run."""
 
+    position: ClassVar[int] = 240
     example: ClassVar[str] = "llmcond heads --run runs/mine --default mlp@concat-sent-cond"
     formats: ClassVar[bool] = True
 

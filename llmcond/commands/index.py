@@ -24,6 +24,7 @@ class IndexTexts(IndexOptions, Command):
     that the same command goes on where it was stopped.
     """
 
+    position: ClassVar[int] = 140
     example: ClassVar[str] = "llmcond index texts.csv --out texts.index --condition 'the place'"
     if_interrupted: ClassVar[str] = RESUMES
 

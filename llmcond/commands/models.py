@@ -41,6 +41,7 @@ class Models:
 class ListModels(WithEncoderSettings, Command):
     """List the encoders that are known by name, or check one before it is downloaded."""
 
+    position: ClassVar[int] = 210
     example: ClassVar[str] = "llmcond models --check nvidia/NV-Embed-v2"
     formats: ClassVar[bool] = True
 

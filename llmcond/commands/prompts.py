@@ -16,6 +16,7 @@ class Prompts(Command):
     Those of encoders come first, and then those that `annotate` asks a language model.
     """
 
+    position: ClassVar[int] = 220
     example: ClassVar[str] = "llmcond prompts show concat-sent-cond --row 3 --model minilm"
     formats: ClassVar[bool] = True
 

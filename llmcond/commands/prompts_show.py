@@ -17,6 +17,7 @@ from llmcond.workflows.options.common import DATA, Split, WithColumns, WithEncod
 class ShowPrompt(WithColumns, WithEncoderSettings, Command):
     """Show the exact texts that a prompt gives for a row, and the tokens an encoder reads."""
 
+    position: ClassVar[int] = 230
     example: ClassVar[str] = "llmcond prompts show my/template.toml --data my.csv --row 17"
 
     prompt: str = option(flag="", metavar="NAME_OR_FILE", help="a template")

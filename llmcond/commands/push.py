@@ -19,6 +19,7 @@ class Push(PushOptions, Command):
     Of a frozen encoder only its name on the hub and its revision go up.
     """
 
+    position: ClassVar[int] = 60
     example: ClassVar[str] = "llmcond push ada/my-heads --run runs/default --private"
 
     def execute(self) -> PushResult:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class Reply(ReplyOptions, Command):
     """Rank candidates as the next turn of a dialogue, or by how well they lead to a later one."""
 
+    position: ClassVar[int] = 110
     example: ClassVar[str] = (
         "llmcond reply 'Hi!' 'Hey, how are you?' --candidates replies.txt --run runs/dialogues"
     )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class Search(WithConditions, WithDevice, Command):
     """Find the texts of an index that are nearest to a query under a condition."""
 
+    position: ClassVar[int] = 150
     example: ClassVar[str] = (
         "llmcond search texts.index 'Children swim in the sea.' --condition 'the place' -k 5"
     )

@@ -24,6 +24,7 @@ class Serve(WithGuide, WithEmbedder, ServerSettings, Command):
     this machine are served, let a proxy do that.
     """
 
+    position: ClassVar[int] = 190
     example: ClassVar[str] = "llmcond serve --port 8000 --condition 'the activity'"
 
     index: str | Path | None = option(

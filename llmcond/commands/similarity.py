@@ -34,6 +34,7 @@ class Similarities:
 class Similarity(WithConditions, WithEmbedder, Command):
     """Compare two sentences under conditions."""
 
+    position: ClassVar[int] = 120
     example: ClassVar[str] = (
         "llmcond similarity 'A man rides a horse.' 'A girl cycles.' --condition 'the activity'"
     )

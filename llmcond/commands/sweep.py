@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 class Sweep(SweepOptions, Command):
     """Fit heads for every combination of settings and seeds; resumes, in one table."""
 
+    position: ClassVar[int] = 30
     example: ClassVar[str] = (
         "llmcond sweep --head mlp linear --vary dim=64,128,256 --seeds 3 --plot dim.png"
     )

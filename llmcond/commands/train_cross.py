@@ -19,6 +19,7 @@ class TrainCross(TrainCrossOptions, Command):
     It compares two texts, and has no embeddings. Stopped, the same command goes on.
     """
 
+    position: ClassVar[int] = 50
     example: ClassVar[str] = "llmcond train-cross --model minilm --run runs/cross"
     if_interrupted: ClassVar[str] = RESUMES
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class TrainLora(TrainLoraOptions, Command):
     """Train an encoder's adapters and a head together; stopped, the same command goes on."""
 
+    position: ClassVar[int] = 40
     example: ClassVar[str] = "llmcond train-lora --model minilm --head none --run runs/tuned"
     if_interrupted: ClassVar[str] = RESUMES
 

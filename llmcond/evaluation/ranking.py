@@ -83,20 +83,16 @@ def rank(
     Raises:
         UserError: a vector is not finite.
     """
-    asked = queries, candidates, triples, known, (), terms, exclude_head, BLOCK, tile
-    return rank_each(*asked)[0]
+    pool = CandidatePool(candidates, known, terms, exclude_head, tile)
+    return rank_each(queries, pool, triples, ())[0]
 
 
 def rank_each(
     queries: MatrixLike,
-    candidates: MatrixLike,
+    pool: CandidatePool,
     triples: Numbers,
-    known: KnownAnswers | None,
     variants: Sequence[Term],
-    terms: Sequence[Term] = (),
-    exclude_head: bool = False,
     block: int = BLOCK,
-    tile: int = TILE,
 ) -> list[Ranks]:
     """Rank as :func:`rank` does, and again with each variant as one more term, the last one.
 
@@ -105,7 +101,7 @@ def rank_each(
     Returns:
         The ranks without a variant, then those with each one.
     """
-    every = _Candidates(candidates, known, terms, exclude_head, tile)
+    tile = pool.tile
     head, relation, answer = np.asarray(triples, dtype=np.int64).T
     above, level = np.zeros((2, 1 + len(variants), len(answer)))
     # Queries whose answers are in the same tile are asked together.
@@ -113,10 +109,10 @@ def rank_each(
     for begin in range(0, len(order), block):
         chosen = order[begin : begin + block]
         rows, own = np.arange(len(chosen)), answer[chosen]
-        asked = _Asked(every, _read(queries, chosen), head[chosen], relation[chosen])
+        asked = _Asked(pool, _read(queries, chosen), head[chosen], relation[chosen])
         right = asked.scores_of(own)
         tried = [_Variant(one(head[chosen], relation[chosen]), own, right) for one in variants]
-        for first in range(0, every.n, tile):
+        for first in range(0, pool.n, tile):
             scores = asked.scores(first)
             _leave_out(scores, first, rows, own)
             counted = _compared(scores, right)
@@ -199,28 +195,19 @@ def ranks_among(
 
 
 def top(
-    queries: MatrixLike,
-    candidates: MatrixLike,
-    head: Numbers,
-    relation: Numbers,
-    k: int,
-    known: KnownAnswers | None = None,
-    terms: Sequence[Term] = (),
-    exclude_head: bool = False,
-    tile: int = TILE,
+    queries: MatrixLike, pool: CandidatePool, head: Numbers, relation: Numbers, k: int
 ) -> tuple[Positions, Array]:
     """Return (m, k) the entities that score best for each query, and (m, k) their scores.
 
-    Arguments and errors are those of :func:`rank`, heads and relations (m,); ``known`` answers are
-    left out. Equal scores are in the order of the entities. Where fewer than k candidates are left,
+    Arguments and errors are those of :func:`rank`, heads and relations (m,); known answers are left
+    out. Equal scores are in the order of the entities. Where fewer than k candidates are left,
     the last scores are -inf.
     """
-    every = _Candidates(candidates, known, terms, exclude_head, tile)
     rows = np.arange(len(head))
-    asked = _Asked(every, _read(queries, rows), head, relation)
+    asked = _Asked(pool, _read(queries, rows), head, relation)
     entities = np.zeros((len(rows), 0), dtype=np.int64)
     best = np.zeros((len(rows), 0), dtype=np.float32)
-    for first in range(0, every.n, tile):
+    for first in range(0, pool.n, pool.tile):
         scores = asked.scores(first)
         columns = np.arange(scores.shape[1])
         if scores.shape[1] > k:
@@ -238,16 +225,19 @@ def top(
     return entities, best
 
 
-class _Candidates:
-    """All entities' vectors, read a tile at a time, and what else their scores depend on."""
+class CandidatePool:
+    """All entities' vectors, read a tile at a time, and what else their scores depend on.
+
+    Arguments are those of :func:`rank`.
+    """
 
     def __init__(
         self,
         vectors: MatrixLike,
         known: KnownAnswers | None,
-        terms: Sequence[Term],
-        exclude_head: bool,
-        tile: int,
+        terms: Sequence[Term] = (),
+        exclude_head: bool = False,
+        tile: int = TILE,
     ) -> None:
         self.vectors, self.n, self.tile = as_matrix(vectors), len(vectors), tile
         self.known, self.terms, self.exclude_head = known, terms, exclude_head
@@ -266,7 +256,7 @@ class _Asked:
     """A block of queries: (m, k) vectors, heads (m,) and relations (m,)."""
 
     def __init__(
-        self, every: _Candidates, vectors: Array, head: Numbers, relation: Numbers
+        self, every: CandidatePool, vectors: Array, head: Numbers, relation: Numbers
     ) -> None:
         self._every, self._vectors = every, vectors
         self._added = [term(head, relation) for term in every.terms]

@@ -40,14 +40,12 @@ class Trainer(Generic[R]):
         settings: TuneSettings,
         accelerator: Accelerator,
         state: StateFolder,
-        start: Mapping[str, Tensor] | None = None,
         pace: float = 1.0,
     ) -> None:
         """Prepare a training, and go on where an earlier one was stopped.
 
-        Rows of ``dev`` choose the weights; without them the last ones are kept. The first ones are
-        those of the model, or ``start``, by their names; all learning rates are multiplied by
-        ``pace``.
+        Rows of ``dev`` choose the weights; without them the last ones are kept. All learning
+        rates are multiplied by ``pace``.
 
         Raises:
             UserError: it was begun with other settings, or has too few rows.
@@ -58,8 +56,6 @@ class Trainer(Generic[R]):
         self._order = Order(model.groups(train), settings, self._seed, accelerator.num_processes)
         self.steps = self._order.steps * settings.epochs
         self._weights, self._pace = model.trained(), pace
-        if start is not None:
-            _copy(start, "", self._weights)
         self._average = (
             {name: value.detach().clone() for name, value in self._weights.items()}
             if settings.ema_decay
@@ -93,8 +89,8 @@ class Trainer(Generic[R]):
         if found is None:
             return
         self.progress, tensors = found
-        _copy(tensors, "weights.", self._weights)
-        _copy(tensors, "average.", self._average)
+        copy_tensors(tensors, "weights.", self._weights)
+        copy_tensors(tensors, "average.", self._average)
         inner = self._optimiser.optimizer
         for name, value in self._weights.items():
             if f"exp_avg.{name}" not in tensors:
@@ -245,7 +241,7 @@ class Trainer(Generic[R]):
 
     def keep_best(self) -> None:
         """Put the weights of the best evaluation into the model."""
-        _copy(self._state.best(), "", self._weights)
+        copy_tensors(self._state.best(), "", self._weights)
 
 
 def over_processes(accelerator: Accelerator) -> Shared:
@@ -267,7 +263,8 @@ def over_processes(accelerator: Accelerator) -> Shared:
     return shared
 
 
-def _copy(tensors: Mapping[str, Tensor], prefix: str, into: Mapping[str, Tensor]) -> None:
+def copy_tensors(tensors: Mapping[str, Tensor], prefix: str, into: Mapping[str, Tensor]) -> None:
+    """Overwrite tensors with those of their names behind a prefix."""
     with torch.no_grad():
         for name, value in into.items():
             value.copy_(tensors[f"{prefix}{name}"])
@@ -278,8 +275,8 @@ def _borrowed(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> It
     """Let others stand in for weights of the same names within a block."""
     kept = {name: weights[name].detach().clone() for name in others}
     own = {name: weights[name] for name in others}
-    _copy(others, "", own)
+    copy_tensors(others, "", own)
     try:
         yield
     finally:
-        _copy(kept, "", own)
+        copy_tensors(kept, "", own)

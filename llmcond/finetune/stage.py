@@ -18,7 +18,7 @@ from torch import Tensor
 from llmcond.data.rows import Rows, fold_of_pair, join_rows
 from llmcond.evaluation.folds import Folded
 from llmcond.finetune.base import P, RatedModel
-from llmcond.finetune.loop import Trainer, over_processes
+from llmcond.finetune.loop import Trainer, copy_tensors, over_processes
 from llmcond.finetune.settings import StageSettings, TuneSettings
 from llmcond.finetune.state import Progress, StateFolder
 from llmcond.log import log
@@ -80,6 +80,7 @@ class LastStage(Generic[P]):
 
     def _train(self, name: str, dev: Rows) -> Progress:
         settings = replace(self.settings, epochs=self.stage.then_epochs, evaluations=1)
+        copy_tensors(self.start, "", self.model.trained())
         trainer = Trainer(
             self.model,
             self.inputs(stage_rows(self.train, dev, self.stage, self.model.seed)),
@@ -87,7 +88,6 @@ class LastStage(Generic[P]):
             settings,
             self.accelerator,
             StateFolder(self.folder / name, {**self.made_of, "stage": name}),
-            start=self.start,
             pace=self.stage.pace(settings),
         )
         done = trainer.progress.step

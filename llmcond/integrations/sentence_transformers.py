@@ -116,7 +116,7 @@ def load_sentence_transformer(path: str | Path, *, device: str = "auto") -> Sent
     elif (folder / "modules.json").is_file():
         return SentenceTransformer(str(folder), device=None if device == "auto" else device)
     else:
-        from llmcond.runs.usual import usual_run
+        from llmcond.runs.open import usual_run
 
         run = usual_run(path)
         module = ConditionalEmbedder(load_embedder(run, device=device), run)

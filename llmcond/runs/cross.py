@@ -22,9 +22,8 @@ from llmcond.records import check_record
 from llmcond.runs.comparing import Comparing, Vectors
 from llmcond.runs.embedder import Embedder, load_embedder
 from llmcond.runs.extraction import LazyEncoder
+from llmcond.runs.manifest import TrainedOn
 from llmcond.runs.open import open_run
-from llmcond.runs.records import TrainedOn
-from llmcond.runs.task_runs import Run
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder
@@ -120,7 +119,17 @@ def load_cross_encoder(
     if orders not in ("both", "given"):
         raise UserError(f"orders is {orders!r}; expected 'both' or 'given'.")
     head, record = load_head(opened.head_folder(NAME))
-    _check_head(opened, head, record)
+    where = f"the head of {opened.folder}"
+    check_record(record, TrainedOn, where, "Train it again.")
+    theirs = EncoderIdentity.from_json(record["encoder"]["identity"], where)
+    differences = theirs.differences(opened.identity)
+    if head.kind != KIND:
+        differences = [f"kind: {head.kind!r}, not {KIND!r}"]
+    if differences:
+        raise UserError(
+            f"{where} was trained with another encoder: {'; '.join(differences)}. Train it again, "
+            "or copy the whole folder."
+        )
     resolved = opened.resolve_encoder(device, max_tokens_per_batch)
     fitted_on = described_source(opened.manifest["data"]["source"])
     return CrossEncoder(LazyEncoder(resolved)(), head, orders, fitted_on)
@@ -148,20 +157,6 @@ def load_comparing(
         f"{loaded.fitted_on}"
     )
     return loaded
-
-
-def _check_head(run: Run, head: FittedHead, record: dict[str, Any]) -> None:
-    where = f"the head of {run.folder}"
-    check_record(record, TrainedOn, where, "Train it again.")
-    theirs = EncoderIdentity.from_json(record["encoder"]["identity"], where)
-    differences = theirs.differences(run.identity)
-    if head.kind != KIND:
-        differences = [f"kind: {head.kind!r}, not {KIND!r}"]
-    if differences:
-        raise UserError(
-            f"{where} was trained with another encoder: {'; '.join(differences)}. Train it again, "
-            "or copy the whole folder."
-        )
 
 
 def describe(cross: CrossEncoder) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from llmcond.runs import SavedEmbeddingHead
 from llmcond.runs.comparing import Comparing, Vectors, checked_texts, one_text
 from llmcond.runs.embedding_model import EmbeddingModel
 from llmcond.runs.extraction import LazyEncoder
-from llmcond.runs.usual import find_run
+from llmcond.runs.open import find_run
 
 if TYPE_CHECKING:
     from llmcond.encoders import EncoderInput
@@ -259,17 +259,12 @@ def load_embedder(
 def make_embedder(encoder: Encoder, saved: SavedEmbeddingHead) -> Embedder:
     """Return an encoder with a head of its run, fitted or zero-shot, as one object."""
     fitted_on = described_source(saved.record["data"]["source"]) if saved.is_fitted else ""
-    cache = condition_cache(saved.head)
+    cache = None
+    if not isinstance(saved.head, PlainHead) and saved.head.generates_matrices:
+        from llmcond.heads.cache import ConditionCache
+
+        cache = ConditionCache(saved.head)
     return Embedder(encoder, saved.view, saved.head, saved.reference, cache, fitted_on)
-
-
-def condition_cache(head: EmbeddingHead) -> ConditionCache | None:
-    """Return a cache of what a hypernetwork makes of conditions; None: the head is none."""
-    if isinstance(head, PlainHead) or not head.generates_matrices:
-        return None
-    from llmcond.heads.cache import ConditionCache
-
-    return ConditionCache(head)
 
 
 def base_encoder(encoder: Encoder) -> Encoder | None:

@@ -13,8 +13,8 @@ from llmcond.features.view import View
 from llmcond.log import log
 from llmcond.runs import AnyRun, Run, Saved, SavedEmbeddingHead, open_run
 from llmcond.runs.extraction import LazyEncoder
+from llmcond.runs.open import usual_run
 from llmcond.runs.saved import zero_shot
-from llmcond.runs.usual import usual_run
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class EmbeddingModel:
     ) -> Self:
         """Find what a user named, and log what it is, unless ``quiet``.
 
-        ``run`` and ``model`` are those of :func:`llmcond.runs.usual.usual_run`, ``head`` and
+        ``run`` and ``model`` are those of :func:`llmcond.runs.open.usual_run`, ``head`` and
         ``prompt`` those of :func:`choose_head`.
 
         Raises:

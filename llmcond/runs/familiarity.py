@@ -22,7 +22,8 @@ def unfamiliar(run: Run, embedder: Embedder, conditions: Sequence[str]) -> dict[
     conditions alone, none is called unfamiliar.
     """
     prompt = next((one for one in embedder.view.prompts if one.of_condition), None)
-    if not embedder.head.dim_in or prompt is None or not run.has_rows:
+    has_rows = (run.folder / "rows.parquet").is_file()
+    if not embedder.head.dim_in or prompt is None or not has_rows:
         return {}
     rows = run.rows("train")
     own = {rows.condition[i]: None for i in np.flatnonzero(rows.rated).tolist()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -15,12 +15,11 @@ from llmcond.data.rows import Rows
 from llmcond.features.view import Part, Read, View, view_of
 from llmcond.heads.pairs import PairArrays
 from llmcond.prompts import Prompt
-from llmcond.prompts.inputs import RowInputs, row_inputs
-from llmcond.runs import AnyRun, Run, open_run
+from llmcond.prompts.inputs import row_inputs
+from llmcond.runs import open_run
 
 if TYPE_CHECKING:
     from llmcond.features.store import FeatureStore
-    from llmcond.heads import Recipe
 
 Side = Literal["first", "second"]
 
@@ -30,9 +29,13 @@ class RowFeatures:
 
     def __init__(self, rows: Rows, store: FeatureStore) -> None:
         self.rows = rows
-        self._store = store
-        self._inputs: dict[str, RowInputs] = {}
-        self._read: dict[tuple[str, str], Matrix] = {}
+        inputs = cache(partial(row_inputs, rows))
+
+        @cache
+        def column(prompt: Prompt, name: str) -> Matrix:
+            return store.lookup(getattr(inputs(prompt), name))
+
+        self._column = column
 
     def pairs(self, view: View) -> PairArrays:
         """Return all rows as a head sees them, unrated ones (NaN) included."""
@@ -52,46 +55,9 @@ class RowFeatures:
             if prompt.of_condition and part == "unconditional" and all(self.rows.conditioned):
                 # The same input for both sentences.
                 column = "first_unconditional"
-            key = (prompt.digest, column)
-            if key not in self._read:
-                if prompt.digest not in self._inputs:
-                    self._inputs[prompt.digest] = row_inputs(self.rows, prompt)
-                inputs = getattr(self._inputs[prompt.digest], column)
-                self._read[key] = self._store.lookup(inputs)
-            return self._read[key]
+            return self._column(prompt, column)
 
         return read
-
-
-class Features:
-    """A run's features as arrays, read once for each prompt and split."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self._splits: dict[str, RowFeatures] = {}
-
-    @cached_property
-    def _store(self) -> FeatureStore:
-        return self.run.store()
-
-    def pairs(self, view: View, split: str) -> PairArrays:
-        """Return all rows of a split as a head sees them, unrated ones (NaN) included."""
-        if split not in self._splits:
-            self._splits[split] = RowFeatures(self.run.rows(split), self._store)
-        return self._splits[split].pairs(view)
-
-    def rated(self, view: View, split: str) -> PairArrays:
-        """Return the rated rows of a split as heads take them."""
-        return self.pairs(view, split).take(self.run.rows(split).rated)
-
-
-def prompts_for(run: AnyRun, recipe: Recipe, names: str | None) -> tuple[Prompt, ...]:
-    """Return the prompts named, or for a head of separate features the one that gives them."""
-    if names is None and recipe.features in ("separate", "alone"):
-        apart = [prompt for prompt in run.prompts().values() if prompt.separate]
-        if len(apart) == 1:
-            return (apart[0],)
-    return run.find_prompts(names)
 
 
 class PairFeatures(NamedTuple):
@@ -135,10 +101,11 @@ def load_features(
         UserError: no such run, recipe, split or prompt, or features that are not there.
     """
     from llmcond.heads import load_recipe
+    from llmcond.runs.rated import RatedExamples
 
     opened, recipe = open_run(Path(run)), load_recipe(head)
-    view = view_of(recipe, prompts_for(opened, recipe, prompt), subtract)
-    pairs = Features(opened).rated(view, split)
+    view = view_of(recipe, opened.find_prompts(prompt, recipe.features), subtract)
+    pairs = RatedExamples(opened).rated(view, split)
     parts = [pairs.first, pairs.second, *([] if pairs.condition is None else [pairs.condition])]
     pair = np.arange(len(pairs)) if pairs.pair is None else pairs.pair
     return PairFeatures(Concatenated(parts).read(), pairs.rating, pair, pairs.dim_condition)

@@ -1,18 +1,123 @@
-"""``run.json``: what made a run."""
+"""What a run's records must hold: run.json, and of head.json what its features were."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
+from annotated_types import Ge
+
+from llmcond.data.datasets import Columns, RatingScale
+from llmcond.encoders import EncoderIdentity
+from llmcond.encoders.spec import Orders
+from llmcond.features.keys import StoreDtype
 from llmcond.files import check_format, read_json
-from llmcond.records import check_record
-from llmcond.runs.records import Manifest, TaskManifest
+from llmcond.records import RECORD, check_record
 
 FORMAT = 1
 #: What ``run.json`` calls an encoder that lies in the run's own folder, wherever that is.
 HERE = "."
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    name: str
+    model: str
+    revision: str | None
+    fingerprint: str
+    identity: EncoderIdentity
+
+
+@dataclass(frozen=True)
+class _RunEncoder(_Encoder):
+    default_prompt: str
+    like: str | None = None
+
+
+@dataclass(frozen=True)
+class _Data:
+    source: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class _Rows(_Data):
+    columns: Columns
+    scale: RatingScale
+    split_seed: int
+    rows: Mapping[str, Annotated[int, Ge(0)]]
+    unrated: Mapping[str, Annotated[int, Ge(0)]]
+
+
+@dataclass(frozen=True)
+class _Extracted:
+    prompt: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _CrossEncoder:
+    orders: Orders
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``run.json`` holds of rated rows."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    encoder: _RunEncoder
+    store_dtype: StoreDtype
+    data: _Rows
+    prompts: Mapping[str, _Extracted]
+    task: str | None = None
+    store: str | None = None
+    cross_encoder: _CrossEncoder | None = None
+    trained_on: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class TaskManifest:
+    """What ``run.json`` holds of tasks without rated rows."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    encoder: _RunEncoder
+    store_dtype: StoreDtype
+    data: _Data
+    prompts: Mapping[str, _Extracted]
+    task: str
+    store: str | None = None
+
+
+@dataclass(frozen=True)
+class TrainedOn:
+    """What ``head.json`` holds of the encoder that a head was trained with."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    encoder: _Encoder
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    name: str
+    description: str
+    source: str
+
+
+@dataclass(frozen=True)
+class FittedOn:
+    """What ``head.json`` holds of the features that a head was fitted on, and of its recipe."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
+
+    recipe: _Recipe
+    encoder: _Encoder
+    store_dtype: StoreDtype
+    prompts: Sequence[Mapping[str, Any]]
+    subtract: bool
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

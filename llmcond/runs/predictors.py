@@ -46,8 +46,7 @@ def fitted_heads(run: AnyRun, names: Sequence[str], split: str | None = None) ->
         UserError: no such head, or one that was named and is not scored there.
     """
     if names:
-        wanted = [name for name in names if name != "none"]
-        found = run.find_heads(wanted) if wanted else []
+        found = run.find_heads([name for name in names if name != "none"])
     else:
         found = []
         for name in run.head_names():

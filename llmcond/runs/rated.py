@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +15,9 @@ from llmcond.features.view import View
 from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe
 from llmcond.heads.pairs import OnEpoch
 from llmcond.log import log
-from llmcond.metrics import Metric, metric_of
+from llmcond.metrics import metric_of
 from llmcond.runs.examples import Examples
-from llmcond.runs.features import Features
+from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import AnyPredictor, check_scorable, predict
 from llmcond.runs.task_runs import Run
 
@@ -29,7 +30,16 @@ class RatedExamples(Examples):
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._features = Features(run)
+        store = cache(run.store)
+        self._split = cache(lambda split: RowFeatures(run.rows(split), store()))
+
+    def pairs(self, view: View, split: str) -> PairArrays:
+        """Return all rows of a split as a head sees them, unrated ones (NaN) included."""
+        return self._split(split).pairs(view)
+
+    def rated(self, view: View, split: str) -> PairArrays:
+        """Return the rated rows of a split as heads take them."""
+        return self.pairs(view, split).take(self.run.rows(split).rated)
 
     @property
     def _dev_scores(self) -> bool:
@@ -38,7 +48,7 @@ class RatedExamples(Examples):
 
     def dim(self, view: View) -> int:
         """See :class:`Examples`."""
-        return self._features.rated(view, "train").dim
+        return self.rated(view, "train").dim
 
     def counts(self) -> Mapping[str, int]:
         """See :class:`Examples`; ``n_dropped`` are unrated rows of train."""
@@ -53,17 +63,19 @@ class RatedExamples(Examples):
         self, recipe: Recipe, view: View, seed: int, on_epoch: OnEpoch, device: str
     ) -> FittedHead:
         """See :class:`Examples`."""
-        dev = self._features.rated(view, "dev") if self._dev_scores else None
-        train = self._features.rated(view, "train")
+        dev = self.rated(view, "dev") if self._dev_scores else None
+        train = self.rated(view, "train")
         metric = metric_of(self.run.dev_metric)
         return fit_recipe(recipe, train, dev or None, seed, on_epoch, device, metric)
 
     def on_dev(self, head: FittedHead, view: View) -> float:
         """See :class:`Examples`."""
-        if not self._dev_scores:
+        dev = self.rated(view, "dev") if self._dev_scores else None
+        if dev is None or not len(dev):
             return math.nan
-        dev = self._features.rated(view, "dev")
-        return _score(head, dev, metric_of(self.run.dev_metric))
+        similarity = head.similarity(dev.first, dev.second, dev.condition)
+        metric = metric_of(self.run.dev_metric)
+        return metric(similarity.astype(np.float64), dev.rating, dev.groups)
 
     def scored(self, split: str) -> Rows:
         """See :class:`Examples`."""
@@ -77,34 +89,24 @@ class RatedExamples(Examples):
 
     def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
         """See :class:`Examples`: the similarity of all rows, unrated ones included."""
-        return predict(predictor, self._features.pairs(predictor.view, split))
-
-
-def _score(head: FittedHead, dev: PairArrays, metric: Metric) -> float:
-    if not len(dev):
-        return math.nan
-    similarity = head.similarity(dev.first, dev.second, dev.condition)
-    return metric(similarity.astype(np.float64), dev.rating, dev.groups)
+        return predict(predictor, self.pairs(predictor.view, split))
 
 
 def log_rows(dataset: Dataset) -> None:
     """Log unrated rows, and what dev and test share with train."""
+    train = dataset.splits["train"]
     for name, rows in dataset.splits.items():
         unrated = int((~rows.rated).sum())
         if unrated:
             log.info(f"{name}: {unrated:,} of {len(rows):,} rows are unrated and not used")
-        leaked = leaked_pairs(rows, dataset.splits["train"]) if name != "train" else 0
-        if leaked:
+        if name == "train":
+            continue
+        if leaked := leaked_pairs(rows, train):
             log.warning(f"{leaked:,} sentence pairs of {name} are in train too")
-        if name != "train":
-            _log_shared_sentences(name, rows, dataset.splits["train"])
-
-
-def _log_shared_sentences(name: str, rows: Rows, train: Rows) -> None:
-    sentences = train.take(train.rated).folded_sentences()
-    shared = int((shares_sentence(rows, sentences) & rows.rated).sum())
-    if shared:
-        log.info(
-            f"{name}: {shared:,} of {int(rows.rated.sum()):,} rated rows share a sentence with "
-            "train; evaluate and compare-prompts score the others apart as well"
-        )
+        sentences = train.take(train.rated).folded_sentences()
+        shared = int((shares_sentence(rows, sentences) & rows.rated).sum())
+        if shared:
+            log.info(
+                f"{name}: {shared:,} of {int(rows.rated.sum()):,} rated rows share a sentence with "
+                "train; evaluate and compare-prompts score the others apart as well"
+            )

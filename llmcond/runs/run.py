@@ -8,6 +8,9 @@ it. Here is what all runs have; ``task_runs.py`` has those of each kind of task.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,15 +33,7 @@ from llmcond.metrics import metric_of
 from llmcond.prompts import Prompt, prompt_from_json
 from llmcond.runs.manifest import HERE, read_manifest
 from llmcond.runs.provenance import provenance
-from llmcond.runs.saved import (
-    H_co,
-    Saved,
-    StaleHeadError,
-    dev_score,
-    fitted_on,
-    fitted_splits,
-)
-from llmcond.runs.stores import store_for_others
+from llmcond.runs.saved import H_co, Saved, StaleHeadError, dev_score, fitted_on, fitted_splits
 from llmcond.tasks import AnyTask, Data, find_task
 
 if TYPE_CHECKING:
@@ -111,8 +106,22 @@ class AnyRun(ABC):
         Where the run cannot be written, or is a bundled model, they go into an empty store that
         does not last.
         """
-        is_bundled = self.folder == pretrained(self.folder.name)
-        return store_for_others(self.store(), is_bundled=is_bundled)
+        from llmcond.features.store import FeatureStore
+
+        store = self.store()
+        if self.is_bundled:
+            why = "a bundled model keeps none. For those, make a run: llmcond extract"
+        else:
+            try:
+                store.check_writable()
+                return store
+            except UserError as error:
+                why = str(error)
+        log.info(f"the features of these texts are not kept: {why}")
+        folder = Path(tempfile.mkdtemp(prefix="llmcond-"))
+        temporary = FeatureStore(folder, store.identity, store.dtype)
+        weakref.finalize(temporary, shutil.rmtree, folder, ignore_errors=True)
+        return temporary
 
     def resolve_encoder(
         self, device: str = "auto", max_tokens_per_batch: int | None = None
@@ -187,9 +196,11 @@ class AnyRun(ABC):
         """Return the names of the run's splits."""
 
     @property
-    @abstractmethod
     def read_by(self) -> DataOptions:
         """Return how the data was read, without where it was."""
+        options = ("columns", "scale", "split_seed", "drop_leaks")
+        recorded = self.manifest["data"]
+        return DataOptions(**{name: recorded[name] for name in options if name in recorded})
 
     @abstractmethod
     def default_split(self) -> str:
@@ -262,12 +273,17 @@ class AnyRun(ABC):
             )
         return prompts[wanted]
 
-    def find_prompts(self, names: str | None) -> tuple[Prompt, ...]:
+    def find_prompts(self, names: str | None, features: str) -> tuple[Prompt, ...]:
         """Return the prompts of names joined by ``+``; as :meth:`prompt` for a single one.
+
+        Without names, a head of separate ``features`` takes the one prompt that gives them.
 
         Raises:
             UserError: as :meth:`prompt`, or a prompt named twice.
         """
+        separate = [prompt for prompt in self.prompts().values() if prompt.separate]
+        if names is None and features in ("separate", "alone") and len(separate) == 1:
+            return (separate[0],)
         if names is None or "+" not in names:
             return (self.prompt(names),)
         if "" in names.split("+"):
@@ -382,11 +398,6 @@ class AnyRun(ABC):
         where = f"the head {name} of {self.folder}"
         record = fitted_on(record, where)
         prompts = tuple(prompt_from_json(prompt, where) for prompt in record["prompts"])
-        self._check_head(where, record, prompts)
-        view = View(prompts, record["subtract"], head.features, head.conditioned)
-        return Saved(name, head, view, record)
-
-    def _check_head(self, where: str, record: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
         theirs = EncoderIdentity.from_json(record["encoder"]["identity"], where)
         differences = theirs.differences(self.identity)
         if record["store_dtype"] != self.manifest["store_dtype"]:
@@ -406,6 +417,8 @@ class AnyRun(ABC):
                     f"{where} was fitted on the prompt {prompt.name} with digest {prompt.digest}, "
                     f"which in the run {now}. Extract that prompt and fit the head again."
                 )
+        view = View(prompts, record["subtract"], head.features, head.conditioned)
+        return Saved(name, head, view, record)
 
     def _recipe_of(self, name: str) -> Any:
         recipe = self.head_record(name).get("recipe")

@@ -12,7 +12,7 @@ from llmcond.features.view import View
 from llmcond.heads.plain import ZERO_SHOT, EmbeddingHead, PlainHead
 from llmcond.metrics import metric_of
 from llmcond.records import check_record
-from llmcond.runs.records import FittedOn
+from llmcond.runs.manifest import FittedOn
 
 if TYPE_CHECKING:
     from llmcond.heads import FittedHead

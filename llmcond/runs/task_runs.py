@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 from llmcond.data.datasets import DataOptions, Dataset, RatingScale
 from llmcond.data.rows import Rows
@@ -18,11 +18,8 @@ class Run(AnyRun):
     """A run of rated rows."""
 
     kind, subtracts = "rated", True
-
-    @property
-    def task(self) -> Task:
-        """Return the run's task; errors as of :class:`AnyRun`."""
-        return cast(Task, super().task)
+    task: Task
+    data: Dataset
 
     @property
     def splits(self) -> list[str]:
@@ -37,8 +34,7 @@ class Run(AnyRun):
     @property
     def read_by(self) -> DataOptions:
         """Return how the data was read, without where it was."""
-        data, extra = self.manifest["data"], tuple(self.rows("train").extra)
-        return DataOptions(None, data["columns"], data["scale"], data["split_seed"], extra)
+        return replace(super().read_by, extra=tuple(self.rows("train").extra))
 
     def rows(self, split: str) -> Rows:
         """Return the rows of a split.
@@ -47,10 +43,9 @@ class Run(AnyRun):
             UserError: the run has none of that name, or its rows cannot be read.
             LlmcondError: its rows are not those that run.json counts.
         """
-        splits = cast(Dataset, self.data).splits
-        if split not in splits:
+        if split not in self.data.splits:
             raise UserError(f"{self.folder} has no {split} split; it has {', '.join(self.splits)}.")
-        return splits[split]
+        return self.data.splits[split]
 
     def load_head(self, name: str) -> SavedHead:
         """Load a head that compares pairs; see :class:`AnyRun`."""
@@ -61,11 +56,6 @@ class Run(AnyRun):
     def load_applied_head(self, name: str) -> SavedEmbeddingHead:
         """Load a head that embeds texts, without torch if it is plain; see :class:`AnyRun`."""
         return self._loaded(name, load_embedding_head(self.head_folder(name)))
-
-    @property
-    def has_rows(self) -> bool:
-        """Return whether its rows are there; what others were given of a run has none."""
-        return (self.folder / "rows.parquet").is_file()
 
     def default_split(self) -> str:
         """Return ``test`` if it has rated rows, else ``dev``: figures on dev chose the epoch."""
@@ -85,12 +75,12 @@ class UnratedRun(AnyRun):
 
     #: Candidates have no condition, and what is left of a query would lie elsewhere.
     subtracts = False
+    data: Any
 
     @property
     def splits(self) -> list[str]:
         """Return the names of the run's splits."""
-        found: Mapping[str, Any] = cast(Any, self.data).splits
-        return list(found)
+        return list(self.data.splits)
 
     def default_split(self) -> str:
         """Return ``test`` if there is one, else ``dev``."""

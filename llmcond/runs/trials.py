@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
@@ -97,7 +97,7 @@ class _Kept:
     dim: int
     fit: FitRecord
     metrics: Mapping[str, float | None]
-    similarity: Sequence[float] = ()
+    similarity: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,23 +108,21 @@ class Outcome:
         metrics: name -> figure on the split that is scored; NaN where undefined.
         fit: what is recorded of the fit.
         dev: score on dev; None where it is undefined.
-        similarity: (n,) predictions of all rows, or ranks, if they were asked for.
+        similarity: (n,) predictions of all rows, or ranks.
     """
 
     metrics: Mapping[str, float]
     dim: int
     fit: Mapping[str, Any]
     dev: float | None
-    similarity: NDArray[np.float32] | None = None
+    similarity: NDArray[np.float32]
 
     @classmethod
-    def read(
-        cls, path: Path, metrics: Sequence[Metric], n: int | None, dev_metric: str
-    ) -> Outcome | None:
+    def read(cls, path: Path, metrics: Sequence[Metric], n: int, dev_metric: str) -> Outcome | None:
         """Return what a file holds; None where it is not there, or lacks something asked for.
 
-        ``n`` predictions are asked for; None: none. ``dev_metric`` is that of the run. A damaged
-        file is as good as none, with a warning: it is made again.
+        ``n`` predictions are asked for. ``dev_metric`` is that of the run. A damaged file is as
+        good as none, with a warning: it is made again.
         """
         if not path.is_file():
             return None
@@ -132,8 +130,7 @@ class Outcome:
             record = read_json(path)
             names = [metric.name for metric in metrics]
             # Without the score that chose the epoch, another metric may have chosen it.
-            needed = {*names, f"dev_{dev_metric}", *(["similarity"] if n is not None else [])}
-            if not needed <= set(record):
+            if not {*names, f"dev_{dev_metric}", "similarity"} <= set(record):
                 return None
             figures = {name: record[name] for name in names}
             check_record({**record, "metrics": figures}, _Kept, str(path))
@@ -141,8 +138,8 @@ class Outcome:
             log.warning(f"{error} The fit is made again.")
             return None
         figures = {name: math.nan if one is None else one for name, one in figures.items()}
-        similarity = None if n is None else np.array(record["similarity"], dtype=np.float32)
-        if similarity is not None and len(similarity) != n:
+        similarity = np.array(record["similarity"], dtype=np.float32)
+        if len(similarity) != n:
             return None
         return cls(figures, record["dim"], record["fit"], dev_score(record, dev_metric), similarity)
 
@@ -169,7 +166,6 @@ class _Job:
     folder: Path
     split: str
     metrics: Sequence[str]
-    predictions: bool
     device: str
 
 
@@ -180,14 +176,13 @@ def run_trials(
     folder: str,
     workers: int | None,
     metrics: Sequence[str] = (),
-    predictions: bool = False,
     device: str = "auto",
 ) -> tuple[dict[str, tuple[Trial, Outcome]], list[str]]:
     """Run trials, but for those that were run before; equal ones are run once.
 
     Outcomes are kept in ``folder`` of the run. They hold the task's ``metrics`` and further ones on
-    ``split``, and with ``predictions`` those of each row. ``workers`` fits run at a time; None: one
-    a core, at most eight.
+    ``split``, and the predictions of each row. ``workers`` fits run at a time; None: one a core, at
+    most eight.
 
     Returns:
         Digest -> trial and outcome, in the order of the trials, and a line for each that failed.
@@ -198,7 +193,7 @@ def run_trials(
     wanted = {trial.digest(run, split): trial for trial in trials}
     computed = choose_metrics(run.task.metrics, metrics)
     paths = {digest: run.folder / folder / f"{digest}.json" for digest in wanted}
-    n = len(examples_of(run).scored(split).rated) if predictions else None
+    n = len(examples_of(run).scored(split).rated)
 
     def kept(digest: str) -> Outcome | None:
         return Outcome.read(paths[digest], computed, n, run.dev_metric)
@@ -210,7 +205,7 @@ def run_trials(
     if missing:
         check_writable(next(iter(paths.values())))
     failures = []
-    job = _Job(run.folder, split, metrics, predictions, choose_device(device))
+    job = _Job(run.folder, split, metrics, choose_device(device))
     # Closed here and now: an interrupt would leave it, and its processes, to the traceback.
     with closing(_records(job, missing, workers)) as records:
         for done, (digest, record) in enumerate(records, start=1):
@@ -266,7 +261,7 @@ class _Worker:
         (result,) = results_of([saved], [predicted], rows, split, self._metrics, 0, task)
         return {
             **result.to_json(),
-            **({"similarity": predicted.tolist()} if self._job.predictions else {}),
+            "similarity": predicted.tolist(),
             "recipe": recipe.to_json(),
             "fit": dict(head.fit.record),
             f"dev_{self._run.dev_metric}": finite(examples.on_dev(head, view)),
@@ -309,15 +304,11 @@ def _completed(futures: Sequence[Future[T]], seconds: float = EVERY_SECONDS) -> 
     """Yield futures as they are done; log how many are where none was for so many seconds."""
     waiting = set(futures)
     while waiting:
-        before = len(waiting)
-        try:
-            for future in as_completed(waiting, seconds):
-                waiting.discard(future)
-                yield future
-        except TimeoutError:
-            if len(waiting) == before:
-                done = len(futures) - before
-                log.info(f"fitting: {done:,} of {len(futures):,} fits are done")
+        done, waiting = wait(waiting, seconds, FIRST_COMPLETED)
+        if not done:
+            n_done = len(futures) - len(waiting)
+            log.info(f"fitting: {n_done:,} of {len(futures):,} fits are done")
+        yield from done
 
 
 @contextmanager

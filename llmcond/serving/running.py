@@ -15,7 +15,7 @@ from llmcond.data.guides import read_guide
 from llmcond.errors import UserError
 from llmcond.runs.cross import load_comparing
 from llmcond.runs.embedder import Embedder
-from llmcond.runs.usual import usual_run
+from llmcond.runs.open import usual_run
 from llmcond.serving.app import Endpoints
 from llmcond.serving.batching import Batcher
 from llmcond.serving.gate import Gate

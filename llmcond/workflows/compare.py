@@ -138,7 +138,7 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
     record = {**comparison.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "compare-prompts.json", record)
     if asked.keep:
-        keep_best(run, done)
+        keep_best(run, done, "auto")
     return comparison
 
 
@@ -245,7 +245,7 @@ def _fitted_systems(
         if asked.plain or zeroshot.view.subtract == run.subtracts
     ]
     flat = [trial for seeded in trials for trial in seeded]
-    done, failures = run_trials(run, split, flat, "comparisons", asked.workers, predictions=True)
+    done, failures = run_trials(run, split, flat, "comparisons", asked.workers)
     systems = []
     for seeded in trials:
         digests = dict.fromkeys(trial.digest(run, split) for trial in seeded)
@@ -265,7 +265,7 @@ def _fitted_systems(
             fits=tuple(one.fit for one in outcomes),
             control=trial.view.prompts[0].control or "",
         )
-        similarity = np.stack([one.similarity for one in outcomes if one.similarity is not None])
+        similarity = np.stack([one.similarity for one in outcomes])
         systems.append(System((trial.recipe.name, trial.view.subtract), result, similarity))
     return systems, failures, list(done.values())
 
@@ -295,7 +295,7 @@ def _page(
     best = comparison.results[0]
     wanted = (comparison.baseline, best.head, best.subtract)
     same = (r.name for r in comparison.results if (r.prompt, r.head, r.subtract) == wanted)
-    return page_of(
+    page = page_of(
         run,
         rows,
         comparison.results,
@@ -309,5 +309,5 @@ def _page(
             "left_out": comparison.left_out,
             "failures": comparison.failures,
         },
-        baseline=next(same, None),
     )
+    return replace(page, baseline=next(same, None))

@@ -250,27 +250,23 @@ def check_named_once(prompts: Sequence[Prompt]) -> None:
             )
 
 
-def check_prompts(
-    prompts: Sequence[Prompt], resolved: ResolvedEncoder, task: AnyTask[Any] | None = None
-) -> None:
+def check_prompts(prompts: Sequence[Prompt], resolved: ResolvedEncoder, task: AnyTask[Any]) -> None:
     """Raise a UserError unless prompts have different names, and go with an encoder and a task."""
     check_named_once(prompts)
     for prompt in prompts:
         obstacle = prompt_obstacle(prompt, resolved, task)
         if obstacle:
             raise UserError(
-                f"the prompt {prompt.name} does not go with {_with_what(resolved, task)}: "
-                f"{obstacle}. {usable_prompts(resolved, task)}"
+                f"the prompt {prompt.name} does not go with {resolved.checkpoint.name} and the "
+                f"task {task.name}: {obstacle}. {usable_prompts(resolved, task)}"
             )
 
 
-def check_routed(
-    prompts: Sequence[Prompt], options: EncoderOptions, task: AnyTask[Any] | None = None
-) -> None:
+def check_routed(prompts: Sequence[Prompt], options: EncoderOptions, task: AnyTask[Any]) -> None:
     """Raise a UserError for a router inside the encoder that no prompt gives anything to do."""
     if options.router in (None, "none") or any(prompt.routes for prompt in prompts):
         return
-    if task is not None and not find_kind(task.kind).has_conditions:
+    if not find_kind(task.kind).has_conditions:
         raise UserError(
             f"--router {options.router} weights tokens by a condition, and the task {task.name} "
             "encodes utterances, which have none. Leave out --router."
@@ -283,23 +279,16 @@ def check_routed(
     )
 
 
-def prompt_obstacle(
-    prompt: Prompt, resolved: ResolvedEncoder, task: AnyTask[Any] | None = None
-) -> str:
+def prompt_obstacle(prompt: Prompt, resolved: ResolvedEncoder, task: AnyTask[Any]) -> str:
     """Return why an encoder cannot take a prompt's inputs of a task; empty if it can."""
-    of_task = "" if task is None else find_kind(task.kind).obstacle(prompt)
-    return of_task or prompt.obstacle(resolved.identity)
+    return find_kind(task.kind).obstacle(prompt) or prompt.obstacle(resolved.identity)
 
 
-def usable_prompts(resolved: ResolvedEncoder, task: AnyTask[Any] | None = None) -> str:
+def usable_prompts(resolved: ResolvedEncoder, task: AnyTask[Any]) -> str:
     """Return a sentence that names the bundled prompts which go with an encoder and a task."""
     bundled = [load_prompt(name) for name in bundled_names("prompts")]
     usable = [own.name for own in bundled if not prompt_obstacle(own, resolved, task)]
     return f"Prompts that do: {', '.join(usable)}."
-
-
-def _with_what(resolved: ResolvedEncoder, task: AnyTask[Any] | None) -> str:
-    return resolved.checkpoint.name + ("" if task is None else f" and the task {task.name}")
 
 
 def check_run(

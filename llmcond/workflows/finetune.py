@@ -92,8 +92,8 @@ def train_pairs(asked: TrainLoraOptions, task: Task) -> TrainingResult:
     resolved = resolve_trainable(model, options, tuning, merge)
     knowing = [f"the teacher {taught.teacher}"] if teacher and teacher.knows_dev(dataset) else []
     check_folds(stage, model, resolved, dataset, *knowing)
-    plan, view = _with_prompts(plan, resolved)
-    check_routed(plan.prompts, options)
+    plan, view = _with_prompts(plan, resolved, task)
+    check_routed(plan.prompts, options, task)
     own = {
         **made_of(resolved, dataset, plan.prompts, plan.recipe, asked, tuning, merge),
         "subtract": plan.subtract,
@@ -238,12 +238,12 @@ def _trains(recipe: Recipe) -> bool:
     return recipe.family.supervised or recipe.is_identity
 
 
-def _with_prompts(plan: HeadPlan, resolved: ResolvedEncoder) -> tuple[HeadPlan, View]:
+def _with_prompts(plan: HeadPlan, resolved: ResolvedEncoder, task: Task) -> tuple[HeadPlan, View]:
     """Return the plan with prompts, those named or what suits encoder and head, and its view."""
     apart, joint = [load_prompt("separate")], [load_prompt(resolved.joint_prompt)]
     suits = {"separate": apart, "joint": joint, "both": [*joint, *apart]}
     prompts = plan.prompts or tuple(suits[plan.recipe.features])
-    check_prompts(prompts, resolved)
+    check_prompts(prompts, resolved, task)
     # Separate features stand last: heads that take both kinds find them there.
     ordered = tuple(sorted(prompts, key=lambda prompt: prompt.separate))
     view = view_of(plan.recipe, ordered, plan.subtract)

@@ -20,7 +20,6 @@ from llmcond.progress import FitBar
 from llmcond.report.format import folds_text
 from llmcond.runs import AnyRun, as_rated, head_name, head_record, open_any_run
 from llmcond.runs.examples import examples_of
-from llmcond.runs.features import prompts_for
 from llmcond.runs.trials import Outcome, Trial, sized
 from llmcond.runs.with_dev import WithDev
 from llmcond.workflows.options.fitting import DevOptions, FitHeadOptions
@@ -77,7 +76,7 @@ def fit_head(asked: FitHeadOptions) -> FittedResult:
     recipe = load_recipe(asked.head, run.task.recipes)
     recipe = recipe.with_settings(recipe.parse_changes(dict(asked.set or {}), "--set"), "--set")
     subtract = run.subtracts if asked.subtract is None else asked.subtract
-    view = view_of(recipe, prompts_for(run, recipe, asked.prompt), subtract)
+    view = view_of(recipe, run.find_prompts(asked.prompt, recipe.features), subtract)
     reserved = name is not None and (name == "none" or name.startswith("none@"))
     if reserved and not recipe.is_identity:
         raise UserError(f"{name!r} would be taken for zero-shot. Give the head another --name.")
@@ -157,7 +156,7 @@ def _fit_with_dev(both: WithDev, folds: int) -> FittedHead:
     return replace(head, fit=replace(head.fit, record=record))
 
 
-def keep_best(run: AnyRun, done: Iterable[tuple[Trial, Outcome]], device: str = "auto") -> None:
+def keep_best(run: AnyRun, done: Iterable[tuple[Trial, Outcome]], device: str) -> None:
     """Keep the trial with the best score on dev as a head of the run; controls do not count."""
     scored = [
         (outcome.dev, trial)

@@ -19,7 +19,6 @@ from llmcond.heads import load_recipe
 from llmcond.metrics import choose_metrics
 from llmcond.runs import AnyRun, open_any_run
 from llmcond.runs.examples import examples_of
-from llmcond.runs.features import prompts_for
 from llmcond.runs.provenance import provenance
 from llmcond.runs.trials import Outcome, Trial, run_trials
 from llmcond.workflows.fit import keep_best
@@ -48,9 +47,7 @@ def sweep(asked: SweepOptions) -> SweepResult:
     split = run.scored_split(asked.split)
     rows = examples_of(run).scored(split)
     trials = list(_grid(run, asked))
-    done, failures = run_trials(
-        run, split, trials, "sweep", asked.workers, metrics, predictions=True, device=device
-    )
+    done, failures = run_trials(run, split, trials, "sweep", asked.workers, metrics, device=device)
     points = _summarise(done.values(), run, split)
     computed = choose_metrics(run.task.metrics, metrics)
     results, predicted = zip(*points, strict=True)
@@ -82,7 +79,7 @@ def _grid(run: AnyRun, asked: SweepOptions) -> Iterator[Trial]:
         for values in itertools.product(*vary.values()):
             varied = recipe.parse_changes(dict(zip(vary, values, strict=True)), "--vary")
             changed = recipe.with_settings(varied, "--vary")
-            view = view_of(changed, prompts_for(run, changed, names), subtract)
+            view = view_of(changed, run.find_prompts(names, changed.features), subtract)
             for seed in range(asked.seeds):
                 yield Trial(changed, varied.get("dim"), view, seed, varied)
 
@@ -110,6 +107,6 @@ def _summarise(done: Iterable[tuple[Trial, Outcome]], run: AnyRun, split: str) -
             fits=tuple(one.fit for one in outcomes),
             settings=dict(trial.varied),
         )
-        predicted = [one.similarity for one in outcomes if one.similarity is not None]
+        predicted = [one.similarity for one in outcomes]
         points.append((result, np.stack(predicted)))
     return points

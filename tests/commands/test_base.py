@@ -172,7 +172,13 @@ def test_settings_that_were_not_given_are_none():
     assert {f.name for f in cls.__dataclass_fields__.values() if option_of(f)} >= {"rank", "set"}
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_are_found_by_their_modules_and_have_places_of_their_own():
+    assert {"extract", "fit-head", "prompts", "prompts show"} <= COMMANDS
+    assert "base" not in COMMANDS
+    assert len({_command(name).position for name in COMMANDS}) == len(COMMANDS)
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_every_command_has_an_example_that_parses(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for data in ("my.csv", "texts.csv"):  # that examples name

@@ -13,7 +13,15 @@ from helpers.paths import ROOT
 from llmcond.errors import UserError
 from llmcond.evaluation import ranking
 from llmcond.evaluation.paired import differences, resample
-from llmcond.evaluation.ranking import Ranks, rank, rank_each, ranks_among, resample_ranks, top
+from llmcond.evaluation.ranking import (
+    CandidatePool,
+    Ranks,
+    rank,
+    rank_each,
+    ranks_among,
+    resample_ranks,
+    top,
+)
 from llmcond.kinds.ranking.graph import Graph, Known, both_directions
 from llmcond.kinds.ranking.rules import Context
 from llmcond.metrics import RANKING, choose_metrics, over_strata
@@ -100,7 +108,9 @@ def test_ranks_do_not_depend_on_blocks(graph, vectors, block, tile):
     terms = [Context.of(graph).hops(2, 0.5), Context.of(graph).reverse(1.0)]
     whole = rank(*vectors, triples, known, terms, exclude_head=True)
 
-    assert equal(rank(*vectors, triples, known, terms, True, block, tile), whole)
+    queries, candidates = vectors
+    pool = CandidatePool(candidates, known, terms, exclude_head=True, tile=tile)
+    assert equal(rank_each(queries, pool, triples, (), block)[0], whole)
 
 
 def test_candidates_on_disk_rank_as_those_in_memory(graph, vectors, tmp_path: Path):
@@ -130,7 +140,9 @@ def test_variants_are_ranked_as_if_each_were_a_term(graph, vectors, tile):
     context.known = Known(graph)
     terms = [context.hops(1, 0.5)]
     variants = [context.reverse(weight) for weight in (0, 1, -2.5, 40)]
-    found = rank_each(*vectors, triples, known, variants, terms, True, 7, tile)
+    queries, candidates = vectors
+    pool = CandidatePool(candidates, known, terms, exclude_head=True, tile=tile)
+    found = rank_each(queries, pool, triples, variants, block=7)
 
     assert equal(found[0], rank(*vectors, triples, known, terms, True))
     for one, variant in zip(found[1:], variants, strict=True):
@@ -208,17 +220,17 @@ def test_the_best_are_those_of_a_sort(graph, vectors, tile):
     scores[np.arange(len(head)), head] = -np.inf
     order = np.argsort(-scores, axis=1, kind="stable")[:, :7]
 
-    entities, best = top(
-        queries, candidates, head, relation, 7, known, [context.hops(1, 0.5)], True, tile
-    )
+    terms = [context.hops(1, 0.5)]
+    pool = CandidatePool(candidates, known, terms, exclude_head=True, tile=tile)
+    entities, best = top(queries, pool, head, relation, 7)
     np.testing.assert_array_equal(entities, order)
     np.testing.assert_array_equal(best, np.take_along_axis(scores, order, axis=1))
 
 
 def test_where_few_are_left_the_last_scores_are_minus_infinity():
     known = Known(np.array([[0, 0, 1], [0, 0, 2]]), 3)
-    args = np.ones((1, 1)), np.ones((3, 1)), np.array([0]), np.array([0])
-    entities, scores = top(*args, 5, known)
+    pool = CandidatePool(np.ones((3, 1)), known)
+    entities, scores = top(np.ones((1, 1)), pool, np.array([0]), np.array([0]), 5)
     assert entities[0, 0] == 0
     assert scores.tolist() == [[1, -np.inf, -np.inf]]
 

@@ -14,8 +14,8 @@ from llmcond.heads.plain import ZERO_SHOT
 from llmcond.runs import open_run
 from llmcond.runs.embedder import Embedder
 from llmcond.runs.embedding_model import EmbeddingModel
-from llmcond.runs.features import Features
 from llmcond.runs.predictors import predict, unscored, zeroshots
+from llmcond.runs.rated import RatedExamples
 from llmcond.workflows.fit import fit_head
 
 
@@ -52,7 +52,7 @@ def test_a_head_is_not_found_by_another_prompt(fitted: Path):
 
 def test_zero_shot_predicts_the_cosines_of_features(fitted: Path):
     run = open_run(fitted)
-    (prompt, *_), features = run.prompts().values(), Features(run)
+    (prompt, *_), features = run.prompts().values(), RatedExamples(run)
     for zeroshot in zeroshots(run, prompt):
         pairs = features.pairs(zeroshot.view, "dev")
         sides = (as_matrix(pairs.first)[:], as_matrix(pairs.second)[:])

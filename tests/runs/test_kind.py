@@ -53,7 +53,11 @@ kind = "scaled"
 description = "A linear head of another package."
 source = "these tests"
 dim = 8
+dropout = 0.1
+learning_rate = 1e-3
+batch_size = 8
 epochs = 1
+patience = 1
 """
 
 
@@ -84,7 +88,8 @@ def package(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("package")
 def test_a_package_adds_a_kind_a_task_a_head_and_a_metric(tmp_path, capsys, tiny_checkpoint):
-    rows = [f"two men {a},two men {b},the place,{1 + (a == b) * 4}" for a in "xyz" for b in "xyz"]
+    who = ("men", "women", "dogs")
+    rows = [f"two {a} play,two {b} play,the place,{1 + (a == b) * 4}" for a in who for b in who]
     for split in ("train", "dev", "test"):
         (tmp_path / f"{split}.csv").write_text(
             "\n".join(["sentence1,sentence2,condition,label", *rows, ""])

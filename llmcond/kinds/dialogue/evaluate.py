@@ -128,7 +128,7 @@ def evaluate_plans(run: DialogueRun, asked: EvaluateOptions) -> RankedResults[Pl
         if asked.generate is not None:
             samples = 100 if asked.samples is None else asked.samples
             turns = histories_of(scored.data, place, histories)
-            source = generate(run, asked.generate, place, turns, samples, device=asked.device)
+            source = generate(run, asked.generate, place, turns, samples, asked.device)
         pool = read_samples(str(source), scored.data, place)
         examples = scored.examples(pool.further)
     elif asked.plan == "retrieved":
@@ -184,14 +184,14 @@ class _Scored:
         ties: Ties = asked.ties or "realistic"
         if asked.data is None:
             split = run.scored_split(asked.split)
-            return cls(run, run.dialogues, split, split, ties, *by, asked.device)
-        found, split = run.task.with_others(run.dialogues, asked.data_options(), asked.split)
+            return cls(run, run.data, split, split, ties, *by, asked.device)
+        found, split = run.task.with_others(run.data, asked.data_options(), asked.split)
         return cls(run, found, OTHERS, split, ties, *by, asked.device)
 
     def examples(self, further: Sequence[str] = ()) -> DialogueExamples:
         """Return examples with ``further`` texts; features that the run lacks are extracted."""
         run = self.run
-        texts = [*self.data.texts[len(run.dialogues.texts) :], *further]
+        texts = [*self.data.texts[len(run.data.texts) :], *further]
         if not texts:
             return DialogueExamples(run, self.data)
         store, encoder = run.store_for_others(), LazyEncoder(run.resolve_encoder(self.device))

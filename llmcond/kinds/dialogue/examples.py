@@ -99,7 +99,7 @@ class DialogueExamples(Examples):
         store: FeatureStore | None = None,
     ) -> None:
         """Prepare a run, or other ``data``, and ``further`` texts; ``store`` has their features."""
-        self.run, self.data, self.unit = run, data or run.dialogues, run.task.unit
+        self.run, self.data, self.unit = run, data or run.data, run.task.unit
         self.texts = [*self.data.texts, *further]
         self._store = store or run.store()
         self._read: dict[tuple[str, ...], Matrix] = {}
@@ -139,13 +139,9 @@ class DialogueExamples(Examples):
         """See :class:`Examples`."""
         train = self.data.of("train")
         arrays = TurnArrays(self.features(view), train.utterances, train.starts)
-        if "dev" not in self.data.splits:
-            return fit_turns(recipe, arrays, None, seed, on_epoch, device)
-
-        def score(head: FittedRoles) -> float:
-            return self.on_dev(head, view)
-
-        dev = DevScore(metric_of(self.run.dev_metric), score)
+        dev: DevScore[FittedRoles] | None = None
+        if "dev" in self.data.splits:
+            dev = DevScore(metric_of(self.run.dev_metric), lambda head: self.on_dev(head, view))
         return fit_turns(recipe, arrays, dev, seed, on_epoch, device)
 
     def on_dev(self, head: FittedRoles, view: View) -> float:

@@ -24,6 +24,8 @@ _SAMPLING: Mapping[str, Any] = {
     "min_new_tokens": 1,
     "max_new_tokens": 40,
 }
+#: What is drawn depends on it, the dialogue and the number of turns only.
+_SEED = 0
 
 
 def generate(
@@ -31,9 +33,8 @@ def generate(
     model: str,
     split: str,
     history: Sequence[int],
-    samples: int = 100,
-    seed: int = 0,
-    device: str = "auto",
+    samples: int,
+    device: str,
 ) -> Path:
     """Return the file of what a language model says after the first h turns of dialogues.
 
@@ -47,13 +48,12 @@ def generate(
         split: of the run.
         history: numbers of turns, h.
         samples: how many texts for each dialogue and h.
-        seed: what is drawn depends on it, the dialogue and h only.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
 
     Raises:
         UserError: a model that cannot be loaded, or with which nothing can be said.
     """
-    turns, texts = run.dialogues.of(split), run.dialogues.texts
+    turns, texts = run.data.of(split), run.data.texts
     if len(set(turns.ids)) < len(turns.ids):
         raise UserError(
             f"several {split} dialogues of {run.folder} have the same id, by which candidates are "
@@ -65,10 +65,10 @@ def generate(
         for row, context in zip(*(own.tolist() for own in turns.context(h)[:2]), strict=True)
     ]
     made_of = [run.manifest["data"]["digest"], split, _weights(model), str(_SAMPLING), samples]
-    path = run.folder / "generated" / f"{digest_text(json.dumps([*made_of, seed]))}.jsonl"
+    path = run.folder / "generated" / f"{digest_text(json.dumps([*made_of, _SEED]))}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
-        _complete(path, asked, model, samples, seed, device)
+        _complete(path, asked, model, samples, device)
     return path
 
 
@@ -77,7 +77,6 @@ def _complete(
     asked: Sequence[tuple[str, int, Sequence[str]]],
     model: str,
     samples: int,
-    seed: int,
     device: str,
 ) -> None:
     """Add to a file what it lacks of what is asked for: dialogue, history and turns of each."""
@@ -93,7 +92,7 @@ def _complete(
     path.write_text(kept, encoding="utf-8")
     with path.open("a", encoding="utf-8") as stream, CountBar("generating") as bar:
         for number, (dialogue, h, context) in enumerate(missing, 1):
-            own_seed = int(digest_text(str(seed), *context, size=4), 16)
+            own_seed = int(digest_text(str(_SEED), *context, size=4), 16)
             found = speaker.say(context, samples, own_seed)
             row = {"dialogue": dialogue, "history": h, "candidates": found}
             stream.write(f"{json.dumps(row, ensure_ascii=False)}\n")

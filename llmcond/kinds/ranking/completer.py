@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from llmcond.arrays import Dense, Matrix, MatrixLike
 from llmcond.bundled import DEFAULT_RUN
 from llmcond.errors import UserError, did_you_mean
-from llmcond.evaluation.ranking import Term, rank, top
+from llmcond.evaluation.ranking import CandidatePool, Term, rank, top
 from llmcond.features.view import Part
 from llmcond.kinds.ranking.arrays import joint_keys
 from llmcond.kinds.ranking.examples import QueryExamples
@@ -107,16 +107,10 @@ class Completer:
         asked = np.array([[entity, which + (tail is not None) * self.graph.n_relations]])
         known = self._examples.known
         answers = set(known.gather(asked[:, 0], asked[:, 1])[1].tolist())
-        found, scores = top(
-            self._vectors(asked),
-            self._candidates,
-            asked[:, 0],
-            asked[:, 1],
-            min(k, self.graph.n_entities),
-            known if filtered else None,
-            self._added,
-            self._terms.exclude_head,
-        )
+        left_out, exclude_head = known if filtered else None, self._terms.exclude_head
+        pool = CandidatePool(self._candidates, left_out, self._added, exclude_head)
+        k = min(k, self.graph.n_entities)
+        found, scores = top(self._vectors(asked), pool, asked[:, 0], asked[:, 1], k)
         entities = self.graph.entities
         ordered = zip(found[0].tolist(), scores[0].tolist(), strict=True)
         return [
@@ -216,7 +210,7 @@ def load_completer(
         UserError: no such run or head, or a run of another task.
     """
     opened = open_any_run(Path(run))
-    if not isinstance(opened, RankingRun) or not isinstance(opened.queries, Graph):
+    if not isinstance(opened, RankingRun) or not isinstance(opened.data, Graph):
         raise UserError(
             f"{run} is a run of the task {opened.task.name}, which has no knowledge graph. Extract "
             "one: llmcond extract --task kgc --model MODEL --run another one."

@@ -70,7 +70,7 @@ def _examples(
     if data.source is None:
         split = run.scored_split(split)
         return QueryExamples(run), split, split
-    found, split = run.task.with_others(run.queries, data, split)
+    found, split = run.task.with_others(run.data, data, split)
     store, encoder = run.store_for_others(), LazyEncoder(run.resolve_encoder(device))
     for prompt in prompts:
         extract_prompt(store, encoder, prompt, QueryInputs(run.task.texts(found), prompt))

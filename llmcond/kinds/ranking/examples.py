@@ -46,7 +46,7 @@ class QueryExamples(Examples):
         store: FeatureStore | None = None,
     ) -> None:
         """Prepare a run, or other ``data`` on its candidates; ``store`` has the features."""
-        self.run, self.data, self.unit = run, data or run.queries, run.task.unit
+        self.run, self.data, self.unit = run, data or run.data, run.task.unit
         self._store = store or run.store()
         self._features: dict[View, QueryFeatures] = {}
         self._inputs: dict[str, QueryInputs] = {}
@@ -72,15 +72,12 @@ class QueryExamples(Examples):
             arrays = self.run.task.arrays(
                 self.data,
                 candidates=columns[0] if len(columns) == 1 else Concatenated(columns),
-                conditions=view.condition(self._of_conditions),
+                conditions=view.condition(lambda prompt, _: self._column(prompt, "conditions")),
                 joint=None if separate else view.sentence(self._of_asked),
                 asked=self.texts.asked,
             )
             self._features[view] = QueryFeatures(arrays)
         return self._features[view]
-
-    def _of_conditions(self, prompt: Prompt, part: Part) -> Matrix:
-        return self._column(prompt, "conditions")
 
     def _of_asked(self, prompt: Prompt, part: Part) -> Matrix:
         """Return the features of sentences under the conditions that they are asked under."""
@@ -122,17 +119,13 @@ class QueryExamples(Examples):
     ) -> FittedQueryHead:
         """See :class:`Examples`; a sample of dev, always the same, chooses the epoch."""
         arrays = self.features(view).arrays
-        if "dev" not in self.data.splits:
-            return fit_queries(recipe, arrays, None, seed, on_epoch, device)
-        queries = self.data.queries("dev")
-        if len(queries) > _DEV_QUERIES:
-            chosen = np.random.default_rng(0).permutation(len(queries))[:_DEV_QUERIES]
-            queries = queries[np.sort(chosen)]
-
-        def score(head: FittedQueryHead) -> float:
-            return self._score(head, queries)
-
-        dev = DevScore(metric_of(self.run.dev_metric), score)
+        dev: DevScore[FittedQueryHead] | None = None
+        if "dev" in self.data.splits:
+            queries = self.data.queries("dev")
+            if len(queries) > _DEV_QUERIES:
+                chosen = np.random.default_rng(0).permutation(len(queries))[:_DEV_QUERIES]
+                queries = queries[np.sort(chosen)]
+            dev = DevScore(metric_of(self.run.dev_metric), lambda head: self._score(head, queries))
         return fit_queries(recipe, arrays, dev, seed, on_epoch, device)
 
     def on_dev(self, head: FittedQueryHead, view: View) -> float:

@@ -12,7 +12,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from llmcond.arrays import MatrixLike, Positions, as_matrix
-from llmcond.evaluation.ranking import BLOCK, Added, Ranks, Term, rank, rank_each
+from llmcond.evaluation.ranking import BLOCK, Added, CandidatePool, Ranks, Term, rank, rank_each
 from llmcond.kinds.ranking.graph import Graph, Known, Numbers, Triples, both_directions
 from llmcond.metrics import Floats
 
@@ -149,7 +149,8 @@ def fit_reverse(
     sample = slice(None, None, max(1, len(candidates) // 4_096))
     unit = float(np.std(vectors[:BLOCK] @ as_matrix(candidates).read(sample).T, axis=1).mean())
     tried = [context.reverse(weight * unit) for weight in _WEIGHTS[1:]]
-    ranks = rank_each(vectors, candidates, own, known, tried, terms, exclude_head)
+    pool = CandidatePool(candidates, known, terms, exclude_head)
+    ranks = rank_each(vectors, pool, own, tried)
     gained = [1 / found.of() for found in ranks]
     weights = np.zeros(context.n_relations)
     for one in np.unique(relation[changed]):

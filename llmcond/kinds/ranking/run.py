@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from llmcond.data.datasets import DataOptions
 from llmcond.features.view import View
 from llmcond.kinds.ranking.task import QueryData, RankingTask
 from llmcond.prompts import Prompt
@@ -19,21 +18,8 @@ class RankingRun(UnratedRun):
     """A run of queries against candidates."""
 
     kind, own_command = "ranking", "complete"
-
-    @property
-    def task(self) -> RankingTask[Any]:
-        """Return the run's task; errors as of :class:`AnyRun`."""
-        return cast(RankingTask[Any], super().task)
-
-    @property
-    def queries(self) -> QueryData:
-        """Return its data set, see :attr:`data`."""
-        return cast(QueryData, self.data)
-
-    @property
-    def read_by(self) -> DataOptions:
-        """Return how the data was read: in the only way there is."""
-        return DataOptions()
+    task: RankingTask[Any]
+    data: QueryData
 
     def zero_shot_views(self, prompt: Prompt) -> list[View]:
         """Return the views that zero-shot compares; separate features ignore the condition."""

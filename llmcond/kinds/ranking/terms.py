@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,29 +15,24 @@ from llmcond.kinds.ranking.rules import Context, fit_reverse
 from llmcond.runs.predictors import AnyPredictor
 
 
-@dataclass(frozen=True, slots=True)
-class Rerank:
-    """Neighbour re-ranking, as ``--rerank HOPS:ALPHA[:no-head]`` asks for it."""
+def _parse_rerank(text: str) -> tuple[int, float, bool]:
+    """Return the hops, ALPHA, and whether the head counts, of ``HOPS:ALPHA[:no-head]``.
 
-    hops: int
-    alpha: float
-    head: bool = True
-
-    @classmethod
-    def parse(cls, text: str) -> Rerank:
-        """Return what a text asks for; a UserError if it has another form."""
-        words = text.split(":")
-        try:
-            hops, alpha = int(words[0]), float(words[1])
-            legal = words[2:] in ([], ["no-head"]) and 1 <= hops <= 100 and np.isfinite(alpha)
-        except (IndexError, ValueError):
-            legal = False
-        if not legal:
-            raise UserError(
-                f"--rerank is {text!r}; expected HOPS:ALPHA or HOPS:ALPHA:no-head, such as 5:0.05, "
-                "with 1 to 100 hops."
-            )
-        return cls(hops, alpha, head=len(words) == 2)
+    Raises:
+        UserError: the text has another form.
+    """
+    words = text.split(":")
+    try:
+        hops, alpha = int(words[0]), float(words[1])
+        legal = words[2:] in ([], ["no-head"]) and 1 <= hops <= 100 and np.isfinite(alpha)
+    except (IndexError, ValueError):
+        legal = False
+    if not legal:
+        raise UserError(
+            f"--rerank is {text!r}; expected HOPS:ALPHA or HOPS:ALPHA:no-head, such as 5:0.05, "
+            "with 1 to 100 hops."
+        )
+    return hops, alpha, len(words) == 2
 
 
 class GraphTerms:
@@ -63,7 +57,7 @@ class GraphTerms:
         """
         self._examples, self.exclude_head = examples, exclude_head
         self._asked, self._reverse = rerank, reverse
-        self._rerank = None if rerank is None else Rerank.parse(rerank)
+        self._rerank = None if rerank is None else _parse_rerank(rerank)
         data, folder = examples.data, examples.run.folder
         self.context = Context.of(data) if isinstance(data, Graph) else None
         if self.context is None and any(self.to_json().values()):
@@ -86,8 +80,7 @@ class GraphTerms:
         if self.context is None:
             return terms
         if self._rerank is not None:
-            own = self._rerank
-            terms.append(self.context.hops(own.hops, own.alpha, own.head))
+            terms.append(self.context.hops(*self._rerank))
         if self._reverse:
             queries, known = self._examples.data.queries("dev"), self._examples.known
             vectors, candidates = self._examples.vectors(predictor, queries[:, 0], queries[:, 1])

@@ -50,7 +50,7 @@ def train_queries(asked: TrainLoraOptions, task: RankingTask[Any]) -> TrainingRe
     if not prompts:
         fitting = "separate" if recipe.features == "separate" else resolved.joint_prompt
         prompts = (load_prompt(fitting),)
-    check_prompts(prompts, resolved)
+    check_prompts(prompts, resolved, task)
     view = view_of(recipe, prompts, subtract=False)
     view.check_texts()
     check_unrouted(prompts, resolved)

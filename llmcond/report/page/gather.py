@@ -112,7 +112,6 @@ def page_of(
     title: str,
     summary: Sequence[str],
     settings: Mapping[str, Any],
-    baseline: str | None = None,
 ) -> Page:
     """Return the page of some results of a run, arguments as the attributes of :class:`Page`.
 
@@ -143,7 +142,6 @@ def page_of(
             "prompts": {prompt.name: prompt.to_json() for prompt in prompts},
             **provenance(),
         },
-        baseline=baseline,
         variants=_variants(ranked),
         parts={
             kind: [one.grouped[kind] for one in ranked]

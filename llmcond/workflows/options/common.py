@@ -148,7 +148,7 @@ class WithEmbedder(HeadOptions):
 
     def folder(self) -> Path:
         """Return the folder of the run or of the model; see :func:`usual_run`."""
-        from llmcond.runs.usual import usual_run
+        from llmcond.runs.open import usual_run
 
         return usual_run(self.run, self.model)
 

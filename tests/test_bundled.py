@@ -15,7 +15,7 @@ from llmcond.bundled import PRETRAINED, bundled, pretrained
 from llmcond.cli import run
 from llmcond.evaluation.condition_checks import CALIBRATION
 from llmcond.files import digest_file
-from llmcond.runs.usual import usual_run
+from llmcond.runs.open import usual_run
 
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")
 
