@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -52,7 +53,9 @@ def build(cls: type[T], values: dict[str, Any], source: str) -> T:
     try:
         return TypeAdapter(cls).validate_json(text)
     except ValidationError as error:
-        problems = [_explain(cls, dict(problem)) for problem in error.errors()]
+        problems = [
+            explain(problem, _legal_keys(cls, problem["loc"][:-1])) for problem in error.errors()
+        ]
         raise UserError(f"{source}: {'; '.join(problems)}") from error
 
 
@@ -60,30 +63,34 @@ def build(cls: type[T], values: dict[str, Any], source: str) -> T:
 _LIMITS = {**LIMITS, "expected": "one of"}
 
 
-def _explain(cls: type[Any], problem: dict[str, Any]) -> str:
+def explain(problem: Mapping[str, Any], legal: Sequence[str]) -> str:
+    """Return one of the ``errors()`` of pydantic as a sentence.
+
+    ``legal`` are the keys that may stand where the problem is; of an unknown key the sentence names
+    the nearest of them.
+    """
     location = [str(part) for part in problem["loc"]]
-    key = ".".join(location)
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    for own, limit in problem.get("ctx", {}).items():
-        if own in _LIMITS:
-            told = limit if isinstance(limit, str) else f"{limit:,}"
-            message = f"must be {_LIMITS[own]} {told}"
+    key = brief(".".join(location))
+    message = str(problem["msg"]).removeprefix("Value error, ").replace("Input should", "it should")
+    for name, limit in problem.get("ctx", {}).items():
+        if name in _LIMITS:
+            shown = limit if isinstance(limit, str) else f"{limit:,}"
+            message = f"it must be {_LIMITS[name]} {shown}"
     message = message[:1].lower() + message[1:]
     if not location:  # a check of several settings together; it names them itself
         return f"{message}."
-    legal = _legal_keys(cls, location[:-1])
+    known = f"Legal keys: {', '.join(legal)}." if legal else ""
     if problem["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:
         hint = did_you_mean(location[-1], legal)
-        known = f"Legal keys: {', '.join(legal) or 'none'}."
-        return " ".join(filter(None, (f"unknown key {key!r}.", hint, known)))
+        return " ".join(filter(None, (f"unknown key {key}.", hint, known)))
     if problem["type"] in {"missing", "missing_argument"}:
-        return f"missing key {key!r}. Legal keys: {', '.join(legal)}."
-    return f"{key!r} is {brief(problem['input'])}: {message}."
+        return f"the key {key} is missing. {known}".rstrip()
+    return f"{key} is {brief(problem['input'])}: {message}."
 
 
-def _legal_keys(cls: Any, location: list[str]) -> list[str]:
+def _legal_keys(cls: Any, location: Sequence[int | str]) -> list[str]:
     for part in location:
-        cls = get_type_hints(cls).get(part) if dataclasses.is_dataclass(cls) else None
+        cls = get_type_hints(cls).get(str(part)) if dataclasses.is_dataclass(cls) else None
     return [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
 
 

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from llmcond.config import explain
 from llmcond.errors import LlmcondError
 from llmcond.files import read_json
 
@@ -42,15 +43,8 @@ def check_record(
     try:
         _adapter(schema).validate_json(json.dumps(values))
     except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(str(part) for part in problem["loc"])
-        if problem["type"].startswith("missing"):
-            said = f"lacks {key!r}"
-        else:
-            got = repr(problem["input"])
-            shown = got if len(got) <= 80 else f"{got[:77]}..."
-            said = f"has {key} = {shown}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
-        raise LlmcondError(f"{source} {said}; it was damaged. {remedy}".rstrip()) from error
+        problem = explain(error.errors()[0], ())
+        raise LlmcondError(f"{source} was damaged: {problem} {remedy}".rstrip()) from error
 
 
 def _made(schema: Any) -> Any:

@@ -52,14 +52,14 @@ def test_a_whole_number_is_a_legal_float():
     [
         ({**LEGAL, "epoch": 1}, ["'epoch'", "Did you mean 'epochs'", "rate, inner, epochs"]),
         ({**LEGAL, "zzz": 1}, ["unknown key 'zzz'", "Legal keys: rate, inner, epochs"]),
-        ({"rate": 1.0}, ["missing key 'inner'", "rate, inner, epochs"]),
+        ({"rate": 1.0}, ["the key 'inner' is missing", "rate, inner, epochs"]),
         (
             {**LEGAL, "inner": {"width": 1, "widht": 2}},
             ["unknown key 'inner.widht'", "Did you mean 'width'", "Legal keys: width, label."],
         ),
         (
             {**LEGAL, "inner": {}},
-            ["missing key 'inner.width'", "Legal keys: width, label."],
+            ["the key 'inner.width' is missing", "Legal keys: width, label."],
         ),
         ({**LEGAL, "inner": {"width": "4"}}, ["'inner.width' is '4'", "integer"]),
         ({**LEGAL, "inner": 4}, ["'inner' is 4"]),
@@ -69,7 +69,7 @@ def test_a_whole_number_is_a_legal_float():
         ({**LEGAL, "rate": float("inf")}, ["'rate' is inf", "finite"]),
         ({**LEGAL, "epochs": 2.0}, ["'epochs' is 2.0", "integer"]),
         ({**LEGAL, "rate": datetime.date(2024, 1, 1)}, ["date", "not JSON serializable"]),
-        ({"inner": {"width": 1}, "zzz": 1}, ["missing key 'rate'", "unknown key 'zzz'"]),
+        ({"inner": {"width": 1}, "zzz": 1}, ["the key 'rate' is missing", "unknown key 'zzz'"]),
     ],
 )
 def test_illegal_values_are_named_with_what_is_legal(values: dict[str, Any], words: list[str]):

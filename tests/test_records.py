@@ -37,12 +37,12 @@ def test_what_is_there_is_returned_with_what_later_versions_add(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"inner": None}, "has inner = None: input should be an object"),
-        ({"inner": {"names": ["a"]}}, "lacks 'inner.share'"),
-        ({"inner": {"names": "a", "share": 0.5}}, "has inner.names = 'a'"),
-        ({"inner": {"names": [1], "share": 0.5}}, "has inner.names.0 = 1"),
-        ({"counts": {"x": True}}, "has counts.x = True: input should be a valid integer"),
-        ({"counts": {"x": "1" * 999}}, "1111..."),
+        ({"inner": None}, "'inner' is None: it should be an object"),
+        ({"inner": {"names": ["a"]}}, "the key 'inner.share' is missing"),
+        ({"inner": {"names": "a", "share": 0.5}}, "'inner.names' is 'a'"),
+        ({"inner": {"names": [1], "share": 0.5}}, "'inner.names.0' is 1"),
+        ({"counts": {"x": True}}, "'counts.x' is True: it should be a valid integer"),
+        ({"counts": {"x": "1" * 999}}, "1111…"),
     ],
 )
 def test_what_is_not_is_one_line_that_says_where(tmp_path, changed, said):
@@ -52,8 +52,8 @@ def test_what_is_not_is_one_line_that_says_where(tmp_path, changed, said):
         read_record(path, _Outer, "Do it again.")
     assert not isinstance(caught.value, UserError)
     message = str(caught.value)
-    assert message.startswith(f"{path} ")
-    assert message.endswith("it was damaged. Do it again.")
+    assert message.startswith(f"{path} was damaged: ")
+    assert message.endswith(". Do it again.")
     assert said in message
     assert len(message) < len(str(path)) + 200
 
@@ -61,5 +61,5 @@ def test_what_is_not_is_one_line_that_says_where(tmp_path, changed, said):
 def test_figures_must_be_finite(tmp_path):
     path = tmp_path / "record.json"
     path.write_text(json.dumps({**GOOD, "inner": {"names": [], "share": float("nan")}}))
-    with pytest.raises(LlmcondError, match=r"has inner\.share = nan"):
+    with pytest.raises(LlmcondError, match=r"'inner\.share' is nan"):
         read_record(path, _Outer)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import shlex
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -17,21 +17,22 @@ from llmcond.encoders.checkpoints.checkpoint import read_settings
 from llmcond.encoders.loading.architecture import quiet
 from llmcond.encoders.spec import Dtype
 from llmcond.errors import LlmcondError, UserError, brief
-from llmcond.exporting.card import write_card
 from llmcond.exporting.exported import Chooses, ExportResult
 from llmcond.exporting.modules import (
     NotPlainError,
     Plain,
-    check_plain,
+    obstacles,
     plain,
     reads_both_ways,
     write_modules,
 )
-from llmcond.exporting.run import copy_run
+from llmcond.exporting.run import copy_run, without_path
 from llmcond.exporting.tokenizers import TEXTS
-from llmcond.files import making, write_json
+from llmcond.files import making, write_json, write_text
+from llmcond.report.card import render_card
 from llmcond.runs.comparing import Vectors
 from llmcond.runs.embedder import Embedder, describe, load_embedder
+from llmcond.system import versions
 
 #: How far vectors of length 1 may be from llmcond's, by the type they are computed in. In 16 bit
 #: rounding is that large where an almost equal vector was subtracted.
@@ -58,13 +59,17 @@ def export_model(
             sentence-transformers under these conditions.
         LlmcondError: what was written gives other vectors; nothing is left of it.
     """
-    _check(out, condition)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out} is there already. Name another --out, or take it away.")
+    if not all(text.strip() for text in condition):
+        raise UserError("--condition is empty; give a text.")
     conditions = list(dict.fromkeys(condition))
     embedder = load_embedder(run_folder, head, prompt=prompt, device=device)
     try:
         if not conditions:
             return _write_any(run_folder, out, embedder)
-        check_plain(embedder)
+        for reason in obstacles(embedder):
+            raise NotPlainError(reason)
         return _write_plain(run_folder, out, embedder, conditions)
     except NotPlainError as error:
         each = "Export each condition by itself, or leave" if len(conditions) > 1 else "Leave"
@@ -73,14 +78,6 @@ def export_model(
             f"sentence-transformers alone: {error}. {each} out --condition: that export takes any "
             "condition, where llmcond is installed."
         ) from error
-
-
-def _check(out: Path, conditions: Sequence[str]) -> None:
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} is there already. Name another --out, or take it away.")
-    for text in conditions:
-        if not text.strip():
-            raise UserError("--condition is empty; give a text.")
 
 
 # -- one condition, or several -----------------------------------------------------------------
@@ -96,7 +93,6 @@ def _write_plain(
     made, tokenizer = plain(embedder, conditions)
     chosen_by = _chosen_by(made)
     wanted = {one: _tried(embedder, one) for one in conditions}
-    dim, resolved = embedder.dim, embedder.encoder.resolved
     notes = _notes(embedder, made, chosen_by)
     if usual is not None:
         far = float(np.abs(usual - wanted[conditions[0]]).max())
@@ -105,14 +101,13 @@ def _write_plain(
             f"a vector differs by up to {far:.0e}."
         )
     with making(out) as folder:
-        modules = write_modules(folder, resolved, tokenizer, made, route=chosen_by == "task")
+        resolved, route = embedder.encoder.resolved, chosen_by == "task"
+        modules = write_modules(folder, resolved, tokenizer, made, route=route)
         _write_settings(folder, *_prompts(made, chosen_by))
-        found = ExportResult(out, conditions, chosen_by, modules, dtype, dim, None, notes, about)
-        write_card(folder, found, resolved.checkpoint, embedder.view, _command(run, found))
-        if _installed():
-            got = _loaded(folder, chosen_by, conditions)
-            found = replace(found, difference=_compare(got, wanted, dtype))
-    return found
+        result = ExportResult(
+            out, conditions, chosen_by, modules, dtype, embedder.dim, None, notes, about
+        )
+        return _finished(folder, result, embedder, run, wanted)
 
 
 def _exported_type(embedder: Embedder) -> Dtype:
@@ -148,7 +143,7 @@ def _chosen_by(made: Plain) -> Chooses:
     leads = set(made.leads.values())
     if len(tokens) == 1 and leads == {""}:
         return "task"
-    if len(tokens) == 1 and made.one is not None:
+    if len(tokens) == 1 and made.same_layers:
         return "prompt_name"
     raise NotPlainError(
         "each of several conditions would be an encoder, as it is read together with the texts"
@@ -214,27 +209,56 @@ def _write_settings(folder: Path, prompts: Mapping[str, str], default: str | Non
 
 def _write_any(run: Path, out: Path, embedder: Embedder) -> ExportResult:
     wanted = {"the place": _tried(embedder, "the place")}
-    dtype, dim = embedder.encoder.identity.dtype, embedder.dim
-    modules, notes = [_MODULE.rpartition(".")[2]], []
+    note = (
+        "llmcond.load_sentence_transformer loads it; sentence-transformers itself does with "
+        "trust_remote_code=True, its word for modules of other packages (llmcond's here, no "
+        "code lies in the folder)."
+    )
+    modules, dtype = [_MODULE.rpartition(".")[2]], embedder.encoder.identity.dtype
+    about = describe(embedder)
+    result = ExportResult(out, [], "any", modules, dtype, embedder.dim, None, [note], about)
     with making(out) as folder:
         copy_run(run, embedder, folder)
         write_json(folder / "modules.json", [{"idx": 0, "name": "0", "path": "", "type": _MODULE}])
         _write_settings(folder, {}, None)
-        notes.append(
-            "llmcond.load_sentence_transformer loads it; sentence-transformers itself does with "
-            "trust_remote_code=True, its word for modules of other packages (llmcond's here, no "
-            "code lies in the folder)."
-        )
-        found = ExportResult(out, [], "any", modules, dtype, dim, None, notes, describe(embedder))
-        checkpoint = embedder.encoder.resolved.checkpoint
-        write_card(folder, found, checkpoint, embedder.view, _command(run, found))
-        if _installed():
-            got = _loaded(folder, "any", list(wanted))
-            found = replace(found, difference=_compare(got, wanted, dtype))
-    return found
+        return _finished(folder, result, embedder, run, wanted)
 
 
-# -- trying it out -----------------------------------------------------------------------------
+# -- its card, and trying it out ---------------------------------------------------------------
+
+
+def _finished(
+    folder: Path, result: ExportResult, embedder: Embedder, run: Path, wanted: Mapping[str, Vectors]
+) -> ExportResult:
+    """Write the card, and compare with the ``wanted`` vectors if sentence-transformers is there."""
+    checkpoint = embedder.encoder.resolved.checkpoint
+    known = checkpoint.known
+    licence = known.licence if known else None
+    # The command has no paths of this machine.
+    words = ["llmcond", "export", "--format", "sentence-transformers", "--out", result.out.name]
+    words += ["--run", run.name, "--head", str(result.about["head"])]
+    words += [word for one in result.conditions for word in ("--condition", one)]
+    card = render_card(
+        Path(__file__).with_name("card.md.j2"),
+        {
+            "base_model": known.repo if known else checkpoint.repo,
+            "library_name": "sentence-transformers",
+            "license": licence.lower() if licence else None,
+            "tags": ["llmcond", "conditional-semantic-textual-similarity", "sentence-similarity"],
+        },
+        embedder.view.prompts,
+        made=result,
+        about={key: without_path(value) for key, value in result.about.items()},
+        licence=licence,
+        command=shlex.join(words),
+        repr=repr,
+        versions=versions(),
+    )
+    write_text(folder / "README.md", card)
+    if find_spec("sentence_transformers") is None:
+        return result
+    got = _loaded(folder, result.chosen_by, list(wanted))
+    return replace(result, difference=_compare(got, wanted, result.dtype))
 
 
 @contextmanager
@@ -248,10 +272,6 @@ def _cutting() -> Iterator[None]:
 def _tried(embedder: Embedder, condition: str) -> Vectors:
     with _cutting():
         return embedder.encode(TEXTS, condition)
-
-
-def _installed() -> bool:
-    return importlib.util.find_spec("sentence_transformers") is not None
 
 
 def _loaded(folder: Path, chosen_by: Chooses, conditions: Sequence[str]) -> dict[str, Vectors]:
@@ -294,11 +314,3 @@ def _compare(got: Mapping[str, Vectors], wanted: Mapping[str, Vectors], dtype: D
             )
         most = max(most, float(np.abs(apart).max()))
     return most
-
-
-def _command(run: Path, found: ExportResult) -> str:
-    """Return the command that made an export, without paths of this machine."""
-    words = ["llmcond", "export", "--format", "sentence-transformers", "--out", found.out.name]
-    words += ["--run", run.name, "--head", str(found.about["head"])]
-    words += [word for one in found.conditions for word in ("--condition", one)]
-    return shlex.join(words)

@@ -57,10 +57,10 @@ class Plain:
     layers: Mapping[str, Sequence[TensorLayer]]
 
     @property
-    def one(self) -> Sequence[TensorLayer] | None:
-        """Return the layers where they are the same under all conditions; None: they are not."""
+    def same_layers(self) -> bool:
+        """Return whether the layers are the same under all conditions."""
         first, *others = self.layers.values()
-        same = all(
+        return all(
             len(own) == len(first)
             and all(
                 torch.equal(a.weight, b.weight) and _equal(a.bias, b.bias)
@@ -68,7 +68,6 @@ class Plain:
             )
             for own in others
         )
-        return first if same else None
 
     @property
     def leads(self) -> Mapping[str, str]:
@@ -82,22 +81,8 @@ def _equal(first: Tensor | None, second: Tensor | None) -> bool:
     return torch.equal(first, second)
 
 
-def check_plain(embedder: Embedder) -> None:
-    """Refuse an embedder that sentence-transformers has no modules for.
-
-    Raises:
-        NotPlainError: saying what of it has none.
-    """
-    checkpoint, own = embedder.encoder.resolved.checkpoint, embedder.encoder.identity
-    for reason in _obstacles(embedder):
-        raise NotPlainError(reason)
-    if not pooling_named(own.pooling).module:
-        raise NotPlainError(f"{checkpoint.name} pools by {own.pooling}")
-    if not embedder.head.compares_by_cosine:
-        raise NotPlainError(f"the head {embedder.name} compares embeddings not by their cosine")
-
-
-def _obstacles(embedder: Embedder) -> Iterator[str]:
+def obstacles(embedder: Embedder) -> Iterator[str]:
+    """Yield what of an embedder sentence-transformers has no modules for."""
     own, view = embedder.encoder.identity, embedder.view
     if len(view.prompts) > 1:
         yield f"it reads each text by {len(view.prompts)} prompts ({view.name})"
@@ -114,15 +99,18 @@ def _obstacles(embedder: Embedder) -> Iterator[str]:
         value = getattr(own, name)
         if setting.unplain and value != setting.settled_default:
             yield setting.unplain.format(value)
+    if not pooling_named(own.pooling).module:
+        yield f"{embedder.encoder.name} pools by {own.pooling}"
+    if not embedder.head.compares_by_cosine:
+        yield f"the head {embedder.name} compares embeddings not by their cosine"
 
 
 def plain(embedder: Embedder, conditions: Sequence[str]) -> tuple[Plain, Any]:
-    """Return what an embedder is under conditions, and its tokenizer.
+    """Return what an embedder without :func:`obstacles` is under conditions, and its tokenizer.
 
     Raises:
-        NotPlainError: it has no form in the modules of sentence-transformers.
+        NotPlainError: its tokens or its head have no form in the modules of sentence-transformers.
     """
-    check_plain(embedder)
     resolved, prompt = embedder.encoder.resolved, embedder.view.prompts[0]
     checkpoint, identity = resolved.checkpoint, resolved.identity
     tokenizer = load_tokenizer(checkpoint, load_config(checkpoint, identity.attention))
@@ -194,35 +182,33 @@ def write_modules(
     first = next(iter(made.around.values()))
     write_tokenizer(tokenizer, first.before, first.after, identity.max_length, folder)
     dense = _write_network(folder, resolved)
-    pooled = f"pooling_mode_{pooling_named(identity.pooling).module}"
-    kinds: list[tuple[str, Any]] = [("Transformer", None), ("Pooling", None)]
+    pooled = pooling_named(identity.pooling).module
+    pooling = {
+        "word_embedding_dimension": load_config(
+            resolved.checkpoint, identity.attention
+        ).hidden_size,
+        **{f"pooling_mode_{mode}": mode == pooled for mode in _MODES},
+        "include_prompt": True,
+    }
+    kinds: list[tuple[str, Any]] = [("Transformer", None), ("Pooling", pooling)]
     kinds += [("Dense", layer) for layer in dense]
-    scale = any(map(_needs_scale, made.layers.values()))
-    if identity.normalize and scale:
-        kinds.append(("Normalize", None))
+    if identity.normalize and any(map(_needs_scale, made.layers.values())):
+        kinds.append(("Normalize", {}))
     if route:
         kinds.append(("Router", made.layers))
     else:
         kinds += [("Dense", layer) for layer in next(iter(made.layers.values()))]
-    kinds.append(("Normalize", None))
-    width = int(load_config(resolved.checkpoint, identity.attention).hidden_size)
+    kinds.append(("Normalize", {}))
     listed = []
     for number, (kind, value) in enumerate(kinds):
         path = f"{number}_{kind}" if number else ""
-        own = folder / path
         listed.append({"idx": number, "name": str(number), "path": path, "type": _type(kind)})
-        if kind == "Pooling":
-            modes = {f"pooling_mode_{mode}": f"pooling_mode_{mode}" == pooled for mode in _MODES}
-            write_json(
-                own / "config.json",
-                {"word_embedding_dimension": width, **modes, "include_prompt": True},
-            )
-        elif kind == "Dense":
-            _write_dense(own, value)
+        if kind == "Dense":
+            _write_dense(folder / path, value)
         elif kind == "Router":
-            _write_router(own, value)
-        elif kind == "Normalize":
-            write_json(own / "config.json", {})
+            _write_router(folder / path, value)
+        elif value is not None:
+            write_json(folder / path / "config.json", value)
     write_json(folder / "modules.json", listed)
     write_json(
         folder / "sentence_bert_config.json",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from llmcond.data.datasets import Dataset
 from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import SplitInputs
-from llmcond.runs.kind import Kind
+from llmcond.runs.kind import CardText, Kind
 from llmcond.runs.task_runs import Run
 from llmcond.tasks import Task
 
@@ -23,6 +23,15 @@ class Rated(Kind):
     """See :class:`Kind`."""
 
     name, run = "rated", Run
+    card = CardText(
+        subject="condition-aware text",
+        purpose="The same two sentences get one similarity for each condition.",
+        loader="load_embedder",
+        usage='loaded.similarity(["A man rides a horse."], ["A girl cycles."], "the activity")',
+        rows="rows",
+        groups="sentence pairs",
+        tags=("conditional-semantic-textual-similarity", "sentence-similarity"),
+    )
 
     def inputs(self, task: Task, data: Dataset, prompt: Prompt) -> SplitInputs:
         """See :class:`Kind`."""

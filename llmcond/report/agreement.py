@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.table import Table
 
 from llmcond.evaluation.agreement import STEPS, Agreement, on_steps
 from llmcond.metrics import metric_of, number
 from llmcond.report.format import estimate_text
-from llmcond.report.terminal import add_figures, plain, say, show
+from llmcond.report.terminal import add_figures, plain, say, show, titled_table
 
 #: Conditions that are shown; ``--json`` has all.
 _SHOWN = 10
@@ -30,10 +29,8 @@ def show_agreement(found: Agreement, model: str, form: str = "table") -> None:
 
 
 def _confusion(found: Agreement) -> Table:
-    title = "Rows by people's rating (down) and the model's"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = titled_table("Rows by people's rating (down) and the model's", "people")
     names = [*map(str, range(1, STEPS + 1)), "ill-defined"]
-    table.add_column("people")
     add_figures(table, *names)
     for name, counts in zip(names, found.confusion.tolist(), strict=True):
         table.add_row(name, *(f"{count:,}" for count in counts))
@@ -43,8 +40,7 @@ def _confusion(found: Agreement) -> Table:
 def _conditions(found: Agreement) -> Table:
     shown = found.by_condition[:_SHOWN]
     title = f"By condition, {len(shown):,} of {len(found.by_condition):,}, the most frequent first"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("condition", overflow="fold")
+    table = titled_table(title, "condition")
     add_figures(table, "rows", "people's mean", "model's mean", "Spearman")
     for own in shown:
         means = (number(on_steps(one), 2) for one in (own.human, own.model))

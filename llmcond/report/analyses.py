@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from llmcond.errors import printable
 from llmcond.metrics import Estimate, Metric, metric_of
 from llmcond.report.format import estimate_text, factors_text
-from llmcond.report.terminal import plain, show
+from llmcond.report.terminal import plain, show, titled_table
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -40,14 +39,12 @@ def show_analyses(result: Mapping[str, Any], run: object, form: str = "table") -
 def _figures(title: str, rows: Rows, columns: Sequence[str]) -> Table:
     table = _table(title, ("name",), columns)
     for row in rows:
-        table.add_row(plain(row["name"]), *(_figure(row[column]) for column in columns))
+        values = (row[column] for column in columns)
+        figures = (
+            "–" if v is None else f"{v:,}" if isinstance(v, int) else f"{v:.4g}" for v in values
+        )
+        table.add_row(plain(row["name"]), *figures)
     return table
-
-
-def _figure(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _clusters(rows: Rows, where: str) -> Table:
@@ -100,9 +97,7 @@ def _examples(head: Mapping[str, Any], side: str) -> Table:
 
 
 def _table(title: str, texts: Sequence[str], figures: Sequence[str]) -> Table:
-    table = Table(title=plain(title), title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in texts:
-        table.add_column(plain(heading), overflow="fold")
+    table = titled_table(title, *texts)
     for heading in figures:
         table.add_column(plain(heading.replace("_", " ")), justify="right")
     return table

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -14,7 +13,7 @@ from rich.text import Text
 from llmcond.encoders.settings import pooled_tokens
 from llmcond.errors import printable
 from llmcond.files import gib
-from llmcond.report.terminal import line_limit
+from llmcond.report.terminal import line_limit, titled_table
 
 
 def checkup(report: Mapping[str, Any], width: int) -> Group:
@@ -79,8 +78,7 @@ def drawn(sample: Mapping[str, Any], width: int) -> list[str]:
 def _memory(report: Mapping[str, Any]) -> Table:
     rows: Sequence[Mapping[str, Any]] = report["memory"]
     title = f"memory; {gib(report['free'])} are free on {report['device']}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("precision")
+    table = titled_table(title, "precision")
     batch = f"+ batch of {rows[0]['batch_tokens']:,} tokens"
     for heading in ("weights", "while loading", batch, "fits"):
         table.add_column(heading, justify="right")

@@ -73,7 +73,6 @@ def _headline(results: Compared, baseline: str) -> list[str]:
 
 
 def _main_difference(result: ComparedResult) -> Difference | None:
-    """Return the difference to the baseline in the primary metric, if it is compared."""
     return result.difference.get(result.primary.name) if result.difference else None
 
 
@@ -110,12 +109,12 @@ def _verdicts(results: Compared, head: str, baseline: str) -> list[str]:
 def _controls(results: Compared) -> list[str]:
     """Return whether controls are at chance."""
     metric = METRICS["accuracy"]
-    if not all(metric.name in result.metrics for result in results):
-        return []
     controls = [
-        (result, result.metrics[metric.name])
+        (result, found)
         for result in results
-        if result.control and finite(result.metrics[metric.name].low) is not None
+        if result.control
+        and (found := result.metrics.get(metric.name)) is not None
+        and finite(found.low) is not None
     ]
     if not controls:
         return []

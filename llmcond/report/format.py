@@ -66,7 +66,8 @@ def probability(p: float) -> str:
 def caveats(results: Sequence[Result]) -> str:
     """Return what titles say beside figures: what intervals are, or why there are none."""
     first = results[0]
-    n_pairs, chosen = first.counts.n_pairs, [r for r in results if _chosen_on_dev(r)]
+    n_pairs = first.counts.n_pairs
+    chosen = any(fit.get("selected_on") == "dev" for result in results for fit in result.fits)
     text = INTERVALS.format(groups=first.counts.groups)
     if n_pairs < LEAST_PAIRS:
         text = (
@@ -75,7 +76,11 @@ def caveats(results: Sequence[Result]) -> str:
     if chosen and first.split == "dev":
         return f"{text} Dev chose the epochs of fitted heads: their figures are optimistic."
     text = f"{text} Epochs were chosen on dev." if chosen else text
-    with_dev = [own.name for own in results if _trained_on_dev(own)]
+    with_dev = [
+        result.name
+        for result in results
+        if any("dev" in fit.get("trained_on", ()) for fit in result.fits)
+    ]
     return f"{text} Trained on dev as well: {', '.join(with_dev)}." if with_dev else text
 
 
@@ -90,14 +95,6 @@ def sentences_text(result: Result) -> str:
 def new_sentences_heading(result: Result) -> str:
     """Return what the score on rows that share no sentence with training is called."""
     return f"{result.primary.heading}, unseen sentences"
-
-
-def _chosen_on_dev(result: Result) -> bool:
-    return any(fit.get("selected_on") == "dev" for fit in result.fits)
-
-
-def _trained_on_dev(result: Result) -> bool:
-    return any("dev" in fit.get("trained_on", ()) for fit in result.fits)
 
 
 def factors_text(metrics: Sequence[Metric]) -> str:

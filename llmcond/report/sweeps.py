@@ -56,6 +56,10 @@ def _settings(settings: Mapping[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in settings.items())
 
 
+def _line_name(row: SweptResult, settings: Mapping[str, Any]) -> str:
+    return f"{row.name} {_settings(settings)}".rstrip()
+
+
 def check_plot(path: Path) -> None:
     """Check, before hours of work, that a picture can be made.
 
@@ -81,8 +85,7 @@ def plot_settings(results: Swept, path: Path) -> None:
         value, low, high = (metric.scaled(figure) for figure in astuple(row.main))
         if value is None or key not in row.settings:
             continue
-        rest = {name: value for name, value in row.settings.items() if name != key}
-        name = " ".join(filter(None, (row.name, _settings(rest))))
+        name = _line_name(row, {k: v for k, v in row.settings.items() if k != key})
         # What was asked for, but no more than there is: sizes are cut to the features'.
         place = row.dim if key == "dim" else row.settings[key]
         bounds = (value, value) if low is None or high is None else (low, high)
@@ -124,8 +127,8 @@ def plot_steps(results: Swept, path: Path) -> None:
                 steps = (epoch + 1) * fits[0]["steps_per_epoch"]
                 figures = (statistics.fmean(values), min(values), max(values))
                 mean, low, high = (row.primary.factor * figure for figure in figures)
-                name = " ".join(filter(None, (row.name, _settings(row.settings))))
-                series.setdefault(name, []).append((steps, mean, low, high))
+                line = series.setdefault(_line_name(row, row.settings), [])
+                line.append((steps, mean, low, high))
     if not series:
         log.info(
             f"{path} is not drawn: no head of the sweep is trained by steps, or there is no dev"

@@ -75,14 +75,20 @@ def plain(text: object) -> Text:
     return Text(printable(str(text)))
 
 
+def titled_table(title: str, *texts: str) -> Table:
+    """Return a table with a title and columns of texts, without markup."""
+    table = Table(title=plain(title), title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in texts:
+        table.add_column(heading, overflow="fold")
+    return table
+
+
 def identity_table(title: str, subtracts: bool = True) -> Table:
     """Return a table with the columns that say what a result is of.
 
     ``subtracts`` is whether anything can be subtracted; there is a column of it then.
     """
-    table = Table(title=plain(title), title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("head", "prompt"):
-        table.add_column(heading, overflow="fold")
+    table = titled_table(title, "head", "prompt")
     if subtracts:
         table.add_column("minus c", no_wrap=True)
     return table

@@ -11,6 +11,8 @@ file of the user's own registers one by :func:`llmcond.register`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmcond import plugins
@@ -30,6 +32,29 @@ KINDS = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardText:
+    """What a model card says of a kind of task.
+
+    Attributes:
+        subject: what its encoders embed.
+        purpose: what they are for, in a sentence.
+        loader: the function of the package that loads one.
+        usage: Python that uses what the loader returned, which is called ``loaded``.
+        rows: the noun for what is scored.
+        groups: the noun for what intervals resample.
+        tags: for the hub.
+    """
+
+    subject: str
+    purpose: str
+    loader: str
+    usage: str
+    rows: str
+    groups: str
+    tags: Sequence[str]
+
+
 class Kind(ABC):
     """A kind of task. Its module is imported when a run of that kind is opened.
 
@@ -40,12 +65,14 @@ class Kind(ABC):
             their tokens by one.
         heads_need_data: whether a fitted head is of no use without the run's data, so that it
             cannot be pushed to the hub without them.
+        card: what its model cards say.
     """
 
     name: ClassVar[str]
     run: ClassVar[type[AnyRun]]
     has_conditions: ClassVar[bool] = True
     heads_need_data: ClassVar[bool] = False
+    card: ClassVar[CardText]
 
     @abstractmethod
     def inputs(self, task: Any, data: Any, prompt: Prompt) -> PromptInputs:

@@ -19,7 +19,7 @@ from llmcond.errors import LlmcondError, UserError, did_you_mean, plural
 from llmcond.runs.comparing import checked_texts
 from llmcond.runs.embedder import Embedder, unit_length
 from llmcond.serving.batching import Batcher, Row
-from llmcond.serving.errors import RequestError, json_response
+from llmcond.serving.errors import RequestError, invalid_value, json_response
 from llmcond.serving.metrics import Metrics
 from llmcond.serving.model import ServedModel
 from llmcond.serving.page import page_response
@@ -150,23 +150,27 @@ class Endpoints:
         if not isinstance(embedder, Embedder):
             raise _not_served("a cross-encoder is served, which has no embeddings: /v1/similarity.")
         if asked.dimensions not in (None, embedder.dim):
-            raise RequestError(
-                422,
-                "invalid_value",
+            raise invalid_value(
+                "dimensions",
                 f"dimensions is {asked.dimensions}; embeddings of this model have {embedder.dim}, "
                 "and a part of one is none.",
-                param="dimensions",
             )
         texts = [asked.input] if isinstance(asked.input, str) else asked.input
         rows = self._rows("input", texts, self._condition(asked))
         encoded = await self._encoded(request, rows, len(texts))
 
         def response() -> Response:
+            vectors = unit_length(encoded.vectors, embedder.head)
+            written: list[Any] = (
+                vectors.tolist()
+                if asked.encoding_format == "float"
+                else [
+                    base64.b64encode(row.tobytes()).decode() for row in np.asarray(vectors, "<f4")
+                ]
+            )
             data = [
                 {"object": "embedding", "index": index, "embedding": embedding}
-                for index, embedding in enumerate(
-                    _written(unit_length(encoded.vectors, embedder.head), asked.encoding_format)
-                )
+                for index, embedding in enumerate(written)
             ]
             return json_response(
                 {"object": "list", "model": self._name, "data": data, **self._usage(encoded)}
@@ -188,11 +192,8 @@ class Endpoints:
         count = next(iter(counts.values()), 1)
         if set(counts.values()) - {count}:
             told = ", ".join(f"{number} in {name}" for name, number in counts.items())
-            raise RequestError(
-                422,
-                "invalid_value",
-                f"there are {told}; they must be as many, or one text for all.",
-                param=[*counts][-1],
+            raise invalid_value(
+                [*counts][-1], f"there are {told}; they must be as many, or one text for all."
             )
         one, other = (
             self._rows(name, [own] * count if isinstance(own, str) else own, condition)
@@ -242,8 +243,7 @@ class Endpoints:
         try:
             given = asked.conditions()
         except UserError as error:
-            text = f"values: {error}"
-            raise RequestError(422, "invalid_value", text, param="values") from None
+            raise invalid_value("values", f"values: {error}") from None
         found = self._model.condition if given is None else given
         if found is None:
             raise RequestError(
@@ -259,7 +259,7 @@ class Endpoints:
     def _rows(self, name: str, texts: list[str], conditions: Texts) -> list[Row]:
         """Return texts with their conditions; a RequestError if they are not right."""
         if not texts:
-            raise RequestError(422, "invalid_value", f"{name} holds no texts.", param=name)
+            raise invalid_value(name, f"{name} holds no texts.")
         if len(texts) > self._most:
             raise RequestError(
                 413,
@@ -271,7 +271,7 @@ class Endpoints:
         try:
             return list(checked_texts(texts, conditions))
         except UserError as error:
-            raise RequestError(422, "invalid_value", f"{name}: {error}", param=name) from None
+            raise invalid_value(name, f"{name}: {error}") from None
 
     async def _encoded(self, request: Request, rows: Sequence[Row], n_texts: int) -> Encoded:
         request.state.texts = n_texts
@@ -301,7 +301,7 @@ class Endpoints:
                 raise
             raise ClientDisconnect from None
         except UserError as error:
-            raise RequestError(422, "invalid_value", self._model.without_paths(error)) from None
+            raise invalid_value(None, self._model.without_paths(error)) from None
         except LlmcondError as error:
             raise RequestError(500, "model_failed", self._model.without_paths(error)) from error
         finally:
@@ -331,13 +331,6 @@ def _describe(
         paths[path] = {"post": operation(answer, requestBody=body)}
     about = {"title": "llmcond", "version": __version__}
     return {"openapi": "3.1.0", "info": about, "paths": paths}
-
-
-def _written(vectors: Any, form: str) -> list[Any]:
-    if form == "float":
-        found: list[Any] = vectors.tolist()
-        return found
-    return [base64.b64encode(row.tobytes()).decode() for row in np.asarray(vectors, dtype="<f4")]
 
 
 def _not_served(why: str) -> RequestError:

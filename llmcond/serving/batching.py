@@ -62,10 +62,8 @@ class _Job:
                 self.future.set_exception(error)
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    job: _Job
-    rows: Sequence[Row]
+#: Some of a job's rows, of which a batch is made.
+_Piece = tuple[_Job, Sequence[Row]]
 
 
 class Batcher:
@@ -151,12 +149,12 @@ class Batcher:
 
     def _run(self) -> None:
         while pieces := self._take():
-            if (function := pieces[0].job.call) is not None:
-                self._answer(pieces[0].job, function)
-                continue
             began = time.perf_counter()
             try:
-                self._finish(pieces, self._timed([row for piece in pieces for row in piece.rows]))
+                if (function := pieces[0][0].call) is not None:
+                    pieces[0][0].settle(function())
+                    continue
+                self._finish(pieces)
             except Exception as error:
                 self._one_by_one(pieces, error)
             ended = time.perf_counter()
@@ -200,7 +198,7 @@ class Batcher:
             self.waiting -= len(rows)
             room -= used
             empty = False
-            yield _Piece(job, rows)
+            yield job, rows
             if job.left:
                 self._turns.append(job)
             if job.call is not None:
@@ -218,7 +216,9 @@ class Batcher:
             stop += 1
         return job.rows[job.taken : stop], used
 
-    def _timed(self, rows: Sequence[Row]) -> Encoded:
+    def _finish(self, pieces: Sequence[_Piece]) -> None:
+        """Encode a batch, and settle the jobs whose last rows are in it."""
+        rows = [row for _, own in pieces for row in own]
         began = time.perf_counter()
         encoded = self._encode(rows)
         seconds = time.perf_counter() - began
@@ -228,37 +228,27 @@ class Batcher:
         if uncut:
             self._per_character += _NEWEST * (uncut / characters - self._per_character)
         self._row_seconds += _NEWEST * (seconds / len(rows) - self._row_seconds)
-        return encoded
-
-    def _one_by_one(self, pieces: Sequence[_Piece], error: Exception) -> None:
-        """Encode the requests of a batch each by itself: one of them may be at fault, or none."""
-        jobs: dict[_Job, list[_Piece]] = {}
-        for piece in pieces:
-            jobs.setdefault(piece.job, []).append(piece)
-        for job, own in jobs.items():
-            try:
-                if len(jobs) == 1:
-                    raise error
-                self._finish(own, self._timed([row for piece in own for row in piece.rows]))
-            except Exception as own_error:
-                job.settle(error=own_error)
-
-    def _answer(self, job: _Job, function: Callable[[], Any]) -> None:
-        try:
-            job.settle(function())
-        except Exception as error:
-            job.settle(error=error)
-
-    def _finish(self, pieces: Sequence[_Piece], encoded: Encoded) -> None:
         start = 0
-        for piece in pieces:
-            job, own = piece.job, slice(start, start + len(piece.rows))
-            part = (encoded.vectors[own], encoded.n_tokens[own], encoded.truncated[own])
-            job.parts.append(part)
-            job.done += len(piece.rows)
+        for job, taken in pieces:
+            own = slice(start, start + len(taken))
+            job.parts.append((encoded.vectors[own], encoded.n_tokens[own], encoded.truncated[own]))
+            job.done += len(taken)
             start = own.stop
             if job.done == len(job.rows):
                 vectors, n_tokens, truncated = map(np.concatenate, zip(*job.parts, strict=True))
                 from llmcond.encoders.encoder import Encoded
 
                 job.settle(Encoded(vectors, n_tokens, truncated, 0))
+
+    def _one_by_one(self, pieces: Sequence[_Piece], error: Exception) -> None:
+        """Encode the requests of a batch each by itself: one of them may be at fault, or none."""
+        jobs: dict[_Job, list[_Piece]] = {}
+        for piece in pieces:
+            jobs.setdefault(piece[0], []).append(piece)
+        for job, own in jobs.items():
+            try:
+                if len(jobs) == 1:
+                    raise error
+                self._finish(own)
+            except Exception as own_error:
+                job.settle(error=own_error)

@@ -18,7 +18,11 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class RequestError(Exception):
-    """A request that is not answered as it was meant."""
+    """A request that is not answered as it was meant.
+
+    It has a status of HTTP, a code for programs, a message for people in one line, the field that
+    is wrong, and headers of the response.
+    """
 
     def __init__(
         self,
@@ -29,15 +33,6 @@ class RequestError(Exception):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Say what was got, what was expected, and what to do, in a line.
-
-        Args:
-            status: of HTTP.
-            code: for programs.
-            message: for people.
-            param: the field that is wrong.
-            headers: of the response.
-        """
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
         self.headers = dict(headers or {})
@@ -52,6 +47,11 @@ class RequestError(Exception):
             "code": self.code,
         }
         return json_response({"error": error}, self.status, self.headers)
+
+
+def invalid_value(param: str | None, message: str) -> RequestError:
+    """Return the error of a field whose value is wrong."""
+    return RequestError(422, "invalid_value", message, param=param)
 
 
 def refusal(error: Exception) -> RequestError:

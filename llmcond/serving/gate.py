@@ -29,10 +29,7 @@ request_log = logging.getLogger("llmcond.requests")
 
 #: What needs no key: it tells nothing of texts, and takes none.
 _OPEN = ("/", "/healthz", "/readyz")
-_HEADERS = [
-    (b"cache-control", b"no-store"),
-    (b"x-content-type-options", b"nosniff"),
-]
+_HEADERS = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
 
 
 class Gate:

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoded, Encoder
     from llmcond.search import Index
 
-#: Encoded before the first request, and by whoever asks whether the server is ready.
-_READY = "ready"
-
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -71,8 +68,8 @@ class ServedModel:
         return Encoded(similarities, none, none.astype(bool), 0)
 
     def ready_row(self) -> Row:
-        """Return a row to try it by."""
-        return (_READY,) * (2 if isinstance(self.model, Embedder) else 3)
+        """Return a row to try it by, at first and to tell whether the server is ready."""
+        return ("ready",) * (2 if isinstance(self.model, Embedder) else 3)
 
     def describe(self) -> dict[str, Any]:
         """Return what it is made of, without paths."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
 from llmcond.conditions import Condition
-from llmcond.errors import UserError, brief, did_you_mean, plural
+from llmcond.config import explain
+from llmcond.errors import UserError, brief, plural
 from llmcond.serving.errors import RequestError
 
 T = TypeVar("T", bound=BaseModel)
@@ -21,6 +22,9 @@ Texts = str | Annotated[list[str], Field(fail_fast=True)]
 _Values = Annotated[list[str], Field(fail_fast=True)]
 
 _Weight = Annotated[float, Field(allow_inf_nan=False)]
+
+
+_NO_CONDITION = "there is no condition that they are values of; give it as well."
 
 
 class _Body(BaseModel):
@@ -43,9 +47,10 @@ class _ConditionedRequest(_Body):
             UserError: values that are not right, or do not go with the conditions.
         """
         condition, values = self.condition, self.values
-        if condition is None or values is None:
-            _check_values(condition, values)
+        if values is None:
             return condition
+        if condition is None:
+            raise UserError(_NO_CONDITION)
         nested = bool(values) and not isinstance(values[0], str)
         if isinstance(condition, str):
             if nested:
@@ -93,9 +98,10 @@ class SearchRequest(_Body):
             UserError: values that are not right, or do not go with the conditions.
         """
         condition, values = self.condition, self.values
-        if condition is None or values is None:
-            _check_values(condition, values)
+        if values is None:
             return condition
+        if condition is None:
+            raise UserError(_NO_CONDITION)
         weights = {condition: 1.0} if isinstance(condition, str) else condition
         if isinstance(values, list):
             if len(weights) != 1:
@@ -110,12 +116,6 @@ class SearchRequest(_Body):
             Condition(one, values[one]) if one in values else one: weight
             for one, weight in weights.items()
         }
-
-
-def _check_values(condition: object, values: object) -> None:
-    """Raise a UserError for values without a condition."""
-    if condition is None and values is not None:
-        raise UserError("there is no condition that they are values of; give it as well.")
 
 
 async def read_request(request: Request, kind: type[T], limit: int) -> T:
@@ -157,22 +157,21 @@ async def _read_body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
+#: Codes of what pydantic finds wrong with a field; anything else is an ``invalid_value``.
+_CODES = {"extra_forbidden": "unknown_field", "missing": "missing_field"}
+
+
 def _invalid(error: ValidationError, kind: type[BaseModel]) -> RequestError:
-    """Return what is wrong with the fields, the innermost of what was tried."""
-    found = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
-    reason, names = found["type"], list(kind.model_fields)
+    """Return what is wrong with the fields, the innermost of the alternatives."""
+    problem = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
+    reason = problem["type"]
     if reason == "json_invalid":
-        said = str(found.get("ctx", {}).get("error", found["msg"]))
-        return RequestError(400, "invalid_json", f"the body is no JSON: {said}.")
-    if not found["loc"]:
+        detail = str(problem.get("ctx", {}).get("error", problem["msg"]))
+        return RequestError(400, "invalid_json", f"the body is no JSON: {detail}.")
+    if not problem["loc"]:
         return RequestError(422, "invalid_type", "the body is no JSON object; expected one.")
-    name = str(found["loc"][0])
-    if reason == "extra_forbidden":
-        known = did_you_mean(name, names) or f"There are {', '.join(names)}."
-        return RequestError(
-            422, "unknown_field", f"{brief(name)} is no field of this. {known}", param=name[:80]
-        )
-    if name == "input" and reason == "string_type" and isinstance(found["input"], int | list):
+    name, *inner = problem["loc"]
+    if name == "input" and reason == "string_type" and isinstance(problem["input"], int | list):
         return RequestError(
             422,
             "token_ids",
@@ -180,24 +179,7 @@ def _invalid(error: ValidationError, kind: type[BaseModel]) -> RequestError:
             "OpenAIEmbeddings sends texts with check_embedding_ctx_length=False.",
             param=name,
         )
-    if reason == "missing":
-        return RequestError(422, "missing_field", f"{name} is missing.", param=name)
-    places = "".join(f"[{one}]" for one in found["loc"][1:] if isinstance(one, int))
-    return RequestError(422, "invalid_value", f"{name}{places} {_told(found)}.", param=name)
-
-
-def _told(found: Any) -> str:
-    got = found["input"]
-    kind = "null" if got is None else _KINDS.get(type(got), type(got).__name__)
-    shown = f"{kind} {brief(got)}" if isinstance(got, int | float) else kind
-    return f"{found['msg'].removeprefix('Input ')}, got {shown}"
-
-
-_KINDS = {
-    dict: "an object",
-    list: "a list",
-    str: "a text",
-    int: "the number",
-    float: "the number",
-    bool: "the value",
-}
+    # A location also names the alternatives of a type, which are none of the client's words.
+    location = (name, *(part for part in inner if isinstance(part, int)))
+    message = explain({**problem, "loc": location}, list(kind.model_fields))
+    return RequestError(422, _CODES.get(reason, "invalid_value"), message, param=str(name)[:80])

@@ -39,7 +39,7 @@ from llmcond.evaluation.condition_checks import CALIBRATION
 from llmcond.files import digest_file, gib, read_json, write_json, write_text
 from llmcond.heads.storage import weights_of
 from llmcond.log import log
-from llmcond.report.card import KINDS, heads_card
+from llmcond.report.card import heads_card
 from llmcond.runs import AnyRun, open_any_run
 from llmcond.runs.kind import find_kind
 from llmcond.runs.manifest import HERE
@@ -112,7 +112,7 @@ def push_to_hub(asked: PushOptions) -> PushResult:
     log.info(f"{run.folder} -> {url}")
     log.info(
         f"to use it: hf download {repo}{branch} --local-dir {folder}, then "
-        f'llmcond.{KINDS[run.kind].loader}("{folder}")'
+        f'llmcond.{find_kind(run.kind).card.loader}("{folder}")'
     )
     return PushResult(repo=repo, url=url, commit=commit, files=files)
 

@@ -583,7 +583,7 @@ def test_a_head_can_be_fitted_from_disk(capsys, monkeypatch, sampled, own, name)
         (["--head", "hypernet", "--set", "transform=yes"], "transform is 'yes', not bool"),
         (["--head", "hypernet", "--dim", "4", "--set", "rank=5"], "above the 4 dimensions"),
         (["--head", "hypernet", "--set", "rank=33"], "above the 32 dimensions"),
-        (["--head", "hypernet-ablation", "--set", "rank=0"], "'rank' is 0: must be at least 1"),
+        (["--head", "hypernet-ablation", "--set", "rank=0"], "'rank' is 0: it must be at least 1"),
         (["--head", "hadamard", "--dim", "4"], "leave out --dim"),
         (
             ["--head", "hadamard", "--prompt", BOTH, "--set", "features=both", "transform=false"],
@@ -725,7 +725,7 @@ def test_a_head_without_any_prompt_is_damaged(capsys, own):
     del record["prompts"]
     path.write_text(json.dumps(record))
     assert run(["evaluate", "--run", str(own), "--head", "layers"]) == 1
-    assert "lacks 'prompts'" in capsys.readouterr().err
+    assert "the key 'prompts' is missing" in capsys.readouterr().err
 
 
 def test_a_head_whose_second_prompt_is_gone_is_left_out(capsys, own):

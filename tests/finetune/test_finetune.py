@@ -515,7 +515,7 @@ def test_the_record_says_what_made_it(tuned):
         (["--head", "none", "--set", "dropout=0.1"], "no head has no setting 'dropout'"),
         (
             ["--head", "none", "--learning-rate", "0"],
-            "'learning_rate' is 0.0: must be above 0",
+            "'learning_rate' is 0.0: it must be above 0",
         ),
         (["--head", "none", "--schedule", "steep"], "Legal: linear, cosine, constant"),
         (["--head", "none", "--prompt", "control-no-condition"], "is a control"),

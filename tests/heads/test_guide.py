@@ -93,5 +93,5 @@ def test_a_damaged_file_is_an_error_in_a_line(guide, tmp_path):
     with pytest.raises(UserError, match="newer version"):
         load_guides(tmp_path)
     save_file(vectors, path, {"guide": json.dumps({**newer, "format": 1, "labels": 3})})
-    with pytest.raises(LlmcondError, match="has labels = 3"):
+    with pytest.raises(LlmcondError, match="'labels' is 3"):
         load_guides(tmp_path)

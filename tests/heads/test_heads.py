@@ -361,8 +361,8 @@ def test_bad_set_values_are_refused(changes, message):
     ("text", "message"),
     [
         ('kind = "mlpp"\ndescription = ""\nsource = ""', "there is no kind of head 'mlpp'.*'mlp'"),
-        ('kind = "none"\nsource = ""', "missing key 'description'"),
-        ('kind = "pca"\ndescription = ""\nsource = ""', "missing key 'dim'"),
+        ('kind = "none"\nsource = ""', "the key 'description' is missing"),
+        ('kind = "pca"\ndescription = ""\nsource = ""', "the key 'dim' is missing"),
         ("kind = ", "cannot be read as TOML"),
     ],
 )
@@ -438,14 +438,14 @@ def test_missing_weights_are_refused(saved):
         ({"format": None}, "states no format version"),
         ({"format": True}, "states no format version"),
         ({"format": 0}, "states no format version"),
-        ({"seed": "0"}, r"has seed = '0': input should be a valid integer; it was damaged\. Fit"),
-        ({"dim_in": 2**40}, "has dim_in = "),
+        ({"seed": "0"}, r"was damaged: 'seed' is '0': it should be a valid integer\. Fit"),
+        ({"dim_in": 2**40}, "'dim_in' is "),
         ({"dim_in": 2**24}, "does not hold the parameters"),
-        ({"fit": []}, r"has fit = \[\]"),
-        ({"fit": {"curve": [{"epoch": 1}]}}, r"lacks 'fit\.curve\.0\.loss'"),
-        ({"settings": {}, "kind": 3}, "has kind = 3"),
+        ({"fit": []}, r"'fit' is \[\]"),
+        ({"fit": {"curve": [{"epoch": 1}]}}, r"the key 'fit\.curve\.0\.loss' is missing"),
+        ({"settings": {}, "kind": 3}, "'kind' is 3"),
         ({"kind": "hypernat"}, "there is no kind of head 'hypernat'.*Did you mean 'hypernet'"),
-        ({"settings": {"dim": 4}}, "missing key 'dropout'"),
+        ({"settings": {"dim": 4}}, "the key 'dropout' is missing"),
     ],
 )
 def test_description_that_does_not_fit_is_refused(saved, changes, message):
@@ -461,7 +461,9 @@ def test_description_that_lacks_a_key_is_refused(saved, key):
     description = json.loads(path.read_text())
     del description[key]
     path.write_text(json.dumps(description))
-    with pytest.raises(LlmcondError, match=f"lacks '{key}'; it was damaged. Fit the head again"):
+    with pytest.raises(
+        LlmcondError, match=f"was damaged: the key '{key}' is missing. Fit the head again"
+    ):
         load_head(saved)
 
 

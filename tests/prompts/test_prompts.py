@@ -209,15 +209,15 @@ def test_doubled_braces_in_a_template_are_single_braces_of_text(tmp_path: Path):
             'instruction = "{sentence} {condition}"\ntext = ""',
             ["[conditional] text is empty"],
         ),
-        ('source = "s"', 'sauce = "s"', ["missing key 'source'", "unknown key 'sauce'"]),
-        ('description = "d"', "", ["missing key 'description'"]),
+        ('source = "s"', 'sauce = "s"', ["the key 'source' is missing", "unknown key 'sauce'"]),
+        ('description = "d"', "", ["the key 'description' is missing"]),
         ('description = "d"', "description = 1", ["'description' is 1", "string"]),
         (
             "[unconditional]\n",
             '[unconditional]\ntxt = ""\n',
             ["unknown key 'unconditional.txt'", "Did you mean 'text'", "text, instruction"],
         ),
-        ('text = "{condition}"', "", ["missing key 'unconditional.text'"]),
+        ('text = "{condition}"', "", ["the key 'unconditional.text' is missing"]),
         ('source = "s"', 'source = "s"\nname = "n"', ["'name'", "named by its file"]),
     ],
 )

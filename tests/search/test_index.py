@@ -679,7 +679,7 @@ def test_damaged_files_are_told_in_a_line(build, pattern: str, keep: int, said: 
 def test_a_damaged_record_is_told_in_a_line(build):
     folder = build(TEXTS[:2]).folder
     (folder / "index.json").write_text('{"format": 1, "made_by": {"run": 3}}')
-    with pytest.raises(LlmcondError, match=r"it was damaged\. Make another index"):
+    with pytest.raises(LlmcondError, match=r"was damaged: .*\. Make another index"):
         Index.open(folder)
 
 

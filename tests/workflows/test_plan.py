@@ -179,8 +179,11 @@ def test_fragments_are_what_actors_write_in_ten_seconds(hours, gpus, expected):
 def test_records_that_are_none_are_one_line(given, tmp_path):
     bench = tmp_path / "bench.json"
     for text, words in (
-        ('{"speeds": []}', "lacks 'machine'"),
-        ('{"machine": {}, "speeds": [{"model": "minilm"}]}', "lacks 'speeds.0.precision'"),
+        ('{"speeds": []}', "the key 'machine' is missing"),
+        (
+            '{"machine": {}, "speeds": [{"model": "minilm"}]}',
+            "the key 'speeds.0.precision' is missing",
+        ),
         ("[1]", "holds a JSON list"),
     ):
         bench.write_text(text)

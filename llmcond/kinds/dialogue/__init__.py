@@ -8,7 +8,7 @@ from llmcond.kinds.dialogue.inputs import UtteranceInputs, obstacle_to
 from llmcond.kinds.dialogue.run import DialogueRun
 from llmcond.kinds.dialogue.task import Dialogue
 from llmcond.prompts import Prompt
-from llmcond.runs.kind import Kind
+from llmcond.runs.kind import CardText, Kind
 
 if TYPE_CHECKING:
     from llmcond.evaluation.results import Results
@@ -24,6 +24,17 @@ class DialogueKind(Kind):
 
     name, run = "dialogue", DialogueRun
     has_conditions = False
+    card = CardText(
+        subject="dialogue",
+        purpose="A dialogue is answered by the candidate that ranks first as its next turn.",
+        loader="load_dialogue",
+        usage="""\
+pool = loaded.candidates(["Yes, at noon.", "It is red."])
+loaded.top(loaded.start(["Hello!", "Shall we meet?"]), pool)""",
+        rows="next turns",
+        groups="dialogues",
+        tags=("dialogue", "response-selection"),
+    )
 
     def inputs(self, task: Dialogue, data: Dialogues, prompt: Prompt) -> UtteranceInputs:
         """See :class:`Kind`."""

@@ -8,7 +8,7 @@ from llmcond.kinds.ranking.inputs import QueryInputs
 from llmcond.kinds.ranking.run import RankingRun
 from llmcond.kinds.ranking.task import QueryData, RankingTask
 from llmcond.prompts import Prompt
-from llmcond.runs.kind import Kind
+from llmcond.runs.kind import CardText, Kind
 
 if TYPE_CHECKING:
     from llmcond.evaluation.results import Results
@@ -23,6 +23,15 @@ class Ranking(Kind):
 
     name, run = "ranking", RankingRun
     heads_need_data = True
+    card = CardText(
+        subject="knowledge-graph",
+        purpose="An entity under a relation is completed by the entity that ranks first.",
+        loader="load_completer",
+        usage='loaded.top(head="ENTITY", relation="RELATION", k=10)',
+        rows="queries",
+        groups="triples",
+        tags=("knowledge-graph-completion",),
+    )
 
     def inputs(self, task: RankingTask[Any], data: QueryData, prompt: Prompt) -> QueryInputs:
         """See :class:`Kind`."""

@@ -101,12 +101,9 @@ def scatter() -> dict[str, Any]:
     The page gives it ``points`` (x, y, row) and ``levels`` (rating, low, median, high).
     """
     x, y = _rating("x:Q"), alt.Y("y:Q", title="predicted similarity").scale(zero=False)
-    points = (
-        alt.Chart(alt.NamedData(name="points"))
-        .mark_circle(size=22, opacity=0.35, color="var(--mark)", aria=False)
-        .encode(x=x, y=y, tooltip=[alt.Tooltip("row:Q")])
-    )
-    levels = alt.Chart(alt.NamedData(name="levels")).encode(x=_rating("rating:Q"))
+    dots = _named("points").mark_circle(size=22, opacity=0.35, color="var(--mark)", aria=False)
+    points = dots.encode(x=x, y=y, tooltip=[alt.Tooltip("row:Q")])
+    levels = _named("levels").encode(x=_rating("rating:Q"))
     bars = levels.mark_rule(strokeWidth=4, color=_INK, aria=False)
     medians = levels.mark_tick(
         orient="horizontal", thickness=4, size=22, color=_INK, opacity=1, aria=False
@@ -129,11 +126,7 @@ def calibration() -> dict[str, Any]:
         return alt.Y(field, title="predicted similarity").scale(zero=False)
 
     colour, shape = _series("series:N", ("A", "B"))
-    line = (
-        alt.Chart(alt.NamedData(name="ends"))
-        .mark_line(strokeDash=[4, 4], color=_MUTED, strokeWidth=1, aria=False)
-        .encode(x=_rating("rating:Q"), y=y("value:Q"))
-    )
+    line = _named("ends").mark_line(strokeDash=[4, 4], color=_MUTED, strokeWidth=1, aria=False)
     tooltip = [
         alt.Tooltip("name:N", title="system"),
         alt.Tooltip("rating:Q", format=".3~f"),
@@ -142,14 +135,12 @@ def calibration() -> dict[str, Any]:
         alt.Tooltip("low:Q", title="lower quartile", format=".3f"),
         alt.Tooltip("high:Q", title="upper quartile", format=".3f"),
     ]
-    base = alt.Chart(alt.NamedData(name="levels")).encode(
-        x=_rating("place:Q"), color=colour, tooltip=tooltip
-    )
+    base = _named("levels").encode(x=_rating("place:Q"), color=colour, tooltip=tooltip)
     bars = base.mark_rule(strokeWidth=2, opacity=0.55, aria=False)
     joined = base.mark_line(strokeWidth=2, aria=False)
     points = base.mark_point(filled=True, size=80, opacity=1, aria=False)
     chart = alt.layer(
-        line,
+        line.encode(x=_rating("rating:Q"), y=y("value:Q")),
         bars.encode(y=y("low:Q"), y2="high:Q"),
         joined.encode(y=y("mean:Q")),
         points.encode(y=y("mean:Q"), shape=shape),
@@ -168,7 +159,7 @@ def hits() -> dict[str, Any]:
         alt.Tooltip("k:Q", title="among the first", format=",~f"),
         alt.Tooltip("share:Q", format=".1%"),
     ]
-    base = alt.Chart(alt.NamedData(name="points")).encode(
+    base = _named("points").encode(
         x=alt.X("k:Q", title="rank", scale=alt.Scale(type="log")).axis(grid=False, format="~s"),
         y=alt.Y("share:Q", title="answers that rank so high").axis(format="%"),
         color=colour,
@@ -187,22 +178,24 @@ def curves(measure: str, title: str) -> dict[str, Any]:
     """
     x = alt.X("epoch:Q", title="epoch").axis(tickMinStep=1, format="d")
     y = alt.Y(f"{measure}:Q", title=title).scale(zero=False)
-    behind = (
-        alt.Chart(alt.NamedData(name="others"))
-        .mark_line(strokeWidth=1.25, color=_MUTED, opacity=0.35, aria=False)
-        .encode(x=x, y=y, detail="name:N", tooltip=[alt.Tooltip("name:N")])
-    )
+    lines = _named("others").mark_line(strokeWidth=1.25, color=_MUTED, opacity=0.35, aria=False)
+    behind = lines.encode(x=x, y=y, detail="name:N", tooltip=[alt.Tooltip("name:N")])
     tooltip = [
         alt.Tooltip("seed:N"),
         alt.Tooltip("epoch:Q"),
         alt.Tooltip(f"{measure}:Q", title=title, format=".3~f"),
     ]
-    front = alt.Chart(alt.NamedData(name="chosen")).encode(x=x, y=y, tooltip=tooltip)
+    front = _named("chosen").encode(x=x, y=y, tooltip=tooltip)
     seeds = front.mark_line(strokeWidth=2, color=_COLOURS[0], aria=False)
     points = front.mark_point(filled=True, size=30, color=_COLOURS[0], opacity=1, aria=False)
     dash = alt.StrokeDash("seed:N", legend=None)
     chart = alt.layer(behind, seeds.encode(strokeDash=dash), points)
     return _finished(chart, f"{title} against epochs.", 240)
+
+
+def _named(data: str) -> Any:
+    """Return a chart of rows that the page gives it under a name."""
+    return alt.Chart(alt.NamedData(name=data))
 
 
 def _series(field: str, names: Sequence[str]) -> tuple[Any, Any]:

@@ -101,7 +101,10 @@ def _ranked(page: Page, rows: QueryRows, texts: dict[str, int]) -> dict[str, Any
     one = rows.by.removesuffix("_text")
     return {
         "systems": systems,
-        "columns": [("heading", "asked"), *((key, _label(key)) for key in rows.texts)],
+        "columns": [
+            ("heading", "asked"),
+            *((key, key.removesuffix("_text").replace("_", " ")) for key in rows.texts),
+        ],
         "rows": {
             "number": list(range(1, len(rows) + 1)),
             "heading": _numbered(rows.headings, texts),
@@ -121,10 +124,6 @@ def _ranked(page: Page, rows: QueryRows, texts: dict[str, int]) -> dict[str, Any
         },
         "charts": {"hits": charts.hits()},
     }
-
-
-def _label(column: str) -> str:
-    return column.removesuffix("_text").replace("_", " ")
 
 
 def _numbered(column: Sequence[str], texts: dict[str, int]) -> list[int]:

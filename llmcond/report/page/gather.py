@@ -124,6 +124,7 @@ def page_of(
     prompts = [run.prompt(name) for name in names]
     manifest, rated = run.manifest, as_rated(run)
     ranked = [one for one in results if isinstance(one, QueryResult)]
+    variants = [result.variant[1] for result in ranked]
     return Page(
         title=title,
         summary=summary,
@@ -142,18 +143,13 @@ def page_of(
             "prompts": {prompt.name: prompt.to_json() for prompt in prompts},
             **provenance(),
         },
-        variants=_variants(ranked),
+        variants=(ranked[0].variant[0], variants) if any(variants) else None,
         parts={
             kind: [one.grouped[kind] for one in ranked]
             for kind in (ranked[0].grouped if ranked else ())
         },
         dev_metric=run.dev_metric,
     )
-
-
-def _variants(results: Sequence[QueryResult]) -> tuple[str, Sequence[str]] | None:
-    texts = [result.variant[1] for result in results]
-    return (results[0].variant[0], texts) if any(texts) else None
 
 
 def _isotropy(run: AnyRun, prompts: Sequence[Prompt], rows: Rows) -> list[dict[str, Any]]:

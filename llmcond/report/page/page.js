@@ -184,6 +184,13 @@
 
   // Numbers beneath a chart are made when they are looked at.
   const numbers = new Map();
+  function tabulate(key, label, rows, columns, size) {
+    numbers.set(key, () => {
+      const table = bigTable(label, columns, size);
+      table.set(rows());
+      return table.element;
+    });
+  }
   for (const box of document.querySelectorAll("[data-numbers]")) {
     box.addEventListener("toggle", () => { if (box.open) refresh(box.dataset.numbers); });
   }
@@ -195,16 +202,12 @@
   if (data.charts.heads) {
     draw("heads", "heads");
     const rows = Object.values(data.charts.heads.datasets).find((set) => set[0] && "system" in set[0]);
-    numbers.set("heads", () => {
-      const table = bigTable(`${data.primary} by head and template`, [
-        { label: "system", text: true, value: (row) => row.system },
-        { label: data.primary, value: (row) => row.value, show: (row) => row[data.primary] },
-        { label: "from", value: (row) => row.low, show: (row) => number(row.low, 1) },
-        { label: "to", value: (row) => row.high, show: (row) => number(row.high, 1) },
-      ], 100);
-      table.set(rows);
-      return table.element;
-    });
+    tabulate("heads", `${data.primary} by head and template`, () => rows, [
+      { label: "system", text: true, value: (row) => row.system },
+      { label: data.primary, value: (row) => row.value, show: (row) => row[data.primary] },
+      { label: "from", value: (row) => row.low, show: (row) => number(row.low, 1) },
+      { label: "to", value: (row) => row.high, show: (row) => number(row.high, 1) },
+    ], 100);
   }
   for (const key of Object.keys(data.charts)) if (key.startsWith("isotropy-")) draw(key, key);
 
@@ -231,40 +234,28 @@
     const said = (letter, i, digits) => (data.ranked ? trimmed(system(letter).rank[i], 2) : number(system(letter).similarity[i], digits));
     const predicted = (letter, i) => (data.ranked ? system(letter).rank : system(letter).similarity)[i];
 
-    numbers.set("scatter", () => {
-      const table = bigTable(`Predictions of each ${UNIT[0]}`, [
-        { label: UNIT[0], value: (i) => data.rows.number[i] },
-        ...(data.ranked ? [] : [{ label: "rating", value: rating, show: (i) => trimmed(rating(i), 3) }]),
-        ...letters.map((letter) => ({ label: letter, value: (i) => predicted(letter, i), show: (i) => said(letter, i, 4) })),
-        ...textColumns,
-      ]);
-      table.set(everyRow);
-      return table.element;
-    });
+    tabulate("scatter", `Predictions of each ${UNIT[0]}`, () => everyRow, [
+      { label: UNIT[0], value: (i) => data.rows.number[i] },
+      ...(data.ranked ? [] : [{ label: "rating", value: rating, show: (i) => trimmed(rating(i), 3) }]),
+      ...letters.map((letter) => ({ label: letter, value: (i) => predicted(letter, i), show: (i) => said(letter, i, 4) })),
+      ...textColumns,
+    ]);
     const levels = () => letters.flatMap((letter, place) => system(letter).levels.map(([rating, n, mean, q1, median, q3]) => (
       { series: letter, name: system(letter).name, rating, place: rating + (letters.length > 1 ? (place - 0.5) * 0.12 * gap : 0), n, mean, low: q1, median, high: q3 })));
-    numbers.set("levels", () => {
-      const table = bigTable("Predictions by rating", [
-        { label: "system", text: true, value: (level) => level.name },
-        { label: "rating", value: (level) => level.rating },
-        { label: "rows", value: (level) => level.n },
-        ...[["mean", "mean"], ["low", "lower quartile"], ["median", "median"], ["high", "upper quartile"]].map(
-          ([key, label]) => ({ label, value: (level) => level[key], show: (level) => number(level[key], 3) })),
-      ], 100);
-      table.set(levels());
-      return table.element;
-    });
+    tabulate("levels", "Predictions by rating", levels, [
+      { label: "system", text: true, value: (level) => level.name },
+      { label: "rating", value: (level) => level.rating },
+      { label: "rows", value: (level) => level.n },
+      ...[["mean", "mean"], ["low", "lower quartile"], ["median", "median"], ["high", "upper quartile"]].map(
+        ([key, label]) => ({ label, value: (level) => level[key], show: (level) => number(level[key], 3) })),
+    ], 100);
 
     const hits = () => letters.flatMap((letter) => system(letter).hits.map(([k, share]) => ({ series: letter, name: system(letter).name, k, share })));
-    numbers.set("hits", () => {
-      const table = bigTable("Answers by rank", [
-        { label: "system", text: true, value: (point) => point.name },
-        { label: "among the first", value: (point) => point.k },
-        { label: "answers in %", value: (point) => point.share, show: (point) => number(100 * point.share, 1) },
-      ], 100);
-      table.set(hits());
-      return table.element;
-    });
+    tabulate("hits", "Answers by rank", hits, [
+      { label: "system", text: true, value: (point) => point.name },
+      { label: "among the first", value: (point) => point.k },
+      { label: "answers in %", value: (point) => point.share, show: (point) => number(100 * point.share, 1) },
+    ], 100);
 
     const updates = [];
 
@@ -438,17 +429,13 @@
       })).filter((point) => point.dev !== null);
     });
     const points = (i) => data.curves[i].seeds.flatMap((seed, s) => seed.map(([epoch, loss, dev]) => ({ name: data.curves[i].name, seed: data.curves[i].labels[s], epoch, loss, dev })));
-    numbers.set("curves", () => {
-      const table = bigTable("Learning curves", [
-        { label: "system", text: true, value: (row) => row.name },
-        { label: "seed", value: (row) => row.seed },
-        { label: "epoch", value: (row) => row.epoch },
-        { label: "loss", value: (row) => row.loss, show: (row) => number(row.loss, 4) },
-        { label: data.dev, value: (row) => row.dev, show: (row) => number(row.dev, 1) },
-      ], 50);
-      table.set(points(Number(select.value)));
-      return table.element;
-    });
+    tabulate("curves", "Learning curves", () => points(Number(select.value)), [
+      { label: "system", text: true, value: (row) => row.name },
+      { label: "seed", value: (row) => row.seed },
+      { label: "epoch", value: (row) => row.epoch },
+      { label: "loss", value: (row) => row.loss, show: (row) => number(row.loss, 4) },
+      { label: data.dev, value: (row) => row.dev, show: (row) => number(row.dev, 1) },
+    ], 50);
     function update() {
       const i = Number(select.value);
       draw("dev", "dev", { chosen: points(i).filter((row) => row.dev !== null), others: means.filter((_, j) => j !== i).flat() });

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmcond.errors import UserError, install_command
 from llmcond.files import check_output, replacing
@@ -17,8 +17,10 @@ from llmcond.report.format import factors_text, sentences_text
 from llmcond.report.page.gather import Page
 from llmcond.report.page.tables import difference_table, isotropy_table, main_table, parts_table
 
+if TYPE_CHECKING:
+    import jinja2
+
 _FOLDER = Path(__file__).parent
-_JSON = {"allow_nan": False, "separators": (",", ":")}
 
 
 def check_page(path: Path) -> None:
@@ -74,17 +76,11 @@ def write_html(
         data: what scripts read, as JSON.
         values: what the template takes beside ``data``, ``policy``, ``style`` and ``scripts``.
     """
-    import jinja2
     from markupsafe import Markup
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(template.parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.policies["json.dumps_kwargs"] = _JSON
+    environment = page_templates(template.parent)
+    json = {"allow_nan": False, "separators": (",", ":")}
+    environment.policies["json.dumps_kwargs"] = json
     environment.tests["nested"] = _nested
     environment.filters["plain"] = _plain
     own = [_script(text) for text in (*scripts, (_FOLDER / "theme.js").read_text("utf-8"))]
@@ -102,13 +98,29 @@ def write_html(
     log.info(f"report -> {path}")
 
 
+def page_templates(folder: Path) -> jinja2.Environment:
+    """Return the templates of a folder, which escape what is set into them."""
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def csp_source(text: str) -> str:
+    """Return what allows a script or a style of a page in its Content-Security-Policy."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
 def _policy(scripts: Sequence[str]) -> str:
     """Return a policy that allows no request, and no script but these."""
-    digests = (hashlib.sha256(script.encode()).digest() for script in scripts)
-    allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src {' '.join(map(csp_source, scripts))}; "
+        "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
     )
 
 

@@ -112,8 +112,7 @@ def main_table(page: Page) -> Table:
         column, name = Column(metric.heading, metric.description), metric.name
         estimates = [r.metrics[name] for r in results]
         if metric.secondary:
-            cells = [Cell(minus(metric.show(e.value)), finite(e.value)) for e in estimates]
-            columns.append((column, cells))
+            columns.append((column, [_figure(metric, e.value) for e in estimates]))
             continue
         lines = [one.metrics[name].value if one else None for one in compared_with]
         columns.append((column, _intervals(metric, estimates, lines)))
@@ -127,7 +126,7 @@ def main_table(page: Page) -> Table:
     deviations = [r.seed_sd.get(primary.name) for r in results]
     if any(one is not None for one in deviations):
         column = Column("sd over seeds", f"standard deviation of {primary.heading} over seeds")
-        columns.append((column, [Cell(primary.show(one), finite(one)) for one in deviations]))
+        columns.append((column, [_figure(primary, one) for one in deviations]))
     # What is not fitted has no seed.
     seeds = [len(r.seeds) or None for r in results]
     if any(seeds):
@@ -164,13 +163,16 @@ def _columns_of_parts(
                 f"{primary.heading}, {kind} conditions", f"of rows whose condition training {hint}"
             )
             values = [one.score.value if one else None for one in subsets]
-            cells = [Cell(minus(primary.show(value)), finite(value)) for value in values]
-            columns.append((column, cells))
+            columns.append((column, [_figure(primary, value) for value in values]))
     return columns
 
 
 def _text(text: str) -> Cell:
     return Cell(text, text)
+
+
+def _figure(metric: Metric, value: float | None, signed: bool = False) -> Cell:
+    return Cell(minus(metric.show(value, signed)), finite(value))
 
 
 def _count(n: int | None, detail: str = "") -> Cell:
@@ -234,11 +236,11 @@ def difference_table(results: Sequence[ComparedResult]) -> Table:
             row = (
                 _text(result.name),
                 _text(metric.heading),
-                Cell(minus(metric.show(found.value, signed=True)), finite(found.value)),
+                _figure(metric, found.value, signed=True),
                 Cell(interval, finite(found.low)),
                 Cell(probability(found.p), finite(found.p)),
                 Cell(probability(found.p_holm), finite(found.p_holm)),
-                Cell(metric.show(found.minimum), finite(found.minimum)),
+                _figure(metric, found.minimum),
                 Cell(found.verdict or "–", found.verdict),
             )
             rows.append(row)
@@ -274,14 +276,10 @@ def parts_table(
 
 def isotropy_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the isotropy of each system's vectors."""
-    figures = {
-        "mean_cosine": "mean cosine",
-        "std_cosine": "standard deviation",
-        "partition_ratio": "partition ratio",
-    }
-    columns = (Column("system", numeric=False), *map(Column, figures.values()))
+    keys = ("mean_cosine", "std_cosine", "partition_ratio")
+    headings = ("mean cosine", "standard deviation", "partition ratio")
     cells = [
-        (_text(row["name"]), *(Cell(minus(number(row[key], 3)), row[key]) for key in figures))
+        (_text(row["name"]), *(Cell(minus(number(row[key], 3)), row[key]) for key in keys))
         for row in rows
     ]
-    return Table(columns, cells)
+    return Table((Column("system", numeric=False), *map(Column, headings)), cells)

@@ -371,7 +371,7 @@ def test_no_head_gives_the_features(tmp_path):
     [
         ("rank", {"score": "last:x"}, "unknown score 'last:x'"),
         ("rank", {"score": "weighted"}, "set objective to weighted, or another score"),
-        ("rank", {"window": 2}, "'window' is 2: must be at least 3"),
+        ("rank", {"window": 2}, "'window' is 2: it must be at least 3"),
         ("rank", {"members": 2}, "set members to 1"),
         ("ccl", {"objective": "mse"}, "'objective' is 'mse'"),
     ],

@@ -216,9 +216,9 @@ def test_the_temperature_is_learned_where_it_is_asked_for(learned):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"temperature": 0.0}, "'temperature' is 0.0: must be above 0"),
+        ({"temperature": 0.0}, "'temperature' is 0.0: it must be above 0"),
         ({"directions": "candidate"}, "must be one of 'both' or 'query'"),
-        ({"queue": -1}, "'queue' is -1: must be at least 0"),
+        ({"queue": -1}, "'queue' is -1: it must be at least 0"),
         ({"marign": 0.1}, "Did you mean 'margin'"),
     ],
 )

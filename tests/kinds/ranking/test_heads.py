@@ -481,7 +481,7 @@ def test_a_head_is_for_graphs_of_its_sizes():
         ("hypernet", {"features": "both"}, "joint features or by separate ones"),
         ("hypernet", {"mse": 1.0}, "unknown key 'mse'"),
         ("hadamard", {"rank": 4}, "unknown key 'rank'"),
-        ("mlp", {"hidden": -1}, "'hidden' is -1: must be at least 0"),
+        ("mlp", {"hidden": -1}, "'hidden' is -1: it must be at least 0"),
     ],
 )
 def test_settings_that_do_not_go_together_are_told(name, changes, told):

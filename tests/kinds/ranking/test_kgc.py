@@ -88,7 +88,7 @@ def test_a_damaged_run_is_told_in_a_line(capsys, own):
     del manifest["data"]["digest"]
     (own / "run.json").write_text(json.dumps(manifest))
     assert cli.run(["evaluate", "--run", str(own)]) == 1
-    assert "lacks 'data.digest'; it was damaged" in capsys.readouterr().err
+    assert "was damaged: the key 'data.digest' is missing" in capsys.readouterr().err
 
 
 def test_a_run_says_of_which_kind_it_is(capsys, own):

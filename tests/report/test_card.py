@@ -1,0 +1,69 @@
+"""Model cards: what they say, and that names of the user's are neither Markdown nor templates."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+import llmcond
+from llmcond.prompts import load_prompt
+from llmcond.report.card import model_card
+from llmcond.runs.kind import KINDS, find_kind
+
+RECORD = Path(__file__).parents[1] / "golden/legacy/tuned/training.json"
+PROMPTS = [load_prompt("concat-sent-cond")]
+#: It would end a code span, a paragraph, a fenced block or the metadata, or run as a template.
+HOSTILE = "a` <script>\r\n---\n\n```\n# {{ 7 * 7 }} {% raw %}"
+
+
+def card_of(kind: str = "rated", /, made_of: dict | None = None, **summary) -> str:
+    record = json.loads(RECORD.read_text())
+    record["summary"] |= summary
+    record["made_of"] |= made_of or {}
+    return model_card(record, kind, PROMPTS, {"head": HOSTILE})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_run_has_its_card_with_python_that_parses(kind):
+    card = card_of(kind, scores=[])
+    text = find_kind(kind).card
+    python = card.partition("```python\n")[2].partition("```")[0]
+    ast.parse(python)
+    assert getattr(llmcond, text.loader)
+    assert f'loaded = llmcond.{text.loader}("FOLDER")' in python
+    assert "No rows were held out" in card
+    assert ModelCard(card).data.tags[1:-1] == list(text.tags)
+
+
+def test_names_of_the_users_are_code_and_no_template():
+    teacher = {"encoder": HOSTILE, "head": HOSTILE}
+    aspects = {"aspects": {HOSTILE: "digest"}, "aspects_texts": 2400}
+    card = card_of(
+        encoder=HOSTILE,
+        head=HOSTILE,
+        teacher=teacher,
+        made_of={"teacher": {"rows": 1200}, "aspects": aspects},
+    )
+    shown = "`a' <script> --- ''' # {{ 7 * 7 }} {% raw %}`"
+    assert card.count(shown) == 5
+    # The rest is JSON in a block with a longer fence than the name holds.
+    training = json.loads(card.split("## Training\n\n````json\n")[1].removesuffix("\n````\n"))
+    assert training["head"] == {"head": HOSTILE}
+    assert "\r" not in card
+    assert "<script>" not in card.split("## Training")[0].replace(shown, "")
+    data = ModelCard(card).data
+    assert (data.library_name, data.pipeline_tag) == ("peft", "sentence-similarity")
+
+
+def test_an_ensemble_with_a_last_stage_says_so():
+    estimates = ({"spearman": value, "spearman_ci": [0.1, 0.9]} for value in (0.5, 0.4))
+    folds = {"folds": 5, **dict(zip(("trained", "without"), estimates, strict=True))}
+    then = {"steps": 1000, "weight": 2, "share": 0.5, "folds": folds}
+    members = [{**json.loads(RECORD.read_text())["summary"], "then": then}] * 2
+    card = " ".join(card_of(members=members).split())
+    assert "trained with 2 times LoRA of rank 4 and the head" in card
+    assert "of each member by itself" in card
+    assert "stage of 1,000 steps was on dev as well, each row 2 times, and 50 % of train" in card
+    assert "the Spearman is 50.0 [10.0, 90.0], and 40.0 [10.0, 90.0] before the stage" in card
