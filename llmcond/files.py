@@ -70,13 +70,11 @@ def making(folder: Path) -> Iterator[Path]:
         DiskFullError: the disk has no room.
         UserError: the folder cannot be made.
     """
-    temporary: Path | None = None
+    # Not tempfile, whose folders are their owner's alone, whatever the umask.
+    temporary = temporary_sibling(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Not tempfile, whose folders are their owner's alone, whatever the umask.
-        made = temporary_sibling(folder)
-        made.mkdir()
-        temporary = made
+        temporary.mkdir()
         remove_stale(temporary, folder)
         yield temporary
         # Atomic, also over an empty folder that the user made beforehand.
@@ -86,8 +84,7 @@ def making(folder: Path) -> Iterator[Path]:
             raise DiskFullError(f"the disk is full: {folder} could not be made.") from error
         raise UserError(f"cannot make {folder}: {error.strerror or error}.") from error
     finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def check_room(folder: Path, n_bytes: int) -> None:

@@ -168,10 +168,6 @@ def _s3(bucket: str, patient: bool) -> Any:
     return fs.S3FileSystem(region=region or "us-east-1", **options)
 
 
-def _google(bucket: str, patient: bool) -> Any:
-    return fs.FileSystem.from_uri(f"gs://{bucket}")[0]
-
-
 def _azure(bucket: str, patient: bool) -> Any:
     names = ("account_name", "account_key")
     return fs.AzureFileSystem(
@@ -206,6 +202,9 @@ STORES: Mapping[str, ObjectStore] = {
         _s3,
         ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     ),
-    "gs": ObjectStore("GOOGLE_APPLICATION_CREDENTIALS, to the file of a service account", _google),
+    "gs": ObjectStore(
+        "GOOGLE_APPLICATION_CREDENTIALS, to the file of a service account",
+        lambda bucket, _: fs.FileSystem.from_uri(f"gs://{bucket}")[0],
+    ),
     "az": ObjectStore("AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY", _azure),
 }

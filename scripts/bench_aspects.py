@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from aspect_samples import WORDINGS, Wording, limited, read_samples, say
 
 from llmcond import Condition, Embedder, load_embedder, load_encoder
 from llmcond.bundled import PRETRAINED, pretrained
 from llmcond.clustering.methods import kmeans
-from llmcond.data.aspects import WORDINGS, AspectSample, Wording, read_samples
+from llmcond.data.aspects import AspectSample
 from llmcond.encoders.encoder import Encoder
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.aspects import (
@@ -137,7 +138,7 @@ def _embedder(name: str, variant: str, model: Embedder | None, encoder: Encoder)
 def vectors_of(system: System, sample: AspectSample, wording: Wording) -> ConditionedVectors:
     """Encode all that the figures of a sample need, in one call."""
     conditions = {
-        key: Condition(wordings.say(wording), sample.values[key][: system.n_values])
+        key: Condition(say(wordings, wording), sample.values[key][: system.n_values])
         for key, wordings in sample.conditions.items()
     }
     rows = needed_rows(sample)
@@ -379,7 +380,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         samples = read_samples(options.data, options.only, options.seed)
         if options.limit:
-            samples = [sample.limited(options.limit) for sample in samples]
+            samples = [limited(sample, options.limit) for sample in samples]
         benchmark = Benchmark(samples, options)
         print(f"| {' | '.join(HEADINGS)} |\n" + "|---" * len(HEADINGS) + "|", flush=True)
         for system in systems(options):

@@ -34,7 +34,8 @@ from bench_process import alone
 from bench_scale import csts_inputs, short_inputs
 
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
-from llmcond.features.extract import SentPart, extract
+from llmcond.encoders.encoder import Encoded
+from llmcond.features.extract import Committed, Part, extract
 from llmcond.features.store import FeatureStore
 from llmcond.scale.extraction import EncoderOf, Written, ray_execution
 from llmcond.scale.pool import Cluster
@@ -305,7 +306,7 @@ class Sleeping:
         self.seconds, self.dim = seconds, dim
         self.store = FeatureStore(made_of.root, identity, made_of.dtype, only_write=True)
 
-    def work(self, item: Sequence[SentPart]) -> Written:
+    def work(self, item: Sequence[Part]) -> Written:
         """Sleep for each part, and write vectors that are drawn."""
         began, cpu = time.monotonic(), time.process_time()
         inputs = [one for part in item for one in part.inputs]
@@ -315,11 +316,10 @@ class Sleeping:
             np.random.default_rng(seed).normal(size=(len(inputs), self.dim)).astype(np.float32)
         )
         n = len(inputs)
-        fragment = self.store.write_fragment(
-            inputs, vectors, np.full(n, 9, np.int32), np.zeros(n, dtype=np.bool_)
-        )
+        encoded = Encoded(vectors, np.full(n, 9, np.int32), np.zeros(n, dtype=np.bool_))
+        fragment = self.store.write_fragment(inputs, encoded)
         spent = time.process_time() - cpu
-        return Written(fragment, n, 0, 9 * n, time.monotonic() - began, spent, None)
+        return Written(fragment, Committed(n, 0, 0, 9 * n, time.monotonic() - began), spent, None)
 
 
 def nodes(options: argparse.Namespace) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def work(folder: str, kind: str, n: int, model: str) -> None:
     encoder.encoder.encode(list(csts_inputs(min(n, 600))))
     (root / "ready").write_text(str(peak()))
     make = {"short": short_inputs, "csts": csts_inputs}[kind]
-    done = extract(make(n), store, lambda: encoder, Watch(root / "watch"))
+    done = extract(make(n), store, lambda: encoder, Watch(root / "watch"))  # type: ignore[arg-type, return-value]
     (root / "done").write_text(json.dumps([done.n_inputs, done.n_tokens, done.seconds, peak()]))
 
 

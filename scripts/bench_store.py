@@ -16,6 +16,7 @@ import time
 import numpy as np
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
+from llmcond.encoders.encoder import Encoded
 from llmcond.features.store import FeatureStore
 
 
@@ -36,7 +37,8 @@ def main() -> None:
     for i in range(0, given.rows, given.part):
         part = inputs[i : i + given.part]
         count = len(part)
-        store.append(part, vectors[:count], np.ones(count, np.int32), np.zeros(count, np.bool_))
+        n_tokens, whole = np.ones(count, np.int32), np.zeros(count, np.bool_)
+        store.append(part, Encoded(vectors[:count], n_tokens, whole))
     written = time.perf_counter()
     store = FeatureStore(given.root, identity, "float16")
     opened = time.perf_counter()

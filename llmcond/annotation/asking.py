@@ -98,25 +98,24 @@ class Asker:
 
     def value(self, question: Question) -> Any:
         """Return what the answer to a question says; None: not answered, or it cannot be read."""
-        for attempt in range(ATTEMPTS):
-            stored = self._journal.get(self._key(replace(question, attempt=attempt)))
-            value = None if stored is None else question.read(stored.text)
-            if stored is None or value is not None:
-                return value
-        return None
+        return self._look_up(question)[1]
 
     def missing(self, questions: Iterable[Question]) -> list[Question]:
         """Return what is to be asked next of questions that have no answer that can be read."""
-        found = []
-        for question in questions:
-            for attempt in range(ATTEMPTS):
-                tried = replace(question, attempt=attempt)
-                stored = self._journal.get(self._key(tried))
-                if stored is None:
-                    found.append(tried)
-                if stored is None or question.read(stored.text) is not None:
-                    break
-        return found
+        tried = (self._look_up(question)[0] for question in questions)
+        return [question for question in tried if question is not None]
+
+    def _look_up(self, question: Question) -> tuple[Question | None, Any]:
+        """Return the attempt to ask next, if any, and what the answer to the one before says."""
+        for attempt in range(ATTEMPTS):
+            tried = replace(question, attempt=attempt)
+            stored = self._journal.get(self._key(tried))
+            if stored is None:
+                return tried, None
+            value = question.read(stored.text)
+            if value is not None:
+                return None, value
+        return None, None
 
     def ask(self, questions: Sequence[Question]) -> None:
         """Ask what is missing, and store each answer as it comes.

@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from filelock import FileLock, Timeout
@@ -18,16 +17,12 @@ from llmcond.records import RECORD, check_record
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Line(Answer):
     """What each line holds at least."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
     key: str
-    text: str
-    tokens_in: int | None
-    tokens_out: int | None
-    seconds: float
 
 
 class Journal:
@@ -58,12 +53,7 @@ class Journal:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._lock.release()
 
     def _read(self) -> None:

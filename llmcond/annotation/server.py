@@ -108,17 +108,15 @@ class Server:
             ) from error
         self._errors, self._settings = openai, settings
         self._key = os.environ.get(KEY, "").strip()
-        pace = _Pace(settings.per_minute)
+        # Called before every request, so that retries keep to the limit as well.
+        hooks: dict[str, list[Callable[..., Any]]] = {"request": [_Pace(settings.per_minute)]}
         self._client = openai.OpenAI(
             base_url=settings.endpoint,
             api_key=self._key or "none",
             timeout=settings.timeout,
             max_retries=settings.retries,
-            # Called before every request, so that retries keep to the limit as well.
             http_client=openai.DefaultHttpxClient(
-                event_hooks={"request": [pace]},
-                transport=BoundedTransport(),
-                follow_redirects=False,
+                event_hooks=hooks, transport=BoundedTransport(), follow_redirects=False
             ),
         )
         self._structured: bool | None = None
@@ -136,12 +134,8 @@ class Server:
                     f"no server answers at {self._settings.endpoint}: "
                     f"{self._safe(str(error.__cause__))}. Start it, or mend --endpoint."
                 ) from None
-        except (
-            self._errors.OpenAIError,
-            ValueError,
-            RecursionError,
-        ):  # whatever a server without a list says
-            return
+        except (self._errors.OpenAIError, ValueError, RecursionError):
+            return  # whatever a server without a list says
 
     def _list(self) -> Any:
         return self._client.with_options(max_retries=0, timeout=10).models.list()

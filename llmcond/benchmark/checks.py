@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,7 +26,7 @@ from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.engine.engine import Engine, torch_engine, try_engine
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
-from llmcond.encoders.loading.loading import LoadedModel, load_model
+from llmcond.encoders.loading.loading import load_model
 from llmcond.encoders.loading.quantization import installed
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Dtype, EncoderInput, Quantize
@@ -38,13 +39,7 @@ DtypeOrAuto = Dtype | Literal["auto"]
 
 #: Most that vectors of one text may differ by, by what its weights are in: rounding stays below,
 #: a text that sees another, or one wrong position, is above.
-BOUNDS: dict[str, float] = {
-    "float32": 1e-4,
-    "bfloat16": 0.1,
-    "float16": 0.1,
-    "8bit": 0.2,
-    "4bit": 0.1,
-}
+BOUNDS = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.1, "8bit": 0.2, "4bit": 0.1}
 _INPUTS = 24
 
 
@@ -102,17 +97,16 @@ class Bench:
         return random_encoder(shape, self.folder, given, device, small=True, drawn_on="cpu")
 
 
-#: From where checks run to the difference that was found, and a note.
-Measure = Callable[[Bench], tuple[float, str]]
+#: Gives the difference that was found, and a note.
+Measure = Callable[[], tuple[float, str]]
 
 
 def run_checks(bench: Bench) -> Iterator[Check]:
     """Yield the outcome of each check; one that fails does not stop the others."""
-    for name, bound, measure in _all(bench):
-        yield run_check(name, bound, partial(measure, bench))
+    return starmap(run_check, _all(bench))
 
 
-def run_check(name: str, bound: float, measure: Callable[[], tuple[float, str]]) -> Check:
+def run_check(name: str, bound: float, measure: Measure) -> Check:
     """Run one check."""
     try:
         difference, note = measure()
@@ -128,28 +122,29 @@ def run_check(name: str, bound: float, measure: Callable[[], tuple[float, str]])
 def _all(bench: Bench) -> Iterator[tuple[str, float, Measure]]:
     exact = BOUNDS["float32"]
     dtype: DtypeOrAuto = "auto" if bench.cuda else "bfloat16"
+    own, other = partial(_own, bench), partial(_other, bench)
     for shape in get_args(Shape):
-        yield f"{shape}: packed = padded", exact, partial(_packed, shape=shape)
+        yield f"{shape}: packed = padded", exact, partial(own, packing_difference, shape)
         # The kernel for uneven lengths computes in 16 bit only.
-        yield (
-            f"{shape}: packed = padded, 16 bit",
-            BOUNDS["bfloat16"],
-            partial(_packed, shape=shape, dtype=dtype),
-        )
-        yield f"{shape}: alone = in a batch", exact, partial(_alone, shape=shape)
-        yield f"{shape}: CUDA = CPU", exact, partial(_devices, shape=shape)
-    yield "mistral-7b: shared prefixes = not shared", exact, _shared
-    yield "nv-embed-v2: folded = not folded", exact, _folded
-    yield "nv-embed-v2: stored vectors", exact, _golden
+        in_16_bit = partial(own, packing_difference, shape, dtype)
+        yield f"{shape}: packed = padded, 16 bit", BOUNDS["bfloat16"], in_16_bit
+        yield f"{shape}: alone = in a batch", exact, partial(own, alone_difference, shape)
+        yield f"{shape}: CUDA = CPU", exact, partial(other, shape, device="cpu")
+    shared = partial(own, sharing_difference, "mistral-7b")
+    yield "mistral-7b: shared prefixes = not shared", exact, shared
+    folded = partial(other, "nv-embed-v2", fold_latents=False)
+    yield "nv-embed-v2: folded = not folded", exact, folded
+    stored = partial(golden_differences, bench.device, bench.folder)
+    yield "nv-embed-v2: stored vectors", exact, stored
     # LLM.int8 rounds activations too, token by token.
-    yield "8bit = its weights dequantised", 0.1, partial(_dequantized, quantize="8bit")
+    yield "8bit = its weights dequantised", 0.1, partial(_dequantized, bench, "8bit")
     rounding = BOUNDS["bfloat16"] if _rounds_in_4bit(bench) else 1e-3
-    yield "4bit = its weights dequantised", rounding, partial(_dequantized, quantize="4bit")
+    yield "4bit = its weights dequantised", rounding, partial(_dequantized, bench, "4bit")
     # Adam divides by the root of a mean square, so that rounding grows over the steps.
-    yield "a head fitted on CUDA = on the CPU", 1e-2, _head
-    yield "ten LoRA steps on 4 bit: last loss / first", 0.9, _lora
-    yield "out of memory: halved batches = whole ones", exact, _out_of_memory
-    yield "two processes on one device = one", exact, _two_processes
+    yield "a head fitted on CUDA = on the CPU", 1e-2, partial(_head, bench)
+    yield "ten LoRA steps on 4 bit: last loss / first", 0.9, partial(_lora, bench)
+    yield "out of memory: halved batches = whole ones", exact, partial(_out_of_memory, bench)
+    yield "two processes on one device = one", exact, partial(_two_processes, bench)
 
 
 # -- what is compared --------------------------------------------------------------------------
@@ -205,39 +200,25 @@ def _inputs(resolved: ResolvedEncoder, n: int = _INPUTS) -> list[EncoderInput]:
     return csts_inputs(n, bool(resolved.identity.instruction_format))
 
 
-def _packed(bench: Bench, shape: Shape, dtype: DtypeOrAuto = "float32") -> tuple[float, str]:
+def _own(
+    bench: Bench,
+    measure: Callable[[Encoder, Sequence[EncoderInput]], tuple[float, str]],
+    shape: Shape,
+    dtype: DtypeOrAuto = "float32",
+) -> tuple[float, str]:
+    """Compare ways of one small encoder."""
     resolved = bench.resolve(shape, dtype)
-    return packing_difference(Encoder(resolved), _inputs(resolved))
+    return measure(Encoder(resolved), _inputs(resolved))
 
 
-def _alone(bench: Bench, shape: Shape) -> tuple[float, str]:
-    resolved = bench.resolve(shape)
-    return alone_difference(Encoder(resolved), _inputs(resolved))
-
-
-def _devices(bench: Bench, shape: Shape) -> tuple[float, str]:
-    _need_cuda(bench)
+def _other(bench: Bench, shape: Shape, **options: Any) -> tuple[float, str]:
+    """Compare a small encoder with one of other options, and the same weights."""
+    if "device" in options:
+        _need_cuda(bench)
     resolved = bench.resolve(shape)
     inputs = _inputs(resolved)
-    on_cpu = Encoder(bench.resolve(shape, device="cpu")).encode_counted(inputs).vectors
-    return distance(Encoder(resolved).encode_counted(inputs).vectors, on_cpu), ""
-
-
-def _shared(bench: Bench) -> tuple[float, str]:
-    resolved = bench.resolve("mistral-7b")
-    return sharing_difference(Encoder(resolved), _inputs(resolved))
-
-
-def _folded(bench: Bench) -> tuple[float, str]:
-    resolved = bench.resolve("nv-embed-v2")
-    inputs = _inputs(resolved)
-    unfolded = Encoder(bench.resolve("nv-embed-v2", fold_latents=False))
-    vectors = Encoder(resolved).encode_counted(inputs).vectors
-    return distance(vectors, unfolded.encode_counted(inputs).vectors), ""
-
-
-def _golden(bench: Bench) -> tuple[float, str]:
-    return golden_differences(bench.device, bench.folder)
+    other = _encode(bench.resolve(shape, **options), inputs)
+    return distance(_encode(resolved, inputs), other), ""
 
 
 def _need_cuda(bench: Bench) -> None:
@@ -259,7 +240,10 @@ def _dequantized(bench: Bench, quantize: Quantize) -> tuple[float, str]:
     _need("bitsandbytes", "accelerate")
     quantized = bench.resolve("mistral-7b", "float32", quantize)
     whole = bench.resolve("mistral-7b", "float32")
-    loaded, plain = _load(quantized), _load(whole)
+    loaded, plain = (
+        load_model(resolved, load_config(resolved.checkpoint, resolved.identity.attention))
+        for resolved in (quantized, whole)
+    )
     count = 0
     with torch.no_grad():
         # Before it is run: on a CPU bitsandbytes lays its weights out anew then.
@@ -304,11 +288,6 @@ def dequantized(module: nn.Module) -> Tensor | None:
     return None
 
 
-def _load(resolved: ResolvedEncoder) -> LoadedModel:
-    config = load_config(resolved.checkpoint, resolved.identity.attention)
-    return load_model(resolved, config)
-
-
 def _tokens(resolved: ResolvedEncoder, inputs: Sequence[EncoderInput]) -> list[Tokens]:
     config = load_config(resolved.checkpoint, resolved.identity.attention)
     tokenizer = load_tokenizer(resolved.checkpoint, config)
@@ -345,8 +324,7 @@ def fit_head(device: str) -> Vectors:
         dim=32, dropout=0.0, learning_rate=1e-3, batch_size=64, epochs=3, patience=3
     )
     module, _ = fit_by_gradient(Linear, settings, pairs, None, 0, lambda *_: None, device)
-    weights: Vectors = module.get_parameter("weight").detach().cpu().numpy()
-    return weights
+    return np.asarray(module.get_parameter("weight").detach().cpu().numpy())
 
 
 def _lora(bench: Bench) -> tuple[float, str]:

@@ -25,14 +25,9 @@ def page(
 ) -> str:
     """Return all as one page."""
     facts = {key: value for key, value in machine.items() if key != "versions"}
-    lines = [
-        "# llmcond bench",
-        "",
-        "; ".join(f"{key.replace('_', ' ')} {value}" for key, value in facts.items()) + ".",
-        "",
-        ", ".join(f"{name} {version}" for name, version in machine["versions"].items()) + ".",
-        "",
-    ]
+    on = "; ".join(f"{key.replace('_', ' ')} {value}" for key, value in facts.items())
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    lines = ["# llmcond bench", "", f"{on}.", "", f"{versions}.", ""]
     if checks:
         lines += ["## Checks", "", _table([_check_row(check) for check in checks])]
     lines += _speeds(speeds)
@@ -62,14 +57,9 @@ def _check_row(check: Check) -> dict[str, str]:
 def _speeds(speeds: Sequence[Speed]) -> Iterator[str]:
     for (model, precision), group in groupby(speeds, lambda one: (one.model, one.precision)):
         rows = list(group)
-        yield from (
-            "",
-            f"## {model}, {precision}",
-            "",
-            f"Loaded in {rows[0].load_seconds:.1f} s. Attention: {rows[0].kernel}.",
-            "",
-            _table([_speed_row(one) for one in rows]),
-        )
+        loaded = f"Loaded in {rows[0].load_seconds:.1f} s. Attention: {rows[0].kernel}."
+        yield from ("", f"## {model}, {precision}", "", loaded, "")
+        yield _table([_speed_row(one) for one in rows])
 
 
 def _speed_row(one: Speed) -> dict[str, str]:

@@ -71,8 +71,7 @@ class PlainLoop:
         for start in range(0, len(texts), BATCH):
             batch = self.tokenize(texts[start : start + BATCH])
             found.append(self.pooled({k: v.to(self._device) for k, v in batch.items()}).cpu())
-        vectors: NDArray[np.float32] = torch.cat(found).numpy()
-        return vectors
+        return np.asarray(torch.cat(found).numpy())
 
     def computed(self, inputs: Sequence[EncoderInput], *, by_length: bool = False) -> int:
         """Return the tokens that go through the network, padding included."""
@@ -114,7 +113,6 @@ def sentence_transformers(loop: PlainLoop, encoder: Encoder) -> Encode:
 
     def encode(inputs: Sequence[EncoderInput]) -> NDArray[np.float32]:
         texts = [encoder.format(item) for item in inputs]
-        vectors: NDArray[np.float32] = peer.encode(texts, batch_size=BATCH, show_progress_bar=False)
-        return vectors
+        return np.asarray(peer.encode(texts, batch_size=BATCH, show_progress_bar=False))
 
     return encode

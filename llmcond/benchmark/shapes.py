@@ -121,13 +121,12 @@ def csts_inputs(n: int, instruct: bool) -> list[EncoderInput]:
 
 def long_inputs(n: int, instruct: bool) -> list[EncoderInput]:
     """Return ``n`` inputs of more than 512 tokens; see :func:`shortened`."""
-    rows = _sample()
-    texts = [row["sentence1"] for row in rows]
-    found = []
-    for index in range(n):
-        text = " ".join(texts[(index * 60 + at) % len(texts)] for at in range(60))
-        found.append(EncoderInput("Retrieve semantically similar texts" if instruct else "", text))
-    return found
+    texts = [row["sentence1"] for row in _sample()]
+    instruction = "Retrieve semantically similar texts" if instruct else ""
+    long = (
+        " ".join(texts[(index * 60 + at) % len(texts)] for at in range(60)) for index in range(n)
+    )
+    return [EncoderInput(instruction, text) for text in long]
 
 
 def shortened(item: EncoderInput, most: int, count: Callable[[EncoderInput], int]) -> EncoderInput:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -148,11 +148,15 @@ class _Loaded:
     encoder: Encoder
     seconds: float
     whole: nn.Module | None
-    precision: str = field(init=False)
 
-    def __post_init__(self) -> None:
+    @property
+    def precision(self) -> str:
         identity = self.encoder.identity
-        self.precision = identity.dtype if identity.quantize == "none" else identity.quantize
+        return identity.dtype if identity.quantize == "none" else identity.quantize
+
+    @property
+    def title(self) -> str:
+        return f"{self.encoder.name}, {self.precision}"
 
     @contextmanager
     def unfolded(self) -> Iterator[None]:
@@ -193,10 +197,7 @@ def run_encoder(
             try:
                 yield _profile(loaded, label, inputs)
             except RuntimeError as error:  # as where a machine does not let kernels be seen
-                yield Skipped(
-                    f"{loaded.encoder.name}, {loaded.precision}, {label}: profile",
-                    first_line(error),
-                )
+                yield Skipped(f"{loaded.title}, {label}: profile", first_line(error))
 
 
 def _load(resolved: ResolvedEncoder) -> _Loaded:
@@ -216,7 +217,6 @@ def _load(resolved: ResolvedEncoder) -> _Loaded:
 def _checks(loaded: _Loaded, must_pack: bool) -> Iterator[Check]:
     encoder, bound = loaded.encoder, BOUNDS[loaded.precision]
     inputs = csts_inputs(16, bool(encoder.identity.instruction_format))
-    of = f"{encoder.name}, {loaded.precision}"
 
     def packed() -> tuple[float, str]:
         if not (torch_engine(encoder).packs or must_pack):
@@ -228,14 +228,14 @@ def _checks(loaded: _Loaded, must_pack: bool) -> Iterator[Check]:
         with loaded.unfolded():
             return distance(vectors, encoder.encode_counted(inputs).vectors), ""
 
-    yield run_check(f"{of}: packed = padded", bound, packed)
+    yield run_check(f"{loaded.title}: packed = padded", bound, packed)
     alone = partial(alone_difference, encoder, inputs)
-    yield run_check(f"{of}: alone = in a batch", bound, alone)
+    yield run_check(f"{loaded.title}: alone = in a batch", bound, alone)
     if encoder.resolved.shares_prefixes:
-        name = f"{of}: shared prefixes = not shared"
+        name = f"{loaded.title}: shared prefixes = not shared"
         yield run_check(name, bound, partial(sharing_difference, encoder, inputs))
     if loaded.whole is not None:
-        yield run_check(f"{of}: folded = not folded", bound, folded)
+        yield run_check(f"{loaded.title}: folded = not folded", bound, folded)
 
 
 # -- ways --------------------------------------------------------------------------------------
@@ -245,10 +245,10 @@ def _ways(loaded: _Loaded) -> Iterator[_Way]:
     encoder = loaded.encoder
     engine = torch_engine(encoder)
 
-    def own(name: str, within: Callable[[], AbstractContextManager[Any]]) -> _Way:
-        def computed(inputs: Sequence[EncoderInput]) -> int:
-            return encoder.encode_counted(inputs).n_computed
+    def computed(inputs: Sequence[EncoderInput]) -> int:
+        return encoder.encode_counted(inputs).n_computed
 
+    def own(name: str, within: Callable[[], AbstractContextManager[Any]]) -> _Way:
         return _Way(name, encoder.encode, computed, within)
 
     yield own("packed" if engine.packs else "padded", partial(ways, engine))
@@ -258,17 +258,15 @@ def _ways(loaded: _Loaded) -> Iterator[_Way]:
         yield own("padded", partial(ways, engine, packs=False))
     if loaded.whole is not None:
         yield own("packed, not folded", loaded.unfolded)
-    network = torch_engine(encoder).model.network
     plain = loaded.unfolded if loaded.whole is not None else nullcontext
-    loop = PlainLoop(encoder, network)
+    loop = PlainLoop(encoder, engine.model.network)
     yield _Way(PLAIN, loop.encode, loop.computed, plain, ours=False)
     try:
         peer = sentence_transformers(loop, encoder)
     except ImportError:
         return
-    yield _Way(
-        "sentence-transformers", peer, partial(loop.computed, by_length=True), plain, ours=False
-    )
+    sorted_computed = partial(loop.computed, by_length=True)
+    yield _Way("sentence-transformers", peer, sorted_computed, plain, ours=False)
 
 
 def _inputs(
@@ -314,14 +312,16 @@ def _measure(
                 computed[way.name] = way.computed(inputs)
                 vectors[way.name] = way.encode(inputs)
         except Exception as error:  # of a peer too; as where memory runs out
-            what = f"{encoder.name}, {loaded.precision}, {label}: {way.name}"
+            what = f"{loaded.title}, {label}: {way.name}"
             yield Skipped(what, f"{type(error).__name__}: {first_line(error)}")
     here = [way for way in chosen if way.name in vectors]
     for _ in range(scale.rounds):
         for way in here:
             with way.within():
                 peak = product_peak(device, dtype, scale.product)
-                reset_memory(device)
+                synchronize(device)
+                if device != "cpu":
+                    torch.cuda.reset_peak_memory_stats(device)
                 began = time.perf_counter()
                 way.encode(inputs)
                 synchronize(device)
@@ -349,16 +349,16 @@ def _measure(
             kernel=torch_engine(encoder).kernel_name,
             difference=distance(vectors[way.name], vectors[here[0].name]) if way.ours else None,
             ratios={
-                other.name: statistics.median(
-                    theirs / mine
-                    for (mine, _), (theirs, _) in zip(
-                        turns[way.name], turns[other.name], strict=True
-                    )
-                )
+                other.name: _ratio(turns[way.name], turns[other.name])
                 for other in here
                 if other is not way
             },
         )
+
+
+def _ratio(turns: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
+    pairs = zip(turns, others, strict=True)
+    return statistics.median(theirs / mine for (mine, _), (theirs, _) in pairs)
 
 
 def _profile(loaded: _Loaded, label: str, inputs: list[EncoderInput]) -> Profile:
@@ -396,26 +396,18 @@ def product_peak(device: str, dtype: torch.dtype, size: int) -> float:
 def linear_flops(resolved: ResolvedEncoder) -> float:
     """Return the operations of the linear layers for a token; those that pool are left out."""
     network = build_on_meta(load_config(resolved.checkpoint, resolved.identity.attention))
-    return float(
-        sum(
-            2 * module.in_features * module.out_features
-            for name, module in network.named_modules()
-            if isinstance(module, nn.Linear) and not any(part in name for part in POOLS)
-        )
+    layers = (
+        module
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Linear) and not any(part in name for part in POOLS)
     )
+    return float(sum(2 * layer.in_features * layer.out_features for layer in layers))
 
 
 def synchronize(device: str) -> None:
     """Wait for a GPU."""
     if device != "cpu":
         torch.cuda.synchronize(device)
-
-
-def reset_memory(device: str) -> None:
-    """Begin to note the peak of a GPU's memory, once what waits is done."""
-    if device != "cpu":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory(device: str) -> float:

@@ -32,7 +32,10 @@ def places(systems: Iterable[Vectors], seed: int) -> list[Places]:
         before = maps[-1] if maps else None
         points = _tsne(vectors, before, seed)
         maps.append(points if before is None else _fit(points, before))
-    return _into_unit_square(maps)
+    every = np.concatenate(maps)
+    low, high = every.min(axis=0), every.max(axis=0)
+    width = float((high - low).max()) or 1.0
+    return [(points - (low + high) / 2) / width + 0.5 for points in maps]
 
 
 def _tsne(vectors: Vectors, before: Places | None, seed: int) -> Places:
@@ -44,15 +47,12 @@ def _tsne(vectors: Vectors, before: Places | None, seed: int) -> Places:
         return np.stack([np.arange(n, dtype=np.float64), np.zeros(n)], axis=1)
     kept = min(_COMPONENTS, *vectors.shape)
     if kept < 2:
-        vectors = np.repeat(vectors, 2, axis=1)
-        kept = 2
+        vectors, kept = np.repeat(vectors, 2, axis=1), 2
     with np.errstate(invalid="ignore"):  # of equal vectors no component explains a share
         components = PCA(kept, random_state=seed).fit_transform(vectors)
-    if before is None:
-        # As its authors advise: small, so that far-apart points can still pass each other.
-        start = 1e-4 * components[:, :2] / (components[:, :2].std() or 1.0)
-    else:
-        start = before
+    # As its authors advise: small, so that far-apart points can still pass each other.
+    small = 1e-4 * components[:, :2] / (components[:, :2].std() or 1.0)
+    start = small if before is None else before
     reducer = TSNE(
         2,
         perplexity=min(_PERPLEXITY, (n - 1) / 3),
@@ -75,11 +75,3 @@ def _fit(points: Places, onto: Places) -> Places:
     rotation, _ = orthogonal_procrustes(centred, target)
     scale = np.linalg.norm(target) / (float(np.linalg.norm(centred)) or 1.0)
     return np.asarray(scale * centred @ rotation + onto.mean(axis=0))
-
-
-def _into_unit_square(maps: list[Places]) -> list[Places]:
-    """Move and scale all maps alike, so that their points lie in 0 to 1."""
-    every = np.concatenate(maps)
-    low, high = every.min(axis=0), every.max(axis=0)
-    width = float((high - low).max()) or 1.0
-    return [(points - (low + high) / 2) / width + 0.5 for points in maps]

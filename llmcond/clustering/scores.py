@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -172,16 +173,11 @@ class Scores:
         """Return it as ``--json`` prints it."""
         values: dict[str, Any] = {"column": self.column, "n": self.n, "classes": self.classes}
         values["base"] = self.base_name
-        for metric in METRICS:
-            estimates = (
-                ("", self.own[metric.name]),
-                ("base_", self.base[metric.name]),
-                ("minus_base_", self.difference[metric.name]),
-            )
-            for prefix, one in estimates:
-                interval = [finite(one.low), finite(one.high)]
-                values |= {f"{prefix}{metric.name}": finite(one.value)}
-                values |= {f"{prefix}{metric.name}_ci": interval}
+        kinds = {"": self.own, "base_": self.base, "minus_base_": self.difference}
+        for name, (prefix, estimates) in product(self.own, kinds.items()):
+            one = estimates[name]
+            values[f"{prefix}{name}"] = finite(one.value)
+            values[f"{prefix}{name}_ci"] = [finite(one.low), finite(one.high)]
         return values
 
 

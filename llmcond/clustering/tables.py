@@ -26,14 +26,10 @@ def show_clusters(result: ClusterResult, form: str = "table") -> None:
 
 def _clusters(found: Clustering) -> Table:
     shown = found.clusters[:_SHOWN]
-    cut = (
-        f", {len(shown)} of {len(found.clusters)} shown" if len(shown) < len(found.clusters) else ""
-    )
-    table = Table(
-        title=plain(f"{found.title}: {found.k} clusters{cut}"),
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
+    n = len(found.clusters)
+    cut = f", {len(shown)} of {n} shown" if len(shown) < n else ""
+    title = plain(f"{found.title}: {found.k} clusters{cut}")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     add_figures(table, "cluster", "texts")
     table.add_column("name", overflow="fold")
     table.add_column("a typical text", overflow="fold")

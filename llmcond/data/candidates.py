@@ -10,7 +10,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from llmcond.data.datasets import Problems, condition_column
+from llmcond.data.datasets import cell_text, condition_column, read_columns, unread_columns
 from llmcond.data.readers import (
     SUFFIXES,
     TEXT_COLUMNS,
@@ -24,7 +24,6 @@ from llmcond.data.readers import (
 )
 from llmcond.errors import UserError
 from llmcond.log import log
-from llmcond.progress import ReadBar
 
 
 def read_candidates(path: Path) -> list[str]:
@@ -59,7 +58,16 @@ def text_file(path: Path, what: str, column: str = "text") -> list[str]:
             f"{path} is no file. Expected {what}: a .txt file, one a line, or a table with a "
             f"column {column}."
         )
-    return _lines(path) if is_text_file(path) else _column(path, column)
+    if not is_text_file(path):
+        source = open_source(str(path))
+        (texts,) = read_columns(source, source.files, [(column, cell_text)])
+        return [text.strip() for text in texts]
+    source = open_source(str(path), TEXT_SUFFIXES)
+    lines = read_lines(source, source.files[0])
+    texts = [line.strip() for line in lines if line.strip()]
+    if not texts:
+        raise UserError(f"{path} is empty: all of its lines are blank.")
+    return texts
 
 
 def is_text_file(given: Any) -> bool:
@@ -138,23 +146,6 @@ def condition_source(
     return None, condition
 
 
-def _lines(path: Path) -> list[str]:
-    source = open_source(str(path), TEXT_SUFFIXES)
-    lines = read_lines(source, source.files[0])
-    texts = [line.strip() for line in lines if line.strip()]
-    if not texts:
-        raise UserError(f"{path} is empty: all of its lines are blank.")
-    return texts
-
-
-def _column(path: Path, name: str) -> list[str]:
-    source, problems = open_source(str(path)), Problems(str(path))
-    rows = read_records(source, source.files[0], [name])
-    texts = [problems.text(number, name, row[name]) for number, row in enumerate(rows, 1)]
-    problems.raise_if_any()
-    return [text.strip() for text in texts]
-
-
 def is_missing(value: Any) -> bool:
     """Return whether a cell of a table holds nothing: None, NaN, or blanks."""
     if isinstance(value, Real):
@@ -197,18 +188,10 @@ def read_collection(given: Any, column: str = "text", others: Sequence[str] = ()
     source = open_source(given)
     if source.splits is not None:
         raise UserError(f"{source.name} is a folder; name one file.")
-    file = source.files[0]
-    found = Collection([], Path(file).name, {name: [] for name in others})
-    problems = Problems(found.file)
+    wanted = [(column, cell_text), *unread_columns(others)]
     try:
-        with ReadBar(found.file) as bar:
-            records = read_records(source, file, list(dict.fromkeys([column, *others])))
-            for number, record in enumerate(bar.count(records), 1):
-                found.texts.append(problems.text(number, column, record[column]))
-                for name, values in found.columns.items():
-                    values.append(record[name])
+        texts, *found = read_columns(source, source.files, wanted)
     except MissingColumnError as error:
         advice = "Name the column of the texts: --text COL."
         raise MissingColumnError(error.found, advice) from error
-    problems.raise_if_any()
-    return found
+    return Collection(texts, Path(source.files[0]).name, dict(zip(others, found, strict=True)))

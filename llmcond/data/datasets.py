@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -276,46 +277,67 @@ def _complete(splits: dict[str, Rows], source: str, seed: int) -> tuple[dict[str
 
 
 def _read_rows(
-    source: Source,
-    files: Sequence[str],
-    columns: Columns,
-    scale: RatingScale,
-    extra: Sequence[str],
+    source: Source, files: Sequence[str], columns: Columns, scale: RatingScale, extra: Sequence[str]
 ) -> Rows:
-    named = {key: column for key, column in asdict(columns).items() if column}
-    wanted = {**named, **{name: name for name in extra}}
-    texts: dict[str, list[str]] = {key: [] for key in wanted if key != "label"}
-    ratings: list[float] = []
-    # Texts that occur again, as sentences under several conditions do, are kept once.
-    same: dict[str, str] = {}
-    for file in files:
-        problems = Problems(Path(file).name)
-        records = read_records(source, file, list(wanted.values()))
-        with ReadBar(problems.file) as bar:
-            for number, record in enumerate(bar.count(records), 1):
-                for key, column in texts.items():
-                    text = problems.text(number, wanted[key], record[wanted[key]])
-                    column.append(same.setdefault(text, text))
-                try:
-                    label = record[wanted["label"]] if "label" in wanted else scale.unrated
-                    ratings.append(scale.to_unit(label))
-                except ValueError as error:
-                    problems.add(number, f"{wanted['label']} {error}")
-        problems.raise_if_any()
+    names = [columns.sentence1, columns.sentence2, columns.condition, *extra]
+    wanted: list[tuple[str, Callable[[Any], Any]]] = [(name, cell_text) for name in names]
+    if columns.label:
+        wanted.append((columns.label, scale.to_unit))
+    found = read_columns(source, files, wanted)
+    ratings = found.pop() if columns.label else [math.nan] * len(found[0])
+    first, second, conditions, *more = found
     name = Path(files[0]).name
     return Rows(
-        sentence1=texts.pop("sentence1"),
-        sentence2=texts.pop("sentence2"),
-        condition=texts.pop("condition"),
-        extra=texts,
+        first,
+        second,
+        conditions,
         rating=np.array(ratings, dtype=np.float64),
         number=np.arange(1, len(ratings) + 1),
         # Shards count as one file, cut into pieces.
         file=name if len(files) == 1 else without_shard(name),
+        extra=dict(zip(extra, more, strict=True)),
     )
 
 
+def read_columns(
+    source: Source, files: Sequence[str], columns: Sequence[tuple[str, Callable[[Any], Any]]]
+) -> list[list[Any]]:
+    """Return columns of files, each with what its function makes of the cells.
+
+    Raises:
+        UserError: as of :func:`llmcond.data.readers.read_records`, or a function raised a
+            ValueError, which says what is wrong with the cell.
+    """
+    found, names = [list[Any]() for _ in columns], list(dict.fromkeys(name for name, _ in columns))
+    for file in files:
+        problems = Problems(Path(file).name)
+        with ReadBar(problems.file) as bar:
+            for number, record in enumerate(bar.count(read_records(source, file, names)), 1):
+                for values, (name, read) in zip(found, columns, strict=True):
+                    try:
+                        values.append(read(record[name]))
+                    except ValueError as error:
+                        problems.add(number, f"{name} {error}")
+        problems.raise_if_any()
+    return found
+
+
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def cell_text(value: object) -> str:
+    """Return a cell that holds a text; equal texts, as of a sentence's conditions, are one object.
+
+    Raises:
+        ValueError: it is empty or no text at all; the message says which.
+    """
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise ValueError("is empty")
+    if not isinstance(value, str):
+        raise ValueError(f"is {brief(value)}, not a text")
+    if _LONE_SURROGATE.search(value):
+        raise ValueError("holds half of a surrogate pair, which is no character")
+    return sys.intern(str(value))
 
 
 class Problems:
@@ -333,16 +355,11 @@ class Problems:
 
     def text(self, number: int, column: str, value: object) -> str:
         """Return ``value`` as text, noting the row if it is empty or no text at all."""
-        if value is None or (isinstance(value, str) and not value.strip()):
-            self.add(number, f"{column} is empty")
+        try:
+            return cell_text(value)
+        except ValueError as error:
+            self.add(number, f"{column} {error}")
             return ""
-        if not isinstance(value, str):
-            self.add(number, f"{column} is {brief(value)}, not a text")
-            return ""
-        if _LONE_SURROGATE.search(value):
-            self.add(number, f"{column} holds half of a surrogate pair, which is no character")
-            return ""
-        return value
 
     def raise_if_any(self) -> None:
         """Raise a UserError that names the first wrong row and counts the others."""
@@ -374,8 +391,10 @@ def condition_column(condition: str | None, condition_text: str | None) -> str |
         raise UserError("both --condition and --condition-text are given; give one of them.")
     if condition_text is None:
         return condition or "condition"
-    if not condition_text.strip():
-        raise UserError("--condition-text is empty; give a text.")
+    try:
+        cell_text(condition_text)
+    except ValueError as error:
+        raise UserError(f"--condition-text {error}; give a text.") from None
     return None
 
 
@@ -398,23 +417,19 @@ def read_texts(
     opened = open_source(source)
     if opened.splits is not None:
         raise UserError(f"{source} is a folder; name one file.")
-    file = opened.files[0]
-    texts = Texts([], [], Path(file).name, {name: [] for name in keep})
-    problems = Problems(texts.file)
-    wanted = [sentence, *([column] if column else []), *keep]
-    same: dict[str, str] = {}
+    wanted = [(name, cell_text) for name in (sentence, column) if name]
     try:
-        with ReadBar(texts.file) as bar:
-            for number, record in enumerate(bar.count(read_records(opened, file, wanted)), 1):
-                texts.sentences.append(problems.text(number, sentence, record[sentence]))
-                given = record[column] if column else condition_text
-                text = problems.text(number, column or "condition", given)
-                texts.conditions.append(same.setdefault(text, text))
-                for name, values in texts.kept.items():
-                    values.append(record[name])
+        sentences, *found = read_columns(opened, opened.files, [*wanted, *unread_columns(keep)])
     except MissingColumnError as error:
         other = "" if condition_text else ", and the conditions: --condition COL_OR_TEXT"
         advice = f"Name the column of the texts: --text COL{other}."
         raise UserError(f"{error.found} {advice}") from error
-    problems.raise_if_any()
-    return texts
+    conditions = found.pop(0) if column else [condition_text or ""] * len(sentences)
+    return Texts(
+        sentences, conditions, Path(opened.files[0]).name, dict(zip(keep, found, strict=True))
+    )
+
+
+def unread_columns(names: Sequence[str]) -> list[tuple[str, Callable[[Any], Any]]]:
+    """Return columns whose cells :func:`read_columns` leaves as they are."""
+    return [(name, lambda value: value) for name in names]

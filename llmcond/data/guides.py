@@ -141,13 +141,9 @@ def read_guide(
                 f"{brief(name)}; those that are asked for: {asked}."
             )
         rows.setdefault(known.get(name, name), []).append(row)
-    return [
-        check_labelled(
-            condition,
-            [table.texts[row] for row in own],
-            [labels[row] for row in own],
-            source,
-            [row + 1 for row in own],
-        )
-        for condition, own in rows.items()
-    ]
+    found = []
+    for condition, own in rows.items():
+        texts, named = ([values[row] for row in own] for values in (table.texts, labels))
+        numbers = [row + 1 for row in own]
+        found.append(check_labelled(condition, texts, named, source, numbers))
+    return found

@@ -58,14 +58,8 @@ MOST_CHARACTERS = 2**24
 MOST_BYTES = 2**29
 #: Of .csv files; the first that gives a header with the columns needed.
 _DELIMITERS = (",", ";", "\t", "|")
-_SPLIT_NAMES = {
-    "train": "train",
-    "dev": "dev",
-    "validation": "dev",
-    "valid": "dev",
-    "val": "dev",
-    "test": "test",
-}
+_SPLIT_NAMES = {"train": "train", "test": "test"}
+_SPLIT_NAMES |= dict.fromkeys(("dev", "validation", "valid", "val"), "dev")
 _SPLIT_TOKEN = re.compile(rf"(?:^|[-_.])({'|'.join(_SPLIT_NAMES)})(?=[-_.])", re.IGNORECASE)
 _SHARD = re.compile(r"-\d+-of-(\d+)(?=\.)")
 
@@ -270,7 +264,11 @@ def _reading(source: Source, file: str) -> Iterator[Any]:
     """Open a file of a source; what fails while it is read is told as our own errors."""
     name = PurePosixPath(file).name
     try:
-        with _open(source, file) as stream:
+        if "file" in source.filesystem.protocol and not source.filesystem.isfile(file):
+            # /dev/random, to which a link may lead, has no end.
+            raise UserError(f"{file} is no regular file.")
+        compression = "gzip" if file.lower().endswith(".gz") else None
+        with source.filesystem.open(file, "rb", compression=compression) as stream:
             yield stream
     except UnicodeDecodeError as error:
         raise UserError(
@@ -283,14 +281,6 @@ def _reading(source: Source, file: str) -> Iterator[Any]:
         if isinstance(error, LlmcondError) or not source.name.startswith("hf://"):
             raise
         raise _unreachable(name, error) from error
-
-
-def _open(source: Source, file: str) -> Any:
-    if "file" in source.filesystem.protocol and not source.filesystem.isfile(file):
-        # /dev/random, to which a link may lead, has no end.
-        raise UserError(f"{file} is no regular file.")
-    compression = "gzip" if file.lower().endswith(".gz") else None
-    return source.filesystem.open(file, "rb", compression=compression)
 
 
 def _text(stream: IO[bytes], newline: str | None = None) -> IO[str]:
@@ -352,11 +342,20 @@ def _read_memory(table: Any, columns: Sequence[str]) -> Iterator[dict[str, Any]]
         )
         return
     for row in table:
-        _check_columns(IN_MEMORY, list(row), columns)
+        check_columns(IN_MEMORY, list(row), columns)
         yield dict(row)
 
 
-def _check_columns(name: str, got: Sequence[str], columns: Sequence[str]) -> None:
+#: What to do where a column of rated pairs is not there.
+_NAME_COLUMNS = (
+    "Say which columns to read: --columns sentence1=YOURS (also sentence2=, condition=, label=)."
+)
+
+
+def check_columns(
+    name: str, got: Sequence[str], columns: Sequence[str], advice: str = _NAME_COLUMNS
+) -> None:
+    """Raise a UserError, a MissingColumnError with ``advice``, unless each column is there once."""
     double = [column for column in columns if list(got).count(column) > 1]
     if double:
         raise UserError(f"{name} has the column {brief(double[0])} twice; keep one.")
@@ -367,8 +366,7 @@ def _check_columns(name: str, got: Sequence[str], columns: Sequence[str]) -> Non
         near = did_you_mean(missing[0], names)
         raise MissingColumnError(
             f"{name} has no column {brief(missing[0])}; it has {listed(got)}. {near}".rstrip(),
-            "Say which columns to read: "
-            "--columns sentence1=YOURS (also sentence2=, condition=, label=).",
+            advice,
         )
 
 
@@ -381,7 +379,7 @@ def _read_csv(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator[
         header = reader.fieldnames
         if not header:
             return
-        _check_columns(name, header, columns)
+        check_columns(name, header, columns)
         for record in reader:
             if None in record or None in record.values():
                 got = len(record) if None not in record else len(header) + len(record[None])
@@ -425,7 +423,7 @@ def _read_json(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator
 def _checked(record: Any, where: str, columns: Sequence[str]) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise UserError(f"{where} holds a {type(record).__name__}, not an object.")
-    _check_columns(where, list(record), columns)
+    check_columns(where, list(record), columns)
     return record
 
 
@@ -458,7 +456,7 @@ def _converted(
     """Yield the rows of Arrow's batches, of the columns that are needed: others may be large."""
     import pyarrow as pa
 
-    _check_columns(name, schema.names, columns)
+    check_columns(name, schema.names, columns)
     for column in columns:
         kind = schema.field(column).type
         if pa.types.is_temporal(kind):
@@ -513,7 +511,7 @@ def _read_xlsx(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator
             continue
         if header is None:
             header = ["" if value is None else str(value) for value in row]
-            _check_columns(where, header, columns)
+            check_columns(where, header, columns)
         else:
             # Carriage returns stand as _x000D_.
             values = (unescape(value) if isinstance(value, str) else value for value in row)

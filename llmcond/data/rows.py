@@ -77,12 +77,9 @@ class Rows:
     def take(self, chosen: NDArray[Any]) -> Rows:
         """Return the rows at the chosen positions (numbers or a mask)."""
         positions = np.arange(len(self))[chosen]
-        texts: dict[str, Any] = {
-            name: [column[i] for i in positions] for name, column in self.texts.items()
-        }
-        own = {name: texts.pop(name) for name in ("sentence1", "sentence2", "condition")}
+        texts = {name: [column[i] for i in positions] for name, column in self.texts.items()}
         rating, number = self.rating[positions], self.number[positions]
-        return replace(self, **own, extra=texts, rating=rating, number=number)
+        return replace(_with_texts(self, texts), rating=rating, number=number)
 
     @property
     def texts(self) -> dict[str, Sequence[str]]:
@@ -161,19 +158,19 @@ def fold_of_pair(rows: Rows, folds: int, seed: int) -> NDArray[np.int64]:
 
 def join_rows(parts: Sequence[Rows]) -> Rows:
     """Return rows that have the same columns as one, in their order."""
-    first = parts[0]
-    texts: dict[str, Any] = {
-        name: [text for rows in parts for text in rows.texts[name]] for name in first.texts
-    }
-    own = {name: texts.pop(name) for name in ("sentence1", "sentence2", "condition")}
+    names = parts[0].texts
+    texts = {name: [text for rows in parts for text in rows.texts[name]] for name in names}
     return replace(
-        first,
-        **own,
-        extra=texts,
+        _with_texts(parts[0], texts),
         rating=np.concatenate([rows.rating for rows in parts]),
         number=np.concatenate([rows.number for rows in parts]),
         file=" and ".join(dict.fromkeys(rows.file for rows in parts)),
     )
+
+
+def _with_texts(rows: Rows, texts: dict[str, Any]) -> Rows:
+    own = {name: texts.pop(name) for name in ("sentence1", "sentence2", "condition")}
+    return replace(rows, **own, extra=texts)
 
 
 def leaked_pairs(rows: Rows, train: Rows) -> int:

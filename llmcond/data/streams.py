@@ -6,7 +6,6 @@ Either may be a URI of an object store, whose credentials come from the environm
 from __future__ import annotations
 
 import os
-import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -24,7 +23,8 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from llmcond.data.datasets import Problems
-from llmcond.errors import LlmcondError, UserError, brief, did_you_mean, first_line, listed
+from llmcond.data.readers import check_columns
+from llmcond.errors import LlmcondError, UserError, brief, first_line, listed
 from llmcond.files import digest_text
 from llmcond.lance_io import UNREADABLE, without_panic
 from llmcond.object_stores import failure, lance_options, open_filesystem
@@ -219,7 +219,11 @@ class ParquetFiles(TextSource):
 
     def __init__(self, name: str, filesystem: Any, root: str, only: str = "") -> None:
         self.name, self._filesystem, self._root, self._only = name, filesystem, root, only
-        self._open: _Forward | None = None
+        #: The file and columns that were read last, and what is left of them: a file need not be
+        #: read from its first row for each range.
+        self._of: tuple[str, tuple[str, ...]] | None = None
+        self._left: Generator[tuple[int, pa.RecordBatch]] | None = None
+        self._last: tuple[int, pa.RecordBatch] | None = None
 
     def states(self) -> dict[str, str]:
         """Return size and time of change of each file."""
@@ -291,10 +295,21 @@ class ParquetFiles(TextSource):
     def rows(self, part: str, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
         """Return rows of a file; what follows those of before is read on from there."""
         wanted = (part, tuple(columns))
-        if self._open is None or self._open.of != wanted or self._open.at > start:
-            self.close()
-            self._open = _Forward(wanted, self._from(part, start, columns))
-        return self._open.take(start, stop)
+        if self._left is None or self._of != wanted or not self._last or self._last[0] > start:
+            if self._left is not None:
+                self._left.close()
+            self._of, self._left, self._last = wanted, self._from(part, start, columns), None
+            self._last = next(self._left, None)
+        found = []
+        while self._last is not None:
+            at, batch = self._last
+            begin, end = max(start - at, 0), min(stop - at, len(batch))
+            if begin < end:
+                found.append(batch.slice(begin, end - begin))
+            if at + len(batch) > stop:
+                break
+            self._last = next(self._left, None)
+        return pa.Table.from_batches(found) if found else pa.table({name: [] for name in columns})
 
     def _from(
         self, part: str, start: int, columns: Sequence[str]
@@ -310,12 +325,6 @@ class ParquetFiles(TextSource):
             for batch in self._with_partition(part, file, groups, columns):
                 yield at, batch
                 at += len(batch)
-
-    def close(self) -> None:
-        """Close the file that was read last."""
-        if self._open is not None:
-            self._open.close()
-            self._open = None
 
 
 def _files_below(root: str) -> list[str]:
@@ -336,43 +345,6 @@ def _files_below(root: str) -> list[str]:
                 seen.add(os.path.realpath(entry.path))
                 found.append(entry.path)
     return found
-
-
-class _Forward:
-    """Rows of a file as they come, so that reading a range need not begin at the first one.
-
-    Attributes:
-        of: which file and columns.
-        at: the first row that can still be read.
-    """
-
-    def __init__(
-        self, of: tuple[str, tuple[str, ...]], batches: Generator[tuple[int, pa.RecordBatch]]
-    ) -> None:
-        self.of, self._batches = of, batches
-        self._last: tuple[int, pa.RecordBatch] | None = next(batches, None)
-
-    @property
-    def at(self) -> int:
-        return self._last[0] if self._last else sys.maxsize
-
-    def take(self, start: int, stop: int) -> pa.Table:
-        """Return a range of rows; of those that are not there, none."""
-        found = []
-        while self._last is not None:
-            at, batch = self._last
-            begin, end = max(start - at, 0), min(stop - at, len(batch))
-            if begin < end:
-                found.append(batch.slice(begin, end - begin))
-            if at + len(batch) > stop:
-                break
-            self._last = next(self._batches, None)
-        names = list(self.of[1])
-        return pa.Table.from_batches(found) if found else pa.table({name: [] for name in names})
-
-    def close(self) -> None:
-        self._last = None
-        self._batches.close()
 
 
 class LanceRows(TextSource):
@@ -439,7 +411,8 @@ def _absent(column: Any) -> Any:
 
 
 def _check_texts(where: str, schema: pa.Schema, texts: Sequence[str]) -> None:
-    _check_there(where, schema, texts, "Say which columns to read: --sentence, --condition.")
+    advice = "Say which columns to read: --sentence, --condition."
+    check_columns(where, schema.names, texts, advice)
     for name in texts:
         kind = schema.field(name).type
         held = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -448,19 +421,6 @@ def _check_texts(where: str, schema: pa.Schema, texts: Sequence[str]) -> None:
             raise UserError(
                 f"{where} has the column {brief(name)} of the type {kind}; expected texts. Name "
                 "another column (--sentence, --condition), or write it as text."
-            )
-
-
-def _check_there(where: str, schema: pa.Schema, names: Sequence[str], advice: str) -> None:
-    for name in names:
-        count = schema.names.count(name)
-        if count > 1:
-            raise UserError(f"{where} has the column {brief(name)} twice; keep one.")
-        if not count:
-            near = did_you_mean(name, schema.names)
-            raise UserError(
-                f"{where} has no column {brief(name)}; it has {listed(schema.names)}. "
-                f"{near + ' ' if near else ''}{advice}"
             )
 
 
@@ -481,7 +441,7 @@ def _kept(
                 "to keep that all have: --keep COL"
             )
         names = before.names
-    _check_there(where, schema, names, "Name others with --keep.")
+    check_columns(where, schema.names, names, "Name others with --keep.")
     taken = [name for name in names if name in TAKEN]
     if taken:
         raise UserError(

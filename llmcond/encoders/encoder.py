@@ -80,7 +80,11 @@ class Encoded:
     vectors: NDArray[np.float32]
     n_tokens: NDArray[np.int32]
     truncated: NDArray[np.bool_]
-    n_computed: int
+    n_computed: int = 0
+
+    def take(self, rows: Sequence[int] | NDArray[Any]) -> Encoded:
+        """Return what belongs to some inputs, by positions, or a mask."""
+        return Encoded(self.vectors[rows], self.n_tokens[rows], self.truncated[rows])
 
 
 _Unit = Sequence[EncoderInput]

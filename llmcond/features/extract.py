@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -30,8 +30,8 @@ from llmcond.features.missing import Missing, count_missing, counting, fresh, wi
 from llmcond.files import digest_bytes
 
 if TYPE_CHECKING:
-    from llmcond.encoders.encoder import Encoded, Queries, Query
-    from llmcond.encoders.threads import Concurrency, WorkerThreads
+    from llmcond.encoders.encoder import Encoded, Encoder, Queries, Query
+    from llmcond.encoders.threads import WorkerThreads
     from llmcond.features.store import FeatureStore
 
 #: Inputs that a kill can lose at most; committed in parts, one for each thread that encodes.
@@ -47,22 +47,6 @@ _MAX_CLAIMED = 32
 _UNIT, _MAX_ROUTERS = 256, 16_384
 
 
-class InputEncoder(Protocol):
-    """An encoder, as far as extraction knows it; safe to call from several threads."""
-
-    @property
-    def concurrency(self) -> Concurrency:
-        """Return how many threads it is best called from."""
-
-    def encode_counted(
-        self, inputs: Sequence[EncoderInput], queries: Queries | None = None
-    ) -> Encoded:
-        """Return the vectors of inputs, in their order, computed on the calling thread."""
-
-    def queries(self, texts: Iterable[str]) -> Queries:
-        """Return what routers of these texts are, computed on the calling thread."""
-
-
 class Progress(Protocol):
     """Something that shows how far an extraction is."""
 
@@ -74,6 +58,21 @@ class Progress(Protocol):
 
         ``seconds`` is how long one thread or actor encoded them, divided by how many there are.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class Chunking:
+    """The order that inputs are encoded in, and how many are committed together.
+
+    Attributes:
+        chunk: inputs that are computed before they are committed.
+        window: inputs that are ordered together.
+        by_prefix: whether the encoder computes once what several inputs begin with.
+    """
+
+    chunk: int = CHUNK
+    window: int = WINDOW
+    by_prefix: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +97,10 @@ class Extraction:
 def extract(
     inputs: Iterable[EncoderInput],
     store: FeatureStore,
-    load: Callable[[], InputEncoder],
+    load: Callable[[], Encoder],
     progress: Progress | None = None,
-    chunk: int = CHUNK,
+    chunking: Chunking = Chunking(),
     *,
-    by_prefix: bool = False,
-    window: int = WINDOW,
     missing: Missing | None = None,
     execute: Execute | None = None,
 ) -> Extraction:
@@ -118,9 +115,7 @@ def extract(
         store: where vectors go.
         load: gives the encoder; called only if something is missing.
         progress: told of every part that is stored.
-        chunk: inputs that are computed before they are committed.
-        by_prefix: whether the encoder computes once what several inputs begin with.
-        window: inputs that are ordered together.
+        chunking: the order that inputs are encoded in, and how many are committed together.
         missing: what of the inputs was counted as missing, for the progress; None: counted now, or
             where there are very many beside the encoding.
         execute: carries the plan out elsewhere, in place of threads that call the encoder.
@@ -132,7 +127,7 @@ def extract(
     # Of a generator nothing can be counted before.
     size = len(inputs) if isinstance(inputs, Sized) else 0
     if missing is None and 0 < size <= COUNTED_FIRST:
-        missing = count_missing(store, inputs, window)
+        missing = count_missing(store, inputs, chunking.window)
 
     def show(missing: Missing) -> None:
         if progress and missing.n_missing:
@@ -142,16 +137,16 @@ def extract(
         if progress and (missing is None or not missing.n_missing):
             progress.start(None, None)
 
-    def load_shown() -> InputEncoder:
+    def load_shown() -> Encoder:
         show_begun()
         return load()
 
-    work = Plan(inputs, store, chunk, window, by_prefix)
+    work = Plan(inputs, store, chunking)
     with ExitStack() as stack:
         if missing is not None:
             show(missing)
         elif size and progress:
-            stack.enter_context(counting(store, inputs, window, show))
+            stack.enter_context(counting(store, inputs, chunking.window, show))
         if execute is None:
             threads = stack.enter_context(closing(_Threads(load_shown, store)))
             done = _execute(work, threads, progress)
@@ -167,41 +162,8 @@ def plan(inputs: Iterable[EncoderInput], *, by_prefix: bool = False) -> list[Enc
     return [distinct[place] for place in plan_inputs(distinct, by_prefix=by_prefix)]
 
 
-class _Unit:
-    """Routers that are computed together, by the thread that is the first to need one of them."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        self.texts = tuple(texts)
-        self._lock = threading.Lock()
-        self._found: Queries | None = None
-
-    def queries(self, encoder: InputEncoder) -> Queries:
-        """Return the routers."""
-        with self._lock:
-            if self._found is None:
-                self._found = encoder.queries(self.texts)
-            return self._found
-
-
-@dataclass(frozen=True, slots=True)
-class _Routers:
-    """The routers of a window, by their texts."""
-
-    units: Mapping[str, _Unit]
-
-    def needed(self, inputs: Sequence[EncoderInput]) -> list[_Unit]:
-        """Return the units that some of the window's inputs need."""
-        texts = (item.router.text if item.router else item.text for item in inputs)
-        return list(dict.fromkeys(self.units[text] for text in texts if text in self.units))
-
-    def encode(self, encoder: InputEncoder, inputs: Sequence[EncoderInput]) -> Encoded:
-        """Return the vectors of some of the window's inputs."""
-        if not self.units:
-            return encoder.encode_counted(inputs)
-        queries: dict[str, Query] = {}
-        for unit in self.needed(inputs):
-            queries |= unit.queries(encoder)
-        return encoder.encode_counted(inputs, queries)
+#: Each router's text, and the texts of those that it is computed together with.
+_Units = Mapping[str, tuple[str, ...]]
 
 
 class _RouterUnits:
@@ -213,53 +175,64 @@ class _RouterUnits:
     """
 
     def __init__(self) -> None:
-        self._units: dict[str, _Unit] = {}
+        self._units: dict[str, tuple[str, ...]] = {}
 
-    def of(self, window: Sequence[EncoderInput]) -> _Routers:
-        """Return the routers of a window's inputs."""
+    def of(self, window: Sequence[EncoderInput]) -> _Units:
+        """Return the units of a window's routers."""
         texts = sorted({item.router.text for item in window if item.router is not None})
         new = [text for text in texts if text not in self._units]
         if new and len(self._units) + len(new) > _MAX_ROUTERS:
             self._units, new = {}, texts
         new.sort(key=len)
         for start in range(0, len(new), _UNIT):
-            unit = _Unit(new[start : start + _UNIT])
-            self._units |= dict.fromkeys(new[start : start + _UNIT], unit)
-        return _Routers({text: self._units[text] for text in texts})
+            unit = tuple(new[start : start + _UNIT])
+            self._units |= dict.fromkeys(unit, unit)
+        return {text: self._units[text] for text in texts}
 
 
-class WorkPart(NamedTuple):
+class Part(NamedTuple):
     """Inputs that are encoded and committed together, and the routers of their window."""
 
     inputs: list[EncoderInput]
-    routers: _Routers
+    units: _Units
 
-    def lacking(self, store: FeatureStore) -> SentPart:
-        """Return what a store lacks of it, for another process."""
+    def lacking(self, store: FeatureStore) -> Part:
+        """Return the inputs that a store lacks, with the routers that they need."""
         inputs = [self.inputs[i] for i in store.missing(self.inputs)]
-        return SentPart(inputs, [unit.texts for unit in self.routers.needed(inputs)])
+        texts = (item.router.text if item.router else item.text for item in inputs)
+        return Part(inputs, {text: self.units[text] for text in texts if text in self.units})
 
 
-class SentPart(NamedTuple):
-    """Inputs that another process encodes, and the texts of routers that it computes together."""
+class PartEncoder:
+    """Encodes parts, and keeps their routers; several threads may use it."""
 
-    inputs: list[EncoderInput]
-    routers: list[tuple[str, ...]]
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder, self._kept = encoder, dict[tuple[str, ...], _Unit]()
+
+    def encode(self, part: Part) -> Encoded:
+        """Return the vectors of a part."""
+        if not part.units:
+            return self._encoder.encode_counted(part.inputs)
+        if sum(map(len, self._kept)) > _MAX_ROUTERS:
+            self._kept = {}
+        queries: dict[str, Query] = {}
+        for texts in dict.fromkeys(part.units.values()):
+            queries |= self._kept.setdefault(texts, _Unit()).queries(self._encoder, texts)
+        return self._encoder.encode_counted(part.inputs, queries)
 
 
-class SentParts:
-    """Encodes parts that were sent, as they would be where they came from; keeps their routers."""
+class _Unit:
+    """Routers that are computed together, by the thread that is the first to need one of them."""
 
-    def __init__(self, encoder: InputEncoder) -> None:
-        self._encoder, self._units = encoder, dict[tuple[str, ...], _Unit]()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queries: Queries | None = None
 
-    def encode(self, part: SentPart) -> Encoded:
-        """Return the vectors of a part; safe to call from several threads."""
-        if len(self._units) * _UNIT > _MAX_ROUTERS:
-            self._units = {}
-        units = [self._units.setdefault(texts, _Unit(texts)) for texts in part.routers]
-        routers = _Routers({text: unit for unit in units for text in unit.texts})
-        return routers.encode(self._encoder, part.inputs)
+    def queries(self, encoder: Encoder, texts: Sequence[str]) -> Queries:
+        with self._lock:
+            if self._queries is None:
+                self._queries = encoder.queries(texts)
+            return self._queries
 
 
 @dataclass(eq=False)
@@ -271,9 +244,7 @@ class Plan:
 
     inputs: Iterable[EncoderInput]
     store: FeatureStore
-    chunk: int
-    window: int
-    by_prefix: bool
+    chunking: Chunking
 
     def __post_init__(self) -> None:
         self._seen = KeyIndex()
@@ -281,24 +252,24 @@ class Plan:
         self._asked = np.zeros(0, dtype=np.bool_)
         self._awaited: list[EncoderInput] = []
 
-    def parts(self, concurrency: Callable[[], int]) -> Iterator[WorkPart]:
+    def parts(self, concurrency: Callable[[], int]) -> Iterator[Part]:
         """Yield the parts that the store does not hold completely; once.
 
         A chunk has ``concurrency()`` parts, which is asked once there is something to encode.
         """
         units = _RouterUnits()
-        for window in windows(self.inputs, self.window):
-            ordered = plan(fresh(window, self._seen), by_prefix=self.by_prefix)
+        for window in windows(self.inputs, self.chunking.window):
+            ordered = plan(fresh(window, self._seen), by_prefix=self.chunking.by_prefix)
             routers = units.of(ordered)
             self._note_asked(ordered)
             absent = np.zeros(len(ordered), dtype=np.bool_)
             absent[self.store.missing(ordered)] = True
             if not absent.any():
                 continue
-            size = max(1, self.chunk // concurrency())
+            size = max(1, self.chunking.chunk // concurrency())
             for start in range(0, len(ordered), size):
                 if absent[start : start + size].any():
-                    yield WorkPart(ordered[start : start + size], routers)
+                    yield Part(ordered[start : start + size], routers)
 
     def counts(self) -> tuple[int, int]:
         """Return how many distinct inputs were asked for, and how many of them were truncated."""
@@ -313,40 +284,6 @@ class Plan:
         self._awaited = [asked[i] for i in np.flatnonzero(places < 0)]
 
 
-class Executed(NamedTuple):
-    """How many inputs a plan added, their tokens, and the time since the first was encoded."""
-
-    n_added: int = 0
-    n_tokens: int = 0
-    seconds: float = 0.0
-
-
-class Tally:
-    """Adds up what was encoded, and shows it; the time starts with the first batch."""
-
-    def __init__(self, progress: Progress | None) -> None:
-        self._progress, self._began = progress, 0.0
-        self.n_tokens = 0
-
-    def add(
-        self, n_inputs: int, n_characters: int, n_tokens: int, seconds: float, at_once: int
-    ) -> None:
-        """Add what one of ``at_once`` threads or actors has just done in so many seconds."""
-        self._began = self._began or time.monotonic() - seconds
-        self.n_tokens += n_tokens
-        if self._progress:
-            self._progress.advance(n_inputs, n_characters, n_tokens, seconds / at_once)
-
-    @property
-    def seconds(self) -> float:
-        """Return the wall-clock time since the first batch began."""
-        return time.monotonic() - self._began if self._began else 0.0
-
-
-#: Carries a plan out, showing how far it is; what it calls before anything is encoded shows that.
-Execute = Callable[[Plan, Progress | None, Callable[[], None]], Executed]
-
-
 @dataclass(frozen=True, slots=True)
 class Committed:
     """What became of a part: inputs encoded, of them added, their characters, tokens and time."""
@@ -358,37 +295,60 @@ class Committed:
     seconds: float = 0.0
 
 
-def commit(
-    store: FeatureStore,
-    part: Sequence[EncoderInput],
-    encode: Callable[[Sequence[EncoderInput]], Encoded],
-) -> Committed | None:
+class Tally:
+    """Adds up what was encoded and stored, and shows it; the time starts with the first batch.
+
+    Attributes:
+        n_added: inputs that were added to the store.
+        n_tokens: tokens of those that were encoded, before truncation.
+    """
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress, self._began = progress, 0.0
+        self.n_added = self.n_tokens = 0
+
+    def add(self, done: Committed, at_once: int) -> None:
+        """Add what one of ``at_once`` threads or actors has just done."""
+        self._began = self._began or time.monotonic() - done.seconds
+        self.n_added += done.n_added
+        self.n_tokens += done.n_tokens
+        if self._progress:
+            seconds = done.seconds / at_once
+            self._progress.advance(done.n_inputs, done.n_characters, done.n_tokens, seconds)
+
+    @property
+    def seconds(self) -> float:
+        """Return the wall-clock time since the first batch began."""
+        return time.monotonic() - self._began if self._began else 0.0
+
+
+#: Carries a plan out, showing how far it is; what it calls before anything is encoded shows that.
+Execute = Callable[[Plan, Progress | None, Callable[[], None]], Tally]
+
+
+def commit(store: FeatureStore, part: Part, encode: Callable[[Part], Encoded]) -> Committed | None:
     """Encode and store what is missing of a part; None if another process has claimed it.
 
     Raises:
         InputError: the encoder gave NaN or infinity; the good ones are stored.
         DiskFullError: no room.
     """
-    if not store.missing(part):
+    if not store.missing(part.inputs):
         return Committed()
-    name = digest_bytes(b"".join(item.key for item in part), size=8).hex()
+    name = digest_bytes(b"".join(item.key for item in part.inputs), size=8).hex()
     with store.claim(name) as mine:
         if not mine:
             return None
         store.refresh()
-        todo = [part[i] for i in store.missing(part)]
+        lacking = part.lacking(store)
+        todo = lacking.inputs
         if not todo:
             return Committed()
         began = time.monotonic()
-        encoded = encode(todo)
+        encoded = encode(lacking)
         finite = np.isfinite(store.cast(encoded.vectors)).all(axis=1)
         good = np.flatnonzero(finite)
-        added = store.append(
-            [todo[i] for i in good],
-            encoded.vectors[good],
-            encoded.n_tokens[good],
-            encoded.truncated[good],
-        )
+        added = store.append([todo[i] for i in good], encoded.take(good))
         if not finite.all():
             raise not_finite(todo[int(np.argmin(finite))], store.dtype)
         characters = sum(item.size for item in todo)
@@ -408,11 +368,11 @@ def not_finite(item: EncoderInput, dtype: str) -> InputError:
 class _Threads:
     """Worker threads that commit parts; encoder and threads start when there is one to encode."""
 
-    def __init__(self, load: Callable[[], InputEncoder], store: FeatureStore) -> None:
+    def __init__(self, load: Callable[[], Encoder], store: FeatureStore) -> None:
         self._load, self._store = load, store
 
     @cached_property
-    def encoder(self) -> InputEncoder:
+    def encoder(self) -> Encoder:
         return self._load()
 
     @cached_property
@@ -421,54 +381,56 @@ class _Threads:
 
         return WorkerThreads(self.encoder.concurrency)
 
-    def commit(self, parts: Iterable[WorkPart]) -> Generator[tuple[WorkPart, Committed | None]]:
+    @cached_property
+    def _encode(self) -> Callable[[Part], Encoded]:
+        return PartEncoder(self.encoder).encode
+
+    def commit(self, parts: Iterable[Part]) -> Generator[tuple[Part, Committed | None]]:
         """Yield each part with what became of it, in their order; see :func:`commit`."""
-
-        def work(part: WorkPart) -> tuple[WorkPart, Committed | None]:
-            encode = partial(part.routers.encode, self.encoder)
-            return part, commit(self._store, part.inputs, encode)
-
         waiting = iter(parts)
         first = next(waiting, None)
-        if first is not None:
-            yield from self.threads.map(work, chain([first], waiting))
+        if first is None:
+            return
+        encode = self._encode
+
+        def work(part: Part) -> tuple[Part, Committed | None]:
+            return part, commit(self._store, part, encode)
+
+        yield from self.threads.map(work, chain([first], waiting))
 
     def close(self) -> None:
         if "threads" in vars(self):
             self.threads.close()
 
 
-def _execute(plan: Plan, threads: _Threads, progress: Progress | None) -> Executed:
+def _execute(plan: Plan, threads: _Threads, progress: Progress | None) -> Tally:
     """Encode and store everything that a plan lacks.
 
     Parts that other processes have claimed come last: they are waited for, or taken over if the
     process dies.
     """
-    claimed: deque[WorkPart] = deque()
-    n_added, tally = 0, Tally(progress)
+    claimed: deque[Part] = deque()
+    tally = Tally(progress)
 
-    def parts() -> Iterator[WorkPart]:
+    def parts() -> Iterator[Part]:
         for part in plan.parts(lambda: threads.threads.concurrency.threads):
             yield part
             while len(claimed) > _MAX_CLAIMED:
                 time.sleep(_WAIT_SECONDS / 10)
                 yield claimed.popleft()
 
-    remaining: Iterable[WorkPart] = parts()
+    remaining: Iterable[Part] = parts()
     while True:
         with closing(threads.commit(remaining)) as results:
             for part, done in results:
                 if done is None:
                     claimed.append(part)
-                    continue
-                n_added += done.n_added
-                if done.n_inputs:
-                    amount = (done.n_inputs, done.n_characters, done.n_tokens, done.seconds)
-                    tally.add(*amount, at_once=threads.encoder.concurrency.threads)
+                elif done.n_inputs:
+                    tally.add(done, at_once=threads.encoder.concurrency.threads)
         if isinstance(remaining, list) and len(claimed) == len(remaining):
             time.sleep(_WAIT_SECONDS)
             plan.store.refresh()
         if not claimed:
-            return Executed(n_added, tally.n_tokens, tally.seconds)
+            return tally
         remaining = list(claimed)
         claimed.clear()

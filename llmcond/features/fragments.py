@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from llmcond.encoders.spec import EncoderInput
 from llmcond.features.keys import KEY_BYTES, StoreDtype
+
+if TYPE_CHECKING:
+    from llmcond.encoders.encoder import Encoded
 
 _KEY = pa.binary(KEY_BYTES)
 _ARROW = {"float16": pa.float16(), "float32": pa.float32()}
@@ -50,25 +52,17 @@ def rows_schema(dim: int, dtype: str) -> pa.Schema:
     return pa.schema(columns)
 
 
-def rows_table(
-    inputs: Sequence[EncoderInput],
-    vectors: NDArray[Any],
-    n_tokens: NDArray[np.int32],
-    truncated: NDArray[np.bool_],
-) -> pa.Table:
-    """Return rows of inputs with their vectors, (n, dim), in the type they are stored in."""
-    keys = [
-        item.key_when_cut if cut else item.key
-        for item, cut in zip(inputs, truncated.tolist(), strict=True)
-    ]
-    schema = rows_schema(vectors.shape[1], vectors.dtype.name)
+def rows_table(inputs: Sequence[EncoderInput], encoded: Encoded) -> pa.Table:
+    """Return rows of inputs with their vectors, which are in the type they are stored in."""
+    cut, vectors = encoded.truncated.tolist(), encoded.vectors
+    keys = [item.key_when_cut if own else item.key for item, own in zip(inputs, cut, strict=True)]
     columns = [
         pa.array(keys, _KEY),
         pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1]),
-        pa.array(n_tokens, pa.int32()),
-        pa.array(truncated, pa.bool_()),
+        pa.array(encoded.n_tokens, pa.int32()),
+        pa.array(encoded.truncated, pa.bool_()),
     ]
-    return pa.table(columns, schema)
+    return pa.table(columns, rows_schema(vectors.shape[1], vectors.dtype.name))
 
 
 def mergeable(rows: Sequence[int], row_bytes: float) -> int:

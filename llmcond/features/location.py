@@ -13,7 +13,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -164,10 +164,9 @@ class Bucket:
         if dataset is None:
             return None
         try:
-            found: dict[str, Any] = json.loads((dataset.schema.metadata or {})[_DESCRIPTION])
-        except (KeyError, ValueError):
+            return dict(json.loads((dataset.schema.metadata or {})[_DESCRIPTION]))
+        except (KeyError, ValueError, TypeError):
             return {}
-        return found
 
     def described(self, schema: pa.Schema, description: Mapping[str, Any]) -> pa.Schema:
         """Return the schema with what describes the store."""
@@ -277,21 +276,19 @@ def remove_abandoned_claims(folder: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-@contextmanager
-def _gate(claims: Path) -> Iterator[None]:
+def _gate(claims: Path) -> AbstractContextManager[None]:
     """Let one at a time make and remove files of claims.
 
     Otherwise one could lock a file that another one is just removing, while a third makes a new
     file of that name and locks it too.
     """
-    with FileLock(claims / ".gate").acquire(poll_interval=_POLL_SECONDS):
-        yield
+    return locked(claims / ".gate")
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Wait until nobody else of this machine commits."""
-    with FileLock(folder / "commit.lock").acquire(poll_interval=_POLL_SECONDS):
+def locked(path: Path) -> Iterator[None]:
+    """Wait until nobody else of this machine holds a lock, and hold it."""
+    with FileLock(path).acquire(poll_interval=_POLL_SECONDS):
         yield
 
 

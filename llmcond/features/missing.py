@@ -54,10 +54,7 @@ def _one_of(every: int, items: Sequence[EncoderInput]) -> list[EncoderInput]:
 
 
 def count_missing(
-    store: FeatureStore,
-    inputs: Iterable[EncoderInput],
-    window: int,
-    seen: KeyIndex | None = None,
+    store: FeatureStore, inputs: Iterable[EncoderInput], window: int, seen: KeyIndex | None = None
 ) -> Missing:
     """Return what of some inputs a store lacks by now, in memory that hardly grows with them.
 

@@ -16,8 +16,9 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -29,13 +30,7 @@ from llmcond.arrays import Gathered
 from llmcond.encoders.settings import EncoderIdentity
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import LlmcondError, UserError, is_disk_full, no_room
-from llmcond.features.fragments import (
-    Fragment,
-    mergeable,
-    row_bytes,
-    rows_schema,
-    rows_table,
-)
+from llmcond.features.fragments import Fragment, mergeable, row_bytes, rows_schema, rows_table
 from llmcond.features.keys import KEY_BYTES, KeyIndex, StoreDtype
 from llmcond.features.location import (
     SPARE_BYTES,
@@ -48,6 +43,9 @@ from llmcond.features.location import (
 from llmcond.files import check_format
 from llmcond.lance_io import UNREADABLE, PreemptedError, Target, clean, without_panic
 from llmcond.log import log
+
+if TYPE_CHECKING:
+    from llmcond.encoders.encoder import Encoded
 
 __all__ = ["FeatureStore", "Fragment", "StoreDtype"]
 
@@ -167,13 +165,12 @@ class FeatureStore:
     def _committing(self) -> Iterator[None]:
         self._location.prepare()
         # Threads queue up at their own lock; at the file they would poll against each other.
-        with self._writing, locked(self.folder):
+        with self._writing, locked(self.folder / "commit.lock"):
             yield
 
     def missing(self, inputs: Sequence[EncoderInput]) -> list[int]:
         """Return the positions of the inputs that the store does not hold."""
-        absent: list[int] = np.flatnonzero(self.places(inputs) < 0).tolist()
-        return absent
+        return list(np.flatnonzero(self.places(inputs) < 0).tolist())
 
     def places(self, inputs: Sequence[EncoderInput]) -> NDArray[np.int64]:
         """Return the place of each input, -1 where the store does not hold it.
@@ -194,16 +191,10 @@ class FeatureStore:
             places[start : start + _READ_ROWS] = found
         return places
 
-    def append(
-        self,
-        inputs: Sequence[EncoderInput],
-        vectors: NDArray[np.float32],
-        n_tokens: NDArray[np.int32],
-        truncated: NDArray[np.bool_],
-    ) -> int:
+    def append(self, inputs: Sequence[EncoderInput], encoded: Encoded) -> int:
         """Add n distinct inputs in one commit, but for those that are there by now; count them.
 
-        ``vectors`` are (n, dim), finite in the store's type; ``n_tokens`` (n,) before truncation.
+        Their vectors, (n, dim), are finite in the store's type.
 
         Raises:
             DiskFullError: no room; what was stored before is kept.
@@ -213,37 +204,23 @@ class FeatureStore:
             fresh = self.missing(inputs)
             if not fresh:
                 return 0
-            chosen = [inputs[i] for i in fresh]
-            rows = self._written(chosen, vectors[fresh], n_tokens[fresh], truncated[fresh])
-            return self._add([rows])
+            return self._add([self._written([inputs[i] for i in fresh], encoded.take(fresh))])
 
-    def write_fragment(
-        self,
-        inputs: Sequence[EncoderInput],
-        vectors: NDArray[np.float32],
-        n_tokens: NDArray[np.int32],
-        truncated: NDArray[np.bool_],
-    ) -> Fragment:
+    def write_fragment(self, inputs: Sequence[EncoderInput], encoded: Encoded) -> Fragment:
         """Write n distinct inputs, n at least 1, into a file that :meth:`add_fragments` adds.
 
         To be called while someone, perhaps in another process, is :meth:`writing`. Arguments and
         errors as of :meth:`append`.
         """
         with self._telling():
-            return self._written(inputs, vectors, n_tokens, truncated)
+            return self._written(inputs, encoded)
 
-    def _written(
-        self,
-        inputs: Sequence[EncoderInput],
-        vectors: NDArray[np.float32],
-        n_tokens: NDArray[np.int32],
-        truncated: NDArray[np.bool_],
-    ) -> Fragment:
-        rows = rows_table(inputs, self.cast(vectors), n_tokens, truncated)
+    def _written(self, inputs: Sequence[EncoderInput], encoded: Encoded) -> Fragment:
+        rows = rows_table(inputs, replace(encoded, vectors=self.cast(encoded.vectors)))
         self._check_room(rows)
         metadata = self._target().write(rows)
         keys = b"".join(rows["key"].to_pylist())
-        return Fragment(json.dumps(metadata.to_json()), keys, vectors.shape[1])
+        return Fragment(json.dumps(metadata.to_json()), keys, encoded.vectors.shape[1])
 
     def _target(self) -> Target:
         return Target(self._location.uri, self._location.options, self._dataset)
@@ -268,12 +245,17 @@ class FeatureStore:
                     continue
                 metadata = FragmentMetadata.from_json(fragment.metadata)
                 path = f"data/{metadata.files[0].path}"
-                if by_others:
-                    self._check_visible(path)
+                if by_others and not self._location.holds(path):
+                    raise UserError(
+                        f"another machine wrote {self._location.uri}/{path}, which this one does "
+                        "not see. All of them must see the same folder, or be told the same server."
+                    )
                 if fresh.all():
                     whole.append(metadata)
                 else:
-                    tables.append(self._rows_of(path).filter(pa.array(fresh)))
+                    options = self._location.options
+                    reader = LanceFileReader(f"{self._location.uri}/{path}", options)
+                    tables.append(reader.read_all().to_table().filter(pa.array(fresh)))
                 keys = np.frombuffer(fragment.keys, dtype=f"V{KEY_BYTES}")
                 added.add(keys[fresh].tobytes())
             if tables:
@@ -328,30 +310,14 @@ class FeatureStore:
                 stack.enter_context(self.claim(f"{_WRITING}{uuid.uuid4().hex}"))
             yield
 
-    def _is_being_written(self) -> bool:
-        """Return whether someone writes fragments; the commit lock is held."""
-        for path in (self.folder / "claims").glob(f"{_WRITING}*.lock"):
-            with self.claim(path.stem) as free:  # which a kill has left, and takes it away
-                if not free:
-                    return True
-        return False
-
     def _clean(self, dataset: Any) -> None:
         """Remove old versions, and what no version names if nobody else can be at it."""
         # Without locks that hold for everyone, only after the days that Lance leaves it.
-        alone = not self._location.shared and not self._is_being_written()
+        alone = not self._location.shared
+        for path in (self.folder / "claims").glob(f"{_WRITING}*.lock") if alone else ():
+            with self.claim(path.stem) as free:  # which a kill has left, and takes it away
+                alone = alone and free
         clean(self._location.uri, dataset, alone=alone)
-
-    def _rows_of(self, path: str) -> pa.Table:
-        own = f"{self._location.uri}/{path}"
-        return LanceFileReader(own, self._location.options).read_all().to_table()
-
-    def _check_visible(self, path: str) -> None:
-        if not self._location.holds(path):
-            raise UserError(
-                f"another machine wrote {self._location.uri}/{path}, which this one does not see. "
-                "All of them must see the same folder, or be told the same server."
-            )
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -419,30 +385,23 @@ class FeatureStore:
                 "finish. Run the same `llmcond extract` again; it resumes where it stopped."
             )
         places, index = np.unique(found, return_inverse=True)
-        table: NDArray[Any] | None = None
-        for start in range(0, len(places), _READ_ROWS):
-            part = places[start : start + _READ_ROWS]
-            block = self._stored(part)
-            if table is None:
-                table = self._room_for((len(places), block.shape[1]))
-            table[start : start + len(part)] = block
-        if table is None:
-            table = np.zeros((0, 0), dtype=self.dtype)
+        first = self._stored(places[:_READ_ROWS]) if len(places) else np.zeros((0, 0), self.dtype)
+        shape = len(places), first.shape[1]
+        if math.prod(shape) * np.dtype(self.dtype).itemsize <= _IN_MEMORY:
+            table: NDArray[Any] = np.empty(shape, dtype=self.dtype)
+        else:
+            self._location.prepare()
+            table = array_on_disk(self.folder, shape, self.dtype)
+        table[: len(first)] = first
+        for start in range(_READ_ROWS, len(places), _READ_ROWS):
+            table[start : start + _READ_ROWS] = self._stored(places[start : start + _READ_ROWS])
         return Gathered(table, index.reshape(-1))
-
-    def _room_for(self, shape: tuple[int, int]) -> NDArray[Any]:
-        size = math.prod(shape) * np.dtype(self.dtype).itemsize
-        if size <= _IN_MEMORY:
-            return np.empty(shape, dtype=self.dtype)
-        self._location.prepare()
-        return array_on_disk(self.folder, shape, self.dtype)
 
     def _stored(self, places: NDArray[np.int64]) -> NDArray[Any]:
         """Return the vectors at ascending places, in the store's type."""
         table = self._reading(lambda: self._dataset.take(places, columns=["vector"]))
         flat = table["vector"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-        vectors: NDArray[Any] = flat.reshape(len(places), -1)
-        return vectors
+        return np.asarray(flat.reshape(len(places), -1))
 
     def count_truncated_at(self, places: NDArray[np.int64]) -> int:
         """Count the inputs at ``places`` that were longer than the encoder takes."""

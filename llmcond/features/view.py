@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from llmcond.arrays import Concatenated, Difference, Matrix
 from llmcond.encoders.spec import EncoderInput
@@ -108,25 +108,13 @@ class View:
         """Return whether anything is subtracted; nothing is from separate features."""
         return any(subtracted for _, subtracted in self.terms())
 
-    @overload
-    def sentence(self, read: Read, *, conditioned: bool = True) -> Matrix: ...
-
-    @overload
     def sentence(
         self,
         read: Callable[[Prompt, Part], T],
-        subtract: Callable[[T, T], T],
-        concatenate: Callable[[list[T]], T],
+        subtract: Callable[[T, T], T] = Difference,  # type: ignore[assignment]
+        concatenate: Callable[[list[T]], T] = Concatenated,  # type: ignore[assignment]
         conditioned: bool = True,
-    ) -> T: ...
-
-    def sentence(
-        self,
-        read: Any,
-        subtract: Any = Difference,
-        concatenate: Any = Concatenated,
-        conditioned: bool = True,
-    ) -> Any:
+    ) -> T:
         """Return the features of sentences, (n, dim), from those that ``read`` gives of prompts.
 
         ``subtract`` and ``concatenate`` (columns side by side) are of matrices, or of tensors. Of

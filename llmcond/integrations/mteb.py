@@ -28,12 +28,6 @@ from llmcond.files import digest_bytes, digest_text
 from llmcond.runs.comparing import Vectors
 from llmcond.runs.embedder import Embedder, load_embedder
 
-#: A text and its condition: rows of a sentence pair have one condition for both.
-_COLUMNS = (
-    {"sentence1": "text", "condition": "condition"},
-    {"sentence2": "text", "condition": "condition"},
-)
-
 
 class MtebEncoder(AbsEncoder):  # type: ignore[misc]  # of a library without types
     """An embedder as a model of mteb.
@@ -115,7 +109,11 @@ class CSTS(AbsTaskSTS):  # type: ignore[misc]  # of a library without types
     """
 
     min_score, max_score = 0, 1
-    column_names: ClassVar[tuple[Mapping[str, str], Mapping[str, str]]] = _COLUMNS
+    #: A text and its condition: rows of a sentence pair have one condition for both.
+    column_names: ClassVar[tuple[Mapping[str, str], Mapping[str, str]]] = (
+        {"sentence1": "text", "condition": "condition"},
+        {"sentence2": "text", "condition": "condition"},
+    )
     metadata = TaskMetadata(
         name="CSTS",
         description="The similarity of two sentences with regard to a condition.",

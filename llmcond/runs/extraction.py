@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from llmcond.encoders import EncoderInput, ResolvedEncoder
 from llmcond.encoders.spec import CUT, InputError
 from llmcond.errors import UserError
-from llmcond.features.extract import Execute, Extraction, extract
+from llmcond.features.extract import Chunking, Execute, Extraction, extract
 from llmcond.features.missing import Missing
 from llmcond.log import log
 from llmcond.progress import ExtractionBar
@@ -91,14 +91,9 @@ def extract_inputs(
         return len(store) - before
 
     with ExtractionBar(processes=processes, stored=stored if processes > 1 else None) as bar:
+        chunking = Chunking(by_prefix=resolved.shares_prefixes)
         done = extract(
-            inputs,
-            store,
-            encoder,
-            bar,
-            by_prefix=resolved.shares_prefixes,
-            missing=missing,
-            execute=encoder.execute,
+            inputs, store, encoder, bar, chunking, missing=missing, execute=encoder.execute
         )
     what = "nothing to encode; the vectors of all inputs are stored"
     if done.n_computed:

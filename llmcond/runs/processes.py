@@ -16,7 +16,7 @@ from typing import Any
 
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError
-from llmcond.features.extract import extract
+from llmcond.features.extract import Chunking, extract
 from llmcond.log import log, log_to_terminal
 from llmcond.plugins import load, loaded
 from llmcond.prompts import Prompt
@@ -124,7 +124,7 @@ def _work(
         encoder, by_prefix = LazyEncoder(resolved), resolved.shares_prefixes
         for prompt in prompts:
             inputs = iter(inputs_of(run.task, run.data, prompt))
-            extract(inputs, run.store(), encoder, ParentWatch(), by_prefix=by_prefix)
+            extract(inputs, run.store(), encoder, ParentWatch(), Chunking(by_prefix=by_prefix))
     except KeyboardInterrupt:
         raise SystemExit(1) from None
     except LlmcondError as error:

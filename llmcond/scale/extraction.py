@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,17 +23,17 @@ from llmcond.encoders.spec import EncoderInput, InputError
 from llmcond.errors import UserError
 from llmcond.features.extract import (
     CHUNK,
-    Executed,
+    Committed,
+    Part,
+    PartEncoder,
     Plan,
     Progress,
-    SentPart,
-    SentParts,
     Tally,
     not_finite,
 )
 from llmcond.features.store import FeatureStore, Fragment, StoreDtype
 from llmcond.log import log
-from llmcond.scale.pool import Cluster, Pool, Worker, actors
+from llmcond.scale.pool import Cluster, Pool, actors
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoded
@@ -68,19 +68,13 @@ class Written(NamedTuple):
 
     Attributes:
         fragment: of the rows that could be encoded; None: there were none.
-        n_inputs: done with.
-        n_characters: theirs.
-        n_tokens: theirs, before truncation.
-        seconds: wall-clock time.
+        done: inputs that it is done with; nothing is added to the store yet.
         cpu_seconds: of all threads of the actor.
         failed: the first input that has no vector, and why.
     """
 
     fragment: Fragment | None
-    n_inputs: int
-    n_characters: int
-    n_tokens: int
-    seconds: float
+    done: Committed
     cpu_seconds: float
     failed: tuple[EncoderInput, str] | None
 
@@ -111,11 +105,11 @@ class FragmentWriter:
                 "machine have the same files and versions."
             )
         encoder = Encoder(resolved)
-        self._parts = SentParts(encoder)
+        self._encode = PartEncoder(encoder).encode
         self._threads = WorkerThreads(encoder.concurrency)
         self._store = FeatureStore(made_of.root, resolved.identity, made_of.dtype, only_write=True)
 
-    def work(self, item: list[SentPart]) -> Written:
+    def work(self, item: list[Part]) -> Written:
         """Encode parts, and write what is finite in the store's type into one fragment.
 
         Parts behind an input that the encoder cannot take are left out.
@@ -124,48 +118,40 @@ class FragmentWriter:
             LlmcondError: the encoder fails.
             DiskFullError: no room.
         """
+        from llmcond.encoders.encoder import Encoded
+
         began, cpu = time.monotonic(), time.process_time()
-        encoded: list[Encoded] = []
+        parts: list[Encoded] = []
         inputs: list[EncoderInput] = []
         failed: InputError | None = None
         try:
-            for part, one in zip(item, self._threads.map(self._parts.encode, item), strict=True):
-                encoded.append(one)
+            for part, one in zip(item, self._threads.map(self._encode, item), strict=True):
+                parts.append(one)
                 inputs += part.inputs
         except InputError as error:
             failed = error
         fragment = None
-        if encoded:
-            fragment, at = self._write(inputs, encoded)
-            failed = failed if at is None else not_finite(inputs[at], self._store.dtype)
-        return Written(
-            fragment,
-            len(inputs),
-            sum(one.size for one in inputs),
-            sum(int(one.n_tokens.sum()) for one in encoded),
-            time.monotonic() - began,
-            time.process_time() - cpu,
-            None if failed is None else (failed.item, str(failed)),
-        )
-
-    def _write(
-        self, inputs: Sequence[EncoderInput], encoded: Sequence[Encoded]
-    ) -> tuple[Fragment | None, int | None]:
-        """Return the fragment of what is finite, and the place of the first that is not."""
-        vectors = np.concatenate([one.vectors for one in encoded])
-        n_tokens = np.concatenate([one.n_tokens for one in encoded])
-        truncated = np.concatenate([one.truncated for one in encoded])
-        finite = np.isfinite(self._store.cast(vectors)).all(axis=1)
-        good, fragment = np.flatnonzero(finite), None
-        if len(good):
-            own = [inputs[i] for i in good.tolist()]
-            fragment = self._store.write_fragment(
-                own, vectors[good], n_tokens[good], truncated[good]
+        if parts:
+            encoded = Encoded(
+                np.concatenate([one.vectors for one in parts]),
+                np.concatenate([one.n_tokens for one in parts]),
+                np.concatenate([one.truncated for one in parts]),
             )
-        return fragment, None if finite.all() else int(np.argmin(finite))
+            finite = np.isfinite(self._store.cast(encoded.vectors)).all(axis=1)
+            good = np.flatnonzero(finite).tolist()
+            if good:
+                own = [inputs[i] for i in good]
+                fragment = self._store.write_fragment(own, encoded.take(good))
+            if len(good) < len(inputs):
+                failed = not_finite(inputs[int(np.argmin(finite))], self._store.dtype)
+        characters = sum(one.size for one in inputs)
+        n_tokens = sum(int(one.n_tokens.sum()) for one in parts)
+        done = Committed(len(inputs), 0, characters, n_tokens, time.monotonic() - began)
+        why = None if failed is None else (failed.item, str(failed))
+        return Written(fragment, done, time.process_time() - cpu, why)
 
 
-class RayExecution:
+class RayExecution(ExitStack):
     """Carries plans out by actors, which start with the first one that lacks something.
 
     To be called as ``execute`` of :func:`llmcond.features.extract.extract`, within a ``with`` block
@@ -176,32 +162,24 @@ class RayExecution:
     """
 
     #: What actors hold, made of an :class:`EncoderOf`.
-    worker: Callable[[EncoderOf], Worker[list[SentPart], Written]] = FragmentWriter
+    worker: Callable[[EncoderOf], Any] = FragmentWriter
 
     def __init__(self, cluster: Cluster, made_of: EncoderOf) -> None:
+        super().__init__()
         self._cluster, self._made_of = cluster, made_of
-        self._stack = ExitStack()
         self.cpu_seconds = 0.0
 
-    def __enter__(self) -> RayExecution:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
     @cached_property
-    def _pool(self) -> Pool[list[SentPart], Written]:
+    def _pool(self) -> Pool[list[Part], Written]:
         began = time.monotonic()
         made = actors(self._cluster, self.worker, self._made_of)
-        pool: Pool[list[SentPart], Written] = self._stack.enter_context(made)
+        pool: Pool[list[Part], Written] = self.enter_context(made)
         where = "this machine" if self._cluster.address is None else "the cluster"
         took = time.monotonic() - began
         log.info(f"Ray on {where}: {pool.size} actors, connected in {took:.1f} s")
         return pool
 
-    def __call__(
-        self, plan: Plan, progress: Progress | None, begun: Callable[[], None]
-    ) -> Executed:
+    def __call__(self, plan: Plan, progress: Progress | None, begun: Callable[[], None]) -> Tally:
         """Encode and store everything that a plan lacks.
 
         Raises:
@@ -211,23 +189,27 @@ class RayExecution:
         """
         parts_of = _parts_of_a_chunk(self._cluster)
         parts = (part.lacking(plan.store) for part in plan.parts(lambda: parts_of))
-        first = next(parts, None)
+        first, tally, count = next(parts, None), Tally(progress), 1
         if first is None:
-            return Executed()
+            return tally
         pool = self._pool
         begun()
-        tally = Tally(progress)
+
+        def items() -> Iterator[list[Part]]:
+            left = chain([first], parts)
+            while item := list(islice(left, count)):
+                yield item
+
         with plan.store.writing(), _Committer(plan.store) as committer:
-            pace = _Pace(chain([first], parts))
-            for item, written in pool.map(pace):
-                pace.took(written.seconds, len(item))
+            for item, written in pool.map(items()):
+                count = _parts_in(written.done.seconds, len(item))
                 committer.add(written)
                 self.cpu_seconds += written.cpu_seconds
-                amount = (written.n_inputs, written.n_characters, written.n_tokens)
-                tally.add(*amount, written.seconds, at_once=pool.size)
+                tally.add(written.done, at_once=pool.size)
                 if written.failed is not None:
                     raise InputError(*written.failed)
-        return Executed(committer.n_added, tally.n_tokens, tally.seconds)
+        tally.n_added = committer.n_added
+        return tally
 
 
 def fragments_and_commits(
@@ -253,23 +235,6 @@ def _parts_of_a_chunk(cluster: Cluster) -> int:
 def _parts_in(seconds: float, count: int) -> int:
     """Return how many parts an item has, where so many took so long."""
     return max(1, min(_MOST_PARTS, int(_ITEM_SECONDS * count / max(seconds, 1e-3))))
-
-
-class _Pace(Iterator[list[SentPart]]):
-    """Parts, as many at a time as an actor encodes in some seconds; at first one."""
-
-    def __init__(self, parts: Iterator[SentPart]) -> None:
-        self._parts, self._count = parts, 1
-
-    def took(self, seconds: float, count: int) -> None:
-        """Note how long some parts took."""
-        self._count = _parts_in(seconds, count)
-
-    def __next__(self) -> list[SentPart]:
-        item = list(islice(self._parts, self._count))
-        if not item:
-            raise StopIteration
-        return item
 
 
 class _Committer:

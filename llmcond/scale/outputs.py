@@ -97,6 +97,7 @@ class Output(ABC):
         Raises:
             UserError: something else is there.
         """
+        found = None
         with self._failing():
             try:
                 with self._open(RECORD) as stream:
@@ -104,8 +105,8 @@ class Output(ABC):
             except (FileNotFoundError, NotADirectoryError):
                 self._check_vacant()
                 return None
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{self.name}/{RECORD} is damaged; name another --out.") from error
+            except (ValueError, RecursionError):
+                pass
         if not isinstance(found, dict):
             raise UserError(f"{self.name}/{RECORD} is damaged; name another --out.")
         return found
@@ -245,18 +246,17 @@ class ParquetOutput(Output):
     def done(self, units: Sequence[Unit]) -> set[int]:
         """Return the numbers of the units whose files are there, with as many rows as they have."""
         with self._failing():
-            there = {name for name in self._names() if name.endswith(".parquet")}
+            there = sorted(name for name in self._names() if name.endswith(".parquet"))
         named = {_file(unit): unit for unit in units}
-        others = sorted(there - set(named))
+        others = [name for name in there if name not in named]
         if others:
             raise UserError(
                 f"{self.name} holds {others[0]}, which is not of these embeddings. Remove it, or "
                 "name another --out."
             )
         with ThreadPoolExecutor(_AT_ONCE) as threads:
-            schemas = set(
-                threads.map(self._schema, sorted(there), (named[n] for n in sorted(there)))
-            )
+            units_there = [named[name] for name in there]
+            schemas = set(threads.map(self._schema, there, units_there))
         if len(schemas) > 1:
             raise UserError(
                 f"{self.name} holds files of several dimensions or columns; name another --out."
@@ -325,13 +325,13 @@ class LanceOutput(Output):
         self._committed = time.monotonic()
 
     @property
-    def _options(self) -> dict[str, str] | None:
+    def _target(self) -> Target:
         # By now somebody has looked for the record.
-        return lance_options(self.name, patient=True)
+        return Target(self.uri, lance_options(self.name, patient=True), self._dataset)
 
     def _latest(self) -> Any:
         """Return the newest version; None: there is none yet."""
-        return newest(self.uri, self._options)
+        return newest(self.uri, self._target.options)
 
     def done(self, units: Sequence[Unit]) -> set[int]:
         """Return the numbers of the units whose rows are there, which are the first ones."""
@@ -364,7 +364,7 @@ class LanceOutput(Output):
             self._check_room(2 * rows.nbytes)
             if self._dataset is None:
                 self._dataset = self._latest()
-            fragment = Target(self.uri, self._options, self._dataset).write(rows)
+            fragment = self._target.write(rows)
         return json.dumps(fragment.to_json())
 
     def add(self, unit: Unit, written: str, schema: pa.Schema) -> None:
@@ -392,7 +392,7 @@ class LanceOutput(Output):
         rows = self._rows + sum(int(one["physical_rows"]) for one in self._ready)
         with self._failing():
             self._check_room(0)
-            target = Target(self.uri, self._options, self._dataset)
+            target = self._target
             try:
                 self._dataset = (
                     target.commit(made) if self._dataset else target.create(self._schema, made)
@@ -402,7 +402,10 @@ class LanceOutput(Output):
                 self._dataset = self._latest()
             if not self._holds(made[-1]) or self._dataset.count_rows() != rows:
                 self._ready, self._waiting = [], {}  # nothing more is committed
-                raise self._disturbed()
+                raise LlmcondError(
+                    f"{self.name} was written by others meanwhile. Name another --out, and let one "
+                    "llmcond embed write into it at a time."
+                )
             self._rows, self._ready, self._committed = rows, [], time.monotonic()
             self._commits += 1
             if self._commits % _TIDY_COMMITS == 0:
@@ -424,12 +427,6 @@ class LanceOutput(Output):
                 if not path.is_file() or path.stat().st_size != file.file_size_bytes:
                     return f"data/{file.path}"
         return ""
-
-    def _disturbed(self) -> LlmcondError:
-        return LlmcondError(
-            f"{self.name} was written by others meanwhile. Name another --out, and let one llmcond "
-            "embed write into it at a time."
-        )
 
     def _remove_leftovers(self) -> None:
         super()._remove_leftovers()

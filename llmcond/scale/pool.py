@@ -16,11 +16,11 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import closing, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import psutil
 
@@ -28,8 +28,6 @@ from llmcond.errors import LlmcondError, UserError, first_line, install_command
 from llmcond.log import log
 from llmcond.plugins import load, loaded
 
-_Item_contra = TypeVar("_Item_contra", contravariant=True)
-_Result_co = TypeVar("_Result_co", covariant=True)
 _I = TypeVar("_I")
 _R = TypeVar("_R")
 
@@ -47,13 +45,6 @@ _FOLDER = "llmcond-ray-"
 _OLDEST_RAY = (2, 52)
 #: How often a Ray is started at most that needs longer than it allows.
 _STARTS = 3
-
-
-class Worker(Protocol[_Item_contra, _Result_co]):
-    """What an actor holds."""
-
-    def work(self, item: _Item_contra) -> _Result_co:
-        """Return what becomes of an item."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +71,7 @@ class Cluster:
 
 @contextmanager
 def actors(cluster: Cluster, factory: Any, *args: Any) -> Iterator[Pool[Any, Any]]:
-    """Yield actors, each with what ``factory(*args)`` gives it: a :class:`Worker`.
+    """Yield actors, each with what ``factory(*args)`` gives it, whose ``work`` takes an item.
 
     Ray is started on this machine, or connected to, and left when the block ends.
 
@@ -91,11 +82,9 @@ def actors(cluster: Cluster, factory: Any, *args: Any) -> Iterator[Pool[Any, Any
     # Ray tells on standard output of workers that died, where only results belong.
     with redirect_stdout(sys.stderr), connected(cluster) as ray:
         count = _count(cluster, ray)
-        pool = Pool[Any, Any](ray, count, cluster.gpus_per_actor, (factory, args, loaded()))
-        try:
+        made_of = (factory, args, loaded())
+        with closing(Pool[Any, Any](ray, count, cluster.gpus_per_actor, made_of)) as pool:
             yield pool
-        finally:
-            pool.close()
 
 
 class Pool(Generic[_I, _R]):
@@ -110,19 +99,19 @@ class Pool(Generic[_I, _R]):
         self.size = count
         self._ray, self._made_of = ray, made_of
         self._class = ray.remote(_Actor).options(num_cpus=1, num_gpus=gpus)
-        self._alive: set[_Hired] = set()
+        self._alive: set[Any] = set()
         #: Those that start, by the call that ends then.
-        self._starting: dict[Any, _Hired] = {}
-        self._free: deque[_Hired] = deque()
+        self._starting: dict[Any, Any] = {}
+        self._free: deque[Any] = deque()
         self._deaths_in_a_row = 0
         self._told = False
         for _ in range(count):
             self._start()
 
     def _start(self) -> None:
-        hired = _Hired(self._class.remote(*self._made_of))
-        self._alive.add(hired)
-        self._starting[hired.handle.start.remote()] = hired
+        actor = self._class.remote(*self._made_of)
+        self._alive.add(actor)
+        self._starting[actor.start.remote()] = actor
 
     def map(self, items: Iterable[_I]) -> Iterator[tuple[_I, _R]]:
         """Yield each item with its result, as they come; items are read when actors are free.
@@ -132,26 +121,32 @@ class Pool(Generic[_I, _R]):
         """
         # Each item with how many actors died over it.
         waiting, again = ((item, 0) for item in items), deque[tuple[_I, int]]()
-        running: dict[Any, tuple[_Hired, tuple[_I, int]]] = {}
+        running: dict[Any, tuple[Any, tuple[_I, int]]] = {}
         while True:
             ended = False
             while self._free and not ended:
                 found = again.popleft() if again else next(waiting, None)
                 ended = found is None
                 if found is not None:
-                    hired = self._free.popleft()
-                    running[hired.handle.work.remote(found[0])] = hired, found
+                    actor = self._free.popleft()
+                    running[actor.work.remote(found[0])] = actor, found
             if ended and not running:
                 return
             for reference in self._wait(running):
-                hired, (item, deaths) = running.pop(reference)
-                answer = self._answer(hired, reference)
+                actor, (item, deaths) = running.pop(reference)
+                answer = self._answer(actor, reference)
                 if answer is None:
-                    again.append((item, _checked(deaths + 1)))
+                    if deaths + 1 == _MOST_DEATHS:
+                        raise LlmcondError(
+                            f"{_MOST_DEATHS} actors died over one part of the work, so it was "
+                            "given up; what was stored before is kept. Ray's logs say why they "
+                            "died; often it is memory."
+                        )
+                    again.append((item, deaths + 1))
                     continue
                 self._deaths_in_a_row = 0
-                if hired in self._alive:
-                    self._free.append(hired)
+                if actor in self._alive:
+                    self._free.append(actor)
                 yield item, answer.result
 
     def _wait(self, running: Mapping[Any, Any]) -> list[Any]:
@@ -167,12 +162,12 @@ class Pool(Generic[_I, _R]):
                 log.info("there is no room for an actor yet; waiting for it")
                 self._told = True
         for reference in done:
-            hired = self._starting.pop(reference, None)
-            if hired is not None and self._answer(hired, reference) is not None:
-                self._free.extend([hired] * _AHEAD)
+            actor = self._starting.pop(reference, None)
+            if actor is not None and self._answer(actor, reference) is not None:
+                self._free.extend([actor] * _AHEAD)
         return [reference for reference in done if reference in running]
 
-    def _answer(self, hired: _Hired, reference: Any) -> _Answer | None:
+    def _answer(self, actor: Any, reference: Any) -> _Answer | None:
         """Return what a call gave; None if its actor died, which is then replaced.
 
         Raises:
@@ -183,9 +178,9 @@ class Pool(Generic[_I, _R]):
         except self._ray.exceptions.RayTaskError:  # an error of the program
             raise
         except self._ray.exceptions.RayError as error:
-            if hired in self._alive:  # its calls fail one by one
-                self._alive.remove(hired)
-                self._free = deque(own for own in self._free if own is not hired)
+            if actor in self._alive:  # its calls fail one by one
+                self._alive.remove(actor)
+                self._free = deque(own for own in self._free if own != actor)
                 self._deaths_in_a_row += 1
                 if self._deaths_in_a_row > _MOST_DEATHS + self.size:
                     raise LlmcondError(
@@ -202,15 +197,8 @@ class Pool(Generic[_I, _R]):
 
     def close(self) -> None:
         """End the actors, whatever they are at."""
-        for hired in self._alive:
-            self._ray.kill(hired.handle)
-
-
-@dataclass(eq=False, frozen=True, slots=True)
-class _Hired:
-    """An actor of the pool."""
-
-    handle: Any
+        for actor in self._alive:
+            self._ray.kill(actor)
 
 
 class _Answer(NamedTuple):
@@ -248,15 +236,6 @@ def _why(error: Exception) -> str:
     return lines[-1].strip() if "creation task" in lines[0] else lines[0]
 
 
-def _checked(deaths: int) -> int:
-    if deaths == _MOST_DEATHS:
-        raise LlmcondError(
-            f"{deaths} actors died over one part of the work, so it was given up; what was stored "
-            "before is kept. Ray's logs say why they died; often it is memory."
-        )
-    return deaths
-
-
 def _answered(call: Callable[[], Any]) -> _Answer:
     """Return what a call gives. Errors travel as texts: not every one can be rebuilt elsewhere."""
     try:
@@ -283,9 +262,9 @@ def connected(cluster: Cluster) -> Iterator[Any]:
 
     folder = _own_folder() if cluster.address is None else None
     try:
-        if cluster.address is not None:
-            _connect(ray, cluster.address)
-        if folder is not None:
+        if folder is None:
+            _connect(ray, str(cluster.address))
+        else:
             _start(ray, cluster.actors, folder)
         yield ray
     finally:
@@ -296,7 +275,11 @@ def connected(cluster: Cluster) -> Iterator[Any]:
 
 def _connect(ray: Any, address: str) -> None:
     try:
-        _check_reachable(address)
+        if address != "auto":  # Ray itself tries for minutes
+            host, _, port = address.rpartition("/")[2].rpartition(":")
+            if not (host and port.isdecimal()):
+                raise ValueError("expected HOST:PORT, or auto")
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
         _init(ray, address=address)
     except Exception as error:  # of several kinds, none of them documented
         why = " ".join(str(error).split())  # of other versions it tells in several lines
@@ -420,15 +403,6 @@ def _init(ray: Any, **options: Any) -> None:
     except SystemExit:  # what Ray makes of the signal, at the latest just before it is given back
         restore()
         signal.raise_signal(signal.SIGTERM)
-
-
-def _check_reachable(address: str) -> None:
-    """Raise an OSError, or ValueError, unless someone listens; Ray itself tries for minutes."""
-    if address != "auto":
-        host, _, port = address.rpartition("/")[2].rpartition(":")
-        if not (host and port.isdecimal()):
-            raise ValueError("expected HOST:PORT, or auto")
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
 
 
 def _own_folder() -> Path:

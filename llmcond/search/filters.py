@@ -156,10 +156,7 @@ class _Parser:
         return operand.value.cast(pa.bool_())
 
     def _either(self) -> _Operand:
-        return self._joined("OR", or_, self._both)
-
-    def _both(self) -> _Operand:
-        return self._joined("AND", and_, self._negation)
+        return self._joined("OR", or_, lambda: self._joined("AND", and_, self._negation))
 
     def _joined(
         self, keyword: str, join: Callable[[Any, Any], Any], part: Callable[[], _Operand]

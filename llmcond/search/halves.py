@@ -7,7 +7,7 @@ that equal searches have equal scores.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,24 +18,15 @@ _FEW = 2**22
 _ROWS = 4_096
 
 
-def widened(vectors: NDArray[np.float16], n_values: int) -> NDArray[np.float32]:
-    """Return vectors in float32; ``n_values`` are converted in all, block by block."""
+def converted(
+    vectors: NDArray[Any], dtype: Literal["float16", "float32"], n_values: int
+) -> NDArray[Any]:
+    """Return vectors in another type; ``n_values`` are converted in all, block by block."""
     if n_values <= _FEW:
-        return vectors.astype(np.float32)
+        return vectors.astype(dtype)
     import torch
 
-    wide: NDArray[np.float32] = torch.from_numpy(vectors).float().numpy()
-    return wide
-
-
-def narrowed(vectors: NDArray[np.float32], n_values: int) -> NDArray[np.float16]:
-    """Return vectors in float16; ``n_values`` are converted in all, block by block."""
-    if n_values <= _FEW:
-        return vectors.astype(np.float16)
-    import torch
-
-    narrow: NDArray[np.float16] = torch.from_numpy(vectors).half().numpy()
-    return narrow
+    return torch.from_numpy(vectors).to(getattr(torch, dtype)).numpy()
 
 
 def products(vectors: NDArray[np.float16], queries: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -52,8 +43,7 @@ def products(vectors: NDArray[np.float16], queries: NDArray[np.float32]) -> NDAr
         part = held[start : start + _ROWS]
         rows = wide[: len(part)].copy_(part)
         torch.mm(rows, given, out=found[start : start + len(part)])
-    scores: NDArray[np.float32] = found.numpy().T
-    return scores
+    return np.asarray(found.numpy().T)
 
 
 def largest(values: NDArray[np.float32], k: int) -> NDArray[np.int64]:
@@ -62,6 +52,4 @@ def largest(values: NDArray[np.float32], k: int) -> NDArray[np.int64]:
         return np.argpartition(values, -k)[-k:] if k < len(values) else np.arange(len(values))
     import torch
 
-    found: Any = torch.topk(torch.from_numpy(values), k).indices.numpy()
-    positions: NDArray[np.int64] = found
-    return positions
+    return np.asarray(torch.topk(torch.from_numpy(values), k).indices.numpy())

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -53,6 +53,28 @@ from llmcond.search.views import Views
 FORMAT = 1
 #: Weights of conditions; sums of larger ones could overflow.
 MAX_WEIGHT = 1_000_000
+
+#: A condition, or several with weights.
+Weighted = str | Mapping[str, float]
+
+
+class SearchOptions(TypedDict, total=False):
+    """What a search may be given besides a query, a condition and k.
+
+    Attributes:
+        where: a filter on the columns in a small part of SQL, such as
+            ``kind = 'news' AND year > 2020``; see docs/search.md.
+        rerank: where the model encodes each text together with the condition, encode only so many
+            texts, those nearest without a condition; then the result is not exact.
+        explain: add each hit's score under each condition and under none, and its rank there.
+        prepare: whether texts are encoded under a condition that the index holds no vectors of; by
+            default they are.
+    """
+
+    where: str | None
+    rerank: int | None
+    explain: bool
+    prepare: bool
 
 
 class Index:
@@ -119,7 +141,7 @@ class Index:
         if made and not (given and Table(folder).version == 0):
             index = cls._open(folder, device, given)
         else:
-            if not made and folder.exists() and not (folder.is_dir() and _is_vacant(folder)):
+            if not made and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
                 raise UserError(
                     f"{folder} is no index (it has no index.json). Name another folder; nothing in "
                     "it was touched."
@@ -266,9 +288,8 @@ class Index:
                 table.delete(named)
                 self._adopt()
         count = len(named) - len(absent)
-        log.info(
-            f"{plural(count, 'text')} deleted; {self.folder} has {plural(len(self), 'text')} left"
-        )
+        left = plural(len(self), "text")
+        log.info(f"{plural(count, 'text')} deleted; {self.folder} has {left} left")
         return count
 
     def prepare(self, conditions: Sequence[str]) -> None:
@@ -394,12 +415,9 @@ class Index:
     def _with_recorded_values(self, conditions: Sequence[str]) -> list[str]:
         """Return conditions; those given as a text alone with the values recorded for the text."""
         recorded = read_json(self.folder / "index.json").get("values", {})
-        return [
-            Condition(one, recorded[one])
-            if one in recorded and not isinstance(one, Condition)
-            else one
-            for one in conditions
-        ]
+        plain = (one in recorded and not isinstance(one, Condition) for one in conditions)
+        pairs = zip(conditions, plain, strict=True)
+        return [Condition(one, recorded[one]) if is_plain else one for one, is_plain in pairs]
 
     def _store(self) -> FeatureStore:
         """Return where vectors are until the texts that are encoded are all there."""
@@ -459,40 +477,20 @@ class Index:
 
     @overload
     def search(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
-        self,
-        query: str,
-        condition: str | Mapping[str, float],
-        k: int = ...,
-        *,
-        where: str | None = ...,
-        rerank: int | None = ...,
-        explain: bool = ...,
-        prepare: bool = ...,
+        self, query: str, condition: Weighted, k: int = 10, **options: Unpack[SearchOptions]
     ) -> Hits: ...
 
     @overload
     def search(
         self,
         query: Sequence[str],
-        condition: str | Mapping[str, float],
-        k: int = ...,
-        *,
-        where: str | None = ...,
-        rerank: int | None = ...,
-        explain: bool = ...,
-        prepare: bool = ...,
+        condition: Weighted,
+        k: int = 10,
+        **options: Unpack[SearchOptions],
     ) -> list[Hits]: ...
 
     def search(
-        self,
-        query: str | Sequence[str],
-        condition: str | Mapping[str, float],
-        k: int = 10,
-        *,
-        where: str | None = None,
-        rerank: int | None = None,
-        explain: bool = False,
-        prepare: bool = True,
+        self, query: Any, condition: Weighted, k: int = 10, **options: Unpack[SearchOptions]
     ) -> Hits | list[Hits]:
         """Return the k texts nearest to a query under a condition; of several queries, a list.
 
@@ -502,12 +500,7 @@ class Index:
                 A text alone has the values that the index records for it (:meth:`prepare`), a
                 :class:`llmcond.Condition` its own.
             k: hits; all texts if there are fewer.
-            where: a filter on the columns in a small part of SQL, such as
-                ``kind = 'news' AND year > 2020``; see docs/search.md.
-            rerank: where the model encodes each text together with the condition, encode only so
-                many texts, those nearest without a condition; then the result is not exact.
-            explain: add each hit's score under each condition and under none, and its rank there.
-            prepare: whether texts are encoded under a condition that the index holds no vectors of.
+            options: the fields of :class:`SearchOptions`.
 
         Raises:
             UserError: an empty query or condition, k below 1, a filter that cannot be applied,
@@ -515,36 +508,36 @@ class Index:
                 would have to be encoded and ``prepare`` is False.
         """
         queries = [query] if isinstance(query, str) else list(query)
-        found = self.plan_search(
-            queries, condition, k, where=where, rerank=rerank, explain=explain, prepare=prepare
-        )()
+        found = self.plan_search(queries, condition, k, **options)()
         return found[0] if isinstance(query, str) else found
 
     def plan_search(
         self,
         queries: Sequence[str],
-        condition: str | Mapping[str, float],
+        condition: Weighted,
         k: int = 10,
         *,
-        where: str | None = None,
-        rerank: int | None = None,
-        explain: bool = False,
-        prepare: bool = True,
         seconds: float = math.inf,
+        **options: Unpack[SearchOptions],
     ) -> Callable[[], list[Hits]]:
         """Check a search and evaluate its filter; return a function that encodes and compares.
 
         Arguments and errors as of :meth:`search`; a filter that takes longer than ``seconds`` is
         refused. A server calls this on another thread than the model's.
         """
+        unknown = options.keys() - SearchOptions.__annotations__
+        if unknown:
+            raise TypeError(f"search takes no argument {min(unknown)!r}")
         for text in queries:
             check_text(text, "the query")
         given = _weights(condition)
         weights = dict(zip(self._with_recorded_values([*given]), given.values(), strict=True))
         if k < 1:
             raise UserError(f"k is {k}; it must be at least 1.")
-        if prepare and rerank is None and self.encodes_pairs:
+        rerank = options.get("rerank")
+        if options.get("prepare", True) and rerank is None and self.encodes_pairs:
             self._make_ready(list(weights))
+        where, explain = options.get("where"), options.get("explain", False)
         asked = Searched.of(self._version, weights, k, where, explain, seconds)
 
         def search() -> list[Hits]:
@@ -591,10 +584,6 @@ def _record(
     write_json(folder / "index.json", {"format": FORMAT, **record, "values": dict(values or {})})
 
 
-def _is_vacant(folder: Path) -> bool:
-    return not any(folder.iterdir())
-
-
 class _Pairs(Sequence[tuple[str, str]]):
     """Each text under each condition, those of a text side by side; made when asked for."""
 
@@ -613,7 +602,7 @@ def _checked(conditions: Sequence[str]) -> list[str]:
     return [check_text(one, "the condition") for one in conditions]
 
 
-def _weights(condition: str | Mapping[str, float]) -> dict[str, float]:
+def _weights(condition: Weighted) -> dict[str, float]:
     given = {condition: 1.0} if isinstance(condition, str) else dict(condition)
     if not given:
         raise UserError("no condition was given; give one at least.")

@@ -67,10 +67,6 @@ class Sources:
         """Return the inputs of texts alone, all of a text side by side."""
         return [part.render(text, "") for text in texts for part in self.alone]
 
-    def together(self, texts: Sequence[str], condition: str) -> list[EncoderInput]:
-        """Return the inputs of texts with the condition."""
-        return [part.render(text, condition) for text in texts for part in self.joint]
-
     def conditions(self, condition: str) -> list[EncoderInput]:
         """Return the inputs of the condition alone."""
         return [part.render("", condition) for part in self.of_condition]
@@ -171,9 +167,8 @@ class Projections:
             if found is None:
                 inputs = [] if condition is ALONE else self._sources.conditions(condition)
                 own = dict(zip(inputs, self.encode(inputs)[:], strict=True))
-                found = self._kept[condition] = Projection(
-                    self._sources, self._head, condition, own
-                )
+                found = Projection(self._sources, self._head, condition, own)
+                self._kept[condition] = found
                 if len(self._kept) > _KEPT:
                     self._kept.popitem(last=False)
             self._kept.move_to_end(condition)

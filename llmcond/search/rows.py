@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from llmcond.arrays import as_list
+from llmcond.data.datasets import cell_text
 from llmcond.data.rows import column_of
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError, brief, first_line, listed, plural
@@ -82,8 +84,7 @@ class Rows:
             if len(values) != len(texts):
                 raise UserError(
                     f"the column {name!r} has {plural(len(values), 'value')} for "
-                    f"{plural(len(texts), 'text')}; "
-                    "they must be as many."
+                    f"{plural(len(texts), 'text')}; they must be as many."
                 )
         return cls(texts, own, {name: _arrow(name, values) for name, values in columns.items()})
 
@@ -163,19 +164,12 @@ class Plan:
         new = np.zeros(len(self.rows), dtype=np.bool_)
         new[self._new] = True
 
-        def batches() -> Iterator[pa.RecordBatch]:
-            for start in range(0, len(self.todo), BLOCK):
-                yield self._batch(self.todo[start : start + BLOCK], new, store, stored)
-
-        made = batches()
+        starts = range(0, len(self.todo), BLOCK)
+        made = (self._batch(self.todo[i : i + BLOCK], new, store, stored) for i in starts)
         first = next(made)
         size = len(self.todo) * first.nbytes // len(first)
-
-        def again() -> Iterator[pa.RecordBatch]:
-            yield first
-            yield from made
-
-        self.table.put(again(), first.schema, size, bool((self.places[self.todo] < 0).all()))
+        all_new = bool((self.places[self.todo] < 0).all())
+        self.table.put(chain([first], made), first.schema, size, all_new)
 
     def _batch(
         self,
@@ -214,16 +208,12 @@ class Plan:
         return pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
 
 
-def check_text(text: object, what: str) -> str:
+def check_text(text: str, what: str) -> str:
     """Return a text that can be encoded; a UserError that begins with ``what`` if it is none."""
-    if not isinstance(text, str):
-        raise UserError(f"{what} is {brief(text)}, not a text.")
-    if not text.strip():
-        raise UserError(f"{what} is empty.")
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{what} holds half of a surrogate pair, which is no character.") from error
+        cell_text(text)
+    except ValueError as error:
+        raise UserError(f"{what} {error}.") from error
     return text
 
 

@@ -75,11 +75,9 @@ class Searched:
         mask = None if where is None else version.table.matching(where, seconds)
         n = len(version.table) if mask is None else int(mask.sum())
         if n < k:
-            where_from = "in the index" if mask is None else "that the filter lets through"
-            log.info(
-                f"all hits are shown, fewer than the {k:,} asked for: {plural(n, 'text')} "
-                f"{where_from}"
-            )
+            which = "in the index" if mask is None else "that the filter lets through"
+            few = f"fewer than the {k:,} asked for: {plural(n, 'text')} {which}"
+            log.info(f"all hits are shown, {few}")
         return cls(version, weights, mask, n, min(k, n), explain)
 
     def exact(self, queries: Sequence[str]) -> list[Hits]:
@@ -174,16 +172,14 @@ class Searched:
 
     def _total(self, scores: Mapping[str, Scores]) -> Scores:
         weighted = [weight * scores[name] for name, weight in self.weights.items()]
-        total: Scores = np.sum(weighted, axis=0, dtype=np.float32)
-        return total
+        return np.asarray(np.sum(weighted, axis=0, dtype=np.float32))
 
     @staticmethod
     def _best(scores: Scores, k: int, mask: NDArray[np.bool_] | None = None) -> Positions:
         """Return the places of the k best scores, (n,); of equal ones the first."""
         given = scores if mask is None else np.where(mask, scores, -np.inf)
         found = largest(given, k)
-        order: Positions = found[np.lexsort((found, -scores[found]))]
-        return order
+        return np.asarray(found[np.lexsort((found, -scores[found]))])
 
     def _hits(
         self,
@@ -227,17 +223,16 @@ class Searched:
             return [{"without": None, "rank_without": None} for _ in hits]
         if model.sources.alone and model.base is model.encoder():
             scores = self._scores(query, ALONE)[0]
-            return [self._among_all(scores, position) for position in near]
+            let_through = scores if self.mask is None else scores[self.mask]
+            return [
+                {"without": _rounded(own), "rank_without": 1 + int((let_through > own).sum())}
+                for own in scores[near]
+            ]
         texts = [query.texts[0], *(hit["text"] for hit in hits)]
         vectors = unit_length(model.base.encode([EncoderInput("", text) for text in texts]))
         return [
             {"without": _rounded(score), "rank_without": None} for score in vectors[1:] @ vectors[0]
         ]
-
-    def _among_all(self, scores: Scores, position: int) -> dict[str, Any]:
-        better = scores > scores[position]
-        rank = 1 + int((better if self.mask is None else better & self.mask).sum())
-        return {"without": _rounded(scores[position]), "rank_without": rank}
 
 
 def _rounded(score: Any) -> float:

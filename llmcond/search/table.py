@@ -114,10 +114,9 @@ class Table:
         if not len(self):
             return mask
         deadline = time.monotonic() + seconds
-        names = ["id", "text", *self.columns]
-        columns, predicate = parse_filter(
-            where, {n: self._dataset.schema.field(n).type for n in names}
-        )
+        schema = self._dataset.schema
+        types = {name: schema.field(name).type for name in ("id", "text", *self.columns)}
+        columns, predicate = parse_filter(where, types)
         for part, rows in self.blocks(np.arange(len(self)), columns or ["id"]):
             if time.monotonic() > deadline:
                 raise UserError(
@@ -160,8 +159,7 @@ class Table:
         with _reading(self.folder):
             known = self._dataset.to_table(columns=["id"])["id"].combine_chunks()
         found = pc.index_in(pa.array(ids, pa.string()), value_set=known)
-        positions: Positions = found.fill_null(-1).to_numpy().astype(np.int64)
-        return positions
+        return np.asarray(found.fill_null(-1).to_numpy().astype(np.int64))
 
     def first_number(self) -> int:
         """Return the first row number that the next version may give; the writer's lock is held."""

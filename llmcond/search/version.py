@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llmcond.errors import UserError
 from llmcond.log import log
-from llmcond.search.halves import narrowed, widened
+from llmcond.search.halves import converted
 from llmcond.search.model import SearchModel
 from llmcond.search.projection import Encode
 from llmcond.search.table import VECTOR, Positions, Table, vectors_of
@@ -92,8 +92,9 @@ class Version:
             wanted = np.flatnonzero(targets >= 0)
             for start in range(0, len(wanted), _ROWS):
                 rows = wanted[start : start + _ROWS]
-                given = widened(segment.vectors[rows], vectors.size)
-                vectors[targets[rows]] = narrowed(guide.transform(given), vectors.size)
+                given = converted(segment.vectors[rows], "float32", vectors.size)
+                mapped = guide.transform(given)
+                vectors[targets[rows]] = converted(mapped, "float16", vectors.size)
         made = Segment(self.table.numbers[absent], vectors)
         return self._kept(condition, segments, made, False, guide.digest)
 
@@ -106,11 +107,11 @@ class Version:
         for part, rows in self.table.blocks(absent, columns):
             texts = rows["text"].to_pylist() if encode else [""] * len(part)
             given = vectors_of(rows).copy()
-            stored = widened(given, len(absent) * given.shape[1])
+            stored = converted(given, "float32", len(absent) * given.shape[1])
             made = project(texts, stored, encode or self.model.projections.encode)
             if not done:
                 vectors = np.empty((len(absent), made.shape[1]), dtype=np.float16)
-            vectors[done : done + len(part)] = narrowed(made, vectors.size)
+            vectors[done : done + len(part)] = converted(made, "float16", vectors.size)
             done += len(part)
         return Segment(self.table.numbers[absent], vectors)
 

@@ -163,7 +163,8 @@ class Views:
             record = {"condition": condition, "lasting": lasting, "segments": names}
             write_json(place / "view.json", record)
             for name in dropped:
-                _remove(place, name)
+                for end in (".npy", ".rows.npy"):
+                    (place / f"{name}{end}").unlink(missing_ok=True)
             self._drop_oldest(place)
         return self.read(condition, guide)
 
@@ -192,11 +193,6 @@ def _write(place: Path, segment: Segment) -> str:
         with replacing(place / path) as temporary, temporary.open("wb") as stream:
             np.save(stream, array)
     return name
-
-
-def _remove(place: Path, name: str) -> None:
-    for path in (f"{name}.npy", f"{name}.rows.npy"):
-        (place / path).unlink(missing_ok=True)
 
 
 def _sweep(place: Path, names: Sequence[str]) -> None:

@@ -15,6 +15,8 @@ from llmcond.benchmark.peers import PlainLoop, sentence_transformers
 from llmcond.benchmark.shapes import branching_inputs, csts_inputs, long_inputs, shortened
 from llmcond.commands.bench import Bench
 from llmcond.encoders.encoder import Encoder
+from llmcond.encoders.loading.architecture import load_config
+from llmcond.encoders.loading.loading import load_model
 from llmcond.errors import LlmcondError
 from llmcond.workflows.bench import Benchmark
 
@@ -140,7 +142,8 @@ def test_packing_check_fails_where_rows_are_padded(place):
 
 def test_dequantised_weights_are_those_that_are_multiplied(place):
     resolved = place.resolve("minilm", "float32", "8bit")
-    loaded = checks._load(resolved)
+    config = load_config(resolved.checkpoint, resolved.identity.attention)
+    loaded = load_model(resolved, config)
     linear = loaded.network.encoder.layer[0].intermediate.dense
     values = checks.dequantized(linear)
     x = torch.randn(3, values.shape[1])

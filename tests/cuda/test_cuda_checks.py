@@ -26,7 +26,7 @@ _NAMES = [name for name, *_ in _checks(Path()) if name not in _OTHER]
 def test_each_check_passes_on_a_gpu(gpu: StandIn, tmp_path: Path, name: str) -> None:
     bound, measure = next((b, m) for n, b, m in _checks(tmp_path) if n == name)
 
-    check = checks.run_check(name, bound, lambda: measure(checks.Bench("cuda:0", tmp_path)))
+    check = checks.run_check(name, bound, measure)
 
     assert check.passed, check
     assert gpu.n_launches > 0

@@ -23,7 +23,7 @@ from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.spec import InputError
 from llmcond.encoders.threads import Concurrency
 from llmcond.errors import DiskFullError, LlmcondError
-from llmcond.features.extract import Extraction, extract, plan
+from llmcond.features.extract import Chunking, Extraction, extract, plan
 from llmcond.features.missing import counting
 from llmcond.features.store import FeatureStore
 
@@ -145,7 +145,7 @@ def work(checkpoint, root, inputs, connection, file_limit=None, threads=1):
     if file_limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
     try:
-        connection.send(extract(inputs, store, load, Silent(), CHUNK))
+        connection.send(extract(inputs, store, load, Silent(), Chunking(CHUNK)))
     except DiskFullError as error:
         connection.send(error)
 
@@ -164,7 +164,7 @@ def work_on_stream(checkpoint, root, inputs, connection, log):
     connection.send("ready")
     connection.recv()
     store = open_store(root, checkpoint)
-    done = extract(stream(), store, lambda: Logged(encoder, log), Silent(), CHUNK, window=WINDOW)
+    done = extract(stream(), store, lambda: Logged(encoder, log), Silent(), Chunking(CHUNK, WINDOW))
     connection.send(done)
 
 
@@ -218,7 +218,7 @@ def edited_weights(checkpoint, folder, name, edit):
 def test_vectors_are_those_of_the_encoder(tmp_path, checkpoint, encoder):
     store = open_store(tmp_path, checkpoint)
     inputs = INPUTS[:50]
-    done = extract([*inputs, *inputs[:10]], store, lambda: encoder, Silent(), CHUNK)
+    done = extract([*inputs, *inputs[:10]], store, lambda: encoder, Silent(), Chunking(CHUNK))
     expected = encoder.encode_counted(inputs)
     np.testing.assert_allclose(store.lookup(inputs).read(), expected.vectors, atol=1e-6)
     assert (done.n_inputs, done.n_computed, done.n_truncated) == (50, 50, 0)
@@ -227,18 +227,19 @@ def test_vectors_are_those_of_the_encoder(tmp_path, checkpoint, encoder):
 
 def test_a_second_extraction_loads_no_encoder(tmp_path, checkpoint, encoder):
     store = open_store(tmp_path, checkpoint)
-    extract(INPUTS[:50], store, lambda: encoder, Silent(), CHUNK)
+    extract(INPUTS[:50], store, lambda: encoder, Silent(), Chunking(CHUNK))
     before = contents(store)
-    again = extract(INPUTS[49::-1], open_store(tmp_path, checkpoint), never, Silent(), CHUNK)
+    reopened = open_store(tmp_path, checkpoint)
+    again = extract(INPUTS[49::-1], reopened, never, Silent(), Chunking(CHUNK))
     assert (again.n_inputs, again.n_computed, again.n_tokens) == (50, 0, 0)
     assert contents(store) == before
 
 
 def test_only_what_is_missing_is_encoded(tmp_path, checkpoint, encoder):
     store = open_store(tmp_path, checkpoint)
-    extract(INPUTS[:30], store, lambda: encoder, Silent(), CHUNK)
+    extract(INPUTS[:30], store, lambda: encoder, Silent(), Chunking(CHUNK))
     recording = Recording(encoder)
-    done = extract(INPUTS[:70], store, lambda: recording, Silent(), CHUNK)
+    done = extract(INPUTS[:70], store, lambda: recording, Silent(), Chunking(CHUNK))
     asked = [item for part in recording.asked for item in part]
     assert sorted(asked, key=INPUTS.index) == INPUTS[30:70]
     assert done.n_computed == 40
@@ -262,7 +263,7 @@ def test_truncated_inputs_are_counted_again_in_a_later_extraction(tmp_path, chec
 def test_progress_is_told_of_every_stored_part(tmp_path, checkpoint, encoder):
     told = Told()
     inputs = INPUTS[:40]
-    done = extract(inputs, open_store(tmp_path, checkpoint), lambda: encoder, told, CHUNK)
+    done = extract(inputs, open_store(tmp_path, checkpoint), lambda: encoder, told, Chunking(CHUNK))
     characters = sum(len(item.text) for item in inputs)
     assert told.started == [(40, characters)]
     # One thread computes half a chunk at a time.
@@ -286,7 +287,7 @@ def test_time_is_that_of_batches_without_loading(tmp_path, checkpoint, encoder, 
         clock[0] += 100
         return Timed(encoder)
 
-    done = extract(INPUTS[:80], open_store(tmp_path, checkpoint), load, told, CHUNK)
+    done = extract(INPUTS[:80], open_store(tmp_path, checkpoint), load, told, Chunking(CHUNK))
     assert [row[3] for row in told.advanced] == [2] * 5
     assert 2 <= done.seconds <= 10
 
@@ -299,13 +300,13 @@ def test_very_many_inputs_are_counted_while_they_are_encoded(
     told.start = lambda *amount: (told.started.append(amount), amount[0] and counted.set())
     told.advance = lambda *_: counted.wait(PATIENCE)
     store = open_store(tmp_path, checkpoint)
-    extract(inputs, store, lambda: encoder, told, CHUNK)
+    extract(inputs, store, lambda: encoder, told, Chunking(CHUNK))
     assert sorted(told.started, key=str) == [
         (40, sum(len(item.text) for item in inputs)),
         (None, None),
     ]
     told.started.clear()
-    extract(inputs, store, never, told, CHUNK)
+    extract(inputs, store, never, told, Chunking(CHUNK))
     assert told.started == []
 
 
@@ -335,18 +336,18 @@ def test_stored_chunks_do_not_shift_the_others(tmp_path, checkpoint, encoder):
     chunks = [inputs[i : i + CHUNK] for i in range(0, 80, CHUNK)]
     store = open_store(tmp_path, checkpoint)
     for stored in (chunks[3], chunks[1]):
-        extract(stored, store, lambda: encoder, Silent(), CHUNK)
+        extract(stored, store, lambda: encoder, Silent(), Chunking(CHUNK))
     recording = Recording(encoder)
-    extract(INPUTS[:80], store, lambda: recording, Silent(), CHUNK)
+    extract(INPUTS[:80], store, lambda: recording, Silent(), Chunking(CHUNK))
     assert recording.asked == [chunks[0], chunks[2], chunks[4]]
 
 
 def test_partly_stored_chunks_keep_their_bits_and_gain_the_rest(tmp_path, checkpoint, encoder):
     whole, parted = (open_store(tmp_path / name, checkpoint) for name in ("whole", "parted"))
-    extract(INPUTS[:200], whole, lambda: encoder, Silent(), CHUNK)
-    extract(INPUTS[:200:3], parted, lambda: encoder, Silent(), CHUNK)
+    extract(INPUTS[:200], whole, lambda: encoder, Silent(), Chunking(CHUNK))
+    extract(INPUTS[:200:3], parted, lambda: encoder, Silent(), Chunking(CHUNK))
     stored = contents(parted)
-    extract(INPUTS[:200], parted, lambda: encoder, Silent(), CHUNK)
+    extract(INPUTS[:200], parted, lambda: encoder, Silent(), Chunking(CHUNK))
     assert stored.items() <= contents(parted).items()
     np.testing.assert_allclose(
         parted.lookup(INPUTS[:200]).read(), whole.lookup(INPUTS[:200]).read(), atol=1e-6
@@ -405,7 +406,7 @@ def test_a_process_takes_over_from_one_that_dies(tmp_path, checkpoint, undisturb
 @pytest.mark.parametrize("threads", [1, 3])
 def test_full_disk_keeps_what_was_stored(tmp_path, checkpoint, encoder, threads):
     store = open_store(tmp_path, checkpoint)
-    extract(INPUTS[:40], store, lambda: encoder, Silent(), CHUNK)
+    extract(INPUTS[:40], store, lambda: encoder, Silent(), Chunking(CHUNK))
     before = contents(store)
     # Too little for the manifest of a commit: Lance overlooks it if a data file lacks its end.
     process, connection = start(checkpoint, tmp_path, INPUTS, 512, threads)
@@ -415,7 +416,7 @@ def test_full_disk_keeps_what_was_stored(tmp_path, checkpoint, encoder, threads)
     assert "the 40 features already stored are kept" in str(error)
     reopened = open_store(tmp_path, checkpoint)
     assert contents(reopened) == before
-    extract(INPUTS, reopened, lambda: encoder, Silent(), CHUNK)
+    extract(INPUTS, reopened, lambda: encoder, Silent(), Chunking(CHUNK))
     assert len(contents(reopened)) == len(INPUTS)
 
 
@@ -425,7 +426,7 @@ def test_full_disk_keeps_what_was_stored(tmp_path, checkpoint, encoder, threads)
 def test_inputs_may_come_from_a_generator(tmp_path, checkpoint, encoder):
     told, store = Told(), open_store(tmp_path, checkpoint)
     inputs = INPUTS[:150]
-    done = extract(iter(inputs), store, lambda: encoder, told, CHUNK, window=WINDOW)
+    done = extract(iter(inputs), store, lambda: encoder, told, Chunking(CHUNK, WINDOW))
     # Nobody knows how many are still to come.
     assert told.started == [(None, None)]
     assert sum(row[0] for row in told.advanced) == 150
@@ -437,9 +438,9 @@ def test_inputs_may_come_from_a_generator(tmp_path, checkpoint, encoder):
 
 def test_a_generator_of_what_is_stored_loads_no_encoder(tmp_path, checkpoint, encoder):
     store = open_store(tmp_path, checkpoint)
-    extract(INPUTS[:150], store, lambda: encoder, Silent(), CHUNK)
+    extract(INPUTS[:150], store, lambda: encoder, Silent(), Chunking(CHUNK))
     told = Told()
-    again = extract(iter(INPUTS[:150]), store, never, told, CHUNK, window=WINDOW)
+    again = extract(iter(INPUTS[:150]), store, never, told, Chunking(CHUNK, WINDOW))
     assert (again.n_inputs, again.n_computed) == (150, 0)
     assert told.started == []
 
@@ -453,7 +454,7 @@ def test_a_generator_is_read_little_ahead_of_what_is_stored(tmp_path, checkpoint
             ahead.append(n_read - len(store))
             yield item
 
-    extract(counted(), store, lambda: encoder, Silent(), CHUNK, window=WINDOW)
+    extract(counted(), store, lambda: encoder, Silent(), Chunking(CHUNK, WINDOW))
     assert len(ahead) == len(INPUTS)
     assert max(ahead) <= WINDOW + 2 * CHUNK
 
@@ -462,7 +463,7 @@ def test_repeats_in_other_windows_are_encoded_and_counted_once(tmp_path, checkpo
     recording, told = Recording(encoder), Told()
     stream = iter([*INPUTS[:64], *INPUTS[32:96], *INPUTS[:96]])
     store = open_store(tmp_path, checkpoint)
-    done = extract(stream, store, lambda: recording, told, CHUNK, window=WINDOW)
+    done = extract(stream, store, lambda: recording, told, Chunking(CHUNK, WINDOW))
     asked = [item for part in recording.asked for item in part]
     assert sorted(asked, key=INPUTS.index) == INPUTS[:96]
     assert (done.n_inputs, done.n_computed) == (96, 96)
@@ -478,7 +479,7 @@ def test_repeats_that_follow_at_once_are_stored_and_counted_once(
     store = open_store(tmp_path, checkpoint)
     starts = sorted([*range(0, 153, step), *range(0, 153, 8)])
     stream = (item for start in starts for item in INPUTS[start : start + 8])
-    done = extract(stream, store, lambda: encoder, Silent(), CHUNK, window=8)
+    done = extract(stream, store, lambda: encoder, Silent(), Chunking(CHUNK, 8))
     assert (done.n_inputs, done.n_computed) == (160, 160)
     assert len(contents(store)) == 160
 
@@ -488,10 +489,10 @@ def test_truncated_inputs_are_counted_once_over_all_windows(tmp_path, checkpoint
     encoder = Encoder(resolve(str(checkpoint), options))
     store = open_store(tmp_path, checkpoint, options=options)
     inputs = [EncoderInput("", "red " * n) for n in (7, 2, 7, 12, 6, 12, 9, 3, 7)]
-    first = extract(iter(inputs), store, lambda: encoder, Silent(), window=2)
+    first = extract(iter(inputs), store, lambda: encoder, Silent(), Chunking(window=2))
     # 7, 9 and 12 words, and the two special tokens.
     assert (first.n_inputs, first.n_truncated) == (6, 3)
-    again = extract(iter(inputs[:4]), store, never, Silent(), window=2)
+    again = extract(iter(inputs[:4]), store, never, Silent(), Chunking(window=2))
     assert (again.n_inputs, again.n_truncated) == (3, 2)
 
 
@@ -529,12 +530,12 @@ def test_an_error_in_a_thread_keeps_what_the_others_compute(tmp_path, checkpoint
     inputs = plan(INPUTS[:64])
     failing = FailingOnce(encoder, inputs[0])
     with pytest.raises(LlmcondError, match="ran out of memory"):
-        extract(inputs, store, lambda: failing, Silent(), CHUNK)
+        extract(inputs, store, lambda: failing, Silent(), Chunking(CHUNK))
     assert len(failing.other) == CHUNK // 2
     assert store.missing(failing.other) == []
     assert 0 in store.missing(inputs)
     kept = contents(store)
-    done = extract(inputs, store, lambda: encoder, Silent(), CHUNK)
+    done = extract(inputs, store, lambda: encoder, Silent(), Chunking(CHUNK))
     assert done.n_computed == 64 - len(kept)
     assert kept.items() <= contents(store).items()
 
@@ -569,11 +570,11 @@ def test_an_interrupt_stops_all_threads_at_once(
     """With many parts to come, with one in each thread, and with one in all."""
     store = open_store(tmp_path, checkpoint)
     inputs = plan(INPUTS[:300])
-    extract(inputs[:20], store, lambda: interruptible, Silent(), chunk)
+    extract(inputs[:20], store, lambda: interruptible, Silent(), Chunking(chunk))
     kept = contents(store)
     interruptible.passes, interruptible.interrupted_at = 0, interrupted_at
     with pytest.raises(KeyboardInterrupt):
-        extract(inputs, store, lambda: interruptible, Silent(), chunk)
+        extract(inputs, store, lambda: interruptible, Silent(), Chunking(chunk))
     passes = interruptible.passes
     time.sleep(0.1)
     # Of the 280 that there were to do; nobody computes on behind one's back.
@@ -585,7 +586,7 @@ def test_an_interrupt_stops_all_threads_at_once(
     assert n_stored <= 20 + passes
 
     interruptible.interrupted_at = None
-    done = extract(inputs, store, lambda: interruptible, Silent(), chunk)
+    done = extract(inputs, store, lambda: interruptible, Silent(), Chunking(chunk))
     assert (done.n_inputs, done.n_computed) == (300, 300 - n_stored)
     assert len(contents(store)) == 300
 
@@ -630,7 +631,7 @@ def test_prefixes_that_are_computed_once_change_no_vector(tmp_path):
         encoder = Encoder(resolve(model, options))
         assert encoder.resolved.shares_prefixes is shared
         store = open_store(tmp_path / str(shared), model, options=options)
-        extract(inputs, store, lambda e=encoder: e, Silent(), 12, by_prefix=shared)
+        extract(inputs, store, lambda e=encoder: e, Silent(), Chunking(12, by_prefix=shared))
         stores.append(store)
         computed.append(encoder.encode_counted(inputs).n_computed)
     assert stores[0].folder.name == stores[1].folder.name
@@ -661,7 +662,7 @@ def test_input_that_gives_nan_is_named(tmp_path, broken):
     bad = EncoderInput("", "two dogs walk in the rain")
     inputs = [*INPUTS[:12], bad]
     with pytest.raises(InputError, match="two dogs walk in the rain") as raised:
-        extract(inputs, store, lambda: encoder, Silent(), CHUNK)
+        extract(inputs, store, lambda: encoder, Silent(), Chunking(CHUNK))
     assert raised.value.item == bad
     assert raised.value.exit_code == 2
     assert store.missing(inputs) == [12]

@@ -8,6 +8,7 @@ import pytest
 from helpers.identities import IDENTITY
 from helpers.stored import INPUTS, N_TOKENS, TRUNCATED, VECTORS, append
 
+from llmcond.encoders.encoder import Encoded
 from llmcond.errors import DiskFullError
 from llmcond.features.store import FeatureStore
 
@@ -20,7 +21,8 @@ def store(tmp_path):
 def written(store, chosen):
     chosen = list(chosen)
     inputs = [INPUTS[i] for i in chosen]
-    return store.write_fragment(inputs, VECTORS[chosen], N_TOKENS[chosen], TRUNCATED[chosen])
+    encoded = Encoded(VECTORS[chosen], N_TOKENS[chosen], TRUNCATED[chosen])
+    return store.write_fragment(inputs, encoded)
 
 
 def stored_keys(store):

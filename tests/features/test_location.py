@@ -15,6 +15,7 @@ from helpers.stored import INPUTS, N_TOKENS, TRUNCATED, VECTORS, append
 
 from llmcond import lance_io, object_stores
 from llmcond.encoders import EncoderInput
+from llmcond.encoders.encoder import Encoded
 from llmcond.errors import LlmcondError, UserError
 from llmcond.features import fragments as fragments_module
 from llmcond.features import store as store_module
@@ -50,9 +51,8 @@ def proxy(s3_server, store, monkeypatch):
 def add(store, chosen):
     chosen = list(chosen)
     n_tokens = np.array(chosen, dtype=np.int32)
-    return store.append(
-        [MANY[i] for i in chosen], MANY_VECTORS[chosen], n_tokens, n_tokens % 3 == 0
-    )
+    encoded = Encoded(MANY_VECTORS[chosen], n_tokens, n_tokens % 3 == 0)
+    return store.append([MANY[i] for i in chosen], encoded)
 
 
 def dataset_of(store):
@@ -89,9 +89,8 @@ def test_fragments_of_others_are_committed(bucket, store):
 
     def written(chosen):
         chosen = list(chosen)
-        return actor.write_fragment(
-            [INPUTS[i] for i in chosen], VECTORS[chosen], N_TOKENS[chosen], TRUNCATED[chosen]
-        )
+        encoded = Encoded(VECTORS[chosen], N_TOKENS[chosen], TRUNCATED[chosen])
+        return actor.write_fragment([INPUTS[i] for i in chosen], encoded)
 
     with store.writing():
         first, some, none = (written(own) for own in (range(8), range(4, 12), range(2, 6)))

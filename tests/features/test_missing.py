@@ -7,6 +7,7 @@ import pytest
 from helpers.identities import IDENTITY
 
 from llmcond.cli import run
+from llmcond.encoders.encoder import Encoded
 from llmcond.encoders.spec import EncoderInput
 from llmcond.features import missing
 from llmcond.features.keys import KeyIndex
@@ -26,7 +27,8 @@ def store(tmp_path):
 
 def add(store, items):
     n = len(items)
-    store.append(items, np.ones((n, 4), np.float32), np.zeros(n, np.int32), np.zeros(n, np.bool_))
+    ones = np.ones((n, 4), np.float32)
+    store.append(items, Encoded(ones, np.zeros(n, np.int32), np.zeros(n, np.bool_)))
 
 
 @pytest.mark.parametrize("window", [1, 7, 1000])

@@ -20,6 +20,7 @@ from helpers.waiting import PATIENCE
 
 from llmcond import lance_io
 from llmcond.encoders import EncoderInput
+from llmcond.encoders.encoder import Encoded
 from llmcond.errors import DiskFullError, LlmcondError, UserError
 from llmcond.features import fragments as fragments_module
 from llmcond.features import location as location_module
@@ -236,9 +237,8 @@ def add(store, chosen):
     """Add some of the many inputs; the order they are added in is ascending in no test."""
     chosen = list(chosen)
     n_tokens = np.array(chosen, dtype=np.int32)
-    return store.append(
-        [MANY[i] for i in chosen], MANY_VECTORS[chosen], n_tokens, n_tokens % 3 == 0
-    )
+    encoded = Encoded(MANY_VECTORS[chosen], n_tokens, n_tokens % 3 == 0)
+    return store.append([MANY[i] for i in chosen], encoded)
 
 
 def check(store, chosen):

@@ -3,6 +3,7 @@
 import numpy as np
 
 from llmcond.encoders import EncoderInput
+from llmcond.encoders.encoder import Encoded
 
 INPUTS = [EncoderInput("", f"text {i}") for i in range(20)]
 VECTORS = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
@@ -11,9 +12,5 @@ N_TOKENS, TRUNCATED = np.arange(20, dtype=np.int32), np.arange(20) % 3 == 0
 
 def append(store, chosen=range(20), vectors=VECTORS):
     chosen = list(chosen)
-    return store.append(
-        [INPUTS[i] for i in chosen],
-        vectors[chosen],
-        N_TOKENS[chosen],
-        TRUNCATED[chosen],
-    )
+    encoded = Encoded(vectors[chosen], N_TOKENS[chosen], TRUNCATED[chosen])
+    return store.append([INPUTS[i] for i in chosen], encoded)

@@ -18,9 +18,9 @@ def test_many_values_are_as_few(monkeypatch, n):
             patch.setattr(halves, "_FEW", 0)
             return few, function(*given)
 
-    np.testing.assert_array_equal(*both(halves.widened, vectors, vectors.size))
+    np.testing.assert_array_equal(*both(halves.converted, vectors, "float32", vectors.size))
     wide = chance.standard_normal((n, 24)).astype(np.float32)
-    np.testing.assert_array_equal(*both(halves.narrowed, wide, wide.size))
+    np.testing.assert_array_equal(*both(halves.converted, wide, "float16", wide.size))
     products = both(halves.products, vectors, queries)
     np.testing.assert_allclose(*products, atol=1e-5)
     found = both(halves.largest, products[0][0], min(5, n))

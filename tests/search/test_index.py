@@ -513,6 +513,11 @@ def test_wrong_queries(build, given: dict, said: str):
         build(TEXTS[:2]).search(**{"query": QUERY, "condition": PLACE, **given})
 
 
+def test_an_option_that_a_search_does_not_take(build):
+    with pytest.raises(TypeError, match="search takes no argument 'reranked'"):
+        build(TEXTS[:2]).search(QUERY, PLACE, reranked=3)
+
+
 def test_an_index_of_another_model_or_head_is_refused(build, heads_run: Path, tmp_path: Path):
     index = build(TEXTS[:5])
     with pytest.raises(

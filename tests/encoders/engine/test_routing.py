@@ -18,7 +18,7 @@ from llmcond.encoders.poolings import ROUTED_POOLINGS
 from llmcond.encoders.spec import Router
 from llmcond.encoders.threads import Concurrency
 from llmcond.errors import UserError
-from llmcond.features.extract import extract
+from llmcond.features.extract import Chunking, extract
 from llmcond.features.store import FeatureStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -214,11 +214,11 @@ def test_an_extraction_that_goes_on_gets_the_same_bits(one, tmp_path, parts, mon
     monkeypatch.setattr("llmcond.features.extract._UNIT", 5)
     items = many_routed()
     whole, parted = (FeatureStore(tmp_path / name, IDENTITY, "float32") for name in "ab")
-    extract(iter(items), whole, lambda: one, chunk=16, window=256)
+    extract(iter(items), whole, lambda: one, chunking=Chunking(16, 256))
     with pytest.raises(Full):
-        extract(iter(items), parted, lambda: Breaking(one, parts), chunk=16, window=256)
+        extract(iter(items), parted, lambda: Breaking(one, parts), chunking=Chunking(16, 256))
     assert 0 < len(parted) < len(whole)
-    extract(iter(items), parted, lambda: one, chunk=16, window=256)
+    extract(iter(items), parted, lambda: one, chunking=Chunking(16, 256))
     distinct = list(dict.fromkeys(items))
     np.testing.assert_array_equal(parted.lookup(distinct).read(), whole.lookup(distinct).read())
 
@@ -228,11 +228,11 @@ def test_an_extraction_computes_a_router_once_until_there_are_too_many(one, tmp_
     texts = {item.router.text for item in items if item.router}
     once, again = Breaking(one), Breaking(one)
     first, second = (FeatureStore(tmp_path / name, IDENTITY, "float32") for name in "ab")
-    extract(iter(items), first, lambda: once, chunk=64, window=64)
+    extract(iter(items), first, lambda: once, chunking=Chunking(64, 64))
     assert len(once.asked) == len(set(once.asked))
     assert set(once.asked) == texts
     monkeypatch.setattr("llmcond.features.extract._MAX_ROUTERS", 20)
-    extract(iter(items), second, lambda: again, chunk=64, window=64)
+    extract(iter(items), second, lambda: again, chunking=Chunking(64, 64))
     assert len(texts) < len(again.asked)
     found = (store.lookup(items).read() for store in (first, second))
     np.testing.assert_allclose(*found, rtol=0, atol=1e-5)
