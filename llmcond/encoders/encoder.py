@@ -22,12 +22,8 @@ from llmcond.encoders.engine.routing import grouped, routers_of, routes_of, unro
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens, check_inputs
 from llmcond.encoders.poolings import ROUTED_POOLINGS
 from llmcond.encoders.resolve import ResolvedEncoder, resolve
-from llmcond.encoders.settings import EncoderIdentity, EncoderOptions
-from llmcond.encoders.spec import (
-    CUT,
-    EncoderInput,
-    plan_inputs,
-)
+from llmcond.encoders.settings import EncoderOptions
+from llmcond.encoders.spec import CUT, EncoderInput, plan_inputs
 from llmcond.encoders.threads import Concurrency, WorkerThreads, check_cancelled
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_bytes
@@ -87,8 +83,7 @@ class Encoded:
         return Encoded(self.vectors[rows], self.n_tokens[rows], self.truncated[rows])
 
 
-_Unit = Sequence[EncoderInput]
-_Map = Callable[[Callable[[_Unit], Any], Iterable[_Unit]], Iterable[Any]]
+_Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 
 def _load(resolved: ResolvedEncoder, threads: int) -> tuple[InputTokenizer, Sequence[AnyEngine]]:
@@ -121,6 +116,8 @@ class Encoder:
 
     Attributes:
         resolved: its checkpoint, identity, device and token budget.
+        identity: everything that decides its vectors.
+        name: the name that messages call it by.
         dim: size of its vectors.
         concurrency: how many threads it is best run by at a time.
     """
@@ -132,7 +129,8 @@ class Encoder:
             UserError: the checkpoint cannot be loaded with stock transformers classes.
             LlmcondError: its weights are broken or do not fit into memory.
         """
-        self.resolved = resolved
+        self.resolved, self.identity = resolved, resolved.identity
+        self.name = resolved.checkpoint.name
         self.concurrency = Concurrency.of(resolved)
         self._threads = WorkerThreads(self.concurrency)
         self._unit = UNIT if resolved.device == "cpu" else UNIT_ON_GPU
@@ -141,16 +139,6 @@ class Encoder:
         self._tokenizer, self._engines = _load(resolved, self.concurrency.threads)
         self.engine = self._engines[0]
         self.dim = sum(engine.dim for engine in self._engines)
-
-    @property
-    def name(self) -> str:
-        """Return the name that messages call it by."""
-        return self.resolved.checkpoint.name
-
-    @property
-    def identity(self) -> EncoderIdentity:
-        """Return everything that decides its vectors."""
-        return self.resolved.identity
 
     def __reduce__(self) -> tuple[type[Encoder], tuple[ResolvedEncoder]]:
         """Pickle what it was loaded from: another process loads it anew."""
@@ -204,7 +192,6 @@ class Encoder:
             check_inputs([EncoderInput("", text) for text in column])
         sizes = [sum(map(len, row)) for row in rows]
         order = sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)
-        units = [order[start : start + self._unit] for start in range(0, len(order), self._unit)]
         vectors, n_cut = np.empty((len(rows), self.dim), dtype=np.float32), 0
 
         def encode(unit: Sequence[int]) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
@@ -213,18 +200,14 @@ class Encoder:
             n_tokens = np.array([row.n_tokens for row in tokens], dtype=np.int32)
             return np.concatenate(self._run(tokens)[0]), n_tokens
 
-        at_once = self.concurrency.threads if len(units) > 1 else 1
-        map_units = self._threads.map if at_once > 1 else map
+        map_units = self._threads.map if self.concurrency.threads > 1 else map
         with ExtractionBar() if show_progress else nullcontext() as bar:
             if bar is not None:
                 bar.start(len(rows), sum(sizes))
-            results = map_units(_timed(encode), units)
-            for unit, ((found, n_tokens), seconds) in zip(units, results, strict=True):
+            units = _chunks(order, self._unit)
+            for unit, (found, n_tokens) in self._each(units, encode, map_units, sizes, bar):
                 vectors[unit] = found
                 n_cut += int((n_tokens > self.identity.max_length).sum())
-                if bar is not None:
-                    size = sum(sizes[index] for index in unit)
-                    bar.advance(len(unit), size, int(n_tokens.sum()), seconds / at_once)
         if n_cut:
             warnings.warn(
                 f"{n_cut} of {len(rows)} rows have more than the {self.identity.max_length} tokens "
@@ -271,9 +254,7 @@ class Encoder:
                 f"own states: --pooling {' or '.join(ROUTED_POOLINGS)}."
             )
         ordered = [plain[index] for index in plan_inputs(plain, by_prefix=False)]
-        units = [
-            ordered[start : start + self._unit] for start in range(0, len(ordered), self._unit)
-        ]
+        units = _chunks(ordered, self._unit)
         found = (query for unit in map_units(self._queries, units) for query in unit)
         return {item.text: query for item, query in zip(ordered, found, strict=True)}
 
@@ -285,8 +266,9 @@ class Encoder:
         queries: Queries | None = None,
     ) -> Encoded:
         check_inputs(inputs)
+        sizes = [item.size for item in inputs]
         if bar is not None:
-            bar.start(len(inputs), sum(item.size for item in inputs))
+            bar.start(len(inputs), sum(sizes))
         if queries is None:
             queries = self.queries((router.text for router in routers_of(inputs)), map_units)
         order = plan_inputs(inputs, by_prefix=self.resolved.shares_prefixes)
@@ -300,35 +282,54 @@ class Encoder:
             vectors[found] = self.engine.finish_states(np.stack(states))
             n_tokens[found] = [query.n_tokens for query in own]
             if bar is not None:
-                bar.advance(len(found), sum(inputs[place].size for place in found), 0, 0.0)
+                bar.advance(len(found), sum(sizes[place] for place in found), 0, 0.0)
         left = set(found)
         units = list(_units([place for place in order if place not in left], inputs, self._unit))
-        parts = ([inputs[index] for index in unit] for unit in units)
-        encode = map_units if len(units) > 1 else map
-        work = _timed(partial(self._encode_unit, queries=queries))
-        at_once = 1 if encode is map else self.concurrency.threads
+        work = partial(self._encode_unit, inputs, queries)
         first: dict[bytes, int] = {}
-        for unit, ((encoded, digests), seconds) in zip(units, encode(work, parts), strict=True):
-            vectors[unit], n_tokens[unit] = encoded.vectors, encoded.n_tokens
+        for unit, result in self._each(units, work, map_units, sizes, bar):
+            vectors[unit], n_tokens[unit], n_computed, digests = result
             # Rounding depends on the batch, so equal inputs of two batches would differ by noise,
             # which is all that is left where one is subtracted from the other.
             same = [first.setdefault(key, index) for key, index in zip(digests, unit, strict=True)]
             if same != unit:
                 vectors[unit] = vectors[same]
-            computed += encoded.n_computed
-            if bar is not None:
-                size = sum(inputs[index].size for index in unit)
-                bar.advance(len(unit), size, int(encoded.n_tokens.sum()), seconds / at_once)
-        return Encoded(vectors, n_tokens, self._cut(n_tokens), computed)
+            computed += n_computed
+        cut = (n_tokens > self.identity.max_length) & (self.identity.long_texts == "cut")
+        return Encoded(vectors, n_tokens, cut, computed)
 
-    def _cut(self, n_tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
-        cuts = self.identity.long_texts == "cut"
-        return (n_tokens > self.identity.max_length) & cuts
+    def _each(
+        self,
+        units: Sequence[list[int]],
+        work: Callable[[list[int]], _Result],
+        map_units: _Map,
+        sizes: Sequence[int],
+        bar: ExtractionBar | None,
+    ) -> Iterator[tuple[list[int], _Result]]:
+        """Yield units with what ``work`` gives for them: vectors, numbers of tokens, and more."""
+        map_units = map_units if len(units) > 1 else map
+        at_once = 1 if map_units is map else self.concurrency.threads
+
+        def timed(unit: list[int]) -> tuple[Any, float]:
+            began = time.monotonic()
+            return work(unit), time.monotonic() - began
+
+        for unit, (result, seconds) in zip(units, map_units(timed, units), strict=True):
+            yield unit, result
+            if bar is not None:
+                size = sum(sizes[index] for index in unit)
+                bar.advance(len(unit), size, int(result[1].sum()), seconds / at_once)
 
     def _encode_unit(
-        self, inputs: Sequence[EncoderInput], queries: Queries
-    ) -> tuple[Encoded, list[bytes]]:
-        """Return the vectors of a unit, and a digest of all that each of them is computed from."""
+        self, every: Sequence[EncoderInput], queries: Queries, unit: Sequence[int]
+    ) -> tuple[NDArray[np.float32], NDArray[np.int32], int, list[bytes]]:
+        """Encode some of all inputs.
+
+        Returns:
+            Their vectors, their numbers of tokens, how many tokens were computed, and a digest of
+            all that each vector is computed from.
+        """
+        inputs = [every[index] for index in unit]
         # All of a unit have a router, or none has.
         groups = grouped(inputs) or [[place] for place in range(len(inputs))]
         windows = self._windows([inputs[places[0]] for places in groups])
@@ -356,7 +357,7 @@ class Encoder:
             by_window = [[next(all_of) for _ in places] for _ in own]
             vectors[places] = self._averaged([np.stack(part) for part in by_window])
             n_tokens[places] = own[0].n_tokens
-        return Encoded(vectors, n_tokens, self._cut(n_tokens), computed), digests
+        return vectors, n_tokens, computed, digests
 
     def _queries(self, inputs: Sequence[EncoderInput]) -> list[Query]:
         """Return plain inputs as routers, each the mean of its windows."""
@@ -386,22 +387,17 @@ class Encoder:
         Of an ensemble, members' vectors stand side by side. They are of length 1, so that over
         sqrt(N) what they make is too, and its cosine is the mean of theirs.
         """
-        if len(self._engines) == 1:
-            return self._run_by(self.engine, rows, routes, queries=queries)
-        if routes or queries:
+        if len(self._engines) > 1 and (routes or queries):
             raise UserError(f"{self.name} is an ensemble, which takes no routers.")
-        each = [self._run_by(engine, rows) for engine in self._engines]
+        each = [self._run_by(engine, rows, routes, queries) for engine in self._engines]
+        if len(each) == 1:
+            return each[0]
         parts = zip(*(vectors for vectors, _ in each), strict=True)
         scale = np.float32(1 / np.sqrt(len(each)))
         return [np.hstack(own) * scale for own in parts], sum(computed for _, computed in each)
 
     def _run_by(
-        self,
-        engine: AnyEngine,
-        rows: Sequence[Tokens],
-        routes: Sequence[Any] = (),
-        *,
-        queries: bool = False,
+        self, engine: AnyEngine, rows: Sequence[Tokens], routes: Sequence[Any], queries: bool
     ) -> tuple[list[NDArray[np.float32]], int]:
         found: list[Any] = [None] * len(rows)
         computed = 0
@@ -437,14 +433,8 @@ class Encoder:
         return self._tokenizer.format(item)
 
 
-def _timed(work: Callable[[_Item], _Result]) -> Callable[[_Item], tuple[_Result, float]]:
-    """Return a function that returns the seconds that it took as well."""
-
-    def timed(item: _Item) -> tuple[_Result, float]:
-        began = time.monotonic()
-        return work(item), time.monotonic() - began
-
-    return timed
+def _chunks(items: list[_Item], size: int) -> list[list[_Item]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def _units(order: Sequence[int], inputs: Sequence[EncoderInput], size: int) -> Iterator[list[int]]:
@@ -453,7 +443,7 @@ def _units(order: Sequence[int], inputs: Sequence[EncoderInput], size: int) -> I
     A unit has ``size`` inputs that go through the network, with up to ``_ROUTED`` routers.
     """
     plain = [index for index in order if inputs[index].router is None]
-    yield from (plain[start : start + size] for start in range(0, len(plain), size))
+    yield from _chunks(plain, size)
     unit: list[int] = []
     bases: set[object] = set()
     for index in order:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from transformers import AutoConfig
 
@@ -24,15 +24,11 @@ from llmcond.encoders.loading.memory import available, footprint
 from llmcond.encoders.poolings import pooling_named
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.settings import STATED
-from llmcond.encoders.spec import Dtype, EncoderInput
+from llmcond.encoders.spec import Dtype, EncoderInput, Quantize
 
 #: The precisions that a check tells the memory of.
-_PRECISIONS: tuple[tuple[Dtype, str], ...] = (
-    ("float32", "none"),
-    ("bfloat16", "none"),
-    ("bfloat16", "8bit"),
-    ("bfloat16", "4bit"),
-)
+_PRECISIONS: list[tuple[Dtype, str]] = [("float32", "none")]
+_PRECISIONS += [("bfloat16", quantize) for quantize in get_args(Quantize)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +72,9 @@ def describe(resolved: ResolvedEncoder) -> dict[str, Any]:
     config = load_config(checkpoint, identity.attention)
     check_parts(resolved, build_on_meta(config))
     budget = resolved.options.max_tokens_per_batch or default_token_budget(resolved.device)
-    return {
-        **_facts(checkpoint.known, vars(identity)),
-        "name": checkpoint.name,
-        "source": checkpoint.source,
-        "pooling": identity.pooling,
-        "dtype": identity.dtype,
-        "quantize": identity.quantize,
-        "assumed": list(resolved.assumed),
-        **_size(config, resolved.device, budget),
-    }
+    settled = {name: getattr(identity, name) for name in (*STATED, "dtype", "quantize")}
+    about = {"name": checkpoint.name, "source": checkpoint.source, "assumed": [*resolved.assumed]}
+    return _facts(checkpoint.known) | settled | about | _size(config, resolved.device, budget)
 
 
 def describe_known(known: KnownModel, device: str) -> dict[str, Any]:
@@ -93,22 +82,14 @@ def describe_known(known: KnownModel, device: str) -> dict[str, Any]:
     architecture = dict(known.architecture)
     nv_embed = architecture["model_type"] == "nvembed"
     config = read_config(architecture) if nv_embed else AutoConfig.for_model(**architecture)
-    return {
-        **_facts(known, known.stated),
-        "name": known.name,
-        "source": known.repo,
-        "pooling": known.poolings[0],
-        "dtype": None,
-        "quantize": "none",
-        "assumed": [],
-        **_size(config, device, default_token_budget(device)),
-    }
+    settled = {**known.stated, "dtype": None, "quantize": "none"}
+    about = {"name": known.name, "source": known.repo, "assumed": []}
+    return _facts(known) | settled | about | _size(config, device, default_token_budget(device))
 
 
-def _facts(known: KnownModel | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is known of a model, and what its file and an encoder's identity both say."""
+def _facts(known: KnownModel | None) -> dict[str, Any]:
+    """Return what is known of a model beside its settings."""
     facts = {name: getattr(known, name, None) for name in ("repo", "licence", "gated")}
-    facts |= {name: settings[name] for name in STATED if name != "pooling"}
     return facts | {
         "other_poolings": list(known.poolings[1:]) if known else None,
         "no_float16": known.no_float16 if known else "",
@@ -120,14 +101,11 @@ def _size(config: Any, device: str, tokens: int) -> dict[str, Any]:
     size, free = footprint(build_on_meta(config)), available(device)
     memory: list[dict[str, Any]] = []
     for dtype, quantize in _PRECISIONS:
-        row = {
-            "loading": size.loading(dtype, quantize),
-            "weights": size.weights(dtype, quantize),
-            "batch": size.batch(dtype, tokens),
-        }
-        fits = max(row["loading"], row["weights"] + row["batch"]) <= free
+        loading, weights = size.loading(dtype, quantize), size.weights(dtype, quantize)
+        batch = size.batch(dtype, tokens)
         kind = {"dtype": dtype, "quantize": quantize, "batch_tokens": tokens}
-        memory.append({**kind, **row, "fits": fits})
+        row = {"loading": loading, "weights": weights, "batch": batch}
+        memory.append({**kind, **row, "fits": max(loading, weights + batch) <= free})
     return {
         "architecture": str(config.model_type),
         "layers": int(config.num_hidden_layers),

@@ -7,11 +7,15 @@ numpy. A function of the user's own is named ``FILE.py:NAME`` or ``MODULE:NAME``
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from llmcond.plugins import is_plugin
+from llmcond import plugins
+from llmcond.errors import UserError
+from llmcond.files import digest_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,4 +62,27 @@ ROUTED_POOLINGS = tuple(name for name, pooling in POOLINGS.items() if pooling.ro
 
 def pooling_named(name: str) -> Pooling:
     """Return the pooling that an identity names."""
-    return Pooling("all", counts=True) if is_plugin(name) else POOLINGS[name]
+    return Pooling("all", counts=True) if plugins.is_plugin(name) else POOLINGS[name]
+
+
+def identify_pooling(name: str, source: str) -> str:
+    """Return what an identity records of a user's own pooling: its name and its file's digest.
+
+    A name as the user gave it loads its file; one of an identity (``NAME@DIGEST``) does not.
+
+    Raises:
+        UserError: it cannot be loaded, is no function, or has changed since it was recorded.
+    """
+    given, _, digest = name.partition("@")
+    function = plugins.recorded(given, source) if digest else plugins.load(given)
+    try:
+        file = Path(inspect.getsourcefile(function) or "")
+        found = digest_bytes(file.read_bytes(), size=8).hex()
+    except (OSError, TypeError) as error:
+        raise UserError(f"the pooling {given} is no function in a Python file.") from error
+    if digest not in ("", found):
+        raise UserError(
+            f"{source} records the pooling {given} with the digest {digest}, and {file} has "
+            f"changed since ({found}). Restore it, or use another --run."
+        )
+    return f"{plugins.record_name(given)}@{found}"

@@ -6,16 +6,12 @@ features without touching the weights.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from llmcond.encoders.checkpoints.checkpoint import Checkpoint, find_checkpoint
-from llmcond.encoders.checkpoints.settings import (
-    Settings,
-    check_code,
-    check_kind,
-    check_modules,
-    stated_beside,
-)
+from llmcond.encoders.checkpoints.settings import read_checked, stated_beside
 from llmcond.encoders.known import default_prompt, joint_prompt
 from llmcond.encoders.poolings import POOLINGS, pooling_named
 from llmcond.encoders.settings import EncoderIdentity, EncoderOptions, Sources
@@ -62,11 +58,8 @@ class ResolvedEncoder:
         A token's vector is decided by what stands before it in a causal encoder only. And what is
         pooled must be computed for each input by itself, as the last token is.
         """
-        exact = (
-            self.identity.attention == "causal"
-            and pooling_named(self.identity.pooling).takes == "last"
-        )
-        return self.options.share_prefixes and exact
+        last = pooling_named(self.identity.pooling).takes == "last"
+        return self.options.share_prefixes and self.identity.attention == "causal" and last
 
     def each_member(self) -> list[ResolvedEncoder]:
         """Return the encoders of an ensemble, each with its adapter; of others the encoder."""
@@ -125,10 +118,7 @@ def settle(
     """
     stated = {**stated_beside(checkpoint), **checkpoint.stated}
     options = options.filled_from(stated)
-    settings = Settings.read(checkpoint.folder)
-    check_kind(checkpoint, settings)
-    check_code(checkpoint, settings)
-    check_modules(checkpoint, settings)
+    settings = read_checked(checkpoint)
     known, assumed = checkpoint.known, settings.left_out
     sources = Sources(
         name=checkpoint.name,
@@ -161,7 +151,7 @@ def settle(
             f"whole weights of the base, though its adapter was trained on {trained} ones "
             f"(--quantize {trained})"
         )
-    runtime, reason = _runtime(checkpoint, settings, identity, options, device)
+    runtime, reason = _runtime(checkpoint, identity, settings.config, sources)
     if identity.dtype != "float32":
         identity = replace(identity, runtime=runtime)
     return ResolvedEncoder(checkpoint, identity, device, options, tuple(assumed), runtime, reason)
@@ -190,22 +180,19 @@ def resolve_base(resolved: ResolvedEncoder) -> ResolvedEncoder | None:
 
 
 def _runtime(
-    checkpoint: Checkpoint,
-    settings: Settings,
-    identity: EncoderIdentity,
-    options: EncoderOptions,
-    device: str,
+    checkpoint: Checkpoint, identity: EncoderIdentity, config: Mapping[str, Any], sources: Sources
 ) -> tuple[Runtime, str]:
     """Return the library that computes, and why it is not OpenVINO where that was not chosen."""
-    if options.runtime == "torch" or (options.runtime == "auto" and device != "cpu"):
+    chosen, on_cpu = sources.options.runtime, sources.device == "cpu"
+    if chosen == "torch" or (chosen == "auto" and not on_cpu):
         return "torch", ""
     from llmcond.encoders.openvino.support import reason_against
 
     on_gpu = "OpenVINO computes on CPUs only (--device cpu)"
-    reason = reason_against(checkpoint, identity, settings.config) if device == "cpu" else on_gpu
+    reason = reason_against(checkpoint, identity, config) if on_cpu else on_gpu
     if reason is None:
         return "openvino", ""
-    if options.runtime == "openvino":
+    if chosen == "openvino":
         raise UserError(
             f"runtime is 'openvino', which does not run {checkpoint.name}: {reason}. Leave out "
             "--runtime, and PyTorch does."

@@ -20,7 +20,7 @@ from typing import Any, Generic, Literal, Never, TypeVar, get_args, get_origin, 
 
 from llmcond import plugins
 from llmcond.encoders.openvino.architectures import ARCHITECTURES
-from llmcond.encoders.poolings import POOLINGS, pooling_named
+from llmcond.encoders.poolings import POOLINGS, identify_pooling, pooling_named
 from llmcond.encoders.routers.settings import (
     RELEASED,
     RouterMode,
@@ -113,40 +113,30 @@ class Sources:
 # -- how settings are settled ------------------------------------------------------------------
 
 
-def choose_dtype(dtype: Literal["auto"] | Dtype, device: str) -> Dtype:
-    """Return ``dtype``, or for ``auto`` the fastest one that ``device`` computes natively."""
-    if dtype != "auto":
-        return dtype
-    if device.startswith("cuda"):
+def _settle_dtype(sources: Sources) -> Dtype:
+    """Return the chosen type, or for ``auto`` the fastest one that the device computes natively."""
+    chosen = sources.options.dtype
+    if sources.no_float16 and chosen == "float16":
+        raise UserError(f"{sources.name} may not be computed in float16: {sources.no_float16}.")
+    if chosen != "auto":
+        return chosen
+    if sources.no_float16:
+        return "bfloat16"
+    if sources.device.startswith("cuda"):
         import torch
 
         # Before compute capability 8.0 bfloat16 is emulated, and float16 is the fast type.
-        major, _ = torch.cuda.get_device_capability(device)
+        major, _ = torch.cuda.get_device_capability(sources.device)
         return "bfloat16" if major >= 8 else "float16"
     return "bfloat16" if native_bfloat16() else "float32"
 
 
-def _settle_dtype(sources: Sources) -> Dtype:
-    chosen = sources.options.dtype
-    if sources.no_float16 and chosen == "float16":
-        raise UserError(f"{sources.name} may not be computed in float16: {sources.no_float16}.")
-    if sources.no_float16 and chosen == "auto":
-        return "bfloat16"
-    return choose_dtype(chosen, sources.device)
-
-
-def settle_pooling(sources: Sources) -> str:
-    """Return the pooling that was chosen, or the model's own, or with a note the mean.
-
-    Raises:
-        UserError: one that the model may not be pooled by, or that there is not.
-    """
+def _settle_pooling(sources: Sources) -> str:
+    """Return the pooling that was chosen, or the model's own, or with a note the mean."""
     given, legal, name = sources.options.pooling, sources.poolings, sources.name
     if sources.options.router_mode in RELEASED:
         return "cls"
     if given is not None and plugins.is_plugin(given) and "latent" not in legal:
-        from llmcond.encoders.engine.pooling import identify_pooling
-
         return identify_pooling(given, name)
     if given is not None and given not in legal:
         raise UserError(
@@ -205,7 +195,7 @@ def _settle_pool_over(sources: Sources) -> PoolOver:
     own: PoolOver = (sources.known or {}).get("pool_over", "all")
     given, pooling = sources.options.pool_over or own, sources.settled["pooling"]
     if given == "after-instruction":
-        check_choice("pool_over", given, tuple(dict.fromkeys(("all", "text", own))))
+        _check_choice("pool_over", given, tuple(dict.fromkeys(("all", "text", own))))
     if given == "text" and not pooling_named(pooling).counts:
         raise UserError(
             f"pool_over is 'text', but {sources.name} pools by {pooling}, which knows one token "
@@ -298,7 +288,7 @@ class EncoderSettings(Generic[Auto, Open]):
         help="weights in 8 or 4 bit (needs the extra quantize)",
     )
     pooling: str | Open = _setting(
-        settle=settle_pooling,
+        settle=_settle_pooling,
         metavar="POOLING",
         help=f"{', '.join(POOLINGS)}, or a function of your own, FILE.py:NAME or "
         "MODULE:NAME (default: the model's own)",
@@ -439,11 +429,11 @@ class EncoderOptions(EncoderSettings[Literal["auto"], None]):
         for name, legal in CHOICES.items():
             value = getattr(self, name)
             if value is not None and not (name == "pooling" and plugins.is_plugin(value)):
-                check_choice(name, value, legal)
-        if self.instruction_format is not None:
-            check_instruction_format(self.instruction_format)
-        if self.special_tokens is not None:
-            check_special_tokens(self.special_tokens)
+                _check_choice(name, value, legal)
+        if self.instruction_format:
+            _check_instruction_format(self.instruction_format)
+        if self.special_tokens not in (None, TOKENIZER_DECIDES):
+            _check_special_tokens(self.special_tokens)
         for name in ("max_tokens_per_batch", "router_layers"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -504,13 +494,10 @@ class EncoderIdentity(EncoderSettings[Never, Never]):
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
-        later = (name for name in SETTINGS if name not in _RECORDED)
-        names = [*_RECORDED, *(name for name in later if not self._at_default(name))]
-        return {name: getattr(self, name) for name in names}
-
-    def _at_default(self, name: str) -> bool:
-        deciding = SETTINGS[name].absent_with
-        return bool(getattr(self, deciding) == SETTINGS[deciding].settled_default)
+        later = {name: s.absent_with for name, s in SETTINGS.items() if name not in _RECORDED}
+        default = {name: SETTINGS[name].settled_default for name in later.values()}
+        present = [name for name, by in later.items() if getattr(self, by) != default[by]]
+        return {name: getattr(self, name) for name in (*_RECORDED, *present)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], source: str) -> EncoderIdentity:
@@ -572,44 +559,30 @@ def pooled_tokens(settings: Mapping[str, Any]) -> str:
 # -- checks ------------------------------------------------------------------------------------
 
 
-def check_choice(name: str, value: str, legal: tuple[str, ...]) -> None:
-    """Check an option's value.
-
-    Raises:
-        UserError: it is none of the legal ones.
-    """
+def _check_choice(name: str, value: str, legal: tuple[str, ...]) -> None:
     if value not in legal:
         raise UserError(f"{name} is {value!r}. {nearest(value, legal)} Legal: {', '.join(legal)}.")
 
 
-def check_instruction_format(template: str) -> None:
-    """Refuse a template that does not name ``{instruction}`` and ``{text}``, each once, alone.
-
-    Raises:
-        UserError: saying so.
-    """
+def _check_instruction_format(template: str) -> None:
+    """Refuse a template that does not name ``{instruction}`` and ``{text}``, each once, alone."""
     try:
         fields = [field for _, *field in Formatter().parse(template) if field[0] is not None]
     except ValueError as error:
         raise UserError(f"the instruction format {template!r} cannot be read: {error}.") from error
     # Neither has a format or a conversion, as in {text!r}.
     plain = [["instruction", "", None], ["text", "", None]]
-    if template and fields not in (plain, plain[::-1]):
+    if fields not in (plain, plain[::-1]):
         raise UserError(
             f"the instruction format {template!r} must name {{instruction}} and {{text}}, each "
             "once, and nothing else in braces."
         )
 
 
-def check_special_tokens(template: str) -> None:
-    """Refuse what is neither ``tokenizer`` nor one token at most on each side of a text.
-
-    Raises:
-        UserError: saying so.
-    """
+def _check_special_tokens(template: str) -> None:
+    """Refuse what is not one token at most on each side of a text."""
     first, text, last = template.partition("{text}")
-    wrong = not text or len(first.split()) > 1 or len(last.split()) > 1 or "{text}" in last
-    if wrong and template != TOKENIZER_DECIDES:
+    if not text or len(first.split()) > 1 or len(last.split()) > 1 or "{text}" in last:
         raise UserError(
             f"special_tokens is {template!r}; expected {TOKENIZER_DECIDES!r}, or {{text}} with "
             "a token before it, after it or both, such as '<s> {text} </s>'."

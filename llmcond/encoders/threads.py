@@ -31,11 +31,7 @@ class CancelledError(LlmcondError):
 
 
 def check_cancelled() -> None:
-    """Raise if the work of the calling worker thread was cancelled; does nothing elsewhere.
-
-    Raises:
-        CancelledError: it was.
-    """
+    """Raise a CancelledError if the work of the calling worker thread was cancelled."""
     cancelled: threading.Event | None = getattr(_worker, "cancelled", None)
     if cancelled is not None and cancelled.is_set():
         raise CancelledError("the extraction was stopped.")
@@ -95,7 +91,9 @@ class WorkerThreads:
         except BaseException as error:
             if not isinstance(error, Exception):
                 cancelled.set()
-            _finish(pending)
+            # Cancel all first: while one is waited for, a free thread would begin the next.
+            for future in [future for future in pending if not future.cancel()]:
+                future.exception()
             raise
 
     def close(self) -> None:
@@ -112,9 +110,7 @@ class WorkerThreads:
                     self._executor = ThreadPoolExecutor(count, "llmcond-encode")
                     return self._executor
                 cores = torch.get_num_threads()
-                self._executor = ThreadPoolExecutor(
-                    count, "llmcond-encode", initializer=self._begin
-                )
+                self._executor = ThreadPoolExecutor(count, "llmcond-encode", self._begin)
                 # PyTorch also takes a thread's number of threads for that of threads to come:
                 # wait until all workers have set theirs, and put it back.
                 ready = threading.Barrier(count + 1)
@@ -137,10 +133,3 @@ def _first(pending: deque[Future[_Result]]) -> _Result:
     result = pending[0].result()
     pending.popleft()
     return result
-
-
-def _finish(futures: Iterable[Future[Any]]) -> None:
-    # All first: while one is waited for, a thread that is free would begin the next.
-    running = [future for future in futures if not future.cancel()]
-    for future in running:
-        future.exception()

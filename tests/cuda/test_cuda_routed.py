@@ -30,7 +30,7 @@ def test_inputs_with_other_routers_and_settings_get_the_vectors_of_the_cpu() -> 
     hidden = torch.randn(4, 9, 8, generator=chance)
     spans = [(0, 9), (2, 5), (3, 4), (1, 8)]
     routes = [
-        Routes(torch.randn(k, 8, generator=chance), temperature, centre, standardize)
+        Routes(torch.randn(k, 8, generator=chance), Router("", temperature, centre, standardize))
         for k, temperature, centre, standardize in [
             (3, 0.05, True, True),
             (1, 1.0, False, True),

@@ -52,8 +52,6 @@ PREFIX = "base_model.model."
 #: Layers of other tasks, which an encoder leaves out.
 _HEADS = re.compile(r"(lm_head|embed_out|score|cls|classifier|qa_outputs)\.")
 _HEADS_AND_POOLER = re.compile(rf"{_HEADS.pattern}|(\w+\.)?pooler\.")
-
-
 #: The fields of :class:`Tuned` that are texts, or None.
 _TEXTS = ("base", "revision", "like", "base_weights", "dev_of")
 
@@ -113,19 +111,17 @@ def read_tuned(folder: Path) -> Tuned | None:
     found: dict[str, Any] = {field.name: record.get(field.name) for field in fields(Tuned)}
     # Which records have had not from the start.
     found |= {"cross": record.get("cross", False), "members": record.get("members", 1)}
-    settings, quantize = found["settings"], found["quantize"]
-    texts = {name: found[name] for name in _TEXTS}
-    wrong = {name: value for name, value in texts.items() if not isinstance(value, str | None)}
-    if isinstance(settings, dict):
+    settings = found["settings"]
+    members = found["members"]
+    right = {name: isinstance(found[name], str | None) for name in _TEXTS} | {
+        "settings": isinstance(settings, dict),
+        "quantize": found["quantize"] in CHOICES["quantize"],
+        "cross": isinstance(found["cross"], bool),
+        "members": type(members) is int and members > 0,
+    }
+    wrong = {name: found[name] for name, holds in right.items() if not holds}
+    if right["settings"]:
         wrong |= {key: value for key, value in settings.items() if not _is_setting(key, value)}
-    else:
-        wrong["settings"] = settings
-    if quantize not in CHOICES["quantize"]:
-        wrong["quantize"] = quantize
-    if not isinstance(found["cross"], bool):
-        wrong["cross"] = found["cross"]
-    if type(found["members"]) is not int or found["members"] < 1:
-        wrong["members"] = found["members"]
     for name, value in wrong.items():
         raise LlmcondError(
             f"{path} has {name} = {value!r}, which training never writes: it was damaged. Copy it "
@@ -151,17 +147,16 @@ def read_lora(folder: Path, name: str) -> dict[str, Any]:
         UserError: it is no LoRA adapter, or one that is not in safetensors.
     """
     record = read_json(folder / CONFIG)
-    kind = record.get("peft_type")
-    if kind != "LORA":
+    if (kind := record.get("peft_type")) != "LORA":
         raise UserError(
             f"{name} is an adapter of the kind {kind!r}, and only LORA is supported. Merge it into "
             "its base with peft (merge_and_unload), save that, and name its folder."
         )
     if not (folder / WEIGHTS).is_file():
-        old = " (its adapter_model.bin is not read)"
+        exists = (folder / "adapter_model.bin").is_file()
         raise UserError(
             f"{name} is an adapter without {WEIGHTS}"
-            f"{old if (folder / 'adapter_model.bin').is_file() else ''}. Save it anew with peft: "
+            f"{' (its adapter_model.bin is not read)' if exists else ''}. Save it anew with peft: "
             "save_pretrained(FOLDER, safe_serialization=True)"
         )
     return record
@@ -311,9 +306,8 @@ def _root(network: Any, names: Iterable[str]) -> Any:
     from torch import nn
 
     prefix = str(getattr(network, "base_model_prefix", ""))
-    if not prefix or hasattr(network, prefix):
-        return network
-    if not any(name.startswith(f"{prefix}.") for name in names):
+    named = any(name.startswith(f"{prefix}.") for name in names)
+    if not prefix or hasattr(network, prefix) or not named:
         return network
     root: Any = nn.Module()
     root.add_module(prefix, network)

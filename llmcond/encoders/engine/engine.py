@@ -31,24 +31,11 @@ from llmcond.encoders.engine.forward import (
     Runtime,
     skipped_id,
 )
-from llmcond.encoders.engine.interface import (
-    OutOfMemoryError,
-    Pooled,
-    check_ids,
-    n_routes,
-)
+from llmcond.encoders.engine.interface import OutOfMemoryError, Pooled, check_ids, n_routes
 from llmcond.encoders.engine.pooling import find_pooling
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
-from llmcond.encoders.loading.architecture import (
-    load_config,
-    load_tokenizer,
-    token_embeddings,
-)
-from llmcond.encoders.loading.device import (
-    TORCH_DTYPES,
-    default_token_budget,
-    fetch,
-)
+from llmcond.encoders.loading.architecture import load_config, load_tokenizer, token_embeddings
+from llmcond.encoders.loading.device import TORCH_DTYPES, default_token_budget, fetch
 from llmcond.encoders.loading.direction import check_direction
 from llmcond.encoders.loading.loading import LoadedModel, load_model
 from llmcond.encoders.loading.memory import tokens_that_fit
@@ -138,7 +125,9 @@ class Engine:
         # Work is queued on a GPU by one thread at a time: activations of two would need twice
         # the memory.
         self._device_lock = nullcontext() if self.out.type == "cpu" else threading.Lock()
-        self._can_pack = _attends_by_interface(model.network)
+        self._can_pack = getattr(config, "_attn_implementation", None) == "sdpa" and bool(
+            getattr(model.network, "_supports_attention_backend", False)
+        )
         self.passes = passes_of(self.identity)(model.network, self.identity, self._name)
         self.inside, self.reads_routers = self.passes.inside, self.passes.reads_routers
         self.packs = self._choose_packing()
@@ -157,17 +146,10 @@ class Engine:
         *,
         queries: bool = False,
     ) -> Iterator[Pooled]:
-        """Yield the vectors of inputs, batch by batch; each input once.
+        """Yield the vectors of inputs, batch by batch; see :class:`AnyEngine`.
 
-        With ``routes``, one for each input, tokens are weighted by them. ``queries`` gives what
-        inputs are as routers of others: of routed pooling, vectors as they leave the pooling,
-        before dense layers, in the space of the tokens' states. A batch that memory is too short
-        for is computed again in halves, and all that come after it are as small. What
-        ``before_batch`` raises ends the work.
-
-        Raises:
-            UserError: a token that the network has no embedding of.
-            OutOfMemoryError: one input alone does not fit.
+        A batch that memory is too short for is computed again in halves, and all that come after it
+        are as small.
         """
         check_ids(rows, self._n_ids, self._name)
         waiting = list(range(len(rows)))
@@ -203,7 +185,7 @@ class Engine:
 
         In the batches that :meth:`run` computes, or ``padded`` to compare with; but all of them are
         kept until gradients are taken, so that memory grows with the number of inputs. Of routed
-        ones there is a vector for each route, one behind the other; ``states`` as in :meth:`run`.
+        ones there is a vector for each route, one behind the other; ``queries`` as in :meth:`run`.
 
         Raises:
             UserError: a token that the network has no embedding of.
@@ -214,9 +196,8 @@ class Engine:
         starts = [0, *accumulate(counts)]
         order: list[int] = []
         parts: list[Tensor] = []
-        every = range(len(rows))
         planned = self._plan(
-            rows, every, self.budget, padded=padded, routes=routes, queries=queries
+            rows, range(len(rows)), self.budget, padded=padded, routes=routes, queries=queries
         )
         try:
             for inputs, forward in planned:
@@ -322,8 +303,7 @@ class Engine:
             return False
         network = self._runtime.network
         # Five short texts, of which three begin alike.
-        size = self._n_ids
-        ids = [(size // 2 + at) % size for at in range(24)]
+        ids = [(self._n_ids // 2 + at) % self._n_ids for at in range(24)]
         texts = [ids[:9], ids[:6] + ids[9:12], ids[:6] + ids[12:14], ids[14:15], ids[15:24]]
         rows = [Tokens(text, 0, len(text), len(text), len(text)) for text in texts]
         padded = PaddedForward(self._runtime, rows)
@@ -386,11 +366,6 @@ class Engine:
         return bool((apart <= most * wanted.norm(dim=1)).all())
 
 
-def _attends_by_interface(network: Any) -> bool:
-    stock = getattr(network.config, "_attn_implementation", None) == "sdpa"
-    return stock and bool(getattr(network, "_supports_attention_backend", False))
-
-
 def try_engine(
     model: LoadedModel,
     resolved: ResolvedEncoder,
@@ -399,11 +374,7 @@ def try_engine(
     *,
     frozen: bool = True,
 ) -> Engine:
-    """Make an engine, and see that its network runs, and attends the way it was trained to.
-
-    Raises:
-        LlmcondError: it does not.
-    """
+    """Make an engine; an LlmcondError unless its network runs, and attends as it was trained to."""
     identity, name = resolved.identity, resolved.checkpoint.name
     try:
         # Both run the network, which fails at once if it fails at all.

@@ -30,8 +30,6 @@ from llmcond.encoders.settings import EncoderIdentity
 from llmcond.encoders.spec import Attention
 from llmcond.system import to_device
 
-Kernel = Callable[..., Any]
-
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
@@ -57,7 +55,7 @@ class Runtime:
     device: torch.device
     dtype: torch.dtype
     max_length: int
-    kernel: Kernel | None = None
+    kernel: Callable[..., Any] | None = None
     skipped_id: int | None = None
     step: int = 1
     spread: bool = False

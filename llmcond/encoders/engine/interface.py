@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.encoders.engine.tokenizing import Tokens
+from llmcond.encoders.spec import Router
 from llmcond.errors import LlmcondError, UserError
 
 
@@ -45,13 +46,11 @@ class Routes:
     Attributes:
         queries: (k, dim) the routers' vectors, as they leave the encoder's own pooling: a tensor,
             which has gradients in training, or an array.
-        temperature, centre, standardize: see :class:`llmcond.encoders.spec.Router`.
+        router: one of them.
     """
 
     queries: Any
-    temperature: float
-    centre: bool
-    standardize: bool
+    router: Router
 
 
 class AnyEngine(Protocol):
@@ -102,11 +101,7 @@ def n_routes(route: Any) -> int:
 
 
 def check_ids(rows: Sequence[Tokens], n_ids: int, name: str) -> None:
-    """Refuse tokens that the network of an encoder, of this name, has no embedding of.
-
-    Raises:
-        UserError: naming one.
-    """
+    """Raise a UserError for a token that the network of an encoder has no embedding of."""
     ids: set[int | None] = set(chain.from_iterable(row.ids for row in rows))
     for wrong in (one for one in ids if one is None or one >= n_ids):
         raise UserError(

@@ -89,12 +89,9 @@ class LatentAttention(nn.Module):
             "to_out": nn.Linear(inner, width, bias=False),
         }
         feed = nn.Sequential(nn.Linear(width, 8 * width), _GEGLU(), nn.Linear(4 * width, width))
-        self.cross_attend_blocks = nn.ModuleList(
-            [
-                _Norm(width, nn.ModuleDict(projections), context=True),
-                _Norm(width, nn.ModuleDict({"net": feed}), context=False),
-            ]
-        )
+        attention = _Norm(width, nn.ModuleDict(projections), context=True)
+        outer = _Norm(width, nn.ModuleDict({"net": feed}), context=False)
+        self.cross_attend_blocks = nn.ModuleList([attention, outer])
         self.scores: nn.Linear | None = None
         self.values: nn.Linear | None = None
 
@@ -175,11 +172,7 @@ class NVEmbedModel(PreTrainedModel):  # type: ignore[misc]
         self.post_init()
 
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        pooled: Tensor | None = None,
-        **kwargs: Any,
+        self, input_ids: Tensor, attention_mask: Tensor, pooled: Tensor | None = None, **kwargs: Any
     ) -> BaseModelOutput:
         """Return token vectors, (rows, tokens, width) as ``last_hidden_state``.
 

@@ -12,18 +12,16 @@ count, (tokens,) bool; and returns (dim,).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from llmcond import plugins
 from llmcond.encoders.engine.interface import Routes
-from llmcond.encoders.poolings import POOLINGS
+from llmcond.encoders.poolings import POOLINGS, identify_pooling
 from llmcond.errors import UserError, first_line
-from llmcond.files import digest_bytes
 from llmcond.system import to_device
 
 #: From (inputs, tokens, dim), (inputs, tokens) bool that is True at the tokens that count, one at
@@ -65,14 +63,13 @@ def routed(hidden: Tensor, spans: Sequence[tuple[int, int]], routes: Sequence[Ro
     found = []
     for states, (first, last), route in zip(hidden, spans, routes, strict=True):
         own = states[first:last].float()
-        centred = own - own.mean(dim=0) if route.centre else own
-        asked = to_device(torch.as_tensor(route.queries), own.device)
-        queries = torch.nn.functional.normalize(asked, dim=1)
-        near = queries @ torch.nn.functional.normalize(centred, dim=1).T
-        if route.standardize:
+        centred = own - own.mean(dim=0) if route.router.centre else own
+        queries = to_device(torch.as_tensor(route.queries), own.device)
+        near = normalize(queries, dim=1) @ normalize(centred, dim=1).T
+        if route.router.standardize:
             # Above 0, and its gradient finite, also where all tokens are alike: a single one is.
             near = near / (near.var(dim=1, correction=0, keepdim=True) + 1e-12).sqrt()
-        found.append((near / route.temperature).softmax(dim=1) @ own)
+        found.append((near / route.router.temperature).softmax(dim=1) @ own)
     return torch.cat(found)
 
 
@@ -90,19 +87,18 @@ def _routed_at_once(
     first, last = torch.tensor(spans).T[:, :, None]
     tokens = torch.arange(hidden.shape[1])
     counted = to_device((first <= tokens) & (tokens < last), device)[:, None]
-    settings = [(route.temperature, route.centre, route.standardize) for route in routes]
-    told = to_device(torch.tensor(settings, dtype=torch.float32), device)
-    temperature, centre, standardize = told.T[:, :, None, None]
+    routers = [route.router for route in routes]
+    settings = [(one.temperature, one.centre, one.standardize) for one in routers]
+    columns = to_device(torch.tensor(settings, dtype=torch.float32), device)
+    temperature, centre, standardize = columns.T[:, :, None, None]
 
     own = hidden.float()
     weights = counted.float() / counted.sum(dim=2, keepdim=True)
     centred = own - centre * (weights @ own)
-    near_to = torch.nn.functional.normalize(centred, dim=2)
     every = torch.cat([torch.as_tensor(route.queries) for route in routes])
-    every = to_device(every, device)
-    every = torch.nn.functional.normalize(every, dim=1)
+    every = normalize(to_device(every, device), dim=1)
     queries = every.index_select(0, to_device(rows.flatten(), device)).view(*rows.shape, width)
-    near = queries @ near_to.transpose(1, 2)
+    near = queries @ normalize(centred, dim=2).transpose(1, 2)
     apart = near - (near * weights).sum(dim=2, keepdim=True)
     spread = ((apart.square() * weights).sum(dim=2, keepdim=True) + 1e-12).sqrt()
     near = near / torch.where(standardize > 0, spread, 1.0) / temperature
@@ -124,33 +120,8 @@ def find_pooling(name: str) -> PoolBatch:
     if not plugins.is_plugin(name):
         return _FUNCTIONS[POOLINGS[name].takes]
     identify_pooling(name, "the encoder")
-    return _by_input(plugins.recorded(name.partition("@")[0], "the encoder"), name)
+    function = plugins.recorded(name.partition("@")[0], "the encoder")
 
-
-def identify_pooling(name: str, source: str) -> str:
-    """Return what an identity records of a user's own pooling: its name and its file's digest.
-
-    A name as the user gave it loads its file; one of an identity (``NAME@DIGEST``) does not.
-
-    Raises:
-        UserError: it cannot be loaded, is no function, or has changed since it was recorded.
-    """
-    given, _, digest = name.partition("@")
-    function = plugins.recorded(given, source) if digest else plugins.load(given)
-    try:
-        file = Path(inspect.getsourcefile(function) or "")
-        found = digest_bytes(file.read_bytes(), size=8).hex()
-    except (OSError, TypeError) as error:
-        raise UserError(f"the pooling {given} is no function in a Python file.") from error
-    if digest not in ("", found):
-        raise UserError(
-            f"{source} records the pooling {given} with the digest {digest}, and {file} has "
-            f"changed since ({found}). Restore it, or use another --run."
-        )
-    return f"{plugins.record_name(given)}@{found}"
-
-
-def _by_input(function: Callable[[Tensor, Tensor], Tensor], name: str) -> PoolBatch:
     def pool(hidden: Tensor, counted: Tensor, lengths: Sequence[int]) -> Tensor:
         try:
             vectors = [

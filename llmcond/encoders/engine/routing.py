@@ -50,7 +50,7 @@ def routes_of(engine: AnyEngine, queries: Any, router: Router) -> list[Any]:
     """
     if engine.inside:
         return list(queries)
-    return [Routes(queries, router.temperature, router.centre, router.standardize)]
+    return [Routes(queries, router)]
 
 
 def embed_routed(

@@ -15,11 +15,7 @@ from typing import Any
 
 from llmcond.encoders.poolings import pooling_named
 from llmcond.encoders.settings import TOKENIZER_DECIDES, EncoderIdentity
-from llmcond.encoders.spec import (
-    EncoderInput,
-    InputError,
-    Span,
-)
+from llmcond.encoders.spec import EncoderInput, InputError, Span
 from llmcond.errors import UserError, first_line
 
 
@@ -97,11 +93,7 @@ class InputTokenizer:
         self._pair: Frame | None = None
 
     def __call__(self, inputs: Sequence[EncoderInput]) -> list[Tokens]:
-        """Return each input's tokens, of the first window only where there are several.
-
-        Raises:
-            UserError: as :meth:`windows`.
-        """
+        """Return each input's tokens, of its first window only; raises as :meth:`windows`."""
         return [found[0] for found in self.windows(inputs)]
 
     def windows(self, inputs: Sequence[EncoderInput]) -> list[list[Tokens]]:
@@ -115,7 +107,13 @@ class InputTokenizer:
         """
         pairs = self._pairs([item for item in inputs if item.context is not None])
         plain = self._plain([item for item in inputs if item.context is None])
-        return [next(plain if item.context is None else pairs) for item in inputs]
+        found = [next(plain if item.context is None else pairs) for item in inputs]
+        for item, own in zip(inputs, found, strict=True):
+            if any(tokens.first >= tokens.last for tokens in own):
+                raise UserError(
+                    f"the text {item.text[:80]!r} has no tokens, so there is nothing to pool."
+                )
+        return found
 
     def joined(self, rows: Sequence[tuple[str, str, str]]) -> list[Tokens]:
         """Return two sentences and a condition as one sequence, a separator between any two.
@@ -196,7 +194,7 @@ class InputTokenizer:
                     held = enumerate((offsets[at] for at in kept), len(frame.before))
                     inside = [at for at, (start, stop) in held if stop > begin and start < end]
                     first, last = (inside[0], inside[-1] + 1) if inside else (0, 0)
-                found.append(self._checked(Tokens(ids, first, last, n_tokens, len(ids)), item))
+                found.append(Tokens(ids, first, last, n_tokens, len(ids)))
             yield found
 
     def _sentence(self, item: EncoderInput, part: _Around) -> list[list[int]]:
@@ -234,8 +232,8 @@ class InputTokenizer:
                 own = [text[at - size] for at in kept if at >= size]
                 ids, first = [*head, *own, *around.after], len(head)
                 second = first if around.typed else len(ids)
-                tokens = Tokens(ids, first, first + len(own), around.size + n_tokens, second)
-                found.append(self._checked(tokens, item))
+                n_all = around.size + n_tokens
+                found.append(Tokens(ids, first, first + len(own), n_all, second))
             yield found
 
     def _pair_sentence(self, item: EncoderInput, n_context: int, n_text: int) -> list[list[int]]:
@@ -374,13 +372,6 @@ class InputTokenizer:
             for window in range(windows)
         ]
 
-    def _checked(self, tokens: Tokens, item: EncoderInput) -> Tokens:
-        if tokens.first >= tokens.last:
-            raise UserError(
-                f"the text {item.text[:80]!r} has no tokens, so there is nothing to pool."
-            )
-        return tokens
-
     # -- special tokens ------------------------------------------------------------------------
 
     def _stated_frame(self) -> Frame:
@@ -424,11 +415,7 @@ class InputTokenizer:
 
 
 def check_inputs(inputs: Sequence[EncoderInput]) -> None:
-    """Refuse what is no input, which would fail somewhere in a tokenizer.
-
-    Raises:
-        UserError: naming what was got.
-    """
+    """Raise a UserError for what is no input, which would fail somewhere in a tokenizer."""
     if isinstance(inputs, str | EncoderInput):
         raise UserError(f"one {type(inputs).__name__} was given; give a list of EncoderInput.")
     for position, item in enumerate(inputs):

@@ -53,16 +53,9 @@ class Varlen:
         """See :class:`AttentionPlan`."""
         options: dict[str, Any] = {"enable_gqa": True} if len(query) != len(key) else {}
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        options["window_size"] = (-1, 0) if self.causal else (-1, -1)
+        options |= {"scale": scale, "window_size": (-1, 0) if self.causal else (-1, -1)}
         parts = [
-            self.kernel(
-                query[run.queries],
-                key[run.keys],
-                value[run.keys],
-                *run.lengths,
-                scale=scale,
-                **options,
-            )
+            self.kernel(query[run.queries], key[run.keys], value[run.keys], *run.lengths, **options)
             for run in self.runs
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -112,11 +105,9 @@ def varlen_kernels(device: torch.device, dtype: torch.dtype) -> list[Callable[..
         return []
     if torch.cuda.get_device_capability(device) < (8, 0):
         return []
-    found: list[Callable[..., Any]] = []
-    with suppress(ImportError):  # before PyTorch 2.10
-        from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention.varlen import varlen_attn
 
-        found.append(_of_torch(varlen_attn))
+    found = [_of_torch(varlen_attn)]
     with suppress(ImportError):
         from flash_attn import flash_attn_varlen_func
 
@@ -134,24 +125,17 @@ def _of_torch(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
     def varlen_attn(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *lengths: Any,
-        scale: float | None,
-        window_size: tuple[int, int],
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        if enable_gqa:
+        query: Tensor, key: Tensor, value: Tensor, *lengths: Any, **options: Any
+    ) -> Any:
+        if options.pop("enable_gqa", False):
             groups = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-        options: dict[str, Any] = {"scale": scale, "window_size": window_size}
         if "window_size" not in takes:
+            scale = options.pop("scale")
             if scale is not None:
                 query = query * (scale * query.shape[2] ** 0.5)
-            options = {"is_causal": window_size == (-1, 0)}
-        output: Tensor = function(query, key, value, *lengths, **options)
-        return output
+            options["is_causal"] = options.pop("window_size") == (-1, 0)
+        return function(query, key, value, *lengths, **options)
 
     return varlen_attn
 
@@ -159,17 +143,8 @@ def _of_torch(function: Callable[..., Any]) -> Callable[..., Any]:
 def _as_varlen(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``flash_attn_varlen_func`` of the library flash-attn with PyTorch's signature."""
 
-    def flash_attn(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *lengths: Any,
-        scale: float | None,
-        window_size: tuple[int, int],
-        enable_gqa: bool = False,  # which it takes without being told
-    ) -> Tensor:
-        causal = window_size == (-1, 0)
-        output: Tensor = function(query, key, value, *lengths, softmax_scale=scale, causal=causal)
-        return output
+    def flash_attn(*inputs: Any, scale: float | None, window_size: Any, **options: Any) -> Any:
+        # Among the options is enable_gqa, which it takes without being told.
+        return function(*inputs, softmax_scale=scale, causal=window_size == (-1, 0))
 
     return flash_attn

@@ -103,9 +103,8 @@ def default_prompt(instruction_format: str, pooling: str) -> str:
 
     Routed pooling was measured for encoders that pool by the mean (docs/results.md).
     """
-    if instruction_format or pooling != "mean":
-        return joint_prompt(instruction_format)
-    return "routed"
+    routed = pooling == "mean" and not instruction_format
+    return "routed" if routed else joint_prompt(instruction_format)
 
 
 def joint_prompt(instruction_format: str) -> str:

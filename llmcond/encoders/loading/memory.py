@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from llmcond.encoders.loading.device import TORCH_DTYPES
 from llmcond.encoders.spec import Dtype
 from llmcond.system import free_memory
 
-_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: Layers that pool. Not quantised: they decide the vector, and are small.
 POOLS = ("latent_attention_model", "pooler")
 
@@ -36,22 +36,22 @@ class Footprint:
 
     def weights(self, dtype: Dtype, quantize: str) -> int:
         """Return the bytes that the weights take once they are loaded."""
-        small = self.n_quantized
-        rest = self.n_parameters - self.n_folded - small
+        small, size = self.n_quantized, TORCH_DTYPES[dtype].itemsize
+        rest = (self.n_parameters - self.n_folded - small) * size
         if quantize == "8bit":
-            return small + 4 * self.n_quantized_rows + rest * _BYTES[dtype]
+            return small + 4 * self.n_quantized_rows + rest
         if quantize == "4bit":
             # Blocks of 64 share a scale of one byte, 256 of those a scale of four (QLoRA, 3).
-            return small // 2 + small // 64 + small // (64 * 256) * 4 + rest * _BYTES[dtype]
-        return (rest + small) * _BYTES[dtype]
+            return small // 2 + small // 64 + small // (64 * 256) * 4 + rest
+        return small * size + rest
 
     def loading(self, dtype: Dtype, quantize: str) -> int:
         """Return the bytes at the peak of loading, shard by shard."""
-        return self.weights(dtype, quantize) + self.n_folded * _BYTES[dtype]
+        return self.weights(dtype, quantize) + self.n_folded * TORCH_DTYPES[dtype].itemsize
 
     def batch(self, dtype: Dtype, tokens: int) -> int:
         """Return about how many bytes a forward pass over so many tokens adds."""
-        return tokens * self.per_token * _BYTES[dtype]
+        return tokens * self.per_token * TORCH_DTYPES[dtype].itemsize
 
 
 def footprint(model: nn.Module) -> Footprint:
@@ -82,7 +82,7 @@ def tokens_that_fit(config: Any, dtype: Dtype, device: str, concurrency: int) ->
 
     Its weights are loaded already, and ``concurrency`` batches are computed at the same time.
     """
-    size = _per_token(config) * _BYTES[dtype] * concurrency
+    size = _per_token(config) * TORCH_DTYPES[dtype].itemsize * concurrency
     return max(1, available(device) // 2 // size)
 
 

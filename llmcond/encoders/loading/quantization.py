@@ -37,11 +37,7 @@ def quantization(quantize: str, dtype: Dtype) -> BitsAndBytesConfig:
 
 
 def require(what: str, *names: str, extra: str = "quantize") -> None:
-    """Refuse what needs libraries that are not installed, which an ``extra`` of ours brings.
-
-    Raises:
-        UserError: naming them, and what installs them.
-    """
+    """Raise a UserError unless libraries are installed, which an ``extra`` of ours brings."""
     absent = [name for name in names if not installed(name)]
     if absent:
         raise UserError(

@@ -34,11 +34,11 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    "bert": Architecture("bert"),
-    "roberta": Architecture("roberta", padding=1),
-    "xlm-roberta": Architecture("roberta", padding=1),
+    "bert": Architecture("bert."),
+    "roberta": Architecture("roberta.", padding=1),
+    "xlm-roberta": Architecture("roberta.", padding=1),
     "mpnet": Architecture(
-        "mpnet",
+        "mpnet.",
         attention="attention.attn",
         output="attention.attn.o",
         norm="attention.LayerNorm",
@@ -49,11 +49,7 @@ ARCHITECTURES = {
     ),
 }
 #: The activations by their names in config.json, with OpenVINO's names of the approximation.
-GELU = {
-    "gelu": "erf",
-    "gelu_new": "tanh",
-    "gelu_pytorch_tanh": "tanh",
-}
+GELU = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 ACTIVATIONS = (*GELU, "relu")
 
 

@@ -55,19 +55,14 @@ def load_engines(resolved: ResolvedEncoder) -> tuple[InputTokenizer, list[OpenVi
     if needed > free_memory():
         raise CannotRunError(f"it needs {gib(needed)} of memory")
     fetch_weights(checkpoint)
-    inputs = InputTokenizer(_load_tokenizer(resolved), resolved.identity, checkpoint.name)
-    engines = [OpenVinoEngine(member) for member in resolved.each_member()]
-    return inputs, engines
-
-
-def _load_tokenizer(resolved: ResolvedEncoder) -> Any:
-    """Return a checkpoint's tokenizer; where it must be, by transformers, imported in seconds."""
-    checkpoint = resolved.checkpoint
     if can_read(checkpoint.folder):
-        return JsonTokenizer(checkpoint.folder, checkpoint.name)
-    from llmcond.encoders.loading.architecture import load_config, load_tokenizer
+        tokenizer: Any = JsonTokenizer(checkpoint.folder, checkpoint.name)
+    else:  # by transformers, which takes seconds to import
+        from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 
-    return load_tokenizer(checkpoint, load_config(checkpoint, resolved.identity.attention))
+        tokenizer = load_tokenizer(checkpoint, load_config(checkpoint, resolved.identity.attention))
+    inputs = InputTokenizer(tokenizer, resolved.identity, checkpoint.name)
+    return inputs, [OpenVinoEngine(member) for member in resolved.each_member()]
 
 
 class OpenVinoEngine:
@@ -121,7 +116,9 @@ class OpenVinoEngine:
             # On CPUs without AVX it compiles, and fails when it is first run.
             list(self.run([Tokens([0, 0], 0, 2, 2, 2)]))
         except (RuntimeError, TypeError, ValueError) as error:
-            raise CannotRunError(f"OpenVINO cannot run it: {_last_line(error)}") from error
+            # Before the last line of its message OpenVINO names places in its code.
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            raise CannotRunError(f"OpenVINO cannot run it: {reason}") from error
 
     def run(
         self,
@@ -142,7 +139,8 @@ class OpenVinoEngine:
                     before_batch()
                     batch = waiting.popleft()
                     inputs = pack_inputs([rows[index] for index in batch], self._config)
-                    begun.append(_Begun(batch, inputs, idle.pop()).start())
+                    begun.append(_Begun(batch, inputs, idle.pop()))
+                    begun[-1].request.start_async(inputs.given, share_inputs=True)
                     continue
                 done = begun.popleft()
                 try:
@@ -152,7 +150,8 @@ class OpenVinoEngine:
                     continue
                 finally:
                     idle.append(done.request)
-                pooled = self._pooled(states, done.batch, rows, routes)
+                own = [routes[index] for index in done.batch] if routes else []
+                pooled = self._pooled(states, [rows[index] for index in done.batch], own)
                 vectors = pooled if queries else self.finish_states(pooled)
                 yield Pooled(done.batch, vectors, len(states))
         finally:
@@ -172,27 +171,21 @@ class OpenVinoEngine:
     def _idle_requests(self) -> list[Any]:
         """Return requests of the calling thread, one for each stream."""
         if not hasattr(self._threads, "requests"):
-            made = [self._network.create_infer_request() for _ in range(self.streams)]
-            self._threads.requests = made
+            requests = [self._network.create_infer_request() for _ in range(self.streams)]
+            self._threads.requests = requests
         return list(self._threads.requests)
 
-    def _pooled(
-        self,
-        states: Vectors,
-        batch: Sequence[int],
-        rows: Sequence[Tokens],
-        routes: Sequence[Routes],
-    ) -> Vectors:
+    def _pooled(self, states: Vectors, rows: Sequence[Tokens], routes: Sequence[Routes]) -> Vectors:
         """Return one vector of each input, or one of each of its routes, (vectors, width)."""
-        own = [rows[index] for index in batch]
-        starts = np.cumsum([0, *(len(row.ids) for row in own[:-1])])
+        starts = np.cumsum([0, *(len(row.ids) for row in rows[:-1])])
+        spans = zip(starts, rows, strict=True)
+        counted = (states[start + row.first : start + row.last] for start, row in spans)
         if routes:
-            counted = _counted(states, own, starts)
-            return _routed(counted, [routes[index] for index in batch])
+            return _routed(counted, routes)
         if self._pooling.takes == "mean":
-            return np.stack([tokens.mean(axis=0) for tokens in _counted(states, own, starts)])
+            return np.stack([tokens.mean(axis=0) for tokens in counted])
         last = self._pooling.takes == "last"
-        pooled: Vectors = states[starts + [row.last - 1 if last else 0 for row in own]]
+        pooled: Vectors = states[starts + [row.last - 1 if last else 0 for row in rows]]
         if not self._pooler:
             return pooled
         weight, bias = self._pooler
@@ -205,10 +198,6 @@ class _Begun(NamedTuple):
     batch: list[int]
     inputs: PackedInputs
     request: Any
-
-    def start(self) -> _Begun:
-        self.request.start_async(self.inputs.given, share_inputs=True)
-        return self
 
     def finish(self) -> Vectors:
         """Wait for the states of its tokens, (n, width), which the next batch replaces."""
@@ -251,7 +240,8 @@ def _halves(batch: list[int], lengths: Sequence[int], error: Exception) -> list[
         OutOfMemoryError: it is a single input.
         Exception: the ``error``, which says something else.
     """
-    if not _is_out_of_memory(error):
+    signs = ("allocate", "bad_alloc", "out of memory")
+    if not isinstance(error, MemoryError) and not any(sign in str(error).lower() for sign in signs):
         raise error
     if len(batch) == 1:
         raise OutOfMemoryError(
@@ -261,26 +251,20 @@ def _halves(batch: list[int], lengths: Sequence[int], error: Exception) -> list[
     return [batch[half:], batch[:half]]
 
 
-def _counted(
-    states: Vectors, rows: Sequence[Tokens], starts: NDArray[np.int64]
-) -> Iterator[Vectors]:
-    """Yield the states of each input's tokens that are pooled, (tokens, width)."""
-    for start, row in zip(starts, rows, strict=True):
-        yield states[start + row.first : start + row.last]
-
-
 def _routed(counted: Iterable[Vectors], routes: Sequence[Routes]) -> Vectors:
     """Return the vectors of inputs under each of their routers, one behind the other.
 
-    The formula is that of :class:`llmcond.encoders.spec.Router`.
+    Of each input, ``counted`` has the states of the tokens that are pooled, (tokens, width). The
+    formula is that of :class:`llmcond.encoders.spec.Router`.
     """
     found = []
     for own, route in zip(counted, routes, strict=True):
-        centred = own - own.mean(axis=0) if route.centre else own
+        router = route.router
+        centred = own - own.mean(axis=0) if router.centre else own
         near = _unit(route.queries) @ _unit(centred).T
-        if route.standardize:
+        if router.standardize:
             near = near / np.sqrt(near.var(axis=1, keepdims=True) + 1e-12)
-        near = near / route.temperature
+        near = near / router.temperature
         weights = np.exp(near - near.max(axis=1, keepdims=True))
         found.append(weights / weights.sum(axis=1, keepdims=True) @ own)
     return np.concatenate(found)
@@ -300,13 +284,3 @@ _ACTIVATIONS: dict[str, Callable[[Vectors], Vectors]] = {
     "ReLU": lambda values: np.maximum(values, 0),
     "GELU": gelu,
 }
-
-
-def _last_line(error: Exception) -> str:
-    """Return the last line of an error's message: before it OpenVINO names places in its code."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    signs = ("allocate", "bad_alloc", "out of memory")
-    return isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs)

@@ -14,7 +14,6 @@ from llmcond.encoders.openvino.library import import_openvino
 
 Tensors = Mapping[str, NDArray[np.float32]]
 
-
 #: Rows of attention are as long as a multiple of so many tokens; see :func:`pack_inputs`.
 STEP = 16
 #: Added to the scores of what stands behind an input's last token; its weights are 0.
@@ -146,22 +145,16 @@ def pack_inputs(rows: Sequence[Tokens], config: Mapping[str, Any]) -> PackedInpu
         counted = np.zeros(real.shape, dtype=np.int64)
         counted[real] = ids != own.padding
         positions = (counted.cumsum(axis=1) * counted)[real] + own.padding
-    types = None
+    types = buckets = None
+    if own.relative:
+        buckets = relative_buckets(len(at), int(config.get("relative_attention_num_buckets", 32)))
     if own.typed:
         typed = int(config.get("type_vocab_size", 2)) > 1
         second = np.array([row.second for row in rows])
         types = ((at >= second[:, None])[real] & typed).astype(np.int64)
-    return PackedInputs(
-        ids,
-        positions,
-        types,
-        np.where(real, starts[:, None] + at, 0),
-        np.flatnonzero(real),
-        np.where(real, 0, _MASKED).astype(np.float32),
-        relative_buckets(len(at), int(config.get("relative_attention_num_buckets", 32)))
-        if own.relative
-        else None,
-    )
+    rectangle, packed = np.where(real, starts[:, None] + at, 0), np.flatnonzero(real)
+    mask = np.where(real, 0, _MASKED).astype(np.float32)
+    return PackedInputs(ids, positions, types, rectangle, packed, mask, buckets)
 
 
 def relative_buckets(length: int, n_buckets: int) -> NDArray[np.int64]:

@@ -18,18 +18,9 @@ _FILE = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
 #: Families of classes in transformers; see :func:`_pipeline`.
 _BERT, _MPNET, _XLM_R, _ROBERTA, _AS_IT_IS = "bert", "mpnet", "xlm-roberta", "roberta", "as it is"
-_CLASSES = {
-    "BertTokenizer": _BERT,
-    "BertTokenizerFast": _BERT,
-    "MPNetTokenizer": _MPNET,
-    "MPNetTokenizerFast": _MPNET,
-    "XLMRobertaTokenizer": _XLM_R,
-    "XLMRobertaTokenizerFast": _XLM_R,
-    "RobertaTokenizer": _ROBERTA,
-    "RobertaTokenizerFast": _ROBERTA,
-    "PreTrainedTokenizerFast": _AS_IT_IS,
-    "TokenizersBackend": _AS_IT_IS,
-}
+_NAMES = {"Bert": _BERT, "MPNet": _MPNET, "XLMRoberta": _XLM_R, "Roberta": _ROBERTA}
+_CLASSES = {f"{n}Tokenizer{end}": kind for n, kind in _NAMES.items() for end in ("", "Fast")}
+_CLASSES |= dict.fromkeys(("PreTrainedTokenizerFast", "TokenizersBackend"), _AS_IT_IS)
 _SPECIAL = ("unk_token", "sep_token", "pad_token", "eos_token")
 #: The special tokens that the classes of a family have where no file names them.
 _ENDS = {"sep_token": "</s>", "pad_token": "<pad>", "eos_token": "</s>"}
@@ -52,15 +43,16 @@ def can_read(folder: Path) -> bool:
         return False
     file, config = read_settings(folder / _FILE, {}), read_settings(folder / _CONFIG, {})
     kind = _CLASSES.get(str(config.get("tokenizer_class")))
-    expected = kind and _pipeline(kind, config, file)
-    return kind == _AS_IT_IS or (kind is not None and _plain(_pipeline_of(file)) == expected)
+    if kind in (None, _AS_IT_IS):
+        return kind is not None
+    model = file.get("model")
+    model_type = model.get("type") if isinstance(model, dict) else None
+    pipeline = [file.get("normalizer"), file.get("pre_tokenizer"), model_type]
+    return bool(_plain(pipeline) == _pipeline(kind, config, file))
 
 
-def _pipeline(kind: str, config: Mapping[str, Any], file: Mapping[str, Any]) -> list[Any] | None:
-    """Return the normalizer, the pre-tokenizer and the model's kind that transformers makes.
-
-    None: those of the file.
-    """
+def _pipeline(kind: str, config: Mapping[str, Any], file: Mapping[str, Any]) -> list[Any]:
+    """Return the normalizer, the pre-tokenizer and the model's kind that transformers makes."""
     if kind in (_BERT, _MPNET):
         normalizer = {
             "type": "BertNormalizer",
@@ -80,17 +72,9 @@ def _pipeline(kind: str, config: Mapping[str, Any], file: Mapping[str, Any]) -> 
         splitters = {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, metaspace]}
         # The map of characters is read from the file, if it has one.
         return [file.get("normalizer") and {"type": "Precompiled"}, splitters, "Unigram"]
-    if kind == _ROBERTA:
-        prefix = config.get("add_prefix_space", False)
-        level = {"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": True}
-        return [None, level, "BPE"]
-    return None
-
-
-def _pipeline_of(file: Mapping[str, Any]) -> list[Any]:
-    model = file.get("model")
-    kind = model.get("type") if isinstance(model, dict) else None
-    return [file.get("normalizer"), file.get("pre_tokenizer"), kind]
+    prefix = config.get("add_prefix_space", False)  # as RoBERTa's
+    level = {"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": True}
+    return [None, level, "BPE"]
 
 
 def _plain(value: Any) -> Any:
@@ -153,27 +137,23 @@ class JsonTokenizer:
             setattr(self, f"{key}_id", token and self._tokenizer.token_to_id(token))
 
     def __call__(
-        self,
-        texts: Sequence[str],
-        pair: str | None = None,
-        *,
-        add_special_tokens: bool = True,
-        return_offsets_mapping: bool = False,
-        **_: Any,
+        self, texts: Sequence[str], pair: str | None = None, **options: Any
     ) -> dict[str, Any]:
-        """Return the token ids of a list of texts, or of one text or one pair of texts."""
+        """Return the token ids of a list of texts, or of one text or one pair of texts.
+
+        The ``options`` are those of transformers: ``add_special_tokens``, by default True, and
+        ``return_offsets_mapping``; others change nothing here.
+        """
+        special = options.get("add_special_tokens", True)
         if isinstance(texts, str):
-            one = self._tokenizer.encode(texts, pair, add_special_tokens=add_special_tokens)
+            one = self._tokenizer.encode(texts, pair, add_special_tokens=special)
             return {"input_ids": one.ids, "token_type_ids": one.type_ids}
-        # Without offsets it is faster.
-        encode = self._tokenizer.encode_batch
-        if not return_offsets_mapping:
-            encode = self._tokenizer.encode_batch_fast
-        encoded = encode(list(texts), add_special_tokens=add_special_tokens)
-        found: dict[str, Any] = {"input_ids": [one.ids for one in encoded]}
-        if return_offsets_mapping:
-            found["offset_mapping"] = [one.offsets for one in encoded]
-        return found
+        if not options.get("return_offsets_mapping"):  # then it is faster
+            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+            return {"input_ids": [one.ids for one in encoded]}
+        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=special)
+        offsets = [one.offsets for one in encoded]
+        return {"input_ids": [one.ids for one in encoded], "offset_mapping": offsets}
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]:
         """Return tokens as the vocabulary has them."""

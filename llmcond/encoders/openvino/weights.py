@@ -20,15 +20,10 @@ from llmcond.encoders.checkpoints.checkpoint import (
     Checkpoint,
     check_dense,
     has_weights,
-    old_weight_files,
     read_settings,
     weight_files,
 )
-from llmcond.encoders.openvino.architectures import (
-    ARCHITECTURES,
-    linear_layers,
-    tensor_shapes,
-)
+from llmcond.encoders.openvino.architectures import ARCHITECTURES, linear_layers, tensor_shapes
 from llmcond.errors import first_line
 
 #: The fields of an adapter's config that are read here, or change nothing that is computed. Where
@@ -163,9 +158,10 @@ def _find(
     checkpoint: Checkpoint, config: Mapping[str, Any], stack: ExitStack, *, pooler: bool
 ) -> dict[str, _Tensor]:
     """Return the tensors of the network by their names."""
-    shapes, prefix = _shapes(config, pooler=pooler), _prefix(config)
+    shapes, prefix = _shapes(config, pooler=pooler), ARCHITECTURES[config["model_type"]].prefix
     found: dict[str, _Tensor] = {}
-    for path in weight_files(checkpoint.folder) or old_weight_files(checkpoint.folder):
+    folder = checkpoint.folder
+    for path in weight_files(folder) or weight_files(folder, "pytorch_model.bin"):
         for tensor in _opened(path, stack):
             name = tensor.key.removeprefix(prefix)
             for new, old in (("weight", "gamma"), ("bias", "beta")):  # as the oldest have them
@@ -197,7 +193,7 @@ def _find_factors(
     rank, alpha, targets = (record.get(key) for key in ("r", "lora_alpha", "target_modules"))
     if not (isinstance(rank, int) and isinstance(alpha, int | float)):
         raise CannotRunError(f"its adapter has r = {rank!r} and lora_alpha = {alpha!r}")
-    prefix = _prefix(config)
+    prefix = ARCHITECTURES[config["model_type"]].prefix
     factors: dict[str, list[_Tensor]] = {}
     for tensor in _opened(folder / WEIGHTS, stack):  # sorted, so that A is before B
         name, _, factor = tensor.key.removeprefix(PREFIX).removeprefix(prefix).partition(".lora_")
@@ -232,7 +228,3 @@ def _shapes(config: Mapping[str, Any], *, pooler: bool) -> dict[str, tuple[int, 
         return tensor_shapes(config, pooler=pooler)
     except (KeyError, TypeError, ValueError) as error:
         raise CannotRunError(f"its config.json lacks a size ({error})") from error
-
-
-def _prefix(config: Mapping[str, Any]) -> str:
-    return f"{ARCHITECTURES[config['model_type']].prefix}."

@@ -19,6 +19,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,6 @@ Usual = Callable[[], Tensor]
 
 #: Of the norm of states, where a router changes them at all: in Gemma 4e-7, elsewhere over 0.05.
 _CHANGED = 1e-3
-
-
 #: The name that a network has its heavy router under.
 _ATTRIBUTE = "csr_router"
 
@@ -60,14 +59,10 @@ class HeavyRouter(nn.Module):
 
     def __init__(self, n_layers: int, width: int) -> None:
         super().__init__()
-
-        def drawn() -> nn.ParameterList:
-            # As a linear layer's; not layers of that kind, which might be quantised or adapted.
-            bound = width**-0.5
-            shape = n_layers, width, width
-            return nn.ParameterList([*torch.empty(shape).uniform_(-bound, bound)])
-
-        self.query, self.key = drawn(), drawn()
+        # As a linear layer's; not layers of that kind, which might be quantised or adapted.
+        bound = width**-0.5
+        drawn = (torch.empty(n_layers, width, width).uniform_(-bound, bound) for _ in range(2))
+        self.query, self.key = (nn.ParameterList([*weights]) for weights in drawn)
 
 
 class CsrPasses(Passes):
@@ -76,6 +71,7 @@ class CsrPasses(Passes):
     What routes an input is its condition's query, (d,), or for modes that read it, its tokens.
 
     Attributes:
+        causal: whether a token sees what stands before it only.
         first: the first routed layer.
     """
 
@@ -88,8 +84,7 @@ class CsrPasses(Passes):
             UserError: the architecture's attention takes no router, or it has fewer layers.
         """
         self.mode, self._strength = identity.router_mode, identity.router_strength
-        self._causal, self._name = identity.attention == "causal", name
-        self.reads_routers = self.mode in RELEASED
+        self.causal, self.reads_routers = identity.attention == "causal", self.mode in RELEASED
         self._heavy: HeavyRouter | None = getattr(network, _ATTRIBUTE, None)
         if self.mode == "heavy" and self._heavy is None:
             raise UserError(
@@ -106,23 +101,20 @@ class CsrPasses(Passes):
         self.first = count - identity.router_layers
         self._layer_of = {module: layer for layer, module in enumerate(modules)}
         blocks = _blocks(network, modules, name)
-        self._check_released(modules[0])
+        # Final states that are keys of every layer have no place to be rotated to.
+        rotary = "position_embeddings" in inspect.signature(modules[0].forward).parameters
+        if self.reads_routers and (self.causal or rotary):
+            raise UserError(
+                f"router_mode is {self.mode!r}, which is for bidirectional encoders that add "
+                f"positions to their embeddings, as BERT and RoBERTa do; {name} does not. "
+                "Take --router-mode paper."
+            )
         for module in modules:
             module.register_forward_pre_hook(_before_attention, with_kwargs=True)
             module.register_forward_hook(_after_attention, with_kwargs=True)
-        for layer, block in enumerate(blocks):
-            if layer >= self.first:
-                block.register_forward_pre_hook(_Before(layer == self.first), with_kwargs=True)
-
-    def _check_released(self, module: nn.Module) -> None:
-        # Final states that are keys of every layer have no place to be rotated to.
-        rotary = "position_embeddings" in inspect.signature(module.forward).parameters
-        if self.reads_routers and (self._causal or rotary):
-            raise UserError(
-                f"router_mode is {self.mode!r}, which is for bidirectional encoders that add "
-                f"positions to their embeddings, as BERT and RoBERTa do; {self._name} does not. "
-                "Take --router-mode paper."
-            )
+        for number, block in enumerate(blocks[self.first :]):
+            before = partial(_before_layer, first=number == 0)
+            block.register_forward_pre_hook(before, with_kwargs=True)
 
     # -- what the engine runs ------------------------------------------------------------------
 
@@ -159,11 +151,7 @@ class CsrPasses(Passes):
 
     @staticmethod
     def load_weights(network: Any, identity: EncoderIdentity, file: Path, device: str) -> None:
-        """Put the trained weights of a heavy router into a network, where there is a file of them.
-
-        Raises:
-            LlmcondError: they cannot be read, or are of another encoder.
-        """
+        """Put the trained weights of a heavy router into a network; see :class:`Passes`."""
         if identity.router_mode != "heavy" or not file.is_file():
             return
         layers, width = identity.router_layers, int(network.config.hidden_size)
@@ -196,15 +184,6 @@ class CsrPasses(Passes):
     def routes(self, module: nn.Module) -> bool:
         """Return whether a layer has a router."""
         return self._layer_of[module] >= self.first
-
-    @property
-    def takes_states(self) -> bool:
-        """Return whether q and k are made of what enters a layer's attention."""
-        return self.mode in ("hidden", "heavy")
-
-    def position(self, row: Tokens) -> int:
-        """Return the token of a condition that its query is of: the one that has seen all."""
-        return len(row.ids) - 1 if self._causal else 0
 
     def scores(self, module: nn.Module, queries: Tensor, keys: Tensor) -> Tensor:
         """Return q . k_i / sqrt(d), (m, n) float32, of queries (m, dq) and keys (m, n, dk)."""
@@ -302,15 +281,10 @@ def _after_attention(module: nn.Module, args: Any, kwargs: dict[str, Any], outpu
     return router and router.leave_attention(output)
 
 
-class _Before:
-    """Before a routed layer; the first of them is where what is computed once ends."""
-
-    def __init__(self, first: bool) -> None:
-        self._first = first
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        router = kwargs.get("router")
-        return router and router.enter_layer(args, kwargs, first=self._first)
+def _before_layer(module: nn.Module, args: Any, kwargs: dict[str, Any], *, first: bool) -> Any:
+    """Enter a routed layer; the ``first`` of them is where what is computed once ends."""
+    router = kwargs.get("router")
+    return router and router.enter_layer(args, kwargs, first=first)
 
 
 def _states(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
@@ -323,12 +297,29 @@ def _with_states(states: Tensor, args: Any, kwargs: dict[str, Any]) -> tuple[Any
 
 
 class _Router:
-    """What a network's hooks and its attention call; by itself it changes nothing."""
+    """What a network's hooks and its attention call."""
 
     def __init__(self, csr: CsrPasses) -> None:
         self.csr = csr
         #: What entered the attention of the layer that is being run.
         self.states = torch.empty(0)
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: Any, usual: Usual
+    ) -> Tensor:
+        """Return what a layer attends to, (batch, tokens, heads, head_dim), before W_O.
+
+        Queries, keys and values are (batch, heads, tokens, head_dim), and ``usual`` gives what
+        there would be without a router.
+        """
+        attended = usual()
+        if not self.csr.routes(module):
+            return attended
+        return self.csr.scale(attended, self.weights(module, q, k, scale))
+
+    def weights(self, module: nn.Module, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
+        """Return the weight of each token in a routed layer, (batch, tokens)."""
+        raise NotImplementedError
 
     def enter_layer(self, args: Any, kwargs: dict[str, Any], *, first: bool) -> Any:
         return None
@@ -341,7 +332,7 @@ class _Router:
 
     def keys(self, key: Tensor) -> Tensor:
         """Return what the tokens of a layer are compared by, (batch * tokens, d)."""
-        if self.csr.takes_states:
+        if self.csr.mode in ("hidden", "heavy"):  # made of what enters a layer's attention
             return self.states.flatten(0, 1)
         return key.transpose(1, 2).flatten(2).flatten(0, 1)
 
@@ -376,8 +367,9 @@ class _CaptureForward:
     def prepare(self) -> None:
         forward = self._forward
         forward.prepare()
-        rows = enumerate(forward.rows)
-        places = [forward.place(index, self._csr.position(row)) for index, row in rows]
+        # A condition's query is that of the token that has seen all of it.
+        tokens = (len(row.ids) - 1 if self._csr.causal else 0 for row in forward.rows)
+        places = [forward.place(index, token) for index, token in enumerate(tokens)]
         self._router = _Capture(self._csr, places, forward.runtime.device)
         forward.arguments["router"] = self._router
 
@@ -413,19 +405,14 @@ class _Weights(_Router):
         self._queries, self._real = to_device(queries, device), to_device(real, device)
         self._places, self._back = to_device(places, device), to_device(back, device)
 
-    def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: Any, usual: Usual
-    ) -> Tensor:
-        attended = usual()
-        if not self.csr.routes(module):
-            return attended
+    def weights(self, module: nn.Module, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
         keys = self.keys(k)
         places = self._places.to(keys.device)
         own = keys.index_select(0, places.flatten()).view(*places.shape, -1)
         scores = self.csr.scores(module, self._queries, own)
         weights = scores.masked_fill(~self._real.to(keys.device), float("-inf")).softmax(dim=1)
         spread = pad(weights.flatten(), (0, 1)).index_select(0, self._back.to(keys.device))
-        return self.csr.scale(attended, spread.view(attended.shape[:2]))
+        return spread.view(len(q), -1)
 
 
 class _Widened(_Weights):
@@ -506,13 +493,11 @@ class _ReleasedTri(PaddedForward):
     def __init__(
         self, csr: CsrPasses, runtime: Runtime, rows: Sequence[Tokens], queries: Sequence[Any]
     ) -> None:
-        own = [_begun(row, runtime) for row in rows]
-        super().__init__(runtime, own)
+        super().__init__(runtime, [_begun(row, runtime) for row in rows])
         distinct = {id(query): query for query in queries}
         number = {key: at for at, key in enumerate(distinct)}
-        self._which = torch.tensor([number[id(query)] for query in queries])
+        self._csr, self._which = csr, torch.tensor([number[id(query)] for query in queries])
         self._conditions = PaddedForward(runtime, list(distinct.values()))
-        self._csr = csr
         self.n_tokens += self._conditions.n_tokens
 
     def prepare(self) -> None:
@@ -521,8 +506,7 @@ class _ReleasedTri(PaddedForward):
         self._which = to_device(self._which, self.runtime.device)
 
     def pooled(self) -> Tensor:
-        conditions = self._conditions
-        which = self._which
+        conditions, which = self._conditions, self._which
         states = conditions.hidden().index_select(0, which)
         masks = conditions.arguments["attention_mask"].index_select(0, which)
         visible = torch.cat([masks, self.arguments["attention_mask"]], dim=1).bool()
@@ -576,8 +560,7 @@ class _ReleasedBi(PaddedForward):
     def __init__(
         self, csr: CsrPasses, runtime: Runtime, rows: Sequence[Tokens], queries: Sequence[Any]
     ) -> None:
-        joined = []
-        lengths = []
+        joined, lengths = [], []
         for row, condition in zip(rows, queries, strict=True):
             room = runtime.max_length - len(condition.ids) - 1
             if room < 2:
@@ -598,9 +581,8 @@ class _ReleasedBi(PaddedForward):
         super().prepare()
         device = self.runtime.device
         real = self.arguments["attention_mask"].bool()
-        lengths = to_device(self._lengths, device)
+        lengths, at = to_device(self._lengths, device), torch.arange(self.width, device=device)
         first = lengths + 1
-        at = torch.arange(self.width, device=device)
         own = at == first[:, None]
         # (m, queries, keys): all that are there, but of the condition's first token by itself only.
         visible = real[:, None] & (~own[:, None] | own[:, :, None])
@@ -608,8 +590,7 @@ class _ReleasedBi(PaddedForward):
         visible |= ~real[:, :, None]
         mask = torch.zeros(visible.shape, dtype=self.runtime.dtype, device=device)
         self.arguments["attention_mask"] = mask.masked_fill(~visible, float("-inf"))[:, None]
-        sentence = at < lengths[:, None]
-        self.arguments["router"] = _Joined(self._csr, first, real, sentence)
+        self.arguments["router"] = _Joined(self._csr, first, real, at < lengths[:, None])
 
 
 class _Joined(_Router):
@@ -618,17 +599,11 @@ class _Joined(_Router):
         super().__init__(csr)
         self._first, self._real, self._sentence = first, real, sentence
 
-    def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: Any, usual: Usual
-    ) -> Tensor:
-        attended = usual()
-        if not self.csr.routes(module):
-            return attended
-        rows = torch.arange(len(q), device=q.device)
-        own = q[rows, :, self._first.to(q.device)][:, :, None]
+    def weights(self, module: nn.Module, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
+        own = q[torch.arange(len(q), device=q.device), :, self._first.to(q.device)][:, :, None]
         weights = _row(own, k, self._real.to(q.device)[:, None, None], scale)
         weights = weights * self._sentence.to(q.device)
-        return self.csr.scale(attended, weights / weights.sum(dim=1, keepdim=True))
+        return weights / weights.sum(dim=1, keepdim=True)
 
 
 def _row(query: Tensor, key: Tensor, visible: Tensor, scale: float | None) -> Tensor:
