@@ -40,7 +40,14 @@ EXAMPLES: Final = {
     "command": "analyse",
     "command with its own workflow": "push",
     "task": "csts",
+    "figure of a ranking": "median_rank",
+    "object store": "gs",
+    "kind of task": "dialogue",
 }
+#: Classes of runs, tasks and data by which kinds of task can be told apart.
+KIND_CLASSES: Final = frozenset(
+    "Run RankingRun DialogueRun Task RankingTask Dialogue Dataset Graph Dialogues".split()
+)
 #: So many parameters are hard to tell apart where a function is called.
 MANY: Final = 8
 #: Files that ship, by their endings.
@@ -73,6 +80,8 @@ class House:
         cycles_typing: import cycles when imports under TYPE_CHECKING count as well.
         mentions: number of modules that mention a word.
         costs: shipped files that mention an example of what is added.
+        kinds_told_apart: functions outside ``kinds/`` that ask of which kind of task something is,
+            once for each ``isinstance``.
     """
 
     files: int
@@ -88,6 +97,7 @@ class House:
     cycles_typing: list[list[str]]
     mentions: dict[str, int]
     costs: dict[str, list[str]]
+    kinds_told_apart: list[str]
 
 
 def measure(package: Path) -> House:
@@ -131,6 +141,18 @@ def measure(package: Path) -> House:
         cycles_typing=cycles(edges["load"], edges["lazy"], edges["typing"]),
         mentions={word: sum(mentions(word, text) for text in sources.values()) for word in WORDS},
         costs={what: files_with(word, package) for what, word in EXAMPLES.items()},
+        kinds_told_apart=[
+            f"{name}: {ast.unparse(node)}"
+            for name, tree in trees.items()
+            if not name.startswith(f"{package.name}.kinds.")
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+            and ast.unparse(node.func) == "isinstance"
+            and any(
+                isinstance(one, ast.Name) and one.id in KIND_CLASSES
+                for one in ast.walk(node.args[1])
+            )
+        ],
     )
 
 
@@ -254,13 +276,17 @@ def mentions(word: str, text: str) -> bool:
 
 
 def files_with(word: str, package: Path) -> list[str]:
-    """Return the shipped files that mention a word: the package's, prompts and recipes."""
+    """Return the shipped files that mention a word: the package's, prompts and recipes.
+
+    The folders of kinds of task may know their own names.
+    """
     folders = (package, package.parent / "heads", package.parent / "prompts")
     paths = sorted(p for f in folders for p in f.rglob("*") if p.suffix in _TEXT and p.is_file())
     return [
         str(path.relative_to(package.parent))
         for path in paths
-        if mentions(word, path.stem) or mentions(word, path.read_text(encoding="utf-8"))
+        if package / "kinds" not in path.parents
+        and (mentions(word, path.stem) or mentions(word, path.read_text(encoding="utf-8")))
     ]
 
 
@@ -292,6 +318,7 @@ def rows(house: House) -> dict[str, str]:
     }
     table[f"functions with {MANY} or more parameters"] = str(len(house.many_parameters))
     table["options declared twice"] = str(len(house.declared_twice))
+    table["kinds of task told apart outside `kinds/`"] = str(len(house.kinds_told_apart))
     kinds = {
         "import cycles": house.cycles_load,
         "import cycles, lazy imports included": house.cycles_lazy,

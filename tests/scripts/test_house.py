@@ -26,6 +26,8 @@ FILES = {
     "options.py": "class O:\n    coats: int = option(2, help='x')\n    wall: str = option('w')\n",
     "room/e.py": "import tiny.room.f\n",
     "room/f.py": "from .e import x\n",
+    "kinds/dialogue.py": "def own(run):\n    return isinstance(run, DialogueRun)\n",
+    "room/told.py": "def told(run):\n    return isinstance(run, (int, DialogueRun))  # dialogue\n",
 }
 
 
@@ -48,7 +50,7 @@ def package(tmp_path):
 
 def test_sizes_cycles_and_mentions(house, package):
     found = house.measure(package)
-    assert (found.files, found.lines) == (10, sum(text.count("\n") for text in FILES.values()))
+    assert (found.files, found.lines) == (12, sum(text.count("\n") for text in FILES.values()))
     assert found.largest_file.place == "tiny/room/c.py"
     assert (found.largest_function.place, found.largest_function.lines) == ("tiny.a.long", 4)
     assert (found.function_median, found.function_p90) == (2, 4)
@@ -57,6 +59,8 @@ def test_sizes_cycles_and_mentions(house, package):
     assert ["tiny.room.c", "tiny.room.d"] in found.cycles_typing
     assert found.mentions == {"sentence1": 1, "spearman": 0, "pool_over": 0, "add_argument": 0}
     assert found.many_parameters == ["tiny.workflows.paint.many"]
+    assert found.kinds_told_apart == ["tiny.room.told: isinstance(run, (int, DialogueRun))"]
+    assert found.costs["kind of task"] == ["tiny/room/told.py"]
     assert found.declared_twice == ["tiny.workflows.paint.paint: coats"]
     assert found.costs["head"] == ["heads/hadamard.toml", "tiny/room/c.py"]
 
@@ -69,10 +73,10 @@ def test_before_and_after_stand_beside_each_other(house, package, capsys):
     assert house.main(["--root", str(package), "--against", "HEAD"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "| | HEAD | now |"
-    assert "| files | 10 | 9 |" in lines
+    assert "| files | 12 | 11 |" in lines
     assert "| import cycles | 1 (tiny.room.e, tiny.room.f) | 0 |" in lines
     assert house.main(["--root", str(package), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["now"]["files"] == 9
+    assert json.loads(capsys.readouterr().out)["now"]["files"] == 11
 
 
 def test_a_folder_without_modules_and_an_unknown_revision_are_refused(house, package, tmp_path):
