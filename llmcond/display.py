@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from llmcond.errors import brief, plural
@@ -25,8 +27,8 @@ class Displayed:
         cls.__repr__ = Displayed.__repr__  # type: ignore[method-assign]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
-        raise NotImplementedError
+        """Return what ``--json`` prints: the fields, each as JSON has it."""
+        return {name: _as_json(value) for name, value in vars(self).items()}
 
     def _displayed(self) -> Mapping[str, Any]:
         """Return what is shown, by name: values, and tables as sequences of rows of like keys."""
@@ -57,6 +59,17 @@ class DisplayedDict(Displayed, dict[str, Any]):
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
         return dict(self)
+
+
+def _as_json(value: Any) -> Any:
+    """Return a field's value for JSON: results and dataclasses by their fields, a path as text."""
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    if isinstance(value, (list, tuple)):
+        return [_as_json(one) for one in value]
+    if isinstance(value, Path):
+        return str(value)
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _split(

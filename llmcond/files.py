@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full, no_room
 
@@ -124,13 +124,12 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8", newline="\n")
 
 
-def csv_writer(stream: IO[str]) -> Any:
-    """Return a writer of CSV rows to a stream that was opened with ``newline=""``.
-
-    Its lines end in a line feed. With its own line ends only it quotes carriage returns within
-    texts, so these are taken off behind it.
-    """
-    return csv.writer(SimpleNamespace(write=lambda row: stream.write(f"{row[:-2]}\n")))
+def write_csv(path: Path, headings: Iterable[Any], rows: Iterable[Iterable[Any]]) -> None:
+    """Write a table as CSV in UTF-8, atomically; its lines end in a line feed."""
+    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
+        # With its own line ends only it quotes carriage returns within texts: taken off behind it.
+        lines = SimpleNamespace(write=lambda row: stream.write(f"{row[:-2]}\n"))
+        csv.writer(lines).writerows([headings, *rows])
 
 
 def check_output(path: Path, suffixes: Sequence[str], inputs: Iterable[Any] = ()) -> None:

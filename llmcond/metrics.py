@@ -7,7 +7,7 @@ whatever metrics a result has. A user's own function is named as ``my_metrics.py
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,10 +39,22 @@ class Estimate:
         """Return the figure that results have as JSON, where null is undefined."""
         return cls(*(math.nan if one is None else one for one in (value, *interval)))
 
+    def times(self, factor: float) -> Estimate:
+        """Return it in another unit."""
+        return Estimate(self.value * factor, self.low * factor, self.high * factor)
+
 
 def finite(value: float | None) -> float | None:
     """Return a figure as JSON has it: None for NaN and infinity."""
     return float(value) if value is not None and math.isfinite(value) else None
+
+
+def estimates_json(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
+    """Return figures by name as JSON has them, each with its interval as ``NAME_ci``."""
+    found: dict[str, Any] = {}
+    for name, one in estimates.items():
+        found |= {name: finite(one.value), f"{name}_ci": [finite(one.low), finite(one.high)]}
+    return found
 
 
 def number(value: float | None, decimals: int, signed: bool = False) -> str:

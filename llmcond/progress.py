@@ -195,9 +195,6 @@ class FitBar(_Bar):
 class CountBar(_Bar):
     """A progress bar for anything that is done one by one."""
 
-    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(name, clock=clock)
-
     def on_item(self, done: int, of: int) -> None:
         """Show how many are done."""
         self._show(f"{done:,} of {of:,}", completed=done, total=of)

@@ -43,7 +43,7 @@ from llmcond.finetune.save import save_encoder
 from llmcond.finetune.settings import TuneSettings
 from llmcond.finetune.state import StateFolder
 from llmcond.heads import cosine
-from llmcond.heads.regression import RegressionSettings
+from llmcond.heads.dense import RegressionSettings
 from llmcond.metrics import spearman
 from llmcond.prompts import load_prompt
 from llmcond.prompts.inputs import row_inputs

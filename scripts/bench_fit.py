@@ -17,6 +17,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,10 +151,11 @@ def hypernet(options: argparse.Namespace) -> list[dict[str, Any]]:
     }
     for name, change in changes.items():
         recipe = load_recipe("hypernet-mse").with_settings({**base, **change}, "")
-        family = PlainHypernet if name.startswith("plain") else Hypernet
+        if name.startswith("plain"):
+            recipe = replace(recipe, family=PlainHypernet)
         seconds = []
         for _ in range(options.rounds):
-            fit = timed(fit_by_gradient, family, recipe.settings, data, None, 0, quiet)
+            fit = timed(fit_by_gradient, recipe, data, None, 0, quiet)
             seconds.append(fit[0])
         loss = last_loss(fit[1][1])
         rows.append({"form": name, "seconds": float(np.median(seconds)), "loss": loss})

@@ -36,7 +36,7 @@ from llmcond.evaluation.ranking import CandidatePool, rank, top
 from llmcond.features.extract import extract
 from llmcond.features.store import FeatureStore
 from llmcond.heads import FittedHead, load_recipe
-from llmcond.heads.cache import ConditionCache
+from llmcond.heads.base import ConditionCache
 from llmcond.heads.module import HeadModule
 from llmcond.kinds.ranking.arrays import QueryArrays
 from llmcond.kinds.ranking.fit import fit_queries

@@ -35,8 +35,7 @@ from llmcond.encoders.known import known_names
 from llmcond.encoders.loading.device import TORCH_DTYPES
 from llmcond.features.view import view_of
 from llmcond.finetune.build import load_trainable, prepare_accelerator
-from llmcond.finetune.inputs import RatedInputs
-from llmcond.finetune.model import HeadPlan, TunedModel
+from llmcond.finetune.model import HeadPlan, RatedInputs, TunedModel
 from llmcond.finetune.settings import TuneSettings
 from llmcond.heads import load_recipe
 from llmcond.heads.objectives import Objective

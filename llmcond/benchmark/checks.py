@@ -313,9 +313,10 @@ def _head(bench: Bench) -> tuple[float, str]:
 
 def fit_head(device: str) -> Vectors:
     """Return the weights of a linear head after three epochs on drawn features, (32, 128)."""
+    from llmcond.heads.dense import Linear
     from llmcond.heads.fit import fit_by_gradient
-    from llmcond.heads.linear import Linear
     from llmcond.heads.pairs import PairArrays
+    from llmcond.heads.recipes import Recipe
 
     chance = np.random.default_rng(0)
     first, second = chance.standard_normal((2, 512, 128), dtype=np.float32)
@@ -323,7 +324,8 @@ def fit_head(device: str) -> Vectors:
     settings = Linear.Settings(
         dim=32, dropout=0.0, learning_rate=1e-3, batch_size=64, epochs=3, patience=3
     )
-    module, _ = fit_by_gradient(Linear, settings, pairs, None, 0, lambda *_: None, device)
+    recipe = Recipe("linear", "", "", "linear", Linear, settings)
+    module, _ = fit_by_gradient(recipe, pairs, None, 0, lambda *_: None, device)
     return np.asarray(module.get_parameter("weight").detach().cpu().numpy())
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from llmcond.clustering.methods import Labels
 from llmcond.data.candidates import is_missing
 from llmcond.evaluation.paired import LEAST_PAIRS, LEVEL, ROUNDING
-from llmcond.metrics import Estimate, Floats, Indices, Metric, finite
+from llmcond.metrics import Estimate, Floats, Indices, Metric, estimates_json
 
 # Both metrics depend on sums over the counts of a contingency table, so that the figures without
 # each text in turn, which intervals rest on, need no loop over texts.
@@ -175,9 +175,7 @@ class Scores:
         values["base"] = self.base_name
         kinds = {"": self.own, "base_": self.base, "minus_base_": self.difference}
         for name, (prefix, estimates) in product(self.own, kinds.items()):
-            one = estimates[name]
-            values[f"{prefix}{name}"] = finite(one.value)
-            values[f"{prefix}{name}_ci"] = [finite(one.low), finite(one.high)]
+            values |= estimates_json({f"{prefix}{name}": estimates[name]})
         return values
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from llmcond.commands.base import Command, verb
 from llmcond.workflows.options.scoring import AnalyseOptions
@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 class Analyse(AnalyseOptions, Command):
     """Explain heads: isotropy, condition clusters, unseen conditions, norms, changed rows."""
 
-    position: ClassVar[int] = 80
-    example: ClassVar[str] = (
-        "llmcond analyse --head mlp --what clusters --conditions 4 --out pictures"
-    )
-    formats: ClassVar[bool] = True
+    position = 80
+    example = "llmcond analyse --head mlp --what clusters --conditions 4 --out pictures"
+    formats = True
 
     def execute(self) -> AnalysisResult:
         """Analyse."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from llmcond.commands.base import RESUMES, Command, verb
 from llmcond.workflows.options.texts import AnnotateOptions
@@ -20,12 +20,12 @@ class Annotate(AnnotateOptions, Command):
     answer is stored as it comes, so that the same command goes on where it was stopped.
     """
 
-    position: ClassVar[int] = 200
-    example: ClassVar[str] = (
+    position = 200
+    example = (
         "llmcond annotate my.csv --endpoint http://localhost:8000/v1 --model NAME --out rated.csv"
     )
-    formats: ClassVar[bool] = True
-    if_interrupted: ClassVar[str] = RESUMES
+    formats = True
+    if_interrupted = RESUMES
 
     def execute(self) -> AnnotationResult:
         """Rate."""

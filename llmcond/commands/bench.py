@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from llmcond.commands.base import Command, verb
 from llmcond.errors import LlmcondError
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Bench(BenchOptions, Command):
     """Check and time encoders on this machine: 16, 8 and 4 bit, against their peers."""
 
-    position: ClassVar[int] = 250
-    example: ClassVar[str] = "llmcond bench --shape nv-embed-v2 --out nv-embed.md"
+    position = 250
+    example = "llmcond bench --shape nv-embed-v2 --out nv-embed.md"
 
     def execute(self) -> Benchmark:
         """Check, then time."""

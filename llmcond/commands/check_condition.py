@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from llmcond.commands.base import REUSES_VECTORS, Command, verb
 from llmcond.workflows.options.texts import CheckConditionOptions
@@ -21,12 +21,10 @@ class CheckCondition(CheckConditionOptions, Command):
     aspect they are grouped. At most 200 texts are sampled; fewer than 20 tell nothing.
     """
 
-    position: ClassVar[int] = 170
-    example: ClassVar[str] = (
-        "llmcond check-condition texts.csv --condition 'the topic' --condition 'the mood'"
-    )
-    formats: ClassVar[bool] = True
-    if_interrupted: ClassVar[str] = REUSES_VECTORS
+    position = 170
+    example = "llmcond check-condition texts.csv --condition 'the topic' --condition 'the mood'"
+    formats = True
+    if_interrupted = REUSES_VECTORS
 
     def execute(self) -> ConditionChecks:
         """Check the conditions."""

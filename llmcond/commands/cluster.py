@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from llmcond.commands.base import REUSES_VECTORS, Command, verb
 from llmcond.workflows.options.texts import ClusterOptions
@@ -12,21 +12,16 @@ if TYPE_CHECKING:
     from llmcond.clustering.result import ClusterResult
 
 
-def _clusters(text: str) -> int | str:
-    """Return a number as one; what the others mean is for the work to say."""
-    return int(text) if text.isdecimal() else text
-
-
 @dataclass(frozen=True, kw_only=True)
 class Cluster(ClusterOptions, Command):
     """Group texts under a condition, or under several, side by side."""
 
-    position: ClassVar[int] = 160
-    example: ClassVar[str] = (
+    position = 160
+    example = (
         "llmcond cluster texts.csv --condition 'the topic' --out clusters.csv --report map.html"
     )
-    formats: ClassVar[bool] = True
-    if_interrupted: ClassVar[str] = REUSES_VECTORS
+    formats = True
+    if_interrupted = REUSES_VECTORS
 
     def execute(self) -> ClusterResult:
         """Cluster."""

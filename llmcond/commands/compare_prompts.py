@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from llmcond.commands.base import RESUMES, Command, verb
 from llmcond.workflows.options.scoring import ComparePromptsOptions
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 class ComparePrompts(ComparePromptsOptions, Command):
     """Compare prompts on the same rows, splits, seeds and heads, with paired evidence."""
 
-    position: ClassVar[int] = 90
-    example: ClassVar[str] = (
+    position = 90
+    example = (
         "llmcond compare-prompts --model minilm --prompts my/*.toml --heads mlp --report page.html"
     )
-    formats: ClassVar[bool] = True
-    if_interrupted: ClassVar[str] = RESUMES
+    formats = True
+    if_interrupted = RESUMES
 
     def execute(self) -> Comparison:
         """Compare."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from llmcond.commands.base import Command, verb
 from llmcond.workflows.options.ranking import CompleteOptions
@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 class Complete(CompleteOptions, Command):
     """Complete a triple of a run's knowledge graph: the entities that fit best."""
 
-    position: ClassVar[int] = 100
-    example: ClassVar[str] = (
-        "llmcond complete --run runs/wn18rr --head-entity 02084071 --relation _hypernym"
-    )
-    formats: ClassVar[bool] = True
+    position = 100
+    example = "llmcond complete --run runs/wn18rr --head-entity 02084071 --relation _hypernym"
+    formats = True
 
     def execute(self) -> Completions:
         """Rank all entities."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from llmcond.commands.base import REUSES_VECTORS, Command, verb
 from llmcond.data.readers import EMBEDDING_SUFFIXES
@@ -23,11 +23,9 @@ class Embed(EmbedOptions, Command):
     which is written bit by bit.
     """
 
-    position: ClassVar[int] = 130
-    example: ClassVar[str] = (
-        "llmcond embed texts.csv --out vectors.parquet --condition-text 'the activity'"
-    )
-    if_interrupted: ClassVar[str] = (
+    position = 130
+    example = "llmcond embed texts.csv --out vectors.parquet --condition-text 'the activity'"
+    if_interrupted = (
         "what was written to a folder or dataset is kept, and the same command resumes; "
         f"{REUSES_VECTORS}"
     )

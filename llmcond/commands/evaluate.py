@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from llmcond.commands.base import REUSES_VECTORS, Command, verb
 from llmcond.workflows.options.scoring import EvaluateOptions
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 class Evaluate(EvaluateOptions, Command):
     """Score a run's heads, with zero-shot for comparison."""
 
-    position: ClassVar[int] = 70
-    example: ClassVar[str] = "llmcond evaluate --head mlp --split dev --json"
-    formats: ClassVar[bool] = True
-    if_interrupted: ClassVar[str] = REUSES_VECTORS
+    position = 70
+    example = "llmcond evaluate --head mlp --split dev --json"
+    formats = True
+    if_interrupted = REUSES_VECTORS
 
     def execute(self) -> Results[Result]:
         """Score."""

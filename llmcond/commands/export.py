@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from llmcond.commands.base import Command, verb
 from llmcond.options import option
@@ -23,8 +23,8 @@ class Export(WithConditions, WithEmbedder, Command):
     without --condition it takes any condition, where llmcond is installed.
     """
 
-    position: ClassVar[int] = 180
-    example: ClassVar[str] = "llmcond export --out places --condition 'the place'"
+    position = 180
+    example = "llmcond export --out places --condition 'the place'"
 
     out: str | Path = option(metavar="DIR", help="a new folder")
     format: Literal["sentence-transformers"] = option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, cast
 
 from llmcond.commands.base import RESUMES, Command, verb
 from llmcond.workflows.options.encoding import ExtractOptions
@@ -20,11 +20,9 @@ class Extract(ExtractOptions, Command):
     What the run holds already is not encoded again; an interrupted call goes on where it stopped.
     """
 
-    position: ClassVar[int] = 10
-    example: ClassVar[str] = (
-        "llmcond extract --model minilm --data my.csv --prompt concat-sent-cond"
-    )
-    if_interrupted: ClassVar[str] = RESUMES
+    position = 10
+    example = "llmcond extract --model minilm --data my.csv --prompt concat-sent-cond"
+    if_interrupted = RESUMES
 
     def execute(self) -> ExtractResult | ExtractionPlan:
         """Extract, or tell what would be."""

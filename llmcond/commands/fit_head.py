@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from llmcond.commands.base import Command, verb
 from llmcond.workflows.options.fitting import FitHeadOptions
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class FitHead(FitHeadOptions, Command):
     """Fit a head on a run's training features, and keep it in the run."""
 
-    position: ClassVar[int] = 20
-    example: ClassVar[str] = "llmcond fit-head --head mlp --dim 256 --set epochs=50"
+    position = 20
+    example = "llmcond fit-head --head mlp --dim 256 --set epochs=50"
 
     def execute(self) -> FittedResult:
         """Fit and save."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from llmcond.bundled import bundled_names
 from llmcond.commands.base import Command
@@ -16,9 +16,9 @@ from llmcond.options import option
 class Heads(Command):
     """List the bundled head recipes, or the heads that were fitted in a run."""
 
-    position: ClassVar[int] = 240
-    example: ClassVar[str] = "llmcond heads --run runs/mine --default mlp@concat-sent-cond"
-    formats: ClassVar[bool] = True
+    position = 240
+    example = "llmcond heads --run runs/mine --default mlp@concat-sent-cond"
+    formats = True
 
     run: str | Path | None = option(None, metavar="DIR", help="list the heads of this run")
     default: str | None = option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from llmcond.commands.base import RESUMES, Command
 from llmcond.data.readers import FILES
@@ -24,9 +24,9 @@ class IndexTexts(IndexOptions, Command):
     that the same command goes on where it was stopped.
     """
 
-    position: ClassVar[int] = 140
-    example: ClassVar[str] = "llmcond index texts.csv --out texts.index --condition 'the place'"
-    if_interrupted: ClassVar[str] = RESUMES
+    position = 140
+    example = "llmcond index texts.csv --out texts.index --condition 'the place'"
+    if_interrupted = RESUMES
 
     def execute(self) -> Indexed:
         """Index."""

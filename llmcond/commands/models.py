@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 from llmcond.bundled import pretrained_names
 from llmcond.commands.base import Command
@@ -41,9 +41,9 @@ class Models:
 class ListModels(WithEncoderSettings, Command):
     """List the encoders that are known by name, or check one before it is downloaded."""
 
-    position: ClassVar[int] = 210
-    example: ClassVar[str] = "llmcond models --check nvidia/NV-Embed-v2"
-    formats: ClassVar[bool] = True
+    position = 210
+    example = "llmcond models --check nvidia/NV-Embed-v2"
+    formats = True
 
     check: str | None = option(
         None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from llmcond.bundled import bundled_names
 from llmcond.commands.base import Command
@@ -16,9 +16,9 @@ class Prompts(Command):
     Those of encoders come first, and then those that `annotate` asks a language model.
     """
 
-    position: ClassVar[int] = 220
-    example: ClassVar[str] = "llmcond prompts show concat-sent-cond --row 3 --model minilm"
-    formats: ClassVar[bool] = True
+    position = 220
+    example = "llmcond prompts show concat-sent-cond --row 3 --model minilm"
+    formats = True
 
     def execute(self) -> dict[str, Any]:
         """List."""

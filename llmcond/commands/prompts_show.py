@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from llmcond.commands.base import Command
 from llmcond.encoders import EncoderOptions
@@ -17,8 +17,8 @@ from llmcond.workflows.options.common import DATA, Split, WithColumns, WithEncod
 class ShowPrompt(WithColumns, WithEncoderSettings, Command):
     """Show the exact texts that a prompt gives for a row, and the tokens an encoder reads."""
 
-    position: ClassVar[int] = 230
-    example: ClassVar[str] = "llmcond prompts show my/template.toml --data my.csv --row 17"
+    position = 230
+    example = "llmcond prompts show my/template.toml --data my.csv --row 17"
 
     prompt: str = option(flag="", metavar="NAME_OR_FILE", help="a template")
     row: int | None = option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from llmcond.commands.base import Command, verb
 from llmcond.workflows.options.training import PushOptions
@@ -19,8 +19,8 @@ class Push(PushOptions, Command):
     Of a frozen encoder only its name on the hub and its revision go up.
     """
 
-    position: ClassVar[int] = 60
-    example: ClassVar[str] = "llmcond push ada/my-heads --run runs/default --private"
+    position = 60
+    example = "llmcond push ada/my-heads --run runs/default --private"
 
     def execute(self) -> PushResult:
         """Upload."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from llmcond.commands.base import REUSES_VECTORS, Command, verb
 from llmcond.workflows.options.ranking import ReplyOptions
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 class Reply(ReplyOptions, Command):
     """Rank candidates as the next turn of a dialogue, or by how well they lead to a later one."""
 
-    position: ClassVar[int] = 110
-    example: ClassVar[str] = (
+    position = 110
+    example = (
         "llmcond reply 'Hi!' 'Hey, how are you?' --candidates replies.txt --run runs/dialogues"
     )
-    formats: ClassVar[bool] = True
-    if_interrupted: ClassVar[str] = REUSES_VECTORS
+    formats = True
+    if_interrupted = REUSES_VECTORS
 
     def execute(self) -> Replies:
         """Encode the turns, and rank the candidates."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from llmcond.commands.base import Command
 from llmcond.conditions import Condition, condition_text, condition_titles
@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 class Search(WithConditions, WithDevice, Command):
     """Find the texts of an index that are nearest to a query under a condition."""
 
-    position: ClassVar[int] = 150
-    example: ClassVar[str] = (
-        "llmcond search texts.index 'Children swim in the sea.' --condition 'the place' -k 5"
-    )
-    formats: ClassVar[bool] = True
+    position = 150
+    example = "llmcond search texts.index 'Children swim in the sea.' --condition 'the place' -k 5"
+    formats = True
 
     folder: str | Path = option(flag="", metavar="DIR", help="an index; see llmcond index")
     query: str = option(flag="", metavar="QUERY", help="a text")

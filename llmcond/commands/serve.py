@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from llmcond.commands.base import Command, verb
 from llmcond.conditions import Condition
@@ -24,8 +24,8 @@ class Serve(WithGuide, WithEmbedder, ServerSettings, Command):
     this machine are served, let a proxy do that.
     """
 
-    position: ClassVar[int] = 190
-    example: ClassVar[str] = "llmcond serve --port 8000 --condition 'the activity'"
+    position = 190
+    example = "llmcond serve --port 8000 --condition 'the activity'"
 
     index: str | Path | None = option(
         None,

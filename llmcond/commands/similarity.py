@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from llmcond.commands.base import Command
 from llmcond.conditions import condition_json
@@ -34,11 +34,11 @@ class Similarities:
 class Similarity(WithConditions, WithEmbedder, Command):
     """Compare two sentences under conditions."""
 
-    position: ClassVar[int] = 120
-    example: ClassVar[str] = (
+    position = 120
+    example = (
         "llmcond similarity 'A man rides a horse.' 'A girl cycles.' --condition 'the activity'"
     )
-    formats: ClassVar[bool] = True
+    formats = True
 
     sentence1: str = option(flag="", metavar="SENTENCE1", help="a text")
     sentence2: str = option(flag="", metavar="SENTENCE2", help="another text")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from llmcond.commands.base import RESUMES, Command, verb
 from llmcond.errors import UserError
@@ -18,12 +18,10 @@ if TYPE_CHECKING:
 class Sweep(SweepOptions, Command):
     """Fit heads for every combination of settings and seeds; resumes, in one table."""
 
-    position: ClassVar[int] = 30
-    example: ClassVar[str] = (
-        "llmcond sweep --head mlp linear --vary dim=64,128,256 --seeds 3 --plot dim.png"
-    )
-    formats: ClassVar[bool] = True
-    if_interrupted: ClassVar[str] = RESUMES
+    position = 30
+    example = "llmcond sweep --head mlp linear --vary dim=64,128,256 --seeds 3 --plot dim.png"
+    formats = True
+    if_interrupted = RESUMES
 
     def execute(self) -> SweepResult:
         """Fit and score all combinations."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from llmcond.commands.base import RESUMES, Command, verb
 from llmcond.workflows.options.training import TrainCrossOptions
@@ -19,9 +19,9 @@ class TrainCross(TrainCrossOptions, Command):
     It compares two texts, and has no embeddings. Stopped, the same command goes on.
     """
 
-    position: ClassVar[int] = 50
-    example: ClassVar[str] = "llmcond train-cross --model minilm --run runs/cross"
-    if_interrupted: ClassVar[str] = RESUMES
+    position = 50
+    example = "llmcond train-cross --model minilm --run runs/cross"
+    if_interrupted = RESUMES
 
     def execute(self) -> TrainingResult:
         """Train."""

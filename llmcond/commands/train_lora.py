@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from llmcond.commands.base import RESUMES, Command, verb
 from llmcond.workflows.options.training import TrainLoraOptions
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class TrainLora(TrainLoraOptions, Command):
     """Train an encoder's adapters and a head together; stopped, the same command goes on."""
 
-    position: ClassVar[int] = 40
-    example: ClassVar[str] = "llmcond train-lora --model minilm --head none --run runs/tuned"
-    if_interrupted: ClassVar[str] = RESUMES
+    position = 40
+    example = "llmcond train-lora --model minilm --head none --run runs/tuned"
+    if_interrupted = RESUMES
 
     def execute(self) -> TrainingResult:
         """Train."""

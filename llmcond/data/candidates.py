@@ -192,6 +192,6 @@ def read_collection(given: Any, column: str = "text", others: Sequence[str] = ()
     try:
         texts, *found = read_columns(source, source.files, wanted)
     except MissingColumnError as error:
-        advice = "Name the column of the texts: --text COL."
+        advice = "Name one of them (--text COL for the texts)."
         raise MissingColumnError(error.found, advice) from error
     return Collection(texts, Path(source.files[0]).name, dict(zip(others, found, strict=True)))

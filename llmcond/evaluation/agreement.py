@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from llmcond.data.rows import Rows
 from llmcond.evaluation.breakdown import by_condition
 from llmcond.evaluation.paired import resample
-from llmcond.metrics import DEFAULT, Estimate, Floats, finite, spearman
+from llmcond.metrics import DEFAULT, Estimate, Floats, estimates_json, finite, spearman
 
 #: Steps of a scale that ratings are rounded to: 1 to 5.
 STEPS = 5
@@ -55,9 +55,6 @@ class Agreement:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as ``--json`` prints it, means on 1 to 5."""
-        figures: dict[str, Any] = {}
-        for name, one in self.metrics.items():
-            figures |= {name: finite(one.value), f"{name}_ci": [finite(one.low), finite(one.high)]}
         conditions = [
             {
                 "condition": own.condition,
@@ -70,7 +67,7 @@ class Agreement:
         ]
         return {
             "n": self.n,
-            **figures,
+            **estimates_json(self.metrics),
             "confusion": self.confusion.tolist(),
             "by_condition": conditions,
         }

@@ -21,7 +21,7 @@ from scipy.stats import t as student
 
 from llmcond.data.aspects import AspectSample
 from llmcond.evaluation.paired import LEAST_PAIRS, LEVEL, ROUNDING, resample
-from llmcond.metrics import Estimate, Floats, Indices, Metric, finite
+from llmcond.metrics import Estimate, Floats, Indices, Metric, estimates_json, finite
 
 #: Conditions that are clustered have values of so many texts each, and so many such values.
 LEAST_TEXTS, LEAST_VALUES, MOST_VALUES = 8, 3, 10
@@ -146,12 +146,8 @@ class AspectFigures:
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON has them; null where one is undefined."""
-        values: dict[str, Any] = {}
-        for name in FIGURES:
-            estimate: Estimate = getattr(self, name)
-            values[name] = finite(estimate.value)
-            values[f"{name}_ci"] = [finite(estimate.low), finite(estimate.high)]
-        return {**values, "chance": finite(self.chance), **self.counts}
+        figures = estimates_json({name: getattr(self, name) for name in FIGURES})
+        return {**figures, "chance": finite(self.chance), **self.counts}
 
 
 #: The names of the figures that have intervals.

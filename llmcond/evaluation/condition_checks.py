@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -32,6 +32,7 @@ WORKS, WORKS_IN_PART = 0.70, 0.58
 CALIBRATION = "conditions.json"
 
 _FORMAT = 1
+_RECORDED = ("intercept", "coefficients", "half_width", "measured")
 #: The share of the other texts that count as the nearest ones.
 _NEAREST = 0.02
 
@@ -79,36 +80,22 @@ def indicators(vectors: NDArray[Any]) -> dict[str, float]:
     n = len(unit)
     cosines = (unit @ unit.T)[~np.eye(n, dtype=bool)].reshape(n, n - 1)
     deviations = cosines - cosines.mean()
-    variance = np.square(deviations).mean()
+    variance, bimodality = np.square(deviations).mean(), 0.0
+    if variance:
+        third, fourth = (np.power(deviations, power).mean() for power in (3, 4))
+        bimodality = (third**2 / variance**3 + 1) / (fourth / variance**2)
     return {
         "nearest": float(np.quantile(cosines, 1 - _NEAREST, axis=1).mean()),
-        "bimodality": float(
-            (np.power(deviations, 3).mean() ** 2 / variance**3 + 1)
-            / (np.power(deviations, 4).mean() / variance**2)
-        )
-        if variance
-        else 0.0,
+        "bimodality": float(bimodality),
     }
 
 
 # -- what they predict -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Record:
-    """What conditions.json of a model holds at least."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
-
-    intercept: float
-    coefficients: Mapping[str, float]
-    half_width: float
-    measured: Mapping[str, Any]
-
-
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A linear prediction of the accuracy of paired triples from indicators.
+    """A linear prediction of the accuracy of paired triples from indicators, as in conditions.json.
 
     Attributes:
         intercept, coefficients: of the indicators that are used; figures are fractions.
@@ -116,6 +103,8 @@ class Calibration:
         measured: what it was fitted on, and how well it predicted conditions of other sets.
         is_own: whether it was fitted on the model that it is used for.
     """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
     intercept: float
     coefficients: Mapping[str, float]
@@ -141,13 +130,7 @@ class Calibration:
 
     def to_json(self) -> dict[str, Any]:
         """Return what conditions.json holds."""
-        return {
-            "format": _FORMAT,
-            "intercept": self.intercept,
-            "coefficients": dict(self.coefficients),
-            "half_width": self.half_width,
-            "measured": dict(self.measured),
-        }
+        return {"format": _FORMAT, **{name: getattr(self, name) for name in _RECORDED}}
 
 
 def find_calibration(folder: Path) -> Calibration | None:
@@ -158,20 +141,17 @@ def find_calibration(folder: Path) -> Calibration | None:
     Raises:
         UserError, LlmcondError: the file cannot be read, or holds something else.
     """
-    places = [folder, bundled("models") / PRETRAINED]
-    paths = [one / CALIBRATION for one in places if (one / CALIBRATION).is_file()]
-    if not paths:
+    paths = (place / CALIBRATION for place in (folder, bundled("models") / PRETRAINED))
+    path = next(filter(Path.is_file, paths), None)
+    if path is None:
         return None
-    path = paths[0]
     remedy = "Make it anew: python scripts/calibrate_conditions.py"
-    record = read_record(path, _Record, remedy)
+    record = read_record(path, Calibration, remedy)
     check_format(record, _FORMAT, str(path))
     unknown = sorted(record["coefficients"].keys() - INDICATORS.keys())
     if unknown:
         raise LlmcondError(f"{path} has a coefficient of {unknown[0]!r}, no indicator. {remedy}")
-    names = ("intercept", "coefficients", "half_width", "measured")
-    fitted = {name: record[name] for name in names}
-    return Calibration(**fitted, is_own=path.parent == folder)
+    return Calibration(**{name: record[name] for name in _RECORDED}, is_own=path.parent == folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,14 +184,12 @@ class ConditionCheck:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as ``--json`` prints it."""
-        expected = self.expected
+        accuracy, *ends = (round(v, 4) for v in astuple(self.expected)) if self.expected else [None]
         return {
             **condition_json(self.condition),
             "verdict": self.verdict,
-            "expected_accuracy": None if expected is None else round(expected.value, 4),
-            "expected_accuracy_ci": None
-            if expected is None
-            else [round(expected.low, 4), round(expected.high, 4)],
+            "expected_accuracy": accuracy,
+            "expected_accuracy_ci": ends or None,
             "texts": self.n_texts,
             "indicators": {name: round(value, 4) for name, value in self.indicators.items()},
         }
@@ -223,10 +201,7 @@ class ConditionCheck:
                 f"{self.n_texts} distinct texts are too few to tell whether the condition works; "
                 f"give at least {LEAST_TEXTS}"
             )
-        low, value, high = (
-            f"{100 * one:.0f}"
-            for one in (self.expected.low, self.expected.value, self.expected.high)
-        )
+        value, low, high = (f"{100 * one:.0f}" for one in astuple(self.expected))
         accuracy = f"expected accuracy {value} % [{low}, {high}]; 50 % is chance"
         if self.verdict == "not expected to work":
             return f"this condition is not expected to work ({accuracy}); {ADVICE}"

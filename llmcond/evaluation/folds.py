@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llmcond.data.rows import Rows
 from llmcond.evaluation.paired import Difference, differences, resample
-from llmcond.metrics import Estimate, Metric, finite
+from llmcond.metrics import Estimate, Metric, estimates_json, finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +49,10 @@ class Gain:
 
     def to_json(self) -> dict[str, Any]:
         """Return what records and ``--json`` have."""
-        return {
-            "n": self.n,
-            "n_pairs": self.n_pairs,
-            **{
-                name: {
-                    self.metric.name: finite(own.value),
-                    f"{self.metric.name}_ci": [finite(own.low), finite(own.high)],
-                }
-                for name, own in (
-                    ("without", self.without),
-                    ("trained", self.trained),
-                    ("difference", self.difference),
-                )
-            },
-            "p": finite(self.difference.p),
-        }
+        difference = Estimate(self.difference.value, self.difference.low, self.difference.high)
+        scores = {"without": self.without, "trained": self.trained, "difference": difference}
+        figures = {name: estimates_json({self.metric.name: one}) for name, one in scores.items()}
+        return {"n": self.n, "n_pairs": self.n_pairs, **figures, "p": finite(self.difference.p)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,13 +74,7 @@ class RankedResult(QueryResult):
         """Return it as ``evaluate --json`` prints it."""
         grouped = {"by_category": self.by_category, "by_relation": self.by_relation}
         return {
-            **self.identity_json(),
-            "ties": self.ties,
-            **self.added,
-            "neighbours": self.neighbours,
-            **self.metrics_json(deviations=False),
-            "seed": self.seeds[0] if self.seeds else None,
-            "selected_on": self.fits[0].get("selected_on") if self.fits else None,
+            **self.scored_json(ties=self.ties, **self.added, neighbours=self.neighbours),
             **{name: part.to_json() for name, part in self.parts.items()},
             **{
                 name: {key: part.to_json() for key, part in parts.items()}
@@ -129,9 +123,8 @@ class DialogueResult(QueryResult):
 
     def to_json(self) -> dict[str, Any]:
         """Return it as ``evaluate --json`` prints it."""
-        about = {"ties": self.ties, "score": self.score, "candidates": self.candidates}
         return {
-            **_ranked_json(self, about),
+            **self.scored_json(ties=self.ties, score=self.score, candidates=self.candidates),
             "median_rank": finite(self.median_rank),
             "by_history": {name: part.to_json() for name, part in self.by_history.items()},
         }
@@ -166,10 +159,8 @@ class PlanResult(QueryResult):
     def to_json(self) -> dict[str, Any]:
         """Return it as ``evaluate --json`` prints it."""
         about = {"ties": self.ties, "score": self.score, "plan": self.plan, "goal": self.goal}
-        return {
-            **_ranked_json(self, about),
-            "cells": {name: part.to_json() for name, part in self.cells.items()},
-        }
+        cells = {name: part.to_json() for name, part in self.cells.items()}
+        return {**self.scored_json(**about), "cells": cells}
 
     @property
     def variant(self) -> tuple[str, str]:
@@ -180,13 +171,3 @@ class PlanResult(QueryResult):
     def grouped(self) -> Mapping[str, Mapping[str, Part]]:
         """See :class:`QueryResult`."""
         return {"turns before + turns to the goal": self.cells}
-
-
-def _ranked_json(result: Result, about: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **result.identity_json(),
-        **about,
-        **result.metrics_json(deviations=False),
-        "seed": result.seeds[0] if result.seeds else None,
-        "selected_on": result.fits[0].get("selected_on") if result.fits else None,
-    }

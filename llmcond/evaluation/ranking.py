@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from llmcond.arrays import Array, MatrixLike, Positions, as_matrix
 from llmcond.data.queries import KnownAnswers
 from llmcond.errors import UserError
-from llmcond.evaluation.paired import RESAMPLES, Resampled, resample
-from llmcond.metrics import RANKING_NAMES, Estimate, Floats, Metric, choose_metrics, finite
+from llmcond.evaluation.paired import RESAMPLES, resample
+from llmcond.metrics import RANKING_NAMES, Estimate, Floats, Metric, choose_metrics, estimates_json
 from llmcond.options import Ties
 
 Numbers = NDArray[np.integer[Any]]
@@ -341,24 +341,18 @@ class Part:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as ``evaluate --json`` prints it."""
-        found: dict[str, Any] = {"n": self.n}
-        for name, one in self.metrics.items():
-            found |= {name: finite(one.value), f"{name}_ci": [finite(one.low), finite(one.high)]}
-        return found
+        return {"n": self.n, **estimates_json(self.metrics)}
 
 
-def resample_ranks(
+def measure_each(
     systems: Sequence[Floats],
     group: Numbers,
     metrics: Sequence[Metric] | None = None,
     resamples: int = RESAMPLES,
     chosen: NDArray[np.bool_] | None = None,
     stratum: NDArray[Any] | None = None,
-) -> Resampled:
-    """Measure systems on the same draws of groups, all queries of a group together.
-
-    What is returned gives intervals, and with :func:`llmcond.evaluation.paired.differences` those
-    of differences.
+) -> list[Part]:
+    """Return the figures of each system, on the same draws of groups with all of their queries.
 
     Args:
         systems: (seeds, m) ranks of each.
@@ -370,35 +364,9 @@ def resample_ranks(
     """
     chosen = np.ones(len(group), dtype=bool) if chosen is None else chosen
     stratum = np.zeros(len(group)) if stratum is None else stratum
-    own = [system[:, chosen] for system in systems]
     metrics = choose_metrics(RANKING_NAMES) if metrics is None else metrics
-    return resample(own, np.asarray(stratum[chosen], float), group[chosen], metrics, resamples)
-
-
-def measure_each(
-    systems: Sequence[Floats],
-    group: Numbers,
-    metrics: Sequence[Metric] | None = None,
-    resamples: int = RESAMPLES,
-    chosen: NDArray[np.bool_] | None = None,
-    stratum: NDArray[Any] | None = None,
-) -> list[Part]:
-    """Return the figures of each system; arguments as in :func:`resample_ranks`."""
-    metrics = choose_metrics(RANKING_NAMES) if metrics is None else metrics
-    n = len(group) if chosen is None else int(chosen.sum())
-    if not n:
+    if not chosen.any():
         return [Part(0, {one.name: Estimate(np.nan) for one in metrics}) for _ in systems]
-    found = resample_ranks(systems, group, metrics, resamples, chosen, stratum)
-    return [Part(n, found.estimates(i)) for i in range(len(systems))]
-
-
-def measure(
-    ranks: Floats,
-    group: Numbers,
-    metrics: Sequence[Metric] | None = None,
-    resamples: int = RESAMPLES,
-    chosen: NDArray[np.bool_] | None = None,
-    stratum: NDArray[Any] | None = None,
-) -> Part:
-    """Return the figures of one system, (seeds, m) ranks; see :func:`resample_ranks`."""
-    return measure_each([ranks], group, metrics, resamples, chosen, stratum)[0]
+    own, strata = [system[:, chosen] for system in systems], np.asarray(stratum[chosen], float)
+    found = resample(own, strata, group[chosen], metrics, resamples)
+    return [Part(int(chosen.sum()), found.estimates(i)) for i in range(len(systems))]

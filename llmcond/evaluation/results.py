@@ -5,38 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Generic, Protocol, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcond.data.rows import Rows
 from llmcond.display import Displayed
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.conditions import Subset
 from llmcond.evaluation.paired import RESAMPLES, Difference, Resampled, resample
-from llmcond.metrics import DEFAULT, Estimate, Metric, comparisons, finite, metric_of
+from llmcond.metrics import (
+    DEFAULT,
+    Estimate,
+    Metric,
+    comparisons,
+    estimates_json,
+    finite,
+    metric_of,
+)
 from llmcond.tasks import DEFAULT_TASK
-
-
-class Scored(Protocol):
-    """Examples that predictions are compared with, such as :class:`llmcond.data.rows.Rows`."""
-
-    @property
-    def rated(self) -> NDArray[np.bool_]:
-        """Return (n,) which of them count."""
-
-    @property
-    def rating(self) -> NDArray[np.float64]:
-        """Return (n,) what their predictions should be like; of ranks nothing, zeros."""
-
-    @property
-    def pair(self) -> NDArray[np.int64]:
-        """Return (n,) the number of the group of each, which the bootstrap draws as one."""
 
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries whose right answers were ranked: :class:`Scored` by ranks alone.
+    """Queries whose right answers were ranked, so that ranks alone score them.
 
     Attributes:
         pair: (n,) the number of the example that asks each; a triple asks twice.
@@ -61,6 +54,10 @@ class Queries:
         return stratum.astype(np.float64)
 
 
+#: Examples that predictions are compared with; the bootstrap draws those of one pair together.
+Scored = Rows | Queries
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
     """The rows behind figures.
@@ -71,6 +68,8 @@ class Counts:
         n_pairs: sentence pairs of the rated rows, which the bootstrap resamples.
         n_compared: comparisons of two conditions on one sentence pair that accuracy counts.
         n_tied: comparisons left out of it, their ratings being equal.
+        unit: of queries, what messages call the examples that ask them, ``n_pairs`` in number;
+            empty for rated rows.
     """
 
     n: int = 0
@@ -78,13 +77,14 @@ class Counts:
     n_pairs: int = 0
     n_compared: int = 0
     n_tied: int = 0
+    unit: str = ""
 
     @classmethod
     def of(cls, rows: Scored) -> Counts:
         """Count rows, or queries."""
         if isinstance(rows, Queries):
             n_pairs = len(np.unique(rows.pair))
-            return QueryCounts(n=len(rows.pair), n_pairs=n_pairs, unit=rows.unit)
+            return cls(n=len(rows.pair), n_pairs=n_pairs, unit=rows.unit)
         rated = rows.rated
         pair = rows.pair[rated]
         sizes = np.unique(pair, return_counts=True)[1]
@@ -100,41 +100,19 @@ class Counts:
     @property
     def groups(self) -> str:
         """Return what messages call the groups that the bootstrap resamples."""
-        return "sentence pairs"
+        return self.unit or "sentence pairs"
 
     @property
     def text(self) -> str:
         """Return what figures are computed on, for titles."""
-        return f"{self.n:,} rated rows of {self.n_pairs:,} {self.groups}"
+        what = "queries" if self.unit else "rated rows"
+        return f"{self.n:,} {what} of {self.n_pairs:,} {self.groups}"
 
     def to_json(self) -> dict[str, int]:
         """Return what results have as JSON."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueryCounts(Counts):
-    """The queries behind figures: ``n`` of them, asked by ``n_pairs`` examples.
-
-    Attributes:
-        unit: what messages call the examples.
-    """
-
-    unit: str = "examples"
-
-    @property
-    def groups(self) -> str:
-        """Return what messages call the groups that the bootstrap resamples."""
-        return self.unit
-
-    @property
-    def text(self) -> str:
-        """Return what figures are computed on, for titles."""
-        return f"{self.n:,} queries of {self.n_pairs:,} {self.groups}"
-
-    def to_json(self) -> dict[str, int]:
-        """Return what results have as JSON."""
-        return {"n": self.n}
+        counts = asdict(self)
+        del counts["unit"]
+        return {"n": self.n} if self.unit else counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,22 +179,28 @@ class Result(Displayed):
         own = {key: getattr(self, key) for key in ("name", "head", "prompt", "subtract", "split")}
         return {**own, "task": self.task, **self.counts.to_json(), "dim": self.dim}
 
-    def metrics_json(self, deviations: bool = True) -> dict[str, Any]:
+    def metrics_json(self) -> dict[str, Any]:
         """Return the metrics as JSON, with their intervals and standard deviations over seeds."""
         found: dict[str, Any] = {}
         for name, one in self.metrics.items():
-            found |= {name: finite(one.value), f"{name}_ci": [finite(one.low), finite(one.high)]}
-            if deviations:
-                found[f"{name}_sd"] = finite(self.seed_sd.get(name))
+            found |= estimates_json({name: one})
+            found[f"{name}_sd"] = finite(self.seed_sd.get(name))
         return found
+
+    def scored_json(self, **about: Any) -> dict[str, Any]:
+        """Return the metrics of a single fit as JSON, after what it is of and ``about``."""
+        return {
+            **self.identity_json(),
+            **about,
+            **estimates_json(self.metrics),
+            "seed": self.seeds[0] if self.seeds else None,
+            "selected_on": self.fits[0].get("selected_on") if self.fits else None,
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Return it as ``evaluate --json`` prints it."""
         return {
-            **self.identity_json(),
-            **self.metrics_json(deviations=False),
-            "seed": self.seeds[0] if self.seeds else None,
-            "selected_on": self.fits[0].get("selected_on") if self.fits else None,
+            **self.scored_json(),
             **{
                 name: {"n": part.n, self.primary.name: finite(part.score.value)}
                 for name, part in self.by_condition.items()
@@ -228,11 +212,8 @@ class Result(Displayed):
         part = self.new_sentences
         if part is None:
             return {}
-        figures = part.metrics_json(deviations=False)
-        return {
-            "n_unseen_sentences": part.counts.n,
-            "unseen_sentences": {"n_pairs": part.counts.n_pairs, **figures},
-        }
+        figures = {"n_pairs": part.counts.n_pairs, **estimates_json(part.metrics)}
+        return {"n_unseen_sentences": part.counts.n, "unseen_sentences": figures}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,11 +231,9 @@ class ComparedResult(Result):
     against: str | None = None
 
     @classmethod
-    def of(cls, result: Result, control: str = "") -> ComparedResult:
+    def of(cls, result: Result) -> ComparedResult:
         """Return a result that is not compared with anything."""
-        return cls(
-            **{own.name: getattr(result, own.name) for own in fields(Result)}, control=control
-        )
+        return cls(**{own.name: getattr(result, own.name) for own in fields(Result)})
 
     def to_json(self) -> dict[str, Any]:
         """Return it as ``compare-prompts --json`` prints it."""

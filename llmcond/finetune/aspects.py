@@ -21,8 +21,7 @@ from llmcond.data.rows import Rows
 from llmcond.encoders.engine.engine import Engine
 from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.errors import UserError
-from llmcond.finetune.inputs import RatedInputs
-from llmcond.finetune.model import HeadPlan, TunedModel
+from llmcond.finetune.model import HeadPlan, RatedInputs, TunedModel
 from llmcond.finetune.settings import AspectSettings
 
 #: Longer texts, in characters, are left out: they would make steps slow.

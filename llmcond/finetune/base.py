@@ -16,50 +16,41 @@ from llmcond.arrays import Positions
 from llmcond.encoders.engine.engine import Engine
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.heads import FittedHead
-from llmcond.heads.base import Fitted
+from llmcond.heads.base import Fitted, fitted_class
 from llmcond.heads.module import HeadModule
 from llmcond.heads.pairs import Fit
-from llmcond.metrics import METRICS, Metric
+from llmcond.metrics import Metric
 
 #: Computes (n, k) values of n things by a function of some positions: each process a share of them.
 Shared = Callable[[int, Callable[[Positions], NDArray[np.float32]]], NDArray[np.float32]]
 
 
-class Rated(Protocol):
-    """Rated rows in the form that a model takes them."""
-
+class _Rated(Protocol):
     @property
-    def rating(self) -> NDArray[np.float64]:
-        """Return the ratings, (n,) on 0 to 1."""
-        ...
-
+    def rating(self) -> NDArray[np.float64]: ...  # (n,) on 0 to 1
     @property
-    def pair(self) -> NDArray[np.int64]:
-        """Return the sentence pair of each row, (n,)."""
-        ...
-
+    def pair(self) -> NDArray[np.int64]: ...  # the sentence pair of each row, (n,)
     def __len__(self) -> int: ...
 
 
 #: What a model is trained on: rated rows, or triples of a graph.
 R = TypeVar("R", bound=Sized)
 #: Rated rows, in the form that a model takes them.
-P = TypeVar("P", bound=Rated)
+P = TypeVar("P", bound=_Rated)
+#: The class of a fitted head.
+F = TypeVar("F", bound=Fitted)
 
 
-class TrainedModel(nn.Module, Generic[R]):
+class TrainedModel(nn.Module, Generic[R, F]):
     """An encoder's network, with its adapters, and a head behind it, which are trained together.
 
     A subclass says what the loss of some rows is, and what dev is scored by.
 
     Attributes:
-        on_dev: what records call the score on dev.
         metric: what dev is scored by.
         head: behind the encoder; ``kind`` is what records call its family.
         seed: of first weights, of the order of rows and of dropout.
     """
-
-    on_dev: str
 
     def __init__(
         self, engine: Engine, head: HeadModule, kind: str, seed: int, metric: Metric
@@ -69,6 +60,11 @@ class TrainedModel(nn.Module, Generic[R]):
         self.encoder: nn.Module = engine.model.network
         self.head: HeadModule = head.to(engine.out)
         self.engine, self.kind, self.seed = engine, kind, seed
+
+    @property
+    def on_dev(self) -> str:
+        """What records call the score on dev."""
+        return f"dev_{self.metric.name}"
 
     def forward(self, inputs: R, rows: Positions, seed: list[int]) -> Tensor:
         """Return the mean loss of some rows, a scalar; ``seed`` is of all that is random in it."""
@@ -86,15 +82,14 @@ class TrainedModel(nn.Module, Generic[R]):
         """Return what is trained, by name: parameters of the encoder and of the head."""
         return {name: value for name, value in self.named_parameters() if value.requires_grad}
 
-    def fitted(self, record: Mapping[str, Any] | None = None) -> Fitted:
-        """Return the head as it is now, as one that was fitted."""
-        raise NotImplementedError
-
-    def finished_head(self) -> HeadModule:
-        """Return a copy of the head as it is now, as fitted heads have it."""
+    def fitted(self, record: Mapping[str, Any] | None = None) -> F:
+        """Return a copy of the head as it is now, as one that was fitted."""
         # It is seeded again before each use, and not all generators can be copied.
         self.head.seed_dropout(None)
-        return copy.deepcopy(self.head).finished()
+        module, family = copy.deepcopy(self.head).finished(), type(self.head)
+        fitted: Any = fitted_class(family)
+        head: F = fitted(self.kind, family, module, self.seed, Fit(record or {}))
+        return head
 
     def seed_dropout(self, seed: list[int]) -> None:
         """Let the encoder's dropout and that of the head be drawn by a seed."""
@@ -113,19 +108,8 @@ class TrainedModel(nn.Module, Generic[R]):
         return vectors
 
 
-class RatedModel(TrainedModel[P]):
+class RatedModel(TrainedModel[P, FittedHead]):
     """A model that is trained on rated rows, and scored on dev by its predicted similarities."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        head: HeadModule,
-        kind: str,
-        seed: int,
-        metric: Metric = METRICS["spearman"],
-    ) -> None:
-        super().__init__(engine, head, kind, seed, metric)
-        self.on_dev = f"dev_{metric.name}"
 
     def predict(self, inputs: P, shared: Shared) -> NDArray[np.float32]:
         """Return the predicted similarity of all rows, (n,), without dropout and gradients."""
@@ -138,8 +122,3 @@ class RatedModel(TrainedModel[P]):
             return None
         value = self.metric(similarity.astype(np.float64), inputs.rating, inputs.pair)
         return None if math.isnan(value) else value
-
-    def fitted(self, record: Mapping[str, Any] | None = None) -> FittedHead:
-        """See :class:`TrainedModel`."""
-        fit = Fit(record or {})
-        return FittedHead(self.kind, type(self.head), self.finished_head(), self.seed, fit)

@@ -15,8 +15,8 @@ from llmcond.encoders.engine.engine import Engine
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.spec import Orders
 from llmcond.finetune.base import RatedModel, Shared
+from llmcond.heads.dense import Regression, RegressionSettings
 from llmcond.heads.module import seeded
-from llmcond.heads.regression import Regression, RegressionSettings
 from llmcond.metrics import METRICS, Metric
 from llmcond.runs.cross import KIND
 

@@ -20,13 +20,52 @@ from llmcond.encoders.engine.engine import is_out_of_memory
 from llmcond.encoders.engine.interface import OutOfMemoryError
 from llmcond.errors import LlmcondError, UserError
 from llmcond.finetune.base import R, Shared, TrainedModel
-from llmcond.finetune.order import Order
 from llmcond.finetune.settings import TuneSettings, usual_rate
 from llmcond.finetune.state import STATE, Progress, StateFolder
+from llmcond.heads.batches import GroupSampler
 from llmcond.heads.fit import since_best
 
 #: Called after each step and each evaluation.
 OnStep = Callable[[Progress, int, float], None]
+#: What AdamW keeps of each weight.
+_MOMENTS = "exp_avg", "exp_avg_sq"
+
+
+class Order:
+    """The ``steps`` of every epoch, each cut into parts for processes and accumulation.
+
+    Rows are a function of the seed, the epoch and the step, and of nothing else.
+    """
+
+    def __init__(
+        self, group: NDArray[np.int64], settings: TuneSettings, seed: int, processes: int
+    ) -> None:
+        """Plan steps of about ``settings.batch_size`` rows, shared by so many processes.
+
+        Rows of a ``group``, (n,), stay together in one part: a row by itself, or the two of a
+        contrastive pair.
+
+        Raises:
+            UserError: a step has fewer groups than parts.
+        """
+        self._sampler, self._seed = GroupSampler(group), seed
+        self.steps = -(-len(group) // settings.batch_size)
+        self._parts = settings.gradient_accumulation_steps * processes
+        least = len(self._sampler) // self.steps
+        if least < self._parts:
+            kind = "rows" if len(self._sampler) == len(group) else "sentence pairs"
+            raise UserError(
+                f"a step of batch_size {settings.batch_size} has {least} {kind}, too few for "
+                f"{processes} processes with gradient_accumulation_steps "
+                f"{settings.gradient_accumulation_steps}. Raise --batch-size or lower "
+                "--gradient-accumulation-steps."
+            )
+
+    def epoch(self, number: int) -> list[list[Positions]]:
+        """Return the rows of an epoch's steps, part by part; steps are of like size."""
+        drawn = np.random.Generator(np.random.SFC64([self._seed, number]))
+        order = drawn.permutation(len(self._sampler))
+        return self._sampler.even_batches(order, self.steps, self._parts)
 
 
 class Trainer(Generic[R]):
@@ -34,7 +73,7 @@ class Trainer(Generic[R]):
 
     def __init__(
         self,
-        model: TrainedModel[R],
+        model: TrainedModel[R, Any],
         train: R,
         dev: R | None,
         settings: TuneSettings,
@@ -56,11 +95,8 @@ class Trainer(Generic[R]):
         self._order = Order(model.groups(train), settings, self._seed, accelerator.num_processes)
         self.steps = self._order.steps * settings.epochs
         self._weights, self._pace = model.trained(), pace
-        self._average = (
-            {name: value.detach().clone() for name, value in self._weights.items()}
-            if settings.ema_decay
-            else {}
-        )
+        averaged = self._weights if settings.ema_decay else {}
+        self._average = {name: value.detach().clone() for name, value in averaged.items()}
         self.progress = Progress()
         self._optimiser = accelerator.prepare_optimizer(
             torch.optim.AdamW(self._groups(), fused=True), device_placement=False
@@ -95,9 +131,7 @@ class Trainer(Generic[R]):
         for name, value in self._weights.items():
             if f"exp_avg.{name}" not in tensors:
                 continue
-            own = {
-                key: tensors[f"{key}.{name}"].to(value.device) for key in ("exp_avg", "exp_avg_sq")
-            }
+            own = {key: tensors[f"{key}.{name}"].to(value.device) for key in _MOMENTS}
             step = torch.tensor(float(self.progress.updates), dtype=torch.float32)
             inner.state[value] = {"step": step.to(value.device), **own}
         scaler: Any = self._accelerator.scaler
@@ -113,7 +147,7 @@ class Trainer(Generic[R]):
         states = self._optimiser.optimizer.state
         used = {name: states[value] for name, value in self._weights.items() if states[value]}
         for name, own in used.items():
-            tensors |= {f"{key}.{name}": own[key] for key in ("exp_avg", "exp_avg_sq")}
+            tensors |= {f"{key}.{name}": own[key] for key in _MOMENTS}
         scaler: Any = self._accelerator.scaler
         if scaler is not None:
             self.progress = replace(self.progress, scaler=scaler.state_dict())

@@ -18,9 +18,8 @@ from llmcond.schedules import scheduled
 _LARGEST = 1_000_000
 Count = Annotated[int, Ge(1), Le(_LARGEST)]
 Share = Annotated[float, Ge(0), Lt(1)]
-_STAGE = "last stage"
-_THEN, _SETS = "--then dev", "--aspects FOLDER"
-_ASPECTS = "texts with attributes"
+_STAGE: dict[str, Any] = {"group": "last stage", "needs": "--then dev"}
+_ASPECTS: dict[str, Any] = {"group": "texts with attributes", "needs": "--aspects FOLDER"}
 
 #: Settings by the names that recipes and records had before -> their names now.
 _RENAMED = {
@@ -139,8 +138,6 @@ class StageSettings:
     than further steps on train do. Nothing is left to choose its length by: folds of dev tell.
 
     Attributes:
-        then_share: of train's sentence pairs.
-        then_weight: how often each row of dev is taken.
         then_learning_rate: of the encoder; None: half of what it was. The head's falls alike.
         folds: parts of dev, by sentence pair; 0: none. Each is predicted by a stage on the others,
             from the same weights.
@@ -151,32 +148,23 @@ class StageSettings:
     then: Literal["dev"] | None = option(
         None,
         help="train on dev too when training has ended; dev is no score then",
-        group=_STAGE,
+        group=_STAGE["group"],
     )
     then_share: Annotated[float, Ge(0), Le(1)] = option(
-        0.15,
-        help="share of train's sentence pairs that stay in",
-        metavar="SHARE",
-        group=_STAGE,
-        needs=_THEN,
+        0.15, help="share of train's sentence pairs that stay in", metavar="SHARE", **_STAGE
     )
     then_weight: Count = option(
-        2, help="how often dev's rows are taken in an epoch", metavar="W", group=_STAGE, needs=_THEN
+        2, help="how often dev's rows are taken in an epoch", metavar="W", **_STAGE
     )
     then_learning_rate: Annotated[float, Gt(0), Le(100)] | None = option(
-        None,
-        help="of the encoder (default: half of --learning-rate)",
-        metavar="LR",
-        group=_STAGE,
-        needs=_THEN,
+        None, help="of the encoder (default: half of --learning-rate)", metavar="LR", **_STAGE
     )
-    then_epochs: Count = option(1, help="of that stage", metavar="N", group=_STAGE, needs=_THEN)
+    then_epochs: Count = option(1, help="of that stage", metavar="N", **_STAGE)
     folds: Annotated[int, Ge(0), Le(_LARGEST)] = option(
         0,
         help="K-fold cross-validation over the sentence pairs of dev: what the stage brings",
         metavar="K",
-        group=_STAGE,
-        needs=_THEN,
+        **_STAGE,
     )
 
     def pace(self, settings: TuneSettings) -> float:
@@ -207,25 +195,20 @@ class AspectSettings:
         help="folder of texts with attributes, one NAME.json a set: train on them as well, so "
         "that more conditions work",
         metavar="FOLDER",
-        group=_ASPECTS,
+        group=_ASPECTS["group"],
     )
     aspects_weight: Annotated[float, Gt(0), Le(_LARGEST)] = option(
-        0.25, help="weight of their contrastive loss", metavar="W", group=_ASPECTS, needs=_SETS
+        0.25, help="weight of their contrastive loss", metavar="W", **_ASPECTS
     )
     aspects_texts: Annotated[int, Ge(4), Le(_LARGEST)] = option(
-        96,
-        help="texts a step, in groups of 6 to 12 under one condition",
-        metavar="N",
-        group=_ASPECTS,
-        needs=_SETS,
+        96, help="texts a step, in groups of 6 to 12 under one condition", metavar="N", **_ASPECTS
     )
     aspects_temperature: Annotated[float, Ge(1e-3), Le(_LARGEST)] = option(
-        0.07, help="temperature of the contrastive loss", metavar="T", group=_ASPECTS, needs=_SETS
+        0.07, help="temperature of the contrastive loss", metavar="T", **_ASPECTS
     )
     aspects_values: Annotated[float, Ge(0), Le(1)] = option(
         0.4,
         help="share of the groups whose condition names example values",
         metavar="SHARE",
-        group=_ASPECTS,
-        needs=_SETS,
+        **_ASPECTS,
     )

@@ -1,25 +1,35 @@
-"""A head once it is fitted."""
+"""A head once it is fitted, and how one is loaded."""
 
 from __future__ import annotations
 
 import copy
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
 
 from llmcond.arrays import Array, Gathered, MatrixLike, as_matrix, cosine
+from llmcond.config import build
 from llmcond.errors import UserError
 from llmcond.heads.batches import SharedConditions
-from llmcond.heads.layers import DenseLayer
-from llmcond.heads.module import AT_ONCE, HeadModule
+from llmcond.heads.layers import ACTIVATIONS, DenseLayer, check_features, transform_blocks
+from llmcond.heads.module import AT_ONCE, Ensemble, HeadModule
 from llmcond.heads.pairs import Fit
+from llmcond.heads.recipes import find_family
 from llmcond.heads.settings import Sizes
-from llmcond.heads.transform import check_features, transform_blocks
+from llmcond.heads.storage import AGAIN, HeadFiles, damaged_weights, read_head
+from llmcond.records import check_record
 from llmcond.system import choose_device
+
+F = TypeVar("F", bound="Fitted")
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +132,7 @@ class FittedHead(Fitted):
         Raises:
             UserError: features of another size, or conditions that are missing or not wanted.
         """
-        self.check(features, condition)
+        check_features(self, features, condition)
         n, given = len(features), None
         if condition is not None:
             given = as_matrix(condition)
@@ -185,11 +195,116 @@ class FittedHead(Fitted):
             norms.append(np.sqrt(np.maximum(np.einsum("ukl,ukl->u", left, right), 0)))
         return np.concatenate(norms)
 
-    def check(self, features: MatrixLike, condition: MatrixLike | None) -> None:
-        """Check what the head is to be applied to; errors are those of :meth:`transform`."""
-        check_features(self, features, condition)
+
+class ConditionCache:
+    """A fitted hypernetwork that keeps the matrices of conditions (Hyper-CL, section 3.5).
+
+    A condition that comes again, in any later call, costs two small products and no generated
+    matrix. The least recently used ones are dropped above a budget in bytes. Calls from several
+    threads are safe.
+
+    Attributes:
+        hits, misses: distinct conditions of all calls that were there, and that were not.
+    """
+
+    def __init__(self, head: FittedHead, budget: int = 2**28) -> None:
+        if not head.generates_matrices:
+            raise UserError(f"a {head.kind} head makes no matrices that could be kept.")
+        self.head, self.hits, self.misses = head, 0, 0
+        self._budget, self._size = budget, 0
+        self._kept: OrderedDict[bytes, list[Array]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[ConditionCache], tuple[FittedHead, int]]:
+        """Pickle it empty."""
+        return type(self), (self.head, self._budget)
+
+    def transform(self, features: MatrixLike, condition: MatrixLike | None) -> Array:
+        """Return embeddings, (n, k) float32; as :meth:`FittedHead.transform`."""
+        check_features(self.head, features, condition)
+        n, features = len(features), as_matrix(features)
+        shared = as_matrix(np.empty((0, 0)) if condition is None else condition)
+        first, which = shared.unique()
+        which = np.broadcast_to(which, n)
+        order = np.argsort(which, kind="stable")
+        ends = np.cumsum(np.bincount(which, minlength=len(first)))
+        output = np.empty((n, self.head.settings.dim), dtype=np.float32)
+        for start in range(0, len(first), AT_ONCE):
+            part = first[start : start + AT_ONCE]
+            for i, factors in enumerate(self._factors(shared.read(part)), start):
+                rows = order[ends[i - 1] if i else 0 : ends[i]]
+                values = features.read(rows)
+                for factor in factors:
+                    values = values @ factor
+                output[rows] = values
+        return ACTIVATIONS[self.head.settings.activation](output)
+
+    def _factors(self, vectors: Array) -> list[list[Array]]:
+        """Return the factors of conditions, made where they are not kept."""
+        keys = [vector.tobytes() for vector in vectors]
+        with self._lock:
+            found = {key: self._kept[key] for key in keys if key in self._kept}
+            absent = [i for i, key in enumerate(keys) if key not in found]
+            self.hits += len(keys) - len(absent)
+            self.misses += len(absent)
+            if absent:
+                made = self.head.module.generated_matrices(vectors[absent])
+                for position, i in enumerate(absent):
+                    # Copies: a view would keep what was made of all of them.
+                    found[keys[i]] = [factor[position].copy() for factor in made]
+            for key in keys:
+                if key not in self._kept:
+                    self._size += len(key) + sum(factor.nbytes for factor in found[key])
+                self._kept[key] = found[key]
+                self._kept.move_to_end(key)
+            while self._size > self._budget:
+                old, gone = self._kept.popitem(last=False)
+                self._size -= len(old) + sum(factor.nbytes for factor in gone)
+        return [found[key] for key in keys]
 
 
 def fitted_class(family: type[HeadModule]) -> type[Fitted]:
     """Return the class of a family's fitted heads."""
     return family.Fitted or FittedHead
+
+
+def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
+    """Return the head of a folder, and everything that its head.json records.
+
+    Raises:
+        UserError: no head there, one that ranks candidates, one written by a newer version, or one
+            of the user's own code that was neither named nor registered.
+        LlmcondError: its files were damaged.
+    """
+    files = read_head(folder)
+    return restore_head(files, FittedHead), files.description
+
+
+def restore_head(files: HeadFiles, of: type[F]) -> F:
+    """Return the head that files hold, if it is of a class of fitted heads.
+
+    Errors are those of :func:`load_head`.
+    """
+    source, description, path, weights = files
+    kind, family = find_family(description["kind"], str(source))
+    restored = fitted_class(family)
+    if not issubclass(restored, of):
+        raise UserError(f"{source.parent} holds a {kind} head; it {of.refusal}.")
+    check_record(description, restored.Sizes, str(source), AGAIN)
+    settings = build(family.Settings, description["settings"], str(source))
+    dims = [description.get(size.name, 0) for size in fields(restored.Sizes)]
+
+    def make() -> HeadModule:
+        members = getattr(settings, "members", 1)
+        heads = [family(settings, *dims) for _ in range(members)]
+        return heads[0] if members == 1 else Ensemble(heads)
+
+    try:
+        tensors = load_tensors(weights)
+        with torch.device("meta"):  # takes no memory, whatever sizes a damaged file names
+            make().load_state_dict(tensors, assign=True)
+        module = make()
+        module.load_state_dict(tensors)
+    except (ArithmeticError, KeyError, RuntimeError, SafetensorError, ValueError) as error:
+        raise damaged_weights(path, kind, error) from error
+    return restored(kind, family, module.finished(), description["seed"], Fit(description["fit"]))

@@ -9,21 +9,65 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
-from llmcond.arrays import Dense, Gathered, Matrix, Positions, as_matrix
+from llmcond.arrays import Dense, Gathered, Matrix, MatrixLike, Positions, as_matrix
 from llmcond.heads.module import Batch
 from llmcond.heads.objectives import adjacent_pairs, contrast_groups
 from llmcond.heads.pairs import PairArrays
-from llmcond.heads.sampler import GroupSampler
 from llmcond.heads.settings import TrainingSettings
 from llmcond.system import to_device
 
-#: Features that are computed or gathered are made plain arrays if these take no more bytes.
+#: Features that are computed or gathered, or scaled to length 1, are kept in memory as plain
+#: float32 arrays if these take no more bytes.
 _DENSE_BYTES = 2**29
 #: From disk, so many adjacent rows are read at a time, and so many of those blocks are shuffled.
 _BLOCK, _BLOCKS = 512, 16
 #: Rows scored at a time.
 _SCORED = 4_096
+
+
+class GroupSampler:
+    """Orders rows by a permutation of their groups, (n,), and cuts batches between groups.
+
+    A group is of rows that stay together: the two conditions of a sentence pair, say.
+    """
+
+    def __init__(self, group: Positions) -> None:
+        self.group: Positions = np.unique(group, return_inverse=True)[1].reshape(-1)
+
+    def __len__(self) -> int:
+        """Return the number of groups."""
+        return int(self.group.max()) + 1
+
+    def order(self, permutation: Positions) -> tuple[Positions, Positions]:
+        """Return all rows, (n,), by new positions of groups, (g,), and their bounds, (g + 1,)."""
+        rank = permutation[self.group]
+        rows = np.argsort(rank, kind="stable")
+        return rows, np.flatnonzero(np.diff(rank[rows], prepend=-1, append=len(rank)))
+
+    def batches(self, permutation: Positions, size: int) -> Iterator[Positions]:
+        """Yield batches of at most ``size`` rows, (b,), cut where the next group would not fit.
+
+        A group larger than ``size`` is a batch of its own.
+        """
+        rows, bounds = self.order(permutation)
+        group = 0
+        while group < len(self):
+            last = int(np.searchsorted(bounds, bounds[group] + size, side="right")) - 1
+            last = max(last, group + 1)
+            yield rows[bounds[group] : bounds[last]]
+            group = last
+
+    def even_batches(
+        self, permutation: Positions, count: int, shares: int
+    ) -> list[list[Positions]]:
+        """Return ``count`` batches with like many groups each, every one cut into ``shares``."""
+        rows, bounds = self.order(permutation)
+        return [
+            [rows[bounds[part[0]] : bounds[part[-1] + 1]] for part in np.array_split(step, shares)]
+            for step in np.array_split(np.arange(len(self)), count)
+        ]
 
 
 class SharedConditions:
@@ -158,3 +202,21 @@ class Loader:
         else:
             order = self._permutation(len(rows))
         return np.split(order, range(size, len(order), size))
+
+
+class UnitRows:
+    """Vectors of length 1 of a matrix; ``table`` has all of them where they fit in memory."""
+
+    def __init__(self, vectors: MatrixLike) -> None:
+        self._matrix = as_matrix(vectors)
+        small = 4 * math.prod(self._matrix.shape) <= _DENSE_BYTES
+        self.table = normalize(torch.from_numpy(self._matrix.read())) if small else None
+
+    def read(self, rows: Positions) -> Tensor:
+        """Return some rows, (m, d) float32, by positions."""
+        if self.table is not None:
+            return self.table[torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64))]
+        # What lies on disk is read in its order, each row once.
+        distinct, which = np.unique(rows, return_inverse=True)
+        vectors = torch.from_numpy(self._matrix.read(distinct))
+        return normalize(vectors)[torch.from_numpy(which.reshape(-1))]

@@ -26,8 +26,9 @@ from sklearn.utils.validation import (
 
 from llmcond.arrays import Array
 from llmcond.errors import UserError
+from llmcond.heads.fit import fit_recipe
 from llmcond.heads.pairs import PairArrays
-from llmcond.heads.recipes import Recipe, fit_recipe, load_recipe
+from llmcond.heads.recipes import Recipe, load_recipe
 from llmcond.metrics import spearman
 
 #: What the names of settings begin with as parameters of their own.

@@ -13,15 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llmcond.arrays import as_matrix
 from llmcond.errors import UserError
+from llmcond.heads.base import FittedHead, fitted_class
 from llmcond.heads.batches import Loader, RatedRows
-from llmcond.heads.ensemble import Ensemble
-from llmcond.heads.module import HeadModule, seeded
+from llmcond.heads.module import Ensemble, HeadModule, seeded
 from llmcond.heads.objectives import Objective, RatedBatch, check_contrasts, contrast_groups
 from llmcond.heads.pairs import SCORE, DevScore, Fit, H, OnEpoch, PairArrays
-from llmcond.heads.settings import GradientSettings, TrainingSettings
+from llmcond.heads.recipes import Recipe
 from llmcond.metrics import METRICS, Metric
-from llmcond.system import free_memory, native_bfloat16
+from llmcond.system import choose_device, free_memory, native_bfloat16
 
 M = TypeVar("M", bound=HeadModule)
 
@@ -29,6 +30,8 @@ M = TypeVar("M", bound=HeadModule)
 _LARGE = 2**21
 #: Values in memory for each parameter: itself, its gradient, two moments of Adam, the best epoch.
 _COPIES = 5
+#: Training vectors compared at a time.
+_BLOCK = 1_024
 #: Between the seeds of an ensemble's heads: so far that seeds 0, 1, 2 ... share none.
 _SEED_STEP = 2**20
 
@@ -41,9 +44,7 @@ class Fitting(ABC, Generic[M, H]):
     same machine.
 
     Args:
-        kind: the name of the head's family.
-        family: its class.
-        settings: an instance of the family's settings.
+        recipe: its family and settings.
         dims: sizes of the features, as the family is made with.
         data: the training split.
         dev: chooses the epoch; None: the last one is kept.
@@ -57,9 +58,7 @@ class Fitting(ABC, Generic[M, H]):
 
     def __init__(
         self,
-        kind: str,
-        family: type[HeadModule],
-        settings: Any,
+        recipe: Recipe,
         dims: tuple[int, ...],
         data: Any,
         dev: DevScore[H] | None,
@@ -67,15 +66,15 @@ class Fitting(ABC, Generic[M, H]):
         seed: int,
         score_name: str = SCORE,
     ) -> None:
-        self.family: Any = family
-        self.kind, self.settings, self.dims, self.data = kind, settings, dims, data
+        self.recipe, self.settings, self.dims, self.data = recipe, recipe.settings, dims, data
         self.dev, self.device, self.seed, self.score_name = dev, device, seed, score_name
-        self.n_parameters = _check_memory(family, settings, dims, device)
+        self.n_parameters = _check_memory(recipe, dims, device)
         self.module, self.generator = seeded(self.make, seed)
 
     def make(self) -> M:
         """Make the module; random numbers come from PyTorch's own generator."""
-        module: M = self.family(self.settings, *self.dims)
+        family: Any = self.recipe.family
+        module: M = family(self.settings, *self.dims)
         return module
 
     def prepare(self) -> None:
@@ -125,7 +124,7 @@ class Fitting(ABC, Generic[M, H]):
         """Return a copy of the module as a fitted head has it; what dropout draws goes on."""
         state = {name: value.clone() for name, value in self.module.state_dict().items()}
         with torch.device("meta"):
-            copied: M = self.family(self.settings, *self.dims)
+            copied = Fitting.make(self)
         copied.load_state_dict(state, assign=True)
         return copied.finished()
 
@@ -239,15 +238,11 @@ def since_best(curve: Sequence[Mapping[str, Any]], key: str, metric: Metric) -> 
     return 0 if best is None else len(scores) - 1 - scores.index(best)
 
 
-def _check_memory(
-    family: type[HeadModule],
-    settings: GradientSettings,
-    dims: tuple[int, ...],
-    device: torch.device,
-) -> int:
+def _check_memory(recipe: Recipe, dims: tuple[int, ...], device: torch.device) -> int:
     """Return how many parameters a head has, if there is memory to fit them."""
     with torch.device("meta"):  # no memory is needed to count its parameters
-        n_parameters = sum(value.numel() for value in family(settings, *dims).parameters())
+        module = recipe.family(recipe.settings, *dims)
+    n_parameters = sum(value.numel() for value in module.parameters())
     needed = 4 * _COPIES * n_parameters
     free = free_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     if needed > free:
@@ -260,8 +255,7 @@ def _check_memory(
 
 
 def fit_by_gradient(
-    family: type[HeadModule],
-    settings: TrainingSettings,
+    recipe: Recipe,
     pairs: PairArrays,
     dev: PairArrays | None,
     seed: int,
@@ -279,14 +273,13 @@ def fit_by_gradient(
         UserError: parameters that do not fit into memory, no contrastive pairs for an objective
             that needs them, or a loss that became NaN or infinite.
     """
-    where, scored, dims = torch.device(device), None, (pairs.dim, pairs.dim_condition)
+    where, scored, settings = torch.device(device), None, recipe.settings
     if dev is not None and len(dev):
         loader = Loader(dev, settings, torch.Generator(), torch.float32, where)
         scored = DevScore(metric, partial(_dev_score, metric=metric, dev=dev, loader=loader))
     name = f"dev_{metric.name}"
-    fitting = partial(
-        _PairFitting, "", family, settings, dims, pairs, scored, where, score_name=name
-    )
+    dims = pairs.dim, pairs.dim_condition
+    fitting = partial(_PairFitting, recipe, dims, pairs, scored, where, score_name=name)
     module, fit = fit_members(fitting, settings.members, seed, on_epoch)
     if fit.notes:  # nothing was fitted
         return module, fit
@@ -302,6 +295,71 @@ def fit_by_gradient(
             "epoch is one step; lower batch_size for more"
         )
     return module, replace(fit, notes=tuple(notes))
+
+
+def fit_recipe(
+    recipe: Recipe,
+    pairs: PairArrays,
+    dev: PairArrays | None,
+    seed: int,
+    on_epoch: OnEpoch,
+    device: str = "auto",
+    metric: Metric = METRICS["spearman"],
+) -> FittedHead:
+    """Fit a head on rated pairs; ``metric`` on ``dev`` chooses the epoch, where there are epochs.
+
+    ``device`` is ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; the fitted head is on the CPU.
+
+    Raises:
+        UserError: a dimension above that of the features, too few ratings, a loss that diverges,
+            or a device that this machine lacks.
+    """
+    device, family = choose_device(device), recipe.family
+    if not issubclass(fitted_class(family), FittedHead):
+        raise UserError(f"the head {recipe.name} ranks candidates; it takes no rated pairs.")
+    if recipe.dim is not None and recipe.dim > pairs.dim:
+        raise UserError(
+            f"dim is {recipe.dim}, but the features have {pairs.dim}: a head never enlarges them. "
+            f"Set dim to {pairs.dim} or less."
+        )
+    distinct = len(set(pairs.rating.tolist()))
+    if family.supervised and distinct < 2:
+        raise UserError(
+            f"the training split has {distinct} distinct ratings over {len(pairs)} rated rows; at "
+            "least 2 are needed to fit a head."
+        )
+    if not family.is_identity and not _varies(pairs):
+        raise UserError(
+            f"all {2 * len(pairs):,} training vectors are equal, so there is nothing to fit. Were "
+            "they made by the right prompt?"
+        )
+    if not family.conditioned:
+        # So that a saved head says what it takes.
+        pairs = replace(pairs, condition=None)
+        dev = None if dev is None else replace(dev, condition=None)
+    elif not pairs.dim_condition:
+        raise UserError(
+            f"the {recipe.kind} head takes the features of each condition, and none were given: "
+            "PairArrays(..., condition=...)."
+        )
+    if family.supervised:
+        module, fit = fit_by_gradient(recipe, pairs, dev, seed, on_epoch, device, metric)
+    else:
+        module = family(recipe.settings, pairs.dim, pairs.dim_condition)
+        fit = module.solve(pairs, seed)
+        module.finished()
+    return FittedHead(recipe.kind, family, module, seed, fit)
+
+
+def _varies(pairs: PairArrays) -> bool:
+    """Return whether any two training vectors differ; as a rule the first ones do."""
+    first = as_matrix(pairs.first).read(slice(0, 1))
+    blocks = (
+        as_matrix(side).read(slice(start, start + _BLOCK))
+        for side in (pairs.first, pairs.second)
+        for start in range(0, len(pairs), _BLOCK)
+    )
+    return any(bool((block != first).any()) for block in blocks)
 
 
 class _PairFitting(Fitting[HeadModule, HeadModule]):

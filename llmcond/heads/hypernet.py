@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from annotated_types import MultipleOf
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from llmcond.arrays import Array, MatrixLike, as_matrix
 from llmcond.errors import UserError
 from llmcond.heads.conditioned import ConditionedHead, ConditionedSettings
-from llmcond.heads.module import ACTIVATIONS, AT_ONCE
+from llmcond.heads.module import ACTIVATIONS, AT_ONCE, HeadModule
 from llmcond.heads.settings import Activation, Size, SizeOrNone
 from llmcond.system import to_device
 
@@ -127,6 +129,56 @@ class Hypernet(ConditionedHead):
             given = torch.from_numpy(as_matrix(condition).read())
             c, _ = self.transformed(given, torch.arange(len(given)))
             return [factor.numpy() for factor in self.factors(c)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowersSettings(HypernetSettings):
+    """The settings of the two towers; those of the hypernetwork are its tower's.
+
+    Attributes:
+        dim: size of the embeddings, half for each tower.
+        hidden: width of the MLP's hidden layer.
+    """
+
+    features: Literal["both"] = "both"
+    dim: Annotated[Size, MultipleOf(2)]
+    hidden: Size
+
+
+class Towers(Hypernet):
+    """An MLP on joint features and a hypernetwork on separate ones; no paper has it.
+
+    What joint features tell of a sentence under a condition went through all layers of the encoder;
+    what e(s) tells was not disturbed by the condition. Each tower's embedding has length 1 before
+    both are concatenated, so that the cosine is the mean of the two cosines.
+    """
+
+    Settings = TowersSettings
+    features = "both"
+    generates_matrices = False
+
+    def __init__(self, settings: TowersSettings, dim_in: int, dim_condition: int) -> None:
+        if dim_in <= dim_condition:
+            raise UserError(
+                f"the towers head needs joint features beside separate ones of {dim_condition} "
+                f"dimensions, and the features have {dim_in} in all."
+            )
+        joint = dim_in - dim_condition
+        HeadModule.__init__(self, settings, dim_in, dim_condition)
+        self.add_layer("weight1", settings.hidden, joint, bias=False)
+        self.add_layer("weight2", settings.dim // 2, settings.hidden, bias=False)
+        self.add_transform(dim_condition)
+        self._add_generator(dim_condition, settings.dim // 2)
+
+    def forward(self, x: Tensor, condition: Tensor, which: Tensor) -> Tensor:
+        """Return embeddings, (m, dim)."""
+        # The sentence's own features stand last, as many as the condition's: one encoder made both.
+        joint, sentence = x[:, : -self.dim_condition], x[:, -self.dim_condition :]
+        activation = ACTIVATIONS[self.settings.activation]
+        hidden = self.dropout(activation(self.affine("weight1", joint)))
+        first = self.dropout(activation(self.affine("weight2", hidden)))
+        second = super().forward(sentence, condition, which)
+        return torch.cat([normalize(first), normalize(second)], dim=1)
 
 
 def by_condition(

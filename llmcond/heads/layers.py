@@ -1,4 +1,4 @@
-"""Dense layers: which ones a kind of head consists of, and what they compute of NumPy arrays.
+"""What heads of torch and heads of NumPy share: dense layers, checks of features, blocks of rows.
 
 Importing this module imports no torch.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from llmcond.arrays import Array, gelu
+from llmcond.arrays import Array, MatrixLike, gelu
+from llmcond.errors import UserError
 from llmcond.heads.settings import (
     Activation,
     IcaSettings,
@@ -20,6 +21,9 @@ from llmcond.heads.settings import (
     ProjectionSettings,
     SizedSettings,
 )
+
+#: Vectors transformed at a time, so that memory does not grow with their number.
+_BLOCK = 65_536
 
 #: An array of NumPy or a tensor of torch.
 T = TypeVar("T")
@@ -58,6 +62,7 @@ class LayerForm(NamedTuple):
         size_out: size of the outputs; 0: as the weight has it.
         size_in: size of the inputs.
         mean: name of what is subtracted from the inputs; None: nothing is.
+        dropout: whether some outputs are dropped in training.
     """
 
     name: str
@@ -65,16 +70,12 @@ class LayerForm(NamedTuple):
     size_in: int
     activation: Activation = "none"
     mean: str | None = None
+    dropout: bool = True
 
     def layer(self, tensors: Mapping[str, T]) -> DenseLayer[T]:
         """Return the layer of this form, by the names of tensors."""
         mean = None if self.mean is None else tensors[self.mean]
         return DenseLayer(tensors[self.name], None, self.activation, mean)
-
-
-def linear_forms(settings: SizedSettings, dim_in: int) -> list[LayerForm]:
-    """Return the layer of the linear head."""
-    return [LayerForm("weight", settings.dim, dim_in)]
 
 
 def mlp_forms(settings: MlpSettings, dim_in: int) -> list[LayerForm]:
@@ -86,7 +87,7 @@ def mlp_forms(settings: MlpSettings, dim_in: int) -> list[LayerForm]:
         for number, (size_in, size_out) in enumerate(sizes, start=1)
     ]
     if settings.last == "none":
-        forms[-1] = forms[-1]._replace(activation="none")
+        forms[-1] = forms[-1]._replace(activation="none", dropout=False)
     return forms
 
 
@@ -98,7 +99,7 @@ def projection_forms(settings: ProjectionSettings, dim_in: int) -> list[LayerFor
 #: The kinds of heads that are dense layers, whatever the condition: settings and layers of each.
 PLAIN_KINDS: Mapping[str, tuple[type[Any], Callable[[Any, int], Sequence[LayerForm]]]] = {
     "none": (NoSettings, lambda settings, dim_in: []),
-    "linear": (SizedSettings, linear_forms),
+    "linear": (SizedSettings, lambda settings, dim_in: [LayerForm("weight", settings.dim, dim_in)]),
     "mlp": (MlpSettings, mlp_forms),
     "pca": (ProjectionSettings, projection_forms),
     "ica": (IcaSettings, projection_forms),
@@ -114,3 +115,51 @@ def apply_layers(layers: Sequence[DenseLayer[Array]], values: Array) -> Array:
         product: Array = centred @ weight.T
         values = ACTIVATIONS[activation](product if bias is None else product + bias)
     return values
+
+
+class _Sized(Protocol):
+    """A head, as far as its inputs are concerned."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def dim_in(self) -> int: ...  # 0: any
+    @property
+    def dim_condition(self) -> int: ...  # 0: none
+
+
+def check_features(head: _Sized, features: MatrixLike, condition: MatrixLike | None) -> None:
+    """Check that a head can be applied to features, (n, dim), under conditions, (n or 1, dim_c).
+
+    Raises:
+        UserError: features of another size, or conditions that are missing or not wanted.
+    """
+    kind = head.kind
+    if head.dim_in and features.shape[1] != head.dim_in:
+        raise UserError(
+            f"the features have {features.shape[1]} dimensions; this {kind} head was fitted on "
+            f"{head.dim_in}."
+        )
+    got = 0 if condition is None else int(condition.shape[1])
+    if condition is not None and len(condition) not in (1, len(features)):
+        raise UserError(
+            f"there are {len(features)} sentences and {len(condition)} conditions; they must "
+            "be as many, or one condition for all."
+        )
+    if got == head.dim_condition:
+        return
+    if not got:
+        raise UserError(
+            f"this {kind} head takes the features of each condition as well, "
+            f"(n, {head.dim_condition}); none were given."
+        )
+    wanted = f"{head.dim_condition} dimensions" if head.dim_condition else "none"
+    raise UserError(
+        f"the conditions have {got} dimensions; this {kind} head was fitted on {wanted}."
+    )
+
+
+def transform_blocks(embed: Callable[[slice], Array], n: int) -> Array:
+    """Return embeddings of n rows, (n, k), from ``embed``, which gives those of some rows."""
+    blocks = [embed(slice(start, start + _BLOCK)) for start in range(0, max(n, 1), _BLOCK)]
+    return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)

@@ -15,9 +15,10 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from llmcond.arrays import Array, MatrixLike
-from llmcond.heads.layers import DenseLayer, LayerForm
+from llmcond.heads.layers import DenseLayer
 from llmcond.heads.pairs import Fit, PairArrays
 from llmcond.heads.settings import Activation
 from llmcond.system import to_device
@@ -160,11 +161,6 @@ class HeadModule(nn.Module):
         if bias:
             self.add_weight(f"{name}_bias", (out,), into)
 
-    def add_layers(self, forms: Sequence[LayerForm]) -> None:
-        """Register the parameters of dense layers."""
-        for form in forms:
-            self.add_layer(form.name, form.size_out, form.size_in, bias=False)
-
     def affine(self, name: str, values: Tensor) -> Tensor:
         """Apply a layer of :meth:`add_layer`: (n, a) W^T, and the bias if it has one."""
         product = self.product(values, self.get_parameter(name))
@@ -231,3 +227,42 @@ def seeded(make: Callable[[], T], seed: int) -> tuple[T, torch.Generator]:
         made = make()
         generator.set_state(torch.default_generator.get_state())
     return made, generator
+
+
+class Ensemble(HeadModule):
+    """Embeddings of several heads, each of length 1, side by side: the cosine is their mean.
+
+    In files the parameters of the i-th head begin with ``member{i}.``.
+    """
+
+    def __init__(self, heads: Sequence[HeadModule]) -> None:
+        first = heads[0]
+        super().__init__(first.settings, first.dim_in, first.dim_condition)
+        self._has_cosine = type(first).similarity is HeadModule.similarity
+        for number, head in enumerate(heads):
+            self.add_module(f"member{number}", head)
+
+    def forward(
+        self, x: Tensor, condition: Tensor | None = None, which: Tensor | None = None
+    ) -> Tensor:
+        """Return embeddings, (m, heads * k)."""
+        parts = [head(x, condition, which) for head in self.children()]
+        if not self._has_cosine:
+            return torch.cat(parts, dim=1)
+        embedded: Tensor = torch.cat([normalize(part) for part in parts], dim=1) / len(parts) ** 0.5
+        return embedded
+
+    def similarity(self, first: Tensor, second: Tensor) -> Tensor:
+        """Return the mean of the heads' similarities, (n,)."""
+        if self._has_cosine:
+            return torch.cosine_similarity(first, second)
+        heads: list[Any] = list(self.children())
+        sides = [side.chunk(len(heads), dim=1) for side in (first, second)]
+        found = [head.similarity(*own) for head, *own in zip(heads, *sides, strict=True)]
+        mean: Tensor = torch.stack(found).mean(dim=0)
+        return mean
+
+
+def members_of(module: HeadModule) -> list[Any]:
+    """Return the heads of an ensemble, or a list of the module itself if it is none."""
+    return list(module.children()) if isinstance(module, Ensemble) else [module]

@@ -15,10 +15,16 @@ from safetensors.numpy import load as load_tensors
 
 from llmcond.arrays import Array, MatrixLike, as_matrix, cosine
 from llmcond.config import build
-from llmcond.heads.layers import PLAIN_KINDS, DenseLayer, LayerForm, apply_layers
+from llmcond.heads.layers import (
+    PLAIN_KINDS,
+    DenseLayer,
+    LayerForm,
+    apply_layers,
+    check_features,
+    transform_blocks,
+)
 from llmcond.heads.settings import NoSettings
 from llmcond.heads.storage import HeadFiles, damaged_weights, read_head
-from llmcond.heads.transform import check_features, transform_blocks
 
 if TYPE_CHECKING:
     from llmcond.heads.base import FittedHead
@@ -90,7 +96,7 @@ class PlainHead:
         Raises:
             UserError: features of another size, or conditions.
         """
-        self.check(features, condition)
+        check_features(self, features, condition)
         matrix = as_matrix(features)
         return transform_blocks(lambda rows: self._embed(matrix.read(rows)), len(matrix))
 
@@ -113,10 +119,6 @@ class PlainHead:
         """Return the cosines of embeddings, (n, k) twice -> (n,)."""
         return cosine(first, second)
 
-    def check(self, features: MatrixLike, condition: MatrixLike | None) -> None:
-        """Check what the head is to be applied to; errors are those of :meth:`transform`."""
-        check_features(self, features, condition)
-
 
 #: The head of zero-shot, which was not fitted: embeddings are the features as they are.
 ZERO_SHOT = PlainHead("none", NoSettings(), 0, {})
@@ -129,13 +131,12 @@ def load_embedding_head(folder: Path) -> tuple[EmbeddingHead, dict[str, Any]]:
     else is installed. Any other one is loaded by torch.
 
     Raises:
-        UserError, LlmcondError: as :func:`llmcond.heads.loading.load_head`.
+        UserError, LlmcondError: as :func:`llmcond.heads.base.load_head`.
     """
     files = read_head(folder)
     if files.description["kind"] in PLAIN_KINDS:
         return _plain_head(files), files.description
-    from llmcond.heads.base import FittedHead
-    from llmcond.heads.loading import restore_head
+    from llmcond.heads.base import FittedHead, restore_head
 
     return restore_head(files, FittedHead), files.description
 

@@ -8,20 +8,33 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_origin, get_type_hints
 
 from llmcond import plugins
-from llmcond.arrays import as_matrix
 from llmcond.config import STRICT, build, find_toml, read_toml
 from llmcond.errors import UserError, nearest
-from llmcond.heads.base import FittedHead, fitted_class
-from llmcond.heads.fit import fit_by_gradient
-from llmcond.heads.homes import FAMILIES, PREFIXES
 from llmcond.heads.module import HeadModule
-from llmcond.heads.pairs import OnEpoch, PairArrays
 from llmcond.heads.settings import ObjectiveSettings, TrainingSettings
-from llmcond.metrics import METRICS, Metric
-from llmcond.system import choose_device
 
-#: Rows compared at a time.
-_BLOCK = 1_024
+#: The kind of a head -> its class. A new one is a new file and a line here.
+FAMILIES = {
+    "none": "llmcond.heads.dense:Identity",
+    "linear": "llmcond.heads.dense:Linear",
+    "mlp": "llmcond.heads.dense:Mlp",
+    "pca": "llmcond.heads.projections:Pca",
+    "ica": "llmcond.heads.projections:Ica",
+    "whitening": "llmcond.heads.projections:Whitening",
+    "random": "llmcond.heads.projections:Random",
+    "hadamard": "llmcond.heads.conditioned:Hadamard",
+    "concat": "llmcond.heads.conditioned:Concat",
+    "hypernet": "llmcond.heads.hypernet:Hypernet",
+    "hypernet-ablation": "llmcond.heads.conditioned:HypernetAblation",
+    "towers": "llmcond.heads.hypernet:Towers",
+    "regression": "llmcond.heads.dense:Regression",
+    "roles": "llmcond.kinds.dialogue.roles:Roles",
+    "no-roles": "llmcond.kinds.dialogue.roles:NoRoles",
+}
+
+#: What a kind begins with that is made of another kind -> the function that makes its class of
+#: that one's class. The other kind's name follows.
+PREFIXES = {"query-": "llmcond.kinds.ranking.heads:query_family"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,18 +158,10 @@ def load_recipe(name_or_file: str, task: str | None = None) -> Recipe:
     kind, family = find_family(described.kind, str(path), path.parent)
     if family.no_recipe:
         raise UserError(f"{path}: a {kind} head {family.no_recipe}.")
-    return Recipe(
-        name=path.stem,
-        description=described.description,
-        source=described.source,
-        kind=kind,
-        family=family,
-        settings=build(
-            family.Settings, _with_objective(family.Settings, settings, path.parent), str(path)
-        ),
-        path=str(path.absolute()),
-        finetune=described.finetune,
-    )
+    settings = _with_objective(family.Settings, settings, path.parent)
+    built = build(family.Settings, settings, str(path))
+    names = path.stem, described.description, described.source, kind
+    return Recipe(*names, family, built, str(path.absolute()), described.finetune)
 
 
 def find_family(kind: str, source: str, folder: Path | None = None) -> tuple[str, type[HeadModule]]:
@@ -187,7 +192,8 @@ def find_family(kind: str, source: str, folder: Path | None = None) -> tuple[str
         raise UserError(f"{kind} is no head: it must be a subclass of llmcond.heads.HeadModule.")
     settings: Any = getattr(family, "Settings", None)
     legal = is_dataclass(settings)
-    trained = family.supervised and kind not in FAMILIES  # some of ours are fitted on no rated pairs
+    # Some of our own are not fitted on rated pairs.
+    trained = family.supervised and kind not in FAMILIES
     if not legal or (trained and not issubclass(settings, TrainingSettings)):
         raise UserError(
             f"{kind} has no Settings that recipes can be checked by: a frozen dataclass, of "
@@ -217,70 +223,3 @@ def _with_objective(of: type[Any], settings: dict[str, Any], folder: Path) -> di
         raise UserError(f"objective is {name!r}; it names code, FILE.py:NAME ({known}).")
     _named(name, folder, "the setting objective")
     return {**settings, "objective": plugins.record_name(name)}
-
-
-def fit_recipe(
-    recipe: Recipe,
-    pairs: PairArrays,
-    dev: PairArrays | None,
-    seed: int,
-    on_epoch: OnEpoch,
-    device: str = "auto",
-    metric: Metric = METRICS["spearman"],
-) -> FittedHead:
-    """Fit a head on rated pairs; ``metric`` on ``dev`` chooses the epoch, where there are epochs.
-
-    ``device`` is ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; the fitted head is on the CPU.
-
-    Raises:
-        UserError: a dimension above that of the features, too few ratings, a loss that diverges,
-            or a device that this machine lacks.
-    """
-    device, family = choose_device(device), recipe.family
-    if not issubclass(fitted_class(family), FittedHead):
-        raise UserError(f"the head {recipe.name} ranks candidates; it takes no rated pairs.")
-    if recipe.dim is not None and recipe.dim > pairs.dim:
-        raise UserError(
-            f"dim is {recipe.dim}, but the features have {pairs.dim}: a head never enlarges them. "
-            f"Set dim to {pairs.dim} or less."
-        )
-    distinct = len(set(pairs.rating.tolist()))
-    if family.supervised and distinct < 2:
-        raise UserError(
-            f"the training split has {distinct} distinct ratings over {len(pairs)} rated rows; at "
-            "least 2 are needed to fit a head."
-        )
-    if not family.is_identity and not _varies(pairs):
-        raise UserError(
-            f"all {2 * len(pairs):,} training vectors are equal, so there is nothing to fit. Were "
-            "they made by the right prompt?"
-        )
-    if not family.conditioned:
-        # So that a saved head says what it takes.
-        pairs = replace(pairs, condition=None)
-        dev = None if dev is None else replace(dev, condition=None)
-    elif not pairs.dim_condition:
-        raise UserError(
-            f"the {recipe.kind} head takes the features of each condition, and none were given: "
-            "PairArrays(..., condition=...)."
-        )
-    if family.supervised:
-        module, fit = fit_by_gradient(
-            family, recipe.settings, pairs, dev, seed, on_epoch, device, metric
-        )
-    else:
-        module = family(recipe.settings, pairs.dim, pairs.dim_condition)
-        fit = module.solve(pairs, seed)
-        module.finished()
-    return FittedHead(recipe.kind, family, module, seed, fit)
-
-
-def _varies(pairs: PairArrays) -> bool:
-    """Return whether any two training vectors differ; as a rule the first ones do."""
-    first = as_matrix(pairs.first).read(slice(0, 1))
-    blocks = (
-        as_matrix(side).read(slice(start, start + _BLOCK))
-        for side in (pairs.first, pairs.second)
-        for start in range(0, len(pairs), _BLOCK)
-    )
-    return any(bool((block != first).any()) for block in blocks)

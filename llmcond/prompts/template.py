@@ -18,11 +18,7 @@ from typing import Any, ClassVar, Literal
 from llmcond.config import STRICT, build, check_name, find_toml, read_toml
 from llmcond.encoders.poolings import ROUTED_POOLINGS, pooling_named
 from llmcond.encoders.settings import TOKENIZER_DECIDES, EncoderIdentity
-from llmcond.encoders.spec import (
-    EncoderInput,
-    Router,
-    Span,
-)
+from llmcond.encoders.spec import EncoderInput, Router, Span
 from llmcond.errors import UserError, nearest
 from llmcond.files import digest_text
 

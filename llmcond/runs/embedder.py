@@ -27,7 +27,7 @@ from llmcond.runs.open import find_run
 if TYPE_CHECKING:
     from llmcond.encoders import EncoderInput
     from llmcond.encoders.encoder import Encoded, Encoder
-    from llmcond.heads.cache import ConditionCache
+    from llmcond.heads.base import ConditionCache
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -261,7 +261,7 @@ def make_embedder(encoder: Encoder, saved: SavedEmbeddingHead) -> Embedder:
     fitted_on = described_source(saved.record["data"]["source"]) if saved.is_fitted else ""
     cache = None
     if not isinstance(saved.head, PlainHead) and saved.head.generates_matrices:
-        from llmcond.heads.cache import ConditionCache
+        from llmcond.heads.base import ConditionCache
 
         cache = ConditionCache(saved.head)
     return Embedder(encoder, saved.view, saved.head, saved.reference, cache, fitted_on)

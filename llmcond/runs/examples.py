@@ -30,6 +30,7 @@ class Examples(ABC):
     """The examples of a run with their features, each read once for a prompt and split."""
 
     run: AnyRun
+    data: Any
     #: What messages call them.
     unit: str
 
@@ -37,9 +38,10 @@ class Examples(ABC):
     def dim(self, view: View) -> int:
         """Return the size of the features that a head sees of a text."""
 
-    @abstractmethod
     def counts(self) -> Mapping[str, int]:
         """Return how many examples are fitted on and chosen by: ``n_train``, ``n_dev``, ..."""
+        splits = self.data.splits
+        return {f"n_{name}": len(splits[name]) for name in ("train", "dev") if name in splits}
 
     @property
     def dev_sample(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ from llmcond.log import log
 from llmcond.progress import ExtractionBar
 from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import PromptInputs
+from llmcond.runs.kind import inputs_of
+from llmcond.runs.run import AnyRun
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder
@@ -77,6 +79,20 @@ def extract_prompt(
         raise UserError(f"{where}, prompt {prompt.name}: {error}") from error
 
 
+def extract_others(
+    run: AnyRun, prompts: Sequence[Prompt], inputs: Callable[[Prompt], PromptInputs], device: str
+) -> FeatureStore:
+    """Return a store with the features of other data than the run's, whose ``inputs`` are given.
+
+    Raises:
+        UserError: the run's encoder is gone or has changed, or as of :func:`extract_prompt`.
+    """
+    store, encoder = run.store_for_others(), LazyEncoder(run.resolve_encoder(device))
+    for prompt in prompts:
+        extract_prompt(store, encoder, prompt, inputs(prompt))
+    return store
+
+
 def extract_inputs(
     store: FeatureStore,
     encoder: LazyEncoder,
@@ -112,9 +128,13 @@ def extract_inputs(
     return done
 
 
-def extraction_record(done: Extraction, resolved: ResolvedEncoder) -> dict[str, Any]:
-    """Return what a run's manifest keeps of an extraction."""
-    return {
+def extract_own(
+    run: AnyRun, encoder: LazyEncoder, prompt: Prompt, missing: Missing | None = None
+) -> tuple[Extraction, dict[str, Any]]:
+    """Extract a run's own data under a prompt; return that with what the manifest keeps of it."""
+    resolved, inputs = encoder.resolved, inputs_of(run.task, run.data, prompt)
+    done = extract_prompt(run.store(), encoder, prompt, inputs, missing)
+    record = {
         "n_inputs": done.n_inputs,
         "n_computed": done.n_computed,
         "n_truncated": done.n_truncated,
@@ -123,3 +143,5 @@ def extraction_record(done: Extraction, resolved: ResolvedEncoder) -> dict[str, 
         "runtime": resolved.runtime,
         "share_prefixes": resolved.shares_prefixes,
     }
+    run.record_prompt(prompt, record)
+    return done, record

@@ -101,11 +101,11 @@ def load_features(
         UserError: no such run, recipe, split or prompt, or features that are not there.
     """
     from llmcond.heads import load_recipe
-    from llmcond.runs.rated import RatedExamples
 
     opened, recipe = open_run(Path(run)), load_recipe(head)
     view = view_of(recipe, opened.find_prompts(prompt, recipe.features), subtract)
-    pairs = RatedExamples(opened).rated(view, split)
+    rows = opened.rows(split)
+    pairs = RowFeatures(rows, opened.store()).pairs(view).take(rows.rated)
     parts = [pairs.first, pairs.second, *([] if pairs.condition is None else [pairs.condition])]
     pair = np.arange(len(pairs)) if pairs.pair is None else pairs.pair
     return PairFeatures(Concatenated(parts).read(), pairs.rating, pair, pairs.dim_condition)

@@ -61,34 +61,32 @@ class _CrossEncoder:
     orders: Orders
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What ``run.json`` holds of rated rows."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
-
-    encoder: _RunEncoder
-    store_dtype: StoreDtype
-    data: _Rows
-    prompts: Mapping[str, _Extracted]
-    task: str | None = None
-    store: str | None = None
-    cross_encoder: _CrossEncoder | None = None
-    trained_on: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class TaskManifest:
-    """What ``run.json`` holds of tasks without rated rows."""
-
+@dataclass(frozen=True, kw_only=True)
+class _Manifest:
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
     encoder: _RunEncoder
     store_dtype: StoreDtype
     data: _Data
     prompts: Mapping[str, _Extracted]
-    task: str
     store: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskManifest(_Manifest):
+    """What ``run.json`` holds of tasks without rated rows."""
+
+    task: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(_Manifest):
+    """What ``run.json`` holds of rated rows."""
+
+    data: _Rows
+    task: str | None = None
+    cross_encoder: _CrossEncoder | None = None
+    trained_on: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from llmcond.data.rows import Rows, leaked_pairs
 from llmcond.errors import UserError
 from llmcond.evaluation.paired import RESAMPLES
-from llmcond.evaluation.results import Result, Results, Scored, score
+from llmcond.evaluation.results import R, Result, Results, Scored, score
 from llmcond.heads import PairArrays
 from llmcond.heads.plain import PlainHead
 from llmcond.log import log
@@ -25,7 +25,6 @@ from llmcond.tasks import DEFAULT_TASK
 
 #: Rows compared at a time.
 _BLOCK = 8_192
-
 
 #: A head of a run of any kind.
 AnyPredictor: TypeAlias = Saved[Any]
@@ -112,12 +111,16 @@ def check_scorable(
 
 
 def unscored(
-    predictor: AnyPredictor | CrossEncoder, split: str, task: str = DEFAULT_TASK
-) -> Result:
-    """Return the result of a predictor on a split, without figures."""
+    kind: type[R],
+    predictor: AnyPredictor | CrossEncoder,
+    split: str,
+    task: str = DEFAULT_TASK,
+    **about: Any,
+) -> R:
+    """Return the result of a predictor on a split, without figures; ``about`` is the kind's own."""
     head = predictor.head
     view = None if isinstance(predictor, CrossEncoder) else predictor.view
-    return Result(
+    return kind(
         name=predictor.name,
         head=predictor.recipe,
         prompts=tuple(prompt.name for prompt in view.prompts) if view else (),
@@ -127,6 +130,7 @@ def unscored(
         dim=(head.dim_out or None) if view else None,
         seeds=(head.seed,) if predictor.is_fitted else (),
         fits=(head.fit.record,) if predictor.is_fitted else (),
+        **about,
     )
 
 
@@ -144,7 +148,7 @@ def results_of(
     ``similarity`` are (n,) finite predictions of each, of rows that are called ``split``. With 0
     ``resamples`` of the bootstrap there are no intervals.
     """
-    described = [unscored(predictor, split, task) for predictor in predictors]
+    described = [unscored(Result, predictor, split, task) for predictor in predictors]
     seeded = [own[None] for own in similarity]
     return Results(tuple(score(described, seeded, rows, metrics, resamples)))
 

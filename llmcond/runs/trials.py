@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from llmcond import plugins
 from llmcond.errors import LlmcondError, UserError
+from llmcond.evaluation.results import Result
 from llmcond.features.view import View
 from llmcond.files import check_writable, digest_text, read_json, write_json
 from llmcond.heads import Recipe
@@ -36,6 +37,7 @@ from llmcond.runs.predictors import results_of
 from llmcond.runs.provenance import provenance
 from llmcond.system import choose_device, processes
 
+R = TypeVar("R", bound=Result)
 T = TypeVar("T")
 
 #: Of the files that trials are kept in; another one is fitted again.
@@ -142,6 +144,29 @@ class Outcome:
         if len(similarity) != n:
             return None
         return cls(figures, record["dim"], record["fit"], dev_score(record, dev_metric), similarity)
+
+
+def seeded_result(
+    kind: type[R], fits: Sequence[tuple[Trial, Outcome]], split: str, task: str, **further: Any
+) -> tuple[R, NDArray[np.float32]]:
+    """Return the result, without figures, of trials that differ by their seeds alone.
+
+    ``further`` are fields of that kind of result. The predictions are (seeds, n).
+    """
+    trial, first = fits[0]
+    result = kind(
+        name=trial.name,
+        head=trial.recipe.name,
+        prompts=tuple(prompt.name for prompt in trial.view.prompts),
+        subtract=trial.view.subtracts,
+        split=split,
+        task=task,
+        dim=first.dim,
+        seeds=tuple(own.seed for own, _ in fits),
+        fits=tuple(outcome.fit for _, outcome in fits),
+        **further,
+    )
+    return result, np.stack([outcome.similarity for _, outcome in fits])
 
 
 def sized(recipe: Recipe, dim: int | None, dim_in: int, quiet: bool = False) -> Recipe:

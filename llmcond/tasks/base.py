@@ -98,6 +98,19 @@ class AnyTask(ABC, Generic[D]):
                 f"--drop-leaks is of dialogues, and {self.name} is another task. Leave it out."
             )
 
+    def refuse_rated_options(self, data: DataOptions, has: str) -> None:
+        """Raise a UserError for options of rated rows; ``has`` is what a template may name."""
+        if data.columns or data.scale:
+            raise UserError(
+                "--columns, --rating-range and --unrated are of rated rows, and the task "
+                f"{self.name} has none. Leave them out."
+            )
+        if data.extra:
+            raise UserError(
+                f"the template names the column {data.extra[0]!r}, and the task {self.name} has "
+                f"{has} only. Name another --prompt."
+            )
+
     @abstractmethod
     def counted(self, dataset: D) -> str:
         """Return how many examples each split has, for messages: ``90 train, 10 dev rows``."""

@@ -23,7 +23,7 @@ from llmcond.data.rows import Rows
 from llmcond.display import Displayed
 from llmcond.errors import UserError
 from llmcond.evaluation.agreement import Agreement, agreement
-from llmcond.files import check_output, csv_writer, replacing
+from llmcond.files import check_output, write_csv
 from llmcond.log import log
 from llmcond.metrics import Floats
 from llmcond.progress import duration
@@ -62,11 +62,6 @@ class AnnotationResult(Displayed):
     tokens_out: int | None
     cost: float | None
     agreement: Agreement | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
-        agreed = None if self.agreement is None else self.agreement.to_json()
-        return {**vars(self), "out": str(self.out), "agreement": agreed}
 
 
 @dataclass(frozen=True)
@@ -233,15 +228,11 @@ def _texts(source: Any, column: str | None) -> list[str]:
 
 def _questions(template: Template, rows: Rows, samples: int) -> list[Question]:
     """Return the questions of each row, all samples of a row together."""
-    names = ("sentence1", "sentence2", "condition")
-    texts = [dict(zip(names, own, strict=True)) for own in zip(*_columns(rows), strict=True)]
+    columns = zip(*rows.texts.values(), strict=True)
+    texts = [dict(zip(rows.texts, own, strict=True)) for own in columns]
     return [
         Question(template, own, read_rating, sample) for own in texts for sample in range(samples)
     ]
-
-
-def _columns(rows: Rows) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
-    return rows.sentence1, rows.sentence2, rows.condition
 
 
 def _agree(forecast: Forecast, server: ServerSettings, yes: bool) -> None:
@@ -287,11 +278,8 @@ def _total(answers: Sequence[Answer], name: str) -> int | None:
 
 
 def _write(path: Path, rows: Rows, model: Floats, given: Sequence[Sequence[float]]) -> None:
-    human = bool(rows.rated.any())
-    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv_writer(stream)
-        header = [*rows.texts, "label", "answers"]
-        writer.writerow([*header, "human"] if human else header)
-        for i, texts in enumerate(zip(*_columns(rows), strict=True)):
-            row = [*texts, _label(model[i]), " ".join(map(_label, given[i]))]
-            writer.writerow([*row, _label(rows.rating[i])] if human else row)
+    answers = [" ".join(map(_label, own)) for own in given]
+    columns = {**rows.texts, "label": list(map(_label, model)), "answers": answers}
+    if rows.rated.any():
+        columns["human"] = list(map(_label, rows.rating))
+    write_csv(path, columns, zip(*columns.values(), strict=True))

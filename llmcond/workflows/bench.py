@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -46,19 +46,15 @@ class Benchmark(Displayed):
     """
 
     machine: dict[str, Any]
-    checks: Sequence[Check]
-    speeds: Sequence[Speed]
-    skipped: Sequence[Skipped]
-    profiles: Sequence[Profile] = ()
+    checks: list[Check]
+    speeds: list[Speed]
+    skipped: list[Skipped]
+    profiles: list[Profile] = field(default_factory=list)
 
     @property
     def failed(self) -> list[str]:
         """Return the names of the checks that failed."""
         return [check.name for check in self.checks if check.passed is False]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
-        return asdict(self)
 
     def to_markdown(self) -> str:
         """Return a page with all of it."""
@@ -80,17 +76,13 @@ def bench(asked: BenchOptions) -> Benchmark:
         check_output(out, [".md"])
     if set(quantize) - {"none"}:
         require("--quantize 8bit and 4bit", "bitsandbytes", "accelerate")
-    checked: list[Check] = []
-    speeds: list[Speed] = []
-    skipped: list[Skipped] = []
-    profiles: list[Profile] = []
+    result = Benchmark(describe_machine(device), [], [], [], [])
     places: dict[type, list[Any]] = {
-        Check: checked,
-        Speed: speeds,
-        Skipped: skipped,
-        Profile: profiles,
+        Check: result.checks,
+        Speed: result.speeds,
+        Skipped: result.skipped,
+        Profile: result.profiles,
     }
-    result = Benchmark(describe_machine(device), checked, speeds, skipped, profiles)
 
     def write() -> None:
         if out is not None:
@@ -101,24 +93,21 @@ def bench(asked: BenchOptions) -> Benchmark:
         subjects = dict(_subjects(asked.model, asked.shape, device, folder, quick))
         for check in run_checks(Bench(device, folder)) if asked.checks == "all" else ():
             _log.info("%s: %s", check.name, _said(check))
-            checked.append(check)
+            result.checks.append(check)
         write()
         scale = Scale.of(device, quick=quick)
         for name, kind in product(subjects, quantize or get_args(Quantize)):
             _log.info("timing %s, quantize %s", name, kind)
             release(device)  # what the one before had
             try:
-                own = subjects[name](kind)
+                own, check_it = subjects[name](kind), asked.checks != "none"
                 drawn = own.checkpoint.drawn_on is not None
-                options = {
-                    "check": asked.checks != "none",
-                    "must_pack": drawn,
-                    "profile": asked.profile,
-                }
-                for found in run_encoder(own, scale, **options):
+                for found in run_encoder(
+                    own, scale, check=check_it, must_pack=drawn, profile=asked.profile
+                ):
                     places[type(found)].append(found)
             except (LlmcondError, RuntimeError, MemoryError) as error:  # of the device's too
-                skipped.append(Skipped(f"{name}, quantize {kind}", first_line(error)))
+                result.skipped.append(Skipped(f"{name}, quantize {kind}", first_line(error)))
             write()
     return result
 
@@ -127,21 +116,15 @@ def _subjects(
     models: Sequence[str], shapes: Sequence[Shape], device: str, folder: Path, quick: bool
 ) -> Iterator[tuple[str, _Resolve]]:
     """Yield what is timed; a model that cannot be found is told before anything is run."""
+    whole = EncoderOptions(device=device, fold_latents=False)
     for name in models:
-        whole = EncoderOptions(device=device, fold_latents=False)
         own = resolve(name, whole, identify=False).identity.max_length
 
         def named(
             kind: Quantize, name: str = name, length: int = min(own, _LONGEST)
         ) -> ResolvedEncoder:
             # What is checked and timed are PyTorch's kernels.
-            options = EncoderOptions(
-                device=device,
-                quantize=kind,
-                max_length=length,
-                fold_latents=False,
-                runtime="torch",
-            )
+            options = replace(whole, quantize=kind, max_length=length, runtime="torch")
             return resolve(name, options, identify=False)
 
         yield name, named

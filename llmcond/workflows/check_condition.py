@@ -12,7 +12,6 @@ import numpy as np
 from llmcond.bundled import PRETRAINED
 from llmcond.conditions import condition_titles
 from llmcond.data.candidates import has_column, read_collection, text_column
-from llmcond.data.readers import MissingColumnError
 from llmcond.display import Displayed
 from llmcond.errors import UserError, brief
 from llmcond.evaluation.condition_checks import (
@@ -49,11 +48,8 @@ class ConditionChecks(Displayed):
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
-        return {
-            **vars(self),
-            "calibration": {**self.calibration.to_json(), "of_this_model": self.calibration.is_own},
-            "checks": [one.to_json() for one in self.checks],
-        }
+        calibration = {**self.calibration.to_json(), "of_this_model": self.calibration.is_own}
+        return {**super().to_json(), "calibration": calibration}
 
     def _displayed(self) -> Mapping[str, Any]:
         """Return the texts, the model and a row for each condition."""
@@ -85,12 +81,8 @@ def check_condition(asked: CheckConditionOptions) -> ConditionChecks:
             f"neither {run_folder} nor the bundled model has a file {CALIBRATION}, which says what "
             "accuracy to expect. Make one: python scripts/calibrate_conditions.py"
         )
-    try:
-        found = read_collection(
-            asked.texts, text_column(partial(has_column, asked.texts), asked.text)
-        )
-    except MissingColumnError as error:
-        raise UserError(f"{error.found} Name one of them by --text COL.") from error
+    column = text_column(partial(has_column, asked.texts), asked.text)
+    found = read_collection(asked.texts, column)
     given = Embeddings(run_folder, asked.head, asked.prompt, asked.device)
     sample = [found.texts[position] for position in sample_texts(found.texts, seed)]
     vectors = given.of([(text, one) for one in condition for text in sample], found.file)

@@ -26,19 +26,12 @@ from llmcond.clustering.page import Drawing, write_page
 from llmcond.clustering.result import Clustering, ClusterResult, without_condition
 from llmcond.clustering.scores import Scores, score
 from llmcond.conditions import condition_text
-from llmcond.data.candidates import (
-    Collection,
-    has_column,
-    is_missing,
-    read_collection,
-    text_column,
-)
+from llmcond.data.candidates import Collection, has_column, is_missing, read_collection, text_column
 from llmcond.data.guides import LabelledTexts, read_guide
-from llmcond.data.readers import MissingColumnError
 from llmcond.data.rows import column_of
 from llmcond.errors import UserError, brief, plural
 from llmcond.evaluation.condition_checks import ConditionCheck, find_calibration, sample_texts
-from llmcond.files import check_output, csv_writer, replacing
+from llmcond.files import check_output, replacing, write_csv
 from llmcond.log import log
 from llmcond.workflows.embed import Embeddings
 from llmcond.workflows.options.texts import ClusterOptions
@@ -70,7 +63,7 @@ def cluster(options: ClusterOptions) -> ClusterResult:
     find = _Finder.of(options)
     column = text_column(partial(has_column, texts), text)
     columns = _columns(condition, keep, column)
-    found = _read(texts, column, [*keep, *labels], "Name one of them (--text COL for the texts).")
+    found = read_collection(texts, column, list(dict.fromkeys([*keep, *labels])))
     distinct = find.check(found)
     guides = {} if guide is None else _read_guides(guide, text, condition, found)
     known = _known(found, labels, guides)
@@ -302,13 +295,6 @@ def _clusters(found: Clustering) -> str:
     return plural(found.k, "cluster")
 
 
-def _read(given: Any, column: str, others: Sequence[str], advice: str) -> Collection:
-    try:
-        return read_collection(given, column, list(dict.fromkeys(others)))
-    except MissingColumnError as error:
-        raise UserError(f"{error.found} {advice}") from error
-
-
 def _read_guides(
     given: Any, text: str | None, conditions: Sequence[str], among: Collection
 ) -> dict[str | None, LabelledTexts]:
@@ -383,21 +369,12 @@ def _write(
     for one, (number, name) in zip(made, columns, strict=True):
         names = {own.cluster: own.name for own in one.clusters}
         table |= {number: one.labels.tolist(), name: [names[i] for i in one.labels.tolist()]}
-    write = _write_parquet if out.suffix.lower() == ".parquet" else _write_csv
-    with replacing(out) as temporary:
-        write(temporary, table)
-
-
-def _write_parquet(path: Path, table: Mapping[str, Sequence[Any]]) -> None:
+    if out.suffix.lower() == ".csv":
+        write_csv(out, table, zip(*table.values(), strict=True))
+        return
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    columns = {name: column_of(values) for name, values in table.items()}
-    pq.write_table(pa.table(columns), path.absolute())
-
-
-def _write_csv(path: Path, table: Mapping[str, Sequence[Any]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv_writer(stream)
-        writer.writerow(table)
-        writer.writerows(zip(*table.values(), strict=True))
+    arrays = {name: column_of(values) for name, values in table.items()}
+    with replacing(out) as temporary:
+        pq.write_table(pa.table(arrays), temporary.absolute())

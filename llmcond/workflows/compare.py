@@ -24,17 +24,17 @@ from llmcond.features.view import view_of
 from llmcond.files import write_json
 from llmcond.heads import Recipe, load_recipe
 from llmcond.log import log
-from llmcond.metrics import Metric, choose_metrics
+from llmcond.metrics import choose_metrics
 from llmcond.prompts import Prompt, fields_of, load_prompt
 from llmcond.report.comparisons import FEW_PAIRS, summary
 from llmcond.report.page import Page, check_page, page_of, write_page
-from llmcond.runs import AnyRun, Run, as_rated, open_any_run, run_exists
+from llmcond.runs import AnyRun, as_rated, open_any_run, run_exists
 from llmcond.runs.examples import examples_of
 from llmcond.runs.kind import find_kind, inputs_of
 from llmcond.runs.new_sentences import trained_sentences, with_new_sentences
 from llmcond.runs.predictors import unscored, zeroshots
 from llmcond.runs.provenance import provenance
-from llmcond.runs.trials import Outcome, Trial, run_trials
+from llmcond.runs.trials import Outcome, Trial, run_trials, seeded_result
 from llmcond.tasks import AnyTask
 from llmcond.workflows.extract import (
     check_named_once,
@@ -123,7 +123,14 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
     systems += fitted
     pairs = as_rated(run)
     if pairs is not None:
-        systems = _with_new_sentences(pairs, systems, split, metrics)
+        results = with_new_sentences(
+            [system.result for system in systems],
+            [system.similarity for system in systems],
+            pairs.rows(split),
+            trained_sentences(pairs, (), split),
+            metrics,
+        )
+        systems = [replace(own, result=one) for own, one in zip(systems, results, strict=True)]
     comparison = Comparison(
         results=with_evidence(systems, baseline, rows, metrics),
         failures=failures,
@@ -221,8 +228,8 @@ def _zeroshot_systems(run: AnyRun, prompts: Sequence[Prompt], split: str) -> lis
         examples = examples_of(run)
         for zeroshot in zeroshots(run, prompt):
             predicted = examples.predict(zeroshot, split)
-            described = unscored(zeroshot, split, run.task.name)
-            result = ComparedResult.of(described, prompt.control or "")
+            control = prompt.control or ""
+            result = unscored(ComparedResult, zeroshot, split, run.task.name, control=control)
             systems.append(System(("none", zeroshot.view.subtract), result, predicted[None]))
     return systems
 
@@ -252,37 +259,11 @@ def _fitted_systems(
         found = [done[digest] for digest in digests if digest in done]
         if not found:
             continue
-        (trial, first), outcomes = found[0], [outcome for _, outcome in found]
-        result = ComparedResult(
-            name=trial.name,
-            head=trial.recipe.name,
-            prompts=tuple(prompt.name for prompt in trial.view.prompts),
-            subtract=trial.view.subtracts,
-            split=split,
-            task=run.task.name,
-            dim=first.dim,
-            seeds=tuple(one.seed for one, _ in found),
-            fits=tuple(one.fit for one in outcomes),
-            control=trial.view.prompts[0].control or "",
-        )
-        similarity = np.stack([one.similarity for one in outcomes])
+        trial, task = found[0][0], run.task.name
+        control = trial.view.prompts[0].control or ""
+        result, similarity = seeded_result(ComparedResult, found, split, task, control=control)
         systems.append(System((trial.recipe.name, trial.view.subtract), result, similarity))
     return systems, failures, list(done.values())
-
-
-def _with_new_sentences(
-    run: Run, systems: Sequence[System], split: str, metrics: Sequence[Metric]
-) -> list[System]:
-    """Return systems with their score on rows that share no sentence with training."""
-    results = with_new_sentences(
-        [system.result for system in systems],
-        [system.similarity for system in systems],
-        run.rows(split),
-        trained_sentences(run, (), split),
-        metrics,
-    )
-    pairs = zip(systems, results, strict=True)
-    return [replace(system, result=result) for system, result in pairs]
 
 
 def _page(

@@ -13,8 +13,8 @@ from llmcond.errors import UserError
 from llmcond.finetune.cross import CrossInputs, CrossModel
 from llmcond.finetune.settings import StageSettings
 from llmcond.heads import FittedHead, save_head
+from llmcond.heads.dense import RegressionSettings
 from llmcond.heads.recipes import parse_settings
-from llmcond.heads.regression import RegressionSettings
 from llmcond.log import log
 from llmcond.runs import Run, complete_run
 from llmcond.runs.cross import KIND, NAME, load_cross_encoder

@@ -65,7 +65,7 @@ class EmbedResult(Displayed):
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
-        own = {**vars(self), "out": str(self.out)}
+        own = super().to_json()
         del own["guides"]
         return own | guides_json(self.guides)
 

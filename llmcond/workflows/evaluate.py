@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.data.datasets import DataOptions
+from llmcond.data.queries import QueryRows
 from llmcond.data.rows import Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.conditions import seen_unseen
 from llmcond.evaluation.ranked import RankedResults
 from llmcond.evaluation.results import Result, Results, best_first
-from llmcond.features.store import FeatureStore
-from llmcond.files import check_output, csv_writer, replacing
+from llmcond.files import check_output, write_csv
 from llmcond.log import log
 from llmcond.metrics import Metric, choose_metrics, metric_of
 from llmcond.prompts import Prompt
@@ -26,7 +27,7 @@ from llmcond.report.format import estimate_text, extreme
 from llmcond.report.page import check_page, page_of, write_page
 from llmcond.runs import AnyRun, Run, SavedHead, as_rated, open_any_run
 from llmcond.runs.cross import CrossEncoder, load_cross_encoder
-from llmcond.runs.extraction import LazyEncoder, extract_prompt
+from llmcond.runs.extraction import extract_others
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.kind import find_kind
 from llmcond.runs.new_sentences import trained_sentences, with_new_sentences
@@ -38,6 +39,7 @@ from llmcond.runs.predictors import (
     results_of,
     zeroshots,
 )
+from llmcond.tasks import OTHERS
 from llmcond.workflows.options.ranking import DialogueOptions, RankingOptions, TiesOption
 from llmcond.workflows.options.scoring import EvaluateOptions
 
@@ -60,20 +62,30 @@ def evaluate(asked: EvaluateOptions) -> Results[Result]:
 
 def evaluate_pairs(run: Run, asked: EvaluateOptions) -> Results[Result]:
     """Score a run of rated pairs; see :meth:`llmcond.runs.kind.Kind.evaluate`."""
-    data, heads = asked.data_options(), asked.head
+    data = asked.data_options()
     computed = choose_metrics(run.task.metrics, asked.metric)
     if "dev" in run.trained_on:
         log.info(f"the encoder of {run.folder} was trained on dev as well as on train")
     rows, split = _rows(run, data, asked.split)
     other = data.source is not None
-    fitted, prompts = _chosen(run, heads, None if other else split)
+    if run.cross and asked.head:
+        raise UserError(
+            f"{run.folder} holds a cross-encoder, which is scored by itself. Leave out --head."
+        )
+    fitted: list[SavedHead] = []
+    prompts: list[Prompt] = []
+    if not run.cross:
+        fitted, prompts = asked_for(run, asked.head, None if other else split)
     check_scorable(rows, run, other, predictions=asked.predictions is not None, heads=fitted)
     predictors: list[AnyPredictor | CrossEncoder]
     if run.cross:
         cross = load_cross_encoder(run.folder, device=asked.device)
         predictors, predicted = [cross], [cross.predict(rows)]
     else:
-        store = _extracted(run, prompts, rows, asked.device) if other else run.store()
+        store = run.store()
+        if other:
+            inputs = partial(SplitInputs, [rows])
+            store = extract_others(run, prompts, inputs, asked.device)
         compared: list[AnyPredictor]
         compared = [*(one for prompt in prompts for one in zeroshots(run, prompt)), *fitted]
         features = RowFeatures(rows, store)
@@ -88,17 +100,8 @@ def evaluate_pairs(run: Run, asked: EvaluateOptions) -> Results[Result]:
     results = Results(tuple(with_new_sentences(results, seeded, rows, known, computed)))
     results = _by_condition(results, predictors, predicted, rows, run, computed[0])
     if asked.report is not None:
-        best = best_first(results)
-        page = page_of(
-            run,
-            rows,
-            best,
-            similarity,
-            title=f"Evaluation: {run.encoder_name}",
-            summary=_summary(best, rows.file),
-            settings={"heads": [one.name for one in predictors if one.is_fitted]},
-        )
-        write_page(page, Path(asked.report))
+        settings = {"heads": [one.name for one in predictors if one.is_fitted]}
+        _write_page(Path(asked.report), run, rows, results, similarity, rows.file, settings)
     return results
 
 
@@ -123,17 +126,9 @@ def write_ranks(
         columns = [numbers, *found.queries.columns.items(), *shown]
         _write_table(Path(asked.predictions), columns, "queries")
     if asked.report is not None:
-        best, settings = best_first(found), asdict(asked.part(kind))
-        page = page_of(
-            run,
-            found.queries,
-            best,
-            ranks,
-            title=f"Evaluation: {run.encoder_name}",
-            summary=_summary(best, str(asked.data or run.manifest["data"]["source"])),
-            settings={**settings, "data": asked.data, "heads": list(asked.head)},
-        )
-        write_page(page, Path(asked.report))
+        source = str(asked.data or run.manifest["data"]["source"])
+        settings = {**asdict(asked.part(kind)), "data": asked.data, "heads": list(asked.head)}
+        _write_page(Path(asked.report), run, found.queries, found, ranks, source, settings)
     return Results(found.rows)
 
 
@@ -183,12 +178,16 @@ def _chosen(
     return asked_for(run, names, split)
 
 
-def _extracted(run: Run, prompts: Sequence[Prompt], rows: Rows, device: str) -> FeatureStore:
-    """Return a store with the features of other rows than the run's."""
-    store, encoder = run.store_for_others(), LazyEncoder(run.resolve_encoder(device))
-    for prompt in prompts:
-        extract_prompt(store, encoder, prompt, SplitInputs([rows], prompt))
-    return store
+def ranked_data(run: Any, asked: EvaluateOptions) -> tuple[Any, str, str]:
+    """Return the data of a run whose answers are ranked, their split, and what results call it.
+
+    These differ where the data are not the run's own.
+    """
+    if asked.data is None:
+        split = run.scored_split(asked.split)
+        return run.data, split, split
+    found, split = run.task.with_others(run.data, asked.data_options(), asked.split)
+    return found, OTHERS, split
 
 
 def _by_condition(
@@ -217,8 +216,17 @@ def _by_condition(
     return Results(tuple(found))
 
 
-def _summary(best: Results[Result], source: str) -> list[str]:
-    """Return what the page says first; ``source`` is where examples are from."""
+def _write_page(
+    path: Path,
+    run: AnyRun,
+    examples: Rows | QueryRows,
+    results: Results[Any],
+    predicted: Mapping[str, NDArray[Any]],
+    source: str,
+    settings: Mapping[str, Any],
+) -> None:
+    """Write a page of results; ``source`` is where examples are from."""
+    best = best_first(results)
     first = best[0]
     if not first.counts.n:
         raise UserError("there are no ratings to report on; leave out --report.")
@@ -237,7 +245,9 @@ def _summary(best: Results[Result], source: str) -> list[str]:
         f"{len(best):,} systems, on {first.counts.text} of {source}. Intervals are 95 %, over "
         f"{first.counts.groups}."
     )
-    return summary
+    title = f"Evaluation: {run.encoder_name}"
+    page = page_of(run, examples, best, predicted, title=title, summary=summary, settings=settings)
+    write_page(page, path)
 
 
 def _write_predictions(
@@ -253,8 +263,5 @@ def _write_table(path: Path, columns: Sequence[tuple[str, Iterable[Any]]], unit:
     """Write columns of as many values each as CSV, complete or not at all."""
     headings, values = zip(*columns, strict=True)
     table = list(zip(*values, strict=True))
-    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv_writer(stream)
-        writer.writerow(headings)
-        writer.writerows(table)
+    write_csv(path, headings, table)
     log.info(f"predictions for {len(table):,} {unit} -> {path}")

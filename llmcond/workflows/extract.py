@@ -30,7 +30,7 @@ from llmcond.runs import (
     run_exists,
     where_model,
 )
-from llmcond.runs.extraction import LazyEncoder, extract_prompt, extraction_record
+from llmcond.runs.extraction import LazyEncoder, extract_own
 from llmcond.runs.kind import find_kind, inputs_of
 from llmcond.runs.processes import check_workers, worker_processes
 from llmcond.scale.extraction import ray_execution
@@ -350,20 +350,10 @@ def _extract_prompts(
     run: AnyRun, encoder: LazyEncoder, prompts: Sequence[Prompt], missing: Sequence[Missing | None]
 ) -> ExtractResult:
     done, records = {}, {}
-    resolved = encoder.resolved
     for prompt, lacking in zip(prompts, missing, strict=True):
-        inputs = inputs_of(run.task, run.data, prompt)
-        done[prompt.name] = extract_prompt(run.store(), encoder, prompt, inputs, lacking)
         before = run.manifest["prompts"].get(prompt.name)
+        done[prompt.name], records[prompt.name] = extract_own(run, encoder, prompt, lacking)
         if before and before["prompt"]["digest"] != prompt.digest:
             log.info(f"the prompt {prompt.name} has changed; fit its heads again")
-        records[prompt.name] = extraction_record(done[prompt.name], resolved)
-        run.record_prompt(prompt, records[prompt.name])
-    return ExtractResult(
-        run.folder,
-        run.encoder_name,
-        run.identity.fingerprint,
-        resolved.identity.dtype,
-        done,
-        records,
-    )
+    identity, dtype = run.identity, encoder.resolved.identity.dtype
+    return ExtractResult(run.folder, run.encoder_name, identity.fingerprint, dtype, done, records)

@@ -18,8 +18,7 @@ from llmcond.encoders import ResolvedEncoder
 from llmcond.errors import UserError
 from llmcond.features.view import View, view_of
 from llmcond.finetune.aspects import AspectGroups, AspectModel
-from llmcond.finetune.inputs import RatedInputs
-from llmcond.finetune.model import HeadPlan, TunedModel
+from llmcond.finetune.model import HeadPlan, RatedInputs, TunedModel
 from llmcond.finetune.settings import AspectSettings, StageSettings
 from llmcond.heads import FittedHead, Recipe, load_head, load_recipe
 from llmcond.heads.objectives import check_contrasts

@@ -10,7 +10,7 @@ from typing import Any
 
 from llmcond.data.candidates import has_column, read_collection, text_column, text_file
 from llmcond.data.guides import LabelledTexts, read_guide
-from llmcond.data.readers import MissingColumnError, suffix_of
+from llmcond.data.readers import suffix_of
 from llmcond.display import Displayed
 from llmcond.errors import UserError
 from llmcond.heads.guide import Guide
@@ -45,7 +45,7 @@ class Indexed(Displayed):
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
-        own = {**vars(self), "out": str(self.out)}
+        own = super().to_json()
         del own["guides"]
         return own | guides_json(self.guides)
 
@@ -73,11 +73,8 @@ def index_texts(options: IndexOptions) -> Indexed:
         index = Index.build(out, conditions=conditions, **made_by)
     else:
         others = [*keep, *([id_column] if id_column else [])]
-        try:
-            column = text_column(partial(has_column, texts), text)
-            found = read_collection(texts, column, list(dict.fromkeys(others)))
-        except MissingColumnError as error:
-            raise UserError(f"{error.found} Say which to read: --text, --id, --keep.") from error
+        column = text_column(partial(has_column, texts), text)
+        found = read_collection(texts, column, list(dict.fromkeys(others)))
         columns: Mapping[str, Any] = {name: found.columns[name] for name in keep}
         if suffix_of(found.file) in (".csv", ".tsv"):
             columns = infer_types(columns, Table(out).schema())

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -31,6 +31,7 @@ from llmcond.features.extract import CHUNK, WINDOW
 from llmcond.features.fragments import row_bytes
 from llmcond.features.keys import KeyIndex
 from llmcond.features.missing import Missing, count_missing, together
+from llmcond.metrics import Estimate
 from llmcond.records import RECORD, read_record
 from llmcond.runs import AnyRun, create_run, open_any_run
 from llmcond.runs.extraction import LazyEncoder
@@ -52,19 +53,6 @@ _REPEATS = 3
 
 
 @dataclass(frozen=True)
-class Reckoned:
-    """A number that was reckoned from a sample, with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def times(self, factor: float) -> Reckoned:
-        """Return it in another unit."""
-        return Reckoned(self.value * factor, self.low * factor, self.high * factor)
-
-
-@dataclass(frozen=True)
 class ExtractionPlan(Displayed):
     """What an extraction would do.
 
@@ -83,21 +71,17 @@ class ExtractionPlan(Displayed):
     encoder: str
     n_inputs: Mapping[str, int]
     n_missing: Mapping[str, int]
-    tokens: Reckoned
+    tokens: Estimate
     dim: int
     n_bytes: int
     tokens_per_second: float | None
     rate_of: str
     workers: int
-    hours: Reckoned | None
-    wall_hours: Reckoned | None
-    cost: Reckoned | None
+    hours: Estimate | None
+    wall_hours: Estimate | None
+    cost: Estimate | None
     fragments: int
     commits: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
-        return asdict(self)
 
     def rows(self) -> list[dict[str, str]]:
         """Return it as a table."""
@@ -119,7 +103,7 @@ class ExtractionPlan(Displayed):
         return [{"plan": name, "": value} for name, value in rows.items()]
 
 
-def _told(number: Reckoned, form: str) -> str:
+def _told(number: Estimate, form: str) -> str:
     if number.low == number.high:
         return f"{number.value:{form}}"
     return f"{number.value:{form}} [{number.low:{form}}, {number.high:{form}}]"
@@ -210,16 +194,16 @@ def plan(asked: ExtractOptions) -> ExtractionPlan:
     )
 
 
-def _tokens(resolved: ResolvedEncoder, missing: Missing) -> Reckoned:
+def _tokens(resolved: ResolvedEncoder, missing: Missing) -> Estimate:
     """Return how many tokens the encoder computes of what is missing."""
     counts = _counts(resolved, missing.sample)
     total, n = missing.n_missing, len(counts)
     if not n:
-        return Reckoned(0, 0, 0)
+        return Estimate(0, 0, 0)
     value = float(counts.sum()) * total / n
     error = float(counts.std(ddof=1)) * math.sqrt((1 - n / total) / n) if n > 1 else 0.0
     half = _DEVIATIONS * error * total
-    return Reckoned(value, value - half, value + half)
+    return Estimate(value, value - half, value + half)
 
 
 def _counts(resolved: ResolvedEncoder, inputs: Sequence[EncoderInput]) -> np.ndarray[Any, Any]:
@@ -305,13 +289,9 @@ def _recorded_rate(
     precision = identity.dtype if identity.quantize == "none" else identity.quantize
     record = read_record(bench, _Bench, f"Make it anew: llmcond bench --model {model} --json")
     speeds = record["speeds"]
-    own = [
-        speed
-        for speed in speeds
-        if speed["model"] in names
-        and speed["precision"] == precision
-        and speed["way"] in ("packed", "padded")
-    ]
+    ways = ("packed", "padded")
+    fitting = [one for one in speeds if one["precision"] == precision and one["way"] in ways]
+    own = [one for one in fitting if one["model"] in names]
     if not own:
         there = sorted({f"{speed['model']} in {speed['precision']}" for speed in speeds})
         raise UserError(

@@ -20,7 +20,7 @@ from llmcond.metrics import choose_metrics
 from llmcond.runs import AnyRun, open_any_run
 from llmcond.runs.examples import examples_of
 from llmcond.runs.provenance import provenance
-from llmcond.runs.trials import Outcome, Trial, run_trials
+from llmcond.runs.trials import Outcome, Trial, run_trials, seeded_result
 from llmcond.workflows.fit import keep_best
 from llmcond.workflows.options.fitting import SweepOptions
 
@@ -94,19 +94,6 @@ def _summarise(done: Iterable[tuple[Trial, Outcome]], run: AnyRun, split: str) -
         groups.setdefault(key, []).append((trial, outcome))
     points = []
     for group in groups.values():
-        (trial, first), outcomes = group[0], [outcome for _, outcome in group]
-        result = SweptResult(
-            name=trial.name,
-            head=trial.recipe.name,
-            prompts=tuple(prompt.name for prompt in trial.view.prompts),
-            subtract=trial.view.subtracts,
-            split=split,
-            task=run.task.name,
-            dim=first.dim,
-            seeds=tuple(one.seed for one, _ in group),
-            fits=tuple(one.fit for one in outcomes),
-            settings=dict(trial.varied),
-        )
-        predicted = [one.similarity for one in outcomes]
-        points.append((result, np.stack(predicted)))
+        varied = dict(group[0][0].varied)
+        points.append(seeded_result(SweptResult, group, split, run.task.name, settings=varied))
     return points

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from llmcond.data.datasets import Dataset
 from llmcond.data.rows import Rows, join_rows
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.evaluation.results import Result
-from llmcond.features.view import View
+from llmcond.features.view import View, view_of
 from llmcond.files import check_writable, write_json, write_text
 from llmcond.finetune.settings import StageSettings, TuneSettings
 from llmcond.finetune.state import Progress, StateFolder
@@ -25,7 +25,7 @@ from llmcond.heads.base import Fitted
 from llmcond.log import log
 from llmcond.metrics import finite
 from llmcond.progress import TrainBar, duration
-from llmcond.prompts import Prompt
+from llmcond.prompts import load_prompt
 from llmcond.report.card import model_card
 from llmcond.report.format import estimate_text
 from llmcond.runs import (
@@ -38,17 +38,25 @@ from llmcond.runs import (
 )
 from llmcond.runs.cross import CrossEncoder
 from llmcond.runs.examples import examples_of
-from llmcond.runs.extraction import LazyEncoder, extract_prompt, extraction_record
-from llmcond.runs.kind import inputs_of
+from llmcond.runs.extraction import LazyEncoder, extract_own
 from llmcond.runs.predictors import AnyPredictor, results_of
 from llmcond.runs.provenance import provenance
 from llmcond.tasks import AnyTask, Data, Task
-from llmcond.workflows.account import FORMAT, RECORD, STATE, TrainingResult, finished
+from llmcond.workflows.account import FORMAT, RECORD, STATE, TrainingResult, finished, made_of
 from llmcond.workflows.evaluate import evaluate
+from llmcond.workflows.extract import check_prompts, read_data
 from llmcond.workflows.last_stage import Staged, run_stage, stage_splits
 from llmcond.workflows.options.common import Split
 from llmcond.workflows.options.scoring import EvaluateOptions
+from llmcond.workflows.options.training import TrainLoraOptions
 from llmcond.workflows.teacher import Teacher
+from llmcond.workflows.trainable import (
+    check_unrouted,
+    chosen_head,
+    refuse_rated_options,
+    resolve_trainable,
+    tune_settings,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -63,7 +71,7 @@ if TYPE_CHECKING:
 class Parts:
     """What the loop trains, and on what: rows or triples. Those of dev choose the weights."""
 
-    model: TrainedModel[Any]
+    model: TrainedModel[Any, Any]
     train: Any
     dev: Any
 
@@ -142,11 +150,56 @@ class RankingJob(Job):
 
     Attributes:
         recipe: of the head.
+        start: the head that training begins from; None: a new one.
         view: the features that the head sees.
     """
 
     recipe: Recipe
+    start: Fitted | None
     view: View
+
+    @classmethod
+    def of(
+        cls,
+        asked: TrainLoraOptions,
+        task: AnyTask[Any],
+        load: Callable[[Path], tuple[Fitted, dict[str, Any]]],
+        check: Callable[[Recipe], object],
+    ) -> Self:
+        """Read and check what is asked for; ``load`` and ``check`` are those of a named head.
+
+        Raises:
+            UserError: wrong input, or a head that cannot be trained; see :func:`chosen_head`.
+            LlmcondError: the encoder cannot be loaded.
+        """
+        refuse_rated_options(asked, task)
+        recipe, prompts, start = chosen_head(asked, task, load, check)
+        tuning = tune_settings(asked.tune_settings(), recipe)
+        dataset = read_data(task, asked.data_options())
+        model, merge = asked.model, asked.merge
+        resolved = resolve_trainable(model, asked.encoder_options(), tuning, merge)
+        if not prompts:
+            apart = {"separate": "separate", "alone": task.prompt}
+            prompts = (load_prompt(str(apart.get(recipe.features, resolved.joint_prompt))),)
+        check_prompts(prompts, resolved, task)
+        view = view_of(recipe, prompts, subtract=False)
+        view.check_texts()
+        check_unrouted(prompts, resolved)
+        return cls(
+            model=model,
+            resolved=resolved,
+            folder=Path(asked.run),
+            task=task,
+            dataset=dataset,
+            settings=tuning,
+            head=recipe.name,
+            seed=asked.seed,
+            merge=merge,
+            made_of=made_of(resolved, dataset, prompts, recipe, asked, tuning, merge),
+            recipe=recipe,
+            start=start,
+            view=view,
+        )
 
     def keep(self, head: Fitted) -> Kept:
         """See :class:`Job`; scores are those of ``evaluate``."""
@@ -249,15 +302,6 @@ class RatedJob(Job):
         )
 
 
-def extract_trained(run: AnyRun, resolved: ResolvedEncoder, prompts: Sequence[Prompt]) -> None:
-    """Extract a run's features by the encoder that was trained into it."""
-    log.info(f"encoder -> {run.folder}; its features:")
-    encoder = LazyEncoder(resolved)
-    for prompt in prompts:
-        done = extract_prompt(run.store(), encoder, prompt, inputs_of(run.task, run.data, prompt))
-        run.record_prompt(prompt, extraction_record(done, resolved))
-
-
 def keep_head(
     run: AnyRun, resolved: ResolvedEncoder, head: Fitted, recipe: Recipe, view: View
 ) -> Kept:
@@ -270,7 +314,10 @@ def keep_head(
         recipe: what it was begun by.
         view: the features that it sees.
     """
-    extract_trained(run, resolved, view.prompts)
+    log.info(f"encoder -> {run.folder}; its features:")
+    encoder = LazyEncoder(resolved)
+    for prompt in view.prompts:
+        extract_own(run, encoder, prompt)
     name = head_name(recipe.name, view)
     record = head_record(run, view, replace(recipe, settings=head.settings).to_json())
     if "dev" in run.splits:

@@ -16,10 +16,10 @@ from llmcond.evaluation.paired import differences, resample
 from llmcond.evaluation.ranking import (
     CandidatePool,
     Ranks,
+    measure_each,
     rank,
     rank_each,
     ranks_among,
-    resample_ranks,
     top,
 )
 from llmcond.kinds.ranking.graph import Graph, Known, both_directions
@@ -243,12 +243,12 @@ def test_both_directions_of_a_triple_are_resampled_together(monkeypatch):
     monkeypatch.setattr(ranking, "resample", lambda *given: seen.append(given) or resample(*given))
     ranks = np.arange(1, 11, dtype=float)[None]
     chosen = np.array([1, 1, 0, 0, 1, 1, 1, 1, 0, 0], dtype=bool)
-    found = resample_ranks([ranks], np.tile(np.arange(5), 2), resamples=9, chosen=chosen)
+    (found,) = measure_each([ranks], np.tile(np.arange(5), 2), resamples=9, chosen=chosen)
 
     (systems, _, triple, _, _) = seen[0]
     assert triple.tolist() == [0, 1, 4, 0, 1, 2]
     assert systems[0].tolist() == [[1, 2, 5, 6, 7, 8]]
-    assert found.estimates(0)["mrr"].value == np.mean(1 / ranks[0, chosen])
+    assert found.metrics["mrr"].value == np.mean(1 / ranks[0, chosen])
 
 
 def test_means_over_rows_are_resampled_as_any_metric_is():

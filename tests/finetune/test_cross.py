@@ -25,7 +25,7 @@ from llmcond.finetune.cross import CrossInputs, CrossModel
 from llmcond.finetune.loop import Trainer
 from llmcond.finetune.settings import TuneSettings
 from llmcond.finetune.state import StateFolder
-from llmcond.heads.regression import RegressionSettings
+from llmcond.heads.dense import RegressionSettings
 from llmcond.serving.running import load_model
 from llmcond.serving.settings import Served
 

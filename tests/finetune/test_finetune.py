@@ -26,7 +26,7 @@ from llmcond.cli import run
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.errors import UserError
 from llmcond.files import digest_file
-from llmcond.finetune.order import Order
+from llmcond.finetune.loop import Order
 from llmcond.finetune.settings import TuneSettings
 from llmcond.finetune.state import BEST, STATE, StateFolder, differences
 from llmcond.heads import load_recipe

@@ -23,12 +23,10 @@ from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.encoders.loading.loading import load_model
 from llmcond.errors import UserError
 from llmcond.features.view import view_of
-from llmcond.finetune.build import load_trainable
-from llmcond.finetune.inputs import RatedInputs
-from llmcond.finetune.model import HeadPlan, TunedModel
+from llmcond.finetune.build import choose, load_trainable, projections
+from llmcond.finetune.model import HeadPlan, RatedInputs, TunedModel
 from llmcond.finetune.save import save_encoder
 from llmcond.finetune.settings import TuneSettings
-from llmcond.finetune.targets import choose, projections
 from llmcond.heads import load_recipe
 from llmcond.heads.module import Batch
 from llmcond.heads.settings import ObjectiveSettings

@@ -5,7 +5,7 @@ import pytest
 
 from llmcond.errors import UserError
 from llmcond.heads import Gathered, PairArrays, fit_recipe, load_recipe
-from llmcond.heads.cache import ConditionCache
+from llmcond.heads.base import ConditionCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

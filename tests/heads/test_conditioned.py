@@ -527,7 +527,7 @@ def test_transform_cuts_long_inputs_into_blocks_of_equal_result(heads, monkeypat
     head, pairs = heads[name], paired(40, seed=3)
     condition = pairs.condition[:1] if one else pairs.condition
     whole = head.transform(pairs.first, condition)
-    monkeypatch.setattr("llmcond.heads.transform._BLOCK", 7)
+    monkeypatch.setattr("llmcond.heads.layers._BLOCK", 7)
     np.testing.assert_allclose(head.transform(pairs.first, condition), whole, rtol=1e-4, atol=1e-6)
 
 

@@ -14,9 +14,9 @@ from scipy.stats import spearmanr
 from llmcond.arrays import as_matrix
 from llmcond.errors import UserError
 from llmcond.heads import Concatenated, Difference, Gathered, PairArrays, fit_recipe
+from llmcond.heads.dense import Linear
 from llmcond.heads.fit import fit_by_gradient
 from llmcond.heads.hypernet import by_condition
-from llmcond.heads.linear import Linear
 from llmcond.heads.module import Batch, HeadModule, seeded
 from llmcond.heads.recipes import find_family
 
@@ -274,13 +274,14 @@ def named(n, dim=3, condition=None, pair=None, seed=0):
 def spied(pairs, dev=None, kind="linear", seed=0, **changes):
     """What a fit gave to its network."""
     spy = Spy()
-    chosen = recipe(kind, **{**SHORT, "dim": 2, "learning_rate": 1e-6, **changes}).settings
+    changed = recipe(kind, **{**SHORT, "dim": 2, "learning_rate": 1e-6, **changes})
+    chosen = replace(changed, family=spy.family)
 
     def on_epoch(epoch, epochs, score):
         if score is not None:
             spy.ends.append(len(spy.batches))
 
-    spy.head, spy.fit = fit_by_gradient(spy.family, chosen, pairs, dev, seed, on_epoch)
+    spy.head, spy.fit = fit_by_gradient(chosen, pairs, dev, seed, on_epoch)
     return spy
 
 
@@ -717,8 +718,8 @@ def test_the_two_sentences_of_a_row_see_the_condition_through_masks_as_set(kind,
 
     pairs = paired()
     pairs = replace(pairs, second=pairs.first)
-    chosen = recipe(kind, **{**SHORT, **changes}, masks=masks).settings
-    fit_by_gradient(Seen, chosen, pairs, None, 0, quiet)
+    chosen = replace(recipe(kind, **{**SHORT, **changes}, masks=masks), family=Seen)
+    fit_by_gradient(chosen, pairs, None, 0, quiet)
     for output in seen:
         first, second = output.detach().reshape(2, len(output) // 2, -1)
         alike = torch.isclose(first, second, rtol=1e-4, atol=1e-6).all(dim=1)
@@ -819,7 +820,7 @@ def test_equal_vectors_are_refused():
 
 @pytest.mark.parametrize("side", ["first", "second"])
 def test_one_vector_that_differs_is_enough(monkeypatch, side):
-    monkeypatch.setattr("llmcond.heads.recipes._BLOCK", 4)
+    monkeypatch.setattr("llmcond.heads.fit._BLOCK", 4)
     pairs = PairArrays(np.ones((9, DIM)), np.ones((9, DIM)), np.linspace(0, 1, 9))
     getattr(pairs, side)[8, 3] = 2
     fit("linear", pairs, **SHORT, dim=4)

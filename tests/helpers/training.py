@@ -14,9 +14,8 @@ from llmcond.data.datasets import read_dataset
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.features.view import view_of
 from llmcond.finetune.build import load_trainable, prepare_accelerator
-from llmcond.finetune.inputs import RatedInputs
 from llmcond.finetune.loop import Trainer
-from llmcond.finetune.model import HeadPlan, TunedModel
+from llmcond.finetune.model import HeadPlan, RatedInputs, TunedModel
 from llmcond.finetune.settings import TuneSettings
 from llmcond.finetune.state import StateFolder
 from llmcond.heads import load_recipe

@@ -10,19 +10,19 @@ import pytest
 import llmcond
 from llmcond.arrays import as_matrix, cosine
 from llmcond.errors import UserError
+from llmcond.evaluation.results import Result
 from llmcond.heads.plain import ZERO_SHOT
 from llmcond.runs import open_run
 from llmcond.runs.embedder import Embedder
 from llmcond.runs.embedding_model import EmbeddingModel
 from llmcond.runs.predictors import predict, unscored, zeroshots
 from llmcond.runs.rated import RatedExamples
-from llmcond.workflows.fit import fit_head
 
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory: pytest.TempPathFactory, tiny_run: Path) -> Path:
     folder = Path(shutil.copytree(tiny_run, tmp_path_factory.mktemp("model") / "run"))
-    fit_head(folder, "linear", 4, changes={"epochs": "1"}, name="mine")
+    llmcond.fit_head(run=folder, head="linear", dim=4, set={"epochs": "1"}, name="mine")
     return folder
 
 
@@ -57,7 +57,7 @@ def test_zero_shot_predicts_the_cosines_of_features(fitted: Path):
         pairs = features.pairs(zeroshot.view, "dev")
         sides = (as_matrix(pairs.first)[:], as_matrix(pairs.second)[:])
         np.testing.assert_array_equal(predict(zeroshot, pairs), cosine(*sides))
-        result = unscored(zeroshot, "dev")
+        result = unscored(Result, zeroshot, "dev")
         assert (result.head, result.dim, result.seeds, result.fits) == ("none", None, (), ())
         assert zeroshot.trained_on == ()
         assert not pickle.loads(pickle.dumps(zeroshot)).is_fitted

@@ -12,7 +12,7 @@ from llmcond.runs.open import open_any_run
 
 #: A kind of task, a task of it, a head and a metric, as another package would add them.
 PACKAGE = """
-from llmcond.heads.linear import Linear
+from llmcond.heads.dense import Linear
 from llmcond.kinds.rated import Rated
 from llmcond.runs.task_runs import Run
 from llmcond.tasks import Task

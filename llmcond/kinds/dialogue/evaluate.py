@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +15,6 @@ from llmcond.arrays import Positions
 from llmcond.data.candidates import read_candidates
 from llmcond.errors import UserError
 from llmcond.evaluation.ranked import DialogueResult, PlanResult, RankedResults
-from llmcond.evaluation.ranking import Part
 from llmcond.evaluation.results import Counts
 from llmcond.kinds.dialogue.data import Dialogues
 from llmcond.kinds.dialogue.examples import DialogueExamples
@@ -24,12 +24,11 @@ from llmcond.kinds.dialogue.queries import (
     PLAN_DISTANCES,
     PLAN_HISTORIES,
     PLAN_METRICS,
+    Drawn,
     NextQueries,
     PlanQueries,
     Pool,
-    RandomUtterances,
     Retrieved,
-    SameDepth,
     figures,
     histories_of,
     next_queries,
@@ -46,10 +45,9 @@ from llmcond.kinds.dialogue.turns import Score
 from llmcond.log import log
 from llmcond.metrics import Floats, Metric, choose_metrics
 from llmcond.options import Ties
-from llmcond.prompts import Prompt
-from llmcond.runs.extraction import LazyEncoder, extract_prompt
+from llmcond.runs.extraction import extract_others
 from llmcond.runs.predictors import AnyPredictor, asked_for, unscored, zeroshots
-from llmcond.tasks import OTHERS
+from llmcond.workflows.evaluate import ranked_data
 from llmcond.workflows.options.scoring import EvaluateOptions
 
 #: What zero-shot is scored by where no score is named, besides its own.
@@ -69,7 +67,7 @@ def evaluate_dialogues(run: DialogueRun, asked: EvaluateOptions) -> RankedResult
     asked_scores = tuple(str(Score.parse(score)) for score in asked.score)
     histories = numbers(asked.history, "--history")
     computed = choose_metrics(run.task.metrics, asked.metric)
-    scored = _Scored.of(run, asked)
+    scored = _Scored(run, asked)
     pool = asked.candidates or "same-depth"
     candidates: Any = pool
     further: Sequence[str] = ()
@@ -87,7 +85,7 @@ def evaluate_dialogues(run: DialogueRun, asked: EvaluateOptions) -> RankedResult
     if histories and 1 in histories:
         log.info("one turn has no pairs: after it every score is that of bi, or its weights")
     results, ranks = [], []
-    for one in scored.predictors():
+    for one in scored.predictors:
         roles = examples.roles(one, used)
         usual = str(roles.head.score)
         scores = asked_scores or (usual, *(() if one.is_fitted else _ZERO_SHOT))
@@ -97,17 +95,15 @@ def evaluate_dialogues(run: DialogueRun, asked: EvaluateOptions) -> RankedResult
                 continue
             own = rank_next(queries, roles.scored_by(score).scores).of(ties)
             ranks.append(own)
-            about = scored.described(one, "" if score == usual else f" {score}")
-            median = float(np.median(own))
-            results.append(
-                DialogueResult(**about, score=score, candidates=pool, median_rank=median)
-            )
+            about = {"score": score, "candidates": pool, "median_rank": float(np.median(own))}
+            suffix = "" if score == usual else f" {score}"
+            results.append(scored.described(DialogueResult, one, suffix, **about))
     if not results:
         raise UserError(
             "nothing is left to score: the score weighted takes a head that learned weights. Fit "
             f"one: llmcond fit-head --head weighted --run {run.folder}"
         )
-    return _with_figures(results, ranks, queries, scored, computed, _by_history)
+    return _with_figures(results, ranks, queries, scored, computed, "by_history")
 
 
 def evaluate_plans(run: DialogueRun, asked: EvaluateOptions) -> RankedResults[PlanResult]:
@@ -118,14 +114,14 @@ def evaluate_plans(run: DialogueRun, asked: EvaluateOptions) -> RankedResults[Pl
     _check_planning(asked)
     histories = numbers(asked.history, "--history") or PLAN_HISTORIES
     distances = numbers(asked.distance, "--distance") or PLAN_DISTANCES
-    scored = _Scored.of(run, asked)
+    scored = _Scored(run, asked)
     place, examples = scored.place, None
     pool: Pool
     if asked.generate is not None or asked.plan not in _PLANNED:
         source = Path(str(asked.plan))
         if asked.generate is None:
             _check_pool("--plan", str(asked.plan), _PLANNED, "a file of samples (.jsonl)")
-        if asked.generate is not None:
+        else:
             samples = 100 if asked.samples is None else asked.samples
             turns = histories_of(scored.data, place, histories)
             source = generate(run, asked.generate, place, turns, samples, asked.device)
@@ -136,82 +132,61 @@ def evaluate_plans(run: DialogueRun, asked: EvaluateOptions) -> RankedResults[Pl
         # By the encoder alone, so that all heads rank the same.
         pool = Retrieved(examples.features(run.zero_shot_views(scored.prompts[0])[0]))
     else:
-        pool = SameDepth() if asked.plan == "same-depth" else RandomUtterances()
+        pool = Drawn(same_depth=asked.plan == "same-depth")
     examples = examples or scored.examples()
     queries = plan_queries(scored.data, place, pool, histories, distances)
     used = np.unique(np.concatenate([_flat(q.contexts, q.candidates, q.goals) for q in queries]))
     named, n = asked.generate or str(asked.plan), sum(len(one.dialogue) for one in queries)
     log.info(f"planning {n:,} turns of {scored.split} (candidates: {named})")
     results, ranks = [], []
-    for one in scored.predictors():
+    for one in scored.predictors:
         roles = examples.roles(one, used)
         for goal, scorer in ((False, roles.nexts), (True, roles.plans)):
             ranks.append(rank_plans(queries, scorer).of(scored.ties))
-            about = scored.described(one, "" if goal else " no goal")
-            score = "plan" if goal else str(roles.head.score)
-            results.append(PlanResult(**about, score=score, plan=named, goal=goal))
-    return _with_figures(results, ranks, queries, scored, PLAN_METRICS, _in_cells)
+            score, suffix = ("plan", "") if goal else (str(roles.head.score), " no goal")
+            about = {"score": score, "plan": named, "goal": goal}
+            results.append(scored.described(PlanResult, one, suffix, **about))
+    return _with_figures(results, ranks, queries, scored, PLAN_METRICS, "cells")
 
 
-@dataclass(frozen=True)
+Q = TypeVar("Q", DialogueResult, PlanResult)
+
+
 class _Scored:
     """What is scored, and by what.
 
     Attributes:
-        run: whose heads score.
         data: whose dialogues are asked.
         place: their split in it.
         split: what results call them.
         ties: how an answer ranks among candidates of its score.
-        fitted: heads.
         prompts: those of which zero-shot is.
-        device: where utterances that the run lacks are encoded.
+        predictors: zero-shot under each prompt, and then heads.
     """
 
-    run: DialogueRun
     data: Dialogues
-    place: str
-    split: str
-    ties: Ties
-    fitted: Sequence[AnyPredictor]
-    prompts: Sequence[Prompt]
-    device: str
 
-    @classmethod
-    def of(cls, run: DialogueRun, asked: EvaluateOptions) -> _Scored:
-        """Return what options ask for; a UserError for heads or dialogues that are not there."""
-        by = asked_for(run, asked.head)
-        ties: Ties = asked.ties or "realistic"
-        if asked.data is None:
-            split = run.scored_split(asked.split)
-            return cls(run, run.data, split, split, ties, *by, asked.device)
-        found, split = run.task.with_others(run.data, asked.data_options(), asked.split)
-        return cls(run, found, OTHERS, split, ties, *by, asked.device)
+    def __init__(self, run: DialogueRun, asked: EvaluateOptions) -> None:
+        """Find what options ask for; a UserError for heads or dialogues that are not there."""
+        self._run, self._device = run, asked.device
+        fitted, self.prompts = asked_for(run, asked.head)
+        plain = [one for prompt in self.prompts for one in zeroshots(run, prompt)]
+        self.predictors: list[AnyPredictor] = [*plain, *fitted]
+        self.ties: Ties = asked.ties or "realistic"
+        self.data, self.place, self.split = ranked_data(run, asked)
 
     def examples(self, further: Sequence[str] = ()) -> DialogueExamples:
         """Return examples with ``further`` texts; features that the run lacks are extracted."""
-        run = self.run
-        texts = [*self.data.texts[len(run.data.texts) :], *further]
-        if not texts:
-            return DialogueExamples(run, self.data)
-        store, encoder = run.store_for_others(), LazyEncoder(run.resolve_encoder(self.device))
-        for prompt in self.prompts:
-            extract_prompt(store, encoder, prompt, UtteranceInputs(texts, prompt))
-        return DialogueExamples(run, self.data, further, store)
+        texts, store = [*self.data.texts[len(self._run.data.texts) :], *further], None
+        if texts:
+            inputs = partial(UtteranceInputs, texts)
+            store = extract_others(self._run, self.prompts, inputs, self._device)
+        return DialogueExamples(self._run, self.data, further, store)
 
-    def predictors(self) -> list[AnyPredictor]:
-        """Return zero-shot under each prompt, and then heads."""
-        plain = [one for prompt in self.prompts for one in zeroshots(self.run, prompt)]
-        return [*plain, *self.fitted]
-
-    def described(self, predictor: AnyPredictor, suffix: str) -> dict[str, Any]:
-        """Return the fields of a predictor's result that are no figures."""
-        result = unscored(predictor, self.split, self.run.task.name)
-        found = {item.name: getattr(result, item.name) for item in fields(result)}
-        return found | {"name": f"{result.name}{suffix}", "ties": self.ties}
-
-
-Q = TypeVar("Q", DialogueResult, PlanResult)
+    def described(self, kind: type[Q], one: AnyPredictor, suffix: str, **about: Any) -> Q:
+        """Return the result of a predictor, without figures; ``suffix`` is added to its name."""
+        result = unscored(kind, one, self.split, self._run.task.name, ties=self.ties, **about)
+        return replace(result, name=f"{result.name}{suffix}")
 
 
 def _with_figures(
@@ -220,28 +195,16 @@ def _with_figures(
     queries: Sequence[NextQueries] | Sequence[PlanQueries],
     scored: _Scored,
     metrics: Sequence[Metric],
-    with_parts: Callable[[Q, Mapping[str, Part]], Q],
+    parts: str,
 ) -> RankedResults[Q]:
-    """Return results with their figures, and by ``with_parts`` those of each part."""
+    """Return results with their figures, and those of each part in the field ``parts``."""
     counts = Counts.of(queries_of(queries))
     overall, found = figures(queries, [own[None] for own in ranks], metrics)
-    told = (
-        replace(
-            with_parts(result, {name: own[i] for name, own in found.items()}),
-            counts=counts,
-            metrics=overall[i].metrics,
-        )
-        for i, result in enumerate(results)
-    )
+    told = []
+    for i, result in enumerate(results):
+        own: dict[str, Any] = {parts: {name: part[i] for name, part in found.items()}}
+        told.append(replace(result, counts=counts, metrics=overall[i].metrics, **own))
     return RankedResults(tuple(told), ranks, query_rows(scored.data, scored.place, queries))
-
-
-def _by_history(result: DialogueResult, parts: Mapping[str, Part]) -> DialogueResult:
-    return replace(result, by_history=parts)
-
-
-def _in_cells(result: PlanResult, parts: Mapping[str, Part]) -> PlanResult:
-    return replace(result, cells=parts)
 
 
 def _check_pool(flag: str, pool: str, named: Sequence[str], file: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,8 +35,11 @@ from llmcond.runs.examples import Examples
 from llmcond.runs.predictors import AnyPredictor
 
 
-def no_head(dim: int) -> FittedRoles:
-    """Return what is zero-shot: features (n, dim) in every role as they are."""
+def head_of(predictor: AnyPredictor, dim: int) -> FittedRoles:
+    """Return a predictor's head; that of zero-shot has features (n, dim) in every role."""
+    if predictor.is_fitted:
+        head: FittedRoles = predictor.head
+        return head
     recipe = load_recipe("none", "dialogue")
     module: Any = recipe.family(recipe.settings, dim)
     return FittedRoles(recipe.kind, recipe.family, module.finished(), 0)
@@ -90,6 +93,7 @@ class DialogueExamples(Examples):
     """
 
     run: DialogueRun
+    data: Dialogues
 
     def __init__(
         self,
@@ -119,19 +123,13 @@ class DialogueExamples(Examples):
     def roles(self, predictor: AnyPredictor, used: Positions) -> Roles:
         """Return utterances ``used``, distinct positions, in the roles a predictor gives them."""
         features = self.features(predictor.view)
-        head = predictor.head if predictor.is_fitted else no_head(int(features.shape[1]))
-        return Roles(head, features, used)
+        return Roles(head_of(predictor, int(features.shape[1])), features, used)
 
     # -- what every kind of examples has -------------------------------------------------------
 
     def dim(self, view: View) -> int:
         """See :class:`Examples`."""
         return int(self.features(view).shape[1])
-
-    def counts(self) -> Mapping[str, int]:
-        """See :class:`Examples`."""
-        splits = self.data.splits
-        return {f"n_{name}": len(splits[name]) for name in ("train", "dev") if name in splits}
 
     def fit(
         self, recipe: Recipe, view: View, seed: int, on_epoch: OnEpoch, device: str

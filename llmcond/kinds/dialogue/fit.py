@@ -12,10 +12,10 @@ from torch import Tensor
 
 from llmcond.arrays import MatrixLike, Positions
 from llmcond.errors import UserError
+from llmcond.heads.batches import UnitRows
 from llmcond.heads.fit import Fitting, fit_members
 from llmcond.heads.pairs import DevScore, OnEpoch
 from llmcond.heads.recipes import Recipe
-from llmcond.heads.rows import UnitRows
 from llmcond.kinds.dialogue.roles import FittedRoles, Roles
 from llmcond.kinds.dialogue.windows import windows
 from llmcond.schedules import scheduled
@@ -54,11 +54,10 @@ def fit_turns(
         UserError: a recipe of another task, no dialogue with turns enough, parameters that do not
             fit into memory, or a loss that diverges.
     """
-    check_turns(recipe)
-    family, settings = check_turns(recipe), recipe.settings
+    family = check_turns(recipe)
     dims, where = (int(arrays.utterances.shape[1]),), torch.device(choose_device(device))
-    fitting = partial(_TurnFitting, recipe.kind, family, settings, dims, arrays, dev, where)
-    module, fit = fit_members(fitting, settings.members, seed, on_epoch)
+    fitting = partial(_TurnFitting, recipe, dims, arrays, dev, where)
+    module, fit = fit_members(fitting, recipe.settings.members, seed, on_epoch)
     return FittedRoles(recipe.kind, family, module, seed, fit)
 
 
@@ -109,7 +108,7 @@ class _TurnFitting(Fitting[Roles, FittedRoles]):
 
     def current(self) -> FittedRoles:
         module = self.finished_copy()
-        return FittedRoles(self.kind, type(module), module, self.seed)
+        return FittedRoles(self.recipe.kind, type(module), module, self.seed)
 
 
 def distinct(utterances: Positions) -> tuple[Positions, Positions]:

@@ -6,7 +6,7 @@ windows of some dialogues, so that each utterance is encoded once for all the wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,7 @@ from llmcond.evaluation.ranking import ranks_among
 from llmcond.finetune.base import Shared, TrainedModel
 from llmcond.heads import Recipe
 from llmcond.heads.module import seeded
-from llmcond.heads.pairs import SCORE, Fit
+from llmcond.heads.pairs import SCORE
 from llmcond.kinds.dialogue.data import Turns
 from llmcond.kinds.dialogue.fit import check_turns, distinct
 from llmcond.kinds.dialogue.roles import FittedRoles, Roles, RoleSettings
@@ -73,7 +73,7 @@ class DialogueInputs:
         return [(contexts, answers) for contexts, answers in asked if len(answers) > 1]
 
 
-class TurnModel(TrainedModel[DialogueInputs]):
+class TurnModel(TrainedModel[DialogueInputs, FittedRoles]):
     """From windows of dialogues to the objective of a head that maps utterances to roles."""
 
     on_dev = SCORE
@@ -149,8 +149,3 @@ class TurnModel(TrainedModel[DialogueInputs]):
     def groups(self, inputs: DialogueInputs) -> NDArray[np.int64]:
         """See :class:`TrainedModel`: windows of a dialogue share their utterances."""
         return inputs.turns.dialogue[inputs.places[:, -1]]
-
-    def fitted(self, record: Mapping[str, Any] | None = None) -> FittedRoles:
-        """Return the head as it is now, as one that was fitted."""
-        module: Any = self.finished_head()
-        return FittedRoles(self.kind, type(self.head), module, self.seed, Fit(record or {}))

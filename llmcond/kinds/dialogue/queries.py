@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,40 +32,37 @@ HISTORIES = range(2, 11)
 MOST_SCORES = 2**24
 
 
-class Asked(Protocol):
-    """Queries that figures are told for by themselves."""
-
-    @property
-    def name(self) -> str:
-        """Return what figures call them."""
-
-    @property
-    def dialogue(self) -> Positions:
-        """Return (n,) which dialogue of the split asks each."""
-
-
 @dataclass(frozen=True)
-class NextQueries:
-    """What follows h turns: queries that share their candidates.
+class Asked:
+    """What follows h turns: queries that figures are told for by themselves.
 
     Attributes:
         history: h.
         dialogue: (n,) which dialogue of the split asks.
         contexts: (n, h) its first turns, by the positions of their texts.
-        candidates: (c,) positions of texts, of which some may be there more than once.
-        answer: (n,) the column of the utterance that followed.
     """
 
     history: int
     dialogue: Positions
     contexts: Positions
-    candidates: Positions
-    answer: Positions
 
     @property
     def name(self) -> str:
-        """Return the history length, as figures by it are called."""
+        """Return what figures call them."""
         return str(self.history)
+
+
+@dataclass(frozen=True)
+class NextQueries(Asked):
+    """Queries that share their candidates.
+
+    Attributes:
+        candidates: (c,) positions of texts, of which some may be there more than once.
+        answer: (n,) the column of the utterance that followed.
+    """
+
+    candidates: Positions
+    answer: Positions
 
     @property
     def repeated(self) -> NDArray[np.bool_]:
@@ -213,21 +210,16 @@ PLAN_BLOCK = 256
 
 
 @dataclass(frozen=True)
-class PlanQueries:
-    """What follows h turns where the dialogue reaches a goal g turns later.
+class PlanQueries(Asked):
+    """Queries of dialogues that reach a goal g turns later.
 
     Attributes:
-        history, distance: h and g.
-        dialogue: (n,) which dialogue of the split asks.
-        contexts: (n, h) its first turns, by the positions of their texts.
+        distance: g.
         goals: (n,) its utterance h + g.
         candidates: (n, 1 + c) the utterance that followed, and what else might have.
     """
 
-    history: int
     distance: int
-    dialogue: Positions
-    contexts: Positions
     goals: Positions
     candidates: Positions
 
@@ -244,11 +236,8 @@ class PlanQueries:
         return found
 
 
-class Pool(Protocol):
-    """What candidates are planned with."""
-
-    def __call__(self, turns: Turns, h: int, /) -> Positions:
-        """Return (n, c) for all dialogues longer than h turns what might follow these."""
+#: From turns and h to (n, c): for all dialogues longer than h turns, what might follow these.
+Pool = Callable[[Turns, int], Positions]
 
 
 def plan_queries(
@@ -279,7 +268,7 @@ def plan_queries(
         for g in sorted(set(distances)):
             own = np.flatnonzero(turns.lengths[rows] > h + g)
             goals = turns.utterances[turns.starts[rows[own]] + h + g]
-            found.append(PlanQueries(h, g, rows[own], contexts[own], goals, candidates[own]))
+            found.append(PlanQueries(h, rows[own], contexts[own], g, goals, candidates[own]))
     return found
 
 
@@ -319,7 +308,7 @@ class Retrieved:
     size: int = POOL_SIZE
 
     def __call__(self, turns: Turns, h: int, /) -> Positions:
-        """See :class:`Pool`; texts of the own dialogue are none of its candidates."""
+        """See :data:`Pool`; texts of the own dialogue are none of its candidates."""
         texts, which = np.unique(turns.utterances, return_inverse=True)
         vectors = _unit(as_matrix(self.features).read(texts))
         rows, _, _ = turns.context(h)
@@ -340,45 +329,32 @@ class Retrieved:
 
 
 @dataclass(frozen=True, slots=True)
-class SameDepth:
-    """Utterances that follow as many turns in other dialogues, drawn without replacement."""
+class Drawn:
+    """Utterances of other dialogues, drawn without replacement.
 
+    Attributes:
+        same_depth: whether only those are drawn that follow as many turns in theirs.
+        size: how many, as far as there are.
+    """
+
+    same_depth: bool
     size: int = POOL_SIZE
     seed: int = 0
 
     def __call__(self, turns: Turns, h: int, /) -> Positions:
-        """See :class:`Pool`."""
-        _, _, answers = turns.context(h)
-        starts = np.arange(len(answers))
-        return _drawn(answers, starts, np.ones_like(starts), self.size, [self.seed, h])
-
-
-@dataclass(frozen=True, slots=True)
-class RandomUtterances:
-    """Utterances of other dialogues, drawn without replacement."""
-
-    size: int = POOL_SIZE
-    seed: int = 0
-
-    def __call__(self, turns: Turns, h: int, /) -> Positions:
-        """See :class:`Pool`."""
-        rows, _, _ = turns.context(h)
-        own = turns.starts[rows], turns.lengths[rows]
-        return _drawn(turns.utterances, *own, self.size, [self.seed, h])
-
-
-def _drawn(
-    among: Positions, starts: Positions, counts: Positions, size: int, seed: Sequence[int]
-) -> Positions:
-    """Draw of (t,) positions for each of n queries, but for its own: so many from its start on."""
-    rng = np.random.default_rng(seed)
-    size = min(size, len(among) - int(counts.max(initial=0)))
-    _check_pool(size)
-    found = np.empty((len(starts), size), dtype=np.int64)
-    for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
-        places = rng.choice(len(among) - count, size, replace=False, shuffle=False)
-        found[row] = among[places + count * (places >= start)]
-    return found
+        """See :data:`Pool`."""
+        rows, _, answers = turns.context(h)
+        among, starts, counts = turns.utterances, turns.starts[rows], turns.lengths[rows]
+        if self.same_depth:
+            among, starts, counts = answers, np.arange(len(rows)), np.ones_like(rows)
+        rng = np.random.default_rng([self.seed, h])
+        size = min(self.size, len(among) - int(counts.max(initial=0)))
+        _check_pool(size)
+        found = np.empty((len(rows), size), dtype=np.int64)
+        for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+            places = rng.choice(len(among) - count, size, replace=False, shuffle=False)
+            found[row] = among[places + count * (places >= start)]
+        return found
 
 
 def _check_pool(size: int) -> None:
@@ -407,7 +383,7 @@ class Samples:
         self._name, self._found, self.further = name, found, further
 
     def __call__(self, turns: Turns, h: int, /) -> Positions:
-        """See :class:`Pool`. Where a dialogue has fewer, the right one fills up: it is left out.
+        """See :data:`Pool`. Where a dialogue has fewer, the right one fills up: it is left out.
 
         Raises:
             UserError: a dialogue without candidates.

@@ -17,7 +17,7 @@ from llmcond.arrays import Array
 from llmcond.bundled import DEFAULT_RUN
 from llmcond.errors import UserError, first_line
 from llmcond.files import digest_bytes, digest_text, replacing
-from llmcond.kinds.dialogue.examples import no_head
+from llmcond.kinds.dialogue.examples import head_of
 from llmcond.kinds.dialogue.inputs import UtteranceInputs
 from llmcond.kinds.dialogue.roles import FittedRoles
 from llmcond.kinds.dialogue.run import DialogueRun
@@ -302,6 +302,6 @@ def load_dialogue(
     if score is not None:
         Score.parse(score)  # before an encoder is loaded
     encoder = LazyEncoder(opened.resolve_encoder(device))()
-    roles = chosen.head if chosen.is_fitted else no_head(encoder.dim)
+    roles = head_of(chosen, encoder.dim)
     scoring = roles if score is None else roles.scoring(score)
     return DialogueModel(encoder, chosen.view.prompts, scoring, chosen.name)

@@ -21,8 +21,7 @@ from torch.nn.functional import cross_entropy, normalize, softplus
 
 from llmcond.arrays import Array, MatrixLike, as_matrix
 from llmcond.errors import UserError
-from llmcond.heads.base import Fitted
-from llmcond.heads.loading import restore_head
+from llmcond.heads.base import Fitted, restore_head
 from llmcond.heads.module import HeadModule
 from llmcond.heads.settings import GradientSettings, SizeOrNone
 from llmcond.heads.storage import read_head

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from llmcond.data.datasets import DataOptions
-from llmcond.errors import UserError
 from llmcond.kinds.dialogue.data import Dialogues, read_dialogues, with_others
 from llmcond.tasks.base import AnyTask
 
@@ -27,20 +26,8 @@ class Dialogue(AnyTask[Dialogues]):
 
     def read(self, data: DataOptions) -> Dialogues:
         """Return dialogues; see :func:`llmcond.kinds.dialogue.data.read_dialogues`."""
-        self._check_options(data)
+        self.refuse_rated_options(data, "utterances")
         return read_dialogues(data.source, data.drop_leaks, data.split_seed or 0)
-
-    def _check_options(self, data: DataOptions) -> None:
-        if data.columns or data.scale:
-            raise UserError(
-                "--columns, --rating-range and --unrated are of rated rows, and the task "
-                f"{self.name} has none. Leave them out."
-            )
-        if data.extra:
-            raise UserError(
-                f"the template names the column {data.extra[0]!r}, and the task {self.name} has "
-                "utterances only. Name another --prompt."
-            )
 
     def with_others(
         self, dataset: Dialogues, data: DataOptions, split: str | None
@@ -50,7 +37,7 @@ class Dialogue(AnyTask[Dialogues]):
         Raises:
             UserError: options of rated rows, or what is wrong in them.
         """
-        self._check_options(data)
+        self.refuse_rated_options(data, "utterances")
         return with_others(dataset, data.source, split)
 
     def load(self, folder: Path, record: Mapping[str, Any]) -> Dialogues:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from llmcond.arrays import Array, MatrixLike, Positions
 from llmcond.errors import UserError
-from llmcond.heads.rows import UnitRows
-from llmcond.kinds.ranking.contrastive import KnownTails
+from llmcond.heads.batches import UnitRows
+from llmcond.kinds.ranking.graph import Known, both_directions
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class QueryArrays:
     entities: MatrixLike
     triples: NDArray[np.integer[Any]]
     n_relations: int
-    known: KnownTails
+    known: Known
     relations: MatrixLike | None = None
     joint: MatrixLike | None = None
     joint_of: Positions | None = None
@@ -53,8 +53,7 @@ class QueryArrays:
 
     def queries(self) -> Positions:
         """Return both directions of the triples, (2 m, 3): (h, r, t), and then (t, r + R, h)."""
-        forward: Positions = np.asarray(self.triples, dtype=np.int64)
-        return np.concatenate([forward, forward[:, ::-1] + [0, self.n_relations, 0]])
+        return both_directions(self.triples, self.n_relations).astype(np.int64)
 
 
 def joint_keys(

@@ -150,8 +150,8 @@ class Completer:
 
     @cached_property
     def _candidates(self) -> Matrix:
-        nothing = np.zeros(0, dtype=np.int64)
-        candidates = self._examples.vectors(self._predictor, nothing, nothing)[1]
+        features = self._examples.features(self._predictor.view)
+        candidates = self._examples.head(self._predictor, features).candidates()
         return Dense(candidates.read())  # each call looks at all of them
 
     @cached_property
@@ -167,7 +167,7 @@ class Completer:
             if not np.isin(keys, arrays.joint_of).all():
                 order = np.unique(keys, return_index=True)[1]
                 features = features.with_joint(self._encoded(asked[order]), keys[order])
-        return self._examples.queries(self._predictor, features, asked[:, 0], asked[:, 1])
+        return self._examples.head(self._predictor, features).queries(asked[:, 0], asked[:, 1])
 
     def _encoded(self, asked: NDArray[Any]) -> Matrix:
         texts, view = self._examples.texts, self._predictor.view

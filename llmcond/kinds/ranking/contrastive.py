@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from annotated_types import Ge, Gt, Le
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -138,20 +137,6 @@ def contrastive(
         both = torch.cat([logits.gather(1, target[:, None]), others_of], dim=1)
         total = total + cross_entropy(both, torch.zeros_like(target))
     return total
-
-
-class KnownTails(Protocol):
-    """The known tails of each head and relation, inverse relations included."""
-
-    def mask(
-        self, head: NDArray[Any], relation: NDArray[Any], columns: NDArray[Any], /
-    ) -> NDArray[np.bool_]:
-        """Return (m, c) whether each of c entities is a known tail of each of m queries."""
-        ...
-
-    def contains(self, triples: NDArray[Any], /) -> NDArray[np.bool_]:
-        """Return (m,) whether each of (m, 3) triples is known."""
-        ...
 
 
 class Queue:

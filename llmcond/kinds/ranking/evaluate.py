@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.arrays import Positions
-from llmcond.data.datasets import DataOptions
 from llmcond.evaluation.ranked import RankedResult, RankedResults
 from llmcond.evaluation.ranking import Part, measure_each
 from llmcond.evaluation.results import Counts
@@ -23,10 +22,9 @@ from llmcond.kinds.ranking.terms import GraphTerms
 from llmcond.log import log
 from llmcond.metrics import Floats, Metric, choose_metrics
 from llmcond.options import Ties
-from llmcond.prompts import Prompt
-from llmcond.runs.extraction import LazyEncoder, extract_prompt
+from llmcond.runs.extraction import extract_others
 from llmcond.runs.predictors import AnyPredictor, asked_for, unscored, zeroshots
-from llmcond.tasks import OTHERS
+from llmcond.workflows.evaluate import ranked_data
 from llmcond.workflows.options.scoring import EvaluateOptions
 
 #: What results call the rule that an edge goes both ways.
@@ -41,53 +39,35 @@ def evaluate_ranking(run: RankingRun, asked: EvaluateOptions) -> RankedResults[R
     computed = choose_metrics(run.task.metrics, asked.metric)
     fitted, prompts = asked_for(run, asked.head)
     # What it is called in results is another thing where data is not the run's own.
-    examples, own, split = _examples(run, asked.data_options(), asked.split, prompts, asked.device)
+    data, own, split = ranked_data(run, asked)
+    store = run.store()
+    if data is not run.data:
+        inputs = partial(QueryInputs, run.task.texts(data))
+        store = extract_others(run, prompts, inputs, asked.device)
+    examples = QueryExamples(run, data, store)
     rows = examples.scored(own)
     plain = [one for prompt in prompts for one in zeroshots(run, prompt)]
     predictors: list[AnyPredictor] = [*plain, *fitted]
     terms = GraphTerms(examples, asked.rerank, asked.reverse, asked.exclude_head)
     ties = asked.ties or "realistic"
     log.info(f"ranking {len(rows.pair):,} queries of {split} by {len(predictors)} systems")
-    described = [_described(one, run, split, ties, terms.to_json()) for one in predictors]
-    systems = [examples.ranks(one, own, terms.of(one), terms.exclude_head) for one in predictors]
+    described, systems = [], []
+    for one in predictors:
+        neighbours = bool(getattr(one.head.settings, "neighbours", False))
+        about = {"ties": ties, "added": terms.to_json(), "neighbours": neighbours}
+        described.append(unscored(RankedResult, one, split, run.task.name, **about))
+        systems.append(examples.ranks(one, own, terms.of(one), terms.exclude_head))
     if terms.context is not None:
         # What takes no training stands together.
         described.insert(len(plain), _rule(run, split, ties))
-        by_rule = rank_rule(terms.context, examples.data.queries(own), examples.known)
+        by_rule = rank_rule(terms.context, data.queries(own), examples.known)
         systems.insert(len(plain), by_rule)
     counted = [replace(one, counts=Counts.of(rows)) for one in described]
     ranks = [one.of(ties) for one in systems]
-    graph = examples.data if isinstance(examples.data, Graph) else None
+    graph = data if isinstance(data, Graph) else None
     by_relation = asked.by_relation
     scored = _with_figures(counted, ranks, rows.pair, graph, own, computed, by_relation)
     return RankedResults(tuple(scored), ranks, examples.rows(own))
-
-
-def _examples(
-    run: RankingRun, data: DataOptions, split: str | None, prompts: Sequence[Prompt], device: str
-) -> tuple[QueryExamples, str, str]:
-    """Return what is scored: the examples, their split, and what results call it."""
-    if data.source is None:
-        split = run.scored_split(split)
-        return QueryExamples(run), split, split
-    found, split = run.task.with_others(run.data, data, split)
-    store, encoder = run.store_for_others(), LazyEncoder(run.resolve_encoder(device))
-    for prompt in prompts:
-        extract_prompt(store, encoder, prompt, QueryInputs(run.task.texts(found), prompt))
-    return QueryExamples(run, found, store), OTHERS, split
-
-
-def _described(
-    predictor: AnyPredictor, run: RankingRun, split: str, ties: Ties, added: Mapping[str, Any]
-) -> RankedResult:
-    """Return the result of a predictor, without figures."""
-    result = unscored(predictor, split, run.task.name)
-    return RankedResult(
-        **{item.name: getattr(result, item.name) for item in fields(result)},
-        ties=ties,
-        added=added,
-        neighbours=bool(getattr(predictor.head.settings, "neighbours", False)),
-    )
 
 
 def _rule(run: RankingRun, split: str, ties: Ties) -> RankedResult:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.arrays import Array, Concatenated, Gathered, Matrix, MatrixLike, Positions
+from llmcond.arrays import Concatenated, Gathered, Matrix, MatrixLike
 from llmcond.data.queries import QueryRows
 from llmcond.errors import UserError
 from llmcond.evaluation.ranking import Ranks, Term, rank
 from llmcond.evaluation.results import Queries
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import Part, View
-from llmcond.heads import Recipe
+from llmcond.heads import Recipe, load_recipe
 from llmcond.heads.pairs import DevScore, OnEpoch
 from llmcond.kinds.ranking.arrays import QueryFeatures
 from llmcond.kinds.ranking.fit import fit_queries
@@ -34,10 +35,19 @@ from llmcond.runs.predictors import AnyPredictor
 _DEV_QUERIES = 1_000
 
 
+def no_head(dim: int, reads_joint: bool) -> FittedQueryHead:
+    """Return the head of zero-shot: features (n, dim) of length 1 as they are, for cosines."""
+    recipe = load_recipe("none", "kgc")
+    module: Any = recipe.family(replace(recipe.settings, score="dot"), dim)
+    module.reads_joint = reads_joint
+    return FittedQueryHead(recipe.kind, recipe.family, module.finished(), 0)
+
+
 class QueryExamples(Examples):
     """See :class:`Examples`."""
 
     run: RankingRun
+    data: QueryData
 
     def __init__(
         self,
@@ -49,7 +59,6 @@ class QueryExamples(Examples):
         self.run, self.data, self.unit = run, data or run.data, run.task.unit
         self._store = store or run.store()
         self._features: dict[View, QueryFeatures] = {}
-        self._inputs: dict[str, QueryInputs] = {}
         self._read: dict[tuple[str, str], Matrix] = {}
 
     @cached_property
@@ -90,10 +99,7 @@ class QueryExamples(Examples):
     def _column(self, prompt: Prompt, name: str) -> Matrix:
         key = prompt.digest, name
         if key not in self._read:
-            if prompt.digest not in self._inputs:
-                self._inputs[prompt.digest] = QueryInputs(self.texts, prompt)
-            inputs = getattr(self._inputs[prompt.digest], name)
-            self._read[key] = self._store.lookup(inputs)
+            self._read[key] = self._store.lookup(getattr(QueryInputs(self.texts, prompt), name))
         return self._read[key]
 
     # -- what every kind of examples has -------------------------------------------------------
@@ -101,11 +107,6 @@ class QueryExamples(Examples):
     def dim(self, view: View) -> int:
         """See :class:`Examples`."""
         return self.features(view).arrays.dims[0]
-
-    def counts(self) -> Mapping[str, int]:
-        """See :class:`Examples`."""
-        splits = self.data.splits
-        return {f"n_{name}": len(splits[name]) for name in ("train", "dev") if name in splits}
 
     @property
     def dev_sample(self) -> str:
@@ -165,26 +166,15 @@ class QueryExamples(Examples):
 
         Scores are their products.
         """
-        features = self.features(predictor.view)
-        queries = self.queries(predictor, features, sentences, conditions)
-        if predictor.is_fitted:
-            return queries, predictor.head.on(features).candidates()
-        return queries, _AsTheyAre(features)
+        head = self.head(predictor, self.features(predictor.view))
+        return head.queries(sentences, conditions), head.candidates()
 
-    def queries(
-        self,
-        predictor: AnyPredictor,
-        features: QueryFeatures,
-        sentences: NDArray[Any],
-        conditions: NDArray[Any],
-    ) -> Array:
-        """Return (m, k) vectors of queries by what heads read."""
-        if predictor.is_fitted:
-            found: Array = predictor.head.on(features).queries(sentences, conditions)
-            return found
-        rows, which = (np.asarray(own, dtype=np.int64) for own in (sentences, conditions))
-        joint = predictor.view.features != "separate"
-        return np.asarray(features.heads(rows, which, joint).numpy())
+    def head(self, predictor: AnyPredictor, features: QueryFeatures) -> FittedQueryHead:
+        """Return a predictor's head on what heads read; that of zero-shot gives features back."""
+        head: FittedQueryHead = predictor.head
+        if not predictor.is_fitted:
+            head = no_head(features.arrays.dims[0], predictor.view.features != "separate")
+        return head.on(features)
 
     def ranks(
         self,
@@ -197,15 +187,3 @@ class QueryExamples(Examples):
         queries = self.data.queries(split)
         vectors, candidates = self.vectors(predictor, queries[:, 0], queries[:, 1])
         return rank(vectors, candidates, queries, self.known, terms, exclude_head)
-
-
-class _AsTheyAre(Matrix):
-    """Candidates' own features, of length 1, so that products are cosines."""
-
-    def __init__(self, features: QueryFeatures) -> None:
-        self._features = features
-        self.shape = tuple(features.arrays.entities.shape)
-
-    def __getitem__(self, rows: Any, /) -> Array:
-        positions: Positions = np.arange(len(self))[rows]
-        return np.asarray(self._features.entities(positions).numpy())

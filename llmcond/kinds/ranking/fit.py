@@ -57,7 +57,7 @@ def fit_queries(
             "relations to one-hot."
         )
     dims = dim, family.dim_of_relations(settings, dim_condition), n_relations
-    fitting = partial(_QueryFitting, recipe.kind, family, settings, dims, data, dev, where)
+    fitting = partial(_QueryFitting, recipe, dims, data, dev, where)
     module, fit = fit_members(fitting, settings.members, seed, on_epoch)
     return FittedQueryHead(recipe.kind, family, module, seed, fit, data)
 
@@ -99,7 +99,7 @@ class _QueryFitting(Fitting[QueryHead, FittedQueryHead]):
 
     def current(self) -> FittedQueryHead:
         module = self.finished_copy()
-        return FittedQueryHead(self.kind, type(module), module, self.seed, data=self.data)
+        return FittedQueryHead(self.recipe.kind, type(module), module, self.seed, data=self.data)
 
     def loss(self, batch: Positions) -> Tensor:
         """Return the objective of queries with their tails, a scalar."""

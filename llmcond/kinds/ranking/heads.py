@@ -16,10 +16,8 @@ from torch.nn.functional import normalize, one_hot
 
 from llmcond.arrays import Array, Matrix
 from llmcond.errors import UserError
-from llmcond.heads.base import Fitted
-from llmcond.heads.ensemble import members_of
-from llmcond.heads.loading import restore_head
-from llmcond.heads.module import HeadModule
+from llmcond.heads.base import Fitted, restore_head
+from llmcond.heads.module import HeadModule, members_of
 from llmcond.heads.settings import GradientSettings, RecordedSize, Sizes, TrainingSettings
 from llmcond.heads.storage import read_head
 from llmcond.kinds.ranking.arrays import QueryArrays, QueryFeatures

@@ -7,7 +7,7 @@ each encoded once; a tri-encoder reads nothing else but the few relations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,7 @@ from llmcond.evaluation.ranking import rank
 from llmcond.finetune.base import Shared, TrainedModel
 from llmcond.heads import Recipe
 from llmcond.heads.module import seeded
-from llmcond.heads.pairs import SCORE, Fit
+from llmcond.heads.pairs import SCORE
 from llmcond.kinds.ranking.arrays import QueryArrays, joint_keys
 from llmcond.kinds.ranking.contrastive import Masked
 from llmcond.kinds.ranking.fit import check_queries
@@ -81,7 +81,7 @@ class GraphInputs:
         return self.queries(rows), drawn.permutation(len(self.entities))[:CANDIDATES]
 
 
-class QueryModel(TrainedModel[GraphInputs]):
+class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
     """From triples to the contrastive objective of their queries and tails."""
 
     on_dev = SCORE
@@ -209,11 +209,6 @@ class QueryModel(TrainedModel[GraphInputs]):
         asked = np.stack([place, relation, np.searchsorted(used.entities, tail)], axis=1)
         ranks = rank(fitted.queries(place, relation), fitted.candidates(), asked, known).of()
         return self.metric(ranks, np.zeros(len(ranks)), np.arange(len(ranks)))
-
-    def fitted(self, record: Mapping[str, Any] | None = None) -> FittedQueryHead:
-        """Return the head as it is now, as one that was fitted, on no graph."""
-        module: Any = self.finished_head()
-        return FittedQueryHead(self.kind, type(self.head), module, self.seed, Fit(record or {}))
 
 
 @dataclass(frozen=True)

@@ -133,18 +133,9 @@ class RankingTask(AnyTask[Q]):
     def check_options(self, data: DataOptions) -> None:
         """Raise a UserError for options of rated rows, or of dialogues."""
         self.refuse_leaks_option(data)
-        if data.columns or data.scale:
-            raise UserError(
-                "--columns, --rating-range and --unrated are of rated rows, and the task "
-                f"{self.name} has none. Leave them out."
-            )
+        self.refuse_rated_options(data, "sentences and conditions")
         if data.split_seed is not None:
             raise UserError(
                 f"--split-seed splits a single file of rows; the task {self.name} reads its splits "
                 "from files. Leave it out."
-            )
-        if data.extra:
-            raise UserError(
-                f"the template names the column {data.extra[0]!r}, and the task {self.name} has "
-                "sentences and conditions only. Name another --prompt."
             )

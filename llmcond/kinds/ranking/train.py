@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmcond.errors import UserError
-from llmcond.features.view import view_of
 from llmcond.kinds.ranking.arrays import joint_keys
 from llmcond.kinds.ranking.graph import Graph, Known, both_directions
 from llmcond.kinds.ranking.heads import FittedQueryHead, load_query_head
 from llmcond.kinds.ranking.inputs import QueryInputs
 from llmcond.kinds.ranking.model import GraphInputs, QueryModel, check_recipe
 from llmcond.kinds.ranking.task import RankingTask
-from llmcond.prompts import load_prompt
 from llmcond.runs.trials import sized
-from llmcond.workflows.account import TrainingResult, made_of
-from llmcond.workflows.extract import check_prompts, read_data
+from llmcond.workflows.account import TrainingResult
 from llmcond.workflows.options.training import TrainLoraOptions
-from llmcond.workflows.trainable import (
-    check_unrouted,
-    chosen_head,
-    refuse_rated_options,
-    resolve_trainable,
-    tune_settings,
-)
 from llmcond.workflows.training import Parts, RankingJob, train
 
 if TYPE_CHECKING:
@@ -39,38 +28,10 @@ def train_queries(asked: TrainLoraOptions, task: RankingTask[Any]) -> TrainingRe
         UserError: wrong input, or a head with settings that are of cached features only.
         LlmcondError: the encoder cannot be loaded or trained.
     """
-    refuse_rated_options(asked, task)
-    recipe, prompts, start = chosen_head(asked, task, load_query_head, check_recipe)
-    tuning = tune_settings(asked.tune_settings(), recipe)
-    dataset = read_data(task, asked.data_options())
-    if not isinstance(dataset, Graph):
+    job = _QueryJob.of(asked, task, load_query_head, check_recipe)
+    if not isinstance(job.dataset, Graph):
         raise UserError(f"an encoder is trained on knowledge graphs, and {task.name} has none.")
-    model, merge = asked.model, asked.merge
-    resolved = resolve_trainable(model, asked.encoder_options(), tuning, merge)
-    if not prompts:
-        fitting = "separate" if recipe.features == "separate" else resolved.joint_prompt
-        prompts = (load_prompt(fitting),)
-    check_prompts(prompts, resolved, task)
-    view = view_of(recipe, prompts, subtract=False)
-    view.check_texts()
-    check_unrouted(prompts, resolved)
-    return train(
-        _QueryJob(
-            model=model,
-            resolved=resolved,
-            folder=Path(asked.run),
-            task=task,
-            dataset=dataset,
-            settings=tuning,
-            head=recipe.name,
-            seed=asked.seed,
-            merge=merge,
-            made_of=made_of(resolved, dataset, prompts, recipe, asked, tuning, merge),
-            recipe=recipe,
-            start=start,
-            view=view,
-        )
-    )
+    return train(job)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,8 @@ from llmcond.errors import UserError
 from llmcond.kinds.dialogue.data import Dialogues, Turns
 from llmcond.kinds.dialogue.queries import (
     PLAN_METRICS,
-    RandomUtterances,
+    Drawn,
     Retrieved,
-    SameDepth,
     figures,
     histories_of,
     next_queries,
@@ -142,7 +141,7 @@ def test_figures_are_means_over_histories_by_dialogue(many):
 
 
 def test_goals_are_so_many_turns_later(data):
-    one, two = plan_queries(data, "test", SameDepth(), histories=[2], distances=[2, 1])
+    one, two = plan_queries(data, "test", Drawn(True), histories=[2], distances=[2, 1])
     assert [own.name for own in (one, two)] == ["2+1", "2+2"]
     assert (one.dialogue.tolist(), one.goals.tolist()) == ([0, 3], [3, 1])
     assert (two.dialogue.tolist(), two.goals.tolist()) == ([3], [5])
@@ -154,7 +153,7 @@ def test_goals_are_so_many_turns_later(data):
 
 
 def test_equal_texts_are_not_counted_as_wrong(data):
-    (asked,) = plan_queries(data, "test", SameDepth(), [2], [1])
+    (asked,) = plan_queries(data, "test", Drawn(True), [2], [1])
     seen = []
 
     def score(contexts, candidates, goals):
@@ -167,7 +166,7 @@ def test_equal_texts_are_not_counted_as_wrong(data):
     assert seen == [([[1, 2]], [3]), ([[2, 0]], [1])]
 
 
-@pytest.mark.parametrize("pool", [SameDepth(7, 3), RandomUtterances(7, 3)])
+@pytest.mark.parametrize("pool", [Drawn(True, 7, 3), Drawn(False, 7, 3)])
 def test_drawn_candidates_are_of_other_dialogues(many, pool):
     turns = many.splits["test"]
     for h in (2, 5):
@@ -176,13 +175,13 @@ def test_drawn_candidates_are_of_other_dialogues(many, pool):
         assert found.shape == (len(rows), 7)
         for row, own in zip(rows.tolist(), found, strict=True):
             others = [turns.of(i) for i in range(len(turns)) if i != row]
-            if isinstance(pool, SameDepth):
+            if pool.same_depth:
                 others = [other[h : h + 1] for other in others]
             among = np.bincount(np.concatenate(others), minlength=120)
             assert (np.bincount(own, minlength=120) <= among).all()
         np.testing.assert_array_equal(found, pool(turns, h))
         assert not np.array_equal(found, type(pool)(7, 4)(turns, h))
-    assert SameDepth(10_000)(turns, 8).shape[1] == len(turns.context(8)[0]) - 1
+    assert Drawn(True, 10_000)(turns, 8).shape[1] == len(turns.context(8)[0]) - 1
 
 
 @pytest.mark.parametrize("h", [1, 4])
@@ -202,9 +201,9 @@ def test_retrieved_candidates_are_the_nearest_of_a_sort(many, h):
 def test_a_plan_that_no_dialogue_is_long_enough_for_is_refused(data):
     for histories, distances in (([2, 3], [2]), ([2], [0]), ([0], [1])):
         with pytest.raises(UserError, match="the longest of test has 5"):
-            plan_queries(data, "test", SameDepth(), histories, distances)
+            plan_queries(data, "test", Drawn(True), histories, distances)
     single = Dialogues("made", TEXTS, {"test": Turns.of_lists(TALKS[:1])})
-    for pool in (SameDepth(), RandomUtterances(), Retrieved(np.ones((7, 2)))):
+    for pool in (Drawn(True), Drawn(False), Retrieved(np.ones((7, 2)))):
         with pytest.raises(UserError, match="no candidates besides the right one"):
             plan_queries(single, "test", pool, [2], [1])
 
@@ -250,7 +249,7 @@ def test_samples_that_are_wrong_are_told_by_row(data, tmp_path: Path, row, messa
 
 
 def test_planning_figures_count_each_cell_the_same(many):
-    asked = plan_queries(many, "test", RandomUtterances(20), [2, 5], [1, 2])
+    asked = plan_queries(many, "test", Drawn(False, 20), [2, 5], [1, 2])
     rng = np.random.default_rng(4)
     ranks = rank_plans(asked, lambda contexts, candidates, goals: rng.random(candidates.shape)).of()
     overall, cells = figures(asked, [ranks[None]], PLAN_METRICS)

@@ -100,7 +100,7 @@ def mean_of(arrays, entity, drop=None):
 @pytest.mark.parametrize("streamed", [False, True])
 def test_means_of_neighbours_leave_the_other_end_out(streamed, monkeypatch):
     if streamed:
-        monkeypatch.setattr("llmcond.heads.rows._DENSE_BYTES", 0)
+        monkeypatch.setattr("llmcond.heads.batches._DENSE_BYTES", 0)
     arrays = graph()
     features, everyone = QueryFeatures(arrays), np.arange(N)
     full = features.entities(everyone, neighbours=True).numpy()
@@ -124,7 +124,7 @@ def test_what_lies_on_disk_gives_the_same_head(tmp_path, monkeypatch):
     np.save(tmp_path / "entities.npy", arrays.entities)
     stored = np.load(tmp_path / "entities.npy", mmap_mode="r")
     dense = fit("hypernet-full", arrays, neighbours=True)
-    monkeypatch.setattr("llmcond.heads.rows._DENSE_BYTES", 0)
+    monkeypatch.setattr("llmcond.heads.batches._DENSE_BYTES", 0)
     monkeypatch.setattr(query_maps, "_BLOCK", 7)
     on_disk = QueryArrays(
         Dense(stored), arrays.triples, R, arrays.known, relations=arrays.relations
@@ -455,7 +455,7 @@ def test_a_damaged_number_of_relations_is_told(n_relations, tmp_path):
     save_head(fit("matrices", graph()), tmp_path, {})
     record = read_json(tmp_path / "head.json")
     write_json(tmp_path / "head.json", {**record, "n_relations": n_relations})
-    with pytest.raises(LlmcondError, match=r"has n_relations = .*was damaged. Fit the head again"):
+    with pytest.raises(LlmcondError, match=r"was damaged: 'n_relations' is .*Fit the head again"):
         load_query_head(tmp_path)
 
 

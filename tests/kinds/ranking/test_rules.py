@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers.graphs import small_graph
 
-from llmcond.evaluation.ranking import measure, rank
+from llmcond.evaluation.ranking import measure_each, rank
 from llmcond.kinds.ranking.graph import Graph, Known, both_directions, read_graph
 from llmcond.kinds.ranking.rules import (
     Context,
@@ -136,10 +136,11 @@ def test_parts_cover_the_queries():
     assert sum(kinds[name].sum() for name in set(categories(graph))) == n
     ranks = np.random.default_rng(0).integers(1, 9, size=(2, n)).astype(float)
     triple = np.tile(np.arange(n // 2), 2)
-    part = measure(ranks, triple, resamples=20, chosen=found["forward"])
+    (part,) = measure_each([ranks], triple, resamples=20, chosen=found["forward"])
     assert part.n == n / 2
     assert part.metrics["mrr"].value == np.mean(1 / ranks[:, : n // 2])
-    assert measure(ranks, triple, chosen=np.zeros(n, dtype=bool)).to_json()["mrr"] is None
+    (part,) = measure_each([ranks], triple, chosen=np.zeros(n, dtype=bool))
+    assert part.to_json()["mrr"] is None
 
 
 def test_categories_go_by_answers_of_each_side():
