@@ -68,17 +68,6 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(one, before[one])
 
 
-@contextmanager
-def _interruptions(signals: Sequence[int]) -> Iterator[None]:
-    """Raise an interrupt for an error behind a signal: libraries answer it by errors of theirs."""
-    try:
-        yield
-    except Exception as error:
-        if signals:
-            raise _Interrupted from error
-        raise
-
-
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code.
 
@@ -94,8 +83,12 @@ def _run(arguments: Sequence[str], signals: Sequence[int]) -> int:
     try:
         given = vars(_parser().parse_args(arguments))
         command = _command(given.get("subcommand") or given["command"])
-        with _interruptions(signals):
+        try:
             run_command(command, given)
+        except Exception as error:
+            if signals:  # which libraries answer by errors of theirs
+                raise _Interrupted from error
+            raise
         sys.stdout.flush()
     except LlmcondError as error:
         return _complain(str(error), error.exit_code)

@@ -132,14 +132,17 @@ def write_csv(path: Path, headings: Iterable[Any], rows: Iterable[Iterable[Any]]
         csv.writer(lines).writerows([headings, *rows])
 
 
-def check_output(path: Path, suffixes: Sequence[str], inputs: Iterable[Any] = ()) -> None:
+def check_output(path: Path | None, suffixes: Sequence[str], inputs: Iterable[Any] = ()) -> None:
     """Check before long work that a file of results can be written, and takes no input's place.
 
-    ``inputs`` are files, or folders of data by split; what is no path is not looked at.
+    None: no file is asked for. ``inputs`` are files, or folders of data by split; what is no path
+    is not looked at.
 
     Raises:
         UserError: another suffix, a file that is read, or as :func:`check_writable`.
     """
+    if path is None:
+        return
     if path.suffix.lower() not in suffixes:
         article = "an" if suffixes[0] == ".html" else "a"
         raise UserError(

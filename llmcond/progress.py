@@ -168,10 +168,7 @@ class FitBar(_Bar):
     """
 
     def __init__(
-        self,
-        score: str,
-        show: Callable[[float], str],
-        clock: Callable[[], float] = time.monotonic,
+        self, score: str, show: Callable[[float], str], clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__("fitting", clock=clock)
         self._score, self._written = score, show

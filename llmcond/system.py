@@ -9,11 +9,12 @@ import platform
 import re
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmcond.errors import UserError
 from llmcond.version import __version__
@@ -50,6 +51,12 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def provenance() -> dict[str, Any]:
+    """Return what made an artefact: the time now, and :func:`versions`."""
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"created": created, "versions": dict(versions())}
 
 
 def local_rank() -> int:

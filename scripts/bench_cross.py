@@ -44,7 +44,7 @@ from llmcond.finetune.settings import TuneSettings
 from llmcond.finetune.state import StateFolder
 from llmcond.heads import cosine
 from llmcond.heads.dense import RegressionSettings
-from llmcond.metrics import spearman
+from llmcond.metrics import METRICS, spearman
 from llmcond.prompts import load_prompt
 from llmcond.prompts.inputs import row_inputs
 from llmcond.runs import where_model
@@ -134,7 +134,8 @@ def ours(task: dict[str, Any], train: Rows, scratch: Path) -> tuple[float, Score
     rows = CrossInputs.of(train, "both", trainable.tokenizer)
     # As the rest, as the peer's classifier.
     head = RegressionSettings(learning_rate=task["learning_rate"])
-    model = CrossModel(trainable.engine, head, task["seed"], float(rows.rating.mean()))
+    start, metric = float(rows.rating.mean()), METRICS["spearman"]
+    model = CrossModel(trainable.engine, head, task["seed"], start, metric)
     state = StateFolder(scratch / "state", {})
     trainer = Trainer(model, rows, None, settings, accelerator, state)
     trainer.run(lambda *_: None)

@@ -26,8 +26,8 @@ import torch
 from bench_process import alone
 
 from llmcond.heads import Gathered, PairArrays, fit_recipe, load_recipe
+from llmcond.heads.conditioned import Hypernet
 from llmcond.heads.fit import fit_by_gradient
-from llmcond.heads.hypernet import Hypernet
 
 #: C-STS: rows of train; distinct conditions; the paper's dimensions.
 ROWS, CONDITIONS, WIDE, NARROW = 11_342, 3_732, 4_096, 512

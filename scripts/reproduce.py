@@ -32,8 +32,8 @@ from llmcond.metrics import METRICS, Estimate, finite
 from llmcond.options import option
 from llmcond.prompts import load_prompt
 from llmcond.runs import Run, open_run
-from llmcond.runs.provenance import provenance
 from llmcond.runs.rated import RatedExamples
+from llmcond.system import provenance
 from llmcond.workflows.options.common import DATA, Split, WithColumns, WithDevice
 
 #: Rows of train and dev -> what data of these sizes is, in short, and what is to be known of it.

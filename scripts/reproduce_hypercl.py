@@ -46,9 +46,9 @@ from llmcond.features.view import View
 from llmcond.heads import PairArrays, load_recipe
 from llmcond.log import log
 from llmcond.runs import SavedHead, open_run
-from llmcond.runs.provenance import provenance
 from llmcond.runs.rated import RatedExamples
 from llmcond.runs.trials import sized
+from llmcond.system import provenance
 
 # -- the paper ---------------------------------------------------------------------------------
 

@@ -98,12 +98,7 @@ class ClusterResult(Displayed):
         if self.out is None:
             for one, values in zip(self.clusterings, clusterings, strict=True):
                 values["labels"] = one.labels.tolist()
-        return {
-            **vars(self),
-            "out": None if self.out is None else str(self.out),
-            "report": None if self.report is None else str(self.report),
-            "clusterings": clusterings,
-        }
+        return {**super().to_json(), "clusterings": clusterings}
 
     def _displayed(self) -> Mapping[str, Any]:
         """Return the texts, the model and the clusters under each condition."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ class ConditionAgreement:
 
     Attributes:
         n: rows.
-        human, model: mean ratings, on 0 to 1.
+        human, model: mean ratings, on 1 to 5, with two decimals.
         spearman: NaN for a single row, or where one side is constant.
     """
 
@@ -56,14 +56,7 @@ class Agreement:
     def to_json(self) -> dict[str, Any]:
         """Return it as ``--json`` prints it, means on 1 to 5."""
         conditions = [
-            {
-                "condition": own.condition,
-                "n": own.n,
-                "human": on_steps(own.human),
-                "model": on_steps(own.model),
-                "spearman": finite(own.spearman),
-            }
-            for own in self.by_condition
+            {**asdict(one), "spearman": finite(one.spearman)} for one in self.by_condition
         ]
         return {
             "n": self.n,
@@ -71,11 +64,6 @@ class Agreement:
             "confusion": self.confusion.tolist(),
             "by_condition": conditions,
         }
-
-
-def on_steps(rating: float) -> float:
-    """Return a rating of 0 to 1 on 1 to 5, with two decimals."""
-    return round(1 + (STEPS - 1) * rating, 2)
 
 
 def agreement(rows: Rows, model: Floats) -> Agreement:
@@ -94,13 +82,13 @@ def agreement(rows: Rows, model: Floats) -> Agreement:
     predicted = model[both]
     found = resample([predicted[None]], kept.rating, kept.pair, DEFAULT).estimates(0)
     groups = by_condition(kept.condition)
-    human, own = groups.mean(kept.rating), groups.mean(predicted)
+    means = [groups.mean(own).tolist() for own in (kept.rating, predicted)]
     parts = []
     for i in np.argsort(-groups.count, kind="stable").tolist():
         chosen = groups.index == i
         score = spearman(predicted[chosen], kept.rating[chosen])
-        shown = groups.label[i], int(groups.count[i]), float(human[i]), float(own[i])
-        parts.append(ConditionAgreement(*shown, score))
+        human, own = (round(1 + (STEPS - 1) * mean[i], 2) for mean in means)
+        parts.append(ConditionAgreement(groups.label[i], int(groups.count[i]), human, own, score))
     return Agreement(len(kept), found, confusion, tuple(parts))
 
 

@@ -167,7 +167,11 @@ def measure(sample: AspectSample, vectors: ConditionedVectors, seed: int = 0) ->
     neighbours = find_neighbours(sample, vectors)
     clusters = cluster(sample, vectors, seed)
     by_condition: dict[str, dict[str, float]] = defaultdict(dict)
-    for condition, own in _by_condition(sample, judged).items():
+    found: dict[str, list[float]] = defaultdict(list)
+    for triple, (first, second) in zip(sample.triples, judged.tolist(), strict=True):
+        found[triple.condition].append(first)
+        found[triple.other].append(second)
+    for condition, own in found.items():
         by_condition[condition] |= {"accuracy": float(np.mean(own)), "n_judged": len(own)}
     for condition, _, right, chance in neighbours:
         hits = {"nearest": float(right.mean()), "chance": float(chance.mean())}
@@ -238,15 +242,6 @@ def judge_triples(sample: AspectSample, vectors: ConditionedVectors) -> Floats:
             nearer = float((anchor * first).sum() - (anchor * second).sum())
             judged[i, j] = 0.5 if abs(nearer) <= _TIE else float((nearer > 0) == (j == 0))
     return judged
-
-
-def _by_condition(sample: AspectSample, judged: Floats) -> dict[str, list[float]]:
-    """Return the judgements under each condition."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for triple, (first, second) in zip(sample.triples, judged.tolist(), strict=True):
-        found[triple.condition].append(first)
-        found[triple.other].append(second)
-    return found
 
 
 class Neighbours(NamedTuple):

@@ -45,18 +45,13 @@ ADVICE = "give example values (--values), labelled texts (--guide), or a larger 
 
 
 #: Indicators, by their keys in JSON, with what tables call them.
-INDICATORS = {
-    "nearest": "cosine with the nearest texts",
-    "bimodality": "bimodality of the cosines",
-}
+INDICATORS = {"nearest": "cosine with the nearest texts", "bimodality": "bimodality of the cosines"}
 
 
 def sample_texts(texts: Sequence[str], seed: int = 0) -> list[int]:
     """Return positions of distinct texts, at most MOST_TEXTS, in ascending order."""
-    first: dict[str, int] = {}
-    for position, text in enumerate(texts):
-        first.setdefault(text, position)
-    positions = list(first.values())
+    # Backwards, so that the first position of each text is kept.
+    positions = sorted({text: i for i, text in reversed(list(enumerate(texts)))}.values())
     if len(positions) <= MOST_TEXTS:
         return positions
     return sorted(random.Random(seed).sample(positions, MOST_TEXTS))  # noqa: S311  # no secret

@@ -136,26 +136,10 @@ def change_table(changes: Sequence[Change]) -> list[Change]:
     return sorted(changes, key=lambda one: (places[one.sentence1, one.sentence2], one.rating))
 
 
-@dataclass(frozen=True, slots=True)
-class MostChanged:
-    """The rows whose similarity moved most, for better and for worse, and how many did.
-
-    Attributes:
-        better: positions of the rows that moved most towards their rating, the most first.
-        worse: positions of those that moved most away from it, the most first.
-        n_better, n_worse: how many of all rows moved towards their rating, and away from it.
-    """
-
-    better: tuple[int, ...]
-    worse: tuple[int, ...]
-    n_better: int
-    n_worse: int
-
-
 def most_changed(
-    rating: Floats, before: NDArray[np.floating], after: NDArray[np.floating], top: int
-) -> MostChanged:
-    """Choose the rows that changed most, at most ``top`` of each kind, for :func:`change_table`.
+    rating: Floats, before: NDArray[np.floating], after: NDArray[np.floating]
+) -> tuple[list[int], list[int]]:
+    """Return the positions of rows that moved towards their rating, and away, the most first.
 
     A row's change is |before - rating| - |after - rating|: what heads are fitted to lessen is the
     distance of similarity to rating (CASE, equation 2). Rows that got better alone would show any
@@ -163,21 +147,15 @@ def most_changed(
     0 to 1 without NaN.
 
     Raises:
-        UserError: similarities that are not finite, or ``top`` is negative.
+        UserError: similarities that are not finite.
     """
     _check_finite(before, "similarities before")
     _check_finite(after, "similarities after")
-    if top < 0:
-        raise UserError(f"{top} rows were asked for; give 0 or more.")
     gain = np.abs(np.asarray(before, np.float64) - rating)
     gain -= np.abs(np.asarray(after, np.float64) - rating)
-    n_better, n_worse = int((gain > 0).sum()), int((gain < 0).sum())
-    return MostChanged(
-        better=tuple(np.argsort(-gain, kind="stable")[: min(top, n_better)].tolist()),
-        worse=tuple(np.argsort(gain, kind="stable")[: min(top, n_worse)].tolist()),
-        n_better=n_better,
-        n_worse=n_worse,
-    )
+    better = np.argsort(-gain, kind="stable")[: np.count_nonzero(gain > 0)]
+    worse = np.argsort(gain, kind="stable")[: np.count_nonzero(gain < 0)]
+    return better.tolist(), worse.tolist()
 
 
 def _check_finite(values: NDArray[np.floating], name: str) -> None:

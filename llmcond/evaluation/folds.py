@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.data.rows import Rows
+from llmcond.errors import UserError
 from llmcond.evaluation.paired import Difference, differences, resample
 from llmcond.metrics import Estimate, Metric, estimates_json, finite
 
@@ -97,3 +98,12 @@ class Folded:
         """Return what records and ``--json`` have."""
         parts = {name: own.to_json() for name, own in self.by_condition.items()}
         return {"folds": self.folds, **self.gain.to_json(), "by_condition": parts}
+
+
+def check_fold_count(dev: Rows, count: int) -> None:
+    """Raise a UserError where rated rows of dev have fewer sentence pairs than folds."""
+    if len(dev.pair_keys()) < count:
+        raise UserError(
+            f"dev has {len(dev.pair_keys())} sentence pairs with ratings, too few for {count} "
+            "folds. Lower --folds."
+        )

@@ -109,11 +109,11 @@ class Resampled:
 
     def deviations(self, i: int) -> dict[str, float | None]:
         """Return a system's standard deviations over seeds; None for a single seed."""
-        found: dict[str, float | None] = {}
-        for metric, by_system in zip(self.metrics, self.by_seed, strict=True):
-            own = by_system[i]
-            found[metric.name] = float(own.std(ddof=1)) if len(own) > 1 else None
-        return found
+        by_metric = zip(self.metrics, (by_system[i] for by_system in self.by_seed), strict=True)
+        return {
+            metric.name: float(own.std(ddof=1)) if len(own) > 1 else None
+            for metric, own in by_metric
+        }
 
 
 def resample(
@@ -163,9 +163,7 @@ def resample(
 
 
 def differences(
-    found: Resampled,
-    groups: Mapping[int, Sequence[int]],
-    metrics: Sequence[Metric] | None = None,
+    found: Resampled, groups: Mapping[int, Sequence[int]], metrics: Sequence[Metric] | None = None
 ) -> dict[int, dict[str, Difference]]:
     """Compare systems with baselines on the same rows.
 

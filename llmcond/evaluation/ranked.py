@@ -86,13 +86,14 @@ class RankedResult(QueryResult):
     @property
     def variant(self) -> tuple[str, str]:
         """Return what scores were made of besides embeddings."""
-        named = {
-            "neighbours": "neighbours" if self.neighbours else "",
-            "reverse": "reversed edge" if self.added.get("reverse") else "",
-            "rerank": f"hops {self.added['rerank']}" if self.added.get("rerank") else "",
-            "exclude_head": "head left out" if self.added.get("exclude_head") else "",
+        added = self.added.get
+        made_of = {
+            "neighbours": self.neighbours,
+            "reversed edge": added("reverse"),
+            f"hops {added('rerank')}": added("rerank"),
+            "head left out": added("exclude_head"),
         }
-        return "with", ", ".join(text for text in named.values() if text)
+        return "with", ", ".join(name for name, is_so in made_of.items() if is_so)
 
     @property
     def grouped(self) -> Mapping[str, Mapping[str, Part]]:

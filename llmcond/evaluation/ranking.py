@@ -8,9 +8,9 @@ products, :func:`ranks_among` takes them as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,11 +32,9 @@ BLOCK, TILE = 256, 65_536
 Added = tuple[Positions, Positions, Array]
 
 
-class Term(Protocol):
-    """Something added to the scores of some entities; it sees queries, never their answers."""
-
-    def __call__(self, head: Numbers, relation: Numbers, /) -> Added:
-        """Return what is added for m queries, heads (m,) and relations (m,), r or r + R."""
+#: What is added to the scores of some entities, for m queries: heads (m,) and relations (m,), r or
+#: r + R. It never sees their answers.
+Term = Callable[[Numbers, Numbers], Added]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +39,3 @@ class ExportResult(Displayed):
     difference: float | None
     notes: Sequence[str]
     about: Mapping[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
-        return {**asdict(self), "out": str(self.out)}

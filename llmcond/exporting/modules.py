@@ -23,7 +23,7 @@ from llmcond.errors import UserError
 from llmcond.exporting.tokenizers import Around, around, write_tokenizer
 from llmcond.files import write_json
 from llmcond.finetune.state import write_tensors
-from llmcond.heads.layers import DenseLayer
+from llmcond.heads.plain import DenseLayer
 from llmcond.heads.settings import Activation
 from llmcond.prompts import Prompt
 from llmcond.runs.embedder import Embedder

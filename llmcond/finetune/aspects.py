@@ -205,10 +205,8 @@ class AspectModel(TunedModel):
         vectors = texts.embed(self.engine, used)
         with torch.autocast(vectors.device.type, enabled=False):
             embeddings, _ = self.head(*texts.batch(every, used, vectors.float())).chunk(2)
-            group, value = (
-                torch.from_numpy(labels).to(embeddings.device)
-                for labels in (drawn.group, drawn.value)
-            )
+            labels = torch.from_numpy(np.stack([drawn.group, drawn.value]))
+            group, value = labels.to(embeddings.device)
             temperature = self._groups.settings.aspects_temperature
             contrast = supervised_contrast(embeddings, group, value, temperature)
         return loss + self._groups.settings.aspects_weight * contrast

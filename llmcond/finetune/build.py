@@ -110,11 +110,8 @@ def load_trainable(resolved: ResolvedEncoder, settings: TuneSettings, seed: int)
     if settings.full or (resolved.device == "cpu" and identity.quantize == "none"):
         # What is folded has no gradient of its own weights.
         folds = resolved.options.fold_latents and not settings.full
-        resolved = replace(
-            resolved,
-            identity=replace(identity, dtype="float32"),
-            options=replace(resolved.options, fold_latents=folds),
-        )
+        options = replace(resolved.options, fold_latents=folds)
+        resolved = replace(resolved, identity=replace(identity, dtype="float32"), options=options)
     config = load_config(resolved.checkpoint, identity.attention)
     tokenizer = InputTokenizer(load_tokenizer(resolved.checkpoint, config), identity, name)
     if not settings.encoder_dropout:

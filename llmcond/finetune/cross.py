@@ -17,7 +17,7 @@ from llmcond.encoders.spec import Orders
 from llmcond.finetune.base import RatedModel, Shared
 from llmcond.heads.dense import Regression, RegressionSettings
 from llmcond.heads.module import seeded
-from llmcond.metrics import METRICS, Metric
+from llmcond.metrics import Metric
 from llmcond.runs.cross import KIND
 
 
@@ -57,12 +57,7 @@ class CrossModel(RatedModel[CrossInputs]):
     """From rows to the mean squared error of one number a row."""
 
     def __init__(
-        self,
-        engine: Engine,
-        settings: RegressionSettings,
-        seed: int,
-        start: float,
-        metric: Metric = METRICS["spearman"],
+        self, engine: Engine, settings: RegressionSettings, seed: int, start: float, metric: Metric
     ) -> None:
         """Put a linear layer behind an engine, whose bias is ``start``, the mean rating."""
         head, _ = seeded(lambda: Regression(settings, engine.dim), seed)

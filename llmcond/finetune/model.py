@@ -126,17 +126,9 @@ class RatedInputs:
             # Not vectors[positions]: gradients of an index are added in any order.
             return vectors.index_select(0, torch.from_numpy(positions).to(vectors.device))
 
-        x = torch.cat(
-            [
-                self.view.sentence(
-                    self._reader(side, lambda column: vectors_of(column[rows])),
-                    torch.sub,
-                    torch.hstack,
-                    conditioned,
-                )
-                for side, conditioned in enumerate(self.conditioned)
-            ]
-        )
+        readers = [self._reader(side, lambda column: vectors_of(column[rows])) for side in (0, 1)]
+        sides = zip(readers, self.conditioned, strict=True)
+        x = torch.cat([self.view.sentence(r, torch.sub, torch.hstack, has) for r, has in sides])
         prompt = self.view.of_condition()
         if prompt is None:
             return Batch(x)

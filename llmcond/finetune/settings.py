@@ -55,7 +55,6 @@ class TuneSettings:
 
     Attributes:
         rank: r of LoRA (arXiv 2106.09685, section 4.1); 0: every weight of the encoder is trained.
-        target: ``auto`` is all projections of attention and MLP.
         encoder_dropout: whether the encoder's own dropout is on, where its config has one. Packed
             rows have none on attention weights.
         weight_decay: of the encoder's matrices, decoupled, as AdamW has it.

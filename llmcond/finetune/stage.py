@@ -81,15 +81,10 @@ class LastStage(Generic[P]):
     def _train(self, name: str, dev: Rows) -> Progress:
         settings = replace(self.settings, epochs=self.stage.then_epochs, evaluations=1)
         copy_tensors(self.start, "", self.model.trained())
-        trainer = Trainer(
-            self.model,
-            self.inputs(stage_rows(self.train, dev, self.stage, self.model.seed)),
-            None,
-            settings,
-            self.accelerator,
-            StateFolder(self.folder / name, {**self.made_of, "stage": name}),
-            pace=self.stage.pace(settings),
-        )
+        rows = self.inputs(stage_rows(self.train, dev, self.stage, self.model.seed))
+        state = StateFolder(self.folder / name, {**self.made_of, "stage": name})
+        pace = self.stage.pace(settings)
+        trainer = Trainer(self.model, rows, None, settings, self.accelerator, state, pace)
         done = trainer.progress.step
         log.info(
             f"{name}: {trainer.steps:,} steps on {len(dev):,} rows of dev, "

@@ -5,8 +5,8 @@ from llmcond.arrays import Matrix as Matrix
 from llmcond.arrays import MatrixLike as MatrixLike
 from llmcond.arrays import cosine as cosine
 from llmcond.heads.base import FittedHead as FittedHead
-from llmcond.heads.base import load_head as load_head
 from llmcond.heads.fit import fit_recipe as fit_recipe
+from llmcond.heads.loading import load_head as load_head
 from llmcond.heads.module import HeadModule as HeadModule
 from llmcond.heads.pairs import PairArrays as PairArrays
 from llmcond.heads.recipes import Recipe as Recipe

@@ -6,27 +6,20 @@ import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
 
 from llmcond.arrays import Array, Gathered, MatrixLike, as_matrix, cosine
-from llmcond.config import build
 from llmcond.errors import UserError
 from llmcond.heads.batches import SharedConditions
-from llmcond.heads.layers import ACTIVATIONS, DenseLayer, check_features, transform_blocks
-from llmcond.heads.module import AT_ONCE, Ensemble, HeadModule
+from llmcond.heads.module import AT_ONCE, HeadModule
 from llmcond.heads.pairs import Fit
-from llmcond.heads.recipes import find_family
+from llmcond.heads.plain import ACTIVATIONS, DenseLayer, check_features, transform_blocks
 from llmcond.heads.settings import Sizes
-from llmcond.heads.storage import AGAIN, HeadFiles, damaged_weights, read_head
-from llmcond.records import check_record
 from llmcond.system import choose_device
 
 F = TypeVar("F", bound="Fitted")
@@ -133,12 +126,10 @@ class FittedHead(Fitted):
             UserError: features of another size, or conditions that are missing or not wanted.
         """
         check_features(self, features, condition)
-        n, given = len(features), None
-        if condition is not None:
-            given = as_matrix(condition)
-            if len(given) == 1:
-                given = Gathered(given, np.zeros(n, dtype=np.int64))
-        shared, sides = SharedConditions(given), [as_matrix(features)]
+        n = len(features)
+        if condition is not None and len(condition) == 1:
+            condition = Gathered(condition, np.zeros(n, dtype=np.int64))
+        shared, sides = SharedConditions(condition), [as_matrix(features)]
         device = next(iter(self.module.state_dict().values()), torch.empty(0)).device
 
         def embed(rows: slice) -> Array:
@@ -161,8 +152,7 @@ class FittedHead(Fitted):
             return cosine(first, second)
         with torch.inference_mode():
             sides = [torch.from_numpy(np.ascontiguousarray(side)) for side in (first, second)]
-            found: Array = self.module.similarity(*sides).float().numpy()
-        return found
+            return np.asarray(self.module.similarity(*sides).float().numpy())
 
     def dense_layers(self, condition: Array | None = None) -> Sequence[DenseLayer[Any]] | None:
         """Return the layers that it is under one condition, (1, dim_c).
@@ -185,8 +175,7 @@ class FittedHead(Fitted):
         norms = [np.zeros(0)]
         for start in range(0, len(condition), AT_ONCE):
             part = as_matrix(condition).read(slice(start, start + AT_ONCE))
-            made = self.module.generated_matrices(part)
-            factors = [factor.astype(np.float64) for factor in made]
+            factors = [f.astype(np.float64) for f in self.module.generated_matrices(part)]
             if len(factors) == 1:
                 norms.append(np.sqrt(np.square(factors[0]).sum(axis=(1, 2))))
                 continue
@@ -266,45 +255,3 @@ class ConditionCache:
 def fitted_class(family: type[HeadModule]) -> type[Fitted]:
     """Return the class of a family's fitted heads."""
     return family.Fitted or FittedHead
-
-
-def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
-    """Return the head of a folder, and everything that its head.json records.
-
-    Raises:
-        UserError: no head there, one that ranks candidates, one written by a newer version, or one
-            of the user's own code that was neither named nor registered.
-        LlmcondError: its files were damaged.
-    """
-    files = read_head(folder)
-    return restore_head(files, FittedHead), files.description
-
-
-def restore_head(files: HeadFiles, of: type[F]) -> F:
-    """Return the head that files hold, if it is of a class of fitted heads.
-
-    Errors are those of :func:`load_head`.
-    """
-    source, description, path, weights = files
-    kind, family = find_family(description["kind"], str(source))
-    restored = fitted_class(family)
-    if not issubclass(restored, of):
-        raise UserError(f"{source.parent} holds a {kind} head; it {of.refusal}.")
-    check_record(description, restored.Sizes, str(source), AGAIN)
-    settings = build(family.Settings, description["settings"], str(source))
-    dims = [description.get(size.name, 0) for size in fields(restored.Sizes)]
-
-    def make() -> HeadModule:
-        members = getattr(settings, "members", 1)
-        heads = [family(settings, *dims) for _ in range(members)]
-        return heads[0] if members == 1 else Ensemble(heads)
-
-    try:
-        tensors = load_tensors(weights)
-        with torch.device("meta"):  # takes no memory, whatever sizes a damaged file names
-            make().load_state_dict(tensors, assign=True)
-        module = make()
-        module.load_state_dict(tensors)
-    except (ArithmeticError, KeyError, RuntimeError, SafetensorError, ValueError) as error:
-        raise damaged_weights(path, kind, error) from error
-    return restored(kind, family, module.finished(), description["seed"], Fit(description["fit"]))

@@ -73,19 +73,18 @@ class GroupSampler:
 class SharedConditions:
     """The conditions of rows, each distinct one read once a batch."""
 
-    def __init__(self, vectors: Matrix | None) -> None:
+    def __init__(self, vectors: MatrixLike | None) -> None:
         """Take (n, dim_c); None where the head takes none."""
-        self._vectors = vectors
-        self._first: Positions | None = None
+        self._vectors = None if vectors is None else as_matrix(vectors)
         self.which: Positions | None = None
-        if vectors is not None:
-            self._first, self.which = vectors.unique()
+        if self._vectors is not None:
+            self._first, self.which = self._vectors.unique()
 
     def batch(self, sides: list[Matrix], rows: Any, dtype: torch.dtype) -> Batch:
         """Return rows of several matrices, one below the other, with their conditions."""
         parts = [_tensor(side, rows, dtype) for side in sides]
         x = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if self._vectors is None or self._first is None or self.which is None:
+        if self._vectors is None or self.which is None:
             return Batch(x)
         distinct, which = np.unique(self.which[rows], return_inverse=True)
         condition = _tensor(self._vectors, self._first[distinct], torch.float32)
@@ -93,10 +92,8 @@ class SharedConditions:
 
 
 def _tensor(matrix: Matrix, rows: Any, dtype: torch.dtype) -> Tensor:
-    found = np.asarray(matrix[rows])
     # torch takes no array that cannot be written, or stands backwards in memory.
-    plain = found.flags.writeable and found.flags.c_contiguous
-    return torch.from_numpy(found if plain else found.copy(order="C")).to(dtype)
+    return torch.from_numpy(np.require(np.asarray(matrix[rows]), requirements=["C", "W"])).to(dtype)
 
 
 #: First sentences, then second ones, 2 n; (n,) ratings, float32; and as objectives take them
@@ -124,8 +121,7 @@ class Loader:
             self._sides = [
                 Dense(side.read()) if side.parts and small else side for side in self._sides
             ]
-        condition = pairs.condition
-        self._conditions = SharedConditions(None if condition is None else as_matrix(condition))
+        self._conditions = SharedConditions(pairs.condition)
         self.rating = pairs.rating
         self._pair = pairs.pair
         pair = pairs.pair if settings.contrasts else None

@@ -100,13 +100,9 @@ class Head(RegressorMixin, TransformerMixin, BaseEstimator):  # type: ignore[mis
         device: str = "auto",
     ) -> None:
         # scikit-learn's rule: parameters are kept as they are, and looked at when fitting.
-        self.recipe = recipe
-        self.dim = dim
-        self.settings = settings
-        self.n_condition = n_condition
-        self.validation_fraction = validation_fraction
-        self.random_state = random_state
-        self.device = device
+        self.recipe, self.dim, self.settings = recipe, dim, settings
+        self.n_condition, self.validation_fraction = n_condition, validation_fraction
+        self.random_state, self.device = random_state, device
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Return the parameters; with ``deep`` also each of the settings, ``settings__epochs``."""

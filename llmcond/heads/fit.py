@@ -46,9 +46,7 @@ class Fitting(ABC, Generic[M, H]):
     Args:
         recipe: its family and settings.
         dims: sizes of the features, as the family is made with.
-        data: the training split.
         dev: chooses the epoch; None: the last one is kept.
-        device: where to fit.
         seed: of the module's start, dropout and the order of rows.
         score_name: what the learning curve calls the score on dev.
     """
@@ -134,7 +132,7 @@ class Fitting(ABC, Generic[M, H]):
         Raises:
             UserError: the loss became NaN or infinite.
         """
-        module, groups = self.module, self.parameter_groups()
+        module, groups, settings = self.module, self.parameter_groups(), self.settings
         if not any(value.numel() for value in groups[0]["params"]):
             note = "the head has no parameters, so nothing is fitted"
             return module.finished(), Fit({"selected_on": None}, (note,))
@@ -144,10 +142,7 @@ class Fitting(ABC, Generic[M, H]):
         self.prepare()
         # One kernel for all of a step; decoupled decay of 0 is plain Adam.
         optimiser = torch.optim.AdamW(
-            groups,
-            lr=self.settings.learning_rate,
-            weight_decay=self.settings.weight_decay,
-            fused=True,
+            groups, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
         )
         best_epoch, curve = self._run_epochs(optimiser, on_epoch)
         selected = curve[best_epoch - 1][self.score_name] is not None

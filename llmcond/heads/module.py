@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from llmcond.arrays import Array, MatrixLike
-from llmcond.heads.layers import DenseLayer
 from llmcond.heads.pairs import Fit, PairArrays
+from llmcond.heads.plain import DenseLayer
 from llmcond.heads.settings import Activation
 from llmcond.system import to_device
 
@@ -78,7 +78,7 @@ class HeadModule(nn.Module):
         no_recipe: why no recipe makes such a head, as the end of a sentence about it; empty where
             recipes do.
         generates_matrices: whether it makes a matrix of each condition; see
-            :class:`~llmcond.heads.hypernet.Hypernet`.
+            :class:`~llmcond.heads.conditioned.Hypernet`.
         multiplies_in_bfloat16: whether all products of sentences' features are made by
             :meth:`product` or :meth:`batched_product`, so that they can be made in bfloat16.
         dim_in, dim_condition: sizes of the features of sentences, and of conditions; 0: none.

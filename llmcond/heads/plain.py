@@ -1,33 +1,175 @@
-"""A fitted head of dense layers, applied by NumPy: what embeds texts needs no torch for it."""
+"""Heads of dense layers, applied by NumPy: what embeds texts needs no torch for them.
+
+Heads of torch share what dense layers and features are checked by.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load as load_tensors
 
-from llmcond.arrays import Array, MatrixLike, as_matrix, cosine
-from llmcond.config import build
-from llmcond.heads.layers import (
-    PLAIN_KINDS,
-    DenseLayer,
-    LayerForm,
-    apply_layers,
-    check_features,
-    transform_blocks,
+from llmcond.arrays import Array, MatrixLike, as_matrix, cosine, gelu
+from llmcond.errors import UserError
+from llmcond.heads.settings import (
+    Activation,
+    IcaSettings,
+    MlpSettings,
+    NoSettings,
+    ProjectionSettings,
+    SizedSettings,
 )
-from llmcond.heads.settings import NoSettings
-from llmcond.heads.storage import HeadFiles, damaged_weights, read_head
 
 if TYPE_CHECKING:
     from llmcond.heads.base import FittedHead
+
+#: Vectors transformed at a time, so that memory does not grow with their number.
+_BLOCK = 65_536
+
+#: An array of NumPy or a tensor of torch.
+T = TypeVar("T")
+
+
+#: What :data:`llmcond.heads.module.ACTIVATIONS` has of tensors.
+ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
+    "none": lambda values: values,
+    "relu": lambda values: np.maximum(values, 0),
+    "gelu": gelu,
+    "tanh": np.tanh,
+}
+
+
+class DenseLayer(NamedTuple, Generic[T]):
+    """A linear layer with the activation behind it: f((x - mean) W^T + b).
+
+    Attributes:
+        weight: (out, in).
+        bias: (out,); None: there is none.
+        activation: f.
+        mean: (in,); None: nothing is subtracted.
+    """
+
+    weight: T
+    bias: T | None = None
+    activation: Activation = "none"
+    mean: T | None = None
+
+
+class LayerForm(NamedTuple):
+    """A dense layer of a kind of head, whose tensors have these names and sizes.
+
+    Attributes:
+        name: name of the weight.
+        size_out: size of the outputs; 0: as the weight has it.
+        size_in: size of the inputs.
+        mean: name of what is subtracted from the inputs; None: nothing is.
+        dropout: whether some outputs are dropped in training.
+    """
+
+    name: str
+    size_out: int
+    size_in: int
+    activation: Activation = "none"
+    mean: str | None = None
+    dropout: bool = True
+
+    def layer(self, tensors: Mapping[str, T]) -> DenseLayer[T]:
+        """Return the layer of this form, by the names of tensors."""
+        mean = None if self.mean is None else tensors[self.mean]
+        return DenseLayer(tensors[self.name], None, self.activation, mean)
+
+
+def mlp_forms(settings: MlpSettings, dim_in: int) -> list[LayerForm]:
+    """Return the layers of the MLP."""
+    hidden = settings.hidden or settings.dim
+    sizes = pairwise([dim_in, *[hidden] * (settings.depth - 1), settings.dim])
+    forms = [
+        LayerForm(f"weight{number}", size_out, size_in, settings.activation)
+        for number, (size_in, size_out) in enumerate(sizes, start=1)
+    ]
+    if settings.last == "none":
+        forms[-1] = forms[-1]._replace(activation="none", dropout=False)
+    return forms
+
+
+def projection_forms(settings: ProjectionSettings, dim_in: int) -> list[LayerForm]:
+    """Return the layer of an unsupervised head, of as many components as could be fitted."""
+    return [LayerForm("components", 0, dim_in, mean="mean")]
+
+
+#: The kinds of heads that are dense layers, whatever the condition: settings and layers of each.
+PLAIN_KINDS: Mapping[str, tuple[type[Any], Callable[[Any, int], Sequence[LayerForm]]]] = {
+    "none": (NoSettings, lambda settings, dim_in: []),
+    "linear": (SizedSettings, lambda settings, dim_in: [LayerForm("weight", settings.dim, dim_in)]),
+    "mlp": (MlpSettings, mlp_forms),
+    "pca": (ProjectionSettings, projection_forms),
+    "ica": (IcaSettings, projection_forms),
+    "whitening": (ProjectionSettings, projection_forms),
+    "random": (ProjectionSettings, projection_forms),
+}
+
+
+def apply_layers(layers: Sequence[DenseLayer[Array]], values: Array) -> Array:
+    """Return (n, out) float32 of the inputs, (n, in) float32."""
+    for weight, bias, activation, mean in layers:
+        centred: Array = values if mean is None else values - mean
+        product: Array = centred @ weight.T
+        values = ACTIVATIONS[activation](product if bias is None else product + bias)
+    return values
+
+
+class _Sized(Protocol):
+    """A head, as far as its inputs are concerned."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def dim_in(self) -> int: ...  # 0: any
+    @property
+    def dim_condition(self) -> int: ...  # 0: none
+
+
+def check_features(head: _Sized, features: MatrixLike, condition: MatrixLike | None) -> None:
+    """Check that a head can be applied to features, (n, dim), under conditions, (n or 1, dim_c).
+
+    Raises:
+        UserError: features of another size, or conditions that are missing or not wanted.
+    """
+    kind = head.kind
+    if head.dim_in and features.shape[1] != head.dim_in:
+        raise UserError(
+            f"the features have {features.shape[1]} dimensions; this {kind} head was fitted on "
+            f"{head.dim_in}."
+        )
+    got = 0 if condition is None else int(condition.shape[1])
+    if condition is not None and len(condition) not in (1, len(features)):
+        raise UserError(
+            f"there are {len(features)} sentences and {len(condition)} conditions; they must "
+            "be as many, or one condition for all."
+        )
+    if got == head.dim_condition:
+        return
+    if not got:
+        raise UserError(
+            f"this {kind} head takes the features of each condition as well, "
+            f"(n, {head.dim_condition}); none were given."
+        )
+    wanted = f"{head.dim_condition} dimensions" if head.dim_condition else "none"
+    raise UserError(
+        f"the conditions have {got} dimensions; this {kind} head was fitted on {wanted}."
+    )
+
+
+def transform_blocks(embed: Callable[[slice], Array], n: int) -> Array:
+    """Return embeddings of n rows, (n, k), from ``embed``, which gives those of some rows."""
+    blocks = [embed(slice(start, start + _BLOCK)) for start in range(0, max(n, 1), _BLOCK)]
+    return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+
 
 #: A head that makes embeddings of features.
 EmbeddingHead: TypeAlias = "FittedHead | PlainHead"
@@ -122,36 +264,6 @@ class PlainHead:
 
 #: The head of zero-shot, which was not fitted: embeddings are the features as they are.
 ZERO_SHOT = PlainHead("none", NoSettings(), 0, {})
-
-
-def load_embedding_head(folder: Path) -> tuple[EmbeddingHead, dict[str, Any]]:
-    """Return the head of a folder that embeds texts, and everything that its head.json records.
-
-    A head of dense layers is always a :class:`PlainHead`, so that embeddings do not depend on what
-    else is installed. Any other one is loaded by torch.
-
-    Raises:
-        UserError, LlmcondError: as :func:`llmcond.heads.base.load_head`.
-    """
-    files = read_head(folder)
-    if files.description["kind"] in PLAIN_KINDS:
-        return _plain_head(files), files.description
-    from llmcond.heads.base import FittedHead, restore_head
-
-    return restore_head(files, FittedHead), files.description
-
-
-def _plain_head(files: HeadFiles) -> PlainHead:
-    description = files.description
-    kind = description["kind"]
-    settings = build(PLAIN_KINDS[kind][0], description["settings"], str(files.source))
-    try:
-        tensors = load_tensors(files.weights)
-        head = PlainHead(kind, settings, description["dim_in"], tensors)
-        _ = head.members  # checks the tensors
-    except (KeyError, SafetensorError, ValueError) as error:
-        raise damaged_weights(files.path, kind, error) from error
-    return head
 
 
 def _checked_layer(form: LayerForm, tensors: Mapping[str, Array]) -> DenseLayer[Array]:

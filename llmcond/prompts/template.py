@@ -193,18 +193,14 @@ class Prompt:
                 "it gives an instruction, and the encoder takes none (or say how to put it in: "
                 r"--instruction-format 'Instruct: {instruction}\nQuery: {text}')"
             )
-        if all(part.context is None for part in parts):
-            return self._router_obstacle(encoder)
-        if encoder.special_tokens != TOKENIZER_DECIDES:
-            return "it gives a context, and the encoder reads one text only, not a pair"
-        if not pooling_named(encoder.pooling).counts:
-            return (
-                "it pools over the text's own tokens, and the encoder pools by "
-                f"{encoder.pooling} (--pooling mean)"
-            )
-        return self._router_obstacle(encoder)
-
-    def _router_obstacle(self, encoder: EncoderIdentity) -> str:
+        if any(part.context is not None for part in parts):
+            if encoder.special_tokens != TOKENIZER_DECIDES:
+                return "it gives a context, and the encoder reads one text only, not a pair"
+            if not pooling_named(encoder.pooling).counts:
+                return (
+                    "it pools over the text's own tokens, and the encoder pools by "
+                    f"{encoder.pooling} (--pooling mean)"
+                )
         if encoder.routes_inside and "condition" in self.conditional.read:
             return (
                 "it puts the condition into the text, and the encoder has a router for it "
@@ -234,8 +230,7 @@ def fields_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
 
 def prompt_from_json(values: dict[str, Any], source: str) -> Prompt:
     """Return the template that :meth:`Prompt.to_json` recorded; a UserError if it was changed."""
-    recorded = {key: value for key, value in values.items() if key != "digest"}
-    prompt = build(Prompt, recorded, source)
+    prompt = build(Prompt, {key: values[key] for key in values if key != "digest"}, source)
     if prompt.name:
         check_name(prompt.name, f"{source}: a prompt")
     _check(prompt, source)
@@ -307,21 +302,17 @@ def _check_left_out(prompt: Prompt, placeholders: set[str], source: str) -> None
         )
 
 
-def _check_router(part: Part, source: str) -> None:
+def _placeholders(part: Part, source: str, known: Sequence[str]) -> set[str]:
+    advice = ' Other columns of the data are named first: fields = ["COLUMN"].'
+    found: set[str] = set()
+    for key, template in part.templates.items():
+        found |= placeholders(template, f"{source} {key}", known, advice)
     if part.router is not None and not part.router.strip():
         raise UserError(f"{source} router is empty: it would choose no tokens. Leave it out.")
     try:
         part._router(part.router or "")
     except UserError as error:
         raise UserError(f"{source} {error}") from error
-
-
-def _placeholders(part: Part, source: str, known: Sequence[str]) -> set[str]:
-    advice = ' Other columns of the data are named first: fields = ["COLUMN"].'
-    found: set[str] = set()
-    for key, template in part.templates.items():
-        found |= placeholders(template, f"{source} {key}", known, advice)
-    _check_router(part, source)
     if part.instruction and part.context is not None:
         raise UserError(f"{source} has both an instruction and a context; give one of them.")
     if not part.text.strip():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from llmcond.evaluation.agreement import STEPS, Agreement, on_steps
+from llmcond.evaluation.agreement import STEPS, Agreement
 from llmcond.metrics import metric_of, number
 from llmcond.report.format import estimate_text
 from llmcond.report.terminal import add_figures, plain, say, show, titled_table
@@ -43,7 +43,7 @@ def _conditions(found: Agreement) -> Table:
     table = titled_table(title, "condition")
     add_figures(table, "rows", "people's mean", "model's mean", "Spearman")
     for own in shown:
-        means = (number(on_steps(one), 2) for one in (own.human, own.model))
+        means = (number(one, 2) for one in (own.human, own.model))
         score = metric_of("spearman").show(own.spearman)
         table.add_row(plain(own.condition), f"{own.n:,}", *means, score)
     return table

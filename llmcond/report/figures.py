@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from llmcond.errors import UserError, install_command, printable
 from llmcond.files import replacing
+from llmcond.log import log
 
-#: x (n,), mean (n,), low (n,), high (n,); NaN in the last three leaves a gap.
-Series = tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike]
+#: x, a score, and both ends of its interval; NaN in the last three leaves a gap.
+Point = tuple[Any, float, float, float]
 
 # Okabe and Ito's palette, which colour-blind people can read, less its yellow: too pale for lines.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -81,7 +82,7 @@ def plot_clusters(
 
 
 def plot_curve(
-    series: Mapping[str, Series],
+    series: Mapping[str, Iterable[Point]],
     path: Path,
     xlabel: str,
     ylabel: str,
@@ -90,14 +91,14 @@ def plot_curve(
 ) -> None:
     """Draw scores with a band along dimensions or steps (CASE, figures 3 and 4).
 
-    Each series has a name and is in any order of x, which is above 0 for ``log_x``, a logarithmic
-    scale. ``band`` says above the picture what the lower and upper values are.
+    Each series has a name and distinct points, in any order of x, which is above 0 for ``log_x``, a
+    logarithmic scale. ``band`` says above the picture what the lower and upper values are.
 
     Raises:
         UserError: matplotlib is not installed.
     """
-    columns = {name: np.array(values, dtype=np.float64) for name, values in series.items()}
-    curves = {name: own[:, np.argsort(own[0], kind="stable")] for name, own in columns.items()}
+    ordered = {name: sorted(set(points)) for name, points in series.items()}
+    curves = {name: np.array(points, dtype=np.float64).T for name, points in ordered.items()}
     with _picture(path, (7.0, 4.6)) as figure:
         axes = figure.subplots()
         for i, (x, mean, low, high) in enumerate(curves.values()):
@@ -120,6 +121,7 @@ def plot_curve(
         axes.grid(axis="y", color="#dddddd", linewidth=0.8)
         axes.set_axisbelow(True)
         _legend(figure, list(curves), lines=True)
+    log.info(f"picture -> {path}")
 
 
 def has_matplotlib() -> bool:
@@ -162,22 +164,14 @@ def _scatter(
     axes: Any, points: NDArray[np.floating], kinds: NDArray[np.int64], n_kinds: int
 ) -> None:
     size = float(np.clip(4_000 / len(points), 6, 42))
+    marks = {"edgecolors": "white", "linewidths": 0.4 if size > 10 else 0}
+    marks["rasterized"] = len(points) > _MANY
     # In turns, so that no condition is drawn over all others.
     turn = np.random.default_rng(0).integers(10, size=len(points))
     for now, i in itertools.product(range(10), range(n_kinds)):
         x, y = points[(kinds == i) & (turn == now)].T
         colour, shape = _look(i)
-        axes.scatter(
-            x,
-            y,
-            s=size,
-            color=colour,
-            marker=shape,
-            edgecolors="white",
-            linewidths=0.4 if size > 10 else 0,
-            alpha=0.85,
-            rasterized=len(points) > _MANY,
-        )
+        axes.scatter(x, y, s=size, color=colour, marker=shape, alpha=0.85, **marks)
     # Only distances mean something in a projection, and they are the same both ways.
     axes.set_aspect("equal", adjustable="datalim")
     axes.margins(0.08)

@@ -8,7 +8,6 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.table import Table
 
 from llmcond.evaluation.results import SweptResult
@@ -16,13 +15,11 @@ from llmcond.files import check_output
 from llmcond.heads.pairs import SCORE
 from llmcond.log import log
 from llmcond.metrics import Metric, metric_of
-from llmcond.report.figures import check_matplotlib, plot_curve
+from llmcond.report.figures import Point, check_matplotlib, plot_curve
 from llmcond.report.format import caveats, factors_text, range_text
 from llmcond.report.terminal import add_figures, identity_cells, identity_table, plain
 
 Swept = Sequence[SweptResult]
-#: x, a score, and both ends of its interval.
-_Point = tuple[Any, float, float, float]
 
 
 def sweep_table(results: Swept, run: object) -> Table:
@@ -80,7 +77,7 @@ def plot_settings(results: Swept, path: Path) -> None:
         log.info(f"{path} is not drawn: no setting with several numbers was varied")
         return
     metric = results[0].primary
-    series: dict[str, list[_Point]] = {}
+    series: dict[str, list[Point]] = {}
     for row in results:
         value, low, high = (metric.scaled(figure) for figure in astuple(row.main))
         if value is None or key not in row.settings:
@@ -96,7 +93,7 @@ def plot_settings(results: Swept, path: Path) -> None:
     places = sorted({point[0] for points in series.values() for point in points})
     log_x = places[0] > 0 and places[-1] / places[0] > 8
     band = "line: mean over seeds; band: 95 % interval over rows and seeds"
-    _draw(series, path, key.replace("_", " "), _on_axis(metric), band, log_x)
+    plot_curve(series, path, key.replace("_", " "), _on_axis(metric), log_x, band)
 
 
 def _on_axis(metric: Metric, where: str = "") -> str:
@@ -116,7 +113,7 @@ def _numeric(results: Swept) -> str | None:
 
 def plot_steps(results: Swept, path: Path) -> None:
     """Draw the score on dev against steps of training, with the range over seeds (figure 3)."""
-    series: dict[str, list[_Point]] = {}
+    series: dict[str, list[Point]] = {}
     for row in results:
         fits = [fit for fit in row.fits if fit.get("curve")]
         # As far as every seed went.
@@ -135,17 +132,4 @@ def plot_steps(results: Swept, path: Path) -> None:
         )
         return
     band = "line: mean over seeds; band: lowest to highest seed"
-    _draw(series, path, "steps", _on_axis(results[0].primary, " on dev"), band, log_x=False)
-
-
-def _draw(
-    series: Mapping[str, Sequence[_Point]],
-    path: Path,
-    xlabel: str,
-    ylabel: str,
-    band: str,
-    log_x: bool,
-) -> None:
-    lines = {name: tuple(np.array(sorted(set(points))).T) for name, points in series.items()}
-    plot_curve(lines, path, xlabel, ylabel, log_x=log_x, band=band)
-    log.info(f"picture -> {path}")
+    plot_curve(series, path, "steps", _on_axis(results[0].primary, " on dev"), band=band)

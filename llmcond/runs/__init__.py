@@ -3,13 +3,7 @@
 from llmcond.runs.create import RunExistsError, complete_run, create_run, where_model
 from llmcond.runs.open import open_any_run, open_run, run_exists
 from llmcond.runs.run import AnyRun, head_record
-from llmcond.runs.saved import (
-    Saved,
-    SavedEmbeddingHead,
-    SavedHead,
-    dev_score,
-    head_name,
-)
+from llmcond.runs.saved import Saved, SavedEmbeddingHead, SavedHead, dev_score, head_name
 from llmcond.runs.task_runs import Run, as_rated
 
 __all__ = [

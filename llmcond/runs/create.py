@@ -12,8 +12,8 @@ from llmcond.errors import UserError
 from llmcond.files import making, write_json
 from llmcond.runs.manifest import FORMAT, HERE
 from llmcond.runs.open import run_of
-from llmcond.runs.provenance import provenance
 from llmcond.runs.run import AnyRun
+from llmcond.system import provenance
 from llmcond.tasks import AnyTask, Data
 
 if TYPE_CHECKING:
@@ -78,11 +78,7 @@ def complete_run(
 
 
 def _manifest(
-    model: str,
-    resolved: ResolvedEncoder,
-    data: Data,
-    store_dtype: StoreDtype,
-    task: AnyTask[Any],
+    model: str, resolved: ResolvedEncoder, data: Data, store_dtype: StoreDtype, task: AnyTask[Any]
 ) -> dict[str, Any]:
     identity = resolved.identity
     commit = identity.weights.partition("@")[2] if identity.weights.startswith("hub:") else None

@@ -82,11 +82,7 @@ def asked_for(
 
 
 def check_scorable(
-    rows: Rows,
-    run: Run,
-    other: bool,
-    predictions: bool = False,
-    heads: Sequence[Saved[Any]] = (),
+    rows: Rows, run: Run, other: bool, predictions: bool = False, heads: Sequence[Saved[Any]] = ()
 ) -> None:
     """Check that rows have ratings; warn of pairs in ``other`` rows that were trained on.
 

@@ -32,8 +32,8 @@ from llmcond.log import log
 from llmcond.metrics import metric_of
 from llmcond.prompts import Prompt, prompt_from_json
 from llmcond.runs.manifest import HERE, read_manifest
-from llmcond.runs.provenance import provenance
 from llmcond.runs.saved import H_co, Saved, StaleHeadError, dev_score, fitted_on, fitted_splits
+from llmcond.system import provenance
 from llmcond.tasks import AnyTask, Data, find_task
 
 if TYPE_CHECKING:

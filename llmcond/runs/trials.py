@@ -34,8 +34,7 @@ from llmcond.records import RECORD, check_record
 from llmcond.runs import AnyRun, Saved, dev_score, head_name, open_any_run
 from llmcond.runs.examples import examples_of
 from llmcond.runs.predictors import results_of
-from llmcond.runs.provenance import provenance
-from llmcond.system import choose_device, processes
+from llmcond.system import choose_device, processes, provenance
 
 R = TypeVar("R", bound=Result)
 T = TypeVar("T")

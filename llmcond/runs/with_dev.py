@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from llmcond.data.rows import Rows, fold_of_pair, join_rows
 from llmcond.errors import UserError
-from llmcond.evaluation.folds import Folded
+from llmcond.evaluation.folds import Folded, check_fold_count
 from llmcond.features.view import View
 from llmcond.heads import FittedHead, Recipe, fit_recipe
 from llmcond.heads.pairs import OnEpoch
@@ -70,11 +70,7 @@ class WithDev:
             UserError: dev has fewer sentence pairs than folds.
         """
         dev = self._dev
-        if len(dev.pair_keys()) < count:
-            raise UserError(
-                f"dev has {len(dev.pair_keys())} sentence pairs with ratings, too few for {count} "
-                "folds. Lower --folds."
-            )
+        check_fold_count(dev, count)
         fold = fold_of_pair(dev, count, self.seed)
         without = self._predicted(self._fit(None), dev)
         trained = np.empty_like(without)

@@ -22,8 +22,7 @@ from llmcond.arrays import Array, Dense, Gathered, Matrix
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError, brief
 from llmcond.features.view import Part, View
-from llmcond.heads.layers import ACTIVATIONS
-from llmcond.heads.plain import EmbeddingHead, PlainHead
+from llmcond.heads.plain import ACTIVATIONS, EmbeddingHead, PlainHead
 from llmcond.prompts import Prompt
 from llmcond.prompts import template as templates
 from llmcond.runs.embedder import unit_length

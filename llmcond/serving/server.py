@@ -8,10 +8,9 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from llmcond.display import Displayed
 from llmcond.errors import UserError, install_command
@@ -28,10 +27,6 @@ class ServeResult(Displayed):
     model: str
     requests: int
     seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
-        return asdict(self)
 
 
 def serve(served: Served, settings: ServerSettings) -> ServeResult:

@@ -3,12 +3,4 @@
 from llmcond.tasks.base import DEFAULT_TASK, OTHERS, TASKS, AnyTask, Data, find_task
 from llmcond.tasks.rated import Task
 
-__all__ = [
-    "DEFAULT_TASK",
-    "OTHERS",
-    "TASKS",
-    "AnyTask",
-    "Data",
-    "Task",
-    "find_task",
-]
+__all__ = ["DEFAULT_TASK", "OTHERS", "TASKS", "AnyTask", "Data", "Task", "find_task"]

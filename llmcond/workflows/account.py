@@ -15,6 +15,7 @@ from llmcond.files import read_json
 from llmcond.finetune.settings import TuneSettings, renamed
 from llmcond.finetune.state import differences
 from llmcond.heads import Recipe
+from llmcond.log import log
 from llmcond.metrics import Estimate
 from llmcond.prompts import Prompt
 from llmcond.records import RECORD as RECORDED
@@ -116,7 +117,7 @@ def trained_prompts(folder: Path) -> dict[str, str]:
 
 
 def finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the summary of a training that has ended in a folder; None where there is none."""
+    """Return the summary of a training that has ended in a folder, which is logged; else None."""
     if not folder.exists():
         return None
     if not folder.is_dir():
@@ -134,6 +135,7 @@ def finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | None:
                 f"{folder} holds an encoder that was trained with other settings: "
                 f"{'; '.join(found)}. Name another --run."
             )
+        log.info(f"{folder} is trained already, with the same settings; nothing is done")
         summary: dict[str, Any] = record["summary"]
         return {**summary, "run": str(folder)}
     if (folder / "run.json").is_file() and not (folder / STATE).is_dir():

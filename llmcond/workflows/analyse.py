@@ -32,7 +32,7 @@ from llmcond.report.figures import has_matplotlib, plot_clusters
 from llmcond.runs import Run, SavedEmbeddingHead, SavedHead, open_run
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import fitted_heads, predict, zeroshots
-from llmcond.runs.provenance import provenance
+from llmcond.system import provenance
 from llmcond.workflows.options.scoring import AnalyseOptions, Analysis
 
 ANALYSES: Sequence[Analysis] = get_args(Analysis)
@@ -203,19 +203,19 @@ def _examples(head: SavedHead, run: Run, data: _Split, top: int) -> dict[str, An
     before = predict(features, data.pairs(features))
     pairs = data.pairs(head)
     after = predict(head, pairs)
-    found = most_changed(pairs.rating, before, after, top)
+    better, worse = most_changed(pairs.rating, before, after)
     texts = [data.texts(getattr(data.rows, c)) for c in ("sentence1", "sentence2", "condition")]
     figures = [column.tolist() for column in (pairs.rating, before, after)]
     changes = [Change(*row) for row in zip(*texts, *figures, strict=True)]
 
     def table(chosen: Sequence[int]) -> list[dict[str, Any]]:
-        return [asdict(change) for change in change_table([changes[i] for i in chosen])]
+        return [asdict(change) for change in change_table([changes[i] for i in chosen[:top]])]
 
     return {
         "name": head.name,
         "before": features.name,
-        "n_better": found.n_better,
-        "n_worse": found.n_worse,
-        "better": table(found.better),
-        "worse": table(found.worse),
+        "n_better": len(better),
+        "n_worse": len(worse),
+        "better": table(better),
+        "worse": table(worse),
     }

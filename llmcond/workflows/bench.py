@@ -72,8 +72,7 @@ def bench(asked: BenchOptions) -> Benchmark:
     """
     device, quantize, quick = choose_device(asked.device), asked.quantize, asked.quick
     out = None if asked.out is None else Path(asked.out)
-    if out is not None:
-        check_output(out, [".md"])
+    check_output(out, [".md"])
     if set(quantize) - {"none"}:
         require("--quantize 8bit and 4bit", "bitsandbytes", "accelerate")
     result = Benchmark(describe_machine(device), [], [], [], [])

@@ -52,13 +52,11 @@ def cluster(options: ClusterOptions) -> ClusterResult:
     """
     run_folder, condition, guide = options.folder(), options.conditions(), options.guide
     texts, text, keep, labels = options.texts, options.text, options.keep, options.labels
-    method, check, seed = options.method, options.check, options.seed
+    method, seed = options.method, options.seed
     out = None if options.out is None else Path(options.out)
     report = None if options.report is None else Path(options.report)
-    if out is not None:
-        check_output(out, (".parquet", ".csv"), [texts, guide])
-    if report is not None:
-        check_output(report, (".html", ".htm"))
+    check_output(out, (".parquet", ".csv"), [texts, guide])
+    check_output(report, (".html", ".htm"))
     _check_conditions(condition, guide is not None, labels)
     find = _Finder.of(options)
     column = text_column(partial(has_column, texts), text)
@@ -106,7 +104,8 @@ def cluster(options: ClusterOptions) -> ClusterResult:
         kept = {name: found.columns[name] for name in keep}
         _write(out, {column: found.texts, **kept}, made, columns)
     _note_quality(made, method, guide is not None)
-    _note_conditions(condition if check and guide is None else (), samples, run_folder)
+    if options.check and guide is None:
+        _note_conditions(condition, samples, run_folder)
     where = "" if out is None else f" -> {out}"
     log.info(f"{len(found.texts):,} texts in {_counted(made)}{where}")
     if drawing is not None and report is not None:
@@ -278,7 +277,7 @@ def _note_conditions(
     conditions: Sequence[str], samples: Sequence[Vectors], run_folder: Path
 ) -> None:
     """Say of each condition whether it is expected to work; nothing of too few texts."""
-    calibration = find_calibration(run_folder) if conditions else None
+    calibration = find_calibration(run_folder)
     if calibration is None or not calibration.tells_apart:
         return
     for condition, vectors in zip(conditions, samples, strict=True):

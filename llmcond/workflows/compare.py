@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.bundled import bundled_names
-from llmcond.data.datasets import DataOptions
 from llmcond.data.queries import QueryRows
 from llmcond.data.rows import Rows
 from llmcond.encoders import ResolvedEncoder, resolve
@@ -33,8 +32,8 @@ from llmcond.runs.examples import examples_of
 from llmcond.runs.kind import find_kind, inputs_of
 from llmcond.runs.new_sentences import trained_sentences, with_new_sentences
 from llmcond.runs.predictors import unscored, zeroshots
-from llmcond.runs.provenance import provenance
 from llmcond.runs.trials import Outcome, Trial, run_trials, seeded_result
+from llmcond.system import provenance
 from llmcond.tasks import AnyTask
 from llmcond.workflows.extract import (
     check_named_once,
@@ -84,29 +83,16 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
         LlmcondError: every fit failed.
     """
     began = time.monotonic()
-    run_folder, data, task = Path(options.run), options.data_options(), options.task
+    if options.report is not None:
+        check_page(Path(options.report))
+    folder = Path(options.run)
+    existing = open_any_run(folder) if run_exists(folder) else None
+    task = task_of(existing, options.task)
     asked = options.part(CompareOptions)
-    report = None if options.report is None else Path(options.report)
-    if report is not None:
-        check_page(report)
-    existing = open_any_run(run_folder) if run_exists(run_folder) else None
-    chosen_task = task_of(existing, task)
-    asked = replace(asked, heads=asked.heads or chosen_task.heads)
-    recipes = _recipes(asked.heads, asked.set or {}, chosen_task.recipes)
-    named = [load_prompt(name) for name in asked.prompts]
-    _check_different(named)
-    resolved = resolve(options.model, options.encoder_options())
-    usable, left_out = _usable(named, resolved, chosen_task)
-    check_routed(usable, options, chosen_task)
-    baseline = _baseline(asked.baseline, usable, resolved)
-    for recipe, prompt in itertools.product(recipes, usable):
-        view_of(recipe, (prompt,), subtract=recipe.features != "alone")
-    _check_inputs(existing, chosen_task, data, usable)
-    # By the paths that were given: names of files are not those of bundled prompts.
-    given = dict(zip([prompt.name for prompt in named], asked.prompts, strict=True))
-    paths = [given.get(prompt.name, prompt.name) for prompt in usable]
-    extract(ExtractOptions(**vars(options.part(RunOptions)), prompt=paths))
-    run = open_any_run(run_folder)
+    asked = replace(asked, heads=asked.heads or task.heads)
+    recipes = _recipes(asked.heads, asked.set or {}, task.recipes)
+    usable, left_out, baseline = _extracted(options, existing, task, recipes)
+    run = open_any_run(folder)
     metrics = choose_metrics(run.task.metrics, asked.metric)
     split = run.scored_split(asked.split)
     rows = examples_of(run).scored(split)
@@ -137,16 +123,43 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
         baseline=baseline,
         left_out=left_out,
     )
-    if report is not None:
+    if options.report is not None:
         similarity = {one.result.name: one.similarity.mean(axis=0) for one in systems}
-        made = {**asdict(asked), "task": task, "seconds": round(time.monotonic() - began, 1)}
+        seconds = round(time.monotonic() - began, 1)
+        made = {**asdict(asked), "task": options.task, "seconds": seconds}
         shown = examples_of(run).rows(split)
-        write_page(_page(run, shown, comparison, similarity, made), report)
+        write_page(_page(run, shown, comparison, similarity, made), Path(options.report))
     record = {**comparison.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "compare-prompts.json", record)
     if asked.keep:
         keep_best(run, done, "auto")
     return comparison
+
+
+def _extracted(
+    options: ComparePromptsOptions,
+    run: AnyRun | None,
+    task: AnyTask[Any],
+    recipes: Sequence[Recipe],
+) -> tuple[list[Prompt], dict[str, str], str]:
+    """Check and extract the prompts; return them, why not of the others, and the baseline."""
+    named = [load_prompt(name) for name in options.prompts]
+    _check_different(named)
+    resolved = resolve(options.model, options.encoder_options())
+    usable, left_out = _usable(named, resolved, task)
+    check_routed(usable, options, task)
+    baseline = _baseline(options.baseline, usable, resolved)
+    for recipe, prompt in itertools.product(recipes, usable):
+        view_of(recipe, (prompt,), subtract=recipe.features != "alone")
+    # Before hours of encoding: that no prompt makes different conditions the same.
+    data = run.data if run else task.read(replace(options.data_options(), extra=fields_of(usable)))
+    for prompt in usable:
+        inputs_of(task, data, prompt).check_differ()
+    # By the paths that were given: names of files are not those of bundled prompts.
+    given = dict(zip([prompt.name for prompt in named], options.prompts, strict=True))
+    paths = [given.get(prompt.name, prompt.name) for prompt in usable]
+    extract(ExtractOptions(**vars(options.part(RunOptions)), prompt=paths))
+    return usable, left_out, baseline
 
 
 def _recipes(heads: Sequence[str], changes: Mapping[str, str], task: str | None) -> list[Recipe]:
@@ -210,15 +223,6 @@ def _baseline(name: str | None, usable: Sequence[Prompt], resolved: ResolvedEnco
             f"{nearest(stem, names)} Compared: {', '.join(names)}."
         )
     return stem
-
-
-def _check_inputs(
-    run: AnyRun | None, task: AnyTask[Any], data: DataOptions, prompts: Sequence[Prompt]
-) -> None:
-    """Check, before hours of encoding, that no prompt makes different conditions the same."""
-    found = run.data if run else task.read(replace(data, extra=fields_of(prompts)))
-    for prompt in prompts:
-        inputs_of(task, found, prompt).check_differ()
 
 
 def _zeroshot_systems(run: AnyRun, prompts: Sequence[Prompt], split: str) -> list[System]:

@@ -16,15 +16,14 @@ from llmcond.heads import FittedHead, save_head
 from llmcond.heads.dense import RegressionSettings
 from llmcond.heads.recipes import parse_settings
 from llmcond.log import log
-from llmcond.runs import Run, complete_run
+from llmcond.runs import Run
 from llmcond.runs.cross import KIND, NAME, load_cross_encoder
 from llmcond.runs.run import origin_record
-from llmcond.tasks import Task
 from llmcond.workflows.account import TrainingResult
 from llmcond.workflows.last_stage import check_folds, stage_settings, stage_splits
 from llmcond.workflows.options.training import TrainCrossOptions
 from llmcond.workflows.trainable import rated_dataset, rated_task, resolve_trainable, tune_settings
-from llmcond.workflows.training import Kept, Parts, RatedJob, resolve_trained, scores_of, train
+from llmcond.workflows.training import Kept, Parts, RatedJob, scores_of, train
 
 if TYPE_CHECKING:
     from llmcond.encoders.engine.tokenizing import InputTokenizer
@@ -46,7 +45,12 @@ def train_cross(asked: TrainCrossOptions) -> TrainingResult:
     given = parse_settings(RegressionSettings, dict(asked.set or {}), "--set", "a cross-encoder")
     head = build(RegressionSettings, given, "--set")
     chosen = rated_task(asked.task)
-    _check_sides(chosen, orders)
+    first, second = chosen.conditioned
+    if first != second and orders == "both":
+        raise UserError(
+            f"the task {chosen.name} has the condition on its {'first' if first else 'second'} "
+            "text only, so that the order of the two means something. Give --orders given."
+        )
     dataset = rated_dataset(chosen, asked.data_options())
     if stage is not None:
         stage_splits(dataset, stage)  # told before training rather than after it
@@ -87,16 +91,6 @@ def train_cross(asked: TrainCrossOptions) -> TrainingResult:
     )
 
 
-def _check_sides(task: Task, orders: Orders) -> None:
-    """Refuse to read both orders where the two sides are not alike."""
-    first, second = task.conditioned
-    if first != second and orders == "both":
-        raise UserError(
-            f"the task {task.name} has the condition on its {'first' if first else 'second'} text "
-            "only, so that the order of the two means something. Give --orders given."
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CrossJob(RatedJob):
     """An encoder of both sentences and the condition, and a linear layer behind it."""
@@ -125,10 +119,7 @@ class _CrossJob(RatedJob):
         return CrossInputs.of(rows, self.orders, tokenizer)
 
     def keep(self, head: FittedHead) -> Kept:
-        resolved = resolve_trained(self)
-        made = complete_run(
-            self.folder, resolved, self.dataset, self.task, self.orders, self.trained_on
-        )
+        made, resolved = self.complete(self.orders)
         run = cast(Run, made)
         save_head(head, run.head_folder(NAME), origin_record(run))
         log.info(f"encoder -> {self.folder}; its scores:")

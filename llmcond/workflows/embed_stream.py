@@ -28,13 +28,7 @@ from llmcond.log import log
 from llmcond.progress import ExtractionBar
 from llmcond.records import RECORD as RECORD_SCHEMA
 from llmcond.records import check_record
-from llmcond.runs.embedder import (
-    Embedder,
-    guide_of,
-    guides_json,
-    make_embedder,
-    unit_length,
-)
+from llmcond.runs.embedder import Embedder, guide_of, guides_json, make_embedder, unit_length
 from llmcond.runs.embedding_model import EmbeddingModel
 from llmcond.scale.outputs import RECORD, VECTOR, Output, Unit, open_output
 from llmcond.scale.pool import Cluster, actors

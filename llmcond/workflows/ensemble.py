@@ -74,7 +74,6 @@ def train_ensemble(job: RatedJob, members: Sequence[RatedJob]) -> TrainingResult
     """
     done = finished(job.folder, job.made_of)
     if done is not None:
-        log.info(f"{job.folder} is trained already, with the same settings; nothing is done")
         return TrainingResult(done)
     check_writable(job.folder / STATE / "state.safetensors")
     # It says that the folder is an ensemble which is being trained.

@@ -22,14 +22,7 @@ from llmcond.features.missing import Missing, count_missing, together
 from llmcond.features.store import FeatureStore, StoreDtype
 from llmcond.log import log
 from llmcond.prompts import Prompt, fields_of, load_prompt
-from llmcond.runs import (
-    AnyRun,
-    RunExistsError,
-    create_run,
-    open_any_run,
-    run_exists,
-    where_model,
-)
+from llmcond.runs import AnyRun, RunExistsError, create_run, open_any_run, run_exists, where_model
 from llmcond.runs.extraction import LazyEncoder, extract_own
 from llmcond.runs.kind import find_kind, inputs_of
 from llmcond.runs.processes import check_workers, worker_processes
@@ -93,13 +86,7 @@ def extract(asked: ExtractOptions) -> ExtractResult:
             FeatureStore(prepared.store, resolved.identity, dtype)
         with suppress(RunExistsError):  # another process made it meanwhile: join it
             created = create_run(
-                run_folder,
-                model,
-                resolved,
-                prepared.dataset,
-                dtype,
-                prepared.task,
-                prepared.store,
+                run_folder, model, resolved, prepared.dataset, dtype, prepared.task, prepared.store
             )
         prepared.dataset = None  # the run reads its own
     run = created or existing or open_any_run(run_folder)

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 from llmcond.bundled import bundled_names
 from llmcond.config import build
-from llmcond.data.aspects import AspectSample, read_sets
+from llmcond.data.aspects import AspectSample, read_sets, set_files
 from llmcond.data.rows import Rows
 from llmcond.encoders import ResolvedEncoder
 from llmcond.errors import UserError
 from llmcond.features.view import View, view_of
+from llmcond.files import digest_file
 from llmcond.finetune.aspects import AspectGroups, AspectModel
 from llmcond.finetune.model import HeadPlan, RatedInputs, TunedModel
 from llmcond.finetune.settings import AspectSettings, StageSettings
@@ -26,31 +27,24 @@ from llmcond.heads.recipes import parse_settings
 from llmcond.heads.settings import ObjectiveSettings
 from llmcond.log import log
 from llmcond.prompts import fields_of, load_prompt
-from llmcond.runs import Run, complete_run
+from llmcond.runs import Run
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.kind import find_kind
 from llmcond.runs.predictors import predict
 from llmcond.runs.trials import sized
 from llmcond.tasks import Task, find_task
 from llmcond.workflows.account import TrainingResult, made_of
-from llmcond.workflows.aspects import aspects_record
 from llmcond.workflows.ensemble import check_ensemble, train_ensemble
 from llmcond.workflows.extract import check_prompts, check_routed
 from llmcond.workflows.last_stage import check_folds, stage_settings, stage_splits
 from llmcond.workflows.options.training import HeadChoice, TeacherOptions, TrainLoraOptions
 from llmcond.workflows.teacher import find_teacher
-from llmcond.workflows.trainable import (
-    named_head,
-    rated_dataset,
-    resolve_trainable,
-    tune_settings,
-)
+from llmcond.workflows.trainable import named_head, rated_dataset, resolve_trainable, tune_settings
 from llmcond.workflows.training import (
     Kept,
     Parts,
     RatedJob,
     keep_head,
-    resolve_trained,
     scores_of,
     train,
 )
@@ -99,7 +93,7 @@ def train_pairs(asked: TrainLoraOptions, task: Task) -> TrainingResult:
         "objective": asdict(plan.objective),
         **({} if stage is None else {"then": asdict(stage)}),
         **({} if teacher is None else {"teacher": dict(teacher.record)}),
-        **({} if learned is None else {"aspects": aspects_record(learned)}),
+        **({} if learned is None else {"aspects": _aspects_record(learned)}),
     }
     check_ensemble(asked.ensemble, plan, resolved, tuning, merge)
     job = _HeadJob(
@@ -124,6 +118,13 @@ def train_pairs(asked: TrainLoraOptions, task: Task) -> TrainingResult:
         return train(job)
     whole = replace(job, made_of={**own, "ensemble": asked.ensemble})
     return train_ensemble(whole, [job.member(number) for number in range(asked.ensemble)])
+
+
+def _aspects_record(settings: AspectSettings) -> dict[str, Any]:
+    """Return what decides the groups that are drawn: settings, and the digest of each set."""
+    files = set_files(Path(str(settings.aspects)))
+    digests = {name: digest_file(path) for name, path in files.items()}
+    return {**asdict(settings), "aspects": digests}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,10 +171,7 @@ class _HeadJob(RatedJob):
         return RatedInputs.of(rows, self.view, tokenizer)
 
     def keep(self, head: FittedHead) -> Kept:
-        resolved, view = resolve_trained(self), self.view
-        made = complete_run(
-            self.folder, resolved, self.dataset, self.task, trained_on=self.trained_on
-        )
+        (made, resolved), view = self.complete(), self.view
         run = cast(Run, made)
         kept = keep_head(run, resolved, head, self.plan.recipe, view)
         saved = run.load_head(kept.name)

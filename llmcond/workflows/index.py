@@ -66,9 +66,11 @@ def index_texts(options: IndexOptions) -> Indexed:
     labelled = _read_guide(guide, text, conditions)
     of_guide = [one.condition for one in labelled if one.condition is not None]
     conditions = list(dict.fromkeys([*conditions, *of_guide]))
-    deleted = 0
-    if options.delete:
-        deleted = Index.build(out, **made_by).delete(_ids(options.delete))
+    deleted, ids = 0, list(options.delete)
+    if len(ids) == 1 and Path(ids[0]).is_file():
+        ids = text_file(Path(ids[0]), "ids", "id")
+    if ids:
+        deleted = Index.build(out, **made_by).delete(ids)
     if texts is None:
         index = Index.build(out, conditions=conditions, **made_by)
     else:
@@ -107,10 +109,3 @@ def _read_guide(given: Any, text: str | None, conditions: Sequence[str]) -> list
     if given is None or _removes(given):
         return []
     return read_guide(given, text, conditions, closed=False)
-
-
-def _ids(given: Sequence[str]) -> list[str]:
-    """Return ids that are named, or those of a file that is."""
-    if len(given) == 1 and Path(given[0]).is_file():
-        return text_file(Path(given[0]), "ids", "id")
-    return list(given)

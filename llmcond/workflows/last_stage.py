@@ -9,6 +9,7 @@ from llmcond.data.datasets import Dataset
 from llmcond.data.rows import Rows
 from llmcond.encoders import ResolvedEncoder
 from llmcond.errors import UserError
+from llmcond.evaluation.folds import check_fold_count
 from llmcond.finetune.settings import StageSettings
 from llmcond.log import log
 from llmcond.report.format import folds_text
@@ -62,11 +63,7 @@ def stage_splits(dataset: Dataset, stage: StageSettings) -> tuple[Rows, Rows]:
             "dev file."
         )
     dev = dev.take(dev.rated)
-    if len(dev.pair_keys()) < stage.folds:
-        raise UserError(
-            f"dev has {len(dev.pair_keys())} sentence pairs with ratings, too few for "
-            f"{stage.folds} folds. Lower --folds."
-        )
+    check_fold_count(dev, stage.folds)
     return train.take(train.rated), dev
 
 

@@ -11,11 +11,12 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from fnmatch import fnmatch
 from pathlib import Path, PurePath
 from typing import Any
 
+from llmcond.data.datasets import Columns
 from llmcond.display import DisplayedDict
 from llmcond.encoders import find_model
 from llmcond.encoders.checkpoints.adapter import (
@@ -52,29 +53,12 @@ MANIFEST, CARD = "run.json", "README.md"
 #: A checkpoint's files that hold tokens, which may look like paths.
 _VOCABULARIES = {"tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"}
 #: What an earlier push may have left in a repository, which would be taken for this one's.
-_PUSHED = (
-    *SETTINGS,
-    "heads/*",
-    "*/config.json",
-    "*.safetensors",
-    CONFIG,
-    TUNED,
-    RECORD,
-    CALIBRATION,
-)
+_PUSHED = [*SETTINGS, CONFIG, TUNED, RECORD, CALIBRATION]
+_PUSHED += ["heads/*", "*/config.json", "*.safetensors"]
 
 #: Texts and names of the user's that decide what is computed: templates, and columns.
-_VERBATIM = {
-    "text",
-    "instruction",
-    "context",
-    "instruction_format",
-    "special_tokens",
-    "sentence1",
-    "sentence2",
-    "condition",
-    "label",
-}
+_VERBATIM = {"text", "instruction", "context", "instruction_format", "special_tokens"}
+_VERBATIM |= {field.name for field in fields(Columns)}
 #: An absolute path within a text.
 _PATH = re.compile(r"(?<![\w.:/~-])~?(?:/[^\s/'\"`,;()]+)+/([^\s/'\"`,;()]+)")
 
@@ -309,9 +293,14 @@ def _settings(staged: Path) -> Iterator[tuple[str, Any]]:
 
 def _tidy_settings(staged: Path) -> bool:
     """Take paths out of the encoder's own settings; return whether there were any."""
+
+    def tidy(key: str, text: str) -> str:
+        named = key.endswith("name_or_path") and _is_absolute(text)
+        return PurePath(text).name if named or _leads_somewhere(text) else text
+
     changed = False
     for name, before in list(_settings(staged)):
-        after = _mapped(before, _tidy_setting)
+        after = _mapped(before, tidy)
         if name != TUNED and after != before:
             write_json(staged / name, after)  # in the place of the link, not through it
             changed = True
@@ -334,11 +323,6 @@ def _tidy_record(record: dict[str, Any], renamed: dict[str, str]) -> dict[str, A
         # Folders are the user's own matter also where they are relative.
         tidied["data"] = {**data, "source": PurePath(data["source"]).name or "data"}
     return tidied
-
-
-def _tidy_setting(key: str, text: str) -> str:
-    named = key.endswith("name_or_path") and _is_absolute(text)
-    return PurePath(text).name if named or _leads_somewhere(text) else text
 
 
 def _leads_somewhere(text: str) -> bool:

@@ -19,8 +19,8 @@ from llmcond.heads import load_recipe
 from llmcond.metrics import choose_metrics
 from llmcond.runs import AnyRun, open_any_run
 from llmcond.runs.examples import examples_of
-from llmcond.runs.provenance import provenance
 from llmcond.runs.trials import Outcome, Trial, run_trials, seeded_result
+from llmcond.system import provenance
 from llmcond.workflows.fit import keep_best
 from llmcond.workflows.options.fitting import SweepOptions
 

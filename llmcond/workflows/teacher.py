@@ -8,13 +8,12 @@ pairs under conditions of other rows.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmcond.data.datasets import Dataset
 from llmcond.data.rows import Rows
@@ -31,9 +30,6 @@ from llmcond.runs.extraction import LazyEncoder
 _BLOCK = 2_048
 #: What rows are drawn by, beside the seed; steps are drawn by numbers from 0.
 _ROWS = 2**32 + 1
-
-#: From first and second sentences and conditions, n each, to their similarity, (n,).
-Similarity = Callable[[list[str], list[str], list[str]], NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
@@ -80,28 +76,23 @@ class Teacher:
         found = _kept(path)
         if len(found) < len(rows):
             log.info(f"rating {len(rows) - len(found):,} rows by {self.head} of {self.run.folder}")
-            similarity = self._load(device)
+            loaded = self._load(device)
             while len(found) < len(rows):
                 part = slice(len(found), len(found) + _BLOCK)
                 texts = (rows.sentence1[part], rows.sentence2[part], rows.condition[part])
+                rated = loaded.similarity(*map(list, texts), show_progress=True)
                 # Cosines and regressions may pass the ends of the scale.
-                rated = similarity(*map(list, texts)).clip(0, 1)
+                rated = rated.clip(0, 1)
                 found += rated.astype(np.float64).tolist()
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_json(path, {"ratings": found})
         return replace(rows, rating=np.array(found))
 
-    def _load(self, device: str) -> Similarity:
-        loaded: CrossEncoder | Embedder
+    def _load(self, device: str) -> CrossEncoder | Embedder:
         if self.run.cross:
-            loaded = load_cross_encoder(self.run.folder, device=device)
-        else:
-            saved = self.run.load_head(self.head)
-            encoder = LazyEncoder(self.run.resolve_encoder(device))()
-            loaded = make_embedder(encoder, saved)
-        return lambda first, second, condition: loaded.similarity(
-            first, second, condition, show_progress=True
-        )
+            return load_cross_encoder(self.run.folder, device=device)
+        encoder = LazyEncoder(self.run.resolve_encoder(device))()
+        return make_embedder(encoder, self.run.load_head(self.head))
 
 
 def find_teacher(folder: Path | None, rows: int | None, dataset: Dataset) -> Teacher | None:

@@ -12,11 +12,7 @@ from llmcond.data.datasets import DataOptions, Dataset
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.loading.quantization import require
 from llmcond.errors import UserError
-from llmcond.finetune.settings import (
-    TuneSettings,
-    renamed,
-    usual_rate,
-)
+from llmcond.finetune.settings import TuneSettings, renamed, usual_rate
 from llmcond.heads import Recipe, load_recipe
 from llmcond.heads.base import Fitted
 from llmcond.log import log

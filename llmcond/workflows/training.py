@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from llmcond.data.datasets import Dataset
 from llmcond.data.rows import Rows, join_rows
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
+from llmcond.encoders.spec import Orders
 from llmcond.evaluation.results import Result
 from llmcond.features.view import View, view_of
 from llmcond.files import check_writable, write_json, write_text
@@ -28,19 +29,12 @@ from llmcond.progress import TrainBar, duration
 from llmcond.prompts import load_prompt
 from llmcond.report.card import model_card
 from llmcond.report.format import estimate_text
-from llmcond.runs import (
-    AnyRun,
-    Run,
-    complete_run,
-    head_name,
-    head_record,
-    where_model,
-)
+from llmcond.runs import AnyRun, Run, complete_run, head_name, head_record, where_model
 from llmcond.runs.cross import CrossEncoder
 from llmcond.runs.examples import examples_of
 from llmcond.runs.extraction import LazyEncoder, extract_own
 from llmcond.runs.predictors import AnyPredictor, results_of
-from llmcond.runs.provenance import provenance
+from llmcond.system import provenance
 from llmcond.tasks import AnyTask, Data, Task
 from llmcond.workflows.account import FORMAT, RECORD, STATE, TrainingResult, finished, made_of
 from llmcond.workflows.evaluate import evaluate
@@ -139,8 +133,20 @@ class Job:
         """Train the model further from its best weights, ``start``; None: it is not asked for."""
         return None
 
+    def complete(self, orders: Orders | None = None) -> tuple[AnyRun, ResolvedEncoder]:
+        """Make the folder, which holds the encoder, a run; return that with the trained encoder.
+
+        ``orders`` are those of a cross-encoder.
+        """
+        before = self.resolved
+        dtype, quantize = before.identity.dtype, before.identity.quantize
+        options = EncoderOptions(dtype=dtype, quantize=quantize, device=before.device)
+        resolved = resolve(str(self.folder), options, cross=self.cross)
+        made = (self.folder, resolved, self.dataset, self.task, orders, self.trained_on)
+        return complete_run(*made), resolved
+
     def keep(self, head: Any) -> Kept:
-        """Make the folder, which holds the encoder, a run, and put the head into it."""
+        """Complete the run, and put the head into it."""
         raise NotImplementedError
 
 
@@ -203,8 +209,7 @@ class RankingJob(Job):
 
     def keep(self, head: Fitted) -> Kept:
         """See :class:`Job`; scores are those of ``evaluate``."""
-        resolved = resolve_trained(self)
-        run = complete_run(self.folder, resolved, self.dataset, self.task)
+        run, resolved = self.complete()
         kept = keep_head(run, resolved, head, self.recipe, self.view)
         splits: Sequence[Split] = ("dev", "test")
         scores = [
@@ -331,7 +336,6 @@ def train(job: Job) -> TrainingResult:
     """Train, or go on where the same job was stopped; nothing is done where it has ended."""
     done = finished(job.folder, job.made_of)
     if done is not None:
-        log.info(f"{job.folder} is trained already, with the same settings; nothing is done")
         return TrainingResult(done)
     check_writable(job.folder / STATE / "state.safetensors")
     return TrainingResult(_train(job))
@@ -466,15 +470,6 @@ def write_account(
             f"{result.split}: {result.primary.heading} "
             f"{estimate_text(result.primary, result.main)} on {result.counts.n:,} {job.scored}"
         )
-
-
-def resolve_trained(job: Job) -> ResolvedEncoder:
-    """Find the encoder that was trained, in the folder of its run."""
-    identity = job.resolved.identity
-    options = EncoderOptions(
-        dtype=identity.dtype, quantize=identity.quantize, device=job.resolved.device
-    )
-    return resolve(str(job.folder), options, cross=job.cross)
 
 
 def scores_of(

@@ -26,6 +26,7 @@ from llmcond.finetune.loop import Trainer
 from llmcond.finetune.settings import TuneSettings
 from llmcond.finetune.state import StateFolder
 from llmcond.heads.dense import RegressionSettings
+from llmcond.metrics import METRICS
 from llmcond.serving.running import load_model
 from llmcond.serving.settings import Served
 
@@ -68,7 +69,8 @@ def trainer_of(tiny, data, folder, orders="both", **settings):
     trainable = load_trainable(resolve(str(tiny), options), tuning, seed=5)
     splits = read_dataset(str(data)).splits
     rows, dev = (CrossInputs.of(splits[s], orders, trainable.tokenizer) for s in ("train", "dev"))
-    model = CrossModel(trainable.engine, RegressionSettings(), 5, float(rows.rating.mean()))
+    start = float(rows.rating.mean())
+    model = CrossModel(trainable.engine, RegressionSettings(), 5, start, METRICS["spearman"])
     state = StateFolder(folder, {"settings": tuning.to_json()})
     return Trainer(model, rows, dev, tuning, on_cpu(), state)
 

@@ -20,11 +20,11 @@ from llmcond.heads import (
     Difference,
     Gathered,
     PairArrays,
-    hypernet,
+    conditioned,
     load_head,
     save_head,
 )
-from llmcond.heads.hypernet import Hypernet, by_condition
+from llmcond.heads.conditioned import Hypernet, by_condition
 from llmcond.heads.module import Batch
 from llmcond.heads.recipes import find_family
 
@@ -527,7 +527,7 @@ def test_transform_cuts_long_inputs_into_blocks_of_equal_result(heads, monkeypat
     head, pairs = heads[name], paired(40, seed=3)
     condition = pairs.condition[:1] if one else pairs.condition
     whole = head.transform(pairs.first, condition)
-    monkeypatch.setattr("llmcond.heads.layers._BLOCK", 7)
+    monkeypatch.setattr("llmcond.heads.plain._BLOCK", 7)
     np.testing.assert_allclose(head.transform(pairs.first, condition), whole, rtol=1e-4, atol=1e-6)
 
 
@@ -600,7 +600,7 @@ def test_hypernetwork_makes_some_matrices_at_a_time_outside_of_training(
 
     factors = Hypernet.factors
     monkeypatch.setattr(Hypernet, "factors", counted)
-    monkeypatch.setattr(hypernet, "AT_ONCE", 7)
+    monkeypatch.setattr(conditioned, "AT_ONCE", 7)
     with torch.no_grad():
         found = module(*batch)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)

@@ -14,9 +14,9 @@ from scipy.stats import spearmanr
 from llmcond.arrays import as_matrix
 from llmcond.errors import UserError
 from llmcond.heads import Concatenated, Difference, Gathered, PairArrays, fit_recipe
+from llmcond.heads.conditioned import by_condition
 from llmcond.heads.dense import Linear
 from llmcond.heads.fit import fit_by_gradient
-from llmcond.heads.hypernet import by_condition
 from llmcond.heads.module import Batch, HeadModule, seeded
 from llmcond.heads.recipes import find_family
 

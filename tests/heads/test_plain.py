@@ -9,8 +9,8 @@ from safetensors.numpy import load_file, save
 
 from llmcond.errors import LlmcondError, UserError
 from llmcond.heads import FittedHead, PairArrays, fit_recipe, load_head, load_recipe, save_head
-from llmcond.heads.layers import PLAIN_KINDS
-from llmcond.heads.plain import PlainHead, load_embedding_head
+from llmcond.heads.loading import load_embedding_head
+from llmcond.heads.plain import PLAIN_KINDS, PlainHead
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -550,7 +550,10 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
     made: list[SimpleNamespace] = []
 
     def plot_curve(series, path, xlabel, ylabel, log_x=False, band=""):
-        lines = {name: [list(map(float, column)) for column in s] for name, s in series.items()}
+        lines = {
+            name: [list(map(float, column)) for column in zip(*sorted(set(points)), strict=True)]
+            for name, points in series.items()
+        }
         picture = {"path": path, "x": xlabel, "y": ylabel, "log": log_x, "band": band}
         made.append(SimpleNamespace(lines=lines, **picture))
 

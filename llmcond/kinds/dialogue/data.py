@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -153,8 +152,8 @@ class Dialogues:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        kept = ("digest", "source", "notes", "split_seed", "drop_leaks")
-        about = {key: value for key, value in self.to_json().items() if key in kept}
+        kept = ("source", "digest", "split_seed", "drop_leaks", "notes")
+        about = {key: self.to_json()[key] for key in kept}
         splits = self.splits.values()
         names = np.repeat(list(self.splits), [len(turns.utterances) for turns in splits])
         flat = np.concatenate([turns.utterances for turns in splits])
@@ -255,7 +254,13 @@ def read_dialogues(source: Any = None, drop_leaks: bool = False, split_seed: int
         notes.append(f"one file, split by dialogue with seed {split_seed}")
     else:
         splits = {name: _read(opened, own, name, notes) for name, own in opened.splits.items()}
-        splits = _complete(splits, opened.name, split_seed, notes)
+        if "train" not in splits:
+            raise UserError(f"{opened.name} has no train file; it has {', '.join(splits)}.")
+        if "dev" not in splits:
+            shares = {"train": 1 - DEV_FRACTION, "dev": DEV_FRACTION}
+            splits |= _divided(splits["train"], shares, split_seed, opened.name)
+            share = f"{DEV_FRACTION:.0%} of the training dialogues"
+            notes.append(f"no dev file: {share} are dev, chosen with seed {split_seed}")
     notes += _repeated(splits)
     if drop_leaks:
         splits = _without_leaks(splits, notes)
@@ -296,7 +301,7 @@ def with_others(data: Dialogues, source: Any, split: str | None = None) -> tuple
         log.info(f"{opened.name}: {note}")
     train = data.of("train")
     texts = ([data.texts[k] for k in train.of(i)] for i in range(len(train)))
-    held = _Held.of(_Read("", own) for own in texts)
+    held = _Held(_Read("", own) for own in texts)
     leaked = sum(held.leak(one) for one in read)
     if leaked:
         log.warning(
@@ -356,20 +361,6 @@ def _divided(
         name: [one for one, own in zip(read, words, strict=True) if split_of[own] == index]
         for index, name in enumerate(fractions)
     }
-
-
-def _complete(
-    splits: dict[str, list[_Read]], source: str, seed: int, notes: list[str]
-) -> dict[str, list[_Read]]:
-    """Return splits with dev, which is made of train where there is none."""
-    if "train" not in splits:
-        raise UserError(f"{source} has no train file; it has {', '.join(splits)}.")
-    if "dev" in splits:
-        return splits
-    shares = {"train": 1 - DEV_FRACTION, "dev": DEV_FRACTION}
-    share = f"{DEV_FRACTION:.0%} of the training dialogues"
-    notes.append(f"no dev file: {share} are dev, chosen with seed {seed}")
-    return {**splits, **_divided(splits["train"], shares, seed, source)}
 
 
 def _read(source: Source, files: Sequence[str], split: str, notes: list[str]) -> list[_Read]:
@@ -490,32 +481,18 @@ def _repeated(splits: Mapping[str, Sequence[_Read]]) -> Iterator[str]:
             yield f"{name} dialogues that are there before, word by word: {again:,}"
 
 
-@dataclass(frozen=True)
 class _Held:
-    """What is known of dialogues that others must not share.
+    """What is known of dialogues that others must not share: their words."""
 
-    Attributes:
-        dialogues: their words.
-        long: the words of their long utterances.
-    """
-
-    dialogues: AbstractSet[tuple[str, ...]]
-    long: AbstractSet[str]
-
-    @classmethod
-    def of(cls, read: Iterable[_Read]) -> _Held:
-        words = frozenset(one.words for one in read)
-        return cls(words, frozenset(own for one in words for own in one if _is_long(own)))
+    def __init__(self, read: Iterable[_Read]) -> None:
+        self._dialogues = {one.words for one in read}
+        self._utterances = set(chain.from_iterable(self._dialogues))
 
     def leak(self, one: _Read) -> bool:
         """Return whether a dialogue is one of them, or shares too much with them."""
-        long = [own for own in one.words if _is_long(own)]
-        shared = sum(own in self.long for own in long)
-        return one.words in self.dialogues or shared > LEAK_SHARE * len(long)
-
-
-def _is_long(words: str) -> bool:
-    return len(words) > LONG_UTTERANCE
+        long = [words for words in one.words if len(words) > LONG_UTTERANCE]
+        shared = sum(words in self._utterances for words in long)
+        return one.words in self._dialogues or shared > LEAK_SHARE * len(long)
 
 
 def _leaks(splits: Mapping[str, Sequence[_Read]]) -> Iterator[str]:
@@ -526,7 +503,7 @@ def _leaks(splits: Mapping[str, Sequence[_Read]]) -> Iterator[str]:
             many = sum(one.words in own for one in splits[other])
             if many:
                 yield f"{other} dialogues that are in {name} too, word by word: {many:,}"
-        held = _Held.of(one for other in later for one in splits[other])
+        held = _Held(one for other in later for one in splits[other])
         many = sum(held.leak(one) for one in splits[name])
         if many:
             yield (
@@ -540,7 +517,7 @@ def _without_leaks(splits: Mapping[str, list[_Read]], notes: list[str]) -> dict[
     """Return splits without what later ones share; the last ones first, so that train knows."""
     kept = dict(splits)
     for name, later in reversed(list(_later(splits))):
-        held = _Held.of(one for other in later for one in kept[other])
+        held = _Held(one for other in later for one in kept[other])
         own = [one for one in kept[name] if not held.leak(one)]
         if not own:
             raise UserError(

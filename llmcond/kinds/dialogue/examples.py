@@ -114,8 +114,7 @@ class DialogueExamples(Examples):
         key = tuple(prompt.digest for prompt in view.prompts)
         if key not in self._read:
             columns = [
-                self._store.lookup(UtteranceInputs(self.texts, prompt).inputs)
-                for prompt in view.prompts
+                self._store.lookup(UtteranceInputs(self.texts, prompt)) for prompt in view.prompts
             ]
             self._read[key] = columns[0] if len(columns) == 1 else Concatenated(columns)
         return self._read[key]

@@ -17,7 +17,6 @@ from llmcond.heads.fit import Fitting, fit_members
 from llmcond.heads.pairs import DevScore, OnEpoch
 from llmcond.heads.recipes import Recipe
 from llmcond.kinds.dialogue.roles import FittedRoles, Roles
-from llmcond.kinds.dialogue.windows import windows
 from llmcond.schedules import scheduled
 from llmcond.system import choose_device
 
@@ -109,6 +108,23 @@ class _TurnFitting(Fitting[Roles, FittedRoles]):
     def current(self) -> FittedRoles:
         module = self.finished_copy()
         return FittedRoles(self.recipe.kind, type(module), module, self.seed)
+
+
+def windows(starts: Positions, size: int, least: int) -> Positions:
+    """Return each window of dialogues, (m, size) positions among all turns; its target is last.
+
+    Every turn is a target that has ``least`` others before it, the last one of a dialogue too.
+    Where fewer than ``size`` - 1 stand before it, those that are missing are -1, on the left.
+
+    Args:
+        starts: (dialogues + 1,) the first turn of each dialogue, and the number of all turns.
+        size: turns of a window, the target included.
+        least: turns before a target.
+    """
+    before = np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
+    targets = np.flatnonzero(before >= least)
+    back = np.arange(size - 1, -1, -1)
+    return np.where(before[targets, None] >= back, targets[:, None] - back, -1)
 
 
 def distinct(utterances: Positions) -> tuple[Positions, Positions]:

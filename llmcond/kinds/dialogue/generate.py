@@ -29,12 +29,7 @@ _SEED = 0
 
 
 def generate(
-    run: DialogueRun,
-    model: str,
-    split: str,
-    history: Sequence[int],
-    samples: int,
-    device: str,
+    run: DialogueRun, model: str, split: str, history: Sequence[int], samples: int, device: str
 ) -> Path:
     """Return the file of what a language model says after the first h turns of dialogues.
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
 from llmcond.prompts.template import Prompt
 
 
-class UtteranceInputs:
-    """The :class:`llmcond.prompts.inputs.PromptInputs` of utterances.
-
-    Attributes:
-        inputs: (n,) those of n distinct texts, each by itself: e(u).
-    """
+class UtteranceInputs(list[EncoderInput]):
+    """The :class:`llmcond.prompts.inputs.PromptInputs` of distinct texts, each by itself: e(u)."""
 
     def __init__(self, texts: Sequence[str], prompt: Prompt) -> None:
         """Render distinct texts.
@@ -28,19 +24,12 @@ class UtteranceInputs:
                 f"the prompt {prompt.name} is not for dialogues: {obstacle}. Name another "
                 "--prompt, such as separate."
             )
+        super().__init__(part.render(text, "") for text in texts)
         self._texts = texts
-        self.inputs = [part.render(text, "") for text in texts]
-
-    def __iter__(self) -> Iterator[EncoderInput]:
-        return iter(self.inputs)
-
-    def __len__(self) -> int:
-        return len(self.inputs)
 
     def where(self, item: EncoderInput) -> str | None:
         """Return what needs an input: ``the utterance 'Hi!'``."""
-        found = (t for t, own in zip(self._texts, self.inputs, strict=True) if own == item)
-        return next((f"the utterance {text!r}" for text in found), None)
+        return f"the utterance {self._texts[self.index(item)]!r}" if item in self else None
 
     def check_differ(self) -> None:
         """Do nothing: there are no conditions that could be taken for each other."""

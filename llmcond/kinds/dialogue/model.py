@@ -27,10 +27,9 @@ from llmcond.heads import Recipe
 from llmcond.heads.module import seeded
 from llmcond.heads.pairs import SCORE
 from llmcond.kinds.dialogue.data import Turns
-from llmcond.kinds.dialogue.fit import check_turns, distinct
+from llmcond.kinds.dialogue.fit import check_turns, distinct, windows
 from llmcond.kinds.dialogue.roles import FittedRoles, Roles, RoleSettings
 from llmcond.kinds.dialogue.turns import turn_scores
-from llmcond.kinds.dialogue.windows import windows
 from llmcond.metrics import METRICS, Metric
 
 #: What dev is scored on, always the same: so many dialogues, after so many turns of each.
@@ -53,7 +52,7 @@ class DialogueInputs:
 
     @cached_property
     def places(self) -> Positions:
-        """Return the turns of each window, (m, w); see :mod:`.windows`."""
+        """Return the turns of each window, (m, w); see :func:`.fit.windows`."""
         return windows(self.turns.starts, self.settings.window, self.settings.least)
 
     def __len__(self) -> int:

@@ -8,7 +8,7 @@ scores them is a callable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal
@@ -370,17 +370,19 @@ def _unit(vectors: NDArray[np.floating]) -> NDArray[np.floating]:
     return np.asarray(vectors / np.maximum(lengths, np.finfo(np.float32).tiny))
 
 
+@dataclass(frozen=True)
 class Samples:
     """Candidates from a file, such as what a language model said.
 
     Attributes:
+        name: of the file.
+        found: (c,) candidates by the dialogue and the number of turns before them.
         further: distinct texts of it that the data set lacks, numbered after its own.
     """
 
-    def __init__(
-        self, name: str, found: Mapping[tuple[int, int], Positions], further: Sequence[str]
-    ) -> None:
-        self._name, self._found, self.further = name, found, further
+    name: str
+    found: Mapping[tuple[int, int], Positions]
+    further: Sequence[str]
 
     def __call__(self, turns: Turns, h: int, /) -> Positions:
         """See :data:`Pool`. Where a dialogue has fewer, the right one fills up: it is left out.
@@ -389,14 +391,14 @@ class Samples:
             UserError: a dialogue without candidates.
         """
         rows, _, answers = turns.context(h)
-        lacking = [i for i in rows.tolist() if (i, h) not in self._found]
+        lacking = [i for i in rows.tolist() if (i, h) not in self.found]
         if lacking:
             raise UserError(
-                f"{self._name} has no candidates after {h} turns for {len(lacking):,} of "
+                f"{self.name} has no candidates after {h} turns for {len(lacking):,} of "
                 f"{len(rows):,} dialogues, the first one {turns.ids[lacking[0]]}. Add them, or ask "
                 "for another --history."
             )
-        own = [self._found[i, h] for i in rows.tolist()]
+        own = [self.found[i, h] for i in rows.tolist()]
         found = np.repeat(answers[:, None], max(map(len, own)), axis=1)
         for row, candidates in zip(found, own, strict=True):
             row[: len(candidates)] = candidates
@@ -471,30 +473,30 @@ def query_rows(
     columns where there are goals.
     """
     ids = data.of(split).ids
-    columns: dict[str, list[str]] = {}
+    heading, texts = ["dialogue", "history"], ["turn_before", "last_turn", "answer"]
+    if isinstance(asked[0], PlanQueries):
+        heading, texts = [*heading, "distance"], [*texts, "goal"]
+    columns: dict[str, list[str]] = {name: [] for name in (*heading, *texts)}
 
-    def add(name: str, texts: Iterable[str]) -> None:
-        columns.setdefault(name, []).extend(texts)
+    def add(name: str, positions: Positions) -> None:
+        columns[name] += (data.texts[i] for i in positions.tolist())
 
     for one in asked:
-        n, last = len(one.dialogue), one.contexts[:, -1]
-        before = one.contexts[:, -2].tolist() if one.history > 1 else [None] * n
-        add("dialogue", (ids[i] for i in one.dialogue.tolist()))
-        add("history", [str(one.history)] * n)
+        n = len(one.dialogue)
+        columns["dialogue"] += (ids[i] for i in one.dialogue.tolist())
+        columns["history"] += [str(one.history)] * n
         if isinstance(one, PlanQueries):
-            add("distance", [str(one.distance)] * n)
-            add("goal", (data.texts[i] for i in one.goals.tolist()))
-            answers = one.candidates[:, 0]
+            columns["distance"] += [str(one.distance)] * n
+            add("goal", one.goals)
+            add("answer", one.candidates[:, 0])
         else:
-            answers = one.candidates[one.answer]
-        add("turn_before", ("" if i is None else data.texts[i] for i in before))
-        add("last_turn", (data.texts[i] for i in last.tolist()))
-        add("answer", (data.texts[i] for i in answers.tolist()))
-    heading: list[str] = [name for name in ("dialogue", "history", "distance") if name in columns]
-    shown = ("turn_before", "last_turn", "answer", "goal")
-    texts: list[str] = [name for name in shown if name in columns]
-    ordered = {name: columns[name] for name in [*heading, *texts]}
-    return QueryRows(ordered, heading, texts, by="history")
+            add("answer", one.candidates[one.answer])
+        if one.history > 1:
+            add("turn_before", one.contexts[:, -2])
+        else:
+            columns["turn_before"] += [""] * n
+        add("last_turn", one.contexts[:, -1])
+    return QueryRows(columns, heading, texts, by="history")
 
 
 def figures(

@@ -247,7 +247,7 @@ class DialogueModel:
                 raise UserError(f"{what} {number} is empty. Leave it out, or say something.")
         distinct = list(dict.fromkeys(texts))
         columns = [
-            self.encoder.encode(UtteranceInputs(distinct, p).inputs, show_progress=show_progress)
+            self.encoder.encode(UtteranceInputs(distinct, p), show_progress=show_progress)
             for p in self._prompts
         ]
         vectors = np.concatenate(columns, axis=1)

@@ -21,7 +21,8 @@ from torch.nn.functional import cross_entropy, normalize, softplus
 
 from llmcond.arrays import Array, MatrixLike, as_matrix
 from llmcond.errors import UserError
-from llmcond.heads.base import Fitted, restore_head
+from llmcond.heads.base import Fitted
+from llmcond.heads.loading import restore_head
 from llmcond.heads.module import HeadModule
 from llmcond.heads.settings import GradientSettings, SizeOrNone
 from llmcond.heads.storage import read_head
@@ -261,11 +262,7 @@ class Roles(HeadModule):
         )
 
     def loss(
-        self,
-        x: Tensor,
-        rows: Tensor,
-        drawn: np.random.Generator,
-        dialogue: Tensor | None = None,
+        self, x: Tensor, rows: Tensor, drawn: np.random.Generator, dialogue: Tensor | None = None
     ) -> Tensor:
         """Return the objective of a batch of windows, a scalar.
 

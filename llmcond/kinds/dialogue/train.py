@@ -45,7 +45,7 @@ class _DialogueJob(RankingJob):
         splits, (prompt,) = self.dataset.splits, self.view.prompts
         metric = self.task.main_metric
         model = TurnModel(trainable.engine, self.recipe, self.seed, self.start, metric)
-        tokens = trainable.tokenizer(UtteranceInputs(self.dataset.texts, prompt).inputs)
+        tokens = trainable.tokenizer(UtteranceInputs(self.dataset.texts, prompt))
         train = DialogueInputs(splits["train"], tokens, self.recipe.settings)
         if not len(train):
             raise UserError(

@@ -225,8 +225,7 @@ def turn_scores(
     """
     if str(score) == "maxsim":
         return maxsim(b1, b2, candidates)
-    scores: Array = query_vectors(b1, b2, score, weights) @ candidates.T
-    return scores
+    return np.asarray(query_vectors(b1, b2, score, weights) @ candidates.T)
 
 
 def plan_scores(b1: Array, candidates: Array, goal: Array) -> Array:
@@ -244,8 +243,7 @@ def plan_scores(b1: Array, candidates: Array, goal: Array) -> Array:
     to_goal = second @ after  # (m, c, 1)
     alone = to_goal[..., 0] / second.norm(dim=-1).clamp(min=1e-12)
     inverse = inverse_lengths(first, second)
-    scores: Array = (alone + ((first @ after + to_goal.mT) * inverse).mean(dim=-2)).numpy()
-    return scores
+    return np.asarray((alone + ((first @ after + to_goal.mT) * inverse).mean(dim=-2)).numpy())
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,25 +290,21 @@ class State:
         """
         pairs, singles = self.score.coefficients(len(self), self.weights)
         b1, b2, inverse = (_tensor(own) for own in self._parts())
-        query: Array = _combined(b1, b2, inverse * pairs, singles).numpy()
-        return query
+        return np.asarray(_combined(b1, b2, inverse * pairs, singles).numpy())
 
     def scores(self, candidates: Array) -> Array:
         """Return the score of each candidate as the next turn, (c,), of after vectors (c, k)."""
         if self.score.kind == "maxsim":
             b1, b2, _ = self._parts()
-            found: Array = maxsim(b1[None], b2[None], candidates)[0]
-            return found
-        scores: Array = candidates @ self.query
-        return scores
+            return np.asarray(maxsim(b1[None], b2[None], candidates)[0])
+        return np.asarray(candidates @ self.query)
 
     def plan(self, candidates: Array, goal: Array) -> Array:
         """Return how likely candidates lead to a goal, (c,); see :func:`plan_scores`.
 
         ``candidates`` (c, k) are in the role before-2, and ``goal`` (k,) is an after vector.
         """
-        scores: Array = plan_scores(self._parts()[0][None], candidates, goal[None])[0]
-        return scores
+        return np.asarray(plan_scores(self._parts()[0][None], candidates, goal[None])[0])
 
     def _parts(self) -> tuple[Array, Array, Array]:
         if self.b1 is None or self.b2 is None or self.inverse is None:

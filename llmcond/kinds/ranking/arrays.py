@@ -20,7 +20,7 @@ from torch import Tensor
 from llmcond.arrays import Array, MatrixLike, Positions
 from llmcond.errors import UserError
 from llmcond.heads.batches import UnitRows
-from llmcond.kinds.ranking.graph import Known, both_directions
+from llmcond.kinds.ranking.graph import Known, adjacency, both_directions
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +92,7 @@ class QueryFeatures:
 
     @cached_property
     def _graph(self) -> csr_array:
-        """Return the neighbours of entities in training, (n, n) of ones; none is its own."""
-        n = len(self.arrays.entities)
-        head, _, tail = self.arrays.queries().T
-        apart = head != tail
-        keys = np.unique(head[apart] * n + tail[apart])
-        ones = np.ones(len(keys), dtype=np.float32)
-        return csr_array((ones, (keys // n, keys % n)), shape=(n, n))
+        return adjacency(self.arrays.triples, len(self.arrays.entities))
 
     @cached_property
     def _sums(self) -> Array | None:

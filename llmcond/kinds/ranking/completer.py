@@ -128,16 +128,14 @@ class Completer:
         Raises:
             UserError: no such entity or relation, or a name that several have.
         """
-        entities, relations = self.graph.entities, self.graph.relations
-        found = np.array(
-            [
-                (_find(entities, h, "entity"), _find(relations, r, "relation"),
-                 _find(entities, t, "entity"))
-                for h, r, t in triples
-            ],
-            dtype=np.int64,
-        ).reshape(-1, 3)  # fmt: skip
-        queries = both_directions(found, self.graph.n_relations)
+        ends, relations = (self.graph.entities, "entity"), (self.graph.relations, "relation")
+        columns = (ends, relations, ends)
+        found = [
+            [_find(own, text, what) for text, (own, what) in zip(triple, columns, strict=True)]
+            for triple in triples
+        ]
+        numbers = np.array(found, dtype=np.int64).reshape(-1, 3)
+        queries = both_directions(numbers, self.graph.n_relations)
         ranks = rank(
             self._vectors(queries[:, :2]),
             self._candidates,

@@ -96,10 +96,10 @@ def _with_figures(
     """Return results with their figures, of all queries and of each part."""
     seeded = [own[None] for own in ranks]
 
-    def figures(chosen: NDArray[np.bool_]) -> list[Part]:
+    def figures(chosen: NDArray[np.bool_] | None = None) -> list[Part]:
         return measure_each(seeded, group, metrics, chosen=chosen)
 
-    overall = measure_each(seeded, group, metrics)
+    overall = figures()
     by_part: dict[str, list[Part]] = {}
     grouped: list[tuple[str, list[Part]]] = []
     n_categories = 0

@@ -50,10 +50,7 @@ class QueryExamples(Examples):
     data: QueryData
 
     def __init__(
-        self,
-        run: RankingRun,
-        data: QueryData | None = None,
-        store: FeatureStore | None = None,
+        self, run: RankingRun, data: QueryData | None = None, store: FeatureStore | None = None
     ) -> None:
         """Prepare a run, or other ``data`` on its candidates; ``store`` has the features."""
         self.run, self.data, self.unit = run, data or run.data, run.task.unit

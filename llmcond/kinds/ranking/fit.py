@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -106,14 +105,14 @@ class _QueryFitting(Fitting[QueryHead, FittedQueryHead]):
         settings, module, triples = self.settings, self.module, self._triples[batch]
         known = self.data.arrays.known
         head, relation, tail = triples.T
-        columns = self._columns(head, tail)
-        candidates = module.candidate(columns.features.to(self.device))
+        entities, features, columns = self._columns(head, tail)
+        candidates = module.candidate(features.to(self.device))
         read = self.data.heads(head, relation, module.reads_joint, settings.neighbours, drop=tail)
         queries = self._queries(read, relation)
-        target = self._tensor(columns.target)
-        mask = self._tensor(known.mask(head, relation, columns.entities))
+        target = self._tensor(columns)
+        mask = self._tensor(known.mask(head, relation, entities))
         others = self._others(triples, queries)
-        self._queue.add(columns.entities, candidates)
+        self._queue.add(entities, candidates)
         loss: Tensor = module.contrast(
             module.product(queries, candidates),
             target,
@@ -139,8 +138,11 @@ class _QueryFitting(Fitting[QueryHead, FittedQueryHead]):
             others.append((scores * settings.queue_weight, self._tensor(earlier)))
         return others
 
-    def _columns(self, head: Positions, tail: Positions) -> _Columns:
-        """Return the candidates of a batch, each entity once where its features allow it."""
+    def _columns(self, head: Positions, tail: Positions) -> tuple[Positions, Tensor, Positions]:
+        """Return the candidates of a batch, each entity once where its features allow it.
+
+        They are (n,) entities, (n, d) features, and (m,) the column of each row.
+        """
         settings, data = self.settings, self.data
         n_drawn, n = settings.random_candidates, len(data.arrays.entities)
         drawn = self._draws.integers(n, size=n_drawn)
@@ -153,9 +155,9 @@ class _QueryFitting(Fitting[QueryHead, FittedQueryHead]):
             features = data.entities(entities, neighbours=True, drop=drop)
             if n_drawn:
                 features = torch.cat([features, data.entities(drawn, neighbours=True)])
-            return _Columns(np.concatenate([entities, drawn]), features, np.arange(len(tail)))
+            return np.concatenate([entities, drawn]), features, np.arange(len(tail))
         entities = np.unique(np.concatenate([tail, head, drawn] if both else [tail, drawn]))
-        return _Columns(entities, data.entities(entities), np.searchsorted(entities, tail))
+        return entities, data.entities(entities), np.searchsorted(entities, tail)
 
     def _queries(self, read: Tensor, relation: Positions) -> Tensor:
         relations = self.data.relations
@@ -180,12 +182,3 @@ class _QueryFitting(Fitting[QueryHead, FittedQueryHead]):
 
     def _tensor(self, values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """The candidates of a batch: (n,) entities, (n, d) features, (m,) the column of each row."""
-
-    entities: Positions
-    features: Tensor
-    target: Positions

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 
 from llmcond.data.datasets import SPLITS, Problems
 from llmcond.data.readers import source_name
@@ -212,6 +213,14 @@ def both_directions(triples: Numbers, n_relations: int) -> Triples:
     return np.concatenate([triples, inverse]).astype(np.int32)
 
 
+def adjacency(triples: Numbers, n_entities: int) -> csr_array:
+    """Return (n, n) float32, 1 where a triple links two entities, either way; none has itself."""
+    n, (head, _, tail) = n_entities, np.asarray(triples, dtype=np.int64).T
+    keys = np.concatenate([head * n + tail, tail * n + head])
+    keys = np.unique(keys[np.tile(head != tail, 2)])
+    return csr_array((np.ones(len(keys), dtype=np.float32), (keys // n, keys % n)), shape=(n, n))
+
+
 class Known:
     """The known tails of each (head, relation), relations in both directions: what is filtered.
 
@@ -382,13 +391,7 @@ def with_others(graph: Graph, source: Any, split: str | None = None) -> tuple[Gr
         known = dict.fromkeys(kind.ids)
         what = "relations" if column else "entities"
         _check_known(lines, {OTHERS: path}, column, known, what, "the run's graph")
-    entities, relations = (
-        {key: i for i, key in enumerate(own.ids)} for own in (graph.entities, graph.relations)
-    )
-    triples = np.array(
-        list(dict.fromkeys((entities[h], relations[r], entities[t]) for h, r, t in lines[OTHERS])),
-        dtype=np.int32,
-    )
+    triples = _distinct(lines[OTHERS], graph.entities.ids, graph.relations.ids)
     twice = len(lines[OTHERS]) - len(triples)
     if twice:
         log.info(f"{path.name}: triples that are there before, counted once: {twice:,}")
@@ -407,12 +410,8 @@ def _numbered(
     lines: Mapping[str, Sequence[tuple[str, ...]]],
 ) -> Graph:
     """Return a graph of names and texts, of texts of both directions, and of distinct triples."""
-    to_entity = {key: i for i, key in enumerate(entities)}
-    to_relation = {key: i for i, key in enumerate(relations)}
-    splits = {}
-    for split in (split for split in SPLITS if split in lines):
-        numbers = ((to_entity[h], to_relation[r], to_entity[t]) for h, r, t in lines[split])
-        splits[split] = np.array(list(dict.fromkeys(numbers)), dtype=np.int32)
+    found = [split for split in SPLITS if split in lines]
+    splits = {split: _distinct(lines[split], entities, relations) for split in found}
     names, texts = (list(own) for own in zip(*entities.values(), strict=True))
     forward = [text for text, _ in relations.values()]
     backward = [inverse or f"inverse {text}" for text, inverse in relations.values()]
@@ -422,6 +421,17 @@ def _numbered(
         Texts(list(relations), forward, forward, backward),
         splits,
     )
+
+
+def _distinct(
+    lines: Iterable[tuple[str, ...]], entities: Iterable[str], relations: Iterable[str]
+) -> Triples:
+    """Return the distinct triples of some lines as numbers, each where it comes first."""
+    to_entity, to_relation = (
+        {key: i for i, key in enumerate(own)} for own in (entities, relations)
+    )
+    numbers = ((to_entity[h], to_relation[r], to_entity[t]) for h, r, t in lines)
+    return np.array(list(dict.fromkeys(numbers)), dtype=np.int32)
 
 
 def relation_text(key: str) -> str:
@@ -487,10 +497,8 @@ def _triples(path: Path) -> list[tuple[str, ...]]:
     found, problems = [], Problems(path.name)
     for number, own in _fields(path):
         if len(own) != 3:
-            problems.add(
-                number,
-                f"{len(own)} columns; expected head, relation and tail, separated by tabs",
-            )
+            expected = "expected head, relation and tail, separated by tabs"
+            problems.add(number, f"{len(own)} columns; {expected}")
         elif not all(own):
             problems.add(number, "an id is empty; expected head, relation, tail")
         found.append(tuple(own))
@@ -508,9 +516,8 @@ def _table(path: Path, most: int) -> dict[str, list[str]]:
         if not key:
             problems.add(number, "the id is empty")
         elif len(own) > most:
-            problems.add(
-                number, f"{len(own) + 1} columns; expected {most + 1} at most, separated by tabs"
-            )
+            expected = f"expected {most + 1} at most, separated by tabs"
+            problems.add(number, f"{len(own) + 1} columns; {expected}")
         elif found.setdefault(key, own) != own:
             problems.add(number, f"{key} is there before, with another text; keep one")
     problems.raise_if_any()
@@ -557,10 +564,8 @@ def _entity_rows(path: Path) -> dict[str, tuple[str, str]]:
     table = _table(path, most=1 if path.stem in _DESCRIPTION_FILES else 2)
     filled = {key: own or [""] for key, own in table.items()}
     if path.stem in _DESCRIPTION_FILES:
-        return {
-            key: ("", " ".join(text.split()[:_DESCRIPTION_WORDS]))
-            for key, (text,) in filled.items()
-        }
+        first = slice(_DESCRIPTION_WORDS)
+        return {key: ("", " ".join(text.split()[first])) for key, (text,) in filled.items()}
     if path.stem == "FB15k_mid2name":
         return {key: (name.replace("_", " ").strip(), "") for key, (name, *_) in filled.items()}
     if path.stem == "wordnet-mlj12-definitions":

@@ -16,7 +16,8 @@ from torch.nn.functional import normalize, one_hot
 
 from llmcond.arrays import Array, Matrix
 from llmcond.errors import UserError
-from llmcond.heads.base import Fitted, restore_head
+from llmcond.heads.base import Fitted
+from llmcond.heads.loading import restore_head
 from llmcond.heads.module import HeadModule, members_of
 from llmcond.heads.settings import GradientSettings, RecordedSize, Sizes, TrainingSettings
 from llmcond.heads.storage import read_head
@@ -98,14 +99,6 @@ class FittedQueryHead(Fitted):
         """Return R, of relations in one direction."""
         return self._heads[0].n_relations
 
-    @property
-    def scale(self) -> float:
-        """Return what scores were multiplied by in training, 1 / temperature, as it was learned.
-
-        Of an ensemble it is the mean.
-        """
-        return sum(head.scale for head in self._heads) / len(self._heads)
-
     def check(self, dims: tuple[int, int, int]) -> None:
         """Check the sizes of a graph's features, see :attr:`QueryArrays.dims`.
 
@@ -113,7 +106,8 @@ class FittedQueryHead(Fitted):
             UserError: they are others than those the head was fitted on.
         """
         names = ("features of entities", "features of relations", "relations")
-        for name, got, expected in zip(names, dims, self._heads[0].dims, strict=True):
+        fitted_on = self.dim_in, self.dim_condition, self.n_relations
+        for name, got, expected in zip(names, dims, fitted_on, strict=True):
             if got != expected and (name == names[0] or expected):
                 what = "" if name == names[2] else "dimensions of "
                 raise UserError(
@@ -152,10 +146,6 @@ class FittedQueryHead(Fitted):
         """Return embeddings of all entities, (n, k), computed for the rows that are read."""
         return _Candidates(self, self._bound())
 
-    def candidates_of(self, x: Tensor) -> Array:
-        """Return embeddings of candidates, (c, k), of what is read of them, (c, d) or (c, 2 d)."""
-        return _side_by_side([head.candidate(x) for head in self._heads])
-
     def _bound(self) -> QueryFeatures:
         if self.data is None:
             raise UserError("this head is on no graph yet: head.on(arrays).")
@@ -176,16 +166,15 @@ class _Candidates(Matrix):
             part = which[start : start + _BLOCK]
             with torch.inference_mode():
                 x = self._data.entities(part, self._head.settings.neighbours)
-                found[start : start + _BLOCK] = self._head.candidates_of(x)
+                parts = [head.candidate(x) for head in self._head._heads]
+                found[start : start + _BLOCK] = _side_by_side(parts)
         return found
 
 
 def _side_by_side(parts: list[Tensor]) -> Array:
     """Return embeddings of several heads as one, whose scores are the means of theirs."""
-    joined: Array = parts[0].numpy()
-    if len(parts) > 1:
-        joined = (torch.cat(parts, dim=1) / len(parts) ** 0.5).numpy()
-    return joined
+    joined = torch.cat(parts, dim=1) / len(parts) ** 0.5 if len(parts) > 1 else parts[0]
+    return np.asarray(joined.numpy())
 
 
 def load_query_head(folder: Path) -> tuple[FittedQueryHead, dict[str, Any]]:
@@ -250,11 +239,6 @@ class QueryHead(HeadModule):
     def dim_of_relations(cls, settings: Any, dim: int) -> int:
         """Return the size of relations' features as far as the head takes them, else 0."""
         return dim if cls.family.conditioned and settings.relations == "features" else 0
-
-    @property
-    def dims(self) -> tuple[int, int, int]:
-        """The sizes of what entities and relations have, and R."""
-        return self.dim_in, self.dim_condition, self.n_relations
 
     @property
     def scale(self) -> float:

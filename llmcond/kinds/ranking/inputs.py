@@ -89,13 +89,12 @@ class QueryInputs:
             "conditions": (condition, self.texts.conditions),
         }
         for column, inputs in self.columns.items():
-            for position, own in enumerate(inputs):
-                if own != item:
-                    continue
-                if column in named:
-                    what, texts = named[column]
-                    return f"the {what} {texts[position]!r}"
-                return self._asked(*self.texts.asked[position].tolist())
+            if item in inputs:
+                position = inputs.index(item)
+                if column == "joint":
+                    return self._asked(*self.texts.asked[position].tolist())
+                what, texts = named[column]
+                return f"the {what} {texts[position]!r}"
         return None
 
     def check_differ(self) -> None:

@@ -106,13 +106,6 @@ class Kgc(RankingTask[Graph]):
 
         n, n_relations = dataset.n_entities, dataset.n_relations
         train = dataset.splits["train"]
-        keys = joint_keys(asked[:, 0], asked[:, 1], n_relations)
-        return QueryArrays(
-            entities=candidates,
-            triples=train,
-            n_relations=n_relations,
-            known=Known(both_directions(train, n_relations), n),
-            relations=conditions,
-            joint=joint,
-            joint_of=None if joint is None else keys,
-        )
+        known = Known(both_directions(train, n_relations), n)
+        keys = None if joint is None else joint_keys(asked[:, 0], asked[:, 1], n_relations)
+        return QueryArrays(candidates, train, n_relations, known, conditions, joint, keys)

@@ -69,10 +69,6 @@ class GraphInputs:
         """Return the keys of the joint inputs of queries, (m, 3) with their tails."""
         return joint_keys(queries[:, 0], queries[:, 1], self.n_relations)
 
-    def joint_tokens(self, keys: Positions) -> list[Tokens]:
-        """Return the tokens of joint inputs by their keys."""
-        return [self.joint[i] for i in np.searchsorted(self.joint_of, keys)]
-
     @cached_property
     def scored(self) -> tuple[Positions, Positions]:
         """Return what stands for a split: (k, 3) queries, and entities that are candidates too."""
@@ -243,7 +239,7 @@ class _Used:
         tokens = [
             *(inputs.entities[i] for i in entities),
             *(inputs.relations[i] for i in relations),
-            *inputs.joint_tokens(joint),
+            *(inputs.joint[i] for i in np.searchsorted(inputs.joint_of, joint)),
         ]
         return cls(entities, relations, joint, tokens)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import scipy.sparse as sp
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 
 from llmcond.arrays import MatrixLike, Positions, as_matrix
 from llmcond.evaluation.ranking import BLOCK, Added, CandidatePool, Ranks, Term, rank, rank_each
-from llmcond.kinds.ranking.graph import Graph, Known, Numbers, Triples, both_directions
+from llmcond.kinds.ranking.graph import Graph, Known, Numbers, Triples, adjacency, both_directions
 from llmcond.metrics import Floats
 
 
@@ -26,19 +26,13 @@ class Context:
 
     Attributes:
         known: train triples in both directions.
-        adjacency: (n, n) sparse, 1 where two entities are linked, whatever the relation and its
-            direction; no entity is its own neighbour.
+        adjacency: see :func:`~llmcond.kinds.ranking.graph.adjacency`.
     """
 
     def __init__(self, triples: Triples, n_entities: int, n_relations: int) -> None:
         self.n_entities, self.n_relations = n_entities, n_relations
         self.known = Known(both_directions(triples, n_relations), n_entities)
-        head, tail = triples[triples[:, 0] != triples[:, 2]][:, [0, 2]].T
-        both = np.concatenate([[head, tail], [tail, head]], axis=1)
-        ends = np.unique(both, axis=1)
-        shape = (n_entities, n_entities)
-        ones = np.ones(ends.shape[1], dtype=np.float32)
-        self.adjacency = sp.csr_matrix((ones, ends), shape=shape)
+        self.adjacency = adjacency(triples, n_entities)
 
     @classmethod
     def of(cls, graph: Graph) -> Context:
@@ -50,7 +44,7 @@ class Context:
         distinct, which = np.unique(head, return_inverse=True)
         n = len(distinct)
         start = (np.ones(n, dtype=np.float32), (np.arange(n), distinct))
-        step = reached = sp.csr_matrix(start, shape=(n, self.n_entities))
+        step = reached = csr_array(start, shape=(n, self.n_entities))
         for _ in range(hops):
             step = step @ self.adjacency
             reached = reached + step

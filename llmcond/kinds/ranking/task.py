@@ -100,12 +100,9 @@ class RankingTask(AnyTask[Q]):
         """Return a split's queries as readers see them: of their texts, unless it says more."""
         texts = self.texts(dataset)
         sources = (texts.sentences, texts.conditions, texts.candidates)
-        columns = {
-            name: [source[i] for i in own.tolist()]
-            for name, source, own in zip(
-                ("sentence", "condition", "answer"), sources, dataset.queries(split).T, strict=True
-            )
-        }
+        names = ("sentence", "condition", "answer")
+        asked = zip(names, sources, dataset.queries(split).T.tolist(), strict=True)
+        columns = {name: [source[i] for i in own] for name, source, own in asked}
         return QueryRows(columns, ("condition",), ("sentence", "answer"), by="condition")
 
     def with_others(self, dataset: Q, data: DataOptions, split: str | None) -> tuple[Q, str]:

@@ -68,11 +68,7 @@ class GraphTerms:
 
     def to_json(self) -> Mapping[str, Any]:
         """Return what was asked for, as results have it."""
-        return {
-            "rerank": self._asked,
-            "exclude_head": self.exclude_head,
-            "reverse": self._reverse,
-        }
+        return {"rerank": self._asked, "exclude_head": self.exclude_head, "reverse": self._reverse}
 
     def of(self, predictor: AnyPredictor) -> list[Term]:
         """Return what is added to a predictor's scores; the reversed edge as much as dev has it."""

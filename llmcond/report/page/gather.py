@@ -23,7 +23,7 @@ from llmcond.prompts import Prompt
 from llmcond.runs import AnyRun, as_rated
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import zeroshots
-from llmcond.runs.provenance import provenance
+from llmcond.system import provenance
 
 
 @dataclass(frozen=True)

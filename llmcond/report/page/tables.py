@@ -84,19 +84,12 @@ def main_table(page: Page) -> Table:
     """Return the results, a row each, with the columns that say something about any of them."""
     results, baselines = page.results, page.baselines
     subtracted = "whether the unconditional vector is subtracted"
+    tags = [(f"control: {r.control}",) if r.control else () for r in results]
+    recipes = ["" if r.head == r.title else r.head for r in results]
+    named = zip(results, recipes, tags, strict=True)
+    heads = [Cell(r.title, r.title, recipe, tags=own) for r, recipe, own in named]
     columns: list[tuple[Column, Sequence[Cell]]] = [
-        (
-            Column("head", "none compares features as they are", numeric=False),
-            [
-                Cell(
-                    r.title,
-                    r.title,
-                    "" if r.head == r.title else r.head,
-                    tags=(f"control: {r.control}",) if r.control else (),
-                )
-                for r in results
-            ],
-        ),
+        (Column("head", "none compares features as they are", numeric=False), heads),
         (Column("template", numeric=False), [_text(r.prompt) for r in results]),
     ]
     if page.subtracts:

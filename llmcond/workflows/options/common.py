@@ -283,9 +283,7 @@ class WithMetrics(Options):
     """Options of what scores predictions."""
 
     metric: Sequence[str] = option(
-        (),
-        metavar="FILE.py:NAME",
-        help="metrics of your own, in addition to those of the task",
+        (), metavar="FILE.py:NAME", help="metrics of your own, in addition to those of the task"
     )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
 
 from llmcond.options import Seed, option
 from llmcond.workflows.options.common import (
@@ -57,7 +59,9 @@ class AnalyseOptions(InRun, WithSplit):
     out: str | Path | None = option(None, metavar="DIR", help="for pictures (default: in the run)")
     conditions: int = option(3, metavar="N", help="number of conditions to cluster")
     sentences: int = option(20, metavar="N", help="sentences of each condition to cluster")
-    top: int = option(5, metavar="N", help="number of rows to list whose similarity changed most")
+    top: Annotated[int, Ge(0)] = option(
+        5, metavar="N", help="number of rows to list whose similarity changed most"
+    )
     seed: Seed = option(0, metavar="S", help="seed of everything random")
 
 

@@ -12,10 +12,9 @@ from llmcond.errors import UserError
 from llmcond.heads import fit_recipe, load_head, load_recipe, save_head
 from llmcond.heads.module import seeded
 from llmcond.heads.pairs import DevScore, PairArrays
-from llmcond.kinds.dialogue.fit import TurnArrays, distinct, fit_turns
+from llmcond.kinds.dialogue.fit import TurnArrays, distinct, fit_turns, windows
 from llmcond.kinds.dialogue.roles import FittedRoles, Roles, curve, load_roles_head
 from llmcond.kinds.dialogue.turns import query_vectors
-from llmcond.kinds.dialogue.windows import windows
 from llmcond.metrics import METRICS
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -95,7 +95,7 @@ def test_the_loss_is_that_of_all_texts_encoded_at_once(tiny, name, negatives):
         torch.from_numpy(np.searchsorted(used, tail)),
         torch.from_numpy(mask),
         model.head.settings,
-        fitted.scale,
+        fitted.module.scale,
     )
     loss = model(inputs, rows, [5, 0])
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
