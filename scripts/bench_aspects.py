@@ -22,15 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from aspect_samples import WORDINGS, Wording, limited, read_samples, say
-
-from llmcond import Condition, Embedder, load_embedder, load_encoder
-from llmcond.bundled import PRETRAINED, pretrained
-from llmcond.clustering.methods import kmeans
-from llmcond.data.aspects import AspectSample
-from llmcond.encoders.encoder import Encoder
-from llmcond.errors import LlmcondError, UserError
-from llmcond.evaluation.aspects import (
+from aspect_figures import (
     FIGURES,
     AspectFigures,
     ConditionedVectors,
@@ -42,6 +34,14 @@ from llmcond.evaluation.aspects import (
     measure_labels,
     needed_rows,
 )
+from aspect_samples import WORDINGS, Wording, limited, read_samples, say
+
+from llmcond import Condition, Embedder, load_embedder, load_encoder
+from llmcond.bundled import PRETRAINED, pretrained
+from llmcond.clustering.methods import kmeans
+from llmcond.data.aspects import AspectSample
+from llmcond.encoders.encoder import Encoder
+from llmcond.errors import LlmcondError, UserError
 from llmcond.features.view import View
 from llmcond.heads.guide import fit_guide
 from llmcond.log import log, log_to_terminal

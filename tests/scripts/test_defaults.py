@@ -80,7 +80,7 @@ NEEDS = {"bench_cross": "datasets", "bench_serve": "sentence_transformers"}
 OTHERS = {
     *("fuzz", "house", "bench_inputs", "bench_process", "reproduce"),
     *("calibrate_conditions", "fuzz_changes", "fuzz_services"),
-    *("make_aspects", "manners", "aspect_samples"),
+    *("make_aspects", "manners", "aspect_figures", "aspect_samples"),
     *("make_sample", "make_sample_graph", "make_dialogues", "make_pretrained", "memory_table"),
 }
 #: What needs data that is not shipped.

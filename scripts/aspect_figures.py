@@ -78,7 +78,7 @@ def cluster_texts(sample: AspectSample) -> dict[str, ClusterTexts]:
         large = sorted(large, key=len, reverse=True)[:MOST_VALUES]
         if len(large) < LEAST_VALUES:
             continue
-        rng = random.Random(0)  # noqa: S311  # nothing is secret here
+        rng = random.Random(0)  # nothing is secret here
         most = max(LEAST_TEXTS, MOST_TEXTS // len(large))
         taken = [rng.sample(own, most) if len(own) > most else own for own in large]
         positions = sorted(position for own in taken for position in own)
@@ -449,7 +449,7 @@ def _share_nearest(vectors: NDArray[Any], values: NDArray[Any]) -> float:
 def _draw_labels(values: Sequence[str], size: int, seed: str) -> Indices:
     """Return the positions of labelled texts, which have two different labels at least."""
     order = list(range(len(values)))
-    random.Random(seed).shuffle(order)  # noqa: S311  # nothing is secret here
+    random.Random(seed).shuffle(order)  # nothing is secret here
     labelled, rest = order[:size], order[size:]
     if len({values[i] for i in labelled}) == 1:
         labelled[-1] = next(i for i in rest if values[i] != values[labelled[0]])

@@ -7,6 +7,15 @@ from importlib import import_module
 
 import numpy as np
 import pytest
+from aspect_figures import (
+    ConditionedVectors,
+    LabelFitted,
+    cluster_texts,
+    mean_estimate,
+    measure,
+    measure_labels,
+    needed_rows,
+)
 from helpers.paths import ROOT
 
 from llmcond.data.aspects import (
@@ -18,16 +27,9 @@ from llmcond.data.aspects import (
     parse_sample,
 )
 from llmcond.errors import UserError
-from llmcond.evaluation.aspects import (
-    ConditionedVectors,
-    LabelFitted,
-    cluster_texts,
-    mean_estimate,
-    measure,
-    measure_labels,
-    needed_rows,
-)
 from llmcond.metrics import Estimate
+
+pytestmark = pytest.mark.script("bench_aspects")
 
 COLOURS, SIZES = ("red", "green", "blue"), ("small", "large", "huge", "tiny")
 
