@@ -7,6 +7,7 @@ import inspect
 import math
 import operator
 import re
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -24,9 +25,13 @@ from typing import (
     get_type_hints,
 )
 
-from annotated_types import Ge, Lt
-
 from llmcond.errors import UserError, brief, did_you_mean, nearest
+
+try:
+    from annotated_types import Ge, Lt
+except ModuleNotFoundError:  # where encoders are used alone, as pydantic is missing there too
+    Ge = namedtuple("Ge", "ge")  # type: ignore[no-redef]
+    Lt = namedtuple("Lt", "lt")  # type: ignore[no-redef]
 
 _KEY = "option"
 #: The limits of :mod:`annotated_types` by their names, and how messages say them.

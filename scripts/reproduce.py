@@ -20,7 +20,6 @@ from typing import Any
 from llmcond.commands.base import Command, add_arguments, command_of
 from llmcond.commands.evaluate import evaluate
 from llmcond.commands.extract import extract
-from llmcond.commands.sweep import sweep
 from llmcond.data.datasets import Dataset
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.known import find_model
@@ -35,6 +34,8 @@ from llmcond.runs import Run, open_run
 from llmcond.runs.rated import RatedExamples
 from llmcond.system import provenance
 from llmcond.workflows.options.common import DATA, Split, WithColumns, WithDevice
+from llmcond.workflows.options.fitting import SweepOptions
+from llmcond.workflows.sweep import sweep
 
 #: Rows of train and dev -> what data of these sizes is, in short, and what is to be known of it.
 _KNOWN_DATA = {
@@ -398,7 +399,7 @@ class Work:
         if reason:
             return reason
         try:
-            row = sweep(
+            asked = SweepOptions(
                 run=place.run,
                 head=[head],
                 prompt=[prompt],
@@ -407,7 +408,8 @@ class Work:
                 seeds=seeds or self.seeds,
                 split=self.split,
                 workers=self.options.workers,
-            ).results[0]
+            )
+            row = sweep(asked).results[0]
         except LlmcondError as error:
             return not_done(error)
         seeds = len(row.seeds)

@@ -77,7 +77,7 @@ def test_features_heads_and_scores(
             ok(capsys, *fit, "rank=4", "--head", "hypernet", "--prompt", "separate")
             if device == "cuda":
                 assert not [one for one in gpu.unpinned if "heads/batches" in one], gpu.report()
-                waits = [one for one in gpu.waits if "heads/hypernet" in one]
+                waits = [one for one in gpu.waits if "heads/conditioned" in one]
                 assert [one.partition(",")[0] for one in waits] == ["to(cpu)"], gpu.report()
         scores.append(ok(capsys, "evaluate", *run)["results"])
     assert len(scores[0]) == len(scores[1]) >= 3

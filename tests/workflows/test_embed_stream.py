@@ -283,18 +283,18 @@ def change_record(out, **changes):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"unit_rows": -5}, "unit_rows = -5"),
-        ({"unit_rows": 0}, "unit_rows = 0"),
-        ({"unit_rows": "x"}, "unit_rows = 'x'"),
+        ({"unit_rows": -5}, "'unit_rows' is -5"),
+        ({"unit_rows": 0}, "'unit_rows' is 0"),
+        ({"unit_rows": "x"}, "'unit_rows' is 'x'"),
         ({"unit_rows": "gone"}, "the key 'unit_rows' is missing"),
         ({"made_of": "gone"}, "the key 'made_of' is missing"),
-        ({"made_of": []}, r"made_of = \[\]"),
+        ({"made_of": []}, r"'made_of' is \[\]"),
         ({"columns": "!!"}, "columns that cannot be read"),
         ({"columns": "AAAA"}, "columns that cannot be read"),
-        ({"columns": 5}, "columns = 5"),
-        ({"parts": None}, "parts = None"),
+        ({"columns": 5}, "'columns' is 5"),
+        ({"parts": None}, "'parts' is None"),
         ({"parts": [["a"]]}, "parts.0"),
-        ({"parts": []}, r"parts = \[\]"),
+        ({"parts": []}, r"'parts' is \[\]"),
         ({"format": True}, "states no format"),
     ],
 )
@@ -307,7 +307,7 @@ def test_a_damaged_record_is_told_in_a_line(capsys, begun, out, changes, said):
 def test_parts_that_have_other_rows_than_the_source_are_told(capsys, begun, rows):
     record = json.loads(Path("out/_llmcond.json").read_text())
     change_record("out", parts=[[*record["parts"][0][:2], rows], *record["parts"][1:]])
-    check_refused_as_damaged(capsys, begun, "out", "other numbers of rows|parts.0.2 = -1")
+    check_refused_as_damaged(capsys, begun, "out", "other numbers of rows|'parts.0.2' is -1")
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{", ""])

@@ -13,11 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
 
 from llmcond.data.datasets import SPLITS, Problems
 from llmcond.data.readers import source_name
@@ -49,6 +48,9 @@ _EXPECTED = (
     "Expected a folder with train, valid (or dev) and test (.tsv or .txt: head, relation, tail), "
     "and entities and relations (.tsv or .txt: id, text or name and description)."
 )
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 #: What parts name and description in a table that has them in one column, as StAR and KG-BERT do.
 _SEPARATORS = (" -- ", ", ")
 #: SimKGC's limit for the descriptions of FB15k-237, in words.
@@ -215,6 +217,8 @@ def both_directions(triples: Numbers, n_relations: int) -> Triples:
 
 def adjacency(triples: Numbers, n_entities: int) -> csr_array:
     """Return (n, n) float32, 1 where a triple links two entities, either way; none has itself."""
+    from scipy.sparse import csr_array
+
     n, (head, _, tail) = n_entities, np.asarray(triples, dtype=np.int64).T
     keys = np.concatenate([head * n + tail, tail * n + head])
     keys = np.unique(keys[np.tile(head != tail, 2)])

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from annotated_types import Ge
+from typing import TYPE_CHECKING, Any, Literal
 
 from llmcond.bundled import DEFAULT_RUN, PRETRAINED, pretrained_names
 from llmcond.conditions import MAX_VALUES, with_values
 from llmcond.data.readers import FILES, SOURCE, TEXT_COLUMNS
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import UserError, nearest
-from llmcond.options import Options, Positive, option
+from llmcond.options import Amount, Options, Positive, option
 
 if TYPE_CHECKING:
     from llmcond.data.datasets import DataOptions
@@ -208,7 +206,7 @@ class WithScale(Options):
         needs=_RAY,
         help="how many (default: one a core, or as many as share the GPUs)",
     )
-    gpus_per_actor: Annotated[float, Ge(0)] | None = option(
+    gpus_per_actor: Amount | None = option(
         None,
         metavar="F",
         group=_SCALE,
