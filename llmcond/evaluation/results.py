@@ -108,6 +108,16 @@ class Counts:
         what = "queries" if self.unit else "rated rows"
         return f"{self.n:,} {what} of {self.n_pairs:,} {self.groups}"
 
+    @property
+    def details(self) -> str:
+        """Return what figures are computed on, and of rated rows what was left out."""
+        if self.unit:
+            return self.text
+        return (
+            f"{self.n:,} rows of {self.n_pairs:,} {self.groups}, {self.n_dropped:,} unrated "
+            f"dropped; accuracy over {self.n_compared:,} comparisons, {self.n_tied:,} tied left out"
+        )
+
     def to_json(self) -> dict[str, int]:
         """Return what results have as JSON."""
         counts = asdict(self)

@@ -44,13 +44,11 @@ def results_table(results: Sequence[Result], run: object) -> Table:
 
     What is the same for every row (the rows scored, dropped and tied) stands in the title.
     """
-    first, counts = results[0], results[0].counts
+    first = results[0]
     metrics = [metric_of(name) for name in first.metrics]
     title = (
-        f"{run}, {first.split}: {counts.n:,} rows of {counts.n_pairs:,} sentence pairs, "
-        f"{counts.n_dropped:,} unrated dropped; accuracy over {counts.n_compared:,} comparisons, "
-        f"{counts.n_tied:,} tied left out. {sentences_text(first)}{factors_text(metrics)}"
-        f"{caveats(results)}"
+        f"{run}, {first.split}: {first.counts.details}. {sentences_text(first)}"
+        f"{factors_text(metrics)}{caveats(results)}"
     )
     table = identity_table(title)
     add_figures(table, *(metric.heading for metric in metrics))

@@ -65,7 +65,7 @@ class Kind(ABC):
             their tokens by one.
         heads_need_data: whether a fitted head is of no use without the run's data, so that it
             cannot be pushed to the hub without them.
-        card: what its model cards say.
+        card: what its model cards say; a kind without heads and training needs none.
     """
 
     name: ClassVar[str]
