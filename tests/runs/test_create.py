@@ -111,7 +111,7 @@ def test_an_extraction_into_a_bucket_that_was_killed_goes_on(capsys, extract, bu
 def small_chunks():
     from llmcond.features import extract
 
-    extract.extract.__defaults__ = (None, 8)
+    extract.Chunking.__init__.__defaults__ = (8, extract.WINDOW, False)
 
 
 def test_a_folder_may_be_shared_by_runs(capsys, extract):
