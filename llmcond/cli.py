@@ -29,7 +29,7 @@ from llmcond.log import log_to_terminal
 from llmcond.version import __version__
 
 _MODULES = {module.name for module in iter_modules(commands.__path__)} - {"base"}
-#: The name of every command, from its module's: that of ``prompts_show`` is within ``prompts``.
+#: Names of all commands, from those of their modules; ``prompts_show`` is within ``prompts``.
 COMMANDS = frozenset(
     name.replace("_", " " if name.rpartition("_")[0] in _MODULES else "-") for name in _MODULES
 )
@@ -86,7 +86,7 @@ def _run(arguments: Sequence[str], signals: Sequence[int]) -> int:
         try:
             run_command(command, given)
         except Exception as error:
-            if signals:  # which libraries answer by errors of theirs
+            if signals:  # libraries answer a signal by errors of their own
                 raise _Interrupted from error
             raise
         sys.stdout.flush()

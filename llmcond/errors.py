@@ -60,23 +60,23 @@ def is_disk_full(error: BaseException) -> bool:
     return any(f"(os error {code})" in str(error) for code in _NO_ROOM)
 
 
-def no_room() -> OSError:
-    """Return the error of a full disk, for what would not notice it by itself."""
+def disk_full_error() -> OSError:
+    """Return the OSError of a full disk."""
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def raise_disk_error(error: BaseException, place: object, kept: str) -> None:
-    """Raise what people are told of a full or a forbidden disk; return for another error.
+def raise_disk_error(error: BaseException, path: object, remaining: str) -> None:
+    """Raise a DiskFullError or UserError if a disk is full or not writable; otherwise return.
 
-    ``kept`` ends the message: what was in ``place``, which cannot grow, and still is.
+    ``remaining`` ends the message of a full disk: what at ``path`` stays usable.
     """
     if is_disk_full(error):
         raise DiskFullError(
-            f"the disk is full: {place} cannot grow. Free some space and run the same command "
-            f"again; {kept}."
+            f"the disk is full: {path} cannot grow. Free some space and run the same command "
+            f"again; {remaining}."
         ) from error
     if isinstance(error, PermissionError):
-        raise UserError(f"{place} cannot be written: {error.strerror}.") from error
+        raise UserError(f"{path} cannot be written: {error.strerror}.") from error
 
 
 def printable(text: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from llmcond.errors import DiskFullError, LlmcondError, UserError, is_disk_full, no_room
+from llmcond.errors import DiskFullError, LlmcondError, UserError, disk_full_error, is_disk_full
 
 #: Temporary files that are in use are written to more often.
 _STALE_SECONDS = 3_600
@@ -93,7 +93,7 @@ def check_room(folder: Path, n_bytes: int) -> None:
     Lance commits a file whose very end could not be written: better not to begin.
     """
     if shutil.disk_usage(folder).free < n_bytes + _SPARE_BYTES:
-        raise no_room()
+        raise disk_full_error()
 
 
 def temporary_sibling(path: Path) -> Path:
@@ -129,7 +129,9 @@ def write_csv(path: Path, headings: Iterable[Any], rows: Iterable[Iterable[Any]]
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
         # With its own line ends only it quotes carriage returns within texts: taken off behind it.
         lines = SimpleNamespace(write=lambda row: stream.write(f"{row[:-2]}\n"))
-        csv.writer(lines).writerows([headings, *rows])
+        writer = csv.writer(lines)
+        writer.writerow(headings)
+        writer.writerows(rows)
 
 
 def check_output(path: Path | None, suffixes: Sequence[str], inputs: Iterable[Any] = ()) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
-from llmcond.errors import no_room
+from llmcond.errors import disk_full_error
 from llmcond.object_stores import is_remote
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Target(NamedTuple):
         if not is_remote(self.uri):
             for file in (file for fragment in fragments for file in fragment.files):
                 if Path(self.uri, "data", file.path).stat().st_size != file.file_size_bytes:
-                    raise no_room()
+                    raise disk_full_error()
         return fragments
 
     def create(self, schema: pa.Schema, fragments: Sequence[FragmentMetadata]) -> Any:

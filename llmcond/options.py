@@ -110,7 +110,9 @@ class Options:
             elif isinstance(value, str):
                 value = spec.parse(value)
             if value is not None and limits[name]:
-                _check_limits(flag, value, limits[name], whole=plain_type(hint) is int)
+                whole = plain_type(hint) is int
+                _check_limits(flag, value, limits[name], whole)
+                value = int(value) if whole else float(value)  # not NumPy's, so that JSON takes it
             if spec.source:
                 check_source(value, spec.source)
             object.__setattr__(self, name, value)

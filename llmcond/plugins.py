@@ -1,10 +1,11 @@
 """Code of a user's own (heads, objectives, metrics, poolings, tasks), run because he named it.
 
 A name is ``my_heads.py:GatedHead`` or ``package.module:GatedHead``. Code is only imported where the
-user named it himself: on the command line, in a TOML file that he named, or from Python. A record
+user named it: on the command line, in a TOML file that was named there, or from Python. A record
 (a head's or a run's folder) that names code gets what was named so before, or an error.
 
-An installed package adds names without a colon by entry points; :func:`find` imports them.
+An installed package adds names without a colon by entry points; :func:`find` imports them, also for
+a record that names one, since the user has installed the package.
 """
 
 from __future__ import annotations

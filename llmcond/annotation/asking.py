@@ -106,7 +106,10 @@ class Asker:
         return [question for question in tried if question is not None]
 
     def _look_up(self, question: Question) -> tuple[Question | None, Any]:
-        """Return the attempt to ask next, if any, and what the answer to the one before says."""
+        """Return the attempt to ask next, or else what the stored answer says.
+
+        Both are None where all attempts have failed.
+        """
         for attempt in range(ATTEMPTS):
             tried = replace(question, attempt=attempt)
             stored = self._journal.get(self._key(tried))

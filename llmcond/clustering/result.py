@@ -94,11 +94,11 @@ class ClusterResult(Displayed):
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints; the labels of texts too, where no file has them."""
-        clusterings = [one.to_json() for one in self.clusterings]
+        values = super().to_json()
         if self.out is None:
-            for one, values in zip(self.clusterings, clusterings, strict=True):
-                values["labels"] = one.labels.tolist()
-        return {**super().to_json(), "clusterings": clusterings}
+            for one, own in zip(self.clusterings, values["clusterings"], strict=True):
+                own["labels"] = one.labels.tolist()
+        return values
 
     def _displayed(self) -> Mapping[str, Any]:
         """Return the texts, the model and the clusters under each condition."""

@@ -54,7 +54,8 @@ class AspectSample:
     """Texts that are measured, with conditions and paired triples (none where none exist).
 
     Attributes:
-        values: for each condition, values that no text of the sample has, the commonest first.
+        values: for each condition, values that no text of the sample has, the commonest first;
+            filled by ``scripts/aspect_samples.py``.
     """
 
     name: str

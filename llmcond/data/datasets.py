@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -309,13 +308,18 @@ def read_columns(
             ValueError, which says what is wrong with the cell.
     """
     found, names = [list[Any]() for _ in columns], list(dict.fromkeys(name for name, _ in columns))
+    # Equal texts, as of a sentence's conditions, are one object.
+    same: dict[Any, Any] = {}
     for file in files:
         problems = Problems(Path(file).name)
         with ReadBar(problems.file) as bar:
             for number, record in enumerate(bar.count(read_records(source, file, names)), 1):
                 for values, (name, read) in zip(found, columns, strict=True):
                     try:
-                        values.append(read(record[name]))
+                        value = read(record[name])
+                        values.append(
+                            same.setdefault(value, value) if type(value) is str else value
+                        )
                     except ValueError as error:
                         problems.add(number, f"{name} {error}")
         problems.raise_if_any()
@@ -326,7 +330,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def cell_text(value: object) -> str:
-    """Return a cell that holds a text; equal texts, as of a sentence's conditions, are one object.
+    """Return a cell that holds a text.
 
     Raises:
         ValueError: it is empty or no text at all; the message says which.
@@ -337,7 +341,7 @@ def cell_text(value: object) -> str:
         raise ValueError(f"is {brief(value)}, not a text")
     if _LONE_SURROGATE.search(value):
         raise ValueError("holds half of a surrogate pair, which is no character")
-    return sys.intern(str(value))
+    return str(value)
 
 
 class Problems:

@@ -46,9 +46,9 @@ TOKENIZER_DECIDES = "tokenizer"
 ENGINE_VERSION = 1
 _FALLBACK_LENGTH = 512
 
-#: What a setting is that nobody has chosen: None in options, and in an identity there is none.
+#: The type of a setting that the user left open: None in options, never in an identity.
 Open = TypeVar("Open")
-#: What a setting is that this machine decides: ``auto`` in options, and never in an identity.
+#: The type of a setting that depends on the machine: "auto" in options, never in an identity.
 Auto = TypeVar("Auto")
 _T = TypeVar("_T")
 
@@ -241,10 +241,10 @@ class Setting(Option):
         settled_default: where no source states it, and in records from before there was such a
             setting.
         settle: how it is settled; None: as the first source has it.
-        absent_with: the setting at whose default records do not have this one, as they have had it
-            not from the start; empty: they have it always.
-        unplain: what is said of an encoder with another value than the default, where it cannot be
-            made of the modules of sentence-transformers; empty: it can.
+        absent_with: name of a setting. While that one has its default, this one is left out of
+            records, as older records lack it. Empty: it is always recorded.
+        unplain: why an encoder with another value than the default cannot be exported as modules
+            of sentence-transformers; empty: it can.
     """
 
     settled_default: Any = dataclasses.MISSING
@@ -459,11 +459,13 @@ class EncoderOptions(EncoderSettings[Literal["auto"], None]):
         return cls(**{name: value for name, value in values.items() if name in names})
 
 
-#: The order of the fields that records have always had.
+#: The fields that every record has, in their order.
 _RECORDED = (
     "weights", "dtype", "quantize", "pooling", "max_length", "normalize", "instruction_format",
     "attention", "pool_over", "special_tokens", "engine",
 )  # fmt: skip
+#: How many of them, from the first, even the oldest records have.
+_N_REQUIRED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -507,7 +509,12 @@ class EncoderIdentity(EncoderSettings[Never, Never]):
             LlmcondError: the record was damaged.
         """
         try:
-            return cls(**values)
+            required = {name: values[name] for name in _RECORDED[:_N_REQUIRED]}
+            return cls(**{**values, **required})
+        except KeyError as error:
+            raise LlmcondError(
+                f"{source} records no encoder identity of ours: {error} is missing."
+            ) from error
         except TypeError as error:
             raise LlmcondError(f"{source} records no encoder identity of ours: {error}.") from error
 

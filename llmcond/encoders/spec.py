@@ -32,8 +32,8 @@ class Router:
 
     The token states h_i of the input are pooled to sum_i w_i h_i, with w the softmax over i of
     cos(h_i - m, q) / (temperature * s). q is the router's own vector; m the mean of the h_i, or 0;
-    s the standard deviation of these cosines over i, or 1. An encoder with a router
-    inside has another formula, and no use for the settings.
+    s the standard deviation of these cosines over i, or 1. An encoder with a router inside has
+    another formula, and no use for the settings.
 
     Attributes:
         text: is encoded by itself, as a plain input.

@@ -198,7 +198,7 @@ class Result(Displayed):
         return found
 
     def scored_json(self, **about: Any) -> dict[str, Any]:
-        """Return the metrics of a single fit as JSON, after what it is of and ``about``."""
+        """Return the result of a single fit as JSON: its identity, ``about``, and its metrics."""
         return {
             **self.identity_json(),
             **about,

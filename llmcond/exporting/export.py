@@ -107,7 +107,7 @@ def _write_plain(
         result = ExportResult(
             out, conditions, chosen_by, modules, dtype, embedder.dim, None, notes, about
         )
-        return _finished(folder, result, embedder, run, wanted)
+        return _finish_export(folder, result, embedder, run, wanted)
 
 
 def _exported_type(embedder: Embedder) -> Dtype:
@@ -221,13 +221,13 @@ def _write_any(run: Path, out: Path, embedder: Embedder) -> ExportResult:
         copy_run(run, embedder, folder)
         write_json(folder / "modules.json", [{"idx": 0, "name": "0", "path": "", "type": _MODULE}])
         _write_settings(folder, {}, None)
-        return _finished(folder, result, embedder, run, wanted)
+        return _finish_export(folder, result, embedder, run, wanted)
 
 
 # -- its card, and trying it out ---------------------------------------------------------------
 
 
-def _finished(
+def _finish_export(
     folder: Path, result: ExportResult, embedder: Embedder, run: Path, wanted: Mapping[str, Vectors]
 ) -> ExportResult:
     """Write the card, and compare with the ``wanted`` vectors if sentence-transformers is there."""

@@ -152,8 +152,9 @@ def extract(
             done = _execute(work, threads, progress)
         else:
             done = execute(work, progress, show_begun)
+        seconds = done.seconds  # before threads are closed, and rows are counted
     n_inputs, n_truncated = work.counts()
-    return Extraction(n_inputs, done.n_added, n_truncated, done.n_tokens, done.seconds)
+    return Extraction(n_inputs, done.n_added, n_truncated, done.n_tokens, seconds)
 
 
 def plan(inputs: Iterable[EncoderInput], *, by_prefix: bool = False) -> list[EncoderInput]:
@@ -213,7 +214,8 @@ class PartEncoder:
         """Return the vectors of a part."""
         if not part.units:
             return self._encoder.encode_counted(part.inputs)
-        if sum(map(len, self._kept)) > _MAX_ROUTERS:
+        # At least those of one window, as each of its parts may need nearly all.
+        if sum(map(len, self._kept)) > max(_MAX_ROUTERS, WINDOW):
             self._kept = {}
         queries: dict[str, Query] = {}
         for texts in dict.fromkeys(part.units.values()):
@@ -286,7 +288,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What became of a part: inputs encoded, of them added, their characters, tokens and time."""
+    """What was committed of a part: inputs, those new in the store, characters, tokens, seconds."""
 
     n_inputs: int = 0
     n_added: int = 0

@@ -55,7 +55,9 @@ def rows_schema(dim: int, dtype: str) -> pa.Schema:
 def rows_table(inputs: Sequence[EncoderInput], encoded: Encoded) -> pa.Table:
     """Return rows of inputs with their vectors, which are in the type they are stored in."""
     cut, vectors = encoded.truncated.tolist(), encoded.vectors
-    keys = [item.key_when_cut if own else item.key for item, own in zip(inputs, cut, strict=True)]
+    keys = [
+        item.key_when_cut if is_cut else item.key for item, is_cut in zip(inputs, cut, strict=True)
+    ]
     columns = [
         pa.array(keys, _KEY),
         pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1]),

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from llmcond.arrays import Gathered
 from llmcond.encoders.settings import EncoderIdentity
 from llmcond.encoders.spec import EncoderInput
-from llmcond.errors import LlmcondError, UserError, is_disk_full, no_room
+from llmcond.errors import LlmcondError, UserError, disk_full_error, is_disk_full
 from llmcond.features.fragments import Fragment, mergeable, row_bytes, rows_schema, rows_table
 from llmcond.features.keys import KEY_BYTES, KeyIndex, StoreDtype
 from llmcond.features.location import (
@@ -332,7 +332,7 @@ class FeatureStore:
     def _check_room(self, rows: pa.Table) -> None:
         # Lance commits a file whose very end could not be written: better not to begin.
         if not self._location.has_room(2 * rows.nbytes + SPARE_BYTES):
-            raise no_room()
+            raise disk_full_error()
 
     def _commit(self, fragments: Sequence[FragmentMetadata], dim: int) -> None:
         if self._dataset is None:

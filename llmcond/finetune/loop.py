@@ -298,7 +298,7 @@ def over_processes(accelerator: Accelerator) -> Shared:
 
 
 def copy_tensors(tensors: Mapping[str, Tensor], prefix: str, into: Mapping[str, Tensor]) -> None:
-    """Overwrite tensors with those of their names behind a prefix."""
+    """Copy ``tensors[prefix + name]`` into each tensor of ``into``."""
     with torch.no_grad():
         for name, value in into.items():
             value.copy_(tensors[f"{prefix}{name}"])

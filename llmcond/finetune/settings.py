@@ -142,8 +142,6 @@ class StageSettings:
             from the same weights.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
-
     then: Literal["dev"] | None = option(
         None,
         help="train on dev too when training has ended; dev is no score then",
@@ -186,8 +184,6 @@ class AspectSettings:
         aspects_texts: texts a step; the last group may exceed it.
         aspects_values: share of the groups whose condition names two to five example values.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     aspects: str | Path | None = option(
         None,

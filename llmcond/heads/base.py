@@ -1,4 +1,4 @@
-"""A head once it is fitted, and how one is loaded."""
+"""Fitted heads, and a cache of the matrices that a hypernetwork generates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,8 +21,6 @@ from llmcond.heads.pairs import Fit
 from llmcond.heads.plain import ACTIVATIONS, DenseLayer, check_features, transform_blocks
 from llmcond.heads.settings import Sizes
 from llmcond.system import choose_device
-
-F = TypeVar("F", bound="Fitted")
 
 
 @dataclass(frozen=True, eq=False)

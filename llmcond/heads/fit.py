@@ -209,7 +209,7 @@ def fit_members(
 ) -> tuple[Any, Fit]:
     """Fit a head, or each head of an ensemble by a seed of its own; return it, and how it went.
 
-    ``fitting`` makes what fits a head from that head's seed.
+    ``fitting`` returns the :class:`Fitting` of one member, given its seed.
     """
     seeds = ((seed + number * _SEED_STEP) % 2**32 for number in range(members))
     fitted = [fitting(member_seed).run(on_epoch) for member_seed in seeds]
@@ -239,7 +239,11 @@ def _check_memory(recipe: Recipe, dims: tuple[int, ...], device: torch.device) -
         module = recipe.family(recipe.settings, *dims)
     n_parameters = sum(value.numel() for value in module.parameters())
     needed = 4 * _COPIES * n_parameters
-    free = free_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    free = free_memory()
+    if device.type != "cpu":
+        # PyTorch keeps what the members fitted before have freed, and gives it to this one.
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + cached
     if needed > free:
         raise UserError(
             f"this head has {n_parameters:,} parameters, which take {needed / 2**30:,.1f} GiB to "

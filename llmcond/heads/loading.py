@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.numpy import load
@@ -12,7 +12,7 @@ from safetensors.numpy import load
 from llmcond.config import build
 from llmcond.errors import UserError
 from llmcond.heads.pairs import Fit
-from llmcond.heads.plain import PLAIN_KINDS, EmbeddingHead, PlainHead
+from llmcond.heads.plain import PLAIN_KINDS, PlainHead
 from llmcond.heads.storage import AGAIN, HeadFiles, damaged_weights, read_head
 from llmcond.records import check_record
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from llmcond.heads.module import HeadModule
 
 F = TypeVar("F", bound="Fitted")
+#: A head that makes embeddings of features.
+EmbeddingHead: TypeAlias = "FittedHead | PlainHead"
 
 
 def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:

@@ -75,8 +75,8 @@ class HeadModule(nn.Module):
         Fitted: the class of a fitted head of this family, a subclass of
             :class:`~llmcond.heads.base.Fitted`; None: :class:`~llmcond.heads.base.FittedHead`,
             which embeds sentences and compares rated pairs.
-        no_recipe: why no recipe makes such a head, as the end of a sentence about it; empty where
-            recipes do.
+        no_recipe: why recipes cannot name this family, worded to follow "a KIND head"; empty where
+            they can.
         generates_matrices: whether it makes a matrix of each condition; see
             :class:`~llmcond.heads.conditioned.Hypernet`.
         multiplies_in_bfloat16: whether all products of sentences' features are made by

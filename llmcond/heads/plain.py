@@ -1,6 +1,6 @@
 """Heads of dense layers, applied by NumPy: what embeds texts needs no torch for them.
 
-Heads of torch share what dense layers and features are checked by.
+PyTorch heads use the same descriptions of layers and the same checks of features.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,6 @@ from llmcond.heads.settings import (
     ProjectionSettings,
     SizedSettings,
 )
-
-if TYPE_CHECKING:
-    from llmcond.heads.base import FittedHead
 
 #: Vectors transformed at a time, so that memory does not grow with their number.
 _BLOCK = 65_536
@@ -171,8 +168,6 @@ def transform_blocks(embed: Callable[[slice], Array], n: int) -> Array:
     return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 
 
-#: A head that makes embeddings of features.
-EmbeddingHead: TypeAlias = "FittedHead | PlainHead"
 _Layers = Sequence[DenseLayer[Array]]
 
 

@@ -13,7 +13,7 @@ from llmcond.errors import UserError, nearest
 from llmcond.heads.module import HeadModule
 from llmcond.heads.settings import ObjectiveSettings, TrainingSettings
 
-#: The kind of a head -> its class. A new one is a new file and a line here.
+#: The kind of a head -> its class. A new one is a class and a line here.
 FAMILIES = {
     "none": "llmcond.heads.dense:Identity",
     "linear": "llmcond.heads.dense:Linear",
@@ -32,8 +32,8 @@ FAMILIES = {
     "no-roles": "llmcond.kinds.dialogue.roles:NoRoles",
 }
 
-#: What a kind begins with that is made of another kind -> the function that makes its class of
-#: that one's class. The other kind's name follows.
+#: Prefix of kinds that wrap another kind, such as ``query-mlp`` -> the function that makes the
+#: wrapping class from the wrapped one.
 PREFIXES = {"query-": "llmcond.kinds.ranking.heads:query_family"}
 
 

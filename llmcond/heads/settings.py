@@ -12,17 +12,17 @@ from llmcond.config import STRICT
 from llmcond.records import RECORD
 
 #: Beyond any use, and below what overflows; its inverse is the least temperature.
-_LARGEST = 1_000_000
+LARGEST = 1_000_000
 
-Count = Annotated[int, Ge(1), Le(_LARGEST)]
+Count = Annotated[int, Ge(1), Le(LARGEST)]
 Size = Annotated[int, Ge(1), Le(65_536)]
 SizeOrNone = Annotated[int, Ge(0), Le(65_536)]
 
 #: Of features and whatever else is counted: beyond any use, and below what overflows.
 RecordedSize = Annotated[int, Ge(0), Le(2**24)]
 
-Weight = Annotated[float, Ge(0), Le(_LARGEST)]
-_Positive = Annotated[float, Ge(1 / _LARGEST), Le(_LARGEST)]
+Weight = Annotated[float, Ge(0), Le(LARGEST)]
+_Positive = Annotated[float, Ge(1 / LARGEST), Le(LARGEST)]
 
 Activation = Literal["none", "relu", "gelu", "tanh"]
 
@@ -204,5 +204,5 @@ class Sizes:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
-    dim_in: RecordedSize
+    dim_in: Annotated[int, Ge(1), Le(2**24)]
     dim_condition: RecordedSize = 0

@@ -1,6 +1,6 @@
 """A fitted head on disk: a folder with head.json and its weights in safetensors, never a pickle.
 
-Importing this module imports no torch; :mod:`llmcond.heads.base` makes modules of what is read.
+Importing this module imports no torch; :mod:`llmcond.heads.loading` makes modules of what is read.
 """
 
 from __future__ import annotations

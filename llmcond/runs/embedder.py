@@ -16,7 +16,8 @@ from llmcond.encoders import resolve_base
 from llmcond.errors import UserError
 from llmcond.features.view import Part, View
 from llmcond.heads.guide import Guide, apply_guides, fit_guide
-from llmcond.heads.plain import ZERO_SHOT, EmbeddingHead, PlainHead
+from llmcond.heads.loading import EmbeddingHead
+from llmcond.heads.plain import ZERO_SHOT, PlainHead
 from llmcond.prompts import Prompt
 from llmcond.runs import SavedEmbeddingHead
 from llmcond.runs.comparing import Comparing, Vectors, checked_texts, one_text

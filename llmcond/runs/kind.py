@@ -2,7 +2,8 @@
 
 Every command works for every kind. Where kinds differ, a command asks the run's :class:`Kind`, and
 nothing else in the package knows which kinds there are. Rated pairs are the core of the package;
-other kinds live in folders of their own under ``llmcond/kinds/``, which no other module imports.
+other kinds live in folders of their own under ``llmcond/kinds/``. They are imported by the commands
+``complete`` and ``reply`` only, which are for one kind each.
 
 A package adds a kind by an entry point of the group ``llmcond.kinds`` that names a subclass; a
 file of the user's own registers one by :func:`llmcond.register`.

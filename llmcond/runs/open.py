@@ -33,8 +33,8 @@ def run_of(folder: Path, manifest: dict[str, Any]) -> AnyRun:
         if is_plugin(name):
             raise
         raise LlmcondError(
-            f"{folder / 'run.json'} has kind = {name!r}: {error} It was "
-            "damaged, a newer version wrote it, or the package of that kind is not installed."
+            f"{folder / 'run.json'} has kind = {name!r}: {error} Either the file "
+            "was damaged, a newer version wrote it, or the package of that kind is not installed."
         ) from error
     return kind.run(folder, manifest)
 

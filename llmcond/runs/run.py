@@ -3,7 +3,8 @@
 ``run.json`` says which encoder, data and prompts; the data lies beside it, rows by split in
 ``rows.parquet``; ``features/`` is the store, unless run.json says where else it is; ``heads/`` the
 fitted heads. A run belongs to one encoder and one data set for good; prompts and heads are added to
-it. Here is what all runs have; ``task_runs.py`` has those of each kind of task.
+it. Here is what all runs have. Runs of rated pairs are in ``task_runs.py``, those of other kinds of
+task in ``kinds/``.
 """
 
 from __future__ import annotations
@@ -281,9 +282,10 @@ class AnyRun(ABC):
         Raises:
             UserError: as :meth:`prompt`, or a prompt named twice.
         """
-        separate = [prompt for prompt in self.prompts().values() if prompt.separate]
-        if names is None and features in ("separate", "alone") and len(separate) == 1:
-            return (separate[0],)
+        if names is None and features in ("separate", "alone"):
+            separate = [prompt for prompt in self.prompts().values() if prompt.separate]
+            if len(separate) == 1:
+                return (separate[0],)
         if names is None or "+" not in names:
             return (self.prompt(names),)
         if "" in names.split("+"):

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 from llmcond.errors import UserError
 from llmcond.evaluation.results import default_name
 from llmcond.features.view import View
-from llmcond.heads.plain import ZERO_SHOT, EmbeddingHead, PlainHead
+from llmcond.heads.loading import EmbeddingHead
+from llmcond.heads.plain import ZERO_SHOT, PlainHead
 from llmcond.metrics import metric_of
 from llmcond.records import check_record
 from llmcond.runs.manifest import FittedOn

@@ -59,17 +59,7 @@ Weighted = str | Mapping[str, float]
 
 
 class SearchOptions(TypedDict, total=False):
-    """What a search may be given besides a query, a condition and k.
-
-    Attributes:
-        where: a filter on the columns in a small part of SQL, such as
-            ``kind = 'news' AND year > 2020``; see docs/search.md.
-        rerank: where the model encodes each text together with the condition, encode only so many
-            texts, those nearest without a condition; then the result is not exact.
-        explain: add each hit's score under each condition and under none, and its rank there.
-        prepare: whether texts are encoded under a condition that the index holds no vectors of; by
-            default they are.
-    """
+    """The options of :meth:`Index.search`, which has their meanings and defaults."""
 
     where: str | None
     rerank: int | None
@@ -415,9 +405,12 @@ class Index:
     def _with_recorded_values(self, conditions: Sequence[str]) -> list[str]:
         """Return conditions; those given as a text alone with the values recorded for the text."""
         recorded = read_json(self.folder / "index.json").get("values", {})
-        plain = (one in recorded and not isinstance(one, Condition) for one in conditions)
-        pairs = zip(conditions, plain, strict=True)
-        return [Condition(one, recorded[one]) if is_plain else one for one, is_plain in pairs]
+        return [
+            Condition(one, recorded[one])
+            if one in recorded and not isinstance(one, Condition)
+            else one
+            for one in conditions
+        ]
 
     def _store(self) -> FeatureStore:
         """Return where vectors are until the texts that are encoded are all there."""
@@ -490,7 +483,15 @@ class Index:
     ) -> list[Hits]: ...
 
     def search(
-        self, query: Any, condition: Weighted, k: int = 10, **options: Unpack[SearchOptions]
+        self,
+        query: Any,
+        condition: Weighted,
+        k: int = 10,
+        *,
+        where: str | None = None,
+        rerank: int | None = None,
+        explain: bool = False,
+        prepare: bool = True,
     ) -> Hits | list[Hits]:
         """Return the k texts nearest to a query under a condition; of several queries, a list.
 
@@ -500,7 +501,12 @@ class Index:
                 A text alone has the values that the index records for it (:meth:`prepare`), a
                 :class:`llmcond.Condition` its own.
             k: hits; all texts if there are fewer.
-            options: the fields of :class:`SearchOptions`.
+            where: a filter on the columns in a small part of SQL, such as
+                ``kind = 'news' AND year > 2020``; see docs/search.md.
+            rerank: where the model encodes each text together with the condition, encode only so
+                many texts, those nearest without a condition; then the result is not exact.
+            explain: add each hit's score under each condition and under none, and its rank there.
+            prepare: whether texts are encoded under a condition that the index holds no vectors of.
 
         Raises:
             UserError: an empty query or condition, k below 1, a filter that cannot be applied,
@@ -508,6 +514,9 @@ class Index:
                 would have to be encoded and ``prepare`` is False.
         """
         queries = [query] if isinstance(query, str) else list(query)
+        options: SearchOptions = {
+            "where": where, "rerank": rerank, "explain": explain, "prepare": prepare
+        }  # fmt: skip
         found = self.plan_search(queries, condition, k, **options)()
         return found[0] if isinstance(query, str) else found
 

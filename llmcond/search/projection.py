@@ -22,7 +22,8 @@ from llmcond.arrays import Array, Dense, Gathered, Matrix
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError, brief
 from llmcond.features.view import Part, View
-from llmcond.heads.plain import ACTIVATIONS, EmbeddingHead, PlainHead
+from llmcond.heads.loading import EmbeddingHead
+from llmcond.heads.plain import ACTIVATIONS, PlainHead
 from llmcond.prompts import Prompt
 from llmcond.prompts import template as templates
 from llmcond.runs.embedder import unit_length

@@ -150,13 +150,16 @@ class Batcher:
     def _run(self) -> None:
         while pieces := self._take():
             began = time.perf_counter()
+            function = pieces[0][0].call
             try:
-                if (function := pieces[0][0].call) is not None:
+                if function is not None:
                     pieces[0][0].settle(function())
-                    continue
-                self._finish(pieces)
+                else:
+                    self._finish(pieces)
             except Exception as error:
                 self._one_by_one(pieces, error)
+            if function is not None:
+                continue
             ended = time.perf_counter()
             self._patient_until = ended + _PATIENCE * (ended - began) * (len(pieces) > 1)
 

@@ -68,7 +68,7 @@ class ServedModel:
         return Encoded(similarities, none, none.astype(bool), 0)
 
     def ready_row(self) -> Row:
-        """Return a row to try it by, at first and to tell whether the server is ready."""
+        """Return a row that is encoded before the first request, and by each check of readiness."""
         return ("ready",) * (2 if isinstance(self.model, Embedder) else 3)
 
     def describe(self) -> dict[str, Any]:

@@ -117,7 +117,10 @@ def trained_prompts(folder: Path) -> dict[str, str]:
 
 
 def finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the summary of a training that has ended in a folder, which is logged; else None."""
+    """Return the summary of a training that has ended in a folder; None where there is none.
+
+    That it is used again is logged.
+    """
     if not folder.exists():
         return None
     if not folder.is_dir():

@@ -78,7 +78,7 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
     for the one that ``keep`` asks for. The results are kept in the run as ``compare-prompts.json``.
 
     Raises:
-        UserError: as :func:`extract` and :func:`llmcond.workflows.fit_head`; a prompt that makes
+        UserError: as :func:`extract` and :func:`llmcond.fit_head`; a prompt that makes
             rows of different conditions the same; a report that cannot be written.
         LlmcondError: every fit failed.
     """
@@ -91,7 +91,7 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
     asked = options.part(CompareOptions)
     asked = replace(asked, heads=asked.heads or task.heads)
     recipes = _recipes(asked.heads, asked.set or {}, task.recipes)
-    usable, left_out, baseline = _extracted(options, existing, task, recipes)
+    usable, left_out, baseline = _extract_prompts(options, existing, task, recipes)
     run = open_any_run(folder)
     metrics = choose_metrics(run.task.metrics, asked.metric)
     split = run.scored_split(asked.split)
@@ -136,13 +136,16 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
     return comparison
 
 
-def _extracted(
+def _extract_prompts(
     options: ComparePromptsOptions,
     run: AnyRun | None,
     task: AnyTask[Any],
     recipes: Sequence[Recipe],
 ) -> tuple[list[Prompt], dict[str, str], str]:
-    """Check and extract the prompts; return them, why not of the others, and the baseline."""
+    """Check and extract the prompts.
+
+    Return those that the encoder can use, why the others are left out, and the baseline.
+    """
     named = [load_prompt(name) for name in options.prompts]
     _check_different(named)
     resolved = resolve(options.model, options.encoder_options())

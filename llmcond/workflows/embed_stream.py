@@ -96,7 +96,7 @@ class StreamModel:
         """Return everything of it that decides the embeddings."""
         identity = self._model.identity
         return {
-            "encoder": identity["encoder"],  # the first key of records, which keep their order
+            "encoder": identity["encoder"],  # first, as in earlier records
             "store_dtype": self._model.run.manifest["store_dtype"],
             **identity,
             "normalize": self.normalize,

@@ -165,19 +165,6 @@ def _check_options(run: AnyRun, asked: EvaluateOptions) -> None:
                 )
 
 
-def _chosen(
-    run: Run, names: Sequence[str], split: str | None
-) -> tuple[list[SavedHead], list[Prompt]]:
-    """Return the heads that are scored, and the prompts of which zero-shot is."""
-    if run.cross:
-        if names:
-            raise UserError(
-                f"{run.folder} holds a cross-encoder, which is scored by itself. Leave out --head."
-            )
-        return [], []
-    return asked_for(run, names, split)
-
-
 def ranked_data(run: Any, asked: EvaluateOptions) -> tuple[Any, str, str]:
     """Return the data of a run whose answers are ranked, their split, and what results call it.
 

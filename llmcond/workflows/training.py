@@ -165,6 +165,10 @@ class RankingJob(Job):
     view: View
 
     @classmethod
+    def check_data(cls, dataset: Data, task: AnyTask[Any]) -> None:
+        """Raise a UserError for data that this job cannot train on."""
+
+    @classmethod
     def of(
         cls,
         asked: TrainLoraOptions,
@@ -182,6 +186,7 @@ class RankingJob(Job):
         recipe, prompts, start = chosen_head(asked, task, load, check)
         tuning = tune_settings(asked.tune_settings(), recipe)
         dataset = read_data(task, asked.data_options())
+        cls.check_data(dataset, task)
         model, merge = asked.model, asked.merge
         resolved = resolve_trainable(model, asked.encoder_options(), tuning, merge)
         if not prompts:

@@ -137,6 +137,7 @@ def test_limits_are_checked_where_options_are_made(given, message):
         _Paint(wall="w", **given)
     kept = _Paint(wall="w", layers=np.int64(9), thickness=0)
     assert (kept.layers, kept.thickness) == (9, 0)
+    assert (type(kept.layers), type(kept.thickness)) == (int, float)  # as JSON takes them
     annotation = inspect.signature(verb(_Paint)).parameters["layers"].annotation
     assert annotation == "int | None"
 

@@ -31,7 +31,6 @@ def encoder_of(folder: Path, shape: str, dtype: str, **options: object) -> Encod
     return Encoder(Bench("cuda:0", folder).resolve(shape, dtype, **options))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("routed", [False, True])
 @pytest.mark.parametrize("shape", ["minilm", "mistral-7b"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -118,7 +117,6 @@ def test_an_encoder_and_its_batches_leave_no_memory_behind(gpu: StandIn, tmp_pat
     assert gpu.used[0] == 0
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("quantize", ["none", "8bit", "4bit"])
 @pytest.mark.parametrize("shape", ["minilm", "qwen2-7b", "nv-embed-v2"])
 def test_weights_take_the_bytes_that_are_reckoned_with(
@@ -168,7 +166,6 @@ def test_memory_that_pytorch_keeps_is_free(gpu: StandIn, monkeypatch: pytest.Mon
 # -- several GPUs, older ones ------------------------------------------------------------------
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kind", "dtype", "device"),
     [
@@ -225,7 +222,6 @@ def test_quantised_weights_are_not_placed_on_the_cpu(
             Encoder(resolved)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("capability", "dtype", "kernel"),
     [

@@ -9,8 +9,8 @@ import pytest
 
 import llmcond
 from llmcond.encoders import EncoderOptions
-from llmcond.encoders.settings import CHOICES, MODEL_SETTINGS, STATED
-from llmcond.errors import UserError
+from llmcond.encoders.settings import CHOICES, MODEL_SETTINGS, STATED, EncoderIdentity
+from llmcond.errors import LlmcondError, UserError
 from llmcond.options import option_of
 
 
@@ -21,6 +21,17 @@ def test_load_encoder_takes_every_option_by_keyword():
     assert {p.kind for p in parameters[1:]} == {inspect.Parameter.KEYWORD_ONLY}
     for field in fields(EncoderOptions):
         assert f"{field.name}: {option_of(field).help}" in llmcond.load_encoder.__doc__
+
+
+@pytest.mark.parametrize("name", ["weights", "quantize", "instruction_format", "attention"])
+def test_a_record_without_what_all_have_is_damaged(name):
+    options = {"dtype": "float32", "quantize": "none", "pooling": "mean", "max_length": 8}
+    options |= {"normalize": True, "instruction_format": "", "attention": "bidirectional"}
+    recorded = EncoderIdentity(weights="sha256:0", **options).to_json()
+    assert EncoderIdentity.from_json(recorded, "run.json").to_json() == recorded
+    del recorded[name]
+    with pytest.raises(LlmcondError, match=f"run.json records no .* of ours: '{name}' is missing"):
+        EncoderIdentity.from_json(recorded, "run.json")
 
 
 @pytest.mark.parametrize("name", CHOICES)

@@ -488,7 +488,10 @@ def test_ticks_do_not_run_into_each_other(x, log_x, drawn, tmp_path):
 
 
 def test_curves_are_drawn_along_x_with_their_intervals(drawn, tmp_path):
-    series = {"a": [(30, 3, 2, 4), (10, 1, 0, 2), (20, 2, 1, 3)], "b": [(5, 2, 1, 4)]}
+    series = {
+        "a": [(30, 3, 2, 4), (10, 1, 0, 2), (20, 2, 1, 3), (10, 1, 0, 2)],
+        "b": [(5, 2, 1, 4)],
+    }
     plot_curve(series, tmp_path / "figure.png", "x", "y")
     (axes,) = drawn[0].axes
     assert [line.get_xydata().tolist() for line in axes.lines] == [

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from helpers.vectors import unit
 from safetensors.numpy import save_file
 from sklearn.linear_model import Ridge
 
@@ -15,10 +16,6 @@ RNG = np.random.default_rng(0)
 KINDS = np.arange(120) % 3
 POINTS = (RNG.normal(size=(120, 40)) + 2 * np.eye(3, 40)[KINDS]).astype(np.float32)
 LABELS = [f"kind {kind}" for kind in KINDS[:48]]
-
-
-def unit(vectors):
-    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
 def share_nearest(vectors):

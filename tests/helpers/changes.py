@@ -1,8 +1,9 @@
-"""Which scripts may have changed: tests of a script are left out where nothing it uses did.
+"""Find scripts that may have changed, so that tests of all other scripts can be left out.
 
 Git compares the working tree with the commit twenty commits ago. A script uses its own file, the
 scripts and the modules of llmcond that it imports, and everything in ``scripts/`` that is not
-Python. What those modules import in turn is not looked at: such a change is found by ``--all``.
+Python. Its tests also use ``tests/helpers/`` and ``tests/conftest.py``. What the modules import in
+turn is not looked at: such a change is found by ``--all``.
 """
 
 import ast
@@ -45,8 +46,20 @@ def used_files(root: Path, script: str) -> frozenset[str]:
         if (root / f"scripts/{name}.py").exists():
             files |= used_files(root, name)
         elif module.partition(".")[0] == "llmcond":
-            files |= {f"{name}.py", f"{name}/__init__.py"}
+            files |= {f"{name}.py", f"{name}/__init__.py", *_home(root / f"{name}.py")}
     return frozenset(files)
+
+
+def _home(path: Path) -> Iterator[str]:
+    """Yield the module that a package's stub names for one of its lazy names, if there is a stub.
+
+    ``path`` is what the name would be as a module: ``llmcond/heads/FittedHead.py``.
+    """
+    stub = path.with_name("__init__.pyi")
+    if stub.exists():
+        for node in ast.parse(stub.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom) and path.stem in (own.name for own in node.names):
+                yield f"{str(node.module).replace('.', '/')}.py"
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
@@ -71,5 +84,9 @@ def may_have_changed(root: Path, scripts: tuple[str, ...], test: str) -> bool:
     if changed is None:
         return True
     used = {test, *PACKAGING}.union(*(used_files(root, script) for script in scripts))
-    data = any(path.startswith("scripts/") and not path.endswith(".py") for path in changed)
-    return data or not changed.isdisjoint(used)
+    shared = any(
+        path.startswith(("tests/helpers/", "tests/conftest"))
+        or (path.startswith("scripts/") and not path.endswith(".py"))
+        for path in changed
+    )
+    return shared or not changed.isdisjoint(used)

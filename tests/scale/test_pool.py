@@ -120,6 +120,7 @@ print(found)
 """
 
 
+@pytest.mark.usefixtures("actors_import_helpers")
 def test_ray_is_started_here_for_its_owner_alone_and_ended(tmp_path):
     command = [sys.executable, "-c", ALONE, str(tmp_path), STRANGER]
     environment = {name: own for name, own in os.environ.items() if not name.startswith("RAY_")}

@@ -3,8 +3,8 @@
 import json
 import math
 from dataclasses import replace
-from importlib import import_module
 
+import aspect_samples
 import numpy as np
 import pytest
 from aspect_figures import (
@@ -16,7 +16,6 @@ from aspect_figures import (
     measure_labels,
     needed_rows,
 )
-from helpers.paths import ROOT
 
 from llmcond.data.aspects import (
     AspectSample,
@@ -28,8 +27,6 @@ from llmcond.data.aspects import (
 )
 from llmcond.errors import UserError
 from llmcond.metrics import Estimate
-
-pytestmark = pytest.mark.script("bench_aspects")
 
 COLOURS, SIZES = ("red", "green", "blue"), ("small", "large", "huge", "tiny")
 
@@ -44,16 +41,9 @@ def texts(copies=4):
 
 
 @pytest.fixture(scope="module")
-def script():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "scripts")
-        yield import_module("aspect_samples")
-
-
-@pytest.fixture(scope="module")
-def sample(script):
+def sample():
     wordings = {key: ConditionWordings(f"the {key}") for key in ("colour", "size")}
-    return script.draw_sample(AspectSample("made", texts(), wordings), n_triples=200)
+    return aspect_samples.draw_sample(AspectSample("made", texts(), wordings), n_triples=200)
 
 
 def vectors(sample, make):
@@ -176,15 +166,15 @@ def test_every_triple_drawn_is_valid_and_another(sample):
     assert not is_valid(Triple(0, 0, 1, "colour", "size"), sample.texts)
 
 
-def test_the_same_seed_draws_the_same(script, sample):
+def test_the_same_seed_draws_the_same(sample):
     whole = AspectSample("made", texts(), sample.conditions)
-    assert script.draw_sample(whole, n_triples=200) == sample
-    assert script.draw_sample(whole, n_triples=200, seed=1).triples != sample.triples
+    assert aspect_samples.draw_sample(whole, n_triples=200) == sample
+    assert aspect_samples.draw_sample(whole, n_triples=200, seed=1).triples != sample.triples
 
 
-def test_triples_stay_within_a_group_and_a_number_of_texts(script, sample):
+def test_triples_stay_within_a_group_and_a_number_of_texts(sample):
     whole = AspectSample("made", texts(20), sample.conditions)
-    drawn = script.draw_sample(whole, same_group=True, n_triples=100, n_texts=30)
+    drawn = aspect_samples.draw_sample(whole, same_group=True, n_triples=100, n_texts=30)
     assert (len(drawn.texts), len(drawn.triples)) == (30, 100)
     for triple in drawn.triples:
         assert (
@@ -192,10 +182,10 @@ def test_triples_stay_within_a_group_and_a_number_of_texts(script, sample):
         )
 
 
-def test_nested_conditions_have_no_triples_but_texts(script, sample):
+def test_nested_conditions_have_no_triples_but_texts(sample):
     items = [AspectText(str(i), {"part": str(i % 9), "whole": str(i % 3)}) for i in range(90)]
     wordings = {key: ConditionWordings(key) for key in ("part", "whole")}
-    drawn = script.draw_sample(AspectSample("nested", items, wordings), n_texts=60)
+    drawn = aspect_samples.draw_sample(AspectSample("nested", items, wordings), n_texts=60)
     assert (len(drawn.texts), list(drawn.triples)) == (60, [])
     figures = measure(drawn, blind(drawn))
     assert math.isnan(figures.accuracy.value)
@@ -215,34 +205,34 @@ def write(folder, values, name="made.json"):
     (folder / name).write_text(json.dumps(values))
 
 
-def test_triples_are_taken_as_the_file_has_them(script, tmp_path):
+def test_triples_are_taken_as_the_file_has_them(tmp_path):
     values = as_json()
     write(tmp_path, values)
     kept = [item for item in values["texts"] if item["attrs"]["size"] != "huge"]
     triple = [0, 4, 12, "colour", "size"]  # red small; red large; green small
     write(tmp_path / "triples", {**values, "texts": kept, "triples": [triple]})
-    (sample,) = script.read_samples(tmp_path)
+    (sample,) = aspect_samples.read_samples(tmp_path)
     assert sample.triples == [Triple(*triple)]
     assert len(sample.texts) == 36
     assert sample.values == {"colour": [], "size": ["huge"]}
-    assert len(script.limited(sample, 1).texts) == 3
+    assert len(aspect_samples.limited(sample, 1).texts) == 3
 
 
-def test_example_values_are_words_that_no_text_measured_has(script, tmp_path):
+def test_example_values_are_words_that_no_text_measured_has(tmp_path):
     values = as_json()
     sizes = ("very_large", '"next week"', '{"hour": 9}', "", "x" * 40, "very_large")
     more = [{"text": "more", "attrs": {"size": size}} for size in sizes]
     write(tmp_path, {**values, "texts": [*values["texts"], *more]})
     write(tmp_path / "triples", {**values, "triples": [[0, 4, 16, "colour", "size"]]})
-    (sample,) = script.read_samples(tmp_path)
+    (sample,) = aspect_samples.read_samples(tmp_path)
     assert sample.values == {"colour": [], "size": ["very large", "next week"]}
 
 
-def test_triples_alone_are_of_the_texts_of_the_set(script, tmp_path):
+def test_triples_alone_are_of_the_texts_of_the_set(tmp_path):
     write(tmp_path, as_json())
     triple = dict(zip("axycd", (0, 4, 16, "colour", "size"), strict=True))
     write(tmp_path / "triples", {"triples": [triple]})
-    (sample,) = script.read_samples(tmp_path)
+    (sample,) = aspect_samples.read_samples(tmp_path)
     assert (len(sample.texts), len(sample.triples)) == (48, 1)
 
 
@@ -252,15 +242,16 @@ def test_values_may_be_numbers_and_empty_and_missing():
     assert [text.attributes for text in sample.texts] == [{"n": "1"}, {"n": ""}]
 
 
-def test_a_wording_that_is_missing_is_the_noun_phrase(script):
+def test_a_wording_that_is_missing_is_the_noun_phrase():
     wordings = ConditionWordings("the colour of it", "Which colour?", ("its colour", "the colour"))
-    assert [script.say(wordings, wording) for wording in script.WORDINGS] == [
+    assert [aspect_samples.say(wordings, wording) for wording in aspect_samples.WORDINGS] == [
         "the colour of it",
         "Which colour?",
         "its colour",
         "its colour",
     ]
-    assert {script.say(ConditionWordings("c"), wording) for wording in script.WORDINGS} == {"c"}
+    said = {aspect_samples.say(ConditionWordings("c"), own) for own in aspect_samples.WORDINGS}
+    assert said == {"c"}
 
 
 def changed(key, value):
@@ -287,19 +278,19 @@ def changed(key, value):
         (changed("triples", [[0, 16, 4, "colour", "size"]]), "triples[0] is no paired triple"),
     ],
 )
-def test_a_damaged_file_says_what_is_wrong(script, values, said, tmp_path):
+def test_a_damaged_file_says_what_is_wrong(values, said, tmp_path):
     write(tmp_path, values)
     with pytest.raises(UserError, match=r"made\.json") as error:
-        script.read_samples(tmp_path)
+        aspect_samples.read_samples(tmp_path)
     assert said in str(error.value)
 
 
-def test_a_folder_without_the_set_says_so(script, tmp_path):
+def test_a_folder_without_the_set_says_so(tmp_path):
     with pytest.raises(UserError, match="holds no data set"):
-        script.read_samples(tmp_path)
+        aspect_samples.read_samples(tmp_path)
     write(tmp_path, as_json())
     with pytest.raises(UserError, match=r"has no set 'mad'\. Did you mean 'made'"):
-        script.read_samples(tmp_path, ["mad"])
+        aspect_samples.read_samples(tmp_path, ["mad"])
     (tmp_path / "made.json").write_text("[")
     with pytest.raises(UserError, match="not a readable JSON file"):
-        script.read_samples(tmp_path)
+        aspect_samples.read_samples(tmp_path)

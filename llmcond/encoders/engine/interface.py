@@ -46,7 +46,7 @@ class Routes:
     Attributes:
         queries: (k, dim) the routers' vectors, as they leave the encoder's own pooling: a tensor,
             which has gradients in training, or an array.
-        router: one of them.
+        router: one of the routers, for the settings that all of them share.
     """
 
     queries: Any

@@ -9,7 +9,7 @@ scores them is a callable.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ MOST_SCORES = 2**24
 
 @dataclass(frozen=True)
 class Asked:
-    """What follows h turns: queries that figures are told for by themselves.
+    """Queries after h turns, which get figures of their own.
 
     Attributes:
         history: h.
@@ -333,11 +333,12 @@ class Drawn:
     """Utterances of other dialogues, drawn without replacement.
 
     Attributes:
-        same_depth: whether only those are drawn that follow as many turns in theirs.
+        same_depth: whether to draw only utterances with the same number of turns before them.
         size: how many, as far as there are.
     """
 
     same_depth: bool
+    _: KW_ONLY
     size: int = POOL_SIZE
     seed: int = 0
 

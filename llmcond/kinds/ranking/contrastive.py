@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from llmcond.arrays import Positions
 from llmcond.config import STRICT
-from llmcond.heads.settings import Weight
+from llmcond.heads.settings import LARGEST, Weight
 
 #: Scores, (m, k), and a mask of the same shape that is true where one is left out.
 Masked = tuple[Tensor, Tensor]
@@ -50,7 +50,7 @@ class ContrastSettings:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
-    temperature: Annotated[float, Gt(0), Le(1_000_000)] = 0.05
+    temperature: Annotated[float, Gt(0), Le(LARGEST)] = 0.05
     learn_temperature: bool = True
     margin: Weight = 0.02
     directions: Literal["both", "query"] = "both"
@@ -58,7 +58,7 @@ class ContrastSettings:
     self_negatives: bool = True
     queue: Annotated[int, Ge(0), Le(1_000)] = 0
     queue_weight: Weight = 0.5
-    random_candidates: Annotated[int, Ge(0), Le(1_000_000)] = 0
+    random_candidates: Annotated[int, Ge(0), Le(LARGEST)] = 0
     relation_negatives: Annotated[int, Ge(0), Le(1_000)] = 0
 
 

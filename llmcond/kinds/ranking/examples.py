@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from llmcond.runs.predictors import AnyPredictor
 _DEV_QUERIES = 1_000
 
 
+@cache
 def no_head(dim: int, reads_joint: bool) -> FittedQueryHead:
     """Return the head of zero-shot: features (n, dim) of length 1 as they are, for cosines."""
     recipe = load_recipe("none", "kgc")
@@ -167,7 +168,7 @@ class QueryExamples(Examples):
         return head.queries(sentences, conditions), head.candidates()
 
     def head(self, predictor: AnyPredictor, features: QueryFeatures) -> FittedQueryHead:
-        """Return a predictor's head on what heads read; that of zero-shot gives features back."""
+        """Return a predictor's head, bound to features; zero-shot returns them as they are."""
         head: FittedQueryHead = predictor.head
         if not predictor.is_fitted:
             head = no_head(features.arrays.dims[0], predictor.view.features != "separate")

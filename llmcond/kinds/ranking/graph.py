@@ -29,6 +29,9 @@ Triples = NDArray[np.int32]
 Numbers = NDArray[np.integer[Any]]
 Positions = NDArray[np.int64]
 
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
 #: File names of a split, without their suffix.
 _SPLIT_FILES = {"train": ("train",), "dev": ("dev", "valid", "validation"), "test": ("test",)}
 #: Tables of names, perhaps with descriptions: our own format, KG-BERT's, StAR's, SimKGC's. What
@@ -48,9 +51,6 @@ _EXPECTED = (
     "Expected a folder with train, valid (or dev) and test (.tsv or .txt: head, relation, tail), "
     "and entities and relations (.tsv or .txt: id, text or name and description)."
 )
-
-if TYPE_CHECKING:
-    from scipy.sparse import csr_array
 #: What parts name and description in a table that has them in one column, as StAR and KG-BERT do.
 _SEPARATORS = (" -- ", ", ")
 #: SimKGC's limit for the descriptions of FB15k-237, in words.
@@ -395,7 +395,8 @@ def with_others(graph: Graph, source: Any, split: str | None = None) -> tuple[Gr
         known = dict.fromkeys(kind.ids)
         what = "relations" if column else "entities"
         _check_known(lines, {OTHERS: path}, column, known, what, "the run's graph")
-    triples = _distinct(lines[OTHERS], graph.entities.ids, graph.relations.ids)
+    entities, relations = _numbers(graph.entities.ids), _numbers(graph.relations.ids)
+    triples = _distinct(lines[OTHERS], entities, relations)
     twice = len(lines[OTHERS]) - len(triples)
     if twice:
         log.info(f"{path.name}: triples that are there before, counted once: {twice:,}")
@@ -415,7 +416,8 @@ def _numbered(
 ) -> Graph:
     """Return a graph of names and texts, of texts of both directions, and of distinct triples."""
     found = [split for split in SPLITS if split in lines]
-    splits = {split: _distinct(lines[split], entities, relations) for split in found}
+    to_entity, to_relation = _numbers(entities), _numbers(relations)
+    splits = {split: _distinct(lines[split], to_entity, to_relation) for split in found}
     names, texts = (list(own) for own in zip(*entities.values(), strict=True))
     forward = [text for text, _ in relations.values()]
     backward = [inverse or f"inverse {text}" for text, inverse in relations.values()]
@@ -427,14 +429,15 @@ def _numbered(
     )
 
 
+def _numbers(names: Iterable[str]) -> dict[str, int]:
+    return {name: i for i, name in enumerate(names)}
+
+
 def _distinct(
-    lines: Iterable[tuple[str, ...]], entities: Iterable[str], relations: Iterable[str]
+    lines: Iterable[tuple[str, ...]], entities: Mapping[str, int], relations: Mapping[str, int]
 ) -> Triples:
     """Return the distinct triples of some lines as numbers, each where it comes first."""
-    to_entity, to_relation = (
-        {key: i for i, key in enumerate(own)} for own in (entities, relations)
-    )
-    numbers = ((to_entity[h], to_relation[r], to_entity[t]) for h, r, t in lines)
+    numbers = ((entities[h], relations[r], entities[t]) for h, r, t in lines)
     return np.array(list(dict.fromkeys(numbers)), dtype=np.int32)
 
 

@@ -85,19 +85,19 @@ class FittedQueryHead(Fitted):
     data: QueryFeatures | None = None
 
     @property
-    def _heads(self) -> list[QueryHead]:
+    def heads(self) -> list[QueryHead]:
         """The module's heads, of which an ensemble has several."""
         return members_of(self.module)
 
     @property
     def dim_out(self) -> int:
         """Return the size of the embeddings."""
-        return sum(head.dim_out for head in self._heads)
+        return sum(head.dim_out for head in self.heads)
 
     @property
     def n_relations(self) -> int:
         """Return R, of relations in one direction."""
-        return self._heads[0].n_relations
+        return self.heads[0].n_relations
 
     def check(self, dims: tuple[int, int, int]) -> None:
         """Check the sizes of a graph's features, see :attr:`QueryArrays.dims`.
@@ -137,9 +137,9 @@ class FittedQueryHead(Fitted):
         for start in range(0, len(rows), _BLOCK):
             own, by = rows[start : start + _BLOCK], which[start : start + _BLOCK]
             with torch.inference_mode():
-                x = data.heads(own, by, self._heads[0].reads_joint, settings.neighbours)
+                x = data.heads(own, by, self.heads[0].reads_joint, settings.neighbours)
                 seen = data.relations, torch.from_numpy(by)
-                blocks.append(_side_by_side([head.query(x, *seen) for head in self._heads]))
+                blocks.append(_side_by_side([head.query(x, *seen) for head in self.heads]))
         return np.concatenate(blocks)
 
     def candidates(self) -> Matrix:
@@ -166,7 +166,7 @@ class _Candidates(Matrix):
             part = which[start : start + _BLOCK]
             with torch.inference_mode():
                 x = self._data.entities(part, self._head.settings.neighbours)
-                parts = [head.candidate(x) for head in self._head._heads]
+                parts = [head.candidate(x) for head in self._head.heads]
                 found[start : start + _BLOCK] = _side_by_side(parts)
         return found
 

@@ -13,6 +13,7 @@ from llmcond.kinds.ranking.inputs import QueryInputs
 from llmcond.kinds.ranking.model import GraphInputs, QueryModel, check_recipe
 from llmcond.kinds.ranking.task import RankingTask
 from llmcond.runs.trials import sized
+from llmcond.tasks import AnyTask, Data
 from llmcond.workflows.account import TrainingResult
 from llmcond.workflows.options.training import TrainLoraOptions
 from llmcond.workflows.training import Parts, RankingJob, train
@@ -28,10 +29,7 @@ def train_queries(asked: TrainLoraOptions, task: RankingTask[Any]) -> TrainingRe
         UserError: wrong input, or a head with settings that are of cached features only.
         LlmcondError: the encoder cannot be loaded or trained.
     """
-    job = _QueryJob.of(asked, task, load_query_head, check_recipe)
-    if not isinstance(job.dataset, Graph):
-        raise UserError(f"an encoder is trained on knowledge graphs, and {task.name} has none.")
-    return train(job)
+    return train(_QueryJob.of(asked, task, load_query_head, check_recipe))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +43,11 @@ class _QueryJob(RankingJob):
     task: RankingTask[Any]
     dataset: Graph
     start: FittedQueryHead | None
+
+    @classmethod
+    def check_data(cls, dataset: Data, task: AnyTask[Any]) -> None:
+        if not isinstance(dataset, Graph):
+            raise UserError(f"an encoder is trained on knowledge graphs, and {task.name} has none.")
 
     def parts(self, trainable: Trainable) -> Parts:
         graph, (prompt,) = self.dataset, self.view.prompts

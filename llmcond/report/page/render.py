@@ -112,7 +112,7 @@ def page_templates(folder: Path) -> jinja2.Environment:
 
 
 def csp_source(text: str) -> str:
-    """Return what allows a script or a style of a page in its Content-Security-Policy."""
+    """Return the hash source of a script or style for a Content-Security-Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 

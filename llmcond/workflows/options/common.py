@@ -39,7 +39,7 @@ _SCALE = "more than one machine (docs/scale.md)"
 
 @dataclass(frozen=True, kw_only=True)
 class InRun(Options):
-    """A command that works on a run."""
+    """Options of what works on a run."""
 
     run: str | Path = option(DEFAULT_RUN, metavar="DIR", help="folder of this piece of work")
 
@@ -54,7 +54,10 @@ def _number(text: str) -> float | str:
 
 @dataclass(frozen=True, kw_only=True)
 class WithColumns(Options):
-    """A command that reads rated rows; those from ``data``, which it declares itself."""
+    """How rated rows are read.
+
+    Subclasses make ``data``, ``split_seed`` and ``drop_leaks`` flags where they have them.
+    """
 
     data: Any = None
     split_seed: int | None = None
@@ -103,7 +106,7 @@ class WithColumns(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class WithDevice(Options):
-    """A command that computes on a device."""
+    """Options of what computes on a device."""
 
     device: str = option("auto", metavar="D", help="auto, cpu, cuda or cuda:N")
 
@@ -125,12 +128,12 @@ class HeadOptions(WithDevice):
 
 @dataclass(frozen=True, kw_only=True)
 class WithHead(InRun, HeadOptions):
-    """A command that works by a run's encoder and one of its heads."""
+    """Options of what uses a run's encoder and one of its heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WithEmbedder(HeadOptions):
-    """A command that embeds texts under conditions, where there is no run too."""
+    """Options of what embeds texts under conditions, also by a bundled model."""
 
     run: str | Path | None = option(
         None,
@@ -145,7 +148,7 @@ class WithEmbedder(HeadOptions):
     )
 
     def folder(self) -> Path:
-        """Return the folder of the run or of the model; see :func:`usual_run`."""
+        """Return the folder of the run or of the model; see :func:`llmcond.runs.open.usual_run`."""
         from llmcond.runs.open import usual_run
 
         return usual_run(self.run, self.model)
@@ -153,7 +156,7 @@ class WithEmbedder(HeadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class WithConditions(Options):
-    """A command with several conditions, which declares ``condition`` itself."""
+    """Options of several conditions; subclasses declare ``condition``."""
 
     condition: Sequence[str] = ()
     values: Sequence[str] = option(
@@ -171,7 +174,7 @@ class WithConditions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class WithGuide(Options):
-    """A command that a few labelled texts can guide."""
+    """Options of what a few labelled texts can guide."""
 
     guide: Any = option(
         None,
@@ -184,7 +187,7 @@ class WithGuide(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class WithScale(Options):
-    """A command whose work may be shared among actors of Ray."""
+    """Options of work that may be shared among actors of Ray."""
 
     scale: Literal["ray"] | None = option(
         None,
@@ -225,7 +228,7 @@ class WithScale(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class WithEncoderSettings(Options, EncoderOptions):
-    """A command that takes the settings of an encoder."""
+    """The settings of an encoder as options."""
 
     def encoder_options(self) -> EncoderOptions:
         """Return the settings of the encoder."""
@@ -234,7 +237,7 @@ class WithEncoderSettings(Options, EncoderOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class WithEncoder(WithEncoderSettings):
-    """A command that names an encoder."""
+    """Options that name an encoder."""
 
     model: str = option(
         metavar="NAME_OR_PATH",
@@ -244,7 +247,7 @@ class WithEncoder(WithEncoderSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class WithTask(WithColumns):
-    """A command that makes a run: of a task, from data."""
+    """Options of what makes a run of a task from data."""
 
     data: Any = option(
         None,

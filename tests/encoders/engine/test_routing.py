@@ -238,6 +238,15 @@ def test_an_extraction_computes_a_router_once_until_there_are_too_many(one, tmp_
     np.testing.assert_allclose(*found, rtol=0, atol=1e-5)
 
 
+def test_a_window_with_too_many_routers_computes_each_once(one, tmp_path, monkeypatch):
+    monkeypatch.setattr("llmcond.features.extract._MAX_ROUTERS", 20)
+    monkeypatch.setattr("llmcond.features.extract._UNIT", 5)
+    counted, items = Breaking(one), many_routed()
+    store = FeatureStore(tmp_path / "store", IDENTITY, "float32")
+    extract(iter(items), store, lambda: counted, chunking=Chunking(16, len(items)))
+    assert len(counted.asked) == len(set(counted.asked)) > 20
+
+
 @pytest.mark.parametrize("temperature", [0, -0.1, float("nan")])
 def test_a_temperature_that_is_not_above_0_is_refused(temperature):
     with pytest.raises(UserError, match=r"temperature is .*; it must be above 0"):

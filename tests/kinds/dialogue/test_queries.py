@@ -1,6 +1,7 @@
 """Queries, pools and ranks of dialogues: by hand, against loops, and by what they must not hold."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -166,7 +167,7 @@ def test_equal_texts_are_not_counted_as_wrong(data):
     assert seen == [([[1, 2]], [3]), ([[2, 0]], [1])]
 
 
-@pytest.mark.parametrize("pool", [Drawn(True, 7, 3), Drawn(False, 7, 3)])
+@pytest.mark.parametrize("pool", [Drawn(True, size=7, seed=3), Drawn(False, size=7, seed=3)])
 def test_drawn_candidates_are_of_other_dialogues(many, pool):
     turns = many.splits["test"]
     for h in (2, 5):
@@ -180,8 +181,8 @@ def test_drawn_candidates_are_of_other_dialogues(many, pool):
             among = np.bincount(np.concatenate(others), minlength=120)
             assert (np.bincount(own, minlength=120) <= among).all()
         np.testing.assert_array_equal(found, pool(turns, h))
-        assert not np.array_equal(found, type(pool)(7, 4)(turns, h))
-    assert Drawn(True, 10_000)(turns, 8).shape[1] == len(turns.context(8)[0]) - 1
+        assert not np.array_equal(found, replace(pool, seed=4)(turns, h))
+    assert Drawn(True, size=10_000)(turns, 8).shape[1] == len(turns.context(8)[0]) - 1
 
 
 @pytest.mark.parametrize("h", [1, 4])
@@ -249,7 +250,7 @@ def test_samples_that_are_wrong_are_told_by_row(data, tmp_path: Path, row, messa
 
 
 def test_planning_figures_count_each_cell_the_same(many):
-    asked = plan_queries(many, "test", Drawn(False, 20), [2, 5], [1, 2])
+    asked = plan_queries(many, "test", Drawn(False, size=20), [2, 5], [1, 2])
     rng = np.random.default_rng(4)
     ranks = rank_plans(asked, lambda contexts, candidates, goals: rng.random(candidates.shape)).of()
     overall, cells = figures(asked, [ranks[None]], PLAN_METRICS)

@@ -430,6 +430,9 @@ def test_a_saved_head_is_the_same_head(name, changes, tmp_path):
     save_head(head, tmp_path, {"made_by": "a test"})
     loaded, record = load_query_head(tmp_path)
     assert (loaded.kind, loaded.settings) == (head.kind, head.settings)
+    assert [own.scale for own in members_of(loaded.module)] == [
+        own.scale for own in members_of(head.module)
+    ]
     assert record["made_by"] == "a test"
     assert (record["dim_out"], record["n_relations"]) == (head.dim_out, R)
     assert record["fit"]["curve"][0]["dev_score"] == 0.5
