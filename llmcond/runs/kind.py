@@ -126,7 +126,7 @@ def find_kind(name: str) -> Kind:
         UserError: no such kind.
     """
     if plugins.is_plugin(name):
-        found = plugins.recorded(name, f"the kind of task {name}")
+        found = plugins.recorded(name, "a kind of task")
     else:
         found = plugins.find(name, KINDS, "kinds", "kind of task")
     kind: Kind = found()

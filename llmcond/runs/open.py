@@ -48,10 +48,11 @@ def open_run(folder: Path, *, cross: bool = False) -> Run:
     run = open_any_run(folder, cross=cross)
     pairs = as_rated(run)
     if pairs is None:
+        taken = ["extract", "fit-head", "evaluate", "sweep", "compare-prompts", "heads"]
+        taken += [run.own_command] if run.own_command else []
         raise UserError(
-            f"{folder} is a run of the task {run.manifest['task']}, which ranks candidates; this "
-            "is for rated pairs of sentences. It takes extract, fit-head, evaluate, sweep, "
-            f"compare-prompts, heads and {run.own_command}."
+            f"{folder} is a run of the task {run.manifest['task']}, which has no rated pairs; this "
+            f"is for rated pairs of sentences. It takes {', '.join(taken[:-1])} and {taken[-1]}."
         )
     return pairs
 

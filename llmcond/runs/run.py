@@ -49,12 +49,12 @@ class AnyRun(ABC):
     Attributes:
         kind: of its task, see :class:`AnyTask`.
         subtracts: whether heads see e(s|c) less the unconditional embedding, unless told otherwise.
-        own_command: that is for runs of its kind only.
+        own_command: that is for runs of its kind only; empty: there is none.
     """
 
     kind: ClassVar[str]
     subtracts: ClassVar[bool]
-    own_command: ClassVar[str] = "similarity"
+    own_command: ClassVar[str] = ""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder = folder

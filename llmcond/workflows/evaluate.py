@@ -149,7 +149,7 @@ def _check_options(run: AnyRun, asked: EvaluateOptions) -> None:
         if as_rated(run) is None:
             raise UserError(
                 f"--columns, --rating-range and --unrated are of rated pairs, and {run.folder} is "
-                f"a run of the task {run.task.name}, which ranks candidates. Leave them out."
+                f"a run of the task {run.task.name}, which has no rated pairs. Leave them out."
             )
         if data.source is None:
             raise UserError("columns and rating range belong to --data, which was not given.")
