@@ -195,6 +195,15 @@ def cpu_threads() -> int:
     return max(1, min(cores, allowed))
 
 
+def compute_on_one_thread() -> None:
+    """Let this process compute on one thread of a CPU, without importing PyTorch for it."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # read by :func:`cpu_threads`, and by PyTorch's import
+    if "torch" in sys.modules:
+        import torch
+
+        torch.set_num_threads(1)
+
+
 def free_memory() -> int:
     """Return the bytes of main memory that are free now, within a container's limit."""
     import psutil

@@ -2,13 +2,16 @@
 
 import csv
 import gc
+import hashlib
+import json
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,11 @@ from zlib import crc32
 import pytest
 
 from llmcond.encoders.encoder import Encoder, load_encoder
+from llmcond.encoders.openvino.library import import_openvino
 from llmcond.log import log_to_terminal
 
+#: Bytes of a network of the tests; those of real models take as long to compare as to compile.
+_SMALL = 2**20
 WORDS = (
     "a the two three men women children dogs ride play read sit walk in on at park beach kitchen "
     "street red blue green hat coat morning night happy sad rain sun colour number of people "
@@ -94,6 +100,10 @@ def pytest_collection_finish() -> None:
     """Start the server that forks all processes of tests: the product would have it import less."""
     if "helpers.processes" in sys.modules:
         forkserver.ensure_running()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # a process that runs many tests needs all of them
+        for name in ("hypothesis", "lance", "peft", "sklearn", "transformers.trainer"):
+            import_module(name)
+        import_openvino()
     # What is imported stays: to look through it for garbage again and again took a tenth of all.
     gc.collect()
     gc.freeze()
@@ -119,6 +129,41 @@ def flags_of_errors(monkeypatch: pytest.MonkeyPatch) -> None:
             return run_command(arguments, signals)
 
     monkeypatch.setattr(cli, "_run", checked)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def networks_compiled_once(
+    request: pytest.FixtureRequest, _compiled: dict[bytes, Any]
+) -> Iterator[None]:
+    """Let OpenVINO compile each small network once in a process, but in the tests of compiling.
+
+    Commands load an encoder anew, and to compile the tiny ones again took a twentieth of all.
+    """
+    from llmcond.encoders.openvino import engine
+
+    compile_network = engine.compile_network
+
+    def once(tensors: Mapping[str, Any], *made_of: Mapping[str, Any]) -> Any:
+        if sum(tensor.nbytes for tensor in tensors.values()) > _SMALL:
+            return compile_network(tensors, *made_of)
+        digest = hashlib.sha256(json.dumps(made_of).encode())
+        for name, tensor in sorted(tensors.items()):
+            digest.update(f"{name}{tensor.shape}{tensor.dtype}".encode() + tensor.tobytes())
+        key = digest.digest()
+        if key not in _compiled:
+            _compiled[key] = compile_network(tensors, *made_of)
+        return _compiled[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if "openvino" not in request.path.parts:
+            patch.setattr(engine, "compile_network", once)
+        yield
+
+
+@pytest.fixture(scope="session")
+def _compiled() -> dict[bytes, Any]:
+    """Networks by a digest of what they were made of."""
+    return {}
 
 
 @contextmanager

@@ -58,36 +58,44 @@ def test_the_bundled_model_is_opened_without_a_large_library():
     assert loaded(OPENED, LARGE) == []
 
 
+#: Commands with the libraries that each may import, besides those of the commands before it.
 COMMANDS = {
-    "similarity": ("similarity 'a man' 'a dog' --condition 'the subject'", ()),
-    "embed": ("embed texts.csv --out v.npy --condition-text 'the place'", ("pandas",)),
-    "check-condition": ("check-condition texts.csv --condition 'the place'", ("pandas",)),
-    "cluster": ("cluster texts.csv --condition 'the place' --clusters 2 --out g.csv", STORAGE),
-    "index": ("index texts.csv --condition 'the place' --out places", STORAGE),
-    "search": ("search places 'a dog' --condition 'the place' -k 2", STORAGE),
+    "similarity 'a man' 'a dog' --condition 'the subject'": (),
+    "embed texts.csv --out v.npy --condition-text 'the place'": ("pandas", "pyarrow", "lance"),
+    "check-condition texts.csv --condition 'the place'": (),
+    "cluster texts.csv --condition 'the place' --clusters 2 --out g.csv": ("sklearn", "scipy"),
+    "index texts.csv --condition 'the place' --out places": (),
+    "search places 'a dog' --condition 'the place' -k 2": (),
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("texts")
-    texts = [f"{who} {where}" for who in ("a man", "a dog") for where in ("at home", "on a hill")]
-    (made / "texts.csv").write_text("\n".join(["text", *texts, *(f"{t} now" for t in texts)]))
-    return made
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_compute_without_torch(folder, command):
+def test_commands_compute_without_torch(tmp_path):
     pytest.importorskip("openvino")
-    line, more = COMMANDS[command]
-    if command == "search" and not (folder / "places").exists():
-        test_commands_compute_without_torch(folder, "index")
-    run = f"import os, shlex\nfrom llmcond.cli import run\nos.chdir({str(folder)!r})"
-    run += f"\nassert run(shlex.split({line!r})) == 0"
-    used = loaded(run, LARGE)
-    assert {"torch", "transformers", "peft"}.isdisjoint(used), used
-    if not more:
-        assert used == []
+    texts = [f"{who} {where}" for who in ("a man", "a dog") for where in ("at home", "on a hill")]
+    (tmp_path / "texts.csv").write_text("\n".join(["text", *texts, *(f"{t} now" for t in texts)]))
+    run = ["import os, shlex, sys", "from llmcond.cli import run", f"os.chdir({str(tmp_path)!r})"]
+    forbidden = set(LARGE)
+    for line, more in COMMANDS.items():
+        forbidden -= {*more}
+        run += [
+            f"assert run(shlex.split({line!r})) == 0",
+            f"assert not (used := {forbidden!r} & {{*sys.modules}}), ({line!r}, used)",
+        ]
+    assert {"torch", "transformers", "peft"}.isdisjoint(loaded("\n".join(run), LARGE))
+
+
+def test_an_actor_encodes_without_torch(tmp_path):
+    pytest.importorskip("openvino")
+    code = f"""
+from llmcond.encoders import EncoderOptions, resolve
+from llmcond.scale.extraction import EncoderOf, FragmentWriter
+from llmcond.system import cpu_threads
+options = EncoderOptions(device="cpu")
+fingerprint = resolve("minilm", options).identity.fingerprint
+FragmentWriter(EncoderOf("minilm", options, fingerprint, {str(tmp_path)!r}, "float16"))
+assert cpu_threads() == 1
+"""
+    assert {"torch", "transformers", "peft"}.isdisjoint(loaded(code, LARGE))
 
 
 def test_heads_of_rated_pairs_import_no_other_kind():

@@ -34,6 +34,7 @@ from llmcond.features.extract import (
 from llmcond.features.store import FeatureStore, Fragment, StoreDtype
 from llmcond.log import log
 from llmcond.scale.pool import Cluster, Pool, actors
+from llmcond.system import compute_on_one_thread
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoded
@@ -88,13 +89,11 @@ class FragmentWriter:
         Raises:
             UserError: it is not there, or another one.
         """
-        import torch
-
         from llmcond.encoders.encoder import Encoder
         from llmcond.encoders.threads import WorkerThreads
 
         if made_of.options.device == "cpu":
-            torch.set_num_threads(1)
+            compute_on_one_thread()
         resolved = resolve(made_of.model, made_of.options)
         if resolved.identity.fingerprint != made_of.fingerprint:
             import socket

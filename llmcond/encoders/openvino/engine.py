@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from llmcond.encoders.checkpoints.checkpoint import fetch_weights, read_settings
 from llmcond.encoders.engine.interface import OutOfMemoryError, Pooled, Routes, check_ids
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.openvino.architectures import bytes_needed
-from llmcond.encoders.openvino.graph import STEP, PackedInputs, make_graph, pack_inputs
+from llmcond.encoders.openvino.graph import STEP, PackedInputs, Tensors, make_graph, pack_inputs
 from llmcond.encoders.openvino.library import import_openvino
 from llmcond.encoders.openvino.tokenizer import JsonTokenizer, can_read
 from llmcond.encoders.openvino.weights import CannotRunError, read_dense, read_tensors
@@ -65,6 +65,14 @@ def load_engines(resolved: ResolvedEncoder) -> tuple[InputTokenizer, list[OpenVi
     return inputs, [OpenVinoEngine(member) for member in resolved.each_member()]
 
 
+def compile_network(
+    tensors: Tensors, config: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Any:
+    """Return an ``openvino.CompiledModel`` that computes the states of tokens on the CPU."""
+    graph = make_graph(tensors, config)
+    return import_openvino().Core().compile_model(graph, "CPU", settings)
+
+
 class OpenVinoEngine:
     """A network on a CPU by OpenVINO.
 
@@ -84,7 +92,6 @@ class OpenVinoEngine:
         Raises:
             CannotRunError: OpenVINO does not run it; PyTorch may, or says what is wrong.
         """
-        openvino = import_openvino()
         self._identity, self._name = resolved.identity, resolved.checkpoint.name
         config = read_settings(resolved.checkpoint.folder / "config.json", {})
         self._pooling = pooling_named(self._identity.pooling)
@@ -111,8 +118,7 @@ class OpenVinoEngine:
         self.budget = resolved.options.max_tokens_per_batch or _BUDGET
         self.dim = len(self._dense[-1].weight) if self._dense else width
         try:
-            graph = make_graph(tensors, config)
-            self._network: Any = openvino.Core().compile_model(graph, "CPU", settings)
+            self._network = compile_network(tensors, config, settings)
             # On CPUs without AVX it compiles, and fails when it is first run.
             list(self.run([Tokens([0, 0], 0, 2, 2, 2)]))
         except (RuntimeError, TypeError, ValueError) as error:
